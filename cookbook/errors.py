@@ -1,0 +1,43 @@
+"""In: what a user got wrong. Out: one message that names the place, the finding and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(Exception):
+    """The input is wrong: `submit.py` prints the message alone and ends with status 2.
+
+    Args:
+        place: file, or file and key, from the outside in (`recipes/debug.yaml: training.steps`).
+        found: what stands there, and what would be allowed.
+        remedy: what to do about it; empty where `found` already says it.
+    """
+
+    def __init__(self, place: str, found: str, remedy: str = "") -> None:
+        self.place = place
+        self.found = found
+        self.remedy = remedy
+        super().__init__(f"{place}: {found}" + (f"; {remedy}" if remedy else ""))
+
+
+class JobError(Exception):
+    """The work failed although the input was right: status 1."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """The `count` members of `known` that look most like `name`; empty where none is close."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+
+
+def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> InputError:
+    """The error for a `name` that is none of `known`: lists them, nearest first in the remedy."""
+    names = sorted(known)
+    close = nearest(name, names)
+    allowed = ", ".join(names) if len(names) <= 20 else f"{len(names)} names"
+    return InputError(
+        place,
+        f"unknown {what} {name!r}; allowed: {allowed}",
+        f"did you mean {close[0]!r}?" if close else "",
+    )
