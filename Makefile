@@ -1,0 +1,37 @@
+# `make help` says what each target does.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo setup-local setup-dev test test-slurm check golden
+
+PYTEST_ARGS ?=
+# ruff, shellcheck and shfmt come with --dev, pinned, so that every machine formats alike.
+in_venv := PATH="$(CURDIR)/.venv/bin:$$PATH"
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup-local: # no help line: demo and the developers' targets start it
+	@./setup.sh --local --quiet
+
+setup-dev:
+	@./setup.sh --local --dev --quiet
+
+demo: setup-local ## set up, then train every cell of the matrix that this machine can run
+	.venv/bin/python submit.py sweep matrix --cluster local
+
+test: setup-dev ## all tests, a real Slurm cluster included
+	$(in_venv) .venv/bin/python -m pytest $(PYTEST_ARGS)
+
+test-slurm: setup-dev ## only the tests that start a Slurm cluster on this machine
+	$(in_venv) .venv/bin/python -m pytest -m slurm $(PYTEST_ARGS)
+
+check: setup-dev ## lint, format, types, shell scripts
+	$(in_venv) ruff check .
+	$(in_venv) ruff format --check .
+	$(in_venv) mypy
+	$(in_venv) shellcheck .ci/run $(wildcard *.sh)
+	$(in_venv) shfmt -d -i 2 -ci setup.sh .ci/run
+
+golden: setup-dev ## renew the recorded scripts in tests/golden and train_*.sh
+	.venv/bin/python -m tests.golden
