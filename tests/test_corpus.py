@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cookbook import corpus
+from cookbook.errors import InputError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def make(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cookbook.corpus", str(folder)],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus") / "with a space"
+    result = make(folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.mark.titan
+class TestMade:
+    def test_files_and_size(self, made: Path) -> None:
+        assert sorted(files_below(made)) == [
+            "corpus/stdlib.jsonl",
+            "stamp.json",
+            "tokenizer/tokenizer.json",
+            "tokenizer/tokenizer_config.json",
+        ]
+        assert 8e6 < (made / "corpus/stdlib.jsonl").stat().st_size < 40e6
+
+    def test_same_bytes_whatever_the_threads(self, made: Path, tmp_path: Path) -> None:
+        assert make(tmp_path, RAYON_NUM_THREADS="1").returncode == 0
+        assert files_below(tmp_path) == files_below(made)
+
+    def test_second_run_has_nothing_to_do(self, made: Path) -> None:
+        before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
+        result = make(made)
+        assert result.returncode == 0
+        assert "are there" in result.stdout
+        assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
+
+    def test_a_cut_file_is_made_again(self, made: Path, tmp_path: Path) -> None:
+        assert make(tmp_path).returncode == 0
+        with (tmp_path / "corpus/stdlib.jsonl").open("r+b") as file:
+            file.truncate(1000)
+        assert not corpus.is_made(tmp_path)
+        assert make(tmp_path).returncode == 0
+        assert files_below(tmp_path) == files_below(made)
+
+    def test_without_its_stamp_it_is_not_made(self, made: Path, tmp_path: Path) -> None:
+        for name, content in files_below(made).items():
+            if name != corpus.STAMP:
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name).write_bytes(content)
+        assert not corpus.is_made(tmp_path)
+
+    def test_torchtitan_reads_both(
+        self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from torchtitan.components.tokenizer import HuggingFaceTokenizer
+        from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+
+        # What a killed run leaves behind is not read as data.
+        leftover = made / "corpus/.stdlib.jsonl.abc"
+        leftover.write_text('{"text": "left')
+        tokenizer = HuggingFaceTokenizer(str(made / "tokenizer"))
+        assert tokenizer.get_vocab_size() == corpus.VOCABULARY_SIZE
+        text = "def naïve(x):\n\treturn 'ß' * x  # 数\n"
+        tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
+        assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+        assert len(set(tokens)) > 5
+        assert max(tokens) < corpus.VOCABULARY_SIZE
+        assert tokenizer.decode(tokens[1:-1]) == text
+
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+        dataset = HuggingFaceTextDataset("c4_test", str(made / "corpus"), tokenizer, seq_len=128)
+        batch, labels = next(iter(dataset))
+        assert batch["input"].shape == labels.shape == (128,)
+        leftover.unlink()
+
+
+def test_too_few_sources_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("pass\n")
+    with pytest.raises(InputError, match="too few Python sources"):
+        corpus.make_corpus(tmp_path / "out", sources=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stamp", ["", "[]", "{}", '{"bytes": {"corpus/x": 1}}', '{"bytes": 3}'])
+def test_a_broken_stamp_counts_as_none(tmp_path: Path, stamp: str) -> None:
+    (tmp_path / corpus.STAMP).write_text(stamp)
+    assert not corpus.is_made(tmp_path)
+
+
+def test_a_whole_stamp_counts(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("12345")
+    (tmp_path / corpus.STAMP).write_text(json.dumps({"bytes": {"x": 5}}))
+    assert corpus.is_made(tmp_path)
