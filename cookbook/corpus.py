@@ -1,7 +1,8 @@
-"""In: Python's own standard-library sources. Out: a text corpus and a tokenizer for local training.
+"""In: Python's own sources. Out: a text corpus and a tokenizer for local training.
 
-Both come from what every machine has, so that a first run needs no download. TorchTitan reads them as
-`--training.dataset=c4_test --training.dataset_path=FOLDER/corpus --model.hf_assets_path=FOLDER/tokenizer`.
+Both come from what every machine has, so that a first run needs no download. TorchTitan reads them
+with `--training.dataset=c4_test --training.dataset_path=FOLDER/corpus` and
+`--model.hf_assets_path=FOLDER/tokenizer`.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ def _read_documents(root: Path) -> Iterator[str]:
         # _sysconfigdata holds the paths of the machine that built this Python.
         if LEFT_OUT.isdisjoint(name.parts) and not name.name.startswith("_sysconfigdata"):
             names.append(name.as_posix())
-    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+    for document in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         try:
-            text = (root / name).read_text(encoding="utf-8")
+            text = (root / document).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
         if text.strip():
