@@ -1,0 +1,17 @@
+"""In: nothing. Out: every hook of this package, put in place once."""
+
+from __future__ import annotations
+
+import torch
+
+from cookbook.titan.activity import hook_first_step, note_standard_dispatch
+from cookbook.titan.cpu import prepare_cpu
+from cookbook.titan.mx import replace_mx_converters
+
+
+def install() -> None:
+    if not torch.cuda.is_available():
+        prepare_cpu()
+    replace_mx_converters()
+    note_standard_dispatch()
+    hook_first_step()

@@ -1,0 +1,78 @@
+"""In: nothing. Out: the options that the cookbook adds to TorchTitan's own `JobConfig`.
+
+Named by `--job.custom_config_module`. TorchTitan merges these dataclasses, section by section and
+field by field, into its own; only additions and widened choices stand here. There is no
+`from __future__ import annotations`, since TorchTitan and tyro read the types at run time.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Cookbook:
+    precision: str = ""
+    """The precision overlay that the driver asked for; the run fails where another is active."""
+
+    ep_backend: str = ""
+    """The EP backend that the driver asked for; the run fails where another one is active."""
+
+    emulated: bool = False
+    """Whether the driver asked for emulated low precision (numerics only, never a speed-up)."""
+
+
+@dataclass
+class Parallelism:
+    expert_parallel_a2a_dispatch_fwd_precision: Literal["default", "mxfp8"] = "default"
+    """Precision of the tokens that the standard all-to-all sends to the experts in the forward."""
+
+    expert_parallel_a2a_combine_bwd_precision: Literal["default", "mxfp8"] = "default"
+    """Precision of the gradients that the combine's all-to-all sends back in the backward."""
+
+
+@dataclass
+class MXLinear:
+    emulate: bool = False
+    """Quantize with PyTorch operations and multiply in high precision; runs on any device."""
+
+
+@dataclass
+class MXGroupedMM:
+    recipe_name: Literal["mxfp8", "mxfp8_wgrad_with_hp"] = "mxfp8"
+    """`mxfp8_wgrad_with_hp` leaves the weight gradient's GEMM in high precision."""
+
+    emulate: bool = False
+    """Quantize with PyTorch operations and multiply in high precision; runs on any device."""
+
+
+@dataclass
+class QuantizedLinear:
+    mx: MXLinear = field(default_factory=MXLinear)
+    """What the cookbook adds to `quantize.linear.mx`."""
+
+
+@dataclass
+class QuantizedGroupedMM:
+    mx: MXGroupedMM = field(default_factory=MXGroupedMM)
+    """What the cookbook adds to `quantize.grouped_mm.mx`."""
+
+
+@dataclass
+class Quantize:
+    linear: QuantizedLinear = field(default_factory=QuantizedLinear)
+    """Quantized linear layers."""
+
+    grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
+    """Quantized grouped GEMMs."""
+
+
+@dataclass
+class JobConfig:
+    cookbook: Cookbook = field(default_factory=Cookbook)
+    """What the driver asked for."""
+
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    """What the cookbook adds to `parallelism`."""
+
+    quantize: Quantize = field(default_factory=Quantize)
+    """What the cookbook adds to `quantize`."""
