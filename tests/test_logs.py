@@ -1,0 +1,289 @@
+"""In: log text as TorchTitan and torchrun write it. Out: whether it is read as it was meant."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cookbook.failure import find_reason
+from cookbook.logs import (
+    StepMetrics,
+    parse_active,
+    parse_line,
+    read_active,
+    read_last_step,
+    read_log,
+    read_peak_memory,
+)
+
+LOGS = Path(__file__).parent / "logs"
+PLAIN = (
+    "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: 15  loss:  3.91683  "
+    "grad_norm:  3.8138  memory: 76.13GiB(54.46%)  tps: 13,388  tflops: 287.90  mfu: 29.11%"
+)
+PARSED = StepMetrics(
+    rank=0,
+    step=15,
+    loss=3.91683,
+    grad_norm=3.8138,
+    memory_gib=76.13,
+    memory_percent=54.46,
+    tokens_per_second=13388,
+    tflops=287.90,
+    mfu=29.11,
+)
+
+
+def parsed(line: str) -> StepMetrics:
+    metrics = parse_line(line)
+    assert metrics is not None
+    return metrics
+
+
+def test_a_line_gives_all_its_figures() -> None:
+    assert parse_line(PLAIN) == PARSED
+
+
+def test_the_rank_prefix_is_optional() -> None:
+    assert parsed(PLAIN.removeprefix("[rank0]:")).rank is None
+    assert parsed(PLAIN.replace("[rank0]", "[default0]")).rank is None
+    assert parsed("12: " + PLAIN.replace("[rank0]", "[rank128]")).rank == 128
+
+
+def test_keys_count_and_not_columns() -> None:
+    other = parsed("mfu: 5.00%  step: 3 tps: 1,234,567.5 lr: 1e-4   loss:2.5 tflops: 1,287.9")
+    assert (other.step, other.loss, other.tokens_per_second) == (3, 2.5, 1234567.5)
+    assert (other.tflops, other.grad_norm, other.memory_gib) == (1287.9, None, None)
+
+
+def test_not_available_is_unknown() -> None:
+    assert parsed(PLAIN.replace("29.11%", "N/A")).mfu is None
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_a_loss_that_is_no_number_is_kept(text: str) -> None:
+    loss = parsed(PLAIN.replace(" 3.91683", f"     {text}")).loss
+    assert loss is not None
+    assert str(loss) == text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "[titan] 2026-11-20 18:29:22,279 - root - INFO - Training starts at step 1",
+        "[titan] Saving checkpoint at step: 10",
+        "step: 10  loss: spikes again",
+        "[titan] - root - INFO - validate step: 10  loss:  3.5  memory: 1.00GiB(1.00%)  tps: 5",
+        "global_step: 10  loss: 3.5 tps: 7",
+    ],
+)
+def test_other_lines_are_not_metrics(line: str) -> None:
+    assert parse_line(line) is None
+
+
+def test_a_line_in_two_pieces_is_joined() -> None:
+    """torchrun prefixes each piece that it read of a line."""
+    assert parse_line(PLAIN.replace("3.91683", "3.9[rank0]:1683")) == PARSED
+
+
+def test_a_line_cut_by_another_is_no_measurement() -> None:
+    other = "[rank8]:[titan] 2026-11-20 18:29:22,280 - root - INFO - Training completed"
+    assert parse_line(PLAIN[: PLAIN.index("388")] + other) is None
+    assert parse_line(PLAIN + other) == PARSED
+
+
+@given(st.text())
+def test_no_text_is_too_odd(text: str) -> None:
+    parse_line(text)
+    parse_line(f"step: 1 loss: {text}")
+    parse_active(f"cookbook active: {text}")
+
+
+def test_colours_are_no_obstacle() -> None:
+    steps = list(read_log(LOGS / "tp1_16b_colour.log"))
+    assert [metrics.step for metrics in steps] == list(range(1, 21))
+    assert steps[-1] == StepMetrics(0, 20, 3.8573, 3.5459, 76.13, 54.46, 13332, 286.69, 28.99)
+
+
+def test_one_rank_of_many() -> None:
+    log = LOGS / "pp2_ranks_0_128.log"
+    assert len(list(read_log(log))) == 32
+    steps = list(read_log(log, rank=128))
+    assert [metrics.step for metrics in steps] == list(range(1, 9))
+    assert {metrics.rank for metrics in steps} == {128}
+    assert all(metrics.loss is not None and metrics.loss > 0 for metrics in steps)
+
+
+def test_a_line_that_is_still_written_is_left_out(tmp_path: Path) -> None:
+    log = LOGS / "truncated.log"
+    assert [metrics.step for metrics in read_log(log)] == [1, 2, 3, 4]
+    assert read_last_step(log) == list(read_log(log))[-1]
+    for size in range(0, len(PLAIN.encode()) + 1, 7):
+        (tmp_path / "log").write_bytes(PLAIN.encode()[:size])
+        assert list(read_log(tmp_path / "log")) == []
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_bytes(b"\0" * 5000 + PLAIN.encode() + b"\n\xff\xfe step: loss:\n" + b"\0" * 99)
+    assert list(read_log(log)) == [PARSED]
+    assert read_last_step(log) == PARSED
+    assert read_peak_memory([log]) == 76.13
+    assert read_active(log) is None
+    assert find_reason(log) is None
+
+
+def test_a_log_bigger_than_a_block(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    with log.open("w") as file:
+        for step in range(1, 40_001):
+            file.write(PLAIN.replace("step: 15", f"step: {step}") + "\n")
+    assert [metrics.step for metrics in read_log(log)] == list(range(1, 40_001))
+    last = read_last_step(log, rank=0)
+    assert last is not None
+    assert last.step == 40_000
+    assert read_last_step(log, rank=7) is None
+
+
+def test_a_log_that_is_not_there_has_no_last_step(tmp_path: Path) -> None:
+    assert read_last_step(tmp_path / "train.log") is None
+
+
+def test_peak_memory_is_over_all_ranks() -> None:
+    assert read_peak_memory([LOGS / "pp2_ranks_0_128.log"]) == 153.77
+    logs = [LOGS / "tp1_16b_colour.log", LOGS / "truncated.log"]
+    assert read_peak_memory(logs) == 76.13
+
+
+def test_no_memory_statistics_is_unknown(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(PLAIN.replace("76.13GiB(54.46%)", "-0.00GiB(-0.00%)") + "\n")
+    assert read_peak_memory([log]) is None
+    log.write_text(PLAIN.replace("76.13GiB(54.46%)", " 0.00GiB(0.00%)") + "\n")
+    assert read_peak_memory([log]) is None
+
+
+def test_what_was_active() -> None:
+    active = read_active(LOGS / "tp1_16b_colour.log")
+    assert active is not None
+    assert active["ep_backend"] == "standard"
+    assert active["versions"]["torchtitan"] == "0.2.2"
+    assert read_active(LOGS / "truncated.log") is None
+    assert parse_active('\x1b[31mcookbook active: {"emulated": true}\x1b[39m') == {"emulated": True}
+    assert parse_active('cookbook active: {"emulated": tr') is None
+    assert parse_active("cookbook active: [1]") is None
+
+
+@pytest.mark.parametrize("text", ["1.5", "1,234.5", "12,345", "7", "1e-05"])
+def test_numbers(text: str) -> None:
+    assert parsed(f"step: 1 loss: {text} x").loss == float(text.replace(",", ""))
+
+
+@pytest.mark.parametrize("text", ["1.", "12,34", "--1", "0x1", "1_0"])
+def test_parts_of_numbers_are_unknown(text: str) -> None:
+    assert parse_line(f"step: 1 loss: {text} x") is None
+    assert parsed(f"step: 1 loss: 1 tps: {text}").tokens_per_second is None
+
+
+def test_the_reason_is_the_root_causes() -> None:
+    reason = find_reason(LOGS / "out_of_memory.log")
+    assert reason is not None
+    assert reason.startswith("rank 3: torch.OutOfMemoryError: CUDA out of memory. Tried to allo")
+    assert len(reason) <= 240
+
+
+def test_the_reason_of_a_hang() -> None:
+    reason = find_reason(LOGS / "nccl_timeout.log")
+    assert reason is not None
+    assert "Watchdog caught collective operation timeout" in reason
+    assert "ALLTOALL_BASE" in reason
+
+
+def test_a_good_log_gives_no_reason(tmp_path: Path) -> None:
+    assert find_reason(LOGS / "tp1_16b_colour.log") is None
+    assert find_reason(tmp_path) is None
+
+
+def reason_of(tmp_path: Path, *lines: str) -> str | None:
+    (tmp_path / "train.log").write_text("\n".join(lines) + "\n")
+    return find_reason(tmp_path / "train.log")
+
+
+def test_the_first_error_wins_over_what_it_caused(tmp_path: Path) -> None:
+    traceback = "Traceback (most recent call last):"
+    assert reason_of(
+        tmp_path,
+        f"[rank8]:[rank8]: {traceback}",
+        "[rank8]:[rank8]: RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.1]:1",
+        f"[rank0]:[rank0]: {traceback}",
+        f"[rank16]:[rank16]: {traceback}",
+        '[rank0]:[rank0]:   File "train.py", line 1, in <module>',
+        "[rank0]:[rank0]: AssertionError: expert 3 got no tokens",
+        "[rank16]:[rank16]: ValueError: something later",
+    ) == ("rank 0: AssertionError: expert 3 got no tokens")
+
+
+def test_the_end_of_a_chain_counts(tmp_path: Path) -> None:
+    chain = [
+        "Traceback (most recent call last):",
+        "KeyError: 'x'",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        "Traceback (most recent call last):",
+        "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:",
+        "RuntimeError: no C++ compiler",
+    ]
+    assert reason_of(tmp_path, *chain) == (
+        "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised: "
+        "RuntimeError: no C++ compiler"
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train.sh: EP_BACKEND 'deep' is none of standard, deepep",
+        "/var/spool/slurmd/job7/train.sh: line 40: torchrun: command not found",
+        "train_671b.sh: no virtual environment; run setup.sh",
+        "slurmstepd: error: *** JOB 7 ON worker-0 CANCELLED AT 2026-11-20 DUE TO TIME LIMIT ***",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0",
+        "srun: error: Node failure on worker-3",
+    ],
+)
+def test_reasons_from_outside_python(tmp_path: Path, line: str) -> None:
+    exited = "srun: error: worker-0: task 0: Exited with exit code 1"
+    assert reason_of(tmp_path, "starting", line, exited) == line
+
+
+def test_an_exit_code_where_nothing_tells_more(tmp_path: Path) -> None:
+    summary = (
+        "Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-20_18:31:4{}\n"
+        "  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 5)\n  error_file: <N/A>\n"
+        "  traceback : Signal {} received by PID 5\n===="
+    )
+    told_to_stop = summary.format(1, 8, 0, -15, "15 (SIGTERM)")
+    killed = summary.format(3, 5, 5, -9, "9 (SIGKILL)")
+    reason = reason_of(tmp_path, told_to_stop, killed)
+    assert reason == "rank 5: exitcode: -9 (Signal 9 (SIGKILL) received)"
+
+
+def test_the_log_of_a_rank_that_the_console_did_not_show(tmp_path: Path) -> None:
+    stderr = tmp_path / "ranks" / "7_0_x" / "attempt_0" / "5" / "stderr.log"
+    stderr.parent.mkdir(parents=True)
+    stderr.write_text("[rank5]: Traceback (most recent call last):\n[rank5]: OSError: disk full\n")
+    summary = "Root Cause (first observed failure):\n  rank      : 5 (local_rank: 5)\n"
+    assert reason_of(tmp_path, summary + "  exitcode  : 1 (pid: 5)\n====") == (
+        "rank 5: OSError: disk full"
+    )
+    assert find_reason(tmp_path) == "rank 5: OSError: disk full"
+
+
+def test_losses_of_a_curve_are_numbers() -> None:
+    losses = [metrics.loss for metrics in read_log(LOGS / "tp1_16b_colour.log")]
+    assert all(loss is not None and math.isfinite(loss) for loss in losses)

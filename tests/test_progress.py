@@ -1,0 +1,183 @@
+"""In: how far cells are. Out: whether the display fits the terminal, and the log stays short."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cookbook.progress import CellProgress, Progress, describe_cell, render_progress
+from cookbook.report import text_width
+
+RUNNING = CellProgress("671b-bf16-deepep", "running", 5, 20, 859.4, 3.91683, 125.0)
+QUEUED = CellProgress("671b-mxfp8-deepep", "queued")
+
+
+class Terminal(io.StringIO):
+    """A terminal as far as a program can tell, that keeps the picture it was drawn."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        super().__init__()
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
+
+    def isatty(self) -> bool:
+        return True
+
+    def picture(self) -> list[str]:
+        lines: list[str] = [""]
+        row = 0
+        for token in re.findall(r"\x1b\[\d*[A-Z]|\n|\r|[^\x1b\n\r]+", self.getvalue()):
+            if token.endswith("A") and token.startswith("\x1b"):
+                row -= int(token[2:-1])
+                assert row >= 0
+            elif token == "\n":
+                row += 1
+                lines += [""] * (row + 1 - len(lines))
+            elif token == "\x1b[J":
+                del lines[row + 1 :]
+                lines[row] = ""
+            elif token not in ("\r", "\x1b[K"):
+                lines[row] = token
+        return lines[:-1]
+
+
+@pytest.fixture(autouse=True)
+def a_common_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "24")
+
+
+def test_a_line_per_cell_below_a_summary() -> None:
+    lines = render_progress([RUNNING, QUEUED], columns=110)
+    assert lines == [
+        "2 cells: 1 running, 1 queued",
+        "671b-bf16-deepep   running    █████░░░░░░░░░░░░░░░"
+        "  step 5/20  859 tokens/s/GPU  loss 3.9168  2:05",
+        "671b-mxfp8-deepep  queued",
+    ]
+    assert "#####..............." in render_progress([RUNNING], 110, is_unicode=False)[1]
+
+
+def test_a_narrow_terminal_keeps_what_matters() -> None:
+    assert render_progress([RUNNING], columns=46)[1] == "671b-bf16-deepep  running    step 5/20"
+    assert render_progress([RUNNING], columns=10)[1] == "671b-bf16-"
+
+
+def test_many_cells_show_the_busy_ones() -> None:
+    cells = [replace(QUEUED, name=f"cell-{n}") for n in range(50)]
+    cells[40] = replace(RUNNING, name="cell-40")
+    cells[45] = replace(RUNNING, name="cell-45", state="failed")
+    lines = render_progress(cells, rows=6)
+    assert len(lines) == 6
+    assert lines[0] == "50 cells: 1 running, 1 failed, 48 queued"
+    assert [line.split()[0] for line in lines[1:5]] == ["cell-0", "cell-1", "cell-40", "cell-45"]
+    assert lines[5] == "and 46 more"
+
+
+@given(
+    st.lists(
+        st.builds(
+            CellProgress,
+            st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]), max_size=30),
+            st.sampled_from(["running", "queued", "finished", "odd"]),
+            st.none() | st.integers(0, 2000),
+            st.none() | st.integers(1, 1500),
+            st.none() | st.floats(0, 1e6),
+            st.none() | st.floats(),
+            st.none() | st.floats(-1, 1e7),
+        ),
+        max_size=12,
+    ),
+    st.integers(1, 120),
+    st.integers(1, 15),
+)
+def test_the_picture_always_fits(cells: list[CellProgress], columns: int, rows: int) -> None:
+    lines = render_progress(cells, columns, rows)
+    assert 1 <= len(lines) <= rows
+    assert all(text_width(line) <= columns for line in lines)
+
+
+def test_a_terminal_is_redrawn_in_place() -> None:
+    terminal = Terminal()
+    progress = Progress(terminal)
+    progress.update([RUNNING, QUEUED])
+    before = len(terminal.getvalue())
+    progress.update([replace(RUNNING, step=6), QUEUED])
+    # One write without clearing first: nothing flickers.
+    assert "\x1b[2J" not in terminal.getvalue()
+    assert terminal.getvalue()[before:].startswith("\x1b[3A\r")
+    assert terminal.picture() == render_progress([replace(RUNNING, step=6), QUEUED], 99)
+    progress.update([replace(RUNNING, state="finished", step=20)])
+    progress.close()
+    assert terminal.picture() == render_progress([replace(RUNNING, state="finished", step=20)], 99)
+
+
+def test_a_terminal_made_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    progress = Progress(terminal)
+    progress.update([RUNNING])
+    drawn = [text_width(line) for line in render_progress([RUNNING], 99)]
+    monkeypatch.setenv("COLUMNS", "40")
+    before = len(terminal.getvalue())
+    progress.update([RUNNING])
+    wrapped = sum(-(-width // 40) for width in drawn)
+    assert terminal.getvalue()[before:].startswith(f"\x1b[{wrapped}A")
+
+
+def test_a_terminal_that_knows_only_ascii() -> None:
+    terminal = Terminal("ascii")
+    Progress(terminal).update([replace(RUNNING, name="größe")])
+    assert terminal.getvalue().isascii()
+    assert "#####....." in terminal.getvalue()
+
+
+def test_a_log_gets_a_line_only_when_something_changes() -> None:
+    log = io.StringIO()
+    progress = Progress(log, every_steps=10)
+    progress.update([QUEUED])
+    progress.update([QUEUED])
+    for step in range(1, 26):
+        progress.update([replace(RUNNING, name=QUEUED.name, step=step, elapsed=None)])
+    progress.update([replace(RUNNING, name=QUEUED.name, step=8, elapsed=None)])
+    progress.update([replace(RUNNING, name=QUEUED.name, state="finished", step=20)])
+    progress.close()
+    assert [line.split(", 859")[0] for line in log.getvalue().splitlines()] == [
+        "671b-mxfp8-deepep: queued",
+        "671b-mxfp8-deepep: running, step 1/20",
+        "671b-mxfp8-deepep: running, step 11/20",
+        "671b-mxfp8-deepep: running, step 21/20",
+        "671b-mxfp8-deepep: running, step 8/20",
+        "671b-mxfp8-deepep: finished, step 20/20",
+    ]
+    assert "\x1b" not in log.getvalue()
+
+
+def test_a_dumb_terminal_is_treated_as_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+    Progress(terminal).update([QUEUED])
+    assert terminal.getvalue() == "671b-mxfp8-deepep: queued\n"
+
+
+def test_unknown_values_are_left_out() -> None:
+    assert describe_cell(QUEUED) == "671b-mxfp8-deepep: queued"
+    assert describe_cell(replace(RUNNING, total_steps=None, elapsed=3725.0)) == (
+        "671b-bf16-deepep: running, step 5, 859 tokens/s/GPU, loss 3.9168, 1:02:05"
+    )
+
+
+def test_the_size_comes_from_the_terminal() -> None:
+    assert os.environ["COLUMNS"] == "100"
+    terminal = Terminal()
+    Progress(terminal).update([RUNNING])
+    assert max(map(text_width, terminal.picture())) <= 99

@@ -1,0 +1,207 @@
+"""In: results of a run. Out: whether the report says what happened, for people and programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from cookbook.report import render_json, render_markdown, text_width
+from cookbook.results import CellSetting, Result, RunResults
+
+SETTING = CellSetting(
+    total_steps=20,
+    device="cuda",
+    stand_in_for=None,
+    baseline="671b-bf16-standard",
+    published_speedup=None,
+    raw_final_loss=None,
+)
+BLANK = Result(
+    name="",
+    recipe="deepseek_v3_671b",
+    precision="bf16",
+    ep_backend="standard",
+    status="queued",
+    reason=None,
+    steps=None,
+    tokens_per_second_per_gpu=None,
+    tflops_per_gpu=None,
+    mfu=None,
+    memory_gib=None,
+    final_loss=None,
+    speedup=None,
+    published_tokens_per_second_per_gpu=None,
+    emulated=False,
+    active=None,
+)
+BASELINE = replace(
+    BLANK,
+    name="671b-bf16-standard",
+    status="finished",
+    steps=20,
+    tokens_per_second_per_gpu=651.4,
+    tflops_per_gpu=171.23,
+    mfu=7.61,
+    memory_gib=150.421,
+    final_loss=8.12345,
+    speedup=1.0,
+    published_tokens_per_second_per_gpu=651.0,
+)
+DEEPEP = replace(
+    BASELINE,
+    name="671b-bf16-deepep",
+    ep_backend="deepep",
+    status="running",
+    steps=7,
+    tokens_per_second_per_gpu=1859.0,
+    speedup=1.3195,
+    published_tokens_per_second_per_gpu=859.0,
+)
+FAILED = replace(
+    BLANK, name="671b-mxfp8-standard", status="failed", reason="rank 3: OOM |\nmore", steps=None
+)
+REFUSED = replace(BLANK, name="671b-mxfp8-deepep", status="refused", reason="needs SM100")
+
+
+def run_of(*cells: Result, **settings: CellSetting) -> RunResults:
+    return RunResults(
+        run="matrix-20261120-182922",
+        sweep="matrix",
+        created="2026-11-20T18:29:22+00:00",
+        user="ada",
+        commit="33acf20",
+        cluster="soperator-b200",
+        stack="2026.02",
+        baseline="671b-bf16-standard",
+        cells=cells,
+        settings={cell.name: settings.get(cell.name.replace("-", "_"), SETTING) for cell in cells},
+    )
+
+
+def table_of(text: str) -> dict[str, dict[str, str]]:
+    """cell -> column -> text, read from the Markdown table."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[part.strip() for part in line.strip("|").split(" | ")] for line in lines]
+    return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+
+
+def test_every_cell_appears_with_its_figures() -> None:
+    table = table_of(render_markdown(run_of(BASELINE, DEEPEP, FAILED, REFUSED)))
+    assert list(table) == [c.name for c in (BASELINE, DEEPEP, FAILED, REFUSED)]
+    assert table[BASELINE.name] == {
+        "cell": "671b-bf16-standard",
+        "status": "finished",
+        "steps": "20",
+        "tokens/s/GPU": "651",
+        "speed-up": "1.00x (baseline)",
+        "TFLOPs/GPU": "171.2",
+        "MFU": "7.6%",
+        "memory GiB": "150.42",
+        "final loss": "8.1235",
+        "published tokens/s/GPU": "651",
+        "published speed-up": "-",
+    }
+    assert table[DEEPEP.name]["steps"] == "7/20"
+    assert table[DEEPEP.name]["tokens/s/GPU"] == "1,859"
+    assert table[DEEPEP.name]["speed-up"] == "1.32x"
+    assert table[FAILED.name]["steps"] == "-/20"
+    assert table[REFUSED.name]["steps"] == "-"
+    assert table[REFUSED.name]["tokens/s/GPU"] == "-"
+
+
+def test_the_table_is_aligned() -> None:
+    wide = replace(BLANK, name="671b-größe-模型")
+    text = render_markdown(run_of(BASELINE, wide, FAILED))
+    widths = {text_width(line) for line in text.splitlines() if line.startswith("|")}
+    assert len(widths) == 1
+
+
+def test_the_head_says_what_ran_where() -> None:
+    text = render_markdown(run_of(BASELINE))
+    assert text.startswith("# matrix-20261120-182922\n")
+    for fact in ("soperator-b200", "2026.02", "33acf20", "ada", "2026-11-20T18:29:22"):
+        assert fact in text
+    assert "stand-in" not in text
+    assert "cpu" not in text
+
+
+def test_what_stood_in_for_what() -> None:
+    setting = replace(SETTING, stand_in_for="deepseek_v3_671b", device="cpu")
+    cell = replace(BASELINE, name="debug", recipe="debug", mfu=None)
+    text = render_markdown(run_of(cell, debug=setting))
+    assert "debug ran instead of deepseek_v3_671b" in text
+    assert "CPU figure" in text
+
+
+def test_reasons_stand_below_the_table() -> None:
+    text = render_markdown(run_of(BASELINE, FAILED, REFUSED))
+    notes = [line for line in text[text.rindex("\n|") :].splitlines() if line.startswith("- ")]
+    assert notes == [
+        "- 671b-mxfp8-standard (failed): rank 3: OOM | more",
+        "- 671b-mxfp8-deepep (refused): needs SM100",
+    ]
+
+
+def test_emulated_cells_are_labelled() -> None:
+    cell = replace(BASELINE, emulated=True, speedup=None, reason="emulated numerics")
+    row = table_of(render_markdown(run_of(cell)))[cell.name]
+    assert row["status"] == "finished, emulated"
+    assert row["speed-up"] == "-"
+
+
+def test_a_loss_that_is_no_number_shows_as_such() -> None:
+    cell = replace(BASELINE, name="a", final_loss=None)
+    text = render_markdown(run_of(cell, a=replace(SETTING, raw_final_loss=math.nan)))
+    assert table_of(text)["a"]["final loss"] == "nan"
+
+
+@pytest.mark.parametrize(("tokens", "shown"), [(99.96, "100"), (3.14159, "3.14"), (0.5, "0.5")])
+def test_few_tokens_keep_their_decimals(tokens: float, shown: str) -> None:
+    cell = replace(BASELINE, tokens_per_second_per_gpu=tokens)
+    assert table_of(render_markdown(run_of(cell)))[cell.name]["tokens/s/GPU"] == shown
+
+
+def test_a_run_without_cells_has_a_report() -> None:
+    assert "cell" in render_markdown(run_of())
+    assert json.loads(render_json(run_of()))["cells"] == []
+
+
+def test_json_has_the_promised_fields() -> None:
+    report = json.loads(render_json(run_of(BASELINE, FAILED)))
+    assert list(report) == ["run", "sweep", "cells", "baseline"]
+    first, second = report["cells"]
+    promised = {
+        "name",
+        "recipe",
+        "precision",
+        "ep_backend",
+        "status",
+        "reason",
+        "steps",
+        "tokens_per_second_per_gpu",
+        "tflops_per_gpu",
+        "mfu",
+        "memory_gib",
+        "final_loss",
+        "speedup",
+        "published_tokens_per_second_per_gpu",
+    }
+    assert promised | {"emulated", "active"} == set(first)
+    assert first["tokens_per_second_per_gpu"] == 651.4
+    assert second["tokens_per_second_per_gpu"] is None
+    assert second["steps"] is None
+
+
+def test_json_is_valid_whatever_was_measured() -> None:
+    cell = replace(BASELINE, final_loss=math.nan, mfu=math.inf, active={"a": [math.nan, 1]})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    report = json.loads(render_json(run_of(cell)), parse_constant=refuse)
+    assert report["cells"][0]["final_loss"] is None
+    assert report["cells"][0]["mfu"] is None
+    assert report["cells"][0]["active"] == {"a": [None, 1]}

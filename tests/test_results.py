@@ -1,0 +1,352 @@
+"""In: run directories as a run leaves them. Out: whether the figures are the right ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cookbook.curve import collect_steps, loss_rank
+from cookbook.errors import InputError
+from cookbook.results import Result, RunResults, collect_results, warm_up
+
+LOGS = Path(__file__).parent / "logs"
+PP = "parallelism.pipeline_parallel_degree"
+
+
+def metrics_line(
+    step: int, rank: int | None = 0, loss: str = "3.5", tps: str = "100", memory: str = "10.00"
+) -> str:
+    prefix = "" if rank is None else f"[rank{rank}]:"
+    return (
+        f"{prefix}[titan] 2026-11-20 18:29:22,279 - root - INFO - step: {step:2}  loss: {loss}  "
+        f"grad_norm:  1.0000  memory: {memory}GiB(5.00%)  tps: {tps}  tflops: 2.00  mfu: 3.00%\n"
+    )
+
+
+class Run:
+    """A run directory under construction."""
+
+    def __init__(self, folder: Path, baseline: str | None = "base") -> None:
+        self.folder = folder / "matrix-20261120-182922"
+        self.baseline = baseline
+        self.cells: list[str] = []
+
+    def add(
+        self,
+        name: str,
+        *attempts: str,
+        state: str | None = "finished",
+        reason: str | None = None,
+        **cell: Any,
+    ) -> Path:
+        """A cell whose attempts have these console logs."""
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        self.cells.append(name)
+        described = {
+            "name": name,
+            "recipe": "debug",
+            "precision": "bf16",
+            "ep_backend": "standard",
+            "nodes": 1,
+            "ranks_per_node": 2,
+            "device": "cuda",
+            "emulated": False,
+            "options": {"training.steps": 20},
+        }
+        (folder / "cell.yaml").write_text(yaml.safe_dump(described | cell))
+        if state is not None:
+            status = {"state": state, "reason": reason}
+            (folder / "status.json").write_text(json.dumps(status))
+        for number, log in enumerate(attempts, start=1):
+            attempt = folder / f"attempt-{number}"
+            attempt.mkdir()
+            (attempt / "train.log").write_text(log)
+        return folder
+
+    def collect(self, **statuses: tuple[str, str | None]) -> RunResults:
+        run = {
+            "run": self.folder.name,
+            "sweep": "matrix",
+            "baseline": self.baseline,
+            "cells": self.cells,
+        }
+        (self.folder / "run.json").write_text(json.dumps(run))
+        return collect_results(self.folder, statuses)
+
+    def only(self) -> Result:
+        (cell,) = self.collect().cells
+        return cell
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_the_figures_of_a_finished_cell(run: Run) -> None:
+    run.add("base", (LOGS / "tp1_16b_colour.log").read_text(), reason=None)
+    cell = run.only()
+    assert cell.status == "finished"
+    assert cell.steps == 20
+    # Steps 1 to 5 are warm-up, as a quarter of 20.
+    tps = [s.tokens_per_second for s in collect_steps(run.folder / "base", {}) if s.step > 5]
+    assert cell.tokens_per_second_per_gpu == sorted(t for t in tps if t)[7]
+    assert cell.tflops_per_gpu == pytest.approx(285.5, abs=2)
+    assert cell.mfu == pytest.approx(28.9, abs=0.3)
+    assert cell.memory_gib == 76.13
+    assert cell.final_loss == 3.8573
+    assert cell.speedup == 1.0
+    assert cell.reason is None
+    assert cell.active is not None
+    assert cell.active["corrections"] == ["deepep_tp_split"]
+    assert cell.emulated is False
+
+
+def test_warm_up_is_a_quarter_within_bounds() -> None:
+    assert [warm_up(n) for n in (0, 1, 3, 4, 8, 20, 40, 41, 1500)] == [1, 1, 1, 1, 2, 5, 10, 10, 10]
+
+
+def test_one_step_is_warm_up_only(run: Run) -> None:
+    run.add("base", metrics_line(1))
+    cell = run.only()
+    assert (cell.steps, cell.tokens_per_second_per_gpu, cell.speedup) == (1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "options", "expected"),
+    [
+        (32, 8, {PP: 2}, 128),
+        (32, 8, {PP: "4"}, 192),
+        (1, 8, {PP: 2}, 4),
+        (32, 8, {PP: 1}, 0),
+        (32, 8, {}, 0),
+        (32, 8, {PP: 2, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}, 0),
+        (32, 8, {PP: 2, "parallelism.pipeline_parallel_schedule": "1F1B"}, 128),
+        (None, None, None, 0),
+    ],
+)
+def test_the_rank_that_knows_the_loss(
+    nodes: int | None, ranks: int | None, options: dict[str, Any] | None, expected: int
+) -> None:
+    cell = {"nodes": nodes, "ranks_per_node": ranks, "options": options}
+    assert loss_rank(cell) == expected
+
+
+def test_pipeline_parallel_figures_are_the_last_stages(run: Run) -> None:
+    log = (LOGS / "pp2_ranks_0_128.log").read_text()
+    run.add("base", log, nodes=32, ranks_per_node=8, options={PP: 2})
+    cell = run.only()
+    assert cell.final_loss == 9.8
+    assert cell.tokens_per_second_per_gpu is not None
+    assert 645 < cell.tokens_per_second_per_gpu < 670
+    assert cell.memory_gib == 153.77
+
+
+def test_a_loss_rank_that_the_console_does_not_show(run: Run) -> None:
+    """One node with 8 GPUs at PP 2: the loss is rank 4's, the console shows rank 0."""
+    console = "".join(metrics_line(s, loss="-1.0", memory="11.00") for s in (1, 2, 3))
+    folder = run.add("base", console, ranks_per_node=8, options={PP: 2})
+    for local_rank in range(8):
+        loss = "2.25" if local_rank >= 4 else "-1.0"
+        own = folder / "attempt-1" / "ranks" / "7_0_abc" / "attempt_0" / str(local_rank)
+        own.mkdir(parents=True)
+        lines = (metrics_line(s, None, loss, f"{s}0{local_rank}") for s in (1, 2, 3))
+        (own / "stdout.log").write_text("".join(lines))
+    cell = run.only()
+    assert cell.final_loss == 2.25
+    assert cell.tokens_per_second_per_gpu == 254
+    assert cell.memory_gib == 11
+
+
+def test_of_several_nodes_the_one_with_a_real_loss(run: Run) -> None:
+    folder = run.add("base", "", nodes=2, ranks_per_node=2, options={PP: 2})
+    for launch, loss in (("7_0_a", "-1.0"), ("7_0_b", "4.5")):
+        own = folder / "attempt-1" / "ranks" / launch / "attempt_0" / "0"
+        own.mkdir(parents=True)
+        (own / "stdout.log").write_text(metrics_line(1, None, loss) + metrics_line(2, None, loss))
+    assert run.only().final_loss == 4.5
+
+
+def test_no_rank_with_a_loss_means_an_unknown_loss(run: Run) -> None:
+    run.add("base", metrics_line(1, loss="-1.0") + metrics_line(2, loss="-1.0"), options={PP: 2})
+    cell = run.only()
+    assert (cell.final_loss, cell.tokens_per_second_per_gpu) == (None, 100)
+
+
+def test_a_console_without_rank_prefixes(run: Run) -> None:
+    run.add("base", "".join(metrics_line(s, None, tps=f"{s}") for s in (1, 1, 2, 2, 3, 3)))
+    cell = run.only()
+    assert (cell.steps, cell.tokens_per_second_per_gpu) == (3, 2.5)
+
+
+def test_memory_is_the_peak_of_every_ranks_own_log(run: Run) -> None:
+    folder = run.add("base", metrics_line(1) + metrics_line(2))
+    own = folder / "attempt-1" / "ranks" / "7_0_a" / "attempt_0" / "1"
+    own.mkdir(parents=True)
+    (own / "stdout.log").write_text(metrics_line(1, None, memory="99.50"))
+    assert run.only().memory_gib == 99.5
+
+
+def test_a_resumed_attempt_replaces_what_it_repeats(run: Run) -> None:
+    first = "".join(metrics_line(s, loss="9.0") for s in range(1, 8))
+    second = "".join(metrics_line(s, loss="5.0") for s in range(6, 13))
+    folder = run.add("base", first, second)
+    steps = collect_steps(folder, {})
+    assert [s.step for s in steps] == list(range(1, 13))
+    assert [s.loss for s in steps] == [9.0] * 5 + [5.0] * 7
+    assert run.only().steps == 12
+
+
+def test_an_attempt_that_starts_anew_leaves_nothing_of_the_last(run: Run) -> None:
+    first = "".join(metrics_line(s, loss="9.0") for s in range(1, 16))
+    run.add("base", first, metrics_line(1, loss="8.5") + metrics_line(2, loss="8.0"))
+    cell = run.only()
+    assert (cell.steps, cell.final_loss) == (2, 8.0)
+
+
+def test_the_tenth_attempt_comes_after_the_ninth(run: Run) -> None:
+    run.add("base", *(metrics_line(k, loss=f"{k}.0") for k in range(1, 12)))
+    assert run.only().final_loss == 11.0
+
+
+def test_speedup_is_against_the_baseline(run: Run) -> None:
+    for name, tps in (("base", "651"), ("deepep", "859")):
+        run.add(name, "".join(metrics_line(s, tps=tps) for s in range(1, 5)))
+    base, deepep = run.collect().cells
+    assert base.speedup == 1.0
+    assert deepep.speedup == pytest.approx(1.32, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("base", "other"),
+    [
+        ({}, {"emulated": True}),
+        ({"emulated": True}, {}),
+        ({}, {"recipe": "deepseek_v3_16b"}),
+        ({}, {"device": "cpu"}),
+    ],
+)
+def test_what_cannot_be_compared_has_no_speedup(
+    run: Run, base: dict[str, Any], other: dict[str, Any]
+) -> None:
+    log = metrics_line(1) + metrics_line(2)
+    run.add("base", log, **base)
+    run.add("other", log, **other)
+    assert run.collect().cells[1].speedup is None
+
+
+def test_no_baseline_throughput_no_speedup(run: Run) -> None:
+    run.add("base", state="failed")
+    run.add("other", metrics_line(1) + metrics_line(2))
+    assert [cell.speedup for cell in run.collect().cells] == [None, None]
+
+
+def test_each_cell_may_name_its_own_baseline(run: Run) -> None:
+    run.baseline = None
+    log = metrics_line(1) + metrics_line(2)
+    run.add("a", log, baseline="a")
+    run.add("b", log.replace("tps: 100", "tps: 150"), baseline="a")
+    run.add("c", log, baseline=None)
+    assert [cell.speedup for cell in run.collect().cells] == [1.0, 1.5, None]
+
+
+def test_emulation_seen_in_the_log_counts(run: Run) -> None:
+    active = 'cookbook active: {"emulated": true}\n'
+    run.add("base", metrics_line(1) + active + metrics_line(2))
+    cell = run.only()
+    assert cell.emulated
+    assert cell.speedup is None
+    assert cell.reason is not None
+    assert "emulated" in cell.reason
+
+
+def test_the_snapshot_stands_in_for_a_lost_line(run: Run) -> None:
+    folder = run.add("base", metrics_line(1))
+    (folder / "attempt-1" / "environment.json").write_text('{"gpu": "NVIDIA B200"}')
+    assert run.only().active == {"gpu": "NVIDIA B200"}
+
+
+def test_a_cpu_has_no_mfu(run: Run) -> None:
+    run.add("base", metrics_line(1) + metrics_line(2), device="cpu")
+    cell = run.only()
+    assert cell.mfu is None
+    assert cell.tokens_per_second_per_gpu == 100
+
+
+def test_a_loss_that_is_no_number_is_said(run: Run) -> None:
+    losses = ["3.5", "nan", "3.0", "nan", "nan"]
+    run.add("base", "".join(metrics_line(s, loss=v) for s, v in enumerate(losses, start=1)))
+    cell = run.only()
+    assert cell.final_loss is None
+    assert cell.reason == "loss is nan since step 4"
+
+
+def test_a_failed_cell_says_why(run: Run) -> None:
+    log = (LOGS / "out_of_memory.log").read_text()
+    run.add("base", log, state="failed", reason="exit code 1")
+    cell = run.only()
+    assert cell.reason is not None
+    assert cell.reason.startswith("exit code 1; rank 3: torch.OutOfMemoryError: CUDA out of mem")
+    assert cell.steps == 1
+    assert cell.tokens_per_second_per_gpu is None
+
+
+def test_a_reason_is_not_said_twice(run: Run) -> None:
+    reason = "train.sh: no tokenizer"
+    run.add("base", f"{reason}\n", state="failed", reason=reason)
+    assert run.only().reason == reason
+
+
+def test_cells_that_never_ran_appear(run: Run) -> None:
+    run.add("queued", state="queued")
+    run.add("refused", state=None, refused="needs SM100", emulated=True)
+    run.add("unknown", state=None)
+    run.add("gone")
+    shutil.rmtree(run.folder / "gone")
+    run.add("broken")
+    (run.folder / "broken" / "cell.yaml").write_text("a: [")
+    (run.folder / "broken" / "status.json").write_text("")
+    cells = run.collect().cells
+    assert [cell.name for cell in cells] == ["queued", "refused", "unknown", "gone", "broken"]
+    assert [cell.status for cell in cells] == ["queued", "refused", None, None, None]
+    assert [cell.reason for cell in cells] == [
+        None,
+        "needs SM100",
+        None,
+        "cell.yaml is missing",
+        "cell.yaml cannot be read",
+    ]
+    numbers = [(c.steps, c.tokens_per_second_per_gpu, c.memory_gib, c.final_loss) for c in cells]
+    assert set(numbers) == {(None, None, None, None)}
+
+
+def test_a_fresh_status_wins_over_the_file(run: Run) -> None:
+    run.add("base", metrics_line(1), state="running")
+    (cell,) = run.collect(base=("failed", "cancelled by Slurm: time limit")).cells
+    assert cell.status == "failed"
+    assert cell.reason == "cancelled by Slurm: time limit"
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"cells": 3}', '{"cells": [3]}', "\0"])
+def test_a_folder_that_is_no_run_is_the_users_mistake(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    with pytest.raises(InputError) as caught:
+        collect_results(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_the_benchmark_runs() -> None:
+    bench = Path(__file__).parent.parent / "bench" / "read_logs.py"
+    command = [sys.executable, str(bench), "--ranks", "16", "--steps", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("16 ranks x 20 steps")
