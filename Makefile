@@ -31,7 +31,7 @@ check: setup-dev ## lint, format, types, shell scripts
 	$(in_venv) ruff format --check .
 	$(in_venv) mypy
 	$(in_venv) shellcheck .ci/run $(wildcard *.sh)
-	$(in_venv) shfmt -d -i 2 -ci setup.sh .ci/run
+	$(in_venv) shfmt -d -i 2 -ci -bn setup.sh .ci/run
 
 golden: setup-dev ## renew the recorded scripts in tests/golden and train_*.sh
 	.venv/bin/python -m tests.golden

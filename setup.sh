@@ -1,0 +1,345 @@
+#!/usr/bin/env bash
+#
+# Makes this checkout ready to train: virtual environment, DeepEP, tokenizers, local corpus.
+# Run it on a login node or a laptop; `./setup.sh --help` says what it will do and how long it takes.
+
+set -euo pipefail
+
+usage() {
+  cat <<'EOF'
+usage: ./setup.sh [options]
+
+What it does, in this order; what is there already is left alone:
+  1. .venv beside this script, with the pins of requirements.txt    2 to 4 minutes, 8 GB
+  2. a text corpus and a tokenizer for local runs, from Python's
+     own sources, in assets/local                                   seconds
+  3. the DeepSeek tokenizers from the Hugging Face hub, in assets/hf  seconds, 15 MB
+  4. DeepEP at its pin, where a CUDA toolkit is found               2 to 15 minutes
+  5. the doctor: is this machine ready, and what to do where not    under a second
+
+Run it again at any time: it goes on where it was interrupted, and takes about
+a second where nothing is left to do. Its log is build/setup.log.
+
+options:
+  --local            only what a laptop needs: steps 1, 2 and 5
+  --no-deepep        leave out step 4
+  --no-tokenizers    leave out step 3
+  --arch LIST        build DeepEP for these GPUs, also where this machine has none:
+                     10.0 for B200, 9.0 for H100 and H200, "9.0;10.0" for both
+                     (default: the GPUs found here)
+  --python COMMAND   the Python to use, 3.11 or later (default: $PYTHON, else one
+                     that is found; 3.11 and 3.12 are tested)
+  --torch-index URL  take torch and torchao from this package index, for example
+                     PyTorch's own for another CUDA version
+  --dev              add what the tests and `make check` need
+  --quiet            print only what is done, and no doctor where that is nothing
+  -h, --help         print this
+
+environment: HF_ENDPOINT and HF_TOKEN for the hub, CUDA_HOME and MAX_JOBS for DeepEP,
+pip's own variables (PIP_INDEX_URL, ...) for a mirror of the package index.
+EOF
+}
+
+readonly OLDEST_PYTHON='(3, 11)'
+readonly TOKENIZERS=(deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/deepseek-moe-16b-base)
+
+local_only=false
+want_deepep=true
+want_tokenizers=true
+want_dev=false
+quiet=false
+arch=''
+python="${PYTHON:-}"
+torch_index=''
+child=''
+changed=false
+failures=''
+
+say() { echo "setup: $*"; }
+warn() { echo "setup: $*" >&2; }
+die() {
+  warn "$*"
+  exit 1
+}
+# A step that failed; the steps after it still run, and the end of the run says so.
+failed() { failures+="not done: $*"$'\n'; }
+wrong_usage() {
+  warn "$*; see ./setup.sh --help"
+  exit 2
+}
+
+parse_options() {
+  while (($# > 0)); do
+    if [[ "$1" =~ ^--(arch|python|torch-index)$ && -z "${2:-}" ]]; then
+      wrong_usage "$1: a value is missing"
+    fi
+    case "$1" in
+      --local) local_only=true want_deepep=false want_tokenizers=false ;;
+      --no-deepep) want_deepep=false ;;
+      --no-tokenizers) want_tokenizers=false ;;
+      --arch) arch="$2" && shift ;;
+      --python) python="$2" && shift ;;
+      --torch-index) torch_index="$2" && shift ;;
+      --dev) want_dev=true ;;
+      --quiet) quiet=true ;;
+      -h | --help) usage && exit 0 ;;
+      *) wrong_usage "unknown option: $1" ;;
+    esac
+    shift
+  done
+  arch="${arch//[ ,]/;}"
+  if [[ -n "${arch}" && ! "${arch}" =~ ^(9\.0|1[0-9]\.[0-9])a?(\;(9\.0|1[0-9]\.[0-9])a?)*$ ]]; then
+    wrong_usage "--arch ${arch}: allowed are 9.0 (Hopper), 10.0 (Blackwell), or several joined by ';'"
+  fi
+}
+
+# One at a time: two would install into the same folder. A killed run's pip keeps the lock until
+# it has ended, because it inherits the descriptor.
+take_lock() {
+  command -v flock >/dev/null || return 0
+  exec 9>build/setup.lock
+  if ! flock --nonblock 9; then
+    say "another setup.sh runs in this folder; waiting for it"
+    flock 9
+  fi
+}
+
+on_exit() {
+  if [[ -n "${child}" ]]; then
+    kill -TERM -- "-${child}" 2>/dev/null || kill -TERM "${child}" 2>/dev/null || true
+    wait "${child}" 2>/dev/null || true
+  fi
+  rm -rf build/tmp
+}
+
+on_signal() {
+  warn "interrupted; run ./setup.sh again, it goes on from here"
+  exit 130
+}
+
+# Runs a command with its output in the log; on failure its last lines are shown. In a process
+# group of its own and waited for, so that an interrupt ends all of it at once.
+logged() {
+  local status=0
+  printf '\n$ %s\n' "$*" >>build/setup.log
+  set -m
+  "$@" >>build/setup.log 2>&1 </dev/null &
+  child=$!
+  set +m
+  wait "${child}" || status=$?
+  child=''
+  if ((status != 0)); then
+    warn "this failed with status ${status}: $*"
+    tail -n 20 build/setup.log | sed 's/^/  | /' >&2
+    warn "the whole log: build/setup.log"
+  fi
+  return "${status}"
+}
+
+runs_python() { "$1" -c "import sys; sys.exit(sys.version_info < ${OLDEST_PYTHON})" &>/dev/null; }
+
+find_python() {
+  local candidate
+  if [[ -n "${python}" ]]; then
+    runs_python "${python}" || die "--python ${python}: this is not a Python 3.11 or later"
+  else
+    for candidate in python3.12 python3.11 python3 python3.13; do
+      if runs_python "${candidate}"; then
+        python="${candidate}"
+        break
+      fi
+    done
+  fi
+  if [[ -z "${python}" ]]; then
+    die "no Python 3.11 or later found; install one and name it with --python"
+  fi
+  if ! "${python}" -c 'import ensurepip, venv' &>/dev/null; then
+    die "${python} cannot make virtual environments; install its venv package" \
+      "(Debian and Ubuntu: apt-get install python3-venv)"
+  fi
+}
+
+# What the environment holds when its install has ended; compared as a whole.
+environment_stamp() {
+  cat requirements.txt
+  if "${want_dev}"; then
+    cat requirements-dev.txt
+  fi
+  echo "# index: ${torch_index}"
+}
+
+has_current_environment() {
+  [[ -f .venv/.cookbook/installed ]] || return 1
+  if ! "${want_dev}" && [[ -f .venv/.cookbook/dev ]]; then
+    want_dev=true # an environment for developers stays one
+  fi
+  if [[ -z "${torch_index}" && -f .venv/.cookbook/torch-index ]]; then
+    torch_index="$(<.venv/.cookbook/torch-index)"
+  fi
+  environment_stamp | cmp -s - .venv/.cookbook/installed || return 1
+  runs_python .venv/bin/python || return 1
+  if [[ -n "${python}" ]]; then
+    same_version "${python}" .venv/bin/python
+  fi
+}
+
+same_version() {
+  local print_version='import sys; print(sys.version_info[:2])'
+  [[ "$("$1" -c "${print_version}" 2>/dev/null)" == "$("$2" -c "${print_version}" 2>/dev/null)" ]]
+}
+
+# An environment whose install was cut short can hold half a package that pip takes for whole, so
+# one of ours is made anew; an environment that somebody else made is only added to.
+make_environment() {
+  local began=${SECONDS}
+  if has_current_environment; then
+    return 0
+  fi
+  changed=true
+  find_python
+  rm -rf .venv.old.*
+  if [[ -e .venv ]] && ! is_usable_environment; then
+    if [[ ! -d .venv/.cookbook ]]; then
+      die ".venv is there but not a working Python 3.11 environment, and not made by setup.sh;" \
+        "move it away"
+    fi
+    say "making .venv anew: it is unfinished or has another Python"
+    mv .venv ".venv.old.$$"
+    rm -rf ".venv.old.$$"
+  fi
+  mkdir -p .venv/.cookbook
+  rm -f .venv/.cookbook/installed
+  touch .venv/.cookbook/unfinished
+  say "installing the pins into .venv ($("${python}" -V)); 2 to 4 minutes, log in build/setup.log"
+  if [[ ! -x .venv/bin/python ]]; then
+    logged "${python}" -m venv .venv || exit 1
+  fi
+  install_requirements || exit 1
+  if "${want_dev}"; then
+    touch .venv/.cookbook/dev
+  fi
+  echo "${torch_index}" >.venv/.cookbook/torch-index
+  environment_stamp >.venv/.cookbook/installed.new
+  mv .venv/.cookbook/installed.new .venv/.cookbook/installed
+  rm -f .venv/.cookbook/unfinished
+  say "installed in $((SECONDS - began)) s"
+}
+
+is_usable_environment() {
+  [[ ! -e .venv/.cookbook/unfinished ]] && runs_python .venv/bin/python \
+    && .venv/bin/python -m pip --version &>/dev/null && same_version "${python}" .venv/bin/python
+}
+
+install_requirements() {
+  local files=(-r requirements.txt)
+  local pip=(.venv/bin/python -m pip --disable-pip-version-check install --progress-bar off)
+  if [[ -n "${torch_index}" ]]; then
+    grep -E '^(torch|torchao)==' requirements.txt >build/tmp/torch.txt
+    logged "${pip[@]}" --index-url "${torch_index}" -r build/tmp/torch.txt || return
+  fi
+  if "${want_dev}"; then
+    files+=(-r requirements-dev.txt)
+  fi
+  logged "${pip[@]}" "${files[@]}"
+}
+
+make_corpus() {
+  .venv/bin/python -c 'import sys; from cookbook.corpus import *; sys.exit(not is_made(DEFAULT_FOLDER))' \
+    && return
+  changed=true
+  say "making the local corpus and tokenizer in assets/local"
+  logged .venv/bin/python -m cookbook.corpus || failed "the local corpus"
+}
+
+# Only the two files that TorchTitan reads; a folder appears when both are there.
+fetch_tokenizer() {
+  local repository="$1" folder="assets/hf/${1##*/}" part="assets/hf/.${1##*/}.part"
+  if [[ -s "${folder}/tokenizer.json" && -s "${folder}/tokenizer_config.json" ]]; then
+    return 0
+  fi
+  changed=true
+  say "downloading the tokenizer of ${repository}"
+  if logged .venv/bin/python -c '
+import sys
+from huggingface_hub import hf_hub_download
+for name in ("tokenizer.json", "tokenizer_config.json"):
+    hf_hub_download(sys.argv[1], name, local_dir=sys.argv[2])
+' "${repository}" "${part}"; then
+    mkdir -p "${folder}"
+    mv -f "${part}/tokenizer_config.json" "${part}/tokenizer.json" "${folder}/"
+    rm -rf "${part}"
+  else
+    failed "the tokenizer of ${repository}; set HF_ENDPOINT to a mirror that is reachable, or" \
+      "copy tokenizer.json and tokenizer_config.json into ${folder}"
+  fi
+}
+
+build_deepep() {
+  local status=0 plan
+  plan="$(.venv/bin/python -m cookbook.deepep_build --arch "${arch}" --plan)" || status=$?
+  case "${status}" in
+    0) ;;
+    3) "${quiet}" || say "${plan}" ;;
+    4)
+      changed=true
+      say "building ${plan}; 2 to 15 minutes"
+      if logged .venv/bin/python -m cookbook.deepep_build --arch "${arch}"; then
+        say "built, and checked that its library holds those kernels"
+      else
+        failed "DeepEP"
+      fi
+      ;;
+    *) failed "DeepEP" ;;
+  esac
+}
+
+main() {
+  local repository status=0
+  parse_options "$@"
+  cd "$(dirname "${BASH_SOURCE[0]}")"
+  if [[ ! -f requirements.txt || ! -d cookbook ]]; then
+    die "run setup.sh from its checkout: $(pwd) holds no cookbook"
+  fi
+  # A loaded module or a user's pip configuration must not lead installs elsewhere.
+  unset PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX
+  export PYTHONNOUSERSITE=1
+  mkdir -p build
+  take_lock
+  trap on_exit EXIT
+  trap on_signal INT TERM HUP
+  # /tmp is memory on some clusters, too small for unpacked wheels.
+  rm -rf build/tmp
+  mkdir -p build/tmp
+  TMPDIR="$(pwd)/build/tmp"
+  export TMPDIR
+  echo "== $(date -u +%FT%TZ) setup.sh $*" >>build/setup.log
+
+  make_environment
+  make_corpus
+  if "${want_tokenizers}"; then
+    for repository in "${TOKENIZERS[@]}"; do
+      fetch_tokenizer "${repository}"
+    done
+  fi
+  if "${want_deepep}"; then
+    build_deepep
+  fi
+
+  if "${quiet}" && ! "${changed}"; then
+    return 0
+  fi
+  echo
+  if "${local_only}"; then
+    .venv/bin/python -m cookbook.doctor --local || status=1
+  else
+    .venv/bin/python -m cookbook.doctor || status=1
+  fi
+  if [[ -n "${failures}" ]]; then
+    echo >&2
+    warn "${failures%$'\n'}"
+    status=1
+  fi
+  return "${status}"
+}
+
+main "$@"
