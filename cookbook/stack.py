@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.errors import InputError, nearest, unknown_name
+from cookbook.pins import REQUIREMENTS, read_pins
 from cookbook.yamlfile import described
 
 DEFAULT_STACK = "2026.02"
-_ROOT = Path(__file__).resolve().parent.parent
-_REQUIREMENTS = {"2026.02": _ROOT / "requirements.txt"}
+_REQUIREMENTS = {"2026.02": REQUIREMENTS}
 
 
 @dataclass(frozen=True)
@@ -183,18 +182,8 @@ def load_stack(name: str = DEFAULT_STACK) -> Stack:
         model: {flavor: ModelSizes(**sizes) for flavor, sizes in flavors.items()}
         for model, flavors in table["models"].items()
     }
-    return Stack(name, read_pins(_REQUIREMENTS[name]), options, models)
-
-
-def read_pins(path: Path) -> dict[str, str]:
-    """Package to version, or to commit for DeepEP, from a requirements file."""
-    pins = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if match := re.match(r"([A-Za-z0-9_.-]+)\s*==\s*([^\s;#]+)", line):
-            pins[match[1].lower()] = match[2]
-        elif match := re.match(r"([A-Za-z0-9_.-]+)\s*@\s*git\+\S+?@([0-9a-f]{7,40})\b", line):
-            pins[match[1].lower()] = match[2]
-    return pins
+    pins = {pin.name: pin.value for pin in read_pins(_REQUIREMENTS[name])}
+    return Stack(name, pins, options, models)
 
 
 @dataclass(frozen=True)

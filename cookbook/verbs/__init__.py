@@ -1,0 +1,1 @@
+"""The verbs of `submit.py`, by what they do: show, launch, follow."""

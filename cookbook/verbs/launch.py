@@ -1,0 +1,105 @@
+"""In: parsed arguments. Out: cells submitted, watched until they end, and their report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cookbook.cell import Cell, missing_packages
+from cookbook.report import text_width
+from cookbook.rundir import ENDED, FINISHED, REFUSED, Run, create_run, shown_command
+from cookbook.verbs.follow import print_report, watch
+from cookbook.verbs.request import requested_cell, requested_sweep
+
+_SUBMITTED_EVERY_S = 1.0
+
+
+def run_cell(arguments: argparse.Namespace) -> int:
+    """Train one cell."""
+    cell = requested_cell(arguments)
+    return _launch(cell.recipe.short_name, [cell], arguments)
+
+
+def run_sweep(arguments: argparse.Namespace) -> int:
+    """Train every cell of a sweep that can run."""
+    sweep, cells = requested_sweep(arguments)
+    return _launch(sweep.name, cells, arguments)
+
+
+def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
+    cells = [_refused_without_packages(cell) for cell in cells]
+    print(describe_plan(name, cells))
+    if arguments.dry_run:
+        return 0
+    if all(cell.refused for cell in cells):
+        print(f"{name}: no cell can run here; nothing was submitted", file=sys.stderr)
+        return 1
+    # submitit takes a moment to import, which a dry run need not wait for.
+    from cookbook.executor import submit_run
+
+    run = create_run(name, cells, shown_command())
+    last = 0.0
+
+    def submitted(cell: Cell, job_id: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > _SUBMITTED_EVERY_S or cell is cells[-1]:
+            last = time.monotonic()
+            print(f"submitted {cell.name} as job {job_id}")
+
+    submit_run(run, cells, submitted)
+    print(f"run {run.name} in {run.folder}\n", flush=True)
+    return 0 if arguments.detach else _wait(run)
+
+
+def _wait(run: Run) -> int:
+    try:
+        watch(run)
+    except KeyboardInterrupt:
+        print(
+            f"\nThe jobs go on. To follow them:\n"
+            f"  python submit.py status {run.name}\n"
+            f"  python submit.py logs {run.name} -f\n"
+            f"  python submit.py report {run.name}\n"
+            f"To stop them:\n"
+            f"  python submit.py cancel {run.name}"
+        )
+        return 130
+    states = print_report(run, "md")
+    return 0 if set(states.values()) <= {FINISHED, REFUSED} <= ENDED else 1
+
+
+def _refused_without_packages(cell: Cell) -> Cell:
+    """On a container's inside this environment says nothing; else the job trains in this very one."""
+    if cell.refused or cell.cluster.container is not None:
+        return cell
+    missing = missing_packages(cell)
+    if not missing:
+        return cell
+    return replace(cell, refused=f"not installed: {', '.join(missing)}; run: bash setup.sh")
+
+
+def describe_plan(name: str, cells: Sequence[Cell]) -> str:
+    """What will run and what not, a line a cell."""
+    first = cells[0]
+    cluster = first.cluster
+    ranks = f"{cluster.ranks_per_node} {cluster.gpu.name if cluster.gpu else 'CPU ranks'}"
+    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {ranks}"]
+    stand_ins = {cell.stand_in_for: cell.recipe.name for cell in cells if cell.stand_in_for}
+    for original, stand_in in stand_ins.items():
+        lines.append(f"  {original} is too large for this machine: its stand-in {stand_in} runs instead")
+    if first.left_out:
+        lines.append(f"  left out, being made for the large recipe: {', '.join(first.left_out)}")
+    width = max(text_width(cell.name) for cell in cells)
+    for cell in cells:
+        layout = cell.layout
+        text = (
+            f"refused: {cell.refused}"
+            if cell.refused
+            else f"{cell.steps} steps, TP {layout.tp} PP {layout.pp} DP {layout.dp_shard} EP {layout.ep}"
+            + (", MXFP8 emulated (numerics only)" if cell.emulated else "")
+        )
+        lines.append(f"  {cell.name:<{width}}  {text}")
+    return "\n".join(lines)
