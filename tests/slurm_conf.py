@@ -1,0 +1,126 @@
+"""In: a folder, names of nodes. Out: the files there that make Slurm's daemons such a cluster."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MUNGE_SOCKET = "munge.socket"
+# Slurm's daemons listen below the range from which the kernel takes ports for connections.
+_PORTS = range(17000, 31000)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the nodes claim and how patient the cluster is; seconds, except where named.
+
+    The waits are shorter than Soperator's (180 s), so that tests of failures end soon.
+    """
+
+    gpus_per_node: int = 8
+    cpus_per_node: int = 128
+    memory_mib_per_node: int = 1_792_000
+    min_job_age: int = 300
+    kill_wait: int = 5
+    slurmd_timeout: int = 60
+    # A credential's life is also how long a requeued job waits before it starts again; Slurm
+    # takes 120 where less than 5 is asked.
+    requeue_delay: int = 10
+    # Lines added to slurm.conf, for what only one test needs.
+    extra_conf: str = ""
+
+
+def write_configuration(folder: Path, node_names: Sequence[str], settings: Settings) -> None:
+    """Write slurm.conf, gres.conf, munge's key, the GPUs' files and the nodes' /etc/hosts."""
+    (folder / "state").mkdir()
+    (folder / "devices").mkdir()
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(128))
+    # Slurm wants devices, and takes a GPU's number from the end of its file's name.
+    for index in range(settings.gpus_per_node):
+        (folder / "devices" / f"nvidia{index}").symlink_to("/dev/null")
+    gpus = f"{folder}/devices/nvidia[0-{settings.gpus_per_node - 1}]"
+    (folder / "gres.conf").write_text(f"Name=gpu Type=nvidia_b200 File={gpus}\n")
+    nodes = [f"{_address(index)} {name}" for index, name in enumerate(node_names)]
+    hosts = [*Path("/etc/hosts").read_text().splitlines(), "127.0.0.1 controller-0", *nodes]
+    (folder / "hosts").write_text("\n".join(hosts) + "\n")
+    (folder / "slurm.conf").write_text(_slurm_conf(folder, node_names, settings))
+
+
+def _slurm_conf(folder: Path, node_names: Sequence[str], settings: Settings) -> str:
+    controller_port, *node_ports = _free_ports(1 + len(node_names))
+    shape = (
+        f"CPUs={settings.cpus_per_node} "
+        f"Sockets=2 CoresPerSocket={settings.cpus_per_node // 4} ThreadsPerCore=2 "
+        f"RealMemory={settings.memory_mib_per_node} "
+        f"Gres=gpu:nvidia_b200:{settings.gpus_per_node}"
+    )
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname={name} NodeAddr={_address(index)} Port={port} {shape}"
+        for index, (name, port) in enumerate(zip(node_names, node_ports, strict=True))
+    )
+    # As Soperator's chart sets it, as far as this version of Slurm and one machine allow: no
+    # cgroups, no accounting. The spool folder is in each node's own memory, because the paths of
+    # the sockets in it would be too long below a test's folder.
+    return f"""\
+ClusterName=throwaway
+SlurmctldHost=controller-0(127.0.0.1)
+SlurmctldPort={controller_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/{MUNGE_SOCKET},cred_expire={settings.requeue_delay}
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile=/dev/shm/slurmd.pid
+SlurmdSpoolDir=/dev/shm/slurmd
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+GresTypes=gpu
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+PropagateResourceLimits=NONE
+JobRequeue=1
+KillOnBadExit=1
+KillWait={settings.kill_wait}
+MinJobAge={settings.min_job_age}
+SlurmdTimeout={settings.slurmd_timeout}
+ReturnToService=2
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,bf_resolution=1,sched_interval=1,batch_sched_delay=0
+{settings.extra_conf}
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def _address(index: int) -> str:
+    """The loopback address of a node; every node has its own, as on a cluster."""
+    return f"127.1.{(index + 1) // 250}.{(index + 1) % 250 + 1}"
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports on which nothing listens now, tried from a place that differs between processes."""
+    free: list[int] = []
+    start = os.getpid() * 97 % len(_PORTS)
+    for offset in range(len(_PORTS)):
+        port = _PORTS[(start + offset) % len(_PORTS)]
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        free.append(port)
+        if len(free) == count:
+            return free
+    raise OSError(f"no {count} free ports from {_PORTS.start} to {_PORTS.stop}")

@@ -1,0 +1,257 @@
+"""In: the test cluster. Out: proof that it is a real one, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.recording_torchrun import install_recording_torchrun, read_records
+from tests.slurm_cluster import Settings, SlurmCluster, SlurmError, require_slurm
+
+pytestmark = pytest.mark.slurm
+
+REPOSITORY = Path(__file__).parents[1]
+HEADER = """\
+#!/bin/bash
+#SBATCH --nodes=32 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=128
+#SBATCH --exclusive --mem=0 --requeue --open-mode=append --signal=B:USR1@120 --time=01:00:00
+"""
+
+
+@pytest.fixture(autouse=True)
+def _slurm_is_here() -> None:
+    require_slurm()
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[SlurmCluster]:
+    settings = Settings(min_job_age=2, requeue_delay=5, kill_wait=1)
+    with SlurmCluster.start(tmp_path / "slurm", nodes=2, settings=settings) as cluster:
+        yield cluster
+
+
+def write_script(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(HEADER + body)
+    return path
+
+
+def commands_that_name(folder: Path) -> list[str]:
+    """Command lines of running processes in which `folder` appears."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in command:
+            found.append(command)
+    return found
+
+
+def ports_of(cluster: SlurmCluster) -> list[int]:
+    words = cluster.conf.read_text().split()
+    return [int(w.partition("=")[2]) for w in words if w.startswith(("Port=", "SlurmctldPort="))]
+
+
+def assert_free(port: int) -> None:
+    with socket.socket() as probe:
+        # Closed connections may linger in TIME_WAIT, which is not a listener.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))
+
+
+def test_32_idle_nodes_with_8_gpus_each(slurm: SlurmCluster) -> None:
+    slurm.cancel_all()
+    shown = slurm.run("sinfo", "-h", "-o", "%P %D %t %G %c %m").stdout.split()
+    assert shown == ["main*", "32", "idle", "gpu:nvidia_b200:8", "128", "1792000"]
+    assert list(slurm.node_states()) and set(slurm.node_states()) == set(slurm.node_names)
+
+
+def test_a_step_has_one_task_on_each_node_with_its_gpus_and_a_name_that_resolves(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    tell = 'echo "$SLURMD_NODENAME $(hostname) $CUDA_VISIBLE_DEVICES $(getent hosts worker-31)"'
+    script = write_script(tmp_path / "job.sh", f"srun --cpus-per-task=128 bash -c '{tell}'\n")
+    job = slurm.submit(script, options=[f"--output={tmp_path}/out"])
+    assert slurm.wait(job) == "COMPLETED"
+    lines = [line.split() for line in (tmp_path / "out").read_text().splitlines()]
+    gpus = "0,1,2,3,4,5,6,7"
+    assert sorted(lines) == sorted(
+        [n, n, gpus, "127.1.0.33", "worker-31"] for n in slurm.node_names
+    )
+
+
+def test_torchrun_is_recorded_on_every_node_and_in_every_attempt(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    records = tmp_path / "records"
+    program = install_recording_torchrun(tmp_path / "bin")
+    script = write_script(
+        tmp_path / "with space" / "train.sh",
+        'srun torchrun --rdzv-id "${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}" --x="$1" "$2"\n',
+    )
+    given = ["two words", "line\nbreak $HOME 'quoted' \"twice\" \\ é"]
+    environment = {
+        "PATH": f"{program.parent}:{slurm.env['PATH']}",
+        "TORCHRUN_RECORDS": str(records),
+        "TORCHRUN_SECONDS": "100",
+        "NCCL_DEBUG": "WARN",
+    }
+    job = slurm.submit(
+        script, *given, options=[f"--output={tmp_path}/out"], cwd=tmp_path, env=environment
+    )
+    wait_for_records(records, 32)
+    assert slurm.requeue(job) == 1
+    wait_for_records(records, 64)
+    slurm.cancel_all()
+    seen = read_records(records)
+    assert [(each.attempt, each.node) for each in seen] == [
+        (attempt, node) for attempt in (0, 1) for node in slurm.node_names
+    ]
+    for each in seen:
+        assert each.argv == ["--rdzv-id", f"{job}_{each.attempt}", f"--x={given[0]}", given[1]]
+        assert each.option("--x") == given[0]
+        assert (each.job_id, each.hostname, each.cwd) == (job, each.node, str(tmp_path))
+        assert each.environment["NCCL_DEBUG"] == "WARN"
+
+
+def wait_for_records(folder: Path, count: int, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while (found := len(list(folder.glob("*.json")))) < count:
+        assert time.monotonic() < deadline, f"{found} of {count} records"
+        time.sleep(0.1)
+    assert found == count
+
+
+def test_a_rank_that_fails_ends_the_step_on_all_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    program = install_recording_torchrun(tmp_path / "bin")
+    script = write_script(
+        tmp_path / "job.sh",
+        "srun --kill-on-bad-exit=1 --wait=60 \\\n"
+        "  sh -c 'test $SLURM_NODEID = 7 && export TORCHRUN_SECONDS=1; exec torchrun'\n",
+    )
+    environment = {
+        "PATH": f"{program.parent}:{slurm.env['PATH']}",
+        "TORCHRUN_RECORDS": str(tmp_path / "records"),
+        "TORCHRUN_SECONDS": "500",
+        "TORCHRUN_FAILS_ON": "worker-7",
+    }
+    started = time.monotonic()
+    job = slurm.submit(script, options=[f"--output={tmp_path}/out"], env=environment)
+    assert slurm.wait(job) == "FAILED"
+    assert time.monotonic() - started < 30
+    assert slurm.job_field(job, "Restarts") == "0"
+    assert len(read_records(tmp_path / "records")) == 32
+    slurm.wait_idle()
+
+
+def test_a_node_failure_requeues_the_job(two_nodes: SlurmCluster, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path / "job.sh", "echo attempt ${SLURM_RESTART_COUNT:-0}\nsleep 300\n"
+    )
+    job = two_nodes.submit(script, options=["--nodes=2", f"--output={tmp_path}/out"])
+    two_nodes.wait(job, {"RUNNING"})
+    two_nodes.kill_node("worker-1")
+    two_nodes.wait(job, {"PENDING"})
+    assert two_nodes.node_states()["worker-1"].startswith("down")
+    two_nodes.start_node("worker-1")
+    two_nodes.wait(job, {"RUNNING"})
+    assert two_nodes.job_field(job, "Restarts") == "1"
+    deadline = time.monotonic() + 10
+    while (said := (tmp_path / "out").read_text()).count("attempt") < 2:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+    assert [line for line in said.splitlines() if "attempt" in line] == ["attempt 0", "attempt 1"]
+
+
+def test_a_finished_job_is_forgotten(two_nodes: SlurmCluster, tmp_path: Path) -> None:
+    script = write_script(tmp_path / "job.sh", "true\n")
+    job = two_nodes.submit(script, options=["--nodes=1", f"--output={tmp_path}/out"])
+    assert two_nodes.wait(job) == "COMPLETED"
+    deadline = time.monotonic() + 30
+    while two_nodes.job_field(job, "JobState") is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    with pytest.raises(SlurmError, match=f"job {job}: Slurm knows it no more"):
+        two_nodes.wait(job)
+    assert "accounting storage is disabled" in two_nodes.run("sacct", check=False).stderr
+
+
+def test_100_jobs_are_queued_in_seconds(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = write_script(tmp_path / "job.sh", "sleep 300\n")
+    started = time.monotonic()
+    jobs = {slurm.submit(script, options=[f"--output={tmp_path}/%j"]) for _ in range(100)}
+    took = time.monotonic() - started
+    slurm.cancel_all()
+    assert len(jobs) == 100
+    assert took < 15
+
+
+def test_nothing_is_left_after_the_end(tmp_path: Path) -> None:
+    hosts = Path("/etc/hosts").read_bytes()
+    with SlurmCluster.start(tmp_path / "slurm", nodes=3) as cluster:
+        # A process that has left its step, its session and its parent.
+        cluster.run(
+            "srun", "sh", "-c", f"setsid -f tail -f {cluster.folder}/hosts > /dev/null 2>&1"
+        )
+        ports = ports_of(cluster)
+        assert len(ports) == 4
+        assert any("tail -f" in command for command in commands_that_name(cluster.folder))
+    assert commands_that_name(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+    assert Path("/etc/hosts").read_bytes() == hosts
+    for port in ports:
+        assert_free(port)
+
+
+def test_no_process_is_left_when_the_test_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys, time, pathlib; from tests.slurm_cluster import SlurmCluster\n"
+        "with SlurmCluster.start(pathlib.Path(sys.argv[1]), nodes=2) as cluster:\n"
+        "    job = cluster.submit(sys.argv[2], options=['--nodes=2'])\n"
+        "    print(cluster.wait(job, {'RUNNING'}), flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    script = write_script(tmp_path / "job.sh", f"tail -f {tmp_path}/job.sh\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "slurm"), str(script)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"RUNNING\n"
+        os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while left := commands_that_name(tmp_path):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_a_daemon_that_cannot_start_is_shown_with_its_log(tmp_path: Path) -> None:
+    settings = Settings(extra_conf="SchedulerType=sched/nonsense")
+    with (
+        pytest.raises(SlurmError, match=r"(?s)slurmctld ended by itself.*sched/nonsense"),
+        SlurmCluster.start(tmp_path / "slurm", nodes=2, settings=settings),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_slurm_is_a_skip_that_says_how_to_install_it_and_a_failure_in_ci(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.slurm_cluster.PROGRAMS", ("slurmd-of-no-one",))
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=r"slurmd-of-no-one.*apt-get install slurmctld"):
+        require_slurm()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="required in CI: no slurmd-of-no-one"):
+        require_slurm()
