@@ -72,7 +72,7 @@ fi
 cd "${COOKBOOK_ROOT}"
 # A requeued job has the same id, hence the same folder and the same checkpoints: it resumes. To resume
 # an earlier job's run, pass its folder: CELL_DIR=runs/... sbatch train_16b.sh
-CELL_DIR="$(realpath -m "${CELL_DIR:-runs/16b-${SLURM_JOB_ID:-local}/${CELL}}")"
+CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b-${SLURM_JOB_ID:-local}/${CELL}}")"
 ATTEMPT=0
 while [[ -e "${CELL_DIR}/attempt-${ATTEMPT}" ]]; do
   ATTEMPT=$((ATTEMPT + 1))

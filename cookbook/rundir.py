@@ -25,7 +25,7 @@ from cookbook.errors import InputError, unknown_name
 from cookbook.files import write_whole
 from cookbook.render import ROOT, render_script
 
-RUNS = ROOT / "runs"
+RUNS = Path(os.environ.get("COOKBOOK_RUNS") or ROOT / "runs")
 
 QUEUED, RUNNING, FINISHED = "queued", "running", "finished"
 FAILED, CANCELLED, REFUSED = "failed", "cancelled", "refused"

@@ -1,0 +1,200 @@
+"""In: the checked-in scripts and a real Slurm cluster of 32 nodes. Out: what reaches torchrun there."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cookbook.recipe import load_recipe
+from cookbook.stack import load_stack
+from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
+from tests.slurm_cluster import SlurmCluster
+
+ROOT = Path(__file__).resolve().parent.parent
+FIRST_CELL = {"train_671b.sh": "671b-bf16-standard", "train_16b.sh": "16b-bf16-standard"}
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A virtual environment whose torchrun writes down how it was started, and folders for it all."""
+    binaries = tmp_path / "venv" / "bin"
+    install_recording_torchrun(binaries)
+    python = binaries / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return {
+        "VENV": str(tmp_path / "venv"),
+        "COOKBOOK_RUNS": str(tmp_path / "runs"),
+        "TORCHRUN_RECORDS": str(tmp_path / "records"),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _left_idle(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm.cancel_all()
+
+
+def _records(environment: dict[str, str]) -> list[TorchrunRecord]:
+    return read_records(Path(environment["TORCHRUN_RECORDS"]))
+
+
+def _log(folder: Path, job_id: str) -> str:
+    return "\n".join(path.read_text() for path in folder.glob(f"*{job_id}*.log"))
+
+
+@pytest.mark.parametrize("script", FIRST_CELL)
+def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, script: str
+) -> None:
+    # From another folder, as a user may: the log is there, the run where it belongs.
+    job = slurm.submit(
+        ROOT / script,
+        "--training.steps=5",
+        "--job.description=a 'b' $(touch c)",
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
+    records = _records(environment)
+    assert {record.node for record in records} == {f"worker-{number}" for number in range(32)}
+    assert len(records) == 32
+    for record in records:
+        assert record.environment["SLURM_GPUS_ON_NODE"] == "8"
+        assert record.environment["SLURM_NTASKS"] == "32"
+        assert record.environment["SLURM_CPUS_PER_TASK"] == "128"
+        assert record.cwd == str(ROOT)
+        assert str(ROOT) in record.environment["PYTHONPATH"].split(":")
+    # The same words on every node, and with them the same rendezvous.
+    assert len({tuple(record.argv) for record in records}) == 1
+    first = records[0]
+    assert first.option("--nnodes") == "32"
+    assert first.option("--nproc-per-node") == "8"
+    assert first.option("--rdzv-backend") == "c10d"
+    assert first.option("--rdzv-id") == f"{job}_0"
+    host, _, port = first.option("--rdzv-endpoint").rpartition(":")
+    assert host and 1024 < int(port) < 32768
+    options = first.argv[first.argv.index("torchtitan.train") + 1 :]
+    assert options[-2:] == ["--training.steps=5", "--job.description=a 'b' $(touch c)"]
+    assert not (tmp_path / "c").exists() and not (ROOT / "c").exists()
+    # The recipe's own options are all there, before the user's.
+    stack = load_stack()
+    name = {"train_671b.sh": "deepseek_v3_671b", "train_16b.sh": "deepseek_v3_16b"}[script]
+    settings = load_recipe(name, stack).settings
+    for word in stack.argv({option: setting.value for option, setting in settings.items()}):
+        assert word in options
+    cell = tmp_path / "runs" / f"{script[6:-3]}-{job}" / FIRST_CELL[script]
+    assert f"--job.dump_folder={cell}" in options
+    assert (cell / "attempt-0" / "train.log").is_file()
+
+
+def test_choices_in_the_environment_reach_torchrun(
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
+) -> None:
+    # RECIPE is the name that the published scripts used.
+    chosen = {**environment, "RECIPE": "mxfp8_default", "EP_BACKEND": "deepep", "WANDB_API_KEY": "k"}
+    job = slurm.submit(ROOT / "train_671b.sh", options=["--nodes=2"], cwd=tmp_path, env=chosen)
+    assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
+    records = _records(environment)
+    assert [record.node for record in records] == ["worker-0", "worker-1"]
+    for record in records:
+        assert record.option("--nnodes") == "2"
+        assert "--quantize.grouped_mm.mx.recipe_name=mxfp8" in record.argv
+        assert "--parallelism.expert_parallel_comm_backend=deepep" in record.argv
+        assert "--metrics.enable_wandb" in record.argv
+        assert record.environment["NVSHMEM_IB_ENABLE_IBGDA"] == "1"
+        assert record.environment["WANDB_RUN_NAME"] == "671b-mxfp8-deepep"
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"PRECISION": "fp4"}, [], "PRECISION: found 'fp4', allowed: bf16, float8, mxfp8"),
+        ({"EP_BACKEND": "deep_ep"}, [], "EP_BACKEND: found 'deep_ep', allowed: deepep"),
+        ({"PRECISION": "mxfp8_linear"}, [], "torch.compile does not support it yet"),
+        ({}, ["--training.step=5"], "has no option 'training.step'; nearest: training.steps"),
+        ({"VENV": "/nowhere"}, [], "no Python at /nowhere; run: bash"),
+    ],
+)
+def test_wrong_input_ends_the_job_before_any_torchrun(
+    slurm: SlurmCluster,
+    environment: dict[str, str],
+    tmp_path: Path,
+    changes: dict[str, str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    job = slurm.submit(
+        ROOT / "train_671b.sh",
+        *arguments,
+        options=["--nodes=2"],
+        cwd=tmp_path,
+        env={**environment, **changes},
+    )
+    assert slurm.wait(job) == "FAILED"
+    assert slurm.job_field(job, "ExitCode") == "2:0"
+    log = _log(tmp_path, job)
+    assert message in log and "Traceback" not in log
+    assert _records(environment) == []
+
+
+def test_a_requeued_job_is_a_new_attempt_with_a_new_rendezvous_id(
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
+) -> None:
+    job = slurm.submit(
+        ROOT / "train_16b.sh",
+        options=["--nodes=2"],
+        cwd=tmp_path,
+        env={**environment, "TORCHRUN_SECONDS": "120"},
+    )
+    _until_started(slurm, environment, 2)
+    slurm.requeue(job)
+    _until_started(slurm, environment, 4)
+    records = _records(environment)
+    assert [(record.attempt, record.option("--rdzv-id")) for record in records] == [
+        (0, f"{job}_0"),
+        (0, f"{job}_0"),
+        (1, f"{job}_1"),
+        (1, f"{job}_1"),
+    ]
+    # The checkpoints' folder stays, the attempt's is new.
+    words = [[word for word in record.argv if "dump_folder" in word] for record in records]
+    assert words[0] == words[3]
+    assert "--metrics.save_tb_folder=attempt-0/tb" in records[0].argv
+    assert "--metrics.save_tb_folder=attempt-1/tb" in records[3].argv
+
+
+def test_a_node_that_fails_ends_the_job(
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
+) -> None:
+    failing = {**environment, "TORCHRUN_SECONDS": "1", "TORCHRUN_FAILS_ON": "worker-1"}
+    job = slurm.submit(ROOT / "train_16b.sh", options=["--nodes=4"], cwd=tmp_path, env=failing)
+    assert slurm.wait(job) == "FAILED", _log(tmp_path, job)
+    assert "fails on purpose" in _log(tmp_path, job)
+
+
+def test_a_copy_of_the_cookbook_uses_its_own_files(
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
+) -> None:
+    # A path with a space, submitted from elsewhere by its absolute name.
+    copy = tmp_path / "my cookbook"
+    shutil.copytree(ROOT / "cookbook", copy / "cookbook")
+    for name in ("submit.py", "requirements.txt", "train_16b.sh"):
+        shutil.copy(ROOT / name, copy / name)
+    job = slurm.submit(copy / "train_16b.sh", options=["--nodes=1"], cwd=tmp_path, env=environment)
+    assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
+    (record,) = _records(environment)
+    assert record.cwd == str(copy)
+
+
+def _until_started(slurm: SlurmCluster, environment: dict[str, str], count: int) -> None:
+    import time
+
+    deadline = time.monotonic() + 60
+    while len(_records(environment)) < count:
+        assert time.monotonic() < deadline, slurm.log_tail("slurmctld")
+        time.sleep(0.2)
