@@ -98,11 +98,21 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         raise CannotBuildError("Python.h is missing; install the headers of this Python")
     nvshmem = find_nvshmem()
+    if nvshmem and not _compiles("#include <infiniband/mlx5dv.h>"):
+        raise CannotBuildError(
+            "infiniband/mlx5dv.h is missing, which the inter-node kernels need; install rdma-core's "
+            "headers (Debian and Ubuntu: libibverbs-dev, Red Hat: rdma-core-devel)"
+        )
     if nvshmem and not nvshmem.new_enough:
         oldest = ".".join(map(str, OLDEST_NVSHMEM))
         raise CannotBuildError(f"NVSHMEM is {nvshmem.version}; DeepEP needs {oldest} or later")
     version = nvshmem.version if nvshmem else ""
     return Plan(deepep_pin().value, torch.version, cuda, arch, version), toolkit
+
+
+def _compiles(source: str) -> bool:
+    command = ["g++", "-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run(command, input=source.encode(), capture_output=True).returncode == 0
 
 
 def _find_toolkits(cuda: str) -> Iterator[Toolkit]:
@@ -210,6 +220,9 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
     environment["TORCH_CUDA_ARCH_LIST"] = plan.arch
     environment["GIT_TERMINAL_PROMPT"] = "0"
     environment.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, MOST_JOBS)))
+    # Login nodes have no driver to link with; the toolkit brings a stand-in for its library.
+    stubs = str(toolkit.home / "lib64/stubs")
+    environment["LIBRARY_PATH"] = ":".join(filter(None, [environment.get("LIBRARY_PATH"), stubs]))
     # From CUDA 13 on, cuda/std/tuple lies in a folder that nvcc adds only for its own sources.
     cccl = toolkit.home / "include/cccl"
     if cccl.is_dir():

@@ -132,7 +132,9 @@ def test_a_whole_node_is_ready(node: Node) -> None:
 Break = Callable[[Node], object]
 
 
-def answer(command: tuple[str, ...], status: int | None, output: str = "", error: str = "") -> Break:
+def answer(
+    command: tuple[str, ...], status: int | None, output: str = "", error: str = ""
+) -> Break:
     return lambda node: node.answers.update({command: Answer(status, output, error)})
 
 
