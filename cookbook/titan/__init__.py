@@ -1,8 +1,8 @@
 """In: TorchTitan's training process. Out: the same process with the cookbook's hooks in place.
 
-Named by `--experimental.custom_import=cookbook.titan`. TorchTitan's ConfigManager imports it earlier,
-with `cookbook.titan.job_config`: after `torchtitan.train` has imported everything and before its
-Trainer exists, so the names replaced here are bound but not yet used.
+Named by `--experimental.custom_import=cookbook.titan`, and imported a little before that with
+`cookbook.titan.job_config`: after `torchtitan.train` has imported everything and before its Trainer
+exists, so the names replaced here are bound but not yet used.
 Nothing in site-packages is edited, and no other TorchTitan version is touched.
 """
 

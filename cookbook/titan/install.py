@@ -6,6 +6,7 @@ import torch
 
 from cookbook.titan.activity import hook_first_step, note_standard_dispatch
 from cookbook.titan.cpu import prepare_cpu
+from cookbook.titan.expert_parallel import correct_expert_parallel
 from cookbook.titan.mx import replace_mx_converters
 
 
@@ -13,5 +14,6 @@ def install() -> None:
     if not torch.cuda.is_available():
         prepare_cpu()
     replace_mx_converters()
+    correct_expert_parallel()
     note_standard_dispatch()
     hook_first_step()

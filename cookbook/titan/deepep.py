@@ -1,0 +1,137 @@
+"""In: the tokens of one rank and their routing. Out: their way to the experts and back by DeepEP.
+
+Takes the places of TorchTitan's DeepEP dispatch, combine and MoE forward. Communication is still
+TorchTitan's pair of operations on `deep_ep.Buffer`; what differs is stated at each function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchtitan.models.moe.utils as moe_utils
+from torch.distributed import ProcessGroup
+from torch.utils import deterministic
+
+from cookbook.titan import activity
+from cookbook.titan.expert_groups import GroupPlan, collect, plan_groups, spread
+from cookbook.titan.token_split import Share, put_share, take_share
+
+
+@dataclass
+class DispatchState:
+    """What combine needs of the dispatch before it."""
+
+    handle_id: torch.Tensor
+    plan: GroupPlan
+    scores: torch.Tensor | None
+
+
+@contextmanager
+def _uninitialized_memory() -> Iterator[None]:
+    """Keep PyTorch from filling fresh tensors while DeepEP allocates them.
+
+    With `--debug.deterministic` every `empty` is filled with the largest value. DeepEP's
+    get_dispatch_layout allocates its counters on the compute stream and writes them on its own
+    stream, behind an event that was recorded before: the fill runs at the same time as the kernel,
+    overwrites counts with 2**31 - 1, and the kernels that read those end in device-side asserts.
+    Every counter is written in full, so there is nothing that the fill could make reproducible.
+    """
+    filled = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        deterministic.fill_uninitialized_memory = filled
+
+
+def dispatch_tokens(
+    hidden_states: torch.Tensor,
+    selected_experts_indices: torch.Tensor,
+    top_scores: torch.Tensor,
+    num_local_experts: int,
+    num_experts: int,
+    group: ProcessGroup,
+    score_before_experts: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, DispatchState]:
+    """Send tokens to their experts; differs from TorchTitan's in that the groups are padded.
+
+    Args:
+        hidden_states: (tokens, features) of this rank.
+        selected_experts_indices: (tokens, top k).
+        top_scores: (tokens, top k).
+
+    Returns:
+        Rows grouped by local expert (padded rows, features), padded group sizes (local experts,)
+        int32 on the device, and the state for `combine_tokens`.
+    """
+    from torchtitan.distributed.deepep import deepep
+
+    experts = selected_experts_indices.contiguous()
+    scores = top_scores.contiguous().float()
+    experts = experts.masked_fill(scores == 0, -1)
+    hidden_states = hidden_states.contiguous()
+
+    buffer = deepep.get_buffer(group, deepep.get_hidden_bytes(hidden_states))
+    with _uninitialized_memory():
+        per_rank, per_rdma_rank, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
+            topk_idx=experts, num_experts=num_experts
+        )
+    received, local_experts, local_scores, counts, handle_id = torch.ops.deepep.dispatch(
+        hidden_states, experts, scores, per_rank, per_rdma_rank, is_token_in_rank, per_expert
+    )
+    # The counts lie on the host already: DeepEP had to know them to allocate `received`.
+    plan = plan_groups(local_experts, counts.tolist(), moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
+    grouped = spread(received, local_scores if score_before_experts else None, plan)
+    activity.dispatches.add("deepep")
+    activity.corrections.add("deepep-padded-groups")
+    state = DispatchState(handle_id, plan, None if score_before_experts else local_scores)
+    return grouped, plan.sizes, state
+
+
+def combine_tokens(grouped: torch.Tensor, state: DispatchState) -> torch.Tensor:
+    """Bring the experts' outputs (padded rows, features) back to their tokens' ranks, summed."""
+    tokens = collect(grouped, state.scores, state.plan)
+    return torch.ops.deepep.combine(tokens, state.handle_id)
+
+
+def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """DeepEPMoE.forward that sends each token from one TP rank only.
+
+    Args:
+        x: (batch, length, features), the same on all TP ranks.
+
+    Returns:
+        This rank's term of the sum over TP ranks, (batch, length, features).
+    """
+    from torchtitan.distributed.deepep import sync_combine
+
+    batch, length, features = x.shape
+    tokens = x.view(-1, features)
+    top_scores, experts, counts = self.router(tokens, self.expert_bias)
+    # All tokens are counted, and on every TP rank alike: the sum for the expert bias leaves TP out.
+    if self.load_balance_coeff is not None:
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+
+    tp_mesh = getattr(self, "cookbook_tp_mesh", None)
+    share = Share(0, length, length) if tp_mesh is None else Share.of_mesh(length, tp_mesh)
+    routed = self.experts(
+        take_share(tokens, share),
+        counts,
+        take_share(experts, share),
+        take_share(top_scores, share),
+        self.experts.num_experts,
+    )
+    # Runs while the combine, which has only been started, is under way.
+    out = self.shared_experts(tokens) if self.shared_experts is not None else None
+    sync_combine()
+
+    routed = routed.view(batch, share.stop - share.start, features)
+    if tp_mesh is None:
+        return routed if out is None else out.view(x.shape) + routed
+    activity.corrections.add("deepep-tokens-split-over-tp")
+    return put_share(None if out is None else out.view(x.shape), routed, share)

@@ -1,0 +1,125 @@
+"""In: TorchTitan's plan for MoE layers under TP and EP. Out: the same plan with the right sums.
+
+Three names that `apply_moe_ep_tp` uses are replaced, and a hook is added to each router; what each
+changes, and why, is said where it is defined.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torchtitan.distributed.expert_parallel as expert_parallel
+import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
+import torchtitan.models.llama4.infra.parallelize as llama4_parallelize
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
+
+from cookbook.titan import activity, deepep
+from cookbook.titan.token_split import Share, global_positions, sum_gradient_over_tp, take_share
+
+
+class SequenceShareReorderer(ParallelStyle):
+    """Splits the standard backend's tokens over TP along the sequence.
+
+    TorchTitan's ReordererSequenceParallel cuts the folded batch x sequence. With more than one
+    sequence in a batch a rank then sends tokens whose gradient it drops when the gather along the
+    sequence is undone, and nobody sends theirs.
+    """
+
+    def _take(self, mod: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
+        top_scores, experts = inputs
+        share = Share.of_mesh(mod.cookbook_length, mesh)
+        return take_share(top_scores, share), take_share(experts, share)
+
+    def _place(self, mod: nn.Module, outputs: Any, mesh: DeviceMesh) -> tuple[Any, Any, Any]:
+        top_scores, positions, counts = outputs
+        share = Share.of_mesh(mod.cookbook_length, mesh)
+        return top_scores, global_positions(positions, share, mod.top_k), counts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda mod, inputs: self._take(mod, inputs, device_mesh))
+        module.register_forward_hook(
+            lambda mod, inputs, outputs: self._place(mod, outputs, device_mesh)
+        )
+        return module
+
+
+def _remember_length(moe: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    """The reorderer sees folded tokens only; the MoE layer around it sees (batch, length, dim)."""
+    moe.reorderer.cookbook_length = inputs[0].shape[1]
+
+
+def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: Any) -> Any:
+    top_scores, experts, counts = outputs
+    return sum_gradient_over_tp(top_scores, tp_mesh), experts, counts
+
+
+def correct_moe(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Hook the MoE layers of a model whose TP ranks each send a share of the tokens."""
+    for block in model.layers.values():
+        if not block.moe_enabled:
+            continue
+        moe = block.moe
+        moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
+        if moe.reorderer is None:
+            moe.cookbook_tp_mesh = tp_mesh
+        else:
+            moe.register_forward_pre_hook(_remember_length)
+    activity.corrections.add("router-gradients-summed-over-tp")
+
+
+def _dispatch(self: Any, mod: Any, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> Any:
+    hidden_states, _, selected_experts_indices, top_scores, num_experts = inputs
+    weight = mod.w1.to_local() if isinstance(mod.w1, DTensor) else mod.w1
+    grouped, sizes, self._state = deepep.dispatch_tokens(
+        hidden_states,
+        selected_experts_indices,
+        top_scores,
+        weight.shape[0],
+        num_experts,
+        device_mesh.get_group(),
+        score_before_experts=self.score_before_experts,
+    )
+    return grouped, sizes
+
+
+def _combine(self: Any, mod: Any, routed_output: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+    state, self._state = self._state, None
+    return deepep.combine_tokens(routed_output, state)
+
+
+def _correct_apply(apply_moe_ep_tp: Any) -> Any:
+    @wraps(apply_moe_ep_tp)
+    def apply_and_correct(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_deepep"):
+            # Importable here only: without DeepEP installed the module raises.
+            from torchtitan.models.moe.moe_deepep import DeepEPMoE
+
+            DeepEPMoE.forward = deepep.forward
+        with warnings.catch_warnings():
+            # The DeepEP layer has no reorderer, which TorchTitan's plan names all the same.
+            warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
+            apply_moe_ep_tp(model, *args, **kwargs)
+        tp_mesh, ep_mesh, etp_mesh = (kwargs.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
+        # Only where EP borrows the TP ranks does each of them send tokens of its own.
+        if tp_mesh is not None and ep_mesh is not None and etp_mesh is None:
+            correct_moe(model, tp_mesh)
+
+    return apply_and_correct
+
+
+def correct_expert_parallel() -> None:
+    """Replace the names; both model families call `apply_moe_ep_tp` with keyword meshes."""
+    DeepEPExpertParallel._token_dispatch = _dispatch
+    DeepEPExpertParallel._token_combine = _combine
+    expert_parallel.ReordererSequenceParallel = SequenceShareReorderer
+    llama4_parallelize.ReordererSequenceParallel = SequenceShareReorderer
+    corrected = _correct_apply(llama4_parallelize.apply_moe_ep_tp)
+    llama4_parallelize.apply_moe_ep_tp = corrected
+    deepseek_parallelize.apply_moe_ep_tp = corrected
