@@ -98,10 +98,14 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         raise CannotBuildError("Python.h is missing; install the headers of this Python")
     nvshmem = find_nvshmem()
-    if nvshmem and not _compiles("#include <infiniband/mlx5dv.h>"):
+    if nvshmem and not _compiles("#include <infiniband/mlx5dv.h>", "-fsyntax-only"):
         raise CannotBuildError(
-            "infiniband/mlx5dv.h is missing, which the inter-node kernels need; install rdma-core's "
-            "headers (Debian and Ubuntu: libibverbs-dev, Red Hat: rdma-core-devel)"
+            "infiniband/mlx5dv.h is missing, which the inter-node kernels need; install "
+            "rdma-core's headers (Debian and Ubuntu: libibverbs-dev, Red Hat: rdma-core-devel)"
+        )
+    if not _compiles("", "-shared", "-o", "/dev/null", "-lcuda", libraries=_library_path(toolkit)):
+        raise CannotBuildError(
+            f"libcuda.so is missing: neither a GPU driver nor {toolkit.home}/lib64/stubs is here"
         )
     if nvshmem and not nvshmem.new_enough:
         oldest = ".".join(map(str, OLDEST_NVSHMEM))
@@ -110,9 +114,21 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
     return Plan(deepep_pin().value, torch.version, cuda, arch, version), toolkit
 
 
-def _compiles(source: str) -> bool:
-    command = ["g++", "-fsyntax-only", "-x", "c++", "-"]
-    return subprocess.run(command, input=source.encode(), capture_output=True).returncode == 0
+def _compiles(source: str, *options: str, libraries: str = "") -> bool:
+    """Whether g++ takes `source`; ten minutes of nvcc should not end at a missing file."""
+    done = subprocess.run(
+        ["g++", "-x", "c++", "-", *options],
+        input=source.encode(),
+        env={**os.environ, "LIBRARY_PATH": libraries},
+        capture_output=True,
+        check=False,
+    )
+    return done.returncode == 0
+
+
+def _library_path(toolkit: Toolkit) -> str:
+    # Login nodes have no driver to link with; the toolkit brings a stand-in for its library.
+    return ":".join(filter(None, [os.environ.get("LIBRARY_PATH"), f"{toolkit.home}/lib64/stubs"]))
 
 
 def _find_toolkits(cuda: str) -> Iterator[Toolkit]:
@@ -220,9 +236,7 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
     environment["TORCH_CUDA_ARCH_LIST"] = plan.arch
     environment["GIT_TERMINAL_PROMPT"] = "0"
     environment.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, MOST_JOBS)))
-    # Login nodes have no driver to link with; the toolkit brings a stand-in for its library.
-    stubs = str(toolkit.home / "lib64/stubs")
-    environment["LIBRARY_PATH"] = ":".join(filter(None, [environment.get("LIBRARY_PATH"), stubs]))
+    environment["LIBRARY_PATH"] = _library_path(toolkit)
     # From CUDA 13 on, cuda/std/tuple lies in a folder that nvcc adds only for its own sources.
     cccl = toolkit.home / "include/cccl"
     if cccl.is_dir():
