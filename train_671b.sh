@@ -65,11 +65,11 @@ case "${PRECISION}+${EP_BACKEND}" in
 esac
 CELL="671b-${PRECISION}-${EP_BACKEND}"
 
-# Slurm runs a copy of this file from its spool folder, so the path of the copy says nothing: ask Slurm
-# which file was submitted, and fall back to the folder that sbatch was called in.
+# Slurm runs a copy of this file from its spool folder, so the path of the copy says nothing. Slurm knows
+# the path that sbatch was given, followed by the arguments, and the folder that it was given in.
 if [[ -z "${COOKBOOK_ROOT:-}" ]]; then
-  SUBMITTED="$(scontrol show job "${SLURM_JOB_ID}" | sed -n 's|^ *Command=\(/.*\)/train_671b.sh.*$|\1|p')"
-  COOKBOOK_ROOT="${SUBMITTED:-${SLURM_SUBMIT_DIR}}"
+  SUBMITTED="$(squeue --noheader --jobs="${SLURM_JOB_ID}" --format=%o)"
+  COOKBOOK_ROOT="$(cd "${SLURM_SUBMIT_DIR}" && cd "$(dirname "${SUBMITTED%" $*"}")" && pwd)"
 fi
 [[ -f "${COOKBOOK_ROOT}/submit.py" ]] ||
   fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"

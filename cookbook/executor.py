@@ -11,7 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,11 @@ class RunLocalExecutor(LocalExecutor):
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
-def submit_run(
-    run: Run, cells: Sequence[Cell], submitted: Callable[[Cell, str], None] = lambda cell, job: None
-) -> None:
-    """Submit every cell of `run` that is not refused; one sbatch call each, or one local job.
+def submit_run(run: Run, cells: Sequence[Cell]) -> list[str]:
+    """Submit every cell of `run` that is not refused: one sbatch call each, or one local job.
 
-    Args:
-        submitted: called with each cell and its job id, as soon as it has one.
+    Returns:
+        The job ids, in the order of submission.
 
     Raises:
         JobError: Slurm refused a cell; those before it stay queued, those from it on are marked so.
@@ -112,27 +110,25 @@ def submit_run(
     if submitit.__version__ != _WRITTEN_FOR:
         raise JobError(
             f"submitit is {submitit.__version__}, this executor is written for {_WRITTEN_FOR}; "
-            "run setup.sh"
+            "run: bash setup.sh"
         )
     cells = [cell for cell in cells if not cell.refused]
-    if not cells:
-        return
     if run.scheduler == "local":
-        executor = RunLocalExecutor(run.folder / "job")
-        job = executor.submit(Supervisor([run.cell_folder(cell.name) for cell in cells]))
-        for cell in cells:
-            write_job(run.cell_folder(cell.name), job.job_id)
-            submitted(cell, job.job_id)
-        return
+        folders = [run.cell_folder(cell.name) for cell in cells]
+        job_id: str = RunLocalExecutor(run.folder / "job").submit(Supervisor(folders)).job_id
+        for folder in folders:
+            write_job(folder, job_id)
+        return [job_id]
+    job_ids = []
     for number, cell in enumerate(cells):
         folder = run.cell_folder(cell.name)
         try:
-            job_id = CellSlurmExecutor(folder, cell).submit(Supervisor([folder])).job_id
+            job_ids.append(CellSlurmExecutor(folder, cell).submit(Supervisor([folder])).job_id)
         except JobError as error:
             for left in cells[number:]:
                 write_status(
                     run.cell_folder(left.name), Status(FAILED, reason=f"not queued: {error}")
                 )
             raise
-        write_job(folder, job_id)
-        submitted(cell, job_id)
+        write_job(folder, job_ids[-1])
+    return job_ids

@@ -21,8 +21,7 @@ _HEADER = (
     "MFU",
     "memory GiB",
     "final loss",
-    "published tokens/s/GPU",
-    "published speed-up",
+    "published",
 )
 _NUM_TEXT_COLUMNS = 2
 _DONE_STATES = {"finished", "refused"}
@@ -41,7 +40,7 @@ def render_markdown(results: RunResults) -> str:
         parts.append("\n".join(notes))
     parts.append(
         "tokens/s/GPU, TFLOPs and MFU: median of the logged steps after warm-up (their first\n"
-        "quarter, 1 to 10 steps). Memory: peak over all ranks and steps. A dash: not known."
+        "quarter, 1 to 10 steps). Memory: peak over all ranks and steps. A dash, or no column: not known."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -94,11 +93,14 @@ def _row(cell: Result, setting: CellSetting) -> list[str]:
     status = cell.status or "unknown"
     speedup = _number(cell.speedup, "{:.2f}x")
     if cell.speedup is not None and cell.name == setting.baseline:
-        speedup += " (baseline)"
+        speedup = "baseline"
+    published = _tokens(cell.published_tokens_per_second_per_gpu)
+    if setting.published_speedup is not None and cell.name != setting.baseline:
+        published += f" ({setting.published_speedup:.2f}x)"
     mfu = _number(cell.mfu, "{:.1f}%")
     return [
         cell.name,
-        f"{status}, emulated" if cell.emulated else status,
+        f"{status}, emulated" if cell.emulated and status != "refused" else status,
         _steps(cell, setting),
         _tokens(cell.tokens_per_second_per_gpu),
         speedup,
@@ -106,8 +108,7 @@ def _row(cell: Result, setting: CellSetting) -> list[str]:
         mfu,
         _number(cell.memory_gib, "{:.2f}"),
         _loss(cell.final_loss, setting.raw_final_loss),
-        _tokens(cell.published_tokens_per_second_per_gpu),
-        _number(setting.published_speedup, "{:.2f}x"),
+        published,
     ]
 
 
@@ -138,7 +139,14 @@ def _number(value: float | None, template: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(_HEADER), *([_escape(text) for text in row] for row in rows)]
+    # A column that says nothing of any cell (MFU on a CPU) is left out; a terminal is narrow.
+    kept = [
+        position
+        for position in range(len(_HEADER))
+        if position < _NUM_TEXT_COLUMNS or any(row[position] != _UNKNOWN for row in rows)
+    ]
+    lines = [[_HEADER[position] for position in kept]]
+    lines += [[_escape(row[position]) for position in kept] for row in rows]
     widths = [max(map(text_width, column)) for column in zip(*lines, strict=True)]
     rule = [
         "-" * width if position < _NUM_TEXT_COLUMNS else "-" * (width - 1) + ":"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +42,9 @@ def sbatch(script: Path, folder: Path) -> str:
     """Queue `script` with `folder` as its working directory; the job's id."""
     answer = _run(["sbatch", "--parsable", f"--chdir={folder}", str(script)])
     if answer.returncode:
-        raise JobError(f"sbatch refused {script}: {answer.stderr.strip() or answer.stdout.strip()}")
+        lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
+        said = "; ".join(line.removeprefix("sbatch: error: ") for line in lines)
+        raise JobError(f"{script}: sbatch refused it: {said}")
     # With federations: `id;cluster`. Warnings go to stderr.
     job_id = answer.stdout.strip().partition(";")[0]
     if not job_id.isdigit():
@@ -108,14 +109,14 @@ def _from_sacct(wanted: set[str]) -> dict[str, JobInfo]:
     return infos
 
 
-def _run(command: list[str], extra: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
             capture_output=True,
             text=True,
             timeout=60,
-            env={**submit_environment(), **(extra or {})},
+            env=submit_environment(),
         )
     except FileNotFoundError:
         raise JobError(
@@ -123,8 +124,3 @@ def _run(command: list[str], extra: Mapping[str, str] | None = None) -> subproce
         ) from None
     except subprocess.TimeoutExpired:
         raise JobError(f"{command[0]}: no answer in 60 s; is the Slurm controller up?") from None
-
-
-def is_job_id(text: str) -> bool:
-    """Whether `text` looks like a Slurm job's id."""
-    return re.fullmatch(r"\d+", text) is not None

@@ -89,24 +89,26 @@ def table_of(text: str) -> dict[str, dict[str, str]]:
 
 
 def test_every_cell_appears_with_its_figures() -> None:
-    table = table_of(render_markdown(run_of(BASELINE, DEEPEP, FAILED, REFUSED)))
+    published = {DEEPEP.name.replace("-", "_"): replace(SETTING, published_speedup=859 / 651)}
+    run = run_of(BASELINE, DEEPEP, FAILED, REFUSED, **published)
+    table = table_of(render_markdown(run))
     assert list(table) == [c.name for c in (BASELINE, DEEPEP, FAILED, REFUSED)]
     assert table[BASELINE.name] == {
         "cell": "671b-bf16-standard",
         "status": "finished",
         "steps": "20",
         "tokens/s/GPU": "651",
-        "speed-up": "1.00x (baseline)",
+        "speed-up": "baseline",
         "TFLOPs/GPU": "171.2",
         "MFU": "7.6%",
         "memory GiB": "150.42",
         "final loss": "8.1235",
-        "published tokens/s/GPU": "651",
-        "published speed-up": "-",
+        "published": "651",
     }
     assert table[DEEPEP.name]["steps"] == "7/20"
     assert table[DEEPEP.name]["tokens/s/GPU"] == "1,859"
     assert table[DEEPEP.name]["speed-up"] == "1.32x"
+    assert table[DEEPEP.name]["published"] == "859 (1.32x)"
     assert table[FAILED.name]["steps"] == "-/20"
     assert table[REFUSED.name]["steps"] == "-"
     assert table[REFUSED.name]["tokens/s/GPU"] == "-"
@@ -146,8 +148,8 @@ def test_reasons_stand_below_the_table() -> None:
 
 
 def test_emulated_cells_are_labelled() -> None:
-    cell = replace(BASELINE, emulated=True, speedup=None, reason="emulated numerics")
-    row = table_of(render_markdown(run_of(cell)))[cell.name]
+    cell = replace(DEEPEP, emulated=True, speedup=None, status="finished", reason="emulated")
+    row = table_of(render_markdown(run_of(BASELINE, cell)))[cell.name]
     assert row["status"] == "finished, emulated"
     assert row["speed-up"] == "-"
 
@@ -205,3 +207,10 @@ def test_json_is_valid_whatever_was_measured() -> None:
     assert report["cells"][0]["final_loss"] is None
     assert report["cells"][0]["mfu"] is None
     assert report["cells"][0]["active"] == {"a": [None, 1]}
+
+
+def test_a_column_that_says_nothing_is_left_out() -> None:
+    cell = replace(BASELINE, mfu=None, published_tokens_per_second_per_gpu=None)
+    row = table_of(render_markdown(run_of(cell)))[cell.name]
+    assert "MFU" not in row and "published" not in row
+    assert row["final loss"] == "8.1235"

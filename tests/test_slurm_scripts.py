@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,15 +186,21 @@ def test_a_copy_of_the_cookbook_uses_its_own_files(
     shutil.copytree(ROOT / "cookbook", copy / "cookbook")
     for name in ("submit.py", "requirements.txt", "train_16b.sh"):
         shutil.copy(ROOT / name, copy / name)
-    job = slurm.submit(copy / "train_16b.sh", options=["--nodes=1"], cwd=tmp_path, env=environment)
-    assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
-    (record,) = _records(environment)
-    assert record.cwd == str(copy)
+    shutil.copy(ROOT / "train_16b.sh", copy / "mine.sh")
+    (copy / "below").mkdir()
+    for script, arguments, folder in (
+        (copy / "train_16b.sh", ["--job.description=/a b/train_16b.sh"], tmp_path),
+        ("../mine.sh", [], copy / "below"),
+        ("mine.sh", ["--training.steps=3"], copy),
+    ):
+        job = slurm.submit(
+            script, *arguments, options=["--nodes=1"], cwd=folder, env=environment
+        )
+        assert slurm.wait(job) == "COMPLETED", _log(folder, job)
+        assert _records(environment)[-1].cwd == str(copy)
 
 
 def _until_started(slurm: SlurmCluster, environment: dict[str, str], count: int) -> None:
-    import time
-
     deadline = time.monotonic() + 60
     while len(_records(environment)) < count:
         assert time.monotonic() < deadline, slurm.log_tail("slurmctld")

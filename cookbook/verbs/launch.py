@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from cookbook.cell import Cell, missing_packages
 from cookbook.report import text_width
-from cookbook.rundir import ENDED, FINISHED, REFUSED, Run, create_run, shown_command
+from cookbook.rundir import FINISHED, REFUSED, Run, create_run, shown_command
 from cookbook.verbs.follow import print_report, watch
 from cookbook.verbs.request import requested_cell, requested_sweep
-
-_SUBMITTED_EVERY_S = 1.0
+from cookbook.yamlfile import shown_path
 
 
 def run_cell(arguments: argparse.Namespace) -> int:
@@ -41,17 +39,14 @@ def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> 
     from cookbook.executor import submit_run
 
     run = create_run(name, cells, shown_command())
-    last = 0.0
-
-    def submitted(cell: Cell, job_id: str) -> None:
-        nonlocal last
-        if time.monotonic() - last > _SUBMITTED_EVERY_S or cell is cells[-1]:
-            last = time.monotonic()
-            print(f"submitted {cell.name} as job {job_id}")
-
-    submit_run(run, cells, submitted)
-    print(f"run {run.name} in {run.folder}\n", flush=True)
-    return 0 if arguments.detach else _wait(run)
+    job_ids = submit_run(run, cells)
+    kind = "Slurm job" if run.scheduler == "slurm" else "process"
+    shown = ", ".join(job_ids[:8]) + (", ..." if len(job_ids) > 8 else "")
+    print(f"submitted as {kind} {shown}: {shown_path(run.folder)}\n", flush=True)
+    if arguments.detach:
+        print(f"follow it: python submit.py status {run.name}")
+        return 0
+    return _wait(run)
 
 
 def _wait(run: Run) -> int:
@@ -68,7 +63,7 @@ def _wait(run: Run) -> int:
         )
         return 130
     states = print_report(run, "md")
-    return 0 if set(states.values()) <= {FINISHED, REFUSED} <= ENDED else 1
+    return 0 if set(states.values()) <= {FINISHED, REFUSED} else 1
 
 
 def _refused_without_packages(cell: Cell) -> Cell:

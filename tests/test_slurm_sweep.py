@@ -1,0 +1,196 @@
+"""In: `submit.py` and a real Slurm cluster. Out: real TorchTitan trained in its jobs, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm_cluster import SlurmCluster
+
+ROOT = Path(__file__).resolve().parent.parent
+CLUSTER = """
+description: two CPU nodes of the test cluster
+scheduler: slurm
+nodes: 2
+ranks_per_node: 1
+emulate: true
+cpus_per_task: 2
+exclusive: false
+partition: main
+time: "00:10:00"
+sbatch: {comment: "it's a test"}
+environment: {OMP_NUM_THREADS: 1}
+"""
+
+
+@pytest.fixture
+def submit(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Any]:
+    """Calls `submit.py` on the test cluster, with a runs folder and a cluster profile of its own."""
+    profile = tmp_path / "two-nodes.yaml"
+    profile.write_text(CLUSTER)
+    environment = {"COOKBOOK_RUNS": str(tmp_path / "runs"), "VENV": sys.prefix}
+
+    def call(*words: str, check: int | None = 0) -> subprocess.CompletedProcess[str]:
+        if words[0] in ("sweep", "run"):
+            words = (*words, "--cluster", str(profile), "--nodes", "2")
+        command = (sys.executable, str(ROOT / "submit.py"), *words)
+        done = slurm.run(*command, check=False, env=environment, timeout=400)
+        if check is not None:
+            assert done.returncode == check, f"{done.stdout}\n{done.stderr}"
+        return done
+
+    call.runs = tmp_path / "runs"  # type: ignore[attr-defined]
+    call.environment = {**slurm.env, **environment}  # type: ignore[attr-defined]
+    call.profile = profile  # type: ignore[attr-defined]
+    yield call
+    slurm.cancel_all()
+
+
+def _newest(runs: Path) -> Path:
+    (folder,) = runs.glob("[!.]*/run.json")
+    return folder.parent
+
+
+def test_a_sweep_trains_in_slurm_jobs_and_agrees_with_slurm(slurm: SlurmCluster, submit: Any) -> None:
+    done = submit("sweep", "smoke", "--set", "training.steps=3")
+    report = json.loads(submit("report", "--format", "json").stdout)
+    cells = {cell["name"]: cell for cell in report["cells"]}
+    assert {name: cell["status"] for name, cell in cells.items()} == {
+        "debug-bf16-standard": "finished",
+        "debug-bf16-deepep": "refused",
+        "debug-mxfp8-standard": "finished",
+        "debug-mxfp8-deepep": "refused",
+    }
+    for name in ("debug-bf16-standard", "debug-mxfp8-standard"):
+        cell = cells[name]
+        assert cell["steps"] == 3 and 5 < cell["final_loss"] < 9
+        assert cell["tokens_per_second_per_gpu"] > 0
+        assert cell["active"]["precision"] == cell["precision"]
+        job = json.loads((_newest(submit.runs) / name / "job.json").read_text())["job_id"]
+        assert slurm.job_field(job, "JobState") == "COMPLETED"
+        assert slurm.job_field(job, "NumNodes") == "2"
+        assert job in submit("status").stdout
+        # Both nodes trained: a rank's log of each.
+        ranks = list((_newest(submit.runs) / name / "attempt-0" / "ranks").glob("*/*/0/stdout.log"))
+        assert len(ranks) == 2
+    assert cells["debug-mxfp8-standard"]["emulated"] and not cells["debug-mxfp8-standard"]["speedup"]
+    assert "debug-bf16-standard" in done.stdout and "refused" in done.stdout
+    logs = submit("logs", f"{_newest(submit.runs).name}/debug-bf16-standard").stdout
+    assert re.search(r"step: +3 +loss:", logs)
+
+
+def test_the_job_runs_the_bytes_that_render_prints(slurm: SlurmCluster, submit: Any) -> None:
+    words = ("debug", "--set", "training.steps=3", "--cluster", str(submit.profile), "--nodes", "2")
+    rendered = submit("render", *words).stdout
+    submit("run", "debug", "--set", "training.steps=3", "--detach")
+    cell = _newest(submit.runs) / "debug-bf16-standard"
+    assert (cell / "train.sh").read_text() == rendered
+    # What submitit hands to sbatch says the same as the script's own header, but for the log.
+    submission = (cell / "job" / "submission.sh").read_text().splitlines()
+    header = [line for line in rendered.splitlines() if line.startswith("#SBATCH")]
+    submitted = [line for line in submission if line.startswith("#SBATCH")]
+    assert [line for line in header if "--output" not in line] == [
+        line for line in submitted if "--output" not in line
+    ]
+    job = json.loads((cell / "job.json").read_text())["job_id"]
+    assert slurm.job_field(job, "Comment") == "it's"
+    submit("cancel")
+    assert slurm.wait(job) == "CANCELLED"
+
+
+def test_cancel_ends_the_jobs_and_status_says_so(slurm: SlurmCluster, submit: Any) -> None:
+    submit("run", "debug", "--set", "training.steps=10000", "--detach")
+    cell = _newest(submit.runs) / "debug-bf16-standard"
+    _until(lambda: (cell / "attempt-0" / "train.log").exists(), slurm)
+    assert "running" in submit("status").stdout
+    submit("cancel")
+    job = json.loads((cell / "job.json").read_text())["job_id"]
+    assert slurm.wait(job) == "CANCELLED"
+    assert "cancelled" in submit("status").stdout
+    assert "ended already" in submit("cancel").stdout
+
+
+def test_ctrl_c_leaves_the_jobs_alone(slurm: SlurmCluster, submit: Any) -> None:
+    command = [sys.executable, str(ROOT / "submit.py"), "run", "debug", "--cluster"]
+    driver = subprocess.Popen(
+        [*command, str(submit.profile), "--nodes", "2", "--set", "training.steps=10000"],
+        env=submit.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    _until(lambda: any(submit.runs.glob("[!.]*/*/job.json")), slurm)
+    time.sleep(1)
+    os.killpg(driver.pid, signal.SIGINT)
+    said = driver.communicate(timeout=30)[0]
+    name = _newest(submit.runs).name
+    assert f"python submit.py logs {name} -f" in said and "Traceback" not in said
+    job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
+    assert slurm.job_field(job["job_id"], "JobState") in ("PENDING", "RUNNING", "CONFIGURING")
+
+
+def test_a_job_that_slurm_forgot_is_not_taken_for_running(
+    slurm: SlurmCluster, submit: Any
+) -> None:
+    submit("run", "debug", "--detach", "--set", "training.steps=10000")
+    cell = _newest(submit.runs) / "debug-bf16-standard"
+    _until(lambda: json.loads((cell / "status.json").read_text())["state"] == "running", slurm)
+    job = json.loads((cell / "job.json").read_text())["job_id"]
+    # As if days had passed: the id means nothing to Slurm any more, and the job left no last word.
+    submit("cancel")
+    slurm.wait(job)
+    record = json.loads((cell / "status.json").read_text())
+    (cell / "status.json").write_text(json.dumps({**record, "state": "running"}))
+    (cell / "job.json").write_text(json.dumps({"job_id": "99999999", "queued": 0.0}))
+    said = submit("status").stdout
+    assert "failed" in said and "job 99999999 is gone" in said
+
+
+def test_a_failing_cell_says_why_and_ends_with_status_1(slurm: SlurmCluster, submit: Any) -> None:
+    done = submit("run", "debug", "--set", "training.dataset_path=/nonexistent", check=1)
+    assert "nonexistent" in done.stdout and "Traceback" not in done.stdout
+    job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
+    assert slurm.job_field(job["job_id"], "JobState") == "FAILED"
+
+
+def test_what_sbatch_refuses_is_one_message_and_no_cell_is_left_waiting(
+    slurm: SlurmCluster, submit: Any
+) -> None:
+    submit.profile.write_text(CLUSTER.replace("main", "nowhere"))
+    done = submit("sweep", "smoke", check=1)
+    assert "sbatch refused it" in done.stderr and "partition" in done.stderr.lower()
+    assert "Traceback" not in done.stderr
+    status = submit("status").stdout
+    assert len(re.findall(r"(?m)^debug-\S+ +failed +not queued", status)) == 2
+
+
+def test_an_enclosing_jobs_variables_do_not_reach_the_new_job(
+    slurm: SlurmCluster, submit: Any
+) -> None:
+    submit.environment["SBATCH_PARTITION"] = "nowhere"
+    command = [sys.executable, str(ROOT / "submit.py"), "run", "debug", "--detach", "--cluster"]
+    subprocess.run(
+        [*command, str(submit.profile), "--nodes", "2"],
+        env={**submit.environment, "SLURM_NTASKS": "7", "SBATCH_PARTITION": "nowhere"},
+        check=True,
+        capture_output=True,
+    )
+    job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
+    assert slurm.job_field(job["job_id"], "Partition") == "main"
+
+
+def _until(condition: Any, slurm: SlurmCluster, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, slurm.log_tail("slurmctld")
+        time.sleep(0.2)
