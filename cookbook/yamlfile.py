@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -19,7 +19,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class _CoreLoader(_Base):  # type: ignore[misc]
     """YAML 1.2's scalars: `1e-4` is a number, `12:00:00` and `on` are text (1.1 says otherwise)."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
 for _tag, _pattern, _first in [
@@ -61,7 +61,7 @@ def shown_path(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Read the mapping in `path`; syntax errors, duplicate keys and other types are input errors."""
+    """Read the mapping in `path`; syntax errors, duplicate keys, other types are input errors."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -80,11 +80,15 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"{shown_path(path)}:{mark.line + 1}:{mark.column + 1}" if mark else shown_path(path)
-        raise InputError(at, f"YAML syntax: {error.problem}", "check indentation and quotes") from None
+        problem = ", ".join(text for text in (error.context, error.problem) if text)
+        raise InputError(at, f"YAML syntax: {problem}", "check indentation and quotes") from None
     except yaml.YAMLError as error:
-        raise InputError(shown_path(path), f"YAML syntax: {error}") from None
+        problem = " ".join(str(error).split())
+        raise InputError(shown_path(path), f"YAML syntax: {problem}") from None
     except RecursionError:
-        raise InputError(shown_path(path), "an alias holds itself, or nesting is too deep") from None
+        raise InputError(
+            shown_path(path), "an alias holds itself, or nesting is too deep"
+        ) from None
     if not isinstance(content, dict):
         raise InputError(
             shown_path(path), f"found {described(content)} at the top, allowed: a mapping of keys"
@@ -109,7 +113,8 @@ def _construct(
         if key in mapping:
             first = lines[below]
             raise InputError(
-                f"{shown_path(path)}:{line}: {'.'.join(below)}", f"stands twice, first in line {first}"
+                f"{shown_path(path)}:{line}: {'.'.join(below)}",
+                f"stands twice, first in line {first}",
             )
         lines[below] = line
         mapping[key] = _construct(value_node, below, lines, path)
@@ -122,13 +127,17 @@ def _scalar(node: yaml.Node, path: Path) -> Any:
         return None
     if tag == "bool":
         return text.lower() == "true"
-    if tag == "int":
-        return int(text.replace("_", ""))
-    if tag == "float":
-        return float(text.replace("_", ""))
+    line = node.start_mark.line + 1
+    if tag in ("int", "float"):
+        try:
+            return (int if tag == "int" else float)(text.replace("_", ""))
+        except ValueError:
+            # An explicit tag (`!!int four`), or more digits than Python reads.
+            raise InputError(
+                f"{shown_path(path)}:{line}", f"found {text[:40]!r}, allowed: a number"
+            ) from None
     if tag == "str":
         return text
-    line = node.start_mark.line + 1
     raise InputError(f"{shown_path(path)}:{line}", f"YAML tag {node.tag!r} is not allowed here")
 
 
@@ -150,7 +159,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (lambda value: isinstance(value, str) and value != "", "a text"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (lambda value: _is_int(value) and value > 0, "a whole number above 0"),
-    "number": (lambda value: (_is_int(value) or isinstance(value, float)) and value > 0, "a number"),
+    "number": (
+        lambda value: (_is_int(value) or isinstance(value, float)) and value > 0,
+        "a number",
+    ),
     "texts": (
         lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
         "a list of texts",
@@ -161,13 +173,17 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of mappings",
     ),
     "scalars": (
-        lambda value: isinstance(value, dict)
-        and not any(isinstance(item, dict | list) or item is None for item in value.values()),
+        lambda value: (
+            isinstance(value, dict)
+            and not any(isinstance(item, dict | list) or item is None for item in value.values())
+        ),
         "a mapping of names to texts or numbers",
     ),
     "numbers": (
-        lambda value: isinstance(value, dict)
-        and all(_is_int(item) or isinstance(item, float) for item in value.values()),
+        lambda value: (
+            isinstance(value, dict)
+            and all(_is_int(item) or isinstance(item, float) for item in value.values())
+        ),
         "a mapping of names to numbers",
     ),
     "any": (lambda value: True, "anything"),
