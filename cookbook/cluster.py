@@ -1,4 +1,4 @@
-"""In: the name of a cluster profile. Out: what its nodes have and what its scheduler wants to hear."""
+"""In: the name of a cluster profile. Out: what its nodes have, and what to say to its scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cookbook.errors import InputError
 from cookbook.machine import Gpu, has_slurm, visible_gpus
 from cookbook.recipe import Settings, environment_of, find_file, split_keys
 from cookbook.stack import Stack
-from cookbook.yamlfile import Key, read_keys, read_yaml
+from cookbook.yamlfile import Key, YamlFile, described, read_keys, read_yaml
 
 
 @dataclass(frozen=True)
@@ -90,34 +90,47 @@ _GPU_KEYS = {
 }
 _CONTAINER_KEYS = {"image": Key(required=True), "mounts": Key("texts", default=[])}
 # What one function of this package already says to sbatch, in `sbatch_options`.
-_TAKEN = "job-name nodes ntasks-per-node gpus-per-node cpus-per-task exclusive mem output error open-mode \
-requeue no-requeue partition account time exclude array wrap ntasks chdir export signal".split()
+_TAKEN = frozenset(
+    [
+        *[
+            "job-name",
+            "nodes",
+            "ntasks",
+            "ntasks-per-node",
+            "gpus-per-node",
+            "cpus-per-task",
+            "mem",
+        ],
+        *["exclusive", "requeue", "no-requeue", "partition", "account", "time", "exclude"],
+        *["output", "error", "open-mode", "array", "wrap", "chdir", "export", "signal"],
+    ]
+)
+# Texts that stand on a line of the script's header, which must stay one line.
+_ONE_LINE = ("partition", "account", "time", "exclude", "sbatch")
 
 
 def default_cluster() -> str:
-    """COOKBOOK_CLUSTER where it is set, else a Slurm profile where sbatch is found, else `local`."""
+    """COOKBOOK_CLUSTER where it is set, else a Slurm profile where sbatch is found, or `local`."""
     return os.environ.get("COOKBOOK_CLUSTER") or ("soperator-b200" if has_slurm() else "local")
 
 
 @functools.cache
 def load_cluster(name: str, stack: Stack) -> Cluster:
-    """Read the profile called `name`, or at the path `name`; `local` is filled in from the machine."""
+    """Read the profile called `name`, or at the path `name`; `local` is filled in from here."""
     path = find_file("cluster", name, "cluster")
     file = read_yaml(path)
     own, settings = split_keys(file, _KEYS, stack)
     gpu = Gpu(**read_keys(file, _GPU_KEYS, ("gpu",))) if own["gpu"] is not None else None
     box = read_keys(file, _CONTAINER_KEYS, ("container",)) if own["container"] is not None else None
     if own["scheduler"] == "slurm" and (own["gpus_per_node"] is None) != (gpu is None):
-        raise InputError(file.place("gpus_per_node"), "goes with `gpu`", "set both, or neither for CPU")
+        raise InputError(
+            file.place("gpus_per_node"), "goes with `gpu`", "set both, or neither for CPU"
+        )
     if own["ranks_per_node"] is not None and gpu is not None:
-        raise InputError(file.place("ranks_per_node"), "is for CPU nodes", "there is a rank for each GPU")
-    for option in own["sbatch"]:
-        if option.replace("_", "-") in _TAKEN or not re.fullmatch(r"[a-z][a-z-]*", option):
-            raise InputError(
-                file.place("sbatch", option),
-                "is not an extra sbatch option by its long name",
-                "set the profile's own key where there is one, e.g. `partition`",
-            )
+        raise InputError(
+            file.place("ranks_per_node"), "is for CPU nodes", "there is a rank for each GPU"
+        )
+    _check_sbatch(file, own)
     if not 1024 <= own["rendezvous_port"] < 32768:
         raise InputError(
             file.place("rendezvous_port"),
@@ -139,7 +152,7 @@ def load_cluster(name: str, stack: Stack) -> Cluster:
         exclusive=own["exclusive"],
         requeue=own["requeue"],
         max_restarts=own["max_restarts"],
-        sbatch={option.replace("_", "-"): value for option, value in own["sbatch"].items()},
+        sbatch=own["sbatch"],
         environment=environment_of(file, own["environment"]),
         source=tuple(own["source"]),
         rendezvous_port=own["rendezvous_port"],
@@ -148,6 +161,26 @@ def load_cluster(name: str, stack: Stack) -> Cluster:
         path=path,
     )
     return _fill_in(cluster) if cluster.scheduler == "local" else cluster
+
+
+def _check_sbatch(file: YamlFile, own: Mapping[str, Any]) -> None:
+    for option in own["sbatch"]:
+        place = file.place("sbatch", option)
+        name = option.replace("_", "-")
+        if name in _TAKEN:
+            key = name.replace("-", "_")
+            remedy = f"set the profile's own key `{key}`" if key in _KEYS else "leave it out"
+            raise InputError(place, "is said to sbatch by the cookbook itself", remedy)
+        if not re.fullmatch(r"[a-z][a-z-]*", option):
+            remedy = f"write {name}" if re.fullmatch(r"[a-z][a-z-]*", name) else ""
+            raise InputError(place, "is not the long name of an sbatch option", remedy)
+    for key in _ONE_LINE:
+        values = own[key].values() if isinstance(own[key], dict) else own[key] or ()
+        for value in [values] if isinstance(values, str) else values:
+            if isinstance(value, str) and not value.isprintable():
+                raise InputError(
+                    file.place(key), f"found {described(value)}, allowed: text of one line"
+                )
 
 
 def _fill_in(cluster: Cluster) -> Cluster:

@@ -23,13 +23,16 @@ def visible_gpus() -> tuple[Gpu, ...]:
     """The GPUs that nvidia-smi shows and CUDA_VISIBLE_DEVICES leaves; none where it is missing."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
+    query = "--query-gpu=name,compute_cap,memory.total"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (subprocess.SubprocessError, OSError):
         return ()
-    rows = [line.split(", ") for line in answer.splitlines() if line.count(", ") == 2]
-    gpus = [Gpu(name, float(capability), round(float(mib) / 1024, 1)) for name, capability, mib in rows]
+    rows = [line.split(", ") for line in answer.stdout.splitlines() if line.count(", ") == 2]
+    gpus = [
+        Gpu(name, float(capability), round(float(mib) / 1024, 1)) for name, capability, mib in rows
+    ]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return tuple(gpus)

@@ -39,7 +39,8 @@ def sbatch_options(cell: Cell, job_name: str | None = None) -> dict[str, OptionV
     options["requeue" if cluster.requeue else "no-requeue"] = True
     # The log of a requeued job continues that of the job before.
     options["open-mode"] = "append"
-    return options | dict(cluster.sbatch)
+    # YAML's false leaves an option out, as its true stands for one without a value.
+    return options | {name: value for name, value in cluster.sbatch.items() if value is not False}
 
 
 def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:
