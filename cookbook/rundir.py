@@ -12,6 +12,7 @@ import getpass
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.cell import Cell
-from cookbook.errors import InputError, unknown_name
+from cookbook.errors import InputError, JobError, unknown_name
 from cookbook.files import write_whole
 from cookbook.render import ROOT, render_script
 
@@ -88,31 +89,38 @@ def create_run(sweep: str, cells: Sequence[Cell], command: Sequence[str], root: 
         "baseline": next((cell.baseline for cell in cells if cell.baseline), None),
         "cells": [cell.name for cell in cells],
     }
-    for cell in cells:
-        folder = building / cell.name
-        write_whole(folder / "cell.yaml", cell.as_yaml())
-        write_whole(folder / "train.sh", render_script(cell), mode=0o755)
-        state = Status(REFUSED, reason=cell.refused) if cell.refused else Status(QUEUED)
-        write_status(folder, state)
-    # The name is taken when the folder is: two sweeps in one second get two names.
-    for suffix in ["", *(f"-{number}" for number in range(2, 100))]:
-        record["run"] = f"{sweep}-{stamp}{suffix}"
-        write_whole(building / "run.json", json.dumps(record, indent=1) + "\n")
-        try:
-            os.rename(building, root / record["run"])
-            break
-        except OSError:
-            continue
-    else:
-        raise OSError(f"no free name for a run in {root}")
-    return read_run(root / record["run"])
+    try:
+        for cell in cells:
+            folder = building / cell.name
+            write_whole(folder / "cell.yaml", cell.as_yaml())
+            write_whole(folder / "train.sh", render_script(cell), mode=0o755)
+            state = Status(REFUSED, reason=cell.refused) if cell.refused else Status(QUEUED)
+            write_status(folder, state)
+        # The name is taken when the folder is: two sweeps in one second get two names.
+        for suffix in ["", *(f"-{number}" for number in range(2, 100))]:
+            record["run"] = f"{sweep}-{stamp}{suffix}"
+            write_whole(building / "run.json", json.dumps(record, indent=1) + "\n")
+            try:
+                building.rename(root / record["run"])
+            except OSError:
+                if not (root / record["run"]).exists():
+                    raise
+                continue
+            return read_run(root / record["run"])
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    shutil.rmtree(building, ignore_errors=True)
+    raise JobError(f"{root}: no free name for a run of {sweep}")
 
 
 def commit() -> str | None:
     """The cookbook's commit, with `+` where files differ from it; None outside git."""
     git = ["git", "-C", str(ROOT)]
     try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
         changed = subprocess.run(
             [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
         )
@@ -137,7 +145,9 @@ def find_run(name: str | None, root: Path = RUNS) -> Run:
     names = run_names(root)
     if name is None:
         if not names:
-            raise InputError("runs", "there is no run yet", "start one: python submit.py sweep smoke")
+            raise InputError(
+                "runs", "there is no run yet", "start one: python submit.py sweep smoke"
+            )
         return read_run(root / names[-1])
     if (root / name / "run.json").is_file():
         return read_run(root / name)
