@@ -40,6 +40,14 @@ pip's own variables (PIP_INDEX_URL, ...) for a mirror of the package index.
 EOF
 }
 
+readonly FETCH='
+import sys
+from huggingface_hub import hf_hub_download
+try:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        hf_hub_download(sys.argv[1], name, local_dir=sys.argv[2])
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")'
 readonly OLDEST_PYTHON='(3, 11)'
 readonly TOKENIZERS=(deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/deepseek-moe-16b-base)
 
@@ -62,7 +70,7 @@ die() {
   exit 1
 }
 # A step that failed; the steps after it still run, and the end of the run says so.
-failed() { failures+="not done: $*"$'\n'; }
+failed() { failures+="setup: not done: $*"$'\n'; }
 wrong_usage() {
   warn "$*; see ./setup.sh --help"
   exit 2
@@ -120,8 +128,9 @@ on_signal() {
 # Runs a command with its output in the log; on failure its last lines are shown. In a process
 # group of its own and waited for, so that an interrupt ends all of it at once.
 logged() {
-  local status=0
+  local status=0 before
   printf '\n$ %s\n' "$*" >>build/setup.log
+  before="$(wc -l <build/setup.log)"
   set -m
   "$@" >>build/setup.log 2>&1 </dev/null &
   child=$!
@@ -129,9 +138,8 @@ logged() {
   wait "${child}" || status=$?
   child=''
   if ((status != 0)); then
-    warn "this failed with status ${status}: $*"
-    tail -n 20 build/setup.log | sed 's/^/  | /' >&2
-    warn "the whole log: build/setup.log"
+    warn "this failed with status ${status} (its log is build/setup.log):"
+    tail -n "+$((before + 1))" build/setup.log | tail -n 20 | sed 's/^/  | /' >&2
   fi
   return "${status}"
 }
@@ -259,12 +267,7 @@ fetch_tokenizer() {
   fi
   changed=true
   say "downloading the tokenizer of ${repository}"
-  if logged .venv/bin/python -c '
-import sys
-from huggingface_hub import hf_hub_download
-for name in ("tokenizer.json", "tokenizer_config.json"):
-    hf_hub_download(sys.argv[1], name, local_dir=sys.argv[2])
-' "${repository}" "${part}"; then
+  if logged .venv/bin/python -c "${FETCH}" "${repository}" "${part}"; then
     mkdir -p "${folder}"
     mv -f "${part}/tokenizer_config.json" "${part}/tokenizer.json" "${folder}/"
     rm -rf "${part}"
@@ -336,7 +339,7 @@ main() {
   fi
   if [[ -n "${failures}" ]]; then
     echo >&2
-    warn "${failures%$'\n'}"
+    echo -n "${failures}" >&2
     status=1
   fi
   return "${status}"

@@ -103,6 +103,10 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
             "infiniband/mlx5dv.h is missing, which the inter-node kernels need; install "
             "rdma-core's headers (Debian and Ubuntu: libibverbs-dev, Red Hat: rdma-core-devel)"
         )
+    for header in ("cublas_v2.h", "cusolverDn.h", "cusparse.h"):
+        include = f"-I{toolkit.home}/include"
+        if not _compiles(f"#include <{header}>", "-fsyntax-only", include):
+            raise CannotBuildError(f"{header} is missing in {toolkit}; install the whole toolkit")
     if not _compiles("", "-shared", "-o", "/dev/null", "-lcuda", libraries=_library_path(toolkit)):
         raise CannotBuildError(
             f"libcuda.so is missing: neither a GPU driver nor {toolkit.home}/lib64/stubs is here"
@@ -205,7 +209,8 @@ def build(plan: Plan, toolkit: Toolkit) -> None:
     STAMP.unlink(missing_ok=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
     tools = [pin.requirement for pin in read_pins() if pin.extra == "deepep" and not pin.source]
-    subprocess.run([*pip, *tools], check=True)
+    if tools:
+        subprocess.run([*pip, *tools], check=True)
     # A wheel that pip cached may have been built against another torch or another toolkit.
     options = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--force-reinstall"]
     subprocess.run(
