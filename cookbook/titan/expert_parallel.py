@@ -16,12 +16,45 @@ import torchtitan.distributed.expert_parallel as expert_parallel
 import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 import torchtitan.models.llama4.infra.parallelize as llama4_parallelize
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 
 from cookbook.titan import activity, deepep
 from cookbook.titan.token_split import Share, global_positions, sum_gradient_over_tp, take_share
+
+# What was there before, for the tests and benchmarks that show what it computes.
+RELEASED: dict[str, Any] = {
+    "reorderer": expert_parallel.ReordererSequenceParallel,
+    "rowwise": llama4_parallelize.RowwiseParallel,
+    "dispatch": DeepEPExpertParallel._token_dispatch,
+    "combine": DeepEPExpertParallel._token_combine,
+}
+
+
+class PartialOutputRowwiseParallel(RowwiseParallel):
+    """The last linear layer of the shared experts, whose output is a term of a sum over TP ranks.
+
+    The gradient of every term is that of the sum, the same on all ranks. PyTorch 2.10 takes it for
+    a term too when it is not told otherwise, sums it, and the shared experts' gradients come out TP
+    times as large (pytorch/pytorch#172932, mended in 2.11).
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
+        outputs = RowwiseParallel._prepare_output_fn(
+            output_layouts, False, mod, outputs, device_mesh
+        )
+        if not use_local_output:
+            return outputs
+        return outputs.to_local(
+            grad_placements=tuple(
+                Replicate() if placement.is_partial() else placement
+                for placement in outputs.placements
+            )
+        )
 
 
 class SequenceShareReorderer(ParallelStyle):
@@ -67,6 +100,8 @@ def correct_moe(model: nn.Module, tp_mesh: DeviceMesh) -> None:
             continue
         moe = block.moe
         moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
+        if moe.shared_experts is not None:
+            activity.corrections.add("shared-expert-gradients-not-summed-over-tp")
         if moe.reorderer is None:
             moe.cookbook_tp_mesh = tp_mesh
         else:
@@ -120,6 +155,7 @@ def correct_expert_parallel() -> None:
     DeepEPExpertParallel._token_combine = _combine
     expert_parallel.ReordererSequenceParallel = SequenceShareReorderer
     llama4_parallelize.ReordererSequenceParallel = SequenceShareReorderer
+    llama4_parallelize.RowwiseParallel = PartialOutputRowwiseParallel
     corrected = _correct_apply(llama4_parallelize.apply_moe_ep_tp)
     llama4_parallelize.apply_moe_ep_tp = corrected
     deepseek_parallelize.apply_moe_ep_tp = corrected

@@ -55,7 +55,13 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _dot_kernel(  # type: ignore[no-untyped-def]
-    tokens, grouped, slots, products, features, top_k: tl.constexpr, block: tl.constexpr
+    tokens,
+    grouped,
+    slots,
+    products,
+    features: tl.constexpr,
+    top_k: tl.constexpr,
+    block: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     for k in tl.static_range(top_k):

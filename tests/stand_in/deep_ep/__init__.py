@@ -126,8 +126,9 @@ class Buffer:
         dist.all_to_all_single(
             returned, rows, handle.send_counts, handle.receive_counts, group=self.group
         )
-        total = torch.zeros(handle.num_tokens, rows.shape[1], dtype=torch.float32)
-        total.index_add_(0, handle.sent, returned.float())
+        exact = torch.promote_types(rows.dtype, torch.float32)
+        total = torch.zeros(handle.num_tokens, rows.shape[1], dtype=exact)
+        total.index_add_(0, handle.sent, returned.to(exact))
         return total.to(rows.dtype)
 
 

@@ -1,0 +1,211 @@
+"""Grouping, padding and their gradients against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from cookbook.titan import expert_groups
+from cookbook.titan.expert_groups import GroupPlan, collect, padded_sizes, plan_groups, spread
+
+pytestmark = pytest.mark.titan
+
+ELSEWHERE = -1
+
+
+def routing(
+    num_tokens: int, top_k: int, num_experts: int, seed: int, empty: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, list[int]]:
+    """Experts of each token, some of them on other ranks, none of them `empty`."""
+    generator = torch.Generator().manual_seed(seed)
+    choices = [expert for expert in range(num_experts) if expert not in empty]
+    # A token chooses an expert once; what lies behind the local ones counts as another rank's.
+    pool = torch.tensor([*choices, *[ELSEWHERE] * top_k])
+    order = torch.rand(num_tokens, len(pool), generator=generator).argsort(1)[:, :top_k]
+    experts = pool[order]
+    return experts, [int((experts == expert).sum()) for expert in range(num_experts)]
+
+
+CASES = {
+    "uneven": routing(37, 3, 5, seed=0),
+    "empty experts": routing(29, 2, 6, seed=1, empty=(0, 3, 5)),
+    "one token": routing(1, 2, 4, seed=2),
+    "nothing arrives": (torch.empty(0, 3, dtype=torch.int64), [0, 0]),
+    "all elsewhere": (torch.full((5, 2), ELSEWHERE), [0, 0, 0]),
+    "exact blocks": (torch.arange(2).repeat_interleave(32).unsqueeze(1), [32, 32]),
+}
+ALIGNMENTS = (8, 32, 128)
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("case", CASES)
+def test_groups_are_whole_blocks_in_the_order_of_the_tokens(case: str, alignment: int) -> None:
+    experts, counts = CASES[case]
+    plan = plan_groups(experts, counts, alignment)
+    assert plan.sizes.tolist() == padded_sizes(counts, alignment)
+    assert all(size % alignment == 0 and size > 0 for size in plan.sizes.tolist())
+    assert plan.rows.numel() == int(plan.sizes.sum())
+    start = 0
+    for expert, (size, count) in enumerate(zip(plan.sizes.tolist(), counts, strict=True)):
+        rows = plan.rows[start : start + size].tolist()
+        wanted = [token for token, chosen in enumerate(experts.tolist()) if expert in chosen]
+        assert rows == wanted + [-1] * (size - count)
+        start += size
+    for token, chosen in enumerate(experts.tolist()):
+        for k, expert in enumerate(chosen):
+            slot = int(plan.slots[token, k])
+            assert (slot == -1) == (expert == ELSEWHERE)
+            assert slot == -1 or int(plan.rows[slot]) == token
+
+
+def reference(
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    counts: list[int],
+    weights: torch.Tensor,
+    before: torch.Tensor | None,
+    after: torch.Tensor | None,
+) -> torch.Tensor:
+    """Every expert on every token, one by one: sum of after * expert(before * token)."""
+    total = tokens * 0
+    for expert in range(len(counts)):
+        for token, k in (experts == expert).nonzero().tolist():
+            value = tokens[token] if before is None else tokens[token] * before[token, k]
+            value = torch.tanh(value @ weights[expert])
+            value = value if after is None else value * after[token, k]
+            total = total + torch.zeros_like(total).index_put((torch.tensor(token),), value)
+    return total
+
+
+def grouped(
+    tokens: torch.Tensor,
+    plan: GroupPlan,
+    weights: torch.Tensor,
+    before: torch.Tensor | None,
+    after: torch.Tensor | None,
+) -> torch.Tensor:
+    rows = spread(tokens, before, plan)
+    groups = rows.split(plan.sizes.tolist())
+    outputs = [torch.tanh(group @ weights[expert]) for expert, group in enumerate(groups)]
+    # What experts make of padding must not reach a token: here it is far from zero.
+    padding = (plan.rows < 0).unsqueeze(1)
+    return collect(torch.cat(outputs).masked_fill(padding, 1e6), after, plan)
+
+
+@pytest.mark.parametrize("scored", ["before", "after", "not"])
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_gradients_match_plain_pytorch(case: str, scored: str) -> None:
+    experts, counts = CASES[case]
+    torch.manual_seed(3)
+    tokens = torch.randn(experts.shape[0], 16, dtype=torch.float64)
+    weights = torch.randn(len(counts), 16, 16, dtype=torch.float64)
+    scores = torch.rand(experts.shape, dtype=torch.float64)
+    upstream = torch.randn_like(tokens)
+    results: list[list[torch.Tensor]] = []
+    for compute in (reference, grouped):
+        leaves = [leaf.clone().requires_grad_() for leaf in (tokens, weights, scores)]
+        x, w, s = leaves
+        before, after = (s if scored == "before" else None), (s if scored == "after" else None)
+        if compute is reference:
+            out = reference(x, experts, counts, w, before, after)
+        else:
+            out = grouped(x, plan_groups(experts, counts, 32), w, before, after)
+        grads = torch.autograd.grad(out, leaves, upstream, allow_unused=True)
+        zeros = [torch.zeros_like(leaf) for leaf in leaves]
+        results.append(
+            [out, *(g if g is not None else z for g, z in zip(grads, zeros, strict=True))]
+        )
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_padding_rows_are_zero_in_the_forward_and_in_the_backward() -> None:
+    experts, counts = CASES["uneven"]
+    plan = plan_groups(experts, counts, 32)
+    tokens = torch.randn(experts.shape[0], 8, dtype=torch.float64, requires_grad=True)
+    rows = spread(tokens, None, plan)
+    assert not rows[plan.rows < 0].any()
+    rows.retain_grad()
+    collect(rows, None, plan).sum().backward()
+    assert rows.grad is not None
+    assert not rows.grad[plan.rows < 0].any()
+    assert bool((rows.grad[plan.rows >= 0] == 1).all())
+
+
+def test_nothing_but_the_plan_is_kept_without_scores() -> None:
+    experts, counts = CASES["uneven"]
+    plan = plan_groups(experts, counts, 32)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        tokens = torch.randn(experts.shape[0], 8, requires_grad=True)
+        collect(spread(tokens, None, plan), None, plan)
+    assert kept and all(not tensor.is_floating_point() for tensor in kept)
+
+
+def kernels_against_operations() -> None:
+    """Runs in a process of its own, whose Triton interprets kernels on the CPU."""
+    from cookbook.titan import group_kernels
+
+    for case, (experts, counts) in CASES.items():
+        plan = plan_groups(experts, counts, 32)
+        # The kernels take 2048 and 1024 features at a time: once more than both, ragged.
+        for features in (40, 2100) if case == "empty experts" else (40,):
+            for dtype, rtol, atol in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 1e-3)):
+                torch.manual_seed(4)
+                tokens = torch.randn(experts.shape[0], features).to(dtype)
+                rows = torch.randn(plan.rows.numel(), features).to(dtype)
+                scores = torch.rand(experts.shape)
+                pairs = [
+                    (
+                        group_kernels.dot(tokens, rows, plan.slots),
+                        expert_groups._dot(tokens, rows, plan.slots),
+                    )
+                ]
+                for weights in (scores, None):
+                    pairs += [
+                        (
+                            group_kernels.spread(tokens, weights, plan.rows, plan.slots),
+                            expert_groups._spread(tokens, weights, plan.rows, plan.slots),
+                        ),
+                        (
+                            group_kernels.collect(rows, weights, plan.slots),
+                            expert_groups._collect(rows, weights, plan.rows, plan.slots),
+                        ),
+                    ]
+                for found, expected in pairs:
+                    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+def test_triton_kernels_do_what_the_operations_do() -> None:
+    code = "from tests import test_titan_expert_groups as t; t.kernels_against_operations()"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> None:
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+    from triton.compiler import ASTSource, compile  # type: ignore[import-untyped]
+
+    from cookbook.titan import group_kernels
+
+    pointers = {"tokens": "*bf16", "grouped": "*bf16", "scores": "*fp32", "products": "*fp32"}
+    pointers |= {"rows": "*i32", "slots": "*i32", "features": "i32"}
+    constants: dict[str, Any] = {"has_scores": True, "top_k": 8, "block": 1024, "features": 7168}
+    for name in ("_spread_kernel", "_collect_kernel", "_dot_kernel"):
+        kernel = getattr(group_kernels, name)
+        signature = {a: pointers.get(a, "constexpr") for a in kernel.arg_names}
+        if name == "_dot_kernel":
+            signature["features"] = "constexpr"
+        constexprs = [a for a in kernel.arg_names if signature[a] == "constexpr"]
+        used = {a: constants[a] for a in constexprs}
+        source = ASTSource(kernel, signature, used)
+        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]

@@ -1,0 +1,197 @@
+"""One MoE layer over TP and EP ranks, forward and gradients, against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from tests.titan_ranks import run_ranks
+
+pytestmark = pytest.mark.titan
+
+DIM, HIDDEN, EXPERTS, TOP_K = 32, 16, 8, 3
+BATCH, LENGTH = 2, 12
+RANKS, TP = 4, 2
+
+
+def build_layer(moe_impl: str, score_before_experts: bool, route_norm: bool) -> Any:
+    from torchtitan.models.moe.moe import MoEArgs, build_moe
+
+    torch.manual_seed(0)
+    args = MoEArgs(
+        num_experts=EXPERTS,
+        num_shared_experts=1,
+        top_k=TOP_K,
+        score_before_experts=score_before_experts,
+        route_norm=route_norm,
+        use_grouped_mm=False,  # the grouped GEMM computes in bfloat16
+    )
+    layer = build_moe(args, DIM, HIDDEN, moe_impl).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+    # Two experts that nobody chooses stay empty; their weights must get zero gradients.
+    layer.expert_bias = torch.zeros(EXPERTS, dtype=torch.float64)
+    layer.expert_bias[[1, 6]] = -1e3
+    layer.tokens_per_expert = torch.zeros(EXPERTS, dtype=torch.float64)
+    return layer
+
+
+def batches() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and upstream gradients of the data-parallel ranks, (dp, batch, length, dim)."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (RANKS // TP, BATCH, LENGTH, DIM)
+    return (
+        torch.randn(shape, generator=generator, dtype=torch.float64),
+        torch.randn(shape, generator=generator, dtype=torch.float64),
+    )
+
+
+def reference(score_before_experts: bool, route_norm: bool) -> dict[str, torch.Tensor]:
+    """Every expert on every token with plain operations; no TorchTitan forward takes part."""
+    layer = build_layer("standard", score_before_experts, route_norm)
+    inputs, upstream = batches()
+    x = inputs.reshape(-1, DIM).requires_grad_()
+    probabilities = torch.sigmoid((x @ layer.router.gate.weight.T).float()).double()
+    chosen = torch.topk(probabilities + layer.expert_bias, TOP_K).indices
+    scores = probabilities.gather(1, chosen)
+    if route_norm:
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    gate = torch.zeros_like(probabilities).scatter(1, chosen, scores)
+
+    def feed_forward(tokens: Any, w1: Any, w2: Any, w3: Any) -> Any:
+        return (nn.functional.silu(tokens @ w1.T) * (tokens @ w3.T)) @ w2.T
+
+    shared, experts = layer.shared_experts, layer.experts
+    out = feed_forward(x, shared.w1.weight, shared.w2.weight, shared.w3.weight)
+    for expert in range(EXPERTS):
+        weights = experts.w1[expert], experts.w2[expert], experts.w3[expert]
+        score = gate[:, expert : expert + 1]
+        if score_before_experts:
+            routed = feed_forward(x * score, *weights) * (score != 0)
+        else:
+            routed = feed_forward(x, *weights) * score
+        out = out + routed
+    out.backward(upstream.reshape(-1, DIM))
+    assert x.grad is not None
+    counts = torch.bincount(chosen.reshape(-1), minlength=EXPERTS)
+    shape = inputs.shape
+    found = {"out": out.detach().view(shape), "x": x.grad.view(shape), "counts": counts}
+    for name, parameter in layer.named_parameters():
+        found[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    return found
+
+
+def run_layer(
+    moe_impl: str, tp: int, score_before_experts: bool, route_norm: bool, released: bool
+) -> dict[str, torch.Tensor]:
+    """What `reference` returns, from this rank's part of the layer and whole again."""
+    from torch.distributed.tensor import DTensor, Replicate
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
+    from torchtitan.models.llama4.infra import parallelize
+    from torchtitan.models.moe import moe_deepep
+
+    import cookbook.titan.expert_parallel as corrected
+
+    apply_moe_ep_tp = parallelize.apply_moe_ep_tp
+    if released:
+        released_forward = moe_deepep.DeepEPMoE.forward
+        apply_moe_ep_tp = apply_moe_ep_tp.__wrapped__
+        parallelize.ReordererSequenceParallel = corrected.RELEASED["reorderer"]
+        parallelize.RowwiseParallel = corrected.RELEASED["rowwise"]
+        DeepEPExpertParallel._token_dispatch = corrected.RELEASED["dispatch"]
+        DeepEPExpertParallel._token_combine = corrected.RELEASED["combine"]
+        assert released_forward.__module__ == "torchtitan.models.moe.moe_deepep"
+
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=RANKS, etp=1, world_size=RANKS
+    )
+    dims.build_mesh()
+    layer = build_layer(moe_impl, score_before_experts, route_norm)
+    block = nn.Module()
+    block.moe, block.moe_enabled = layer, True
+    model = SimpleNamespace(layers={"0": block})
+    apply_moe_ep_tp(
+        model,
+        tp_mesh=dims.get_optional_mesh("tp"),
+        ep_mesh=dims.get_optional_mesh("ep"),
+        etp_mesh=None,
+        ep_etp_mesh=None,
+        use_deepep=moe_impl == "deepep",
+    )
+    inputs, upstream = (values.view(RANKS // tp, -1, LENGTH, DIM) for values in batches())
+    dp_rank, tp_rank = divmod(dist.get_rank(), tp)
+    part = LENGTH // tp
+    mine = slice(tp_rank * part, (tp_rank + 1) * part)
+    x = inputs[dp_rank, :, mine].clone().requires_grad_()
+    out = layer(x)
+    out = out.to_local() if isinstance(out, DTensor) else out
+    out.backward(upstream[dp_rank, :, mine])
+
+    def gathered(local: torch.Tensor) -> torch.Tensor:
+        everywhere = [torch.empty_like(local) for _ in range(RANKS)]
+        dist.all_gather(everywhere, local.contiguous())
+        ranks = [torch.cat(everywhere[r : r + tp], dim=1) for r in range(0, RANKS, tp)]
+        return torch.stack(ranks).view(RANKS // TP, BATCH, LENGTH, DIM)
+
+    assert x.grad is not None
+    counts = layer.tokens_per_expert.clone()
+    # TorchTitan sums the counts over data-parallel ranks alone.
+    dist.all_reduce(counts)
+    found = {"out": gathered(out.detach()), "x": gathered(x.grad), "counts": counts / tp}
+    for name, parameter in layer.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        if isinstance(grad, DTensor):
+            whole = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim).to_local()
+        else:
+            whole = grad
+        if not name.startswith("experts."):
+            # Data-parallel ranks are summed by FSDP later; TP ranks should agree by now.
+            dist.all_reduce(whole)
+            whole = whole / tp
+        found[name] = whole
+    return found
+
+
+def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest difference of each result, relative to its largest value."""
+    return {
+        name: float((found[name] - expected[name]).abs().max() / expected[name].abs().max())
+        for name in expected
+    }
+
+
+@pytest.mark.parametrize("score_before_experts", [False, True])
+@pytest.mark.parametrize("tp", [1, TP])
+@pytest.mark.parametrize("moe_impl", ["standard", "deepep"])
+def test_layer_matches_plain_pytorch(moe_impl: str, tp: int, score_before_experts: bool) -> None:
+    route_norm = score_before_experts
+    expected = reference(score_before_experts, route_norm)
+    arguments = (moe_impl, tp, score_before_experts, route_norm, False)
+    for found in run_ranks(run_layer, RANKS, *arguments):
+        # The router computes its scores in float32, and DeepEP carries them so.
+        for name, difference in worst(found, expected).items():
+            assert difference < 2e-6, name
+
+
+def test_released_torchtitan_does_not() -> None:
+    """What the corrections are for; where this fails, TorchTitan has been mended."""
+    expected = reference(False, False)
+    deepep = worst(run_ranks(run_layer, RANKS, "deepep", TP, False, False, True)[0], expected)
+    # Each token is sent by both TP ranks: the routed output and the experts' gradients count twice.
+    assert deepep["out"] > 0.1
+    assert deepep["experts.w1"] == pytest.approx(1)
+    standard = worst(run_ranks(run_layer, RANKS, "standard", TP, False, False, True)[0], expected)
+    # Its forward is right; the router's gradient is half of the sum, and the input's loses rows.
+    assert standard["out"] < 2e-6
+    assert standard["router.gate.weight"] > 0.1
+    assert standard["x"] > 0.1
+    if torch.__version__.startswith("2.10."):
+        assert standard["shared_experts.w2.weight"] == pytest.approx(1)
