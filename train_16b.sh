@@ -82,13 +82,10 @@ export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
 if ((${SLURM_RESTART_COUNT:-0} > 3)); then
   fail "restarted ${SLURM_RESTART_COUNT} times, allowed: 3; see ${CELL_DIR}"
 fi
-mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
 
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
 export PATH="${VENV}/bin:${PATH}"
-# A misspelt option ends here, in a second, and not on 256 ranks.
-python -m cookbook.stack "$@"
 # For `--experimental.custom_import=cookbook.titan`.
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
@@ -270,6 +267,22 @@ if [[ -n "${WANDB_API_KEY:-}" ]]; then
 fi
 TRAIN_ARGS+=("$@")
 
+# A misspelt option or a layout that does not divide ends here, in a second, and not on every rank. Started
+# by hand, the run is noted as well, for `submit.py status` and `report`.
+RECORD=(python -m cookbook.record)
+SUPERVISED=()
+if [[ -n "${COOKBOOK_SUPERVISED:-}" ]]; then
+  SUPERVISED=(--supervised)
+fi
+"${RECORD[@]}" begin "${CELL_DIR}" "${SUPERVISED[@]}" --cell="${CELL}" --recipe=deepseek_v3_16b \
+  --precision="${PRECISION}" --ep-backend="${EP_BACKEND}" --cluster=soperator-b200 \
+  --nodes="${NUM_NODES}" --ranks-per-node=8 --device=cuda \
+  -- "${TRAIN_ARGS[@]}"
+if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
+  trap '"${RECORD[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
+fi
+
+mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
 echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
 echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"

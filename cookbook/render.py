@@ -67,6 +67,9 @@ def render_script(cell: Cell, root: Path = ROOT) -> str:
         sbatch=sbatch_lines(cell),
         short_name=cell.recipe.short_name,
         cell_name=cell.name,
+        recipe_name=cell.recipe.name,
+        precision_name=cell.precision.name,
+        ep_backend_name=cell.ep_backend.name,
         root=str(root),
         choices=[],
         refused=[],
@@ -156,10 +159,13 @@ def render_launcher(recipe: Recipe, cluster: Cluster, stack: Stack, file_name: s
         sbatch=sbatch_lines(base, job_name=recipe.short_name),
         short_name=recipe.short_name,
         cell_name=None,
+        recipe_name=recipe.name,
         root=None,
         choices=[
             _choice("PRECISION", "number format of the GEMMs", "bf16", precisions, stack),
-            _choice("EP_BACKEND", "how tokens travel to their experts", "standard", backends, stack),
+            _choice(
+                "EP_BACKEND", "how tokens travel to their experts", "standard", backends, stack
+            ),
         ],
         refused=_refused(recipe, precisions, backends, cluster, stack),
         environment=list(cluster.environment.items()),
@@ -175,7 +181,10 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
         precision, _, backend = pair.partition("+")
         if pair != "bf16+standard":
             examples.append(
-                (f"PRECISION={precision} EP_BACKEND={backend} sbatch {file_name}", f"published: {pair}")
+                (
+                    f"PRECISION={precision} EP_BACKEND={backend} sbatch {file_name}",
+                    f"published: {pair}",
+                )
             )
     examples.append(
         (f"sbatch --nodes=16 {file_name} --training.steps=50", "fewer nodes, more steps")
@@ -237,9 +246,13 @@ def _runner(cluster: Cluster) -> str:
     return "sbatch" if cluster.scheduler == "slurm" else "bash"
 
 
-def _render(cluster: Cluster, **context: Any) -> str:
+def _render(cluster: Cluster, header: list[str], **context: Any) -> str:
     variables: Mapping[str, Any] = {
+        # A description may have several lines; what stands behind one # must stay one.
+        "header": [" ".join(line.splitlines()) for line in header],
         "scheduler": cluster.scheduler,
+        "cluster_name": cluster.name,
+        "device": cluster.device,
         "ranks_per_node": cluster.ranks_per_node,
         "max_restarts": cluster.max_restarts,
         "source": cluster.source,

@@ -3,8 +3,6 @@
 This is the one module that knows how TorchTitan spells options. What it knows comes from
 `stacks/<name>.json` (made from the installed TorchTitan, see `titan/option_table.py`) and from
 `requirements.txt`; a second stack is a second pair of files.
-
-    python -m cookbook.stack --training.steps=5    checks TorchTitan arguments without torch
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +21,19 @@ from cookbook.yamlfile import described
 
 DEFAULT_STACK = "2026.02"
 _REQUIREMENTS = {"2026.02": REQUIREMENTS}
+# What the scripts tell TorchTitan themselves, after all settings, and what to do instead.
+_SET_BY_SCRIPTS = {
+    "job.dump_folder": "set CELL_DIR or COOKBOOK_RUNS in the environment",
+    "metrics.save_tb_folder": "it is in the attempt's folder",
+    "comm.save_traces_folder": "it is in the attempt's folder",
+    "profiling.save_traces_folder": "it is in the attempt's folder",
+    "profiling.save_memory_snapshot_folder": "it is in the attempt's folder",
+    "job.custom_config_module": "add options to cookbook/titan/job_config.py",
+    "experimental.custom_import": "import the module in cookbook/titan/__init__.py",
+    "cookbook.precision": "use --precision",
+    "cookbook.ep_backend": "use --ep-backend",
+    "cookbook.emulated": "it follows from precision and cluster",
+}
 
 
 @dataclass(frozen=True)
@@ -46,15 +56,21 @@ class Option:
             return value
         if self.kind == "list" and isinstance(value, str):
             value = value.split(",") if value else []
-        if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+        if self.kind == "float" and _KINDS["int"][0](value):
+            value = float(value) if abs(value) < 1e300 else math.inf
         holds, allowed = _KINDS[self.kind]
         if not holds(value):
             raise InputError(place, f"found {described(value)}, allowed: {allowed}")
-        if self.kind == "list" and any("," in item or item == "" for item in value):
-            raise InputError(
-                place, f"found {value!r}: items may hold no comma and not be empty", "split the item"
-            )
+        if self.kind == "list" and not value and self.default:
+            # TorchTitan reads an empty word as a list of one empty name.
+            raise InputError(place, "found an empty list, which TorchTitan cannot be given here")
+        for items in {"list": [value], "lists": value}.get(self.kind, ()):
+            if any("," in item or item == "" for item in items):
+                raise InputError(
+                    place,
+                    f"found {items!r}: items may hold no comma and not be empty",
+                    "split the item",
+                )
         return value
 
     def parse(self, place: str, text: str) -> Any:
@@ -83,22 +99,27 @@ class Option:
         if self.kind == "lists" and value is not None:
             return [f"--{self.name}", *(",".join(items) for items in value)]
         if self.kind == "list" and not value:
-            # TorchTitan reads an empty word as a list of one empty name.
-            if self.default:
-                raise InputError(self.name, "TorchTitan cannot be given an empty list here")
             return []
         return [f"--{self.name}={','.join(value) if self.kind == 'list' else value}"]
 
 
+def _is_text(value: Any) -> bool:
+    """Whether `value` is a text that can be a word of a command line."""
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    # Bytes of the command line that are no UTF-8 arrive as lone surrogates.
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, list) and all(map(_is_text, value))
 
 
 _KINDS = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
     "float": (lambda value: isinstance(value, float) and math.isfinite(value), "a number"),
-    "str": (lambda value: isinstance(value, str) and "\0" not in value, "a text"),
+    "str": (_is_text, "a text in UTF-8"),
     "list": (_is_texts, "a list of texts"),
     "lists": (
         lambda value: isinstance(value, list) and all(_is_texts(item) for item in value),
@@ -137,20 +158,32 @@ class Stack:
         if name not in self.options:
             close = nearest(name, self.options, 3) or [
                 full
-                for key in nearest(name.rpartition(".")[2], {n.rpartition(".")[2] for n in self.options})
+                for key in nearest(
+                    name.rpartition(".")[2], {n.rpartition(".")[2] for n in self.options}
+                )
                 for full in self.options
                 if full.endswith(f".{key}")
             ]
             raise InputError(
                 place,
                 f"TorchTitan {self.pins['torchtitan']} has no option {name!r}",
-                f"nearest: {', '.join(close)}" if close else "see `python -m torchtitan.train --help`",
+                f"nearest: {', '.join(close)}"
+                if close
+                else "see `python -m torchtitan.train --help`",
             )
         return self.options[name]
 
+    def setting(self, place: str, name: str) -> Option:
+        """`option`, for YAML files and `--set`, where what the scripts set may not stand."""
+        if name in _SET_BY_SCRIPTS:
+            raise InputError(place, f"{name} is set by the scripts", _SET_BY_SCRIPTS[name])
+        return self.option(place, name)
+
     def argv(self, options: Mapping[str, Any]) -> list[str]:
         """TorchTitan's argv for checked `options`, in their order."""
-        return [word for name, value in options.items() for word in self.options[name].arguments(value)]
+        return [
+            word for name, value in options.items() for word in self.options[name].arguments(value)
+        ]
 
     def value(self, options: Mapping[str, Any], name: str) -> Any:
         """What a job with `options` holds for the option `name`: set, or TorchTitan's default."""
@@ -234,42 +267,45 @@ def layout_of(stack: Stack, options: Mapping[str, Any], world: int) -> Layout:
     return Layout(world=world, **degrees)
 
 
-def check_arguments(words: Sequence[str], place: str, stack: Stack) -> None:
-    """Check TorchTitan arguments as they stand on a command line, before any process starts."""
+def parse_arguments(words: Sequence[str], place: str, stack: Stack) -> dict[str, Any]:
+    """The options that TorchTitan arguments set, checked; of an option named twice, the last.
+
+    Args:
+        words: as they stand on a command line, `--section.key=value` or `--section.key value`.
+        place: what an error names as the place of the words.
+    """
+    options: dict[str, Any] = {}
     index = 0
     while index < len(words):
         word = words[index]
         index += 1
         if not word.startswith("--"):
-            raise InputError(place, f"found {word!r}", "TorchTitan options start with --section.key")
+            raise InputError(
+                place, f"found {word!r}", "TorchTitan options start with --section.key"
+            )
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
         section, _, key = name.rpartition(".")
         positive = f"{section}.{key.removeprefix('no_')}"
-        if name not in stack.options and positive in stack.options:
-            name = positive
-        option = stack.option(place, name)
+        is_negative = name not in stack.options and positive in stack.options
+        option = stack.option(place, positive if is_negative else name)
+        at = f"{place}: {option.name}"
         if option.kind == "bool":
             if equals:
-                raise InputError(
-                    f"{place}: {name}", f"takes no value, found {text!r}", f"--{name} or --{section}.no_{key}"
-                )
-            continue
-        if option.kind == "lists":
+                no = f"--{section}.no_{key}"
+                raise InputError(at, f"takes no value, found {text!r}", f"write --{name} or {no}")
+            options[option.name] = not is_negative
+        elif option.kind == "lists" and not equals:
+            items = []
             while index < len(words) and not words[index].startswith("--"):
+                items.append(words[index].split(","))
                 index += 1
-            continue
-        if not equals:
-            if index == len(words):
-                raise InputError(place, f"--{name} has no value")
-            text = words[index]
-            index += 1
-        option.parse(f"{place}: {name}", text)
-
-
-if __name__ == "__main__":
-    try:
-        check_arguments(sys.argv[1:], "TorchTitan arguments", load_stack())
-    except InputError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+            options[option.name] = option.check(at, items)
+        else:
+            if not equals:
+                if index == len(words):
+                    raise InputError(at, "has no value")
+                text = words[index]
+                index += 1
+            options[option.name] = option.parse(at, text)
+    return options

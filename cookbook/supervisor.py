@@ -62,7 +62,7 @@ class Supervisor:
         # A session of its own, so that a signal reaches all that the script started.
         self.process = subprocess.Popen(
             ["bash", str(folder / "train.sh")],
-            env={**os.environ, "CELL_DIR": str(folder)},
+            env={**os.environ, "CELL_DIR": str(folder), "COOKBOOK_SUPERVISED": "1"},
             start_new_session=True,
         )
         if self.signal_number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import time
@@ -16,6 +17,8 @@ from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun,
 from tests.slurm_cluster import SlurmCluster
 
 ROOT = Path(__file__).resolve().parent.parent
+# The recipes' EP 32 does not divide the ranks of a few nodes.
+EP_8 = "--parallelism.expert_parallel_degree=8"
 FIRST_CELL = {"train_671b.sh": "671b-bf16-standard", "train_16b.sh": "16b-bf16-standard"}
 
 
@@ -91,14 +94,34 @@ def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
     cell = tmp_path / "runs" / f"{script[6:-3]}-{job}" / FIRST_CELL[script]
     assert f"--job.dump_folder={cell}" in options
     assert (cell / "attempt-0" / "train.log").is_file()
+    # Started by hand, it is a run like any other.
+    assert _submit_py(slurm, environment, "status").split()[:5] == [
+        cell.parent.name,
+        "(slurm)",
+        cell.name,
+        "finished",
+        "job",
+    ]
+    (shown,) = json.loads(_submit_py(slurm, environment, "report", "--format", "json"))["cells"]
+    assert shown["recipe"] == name and shown["published_tokens_per_second_per_gpu"] is None
 
 
 def test_choices_in_the_environment_reach_torchrun(
     slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
 ) -> None:
     # RECIPE is the name that the published scripts used.
-    chosen = {**environment, "RECIPE": "mxfp8_default", "EP_BACKEND": "deepep", "WANDB_API_KEY": "k"}
-    job = slurm.submit(ROOT / "train_671b.sh", options=["--nodes=2"], cwd=tmp_path, env=chosen)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "deep_ep.py").write_text("")
+    chosen = {
+        **environment,
+        "RECIPE": "mxfp8_default",
+        "EP_BACKEND": "deepep",
+        "WANDB_API_KEY": "k",
+        "PYTHONPATH": str(tmp_path / "packages"),
+    }
+    job = slurm.submit(
+        ROOT / "train_671b.sh", EP_8, options=["--nodes=2"], cwd=tmp_path, env=chosen
+    )
     assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
     records = _records(environment)
     assert [record.node for record in records] == ["worker-0", "worker-1"]
@@ -118,6 +141,7 @@ def test_choices_in_the_environment_reach_torchrun(
         ({"EP_BACKEND": "deep_ep"}, [], "EP_BACKEND: found 'deep_ep', allowed: deepep"),
         ({"PRECISION": "mxfp8_linear"}, [], "torch.compile does not support it yet"),
         ({}, ["--training.step=5"], "has no option 'training.step'; nearest: training.steps"),
+        ({}, ["--parallelism.tensor_parallel_degree=3"], "3 does not divide 16 ranks; try 2"),
         ({"VENV": "/nowhere"}, [], "no Python at /nowhere; run: bash"),
     ],
 )
@@ -141,6 +165,7 @@ def test_wrong_input_ends_the_job_before_any_torchrun(
     log = _log(tmp_path, job)
     assert message in log and "Traceback" not in log
     assert _records(environment) == []
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_requeued_job_is_a_new_attempt_with_a_new_rendezvous_id(
@@ -148,6 +173,7 @@ def test_a_requeued_job_is_a_new_attempt_with_a_new_rendezvous_id(
 ) -> None:
     job = slurm.submit(
         ROOT / "train_16b.sh",
+        EP_8,
         options=["--nodes=2"],
         cwd=tmp_path,
         env={**environment, "TORCHRUN_SECONDS": "120"},
@@ -176,6 +202,7 @@ def test_a_node_that_fails_ends_the_job(
     job = slurm.submit(ROOT / "train_16b.sh", options=["--nodes=4"], cwd=tmp_path, env=failing)
     assert slurm.wait(job) == "FAILED", _log(tmp_path, job)
     assert "fails on purpose" in _log(tmp_path, job)
+    assert "failed" in _submit_py(slurm, environment, "status")
 
 
 def test_a_copy_of_the_cookbook_uses_its_own_files(
@@ -183,7 +210,8 @@ def test_a_copy_of_the_cookbook_uses_its_own_files(
 ) -> None:
     # A path with a space, submitted from elsewhere by its absolute name.
     copy = tmp_path / "my cookbook"
-    shutil.copytree(ROOT / "cookbook", copy / "cookbook")
+    for name in ("cookbook", "recipes"):
+        shutil.copytree(ROOT / name, copy / name)
     for name in ("submit.py", "requirements.txt", "train_16b.sh"):
         shutil.copy(ROOT / name, copy / name)
     shutil.copy(ROOT / "train_16b.sh", copy / "mine.sh")
@@ -193,11 +221,14 @@ def test_a_copy_of_the_cookbook_uses_its_own_files(
         ("../mine.sh", [], copy / "below"),
         ("mine.sh", ["--training.steps=3"], copy),
     ):
-        job = slurm.submit(
-            script, *arguments, options=["--nodes=1"], cwd=folder, env=environment
-        )
+        job = slurm.submit(script, *arguments, options=["--nodes=1"], cwd=folder, env=environment)
         assert slurm.wait(job) == "COMPLETED", _log(folder, job)
         assert _records(environment)[-1].cwd == str(copy)
+
+
+def _submit_py(slurm: SlurmCluster, environment: dict[str, str], *words: str) -> str:
+    command = (sys.executable, str(ROOT / "submit.py"), *words)
+    return slurm.run(*command, env={**environment, "VENV": sys.prefix}).stdout
 
 
 def _until_started(slurm: SlurmCluster, environment: dict[str, str], count: int) -> None:
