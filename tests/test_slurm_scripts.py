@@ -221,7 +221,7 @@ def test_a_copy_of_the_cookbook_uses_its_own_files(
         ("../mine.sh", [], copy / "below"),
         ("mine.sh", ["--training.steps=3"], copy),
     ):
-        job = slurm.submit(script, *arguments, options=["--nodes=1"], cwd=folder, env=environment)
+        job = slurm.submit(script, EP_8, *arguments, options=["--nodes=1"], cwd=folder, env=environment)
         assert slurm.wait(job) == "COMPLETED", _log(folder, job)
         assert _records(environment)[-1].cwd == str(copy)
 

@@ -61,7 +61,9 @@ def _newest(runs: Path) -> Path:
     return folder.parent
 
 
-def test_a_sweep_trains_in_slurm_jobs_and_agrees_with_slurm(slurm: SlurmCluster, submit: Any) -> None:
+def test_a_sweep_trains_in_slurm_jobs_and_agrees_with_slurm(
+    slurm: SlurmCluster, submit: Any
+) -> None:
     done = submit("sweep", "smoke", "--set", "training.steps=3")
     report = json.loads(submit("report", "--format", "json").stdout)
     cells = {cell["name"]: cell for cell in report["cells"]}
@@ -83,7 +85,9 @@ def test_a_sweep_trains_in_slurm_jobs_and_agrees_with_slurm(slurm: SlurmCluster,
         # Both nodes trained: a rank's log of each.
         ranks = list((_newest(submit.runs) / name / "attempt-0" / "ranks").glob("*/*/0/stdout.log"))
         assert len(ranks) == 2
-    assert cells["debug-mxfp8-standard"]["emulated"] and not cells["debug-mxfp8-standard"]["speedup"]
+    assert (
+        cells["debug-mxfp8-standard"]["emulated"] and not cells["debug-mxfp8-standard"]["speedup"]
+    )
     assert "debug-bf16-standard" in done.stdout and "refused" in done.stdout
     logs = submit("logs", f"{_newest(submit.runs).name}/debug-bf16-standard").stdout
     assert re.search(r"step: +3 +loss:", logs)
@@ -139,9 +143,7 @@ def test_ctrl_c_leaves_the_jobs_alone(slurm: SlurmCluster, submit: Any) -> None:
     assert slurm.job_field(job["job_id"], "JobState") in ("PENDING", "RUNNING", "CONFIGURING")
 
 
-def test_a_job_that_slurm_forgot_is_not_taken_for_running(
-    slurm: SlurmCluster, submit: Any
-) -> None:
+def test_a_job_that_slurm_forgot_is_not_taken_for_running(slurm: SlurmCluster, submit: Any) -> None:
     submit("run", "debug", "--detach", "--set", "training.steps=10000")
     cell = _newest(submit.runs) / "debug-bf16-standard"
     _until(lambda: json.loads((cell / "status.json").read_text())["state"] == "running", slurm)
