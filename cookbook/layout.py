@@ -6,11 +6,24 @@ names the option to change and, where one exists, the nearest value that would d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cookbook.errors import nearest
 from cookbook.stack import DEGREES, Layout, ModelSizes, Stack, layout_of
+
+# TorchTitan's default for each pipeline schedule; those with two take more if asked to.
+_STAGES_PER_RANK = {
+    "1F1B": 1,
+    "GPipe": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -24,11 +37,12 @@ class Problem:
 
 def layout_problems(stack: Stack, options: Mapping[str, Any], world: int) -> list[Problem]:
     """All that does not divide in a job of `world` ranks, the outermost degree first."""
-    problems = [
-        Problem(name, f"found {value}, allowed: {'-1 or ' if short == 'dp_shard' else ''}1 and up", "")
-        for short, name in DEGREES.items()
-        if (value := stack.value(options, name)) < 1 and not (short == "dp_shard" and value == -1)
-    ]
+    problems = []
+    for short, name in DEGREES.items():
+        value = stack.value(options, name)
+        if value < 1 and not (short == "dp_shard" and value == -1):
+            allowed = "-1 or 1 and up" if short == "dp_shard" else "1 and up"
+            problems.append(Problem(name, f"found {value}, allowed: {allowed}", ""))
     if problems:
         return problems
     layout = layout_of(stack, options, world)
@@ -37,7 +51,7 @@ def layout_problems(stack: Stack, options: Mapping[str, Any], world: int) -> lis
         return problems
     model = stack.model(options)
     if model is not None:
-        problems += _model(layout, model)
+        problems += [*_model(layout, model), *_stages(stack, options, layout, model.n_layers)]
     return problems + list(_batch(stack, options, layout))
 
 
@@ -55,27 +69,33 @@ def _degrees(layout: Layout) -> Iterator[Problem]:
                 return
         yield Problem(
             DEGREES["dp_shard"],
-            f"PP {layout.pp} x DP replicate {layout.dp_replicate} x DP shard {layout.dp_shard} x CP "
-            f"{layout.cp} x TP {layout.tp} is {product} ranks, the job has {layout.world}",
+            f"PP {layout.pp} x DP replicate {layout.dp_replicate} x DP shard {layout.dp_shard} x "
+            f"CP {layout.cp} x TP {layout.tp} is {product} ranks, the job has {layout.world}",
             "set it to -1 (all ranks that are left), or change another degree",
         )
         return
-    if layout.ep > 1:
-        if layout.etp not in (1, layout.tp):
-            yield Problem(
-                DEGREES["etp"],
-                f"found {layout.etp}, allowed: 1 or the tensor parallel degree ({layout.tp})",
-                "",
-            )
-            return
-        # TorchTitan takes EP from the data-parallel ranks, and from TP's as well where ETP is 1.
-        ranks = layout.dp_shard * layout.cp * (layout.tp if layout.etp == 1 else 1)
-        if ranks % layout.ep:
-            yield Problem(
-                DEGREES["ep"],
-                f"{layout.ep} does not divide {ranks} ranks of a stage",
-                _try(layout.ep, ranks),
-            )
+    if layout.ep > 1 and layout.etp not in (1, layout.tp):
+        yield Problem(
+            DEGREES["etp"],
+            f"found {layout.etp}, allowed: 1 or the tensor parallel degree ({layout.tp})",
+            "",
+        )
+        return
+    # TorchTitan takes EP from the data-parallel ranks, and from TP's as well where ETP is 1.
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    if ranks % layout.etp:
+        yield Problem(
+            DEGREES["etp"],
+            f"{layout.etp} does not divide {ranks} ranks of a stage",
+            _try(layout.etp, ranks),
+        )
+    elif ranks // layout.etp % layout.ep:
+        ranks //= layout.etp
+        yield Problem(
+            DEGREES["ep"],
+            f"{layout.ep} does not divide {ranks} ranks of a stage",
+            _try(layout.ep, ranks),
+        )
 
 
 def _model(layout: Layout, model: ModelSizes) -> Iterator[Problem]:
@@ -90,6 +110,51 @@ def _model(layout: Layout, model: ModelSizes) -> Iterator[Problem]:
             DEGREES["tp"],
             f"{layout.tp} does not divide {model.n_heads} attention heads",
             _try(layout.tp, model.n_heads),
+        )
+
+
+def _stages(
+    stack: Stack, options: Mapping[str, Any], layout: Layout, num_layers: int
+) -> Iterator[Problem]:
+    """What `pipeline_llm` would refuse: embedding and output count as layers of their stages."""
+    by_hand = stack.value(options, "parallelism.module_fqns_per_model_part")
+    from_file = stack.value(options, "parallelism.pipeline_parallel_schedule_csv")
+    if layout.pp == 1 or by_hand or from_file:
+        return
+    schedule = stack.value(options, "parallelism.pipeline_parallel_schedule")
+    known = {name.lower(): count for name, count in _STAGES_PER_RANK.items()}
+    if schedule.lower() not in known:
+        close = nearest(schedule, _STAGES_PER_RANK)
+        yield Problem(
+            "parallelism.pipeline_parallel_schedule",
+            f"found {schedule!r}, allowed: {', '.join(_STAGES_PER_RANK)}",
+            f"did you mean {close[0]!r}?" if close else "",
+        )
+        return
+    first = stack.value(options, "parallelism.pipeline_parallel_first_stage_less_layers")
+    last = stack.value(options, "parallelism.pipeline_parallel_last_stage_less_layers")
+    per_stage_name = "parallelism.pipeline_parallel_layers_per_stage"
+    per_stage = stack.value(options, per_stage_name)
+    layers = num_layers + first + last
+    at_least = known[schedule.lower()]
+    stages = layout.pp * at_least
+    if per_stage is not None:
+        stages = math.ceil(layers / per_stage) if per_stage > 0 else 0
+        per_rank, left = divmod(stages, layout.pp)
+        if left or per_rank < at_least or (at_least == 1 and per_rank != 1):
+            yield Problem(
+                per_stage_name,
+                f"{per_stage} layers a stage make {stages} stages of {num_layers} layers, which "
+                f"{schedule} cannot divide among {layout.pp} pipeline ranks",
+                f"try {math.ceil(layers / (layout.pp * at_least))}",
+            )
+            return
+    if max(first, last, 1) > layers // stages:
+        yield Problem(
+            DEGREES["pp"],
+            f"{layout.pp} pipeline ranks ({stages} stages of {schedule}) are too many for "
+            f"{num_layers} layers",
+            "lower it",
         )
 
 

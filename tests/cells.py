@@ -1,0 +1,73 @@
+"""In: the files of the cookbook. Out: every cell that they can make, for tests to walk through."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cookbook.cell import Cell, resolve_cell
+from cookbook.cluster import Cluster, load_cluster
+from cookbook.recipe import Recipe, Setting, load_overlay, load_recipe, names_in
+from cookbook.stack import load_stack
+
+STACK = load_stack()
+# Beside the cookbook's own profiles: a container with every key set, and nodes without GPUs.
+CLUSTER_FILES = sorted((Path(__file__).parent / "clusters").glob("*.yaml"))
+
+
+def walked(names: list[str]) -> list[str]:
+    """`names`, which must not be empty: a test of nothing would pass."""
+    assert names, "nothing to walk through"
+    return names
+
+
+RECIPES = walked(names_in(""))
+PRECISIONS = walked(names_in("precision"))
+EP_BACKENDS = walked(names_in("ep_backend"))
+CLUSTERS = walked(names_in("cluster")) + walked([str(path) for path in CLUSTER_FILES])
+
+
+@dataclass(frozen=True)
+class Point:
+    """A recipe, a precision, an EP backend and a cluster, by name."""
+
+    recipe: str
+    precision: str
+    ep_backend: str
+    cluster: str
+
+    def __str__(self) -> str:
+        cluster = Path(self.cluster).stem
+        return f"{self.recipe}-{self.precision}-{self.ep_backend}-{cluster}"
+
+    def cell(self) -> Cell:
+        """The cell; a recipe for many nodes is laid out anew where the cluster has few."""
+        recipe, cluster = load_recipe(self.recipe, STACK), load_cluster(self.cluster, STACK)
+        return resolve_cell(
+            recipe,
+            load_overlay("precision", self.precision, STACK),
+            load_overlay("ep_backend", self.ep_backend, STACK),
+            cluster,
+            STACK,
+            overrides=_smaller_layout(recipe, cluster),
+        )
+
+
+def _smaller_layout(recipe: Recipe, cluster: Cluster) -> Mapping[str, Setting]:
+    world = cluster.nodes * cluster.ranks_per_node
+    if cluster.nodes >= recipe.nodes or cluster.scheduler == "local":
+        return {}
+    degrees = {
+        "parallelism.pipeline_parallel_degree": 1,
+        "parallelism.tensor_parallel_degree": 1,
+        "parallelism.expert_parallel_degree": world,
+    }
+    return {name: Setting(degree, f"--set {name}") for name, degree in degrees.items()}
+
+
+POINTS = [Point(*names) for names in itertools.product(RECIPES, PRECISIONS, EP_BACKENDS, CLUSTERS)]
+# Refused cells are rendered like the others, but nothing starts them.
+RUNNABLE = [point for point in POINTS if not point.cell().refused]
+assert RUNNABLE, "every cell is refused"

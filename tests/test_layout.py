@@ -1,0 +1,223 @@
+"""In: degrees and worlds of ranks. Out: the cookbook and TorchTitan agree on what divides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from cookbook.layout import layout_problems
+from cookbook.stack import DEGREES, layout_of
+from tests.cells import STACK
+
+MODEL = {"model.name": "deepseek_v3", "model.flavor": "16B"}
+SMALL = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 6, 8])
+
+
+def _options(**degrees: int) -> dict[str, Any]:
+    return {DEGREES[short]: degree for short, degree in degrees.items()}
+
+
+def _found(options: dict[str, Any], world: int) -> list[str]:
+    return [problem.option for problem in layout_problems(STACK, options, world)]
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "option", "found", "remedy"),
+    [
+        (_options(tp=0), 8, "tp", "found 0, allowed: 1 and up", ""),
+        (_options(dp_shard=0), 8, "dp_shard", "found 0, allowed: -1 or 1 and up", ""),
+        (_options(dp_shard=-2), 8, "dp_shard", "found -2, allowed: -1 or 1 and up", ""),
+        (_options(pp=3), 8, "pp", "3 does not divide 8 ranks", "try 2"),
+        (_options(tp=3), 8, "tp", "3 does not divide 8 ranks", "try 2"),
+        (_options(cp=5), 8, "cp", "5 does not divide 8 ranks", "try 4"),
+        (_options(dp_replicate=16), 8, "dp_replicate", "16 does not divide 8 ranks", "try 8"),
+        (_options(dp_shard=3), 8, "dp_shard", "is 3 ranks, the job has 8", "set it to -1"),
+        (_options(tp=4, pp=4), 8, "dp_shard", "is 0 ranks, the job has 8", "set it to -1"),
+        (_options(ep=3), 8, "ep", "3 does not divide 8 ranks of a stage", "try 2"),
+        (_options(pp=2, ep=8), 8, "ep", "8 does not divide 4 ranks of a stage", "try 4"),
+        (_options(tp=2, etp=2, ep=8), 8, "ep", "8 does not divide 4 ranks of a stage", "try 4"),
+        (_options(tp=4, etp=2, ep=2), 8, "etp", "found 2, allowed: 1 or the tensor parallel", ""),
+        (_options(etp=3), 8, "etp", "3 does not divide 8 ranks of a stage", "try 2"),
+    ],
+)
+def test_a_degree_that_does_not_divide_is_named_with_the_nearest_that_does(
+    options: dict[str, Any], world: int, option: str, found: str, remedy: str
+) -> None:
+    problem = layout_problems(STACK, options, world)[0]
+    assert problem.option == DEGREES[option]
+    assert found in problem.found
+    assert problem.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "found", "remedy"),
+    [
+        (_options(ep=128), DEGREES["ep"], "128 does not divide 64 experts", "try 64"),
+        (_options(tp=32), DEGREES["tp"], "32 does not divide 16 attention heads", "try 16"),
+        (
+            {"training.seq_len": 1001},
+            "training.seq_len",
+            "1001 is not a multiple of TP x CP x 2 = 2",
+            "try 1000",
+        ),
+        (
+            {**_options(tp=4, cp=2), "training.seq_len": 24},
+            "training.seq_len",
+            "24 is not a multiple of TP x CP x 2 = 16",
+            "try 16",
+        ),
+        ({"training.local_batch_size": 0}, "training.local_batch_size", "found 0, allowed", ""),
+        (
+            {"training.local_batch_size": 2, "training.global_batch_size": 300},
+            "training.global_batch_size",
+            "300 is not a multiple of local batch 2 x 128 data-parallel ranks",
+            "try 256",
+        ),
+        (
+            {
+                **_options(pp=2),
+                "training.local_batch_size": 8,
+                "parallelism.pipeline_parallel_microbatch_size": 3,
+            },
+            "parallelism.pipeline_parallel_microbatch_size",
+            "3 does not divide the local batch of 8",
+            "try 2",
+        ),
+        (_options(pp=32), DEGREES["pp"], "32 pipeline ranks (32 stages of 1F1B)", "lower it"),
+        (
+            {**_options(pp=2), "parallelism.pipeline_parallel_schedule": "Interleaved1FB1"},
+            "parallelism.pipeline_parallel_schedule",
+            "found 'Interleaved1FB1', allowed: 1F1B, GPipe",
+            "did you mean 'Interleaved1F1B'?",
+        ),
+        (
+            {**_options(pp=2), "parallelism.pipeline_parallel_layers_per_stage": 4},
+            "parallelism.pipeline_parallel_layers_per_stage",
+            "4 layers a stage make 8 stages of 27 layers",
+            "try 15",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_or_the_batch_is_named(
+    options: dict[str, Any], option: str, found: str, remedy: str
+) -> None:
+    problems = layout_problems(STACK, {**MODEL, **options}, 128)
+    assert [problem.option for problem in problems] == [option]
+    assert found in problems[0].found
+    assert problems[0].remedy.startswith(remedy)
+
+
+def test_the_remedy_helps() -> None:
+    for degree in range(1, 200):
+        problems = layout_problems(STACK, {**MODEL, **_options(ep=degree)}, 192)
+        if problems:
+            better = int(problems[0].remedy.removeprefix("try "))
+            remaining = layout_problems(STACK, {**MODEL, **_options(ep=better)}, 192)
+            # The first remedy divides the ranks; the second, the experts.
+            assert not remaining or "experts" in remaining[0].found
+
+
+@pytest.fixture(scope="module")
+def fake_world() -> Iterator[Any]:
+    """Starts and ends worlds of any size in this process, with a group that sends nothing."""
+    import torch.distributed as dist
+    import torchtitan.distributed.parallel_dims as parallel_dims
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    patch = pytest.MonkeyPatch()
+    # A mesh of GPUs would ask for GPUs.
+    patch.setattr(parallel_dims, "device_type", "cpu")
+
+    def start(world: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+
+    yield start
+    patch.undo()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _torchtitan_accepts(degrees: dict[str, int], world: int, fake_world: Any) -> bool:
+    from torchtitan.distributed import ParallelDims
+
+    fake_world(world)
+    try:
+        ParallelDims(**degrees, world_size=world).build_mesh()
+    except (AssertionError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.titan
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+@given(
+    degrees=st.fixed_dictionaries(
+        {short: SMALL for short in DEGREES if short != "dp_shard"}
+        | {"dp_shard": st.sampled_from([-1, -1, 1, 2, 3, 4])}
+    ),
+    fits=st.booleans(),
+    factor=st.sampled_from([1, 2, 4]),
+)
+def test_torchtitan_builds_its_mesh_exactly_where_no_problem_is_found(
+    degrees: dict[str, int], fits: bool, factor: int, fake_world: Any
+) -> None:
+    others = math.prod(degrees[short] for short in ("pp", "dp_replicate", "cp", "tp"))
+    world = others * max(degrees["dp_shard"], 1) * (factor if degrees["dp_shard"] < 0 else 1)
+    if not fits:
+        world += factor
+    assume(1 < world <= 256)
+    # No model, and a sequence that every degree divides: what is left are TorchTitan's own rules.
+    options = {**_options(**degrees), "model.name": "none", "training.seq_len": 2 * 8 * 8 * 9}
+    options["training.local_batch_size"] = 1
+    accepted = _torchtitan_accepts(degrees, world, fake_world)
+    assert accepted == (not _found(options, world)), (degrees, world, _found(options, world))
+    if accepted:
+        from torchtitan.distributed import ParallelDims
+
+        assert layout_of(STACK, options, world).dp_shard == (
+            ParallelDims(**degrees, world_size=world).dp_shard
+        )
+
+
+@pytest.mark.titan
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    pp=st.sampled_from([2, 4, 8, 16]),
+    schedule=st.sampled_from(["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]),
+    first=st.sampled_from([1, 1, 0, 3]),
+    last=st.sampled_from([1, 1, 0, 3]),
+    flavor=st.sampled_from(sorted(STACK.models["deepseek_v3"])),
+)
+def test_torchtitan_splits_the_model_exactly_where_no_problem_is_found(
+    pp: int, schedule: str, first: int, last: int, flavor: str
+) -> None:
+    from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+
+    stages = pp * (1 if schedule in ("1F1B", "GPipe") else 2)
+    try:
+        num_layers = STACK.models["deepseek_v3"][flavor].n_layers
+        generate_llm_fqn_per_model_part(stages, num_layers, first, last)
+        accepted = True
+    except ValueError:
+        accepted = False
+    options = {
+        "model.name": "deepseek_v3",
+        "model.flavor": flavor,
+        "parallelism.pipeline_parallel_schedule": schedule,
+        "parallelism.pipeline_parallel_first_stage_less_layers": first,
+        "parallelism.pipeline_parallel_last_stage_less_layers": last,
+        **_options(pp=pp),
+    }
+    assert (DEGREES["pp"] in _found(options, pp)) == (not accepted)
