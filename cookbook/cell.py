@@ -1,4 +1,4 @@
-"""In: a recipe, a precision, an EP backend, a cluster and settings. Out: the fully resolved cell."""
+"""In: a recipe, a precision, an EP backend, a cluster, settings. Out: the fully resolved cell."""
 
 from __future__ import annotations
 
@@ -214,8 +214,9 @@ def _overlay_needs(
     if needs.precision and precision.name not in needs.precision:
         return f"{overlay.name} needs a precision of {', '.join(needs.precision)}"
     for name, setting in (needs.settings or {}).items():
-        if stack.value(options, name) != setting.value:
-            return f"{overlay.name} needs {name} {setting.value}, found {stack.value(options, name)}"
+        value = stack.value(options, name)
+        if value != setting.value:
+            return f"{overlay.name} needs {name} {setting.value}, found {value}"
     return None
 
 

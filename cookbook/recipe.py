@@ -1,4 +1,4 @@
-"""In: the name of a recipe, precision or EP backend. Out: its YAML file, checked against the stack."""
+"""In: the name of a recipe, precision or EP backend. Out: its YAML file, checked by the stack."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from cookbook.stack import Stack
 from cookbook.yamlfile import Key, YamlFile, check_value, read_keys, read_yaml
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+# Safe in a shell, in a path, and as a name of jobs and W&B runs.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME_ALLOWED = "letters, digits, '.', '-' and '_', a letter or digit first"
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Needs:
 class Overlay:
     """A precision or an EP backend: options laid over a recipe, and what they need.
 
-    `environment_from` exports a variable with the value of another, where the cluster sets that one.
+    `environment_from` exports a variable with the value of another, where the cluster sets that.
     `emulated` is laid over `settings` where the GPU lacks `needs.compute_capability`; None where
     there is no emulation.
     """
@@ -104,7 +108,7 @@ _NEEDS_KEYS = {
 
 
 def names_in(kind: str) -> list[str]:
-    """The names of a kind's files: `""` for recipes, `precision`, `ep_backend`, `cluster`, `sweep`."""
+    """The names of the files in `kind`: "" (recipes), precision, ep_backend, cluster or sweep."""
     return sorted(path.stem for path in (RECIPES / kind).glob("*.yaml"))
 
 
@@ -113,7 +117,14 @@ def find_file(kind: str, name: str, what: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
-            raise InputError(name, f"no such {what} file")
+            raise InputError(
+                name, f"is a folder, not a {what} file" if path.is_dir() else f"no such {what} file"
+            )
+        # Cells, jobs and folders are named after it.
+        if not _NAME.fullmatch(path.stem):
+            raise InputError(
+                name, f"{path.stem!r} is no name of a {what}, allowed: {_NAME_ALLOWED}"
+            )
         return path
     path = RECIPES / kind / f"{name}.yaml"
     if "/" in name or not path.is_file():
@@ -132,10 +143,8 @@ def load_recipe(name: str, stack: Stack) -> Recipe:
     if own["published"]:
         block = read_keys(file, _PUBLISHED_KEYS, ("published",))
         published, source = block["tokens_per_second_per_gpu"], block["source"]
-    if not own["name"].replace("-", "").replace("_", "").isalnum():
-        raise InputError(
-            file.place("name"), f"found {own['name']!r}, allowed: letters, digits, '-' and '_'"
-        )
+    if not _NAME.fullmatch(own["name"]):
+        raise InputError(file.place("name"), f"found {own['name']!r}, allowed: {_NAME_ALLOWED}")
     return Recipe(
         name=path.stem,
         short_name=own["name"],
@@ -161,6 +170,9 @@ def load_overlay(kind: str, name: str, stack: Stack) -> Overlay:
     path = find_file(kind, name, what)
     file = read_yaml(path)
     own, settings = split_keys(file, _OVERLAY_KEYS, stack)
+    for synonym in own["synonyms"]:
+        if not _NAME.fullmatch(synonym):
+            raise InputError(file.place("synonyms"), f"found {synonym!r}, allowed: {_NAME_ALLOWED}")
     needs = read_keys(file, _NEEDS_KEYS, ("needs",)) if own["needs"] else {}
     emulated = None
     if own["emulated"] is not None:
@@ -191,7 +203,8 @@ def environment_of(file: YamlFile, mapping: Mapping[str, Any]) -> dict[str, str]
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise InputError(file.place("environment"), f"{name!r} is not the name of a variable")
     return {
-        name: str(int(value) if isinstance(value, bool) else value) for name, value in mapping.items()
+        name: str(int(value) if isinstance(value, bool) else value)
+        for name, value in mapping.items()
     }
 
 
@@ -233,11 +246,11 @@ def _flatten(
         name, below = f"{prefix}{key}", (*keys, key)
         if isinstance(value, dict) and name not in stack.options:
             if not any(option.startswith(f"{name}.") for option in stack.options):
-                stack.option(file.place(*below), name)
+                stack.setting(file.place(*below), name)
             _flatten(file, value, stack, below, f"{name}.", settings)
             continue
         place = file.place(*below)
-        option = stack.option(place, name)
+        option = stack.setting(place, name)
         if name in settings:
             raise InputError(place, f"{name} stands twice, first at {settings[name].place}")
         settings[name] = Setting(option.check(place, value), place)

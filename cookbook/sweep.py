@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,9 @@ def load_sweep(name: str, stack: Stack) -> Sweep:
     if own["baseline"] is not None:
         baseline = _pair(file, own["baseline"], ("baseline",), stack)
         if _names(baseline) not in map(_names, pairs):
-            raise InputError(file.place("baseline"), f"{'+'.join(_names(baseline))} is not in the sweep")
+            raise InputError(
+                file.place("baseline"), f"{'+'.join(_names(baseline))} is not in the sweep"
+            )
     return Sweep(
         name=path.stem,
         description=own["description"],
@@ -104,8 +106,12 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
     """The cells of `sweep`, with what `request` asks of each; raises where none is left."""
     cells: dict[str, Cell] = {}
     baseline_names: dict[str, str] = {}
+    # An option that the command line sets is held to that one value.
+    vary = {
+        name: axis for name, axis in sweep.vary.items() if name not in (request.overrides or {})
+    }
     for recipe, pair, varied in itertools.product(
-        sweep.recipes, _asked_pairs(sweep, request), _varied(sweep.vary)
+        sweep.recipes, _asked_pairs(sweep, request), _varied(vary)
     ):
         cell = resolve_cell(
             recipe,
@@ -121,7 +127,11 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
             # Two recipes of a sweep may have the same stand-in: it runs once.
             if cell.stand_in_for is not None:
                 continue
-            raise InputError(str(cell.recipe.path), f"two cells of the sweep are called {cell.name!r}")
+            raise InputError(
+                f"sweep {sweep.name}",
+                f"two of its cells are called {cell.name!r}",
+                "no value of an axis may stand twice, and recipes need names of their own",
+            )
         cells[cell.name] = cell
         if sweep.baseline and _names(pair) == _names(sweep.baseline):
             baseline_names[_group(cell, varied)] = cell.name
@@ -129,7 +139,7 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
         raise InputError(sweep.name, "a sweep over nothing: no cell is left", "widen the options")
     return [
         replace(cell, baseline=baseline_names.get(_group(cell, varied)))
-        for cell, varied in zip(cells.values(), _groups(cells, sweep), strict=True)
+        for cell, varied in zip(cells.values(), _groups(cells, vary), strict=True)
     ]
 
 
@@ -138,9 +148,9 @@ def _group(cell: Cell, varied: Mapping[str, Setting]) -> str:
     return f"{cell.recipe.name} {[(name, setting.value) for name, setting in varied.items()]}"
 
 
-def _groups(cells: Mapping[str, Cell], sweep: Sweep) -> Iterator[Mapping[str, Setting]]:
+def _groups(cells: Mapping[str, Cell], vary: Iterable[str]) -> Iterator[Mapping[str, Setting]]:
     for cell in cells.values():
-        yield {name: cell.settings[name] for name in sweep.vary}
+        yield {name: cell.settings[name] for name in vary}
 
 
 def _asked_pairs(sweep: Sweep, request: CellRequest) -> list[Pair]:
@@ -168,7 +178,9 @@ def _pairs(file: YamlFile, own: Mapping[str, Any], stack: Stack) -> tuple[Pair, 
     if own["cells"] is not None:
         if own["precision"] or own["ep_backend"]:
             raise InputError(
-                file.place("cells"), "stands beside `precision` or `ep_backend`", "keep one of the two"
+                file.place("cells"),
+                "stands beside `precision` or `ep_backend`",
+                "keep one of the two",
             )
         return tuple(_pair(file, cell, ("cells",), stack) for cell in own["cells"])
     return tuple(
@@ -204,7 +216,7 @@ def _vary(
     axes = {}
     for name, values in mapping.items():
         place = file.place("vary", name)
-        option = stack.option(place, name)
+        option = stack.setting(place, name)
         if not isinstance(values, Sequence) or isinstance(values, str) or not values:
             raise InputError(place, "allowed: a list of at least one value")
         axes[name] = tuple(Setting(option.check(place, value), place) for value in values)
@@ -219,7 +231,7 @@ def command_line_settings(words: Sequence[str], stack: Stack) -> dict[str, Setti
         place = f"--set {name}"
         if not equals:
             raise InputError(place, "has no value", "write --set SECTION.KEY=VALUE")
-        settings[name] = Setting(stack.option(place, name).parse(place, text), place)
+        settings[name] = Setting(stack.setting(place, name).parse(place, text), place)
     return settings
 
 
