@@ -1,6 +1,6 @@
 """In: this machine and this checkout. Out: findings: what is ready, and what to do where not.
 
-    python -m cookbook.doctor [--local] [--partition main] [--json]
+    python -m cookbook.doctor [--cluster soperator-b200] [--json]
 
 Standard library only and no torch, so that it answers at once, also where nothing is installed yet.
 """
@@ -18,6 +18,7 @@ from dataclasses import asdict
 from cookbook import doctor_machine as machine
 from cookbook import doctor_software as software
 from cookbook.diagnosis import Finding, Surroundings
+from cookbook.errors import InputError
 
 WIDTH = 100
 _COLOURS = {"ok": "32", "warning": "33", "problem": "31", "not here": "2"}
@@ -92,10 +93,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--local", action="store_true", help="only what runs on this machine alone need"
     )
+    parser.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     parser.add_argument("--partition", help="the Slurm partition to look at (default: its default)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parsed = parser.parse_args(arguments)
-    findings = run_checks(partition=parsed.partition, local=parsed.local)
+    partition, local = parsed.partition, parsed.local
+    if parsed.cluster:
+        # Only here: reading a profile needs PyYAML, and the doctor also works without it.
+        from cookbook.cluster import load_cluster
+        from cookbook.stack import load_stack
+
+        try:
+            cluster = load_cluster(parsed.cluster, load_stack())
+        except InputError as error:
+            print(error, file=sys.stderr)
+            return 2
+        partition = partition or cluster.partition
+        local = local or cluster.scheduler == "local"
+    findings = run_checks(partition=partition, local=local)
     if parsed.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

@@ -21,7 +21,7 @@ from cookbook.diagnosis import (
     Finding,
     Surroundings,
 )
-from cookbook.doctor import format_findings, is_ready, run_checks
+from cookbook.doctor import format_findings, is_ready, main, run_checks
 from cookbook.pins import read_pins, stack_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -299,6 +299,20 @@ def test_lines_are_aligned(node: Node) -> None:
     assert {line.index(line[24:].split()[0]) for line in lines[:1]}
     assert lines[-1].startswith("not ready: ")
     assert "\033[31mproblem" in format_findings(findings, colour=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "said"),
+    [("local", 0, "local corpus"), ("lokal", 2, "did you mean 'local'")],
+)
+def test_for_a_profile(
+    capfd: pytest.CaptureFixture[str], name: str, status: int, said: str
+) -> None:
+    # Without the pins this Python is not ready, which is another matter.
+    assert main(["--cluster", name]) in {status, min(status + 1, 2)}
+    captured = capfd.readouterr()
+    assert said in captured.out + captured.err
+    assert "slurm" not in captured.out
 
 
 def test_as_a_command_without_any_package() -> None:
