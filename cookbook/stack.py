@@ -61,6 +61,8 @@ class Option:
         holds, allowed = _KINDS[self.kind]
         if not holds(value):
             raise InputError(place, f"found {described(value)}, allowed: {allowed}")
+        if self.optional and value == "None":
+            raise InputError(place, "found the text 'None', which TorchTitan reads as nothing")
         if self.kind == "list" and not value and self.default:
             # TorchTitan reads an empty word as a list of one empty name.
             raise InputError(place, "found an empty list, which TorchTitan cannot be given here")

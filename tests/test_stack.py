@@ -1,0 +1,225 @@
+"""In: options and values. Out: the words that TorchTitan reads as just these values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cookbook.errors import InputError
+from cookbook.pins import read_pins
+from cookbook.stack import Option, load_stack, parse_arguments
+from tests.cells import STACK
+from tests.golden import OPTION_TABLE, option_table
+from tests.titan_config import parse, typed
+
+EXTENDED = ["--job.custom_config_module=cookbook.titan.job_config"]
+KINDS = {"bool", "choice", "float", "int", "list", "lists", "str"}
+# TorchTitan reads this one itself before it reads the others, and wants the file to be there.
+NOT_HERE = {"job.config_file", "job.custom_config_module", "experimental.custom_args_module"}
+# TorchTitan copies one into the other, and checks these further than by their type.
+NOT_HERE |= {"model.tokenizer_path", "parallelism.context_parallel_load_balancer"}
+NOT_HERE |= {"validation.steps"}
+TEXTS = [name for name, option in STACK.options.items() if option.kind == "str"]
+# Whatever a user may write: shell syntax, other scripts, line breaks, leading dashes, look-alikes.
+NASTY = [
+    *["", " ", "a b", "  a  ", "'", '"', "a'b", 'a"b', "\\", "\\n", "a\nb", "\n", "\t", "\r", "#"],
+    *["$(touch executed)", "`touch executed`", "$HOME", "${HOME}", "!!", "~", "*", "?", "[a]"],
+    *["; touch executed", "&& touch executed", "| touch executed", "> executed", "{a,b}"],
+    *["-a", "--b", "--training.steps=5", "a=b", "=", "=a", "a,b", ",", "None ", "True", "false"],
+    *["1", "1e-8", "null", "{{ a }}", "{% a %}", "äöü", "日本語", "\u200b", "\U0001f600", "\x7f"],
+    *["a_b-c", "--no-a", "\x1b[31m", "\u2028", "\ufeff", "%s", "%j", "@file"],
+]
+ANY_TEXT = st.one_of(
+    st.sampled_from(NASTY),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30),
+).filter(lambda text: text not in ("None", "null"))
+
+
+@pytest.mark.titan
+def test_the_option_table_is_the_installed_torchtitans() -> None:
+    assert OPTION_TABLE.read_text(encoding="utf-8") == option_table(), "renew it: make golden"
+
+
+def test_every_kind_of_option_is_there() -> None:
+    assert {option.kind for option in STACK.options.values()} == KINDS
+    assert {"torch", "torchtitan", "torchao"} <= {pin.name for pin in read_pins()}
+
+
+@pytest.mark.titan
+def test_without_options_the_defaults_of_the_table_hold() -> None:
+    defaults = {name: option.default for name, option in STACK.options.items()}
+    assert typed(parse(EXTENDED)) == typed(
+        {**defaults, "job.custom_config_module": "cookbook.titan.job_config"}
+    )
+
+
+def _examples(option: Option) -> list[Any]:
+    values: dict[str, list[Any]] = {
+        "bool": [True, False],
+        "int": [7, -1, 0, 10**12],
+        "float": [1e-08, 0.1, -2.5, 3.0, 1e300, 123456789.123456789, 5e-324],
+        "str": ["text", "", "a 'b' \"c\" $(touch d)\n-e=f"],
+        "choice": list(option.choices),
+        "list": [["a"], ["a", "b c", "-d", "e=f"]] + ([] if option.default else [[]]),
+        "lists": [[["a"]], [["a", "b c"], ["d=e"], ["f", "g", "h"]]],
+    }
+    return values[option.kind] + ([None] if option.optional else [])
+
+
+def _round(number: int) -> dict[str, Any]:
+    """The `number`th example of every option, all at once: a parse takes a while."""
+    values = {}
+    for name, option in STACK.options.items():
+        if name not in NOT_HERE:
+            examples = _examples(option)
+            values[name] = examples[number % len(examples)]
+    return values
+
+
+ROUNDS = range(max(len(_examples(option)) for option in STACK.options.values()))
+
+
+@pytest.mark.titan
+@pytest.mark.parametrize("number", ROUNDS)
+def test_every_option_reaches_torchtitan_unchanged(number: int) -> None:
+    values = _round(number)
+    checked = {name: STACK.options[name].check(name, value) for name, value in values.items()}
+    parsed = parse([*EXTENDED, *STACK.argv(checked)])
+    assert typed({name: parsed[name] for name in values}) == typed(checked)
+
+
+@pytest.mark.titan
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(texts=st.lists(ANY_TEXT, min_size=len(TEXTS), max_size=len(TEXTS)))
+def test_every_text_reaches_torchtitan_unchanged(texts: list[str]) -> None:
+    values = {
+        name: STACK.options[name].check(name, text)
+        for name, text in zip(TEXTS, texts, strict=True)
+        if name not in NOT_HERE
+    }
+    parsed = parse([*EXTENDED, *STACK.argv(values)])
+    assert {name: parsed[name] for name in values} == values
+
+
+@pytest.mark.parametrize("number", ROUNDS)
+def test_words_are_read_back_as_the_values_that_made_them(number: int) -> None:
+    values = _round(number)
+    words = STACK.argv(values)
+    # An empty list is TorchTitan's default, and has no words.
+    said = {name: value for name, value in values.items() if value != []}
+    assert typed(parse_arguments(words, "words", STACK)) == typed(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--training.steps", "5"], {"training.steps": 5}),
+        (["--training.steps=5", "--training.steps=6"], {"training.steps": 6}),
+        (["--training.local-batch-size=5"], {"training.local_batch_size": 5}),
+        (["--parallelism.data_parallel_shard_degree=-1"], None),
+        (["--parallelism.data_parallel_shard_degree", "-1"], None),
+        (["--compile.no_enable"], {"compile.enable": False}),
+        (["--compile.no-enable"], {"compile.enable": False}),
+        (["--model.converters="], None),
+        (["--training.dataset_path=None"], {"training.dataset_path": None}),
+        (["--optimizer.lr=1"], {"optimizer.lr": 1.0}),
+    ],
+)
+@pytest.mark.titan
+def test_words_of_a_user_mean_what_torchtitan_reads(
+    words: list[str], expected: dict[str, Any] | None
+) -> None:
+    values = parse_arguments(words, "words", STACK)
+    if expected is not None:
+        assert values == expected
+    parsed = parse([*EXTENDED, *words])
+    if words == ["--model.converters="]:
+        assert parsed["model.converters"] in ([], [""])
+        return
+    assert typed(values) == typed({name: parsed[name] for name in values})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--training.stepz=5"], "has no option 'training.stepz'; nearest: training.steps"),
+        (["training.steps=5"], "found 'training.steps=5'; TorchTitan options start with --"),
+        (
+            ["--training.steps=five"],
+            "words: training.steps: found the text 'five', allowed: a whole",
+        ),
+        (["--training.steps"], "words: training.steps: has no value"),
+        (["--compile.enable=true"], "takes no value, found 'true'; write --compile.enable or"),
+        (["--activation_checkpoint.mode=ful"], "did you mean 'full'?"),
+    ],
+)
+def test_wrong_words_are_named(words: list[str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_arguments(words, "words", STACK)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("training.steps", "20", "found the text '20', allowed: a whole number"),
+        ("training.steps", 2.0, "found the number 2.0, allowed: a whole number"),
+        ("training.steps", True, "found true, allowed: a whole number"),
+        ("training.steps", None, "found nothing, allowed: a whole number"),
+        ("training.steps", [1], "found a list, allowed: a whole number"),
+        ("optimizer.lr", "1e-4x", "found the text '1e-4x', allowed: a number"),
+        ("optimizer.lr", float("nan"), "found the number nan, allowed: a number"),
+        ("optimizer.lr", 10**400, "found the number inf, allowed: a number"),
+        ("compile.enable", 1, "found the number 1, allowed: true or false"),
+        ("compile.enable", "yes", "found the text 'yes', allowed: true or false"),
+        ("model.flavor", 16, "found the number 16, allowed: a text"),
+        ("model.flavor", "a\0b", "allowed: a text in UTF-8"),
+        ("model.flavor", "a\udcffb", "allowed: a text in UTF-8"),
+        ("model.converters", 5, "found the number 5, allowed: a list of texts"),
+        ("model.converters", ["a,b"], "items may hold no comma"),
+        ("model.converters", [""], "items may hold no comma and not be empty"),
+        ("compile.components", [], "found an empty list"),
+        ("parallelism.module_fqns_per_model_part", ["a"], "allowed: a list of lists of texts"),
+        ("parallelism.module_fqns_per_model_part", [["a,b"]], "items may hold no comma"),
+        ("training.dataset_path", "None", "the text 'None', which TorchTitan reads as nothing"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        STACK.option(name, name).check("here", value)
+    assert str(caught.value).startswith("here: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("training.step", "training.steps"),
+        ("trainning.steps", "training.steps"),
+        ("tensor_parallel_degree", "parallelism.tensor_parallel_degree"),
+        ("parallelism.expert_parallel_degre", "parallelism.expert_parallel_degree"),
+        ("checkpoint.intervall", "checkpoint.interval"),
+        ("quantize.grouped_mm.mx.recipe", "quantize.grouped_mm.mx.recipe_name"),
+    ],
+)
+def test_a_misspelt_option_is_named_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(InputError) as caught:
+        STACK.option("here", name)
+    assert repr(name) in str(caught.value)
+    assert nearest in str(caught.value).split("nearest: ")[1].split(", ")
+
+
+def test_an_unknown_stack_is_named() -> None:
+    with pytest.raises(InputError, match=r"unknown stack '2026.2'.*did you mean '2026.02'"):
+        load_stack("2026.2")
+
+
+def test_the_table_is_json_that_a_second_stack_can_copy() -> None:
+    table = json.loads(OPTION_TABLE.read_text(encoding="utf-8"))
+    assert set(table) == {"options", "models"}
+    assert set(table["models"]["deepseek_v3"]) >= {"671B", "16B", "debugmodel"}
