@@ -54,7 +54,7 @@ class CellSlurmExecutor(SlurmExecutor):
                 f"# Runs {self.cell.name}/train.sh under the cookbook's supervisor.",
                 *lines,
                 "export SUBMITIT_EXECUTOR=slurm",
-                f"export PYTHONPATH={shlex.quote(str(ROOT))}",
+                f"export PYTHONPATH={shlex.quote(_python_path())}",
                 # The job trains in the environment that submitted it.
                 f"export VENV={shlex.quote(sys.prefix)}",
                 # exec, so that Slurm's signals reach the supervisor and not a shell above it.
@@ -76,7 +76,7 @@ class RunLocalExecutor(LocalExecutor):
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": _python_path(),
             "VENV": sys.prefix,
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_NTASKS": "1",
@@ -96,6 +96,11 @@ class RunLocalExecutor(LocalExecutor):
             start_new_session=True,
         )
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def _python_path() -> str:
+    """The cookbook first, then what the user has put there."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def submit_run(run: Run, cells: Sequence[Cell]) -> list[str]:
