@@ -149,7 +149,11 @@ def resolve_cell(
             place = f"{place}: {problem.option}"
         raise InputError(place, problem.found, problem.remedy)
     pair = f"{precision.name}+{ep_backend.name}"
-    as_published = not (varied or overrides) and nodes == original.nodes and stand_in_for is None
+    as_published = (
+        not (varied or overrides or sweep_settings)
+        and nodes == original.nodes
+        and stand_in_for is None
+    )
     return Cell(
         name="-".join([recipe.short_name, precision.name, ep_backend.name, *_suffix(varied or {})]),
         recipe=recipe,

@@ -1,0 +1,226 @@
+"""In: every cell of the cookbook. Out: what the pinned TorchTitan makes of it, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cookbook.cell import Cell, missing_packages, resolve_cell
+from cookbook.cluster import load_cluster
+from cookbook.errors import InputError
+from cookbook.machine import Gpu
+from cookbook.recipe import Setting, load_overlay, load_recipe
+from cookbook.render import train_args
+from tests.cells import CLUSTERS, POINTS, RECIPES, RUNNABLE, STACK, Point
+from tests.titan_config import parse, typed
+
+B200 = "soperator-b200"
+
+
+def _cell(
+    recipe: str = "deepseek_v3_671b",
+    precision: str = "bf16",
+    ep_backend: str = "standard",
+    cluster: str = B200,
+    nodes: int | None = None,
+    sweep: dict[str, Any] | None = None,
+    **options: Any,
+) -> Cell:
+    """A cell; `options` with __ for a dot."""
+    names = {name.replace("__", "."): value for name, value in options.items()}
+    return resolve_cell(
+        load_recipe(recipe, STACK),
+        load_overlay("precision", precision, STACK),
+        load_overlay("ep_backend", ep_backend, STACK),
+        load_cluster(cluster, STACK),
+        STACK,
+        nodes=nodes,
+        sweep_settings={name: Setting(value, "sweep") for name, value in (sweep or {}).items()},
+        overrides={name: Setting(value, f"--set {name}") for name, value in names.items()},
+    )
+
+
+@pytest.mark.titan
+@pytest.mark.parametrize("point", RUNNABLE, ids=str)
+def test_torchtitan_holds_what_the_cell_says(point: Point) -> None:
+    cell = point.cell()
+    parsed = parse(train_args(cell))
+    expected = {
+        **{name: option.default for name, option in STACK.options.items()},
+        **cell.options,
+        "job.description": f"{cell.name}: {cell.recipe.description}",
+        "job.custom_config_module": "cookbook.titan.job_config",
+        "experimental.custom_import": "cookbook.titan",
+        "cookbook.precision": point.precision,
+        "cookbook.ep_backend": point.ep_backend,
+        "cookbook.emulated": cell.emulated,
+    }
+    assert typed(parsed) == typed(expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_every_recipe_runs_somehow_on_every_cluster(recipe: str, cluster: str) -> None:
+    assert [each for each in RUNNABLE if (each.recipe, each.cluster) == (recipe, cluster)]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_a_cell_is_refused_with_a_reason_or_not_at_all(point: Point) -> None:
+    cell = point.cell()
+    assert cell.refused is None or "\n" not in cell.refused
+    assert cell.refused != ""
+    # Emulation is for the precisions that this GPU cannot compute, and is always labelled.
+    gpu = cell.cluster.gpu
+    capability = gpu.compute_capability if gpu else 0
+    if cell.emulated:
+        assert cell.precision.needs.compute_capability > capability
+        assert any(name.endswith(".emulate") and on for name, on in cell.options.items())
+    else:
+        assert not any(name.endswith(".emulate") and on for name, on in cell.options.items())
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_cell_yaml_reads_back_as_the_cell(point: Point) -> None:
+    cell = point.cell()
+    read = yaml.safe_load(cell.as_yaml())
+    assert read["options"] == cell.options
+    assert typed(read["options"]) == typed(cell.options)
+    assert read["name"] == cell.name
+    assert (read["precision"], read["ep_backend"]) == (point.precision, point.ep_backend)
+    assert read["nodes"] * read["ranks_per_node"] == cell.world
+    assert read["refused"] == cell.refused
+    origins = yaml.safe_load(cell.as_yaml(origins=True))["options"]
+    assert {name: origin["value"] for name, origin in origins.items()} == cell.options
+    assert all(origin["from"] for origin in origins.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"precision": "mxfp8_linear"}, "MXFP8 linear layers with tensor parallelism"),
+        ({"ep_backend": "mxfp8_a2a"}, "mxfp8_a2a needs a precision of mxfp8"),
+        (
+            {"ep_backend": "deepep", "parallelism__expert_parallel_degree": 1},
+            "deepep needs parallelism.expert_parallel_degree above 1",
+        ),
+        (
+            {"ep_backend": "deepep", "parallelism__expert_tensor_parallel_degree": 2},
+            "deepep needs parallelism.expert_tensor_parallel_degree 1, found 2",
+        ),
+        ({"recipe": "debug", "ep_backend": "deepep", "cluster": "local"}, "deepep needs CUDA GPUs"),
+        (
+            {"recipe": "debug", "precision": "float8", "cluster": "local"},
+            "float8 needs a GPU of compute capability 9.0, there is no CUDA GPU",
+        ),
+    ],
+)
+def test_what_cannot_run_says_why(arguments: dict[str, Any], reason: str) -> None:
+    if arguments.get("cluster") == "local" and load_cluster("local", STACK).gpu is not None:
+        pytest.skip("this machine has GPUs")
+    assert (_cell(**arguments).refused or "").startswith(reason)
+
+
+def test_what_the_gpu_lacks_is_emulated_where_the_cluster_allows_it() -> None:
+    h200 = _cell("debug", "mxfp8", cluster="h200-node")
+    assert h200.emulated and h200.refused is None
+    strict = replace(load_cluster("h200-node", STACK), emulate=False)
+    cell = resolve_cell(h200.recipe, h200.precision, h200.ep_backend, strict, STACK)
+    assert not cell.emulated
+    assert cell.refused == "mxfp8 needs a GPU of compute capability 10.0, H200 has 9.0"
+    newer = replace(strict, gpu=Gpu("B300", 10.3, 268))
+    assert resolve_cell(h200.recipe, h200.precision, h200.ep_backend, newer, STACK).refused is None
+
+
+def test_later_settings_win_and_say_where_they_come_from() -> None:
+    cell = _cell(
+        precision="mxfp8",
+        sweep={"training.steps": 30, "optimizer.lr": 1e-3},
+        training__steps=40,
+        quantize__grouped_mm__mx__fqns=["experts", "shared"],
+    )
+    origins = {name: setting.place for name, setting in cell.settings.items()}
+    assert cell.options["training.steps"] == cell.steps == 40
+    assert origins["training.steps"] == "--set training.steps"
+    assert (cell.options["optimizer.lr"], origins["optimizer.lr"]) == (1e-3, "sweep")
+    assert cell.options["quantize.grouped_mm.mx.fqns"] == ["experts", "shared"]
+    assert origins["model.converters"].startswith("recipes/precision/mxfp8.yaml:")
+    assert origins["model.name"].startswith("recipes/deepseek_v3_671b.yaml:")
+
+
+def test_a_large_recipe_has_a_stand_in_on_the_local_cluster() -> None:
+    cell = _cell("deepseek_v3_671b", "mxfp8", cluster="local", sweep={"training.steps": 1500})
+    assert (cell.recipe.name, cell.stand_in_for) == ("debug", "deepseek_v3_671b")
+    # What a sweep says of the large recipe would take hours here.
+    assert cell.left_out == ("training.steps",)
+    assert cell.steps == _cell("debug", cluster="local").steps
+    assert _cell("debug", cluster="local", sweep={"training.steps": 3}).steps == 3
+    # What the user says holds.
+    assert _cell("deepseek_v3_671b", cluster="local", training__steps=5).steps == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "published"),
+    [
+        ({}, 651),
+        ({"ep_backend": "deepep"}, 859),
+        ({"precision": "mxfp8", "ep_backend": "deepep"}, 918),
+        ({"precision": "mxfp8"}, None),
+        ({"nodes": 16}, None),
+        ({"training__local_batch_size": 16}, None),
+        ({"sweep": {"training.local_batch_size": 16}}, None),
+        ({"cluster": "local"}, None),
+    ],
+)
+def test_the_published_number_stands_beside_the_published_cell_alone(
+    arguments: dict[str, Any], published: float | None
+) -> None:
+    assert _cell(**arguments).published == published
+
+
+@pytest.mark.parametrize("nodes", [0, -1, 33])
+def test_nodes_that_the_cluster_lacks_are_refused(nodes: int) -> None:
+    with pytest.raises(InputError, match=rf"--nodes: found {nodes}, allowed: 1 to 32 on cluster"):
+        _cell(nodes=nodes)
+
+
+def test_a_layout_problem_is_named_where_the_value_stands() -> None:
+    with pytest.raises(InputError) as caught:
+        _cell(nodes=3)
+    message = str(caught.value)
+    assert message.startswith("recipes/deepseek_v3_671b.yaml:")
+    assert "parallelism.expert_parallel_degree: 32 does not divide 12 ranks of a stage" in message
+    with pytest.raises(InputError, match=r"--set parallelism.pipeline_parallel_degree: 7 does not"):
+        _cell(parallelism__pipeline_parallel_degree=7)
+
+
+def test_ranks_and_layout() -> None:
+    cell = _cell()
+    assert cell.world == 256
+    assert (cell.layout.dp_shard, cell.layout.stage_ranks, cell.layout.loss_rank) == (64, 128, 128)
+
+
+def test_names_of_varied_cells_are_safe_for_files_and_jobs() -> None:
+    varied = {
+        "model.converters": Setting(["quantize.grouped_mm.mx", "a b"], "sweep"),
+        "training.dataset_path": Setting("/mnt/data/$(touch x) y", "sweep"),
+        "optimizer.lr": Setting(1e-05, "sweep"),
+    }
+    base = _cell()
+    cell = resolve_cell(
+        base.recipe, base.precision, base.ep_backend, base.cluster, STACK, varied=varied
+    )
+    assert cell.name.startswith("671b-bf16-standard-converters_quantize.grouped_mm.mx+a_b-")
+    assert set(cell.name) <= set(
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.+-"
+    )
+    assert Path(cell.name).name == cell.name
+
+
+def test_missing_packages_are_those_that_the_overlays_need() -> None:
+    assert missing_packages(_cell()) == []
+    needed = {*_cell(precision="mxfp8", ep_backend="deepep").ep_backend.needs.packages}
+    assert needed == {"deep_ep"}
