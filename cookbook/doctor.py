@@ -41,7 +41,7 @@ def run_checks(
             software.check_compiler(here),
             machine.check_gpus(here),
             software.check_corpus(here),
-            machine.check_disk(here),
+            machine.check_disk(here, local),
         ]
     return [
         software.check_python(here),
