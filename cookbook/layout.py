@@ -96,6 +96,13 @@ def _degrees(layout: Layout) -> Iterator[Problem]:
             f"{layout.ep} does not divide {ranks} ranks of a stage",
             _try(layout.ep, ranks),
         )
+    elif layout.ep > 1 and layout.dp_shard * layout.cp == 1:
+        # apply_fsdp asks for the dense layers' FSDP mesh as soon as there is EP.
+        yield Problem(
+            DEGREES["dp_shard"],
+            f"comes to {layout.dp_shard} with CP 1, allowed with EP above 1: 2 and up",
+            f"use fewer TP or PP ranks, or set {DEGREES['ep']} 1",
+        )
 
 
 def _model(layout: Layout, model: ModelSizes) -> Iterator[Problem]:

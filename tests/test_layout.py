@@ -42,6 +42,7 @@ def _found(options: dict[str, Any], world: int) -> list[str]:
         (_options(pp=2, ep=8), 8, "ep", "8 does not divide 4 ranks of a stage", "try 4"),
         (_options(tp=2, etp=2, ep=8), 8, "ep", "8 does not divide 4 ranks of a stage", "try 4"),
         (_options(tp=4, etp=2, ep=2), 8, "etp", "found 2, allowed: 1 or the tensor parallel", ""),
+        (_options(tp=8, ep=2), 8, "dp_shard", "comes to 1 with CP 1", "use fewer TP"),
         (_options(etp=3), 8, "etp", "3 does not divide 8 ranks of a stage", "try 2"),
     ],
 )
@@ -149,7 +150,11 @@ def _torchtitan_accepts(degrees: dict[str, int], world: int, fake_world: Any) ->
 
     fake_world(world)
     try:
-        ParallelDims(**degrees, world_size=world).build_mesh()
+        dims = ParallelDims(**degrees, world_size=world)
+        dims.build_mesh()
+        # What parallelize_deepseekv3 asks for next.
+        if dims.fsdp_enabled or dims.ep_enabled:
+            dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"])
     except (AssertionError, RuntimeError, ValueError):
         return False
     return True
