@@ -8,6 +8,7 @@ from cookbook.titan.activity import hook_first_step, note_standard_dispatch
 from cookbook.titan.cpu import prepare_cpu
 from cookbook.titan.expert_parallel import correct_expert_parallel
 from cookbook.titan.mx import replace_mx_converters
+from cookbook.titan.pipeline_loss import correct_pipeline_loss
 
 
 def install() -> None:
@@ -15,5 +16,6 @@ def install() -> None:
         prepare_cpu()
     replace_mx_converters()
     correct_expert_parallel()
+    correct_pipeline_loss()
     note_standard_dispatch()
     hook_first_step()
