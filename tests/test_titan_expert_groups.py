@@ -141,7 +141,12 @@ def test_nothing_but_the_plan_is_kept_without_scores() -> None:
     experts, counts = CASES["uneven"]
     plan = plan_groups(experts, counts, 32)
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         tokens = torch.randn(experts.shape[0], 8, requires_grad=True)
         collect(spread(tokens, None, plan), None, plan)
     assert kept and all(not tensor.is_floating_point() for tensor in kept)

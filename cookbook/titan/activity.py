@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import has_cuda_capability
 
 from cookbook.files import write_whole
 from cookbook.titan.versions import refuse, versions
@@ -37,6 +38,15 @@ _PRECISIONS = {
     ("mxfp8", "mx"): "mxfp8_linear",
     ("fp8_rowwise", "float8"): "float8",
 }
+
+
+# Both exchanges of the quantized all-to-all, which one training step makes.
+_QUANTIZED_A2A = {"mxfp8-dispatch-forward", "mxfp8-combine-backward"}
+
+
+def _casts_emulated() -> bool:
+    """Whether the quantized all-to-all casts with PyTorch operations, as below SM100."""
+    return bool(dispatches & _QUANTIZED_A2A) and not has_cuda_capability(10, 0)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -86,10 +96,11 @@ def observe(model_parts: list[nn.Module]) -> dict[str, Any]:
     scalings = "+".join(sorted({scaling for scaling, _ in grouped}))
     kinds = "+".join(sorted({kind for kind, _ in linear}))
     found = f"grouped GEMMs {scalings or 'bf16'}, linear layers {kinds or 'bf16'}"
+    backends = {"mxfp8_a2a"} if dispatches == _QUANTIZED_A2A else dispatches
     return {
         "precision": _PRECISIONS.get((scalings, kinds), found),
-        "ep_backend": "+".join(sorted(dispatches)) or None,
-        "emulated": any(emulated for _, emulated in grouped | linear),
+        "ep_backend": "+".join(sorted(backends)) or None,
+        "emulated": any(emulated for _, emulated in grouped | linear) or _casts_emulated(),
         "has_experts": bool(grouped),
         "has_quantized_linear": bool(linear),
     }
