@@ -17,6 +17,7 @@ from typing import Any
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 
+from cookbook.titan.flavors import add_flavors
 from cookbook.titan.job_config import JobConfig as CookbookJobConfig
 
 
@@ -63,6 +64,7 @@ def _members(kind: Any) -> list[Any]:
 
 def model_table() -> dict[str, dict[str, int]]:
     """The sizes that layouts must divide, by flavor of deepseek_v3; unit: count."""
+    add_flavors()
     return {
         flavor: {
             "n_layers": args.n_layers,

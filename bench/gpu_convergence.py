@@ -1,0 +1,194 @@
+"""In: a machine with up to 4 GPUs. Out: loss curves of BF16 and MXFP8 on the proxy model, and a verdict.
+
+    python -m bench.gpu_convergence train OUT [--text FOLDER] [--steps 1500] [--seconds 570]
+    python -m bench.gpu_convergence draw OUT docs/convergence
+
+`train` runs the cells of `sweep convergence_proxy` side by side, one on each GPU in turn, and three
+seeds of BF16, whose distance from one another is what chance does. Each curve is written to
+OUT/<run>.csv. `draw` makes curves.svg and verdict.md of them (it needs matplotlib).
+
+The text is Python source: by default the corpus of set-up, else all that lies below FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cookbook.corpus import make_corpus
+from cookbook.curve import collect_steps
+from cookbook.files import write_whole
+from cookbook.machine import visible_gpus
+
+ROOT = Path(__file__).resolve().parent.parent
+SUBMIT = [sys.executable, str(ROOT / "submit.py")]
+
+
+@dataclass(frozen=True)
+class Training:
+    """One curve: a precision and the seed of its initial weights."""
+
+    precision: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.precision}-seed{self.seed}"
+
+
+TRAININGS = (
+    Training("mxfp8", 42),
+    Training("mxfp8_wgrad_hp", 42),
+    Training("bf16", 42),
+    Training("bf16", 43),
+    Training("bf16", 44),
+)
+BASELINE = Training("bf16", 42)
+
+
+def train(out: Path, text: Path | None, steps: int, seconds: float, words: Sequence[str]) -> int:
+    """Run all trainings until they end or `seconds` have passed; write what there is of each."""
+    deadline = time.monotonic() + seconds
+    assets = out / "assets"
+    make_corpus(assets, text)
+    gpus = max(len(visible_gpus()), 1)
+    running = {}
+    for number, training in enumerate(TRAININGS):
+        runs = out / "runs" / training.name
+        command = [
+            *(*SUBMIT, "run", "proxy", "--cluster", "local", "--precision", training.precision),
+            *("--set", f"training.steps={steps}", "--set", f"debug.seed={training.seed}"),
+            *("--set", f"training.dataset_path={assets / 'corpus'}"),
+            *("--set", f"model.hf_assets_path={assets / 'tokenizer'}"),
+            *words,
+        ]
+        environment = {**os.environ, "COOKBOOK_RUNS": str(runs)}
+        if visible_gpus():
+            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        with (out / f"{training.name}.log").open("w") as log:
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        running[training] = (process, environment)
+    while time.monotonic() < deadline and any(p.poll() is None for p, _ in running.values()):
+        time.sleep(1)
+    for training, (process, environment) in running.items():
+        if process.poll() is None:
+            subprocess.run([*SUBMIT, "cancel"], env=environment, check=False)
+            process.wait(60)
+        print(f"{training.name}: {_write_curve(out, training)} steps")
+    return 0
+
+
+def _write_curve(out: Path, training: Training) -> int:
+    cells = list((out / "runs" / training.name).glob("*/proxy-*"))
+    steps = collect_steps(cells[0], {"options": {}}) if cells else []
+    lines = [f"{step.step},{step.loss},{step.grad_norm}\n" for step in steps]
+    write_whole(out / f"{training.name}.csv", "".join(["step,loss,grad_norm\n", *lines]))
+    return len(steps)
+
+
+def read_curve(path: Path) -> list[float]:
+    """The losses of steps 1, 2, ..."""
+    with path.open(newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def verdict(curves: dict[str, list[float]]) -> tuple[list[tuple[str, float, float]], float]:
+    """Each curve's mean loss over the last tenth of the steps, its distance from BF16's, and chance.
+
+    Returns:
+        (name, mean, mean minus the baseline's) of each curve, and the largest distance between two
+        seeds of BF16: what a difference must exceed to mean anything.
+    """
+    length = min(map(len, curves.values()))
+    tail = {name: _mean(curve[length - length // 10 : length]) for name, curve in curves.items()}
+    base = tail[BASELINE.name]
+    seeds = [mean for name, mean in tail.items() if name.startswith("bf16")]
+    rows = [(name, mean, mean - base) for name, mean in tail.items()]
+    return rows, max(seeds) - min(seeds)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def draw(out: Path, target: Path) -> int:
+    """Draw the curves and write the verdict; copy the data beside them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves = {t.name: read_curve(out / f"{t.name}.csv") for t in TRAININGS}
+    length = min(map(len, curves.values()))
+    target.mkdir(parents=True, exist_ok=True)
+    figure, (whole, difference) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    colours = dict(zip(curves, ["tab:red", "tab:blue", "black", "0.55", "0.75"], strict=True))
+    base = _smooth(curves[BASELINE.name][:length])
+    for name, curve in curves.items():
+        write_whole(target / f"{name}.csv", (out / f"{name}.csv").read_text())
+        smooth = _smooth(curve[:length])
+        steps = range(len(curve) - len(smooth) + 1, len(curve) + 1)
+        whole.plot(steps, smooth, label=name, color=colours[name], linewidth=1.1)
+        if name != BASELINE.name:
+            distance = [value - other for value, other in zip(smooth, base, strict=True)]
+            difference.plot(steps, distance, label=name, color=colours[name], linewidth=1.1)
+    whole.set(xlabel="step", ylabel="loss (mean of 25 steps)", title="training loss")
+    difference.set(xlabel="step", ylabel="loss minus BF16's (seed 42)", title="distance from BF16")
+    difference.axhline(0, color="black", linewidth=0.8)
+    difference.set_ylim(-0.15, 0.15)
+    for axes in (whole, difference):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(target / "curves.svg", metadata={"Date": None})
+    rows, chance = verdict({name: curve[:length] for name, curve in curves.items()})
+    lines = [
+        "| curve | mean loss, last tenth | minus BF16 | verdict |",
+        "| --- | ---: | ---: | --- |",
+    ]
+    for name, mean, distance in rows:
+        word = "baseline" if name == BASELINE.name else "chance"
+        if not name.startswith("bf16"):
+            word = "equal" if abs(distance) <= chance else "different"
+        lines.append(f"| {name} | {mean:.4f} | {distance:+.4f} | {word} |")
+    lines.append(f"\nSteps: {length}. Largest distance between two seeds of BF16: {chance:.4f}.")
+    write_whole(target / "verdict.md", "\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return 0
+
+
+def _smooth(values: Sequence[float], width: int = 25) -> list[float]:
+    return [_mean(values[i - width + 1 : i + 1]) for i in range(width - 1, len(values))]
+
+
+def main() -> int:
+    """Train or draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    trained = commands.add_parser("train")
+    trained.add_argument("out", type=Path)
+    trained.add_argument("--text", type=Path)
+    trained.add_argument("--steps", type=int, default=1500)
+    trained.add_argument("--seconds", type=float, default=570)
+    trained.add_argument("words", nargs="*", help="further words for `submit.py run`, after --")
+    drawn = commands.add_parser("draw")
+    drawn.add_argument("out", type=Path)
+    drawn.add_argument("target", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "draw":
+        return draw(arguments.out, arguments.target)
+    out = arguments.out.resolve()
+    return train(out, arguments.text, arguments.steps, arguments.seconds, arguments.words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
