@@ -1,4 +1,4 @@
-"""In: a machine with up to 4 GPUs. Out: loss curves of BF16 and MXFP8 on the proxy model, and a verdict.
+"""In: a machine with GPUs. Out: loss curves of BF16 and MXFP8 on the proxy model, and a verdict.
 
     python -m bench.gpu_convergence train OUT [--text FOLDER] [--steps 1500] [--seconds 570]
     python -m bench.gpu_convergence draw OUT docs/convergence
@@ -102,7 +102,7 @@ def read_curve(path: Path) -> list[float]:
 
 
 def verdict(curves: dict[str, list[float]]) -> tuple[list[tuple[str, float, float]], float]:
-    """Each curve's mean loss over the last tenth of the steps, its distance from BF16's, and chance.
+    """Each curve's mean loss over the last tenth of the steps, and how far it is from BF16's.
 
     Returns:
         (name, mean, mean minus the baseline's) of each curve, and the largest distance between two
