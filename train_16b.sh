@@ -25,6 +25,8 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
+# Values stand in quotes, so that none is expanded.
+# shellcheck disable=SC1003,SC2016
 set -euo pipefail
 
 fail() {
@@ -99,7 +101,6 @@ fi
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export PYTORCH_ALLOC_CONF=expandable_segments:True
 # Lines of the log begin with the global rank; torchrun fills it in.
-# shellcheck disable=SC2016
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]:'
 # TorchTitan warns where the rank that knows the loss is not among these.
 export LOG_RANK=0

@@ -39,10 +39,10 @@ def _environment() -> jinja2.Environment:
 
 
 def _shquote(value: object) -> str:
-    """`value` as one word of bash; with a comma it is quoted too, where a reader could misread it."""
+    """`value` as one word of bash, quoted also where a reader could misread it (`a,b`, `=a`)."""
     text = str(value)
     quoted = shlex.quote(text)
-    return f"'{text}'" if quoted == text and "," in text else quoted
+    return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted
 
 
 def render_script(cell: Cell, root: Path = ROOT) -> str:

@@ -1,0 +1,106 @@
+"""In: nothing. Out: the recorded scripts and tables of the cookbook, renewed.
+
+    python -m tests.golden        (or: make golden)
+
+Recorded are the scripts of a few cells in tests/golden, train_671b.sh and train_16b.sh, and the
+table of the installed TorchTitan's options. Tests compare all of them exactly; look at `git diff`
+before you commit what this has renewed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from cookbook.cell import Cell, resolve_cell
+from cookbook.cluster import Cluster, load_cluster
+from cookbook.files import write_whole
+from cookbook.recipe import Setting, load_overlay, load_recipe
+from cookbook.render import ROOT, render_launcher, render_script
+from cookbook.stack import DEFAULT_STACK, load_stack
+
+GOLDEN = Path(__file__).parent / "golden"
+OPTION_TABLE = ROOT / "cookbook/stacks" / f"{DEFAULT_STACK}.json"
+LAUNCHERS = {"train_671b.sh": "deepseek_v3_671b", "train_16b.sh": "deepseek_v3_16b"}
+# Scripts name the folder of the cookbook, which is elsewhere on every machine.
+_ROOT = Path("/shared/moe-cookbook")
+_CONTAINER = str(Path(__file__).parent / "clusters/container.yaml")
+
+
+def golden_scripts() -> dict[str, str]:
+    """The text of each script in tests/golden, by its file name."""
+    one_node = {
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.tensor_parallel_degree": 1,
+        "parallelism.expert_parallel_degree": 4,
+    }
+    cells = [
+        _cell("deepseek_v3_671b", "mxfp8", "deepep", "soperator-b200"),
+        _cell("deepseek_v3_16b", "bf16", "standard", "soperator-b200"),
+        _cell("deepseek_v3_16b", "mxfp8", "mxfp8_a2a", _CONTAINER),
+        _cell("deepseek_v3_16b", "mxfp8", "standard", "h200-node", one_node),
+        _cell("debug", "mxfp8", "standard", "local"),
+    ]
+    return {f"{cell.name}-{cell.cluster.name}.sh": render_script(cell, _ROOT) for cell in cells}
+
+
+def launchers() -> dict[str, str]:
+    """The text of train_671b.sh and train_16b.sh, by file name."""
+    stack = load_stack()
+    cluster = load_cluster("soperator-b200", stack)
+    return {
+        name: render_launcher(load_recipe(recipe, stack), cluster, stack, name)
+        for name, recipe in LAUNCHERS.items()
+    }
+
+
+def option_table() -> str:
+    """The table of the TorchTitan in this environment, as `stacks/<name>.json` holds it."""
+    command = [sys.executable, "-m", "cookbook.titan.option_table"]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _cell(
+    recipe: str,
+    precision: str,
+    ep_backend: str,
+    cluster: str,
+    options: dict[str, int] | None = None,
+) -> Cell:
+    stack = load_stack()
+    return resolve_cell(
+        load_recipe(recipe, stack),
+        load_overlay("precision", precision, stack),
+        load_overlay("ep_backend", ep_backend, stack),
+        _on_cpu(load_cluster(cluster, stack)),
+        stack,
+        overrides={
+            name: Setting(value, f"--set {name}") for name, value in (options or {}).items()
+        },
+    )
+
+
+def _on_cpu(cluster: Cluster) -> Cluster:
+    """`local` as on a machine without GPUs, whatever this one has."""
+    return replace(cluster, gpu=None, ranks_per_node=2) if cluster.scheduler == "local" else cluster
+
+
+def main() -> None:
+    """Renew all records; scripts that are no longer made are removed."""
+    # The driver reads the table, so it comes first.
+    write_whole(OPTION_TABLE, option_table())
+    scripts = golden_scripts()
+    for path in GOLDEN.glob("*.sh"):
+        if path.name not in scripts:
+            path.unlink()
+    for name, text in scripts.items():
+        write_whole(GOLDEN / name, text, mode=0o755)
+    for name, text in launchers().items():
+        write_whole(ROOT / name, text, mode=0o755)
+    print(f"renewed {OPTION_TABLE.name}, {', '.join(scripts)}, {', '.join(LAUNCHERS)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+#!/bin/bash
+# 671b-mxfp8-deepep: DeepSeek-V3 671B: 20 steps for throughput, on 32 nodes x 8 B200
+# precision mxfp8 (MXFP8 on the routed experts' grouped GEMMs)
+# EP backend deepep (DeepEP (NVLink within a node, IBGDA between nodes))
+#
+# sbatch train.sh                          trains it
+# sbatch train.sh --training.steps=5       TorchTitan's options at the end
+#
+# Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
+# Rendered by `submit.py render` from deepseek_v3_671b.yaml for cluster soperator-b200.
+
+#SBATCH --job-name=671b-mxfp8-deepep
+#SBATCH --nodes=32
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=128
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+# Values stand in quotes, so that none is expanded.
+# shellcheck disable=SC1003,SC2016
+set -euo pipefail
+
+fail() {
+  echo "train.sh: $*" >&2
+  exit 2
+}
+
+[[ -n "${SLURM_JOB_ID:-}" ]] || fail "runs inside a Slurm job; start it with: sbatch train.sh"
+
+COOKBOOK_ROOT="${COOKBOOK_ROOT:-}"
+if [[ -z "${COOKBOOK_ROOT}" ]]; then
+  COOKBOOK_ROOT=/shared/moe-cookbook
+fi
+[[ -f "${COOKBOOK_ROOT}/submit.py" ]] ||
+  fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"
+# Relative paths in recipes (tokenizers, data) start at the cookbook's folder.
+cd "${COOKBOOK_ROOT}"
+CELL=671b-mxfp8-deepep
+PRECISION=mxfp8
+EP_BACKEND=deepep
+# A requeued job has the same id, hence the same folder and the same checkpoints: it resumes. To resume
+# an earlier job's run, pass its folder: CELL_DIR=runs/... sbatch train.sh
+CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/671b-${SLURM_JOB_ID:-local}/${CELL}}")"
+ATTEMPT=0
+while [[ -e "${CELL_DIR}/attempt-${ATTEMPT}" ]]; do
+  ATTEMPT=$((ATTEMPT + 1))
+done
+export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
+# Slurm would requeue for ever; a job that keeps losing nodes needs a person.
+if ((${SLURM_RESTART_COUNT:-0} > 3)); then
+  fail "restarted ${SLURM_RESTART_COUNT} times, allowed: 3; see ${CELL_DIR}"
+fi
+
+VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
+[[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
+export PATH="${VENV}/bin:${PATH}"
+# For `--experimental.custom_import=cookbook.titan`.
+export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
+export PYTHONUNBUFFERED=1
+if [[ -r /etc/profile.d/90-nccl-network-vars.sh ]]; then
+  # The file is the cluster's own and may read unset variables.
+  set +u
+  # shellcheck source=/dev/null
+  source /etc/profile.d/90-nccl-network-vars.sh
+  set -u
+fi
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+export PYTORCH_ALLOC_CONF=expandable_segments:True
+export NVSHMEM_REMOTE_TRANSPORT=ibrc
+export NVSHMEM_IB_ENABLE_IBGDA=1
+export NVSHMEM_IBGDA_NIC_HANDLER=gpu
+if [[ -n "${NCCL_IB_HCA:-}" ]]; then
+  export NVSHMEM_HCA_LIST="${NVSHMEM_HCA_LIST:-${NCCL_IB_HCA}}"
+fi
+# Lines of the log begin with the global rank; torchrun fills it in.
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]:'
+# TorchTitan warns where the rank that knows the loss is not among these.
+export LOG_RANK='0,128'
+
+# The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
+# same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
+mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
+HEAD_NODE="${NODES[0]:?no node in SLURM_JOB_NODELIST}"
+HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
+HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
+RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || true
+[[ -n "${RESOLVED}" ]] || fail "cannot resolve the head node ${HEAD_NODE} (${HEAD_ADDRESS})"
+if [[ "${RESOLVED}" != 127.* ]]; then
+  HEAD_ADDRESS="${RESOLVED}"
+fi
+# Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
+RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
+# New for each attempt: a worker that is left over from the last one must not join this one.
+RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"
+NUM_NODES="${SLURM_JOB_NUM_NODES}"
+
+TORCHRUN=(
+  torchrun
+  --nnodes="${NUM_NODES}"
+  --nproc-per-node=8
+  --rdzv-backend=c10d
+  --rdzv-endpoint="${RDZV_ENDPOINT}"
+  --rdzv-id="${RDZV_ID}"
+  --role=rank
+  # Every rank's log is kept; the log of the job shows these local ranks, the one with the loss among them.
+  --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
+  --redirects=3
+  --tee=3
+  --local-ranks-filter=0
+)
+
+TRAIN_ARGS=(
+  --job.custom_config_module=cookbook.titan.job_config
+  --experimental.custom_import=cookbook.titan
+  '--job.description=671b-mxfp8-deepep: DeepSeek-V3 671B: 20 steps for throughput, on 32 nodes x 8 B200'
+  --cookbook.precision=mxfp8
+  --cookbook.ep_backend=deepep
+  --model.name=deepseek_v3
+  --model.flavor=671B
+  --model.hf_assets_path=assets/hf/DeepSeek-V3.1-Base
+  --model.print_after_conversion
+  --parallelism.data_parallel_replicate_degree=1
+  --parallelism.data_parallel_shard_degree=-1
+  --parallelism.context_parallel_degree=1
+  --parallelism.tensor_parallel_degree=2
+  --parallelism.pipeline_parallel_degree=2
+  --parallelism.pipeline_parallel_schedule=Interleaved1F1B
+  --parallelism.expert_parallel_degree=32
+  --parallelism.expert_tensor_parallel_degree=1
+  --training.seq_len=8192
+  --training.local_batch_size=64
+  --training.dataset=c4
+  --training.steps=20
+  --training.max_norm=1.0
+  --optimizer.name=AdamW
+  --optimizer.lr=0.0001
+  --optimizer.eps=1e-08
+  --lr_scheduler.warmup_steps=2000
+  --lr_scheduler.decay_ratio=0.8
+  --lr_scheduler.decay_type=cosine
+  --lr_scheduler.min_lr_factor=0.1
+  --activation_checkpoint.mode=full
+  --compile.enable
+  '--compile.components=model,loss'
+  --debug.moe_force_load_balance
+  --metrics.log_freq=1
+  --metrics.enable_tensorboard
+  --metrics.disable_color_printing
+  --parallelism.expert_parallel_comm_backend=deepep
+  --model.converters=quantize.grouped_mm.mx
+  --quantize.grouped_mm.mx.recipe_name=mxfp8
+  --quantize.grouped_mm.mx.fqns=experts
+)
+TRAIN_ARGS+=(
+  # Checkpoints belong to the cell, everything else to this attempt.
+  "--job.dump_folder=${CELL_DIR}"
+  "--metrics.save_tb_folder=attempt-${ATTEMPT}/tb"
+  "--comm.save_traces_folder=attempt-${ATTEMPT}/comm_traces"
+  "--profiling.save_traces_folder=attempt-${ATTEMPT}/profile_traces"
+  "--profiling.save_memory_snapshot_folder=attempt-${ATTEMPT}/memory_snapshot"
+)
+if [[ -n "${WANDB_API_KEY:-}" ]]; then
+  export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
+  export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
+  TRAIN_ARGS+=("--metrics.enable_wandb")
+fi
+TRAIN_ARGS+=("$@")
+
+# A misspelt option or a layout that does not divide ends here, in a second, and not on every rank. Started
+# by hand, the run is noted as well, for `submit.py status` and `report`.
+RECORD=(python -m cookbook.record)
+SUPERVISED=()
+if [[ -n "${COOKBOOK_SUPERVISED:-}" ]]; then
+  SUPERVISED=(--supervised)
+fi
+"${RECORD[@]}" begin "${CELL_DIR}" "${SUPERVISED[@]}" --cell="${CELL}" --recipe=deepseek_v3_671b \
+  --precision="${PRECISION}" --ep-backend="${EP_BACKEND}" --cluster=soperator-b200 \
+  --nodes="${NUM_NODES}" --ranks-per-node=8 --device=cuda \
+  -- "${TRAIN_ARGS[@]}"
+if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
+  trap '"${RECORD[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
+fi
+
+mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
+echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
+echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
+
+SRUN=(
+  srun
+  # srun has not inherited this from sbatch since Slurm 22.05; without it, all ranks share one core.
+  --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}"
+  # One failed node ends the step, instead of the others waiting for it.
+  --kill-on-bad-exit=1
+  --wait=60
+)
+"${SRUN[@]}" "${TORCHRUN[@]}" -m torchtitan.train "${TRAIN_ARGS[@]}" 2>&1 |
+  tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log"

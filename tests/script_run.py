@@ -1,0 +1,119 @@
+"""In: a script of the cookbook. Out: how it starts torchrun, seen without Slurm and without GPUs.
+
+Stand-ins for Slurm's commands are put on PATH; the script itself is run as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROGRAMS = {
+    "srun": """\
+printf '%s\\0' "$@" >"${RECORDS}/srun"
+while [[ "$1" == --* ]]; do shift; done
+exec "$@"
+""",
+    "torchrun": """\
+printf '%s\\0' "$@" >"${RECORDS}/torchrun"
+env -0 >"${RECORDS}/environment"
+pwd >"${RECORDS}/folder"
+""",
+    "scontrol": """\
+case "$2" in
+  hostnames) printf '%s\\n' worker-0 worker-1 ;;
+  node) echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=$3 Version=22.05" ;;
+esac
+""",
+    "getent": "echo '10.0.0.7 STREAM worker-0'\n",
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a script did: its status and words, and the torchrun that it started, if any."""
+
+    status: int
+    output: str
+    srun: list[str]
+    torchrun: list[str]
+    environment: Mapping[str, str]
+    folder: str
+
+    @property
+    def train_args(self) -> list[str]:
+        """The words that reach TorchTitan."""
+        assert self.torchrun, self.output
+        return self.torchrun[self.torchrun.index("torchtitan.train") + 1 :]
+
+
+class ScriptRunner:
+    """Runs scripts in `folder`, where it puts its stand-ins and what they write down."""
+
+    def __init__(self, folder: Path, python: str | None = None) -> None:
+        self.folder = folder
+        self.programs = folder / "programs"
+        self.venv = folder / "venv"
+        for name, text in _PROGRAMS.items():
+            _write_program(self.programs / name, text)
+        # Scripts have Python check their words, which takes a while; tests of that name a Python.
+        _write_program(self.venv / "bin/python", f'exec {python} "$@"\n' if python else "exit 0\n")
+
+    def run(
+        self,
+        script: Path,
+        *words: str,
+        root: Path,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Start:
+        """Run `script` with `words` in a job of two nodes, the cookbook being at `root`."""
+        records = self.folder / "records"
+        records.mkdir(exist_ok=True)
+        for path in records.iterdir():
+            path.unlink()
+        done = subprocess.run(
+            ["bash", str(script), *words],
+            env={
+                "PATH": f"{self.programs}:{os.environ['PATH']}",
+                "HOME": str(self.folder),
+                "RECORDS": str(records),
+                "COOKBOOK_ROOT": str(root),
+                "COOKBOOK_RUNS": str(self.folder / "runs"),
+                "VENV": str(self.venv),
+                "SLURM_JOB_ID": "4711",
+                "SLURM_JOB_NODELIST": "worker-[0-1]",
+                "SLURM_JOB_NUM_NODES": "2",
+                "SLURM_SUBMIT_DIR": str(self.folder),
+                "SLURM_CPUS_ON_NODE": "128",
+                **(environment or {}),
+            },
+            cwd=cwd or self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+        )
+        variables = [word.partition("=") for word in _words(records / "environment")]
+        return Start(
+            status=done.returncode,
+            output=done.stdout.decode(errors="replace"),
+            srun=_words(records / "srun"),
+            torchrun=_words(records / "torchrun"),
+            environment={name: value for name, _, value in variables},
+            folder=(records / "folder").read_text().strip() if variables else "",
+        )
+
+
+def _write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}")
+    path.chmod(0o755)
+
+
+def _words(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    return path.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1]

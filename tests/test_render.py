@@ -1,0 +1,408 @@
+"""In: cells and recipes. Out: scripts that bash, shellcheck and TorchTitan read as meant."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cookbook.cell import Cell, resolve_cell
+from cookbook.cluster import load_cluster
+from cookbook.recipe import Setting, load_overlay, load_recipe
+from cookbook.render import ROOT, render_script
+from cookbook.sbatch import sbatch_lines
+from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, STACK, Point, walked
+from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers
+from tests.script_run import ScriptRunner, Start
+from tests.test_stack import ANY_TEXT, NASTY, NOT_HERE, TEXTS
+from tests.titan_config import parse, typed
+
+CHECKED_IN = {name: (ROOT / name).read_text(encoding="utf-8") for name in LAUNCHERS}
+CELLS = {str(point): point.cell() for point in POINTS}
+# One more, of values that a shell would do something with.
+_LAST = list(CELLS.values())[-1]
+CELLS["nasty"] = replace(
+    _LAST,
+    cluster=replace(_LAST.cluster, environment={f"TEXT_{n}": text for n, text in enumerate(NASTY)}),
+    settings={
+        **_LAST.settings,
+        **{name: Setting(text, "") for name, text in zip(TEXTS, NASTY[::-1], strict=False)},
+    },
+)
+SCRIPTS = {name: render_script(cell) for name, cell in CELLS.items()} | CHECKED_IN
+PAIRS = [(precision, backend) for precision in PRECISIONS for backend in EP_BACKENDS]
+# What differs between two runs of bash, whatever the script.
+OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all scripts, rendered cells and launchers alike."""
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, text in SCRIPTS.items():
+        (folder / name.replace("/", "_")).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> ScriptRunner:
+    return ScriptRunner(tmp_path)
+
+
+@pytest.mark.parametrize("name", golden_scripts())
+def test_a_recorded_script_is_rendered_exactly_so(name: str) -> None:
+    recorded = GOLDEN / name
+    assert recorded.is_file(), f"no record of {name}: make golden"
+    assert golden_scripts()[name] == recorded.read_text(encoding="utf-8"), "renew it: make golden"
+
+
+def test_no_record_is_left_over() -> None:
+    assert {path.name for path in GOLDEN.iterdir()} == set(golden_scripts()), "make golden"
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_scripts_at_the_top_are_rendered_exactly_so(name: str) -> None:
+    assert launchers()[name] == CHECKED_IN[name], "renew it: make golden"
+    assert os.access(ROOT / name, os.X_OK)
+    # They are checked in, so they name no folder of this machine.
+    assert str(ROOT) not in CHECKED_IN[name]
+
+
+def test_bash_reads_every_script(written: Path) -> None:
+    loop = 'for file; do bash -n "${file}" || echo "${file}"; done'
+    files = walked([str(path) for path in sorted(written.iterdir())])
+    done = subprocess.run(
+        ["bash", "-c", loop, "bash", *files], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_shellcheck_finds_nothing_in_any_script(written: Path) -> None:
+    beside_python = Path(sys.executable).parent / "shellcheck"
+    shellcheck = str(beside_python) if beside_python.exists() else shutil.which("shellcheck")
+    if shellcheck is None:
+        message = "shellcheck is missing; run: apt-get install shellcheck, or setup.sh --dev"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    files = walked([str(path) for path in sorted(written.iterdir())])
+    # Scripts that are the same but for names and values need no second look.
+    seen: dict[str, str] = {}
+    for file in files:
+        text = Path(file).read_text(encoding="utf-8")
+        shape = re.sub(r"(?m)^(#.*|  '?--.*|[A-Z_]+=.*|export .*)$", "", text)
+        seen.setdefault(shape, file)
+    chosen = [*seen.values(), *(file for file in files if Path(file).name in LAUNCHERS)]
+    done = subprocess.run([shellcheck, *chosen], capture_output=True, text=True, timeout=300)
+    assert done.stdout + done.stderr == ""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_order_of_a_script(name: str) -> None:
+    lines = SCRIPTS[name].splitlines()
+    assert lines[0] == "#!/bin/bash"
+    commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
+    # sbatch stops reading at the first command.
+    assert all(number < commands[0] for number in options)
+    assert lines[commands[0]] == "set -euo pipefail"
+    on_slurm = name in LAUNCHERS or CELLS[name].cluster.scheduler == "slurm"
+    assert bool(options) == on_slurm
+    # A block: nothing but comments between.
+    assert options == list(range(options[0], options[0] + len(options))) if options else True
+    # Under sbatch the script is a copy elsewhere.
+    assert "BASH_SOURCE" not in SCRIPTS[name]
+    assert "$0" not in SCRIPTS[name]
+    assert "set -x" not in SCRIPTS[name]
+    assert "|| true\n" not in SCRIPTS[name].replace("print $1 }')\" || true\n", "\n")
+    # One srun, and it is the last command.
+    assert sum(bool(re.search(r"(?<![\w-])srun(?![\w-])", line)) for line in _code(lines)) == (
+        1 if on_slurm else 0
+    )
+    last = " ".join(line.strip() for line in lines[-2:])
+    launch = '"${SRUN[@]}" "${TORCHRUN[@]}"' if on_slurm else '"${TORCHRUN[@]}"'
+    assert last == (
+        f'{launch} -m torchtitan.train "${{TRAIN_ARGS[@]}}" 2>&1 | '
+        'tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log"'
+    )
+    assert SCRIPTS[name].endswith("\n") and "\n\n\n" not in SCRIPTS[name]
+
+
+def _code(lines: list[str]) -> list[str]:
+    return [line for line in lines if not line.lstrip().startswith("#")]
+
+
+def test_a_job_is_asked_for_as_its_cluster_says() -> None:
+    container = next(str(point) for point in POINTS if "container" in point.cluster)
+    header = [line for line in SCRIPTS[container].splitlines() if line.startswith("#SBATCH")]
+    assert header[1:] == [
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --cpus-per-task=96",
+        "#SBATCH --exclusive",
+        "#SBATCH --mem=0",
+        "#SBATCH --partition=training",
+        "#SBATCH --account=research",
+        "#SBATCH --time=04:00:00",
+        "#SBATCH --exclude=worker-7,worker-9",
+        "#SBATCH --no-requeue",
+        "#SBATCH --open-mode=append",
+        """#SBATCH --comment='it'"'"'s a "test" of $HOME'""",
+        "#SBATCH --reservation=moe",
+        "#SBATCH --spread-job",
+        "#SBATCH --output=%x-%j.log",
+    ]
+
+
+def _start(runner: ScriptRunner, script: Path, *words: str, **environment: str) -> Start:
+    shutil.rmtree(runner.folder / "cell", ignore_errors=True)
+    cell = {"CELL_DIR": str(runner.folder / "cell"), **environment}
+    return runner.run(script, *words, root=ROOT, environment=cell)
+
+
+def _cell(recipe: str, precision: str, ep_backend: str) -> Cell:
+    return Point(recipe, precision, ep_backend, "soperator-b200").cell()
+
+
+@pytest.mark.titan
+@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize(("precision", "ep_backend"), PAIRS)
+def test_a_launcher_and_the_cells_own_script_train_the_same(
+    runner: ScriptRunner, name: str, precision: str, ep_backend: str
+) -> None:
+    cell = _cell(LAUNCHERS[name], precision, ep_backend)
+    # Cards that the cluster names are passed on, so that both must do it.
+    cards = {"NCCL_IB_HCA": "mlx5_4:1", "WANDB_API_KEY": "key"}
+    by_launcher = _start(
+        runner,
+        ROOT / name,
+        "--training.seq_len=4096",
+        **cards,
+        PRECISION=precision,
+        EP_BACKEND=ep_backend,
+    )
+    if cell.refused:
+        assert by_launcher.status == 2
+        assert cell.refused in by_launcher.output
+        assert by_launcher.torchrun == []
+        return
+    script = runner.folder / "train.sh"
+    script.write_text(render_script(cell), encoding="utf-8")
+    by_cell = _start(runner, script, "--training.seq_len=4096", **cards)
+    assert by_launcher.status == by_cell.status == 0, by_launcher.output + by_cell.output
+    parsed = dict(parse(by_launcher.train_args))
+    assert parsed.pop("job.description")
+    from_cell = dict(parse(by_cell.train_args))
+    assert from_cell.pop("job.description") == f"{cell.name}: {cell.recipe.description}"
+    assert typed(parsed) == typed(from_cell)
+    # And that is what the cell says, with the words of the command line and the run's folders.
+    folders = {
+        "job.dump_folder": str(runner.folder / "cell"),
+        "metrics.save_tb_folder": "attempt-0/tb",
+        "comm.save_traces_folder": "attempt-0/comm_traces",
+        "profiling.save_traces_folder": "attempt-0/profile_traces",
+        "profiling.save_memory_snapshot_folder": "attempt-0/memory_snapshot",
+    }
+    said = {**cell.options, **folders, "training.seq_len": 4096, "metrics.enable_wandb": True}
+    assert typed({option: parsed[option] for option in said}) == typed(said)
+    defaults = {option.name: option.default for option in STACK.options.values()}
+    others = set(parsed) - set(said) - {"job.custom_config_module", "experimental.custom_import"}
+    others = {option for option in others if not option.startswith("cookbook.")}
+    assert typed({o: parsed[o] for o in others}) == typed({o: defaults[o] for o in others})
+    assert parsed["cookbook.precision"] == precision
+    assert parsed["cookbook.ep_backend"] == ep_backend
+    # Same torchrun, same srun, same environment.
+    cut = by_launcher.torchrun.index("torchtitan.train")
+    assert (
+        by_launcher.torchrun[:cut] == by_cell.torchrun[: by_cell.torchrun.index("torchtitan.train")]
+    )
+    options_of_srun = by_launcher.srun[: by_launcher.srun.index("torchrun")]
+    assert options_of_srun == by_cell.srun[: by_cell.srun.index("torchrun")]
+    chosen = {"PRECISION", "EP_BACKEND"}
+    variables = {**by_launcher.environment, **by_cell.environment}.keys() - OF_BASH - chosen
+    assert {n: by_launcher.environment.get(n) for n in variables} == {
+        n: by_cell.environment.get(n) for n in variables
+    }
+    for variable, value in cell.environment.items():
+        assert by_cell.environment[variable] == value
+    assert ("NVSHMEM_HCA_LIST" in variables) == (ep_backend == "deepep")
+
+
+@pytest.mark.parametrize(
+    ("environment", "precision"),
+    [
+        ({}, "bf16"),
+        ({"RECIPE": "mxfp8_default"}, "mxfp8"),
+        ({"RECIPE": "mxfp8_wgrad_hp"}, "mxfp8_wgrad_hp"),
+        ({"RECIPE": "mxfp8_wgrad_with_hp"}, "mxfp8_wgrad_hp"),
+        ({"PRECISION": "float8", "RECIPE": "mxfp8_default"}, "float8"),
+    ],
+)
+def test_the_published_names_select_a_precision(
+    runner: ScriptRunner, environment: dict[str, str], precision: str
+) -> None:
+    start = _start(runner, ROOT / "train_671b.sh", **environment)
+    assert start.status == 0, start.output
+    assert f"--cookbook.precision={precision}" in start.train_args
+    assert "--cookbook.ep_backend=standard" in start.train_args
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"PRECISION": "fp4"}, "train_671b.sh: PRECISION: found 'fp4', allowed: bf16, float8, "),
+        ({"EP_BACKEND": "x y"}, "train_671b.sh: EP_BACKEND: found 'x y', allowed: deepep, "),
+        ({"RECIPE": "$(touch executed)"}, "PRECISION: found '$(touch executed)', allowed: "),
+        ({"VENV": "/nowhere"}, "VENV: no Python at /nowhere; run: bash "),
+        ({"COOKBOOK_ROOT": "/usr"}, "COOKBOOK_ROOT: found '/usr', which is not the cookbook's"),
+        ({"SLURM_JOB_ID": ""}, "runs inside a Slurm job; start it with: sbatch train_671b.sh"),
+        ({"SLURM_RESTART_COUNT": "4"}, "restarted 4 times, allowed: 3"),
+    ],
+)
+def test_a_script_says_what_is_wrong_and_starts_nothing(
+    runner: ScriptRunner, environment: dict[str, str], message: str
+) -> None:
+    start = _start(runner, ROOT / "train_671b.sh", **environment)
+    assert (start.status, start.torchrun, start.srun) == (2, [], [])
+    assert message in start.output
+    assert len(start.output.splitlines()) == 1
+    assert not (runner.folder / "cell").exists()
+    assert not list(runner.folder.rglob("executed"))
+
+
+@pytest.mark.parametrize("python", [None, sys.executable])
+def test_a_resumed_cell_is_a_new_attempt_in_its_own_folder(
+    tmp_path: Path, python: str | None
+) -> None:
+    runner = ScriptRunner(tmp_path, python)
+    cell = tmp_path / "runs" / "671b-4711" / "671b-bf16-standard"
+    for attempt in range(2):
+        # Two nodes of the 32: EP 8 divides their ranks.
+        words = ["--parallelism.expert_parallel_degree=8"]
+        start = runner.run(ROOT / "train_671b.sh", *words, root=ROOT)
+        assert start.status == 0, start.output
+        assert start.environment["COOKBOOK_ATTEMPT_DIR"] == str(cell / f"attempt-{attempt}")
+        assert f"--job.dump_folder={cell}" in start.train_args
+        assert f"--metrics.save_tb_folder=attempt-{attempt}/tb" in start.train_args
+        assert start.folder == str(ROOT)
+
+
+def test_without_a_key_weights_and_biases_stays_off(runner: ScriptRunner) -> None:
+    start = _start(runner, ROOT / "train_16b.sh")
+    assert "--metrics.enable_wandb" not in start.train_args
+    assert "--metrics.enable_tensorboard" in start.train_args
+
+
+@pytest.fixture(scope="module")
+def other_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that scripts take for the cookbook's; its name asks for quotes."""
+    root = tmp_path_factory.mktemp("a 'cookbook' $(touch executed)")
+    (root / "submit.py").touch()
+    return root
+
+
+@pytest.fixture(scope="module")
+def other_runner(tmp_path_factory: pytest.TempPathFactory) -> ScriptRunner:
+    return ScriptRunner(tmp_path_factory.mktemp("other"))
+
+
+# A variable of the environment cannot hold every option's text: torchrun's argv and this are apart.
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    texts=st.lists(ANY_TEXT, min_size=len(TEXTS), max_size=len(TEXTS)),
+    variables=st.lists(ANY_TEXT, min_size=5, max_size=5),
+    description=ANY_TEXT.filter(bool),
+    words=st.lists(ANY_TEXT, max_size=5),
+    quote=st.sampled_from("'\""),
+)
+def test_texts_reach_torchrun_unchanged_and_none_is_executed(
+    other_root: Path,
+    other_runner: ScriptRunner,
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    variables: list[str],
+    description: str,
+    words: list[str],
+    quote: str,
+) -> None:
+    folder = tmp_path_factory.mktemp("yaml")
+    scripted = {name for name in TEXTS if name in NOT_HERE} | _set_by_scripts()
+    options = {name: text for name, text in zip(TEXTS, texts, strict=True) if name not in scripted}
+    environment = {f"TEXT_{number}": text for number, text in enumerate(variables) if text}
+    recipe_file, cluster_file = folder / "recipe.yaml", folder / "cluster.yaml"
+
+    def dump(mapping: dict[str, Any]) -> str:
+        # Quoted: PyYAML's dumper takes `1e-8` for a text, as YAML 1.1 does.
+        text: str = yaml.safe_dump(mapping, allow_unicode=True, default_style=quote)
+        return text
+
+    recipe_file.write_text(
+        dump({"name": "any", "description": description, "nodes": 2, **options}), encoding="utf-8"
+    )
+    cluster_file.write_text(
+        dump(
+            {
+                "description": description,
+                "scheduler": "slurm",
+                "nodes": 2,
+                "ranks_per_node": 2,
+                "environment": environment,
+            }
+        ),
+        encoding="utf-8",
+    )
+    cell = resolve_cell(
+        load_recipe(str(recipe_file), STACK),
+        load_overlay("precision", "bf16", STACK),
+        load_overlay("ep_backend", "standard", STACK),
+        load_cluster(str(cluster_file), STACK),
+        STACK,
+    )
+    assert {name: cell.options[name] for name in options} == options
+    script = folder / "train.sh"
+    script.write_text(render_script(cell, other_root), encoding="utf-8", newline="")
+    start = other_runner.run(
+        script,
+        *words,
+        root=other_root,
+        environment={"CELL_DIR": str(folder / "cell $(touch executed)"), "COOKBOOK_ROOT": ""},
+    )
+    assert start.status == 0, start.output
+    assert start.folder == str(other_root)
+    assert start.train_args[len(start.train_args) - len(words) :] == words
+    assert {f"--{name}={text}" for name, text in options.items()} <= set(start.train_args)
+    assert f"--job.description={cell.name}: {description}" in start.train_args
+    assert f"--job.dump_folder={folder}/cell $(touch executed)" in start.train_args
+    for name, text in environment.items():
+        assert start.environment[name] == text
+    for place in (folder, other_root, other_runner.folder, Path.cwd()):
+        assert not list(place.glob("**/executed")) if place != Path.cwd() else True
+        assert not (place / "executed").exists()
+    lines = sbatch_lines(cell)
+    assert [f"#SBATCH {line}" for line in lines] == [
+        line for line in script.read_text(encoding="utf-8").split("\n") if line[:7] == "#SBATCH"
+    ]
+
+
+def _set_by_scripts() -> set[str]:
+    prefixes = ("job.dump_folder", "job.description", "experimental.custom_import", "cookbook.")
+    return {name for name in TEXTS if name.startswith(prefixes) or "save_" in name} - {
+        "job.save_config_file",
+        "comm.save_traces_file_prefix",
+    }
