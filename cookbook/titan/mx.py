@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torchtitan.components.quantization import MXFP8_GROUP_ALIGNMENT_SIZE, QuantizationConverter
 from torchtitan.components.quantization.utils import module_filter_fn
@@ -28,6 +29,8 @@ class MXGroupedMMConverter(QuantizationConverter):
     """Replaces the experts' weights, so that their grouped GEMMs quantize operands to MXFP8."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        from torchao.prototype.moe_training import scaled_grouped_mm
+
         super().__init__(job_config, parallel_dims)
         options: Any = job_config.quantize.grouped_mm.mx
         if not options.fqns:
@@ -39,6 +42,8 @@ class MXGroupedMMConverter(QuantizationConverter):
         self.fqns = [options.fqns] if isinstance(options.fqns, str) else list(options.fqns)
         self.recipe_name = options.recipe_name
         self.emulate = options.emulate
+        if self.emulate:
+            scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
         # MXFP8 scales run over 32 elements, and the weight gradient's GEMM contracts over tokens.
         set_token_group_alignment_size_m(MXFP8_GROUP_ALIGNMENT_SIZE)
 
@@ -80,10 +85,13 @@ class MXLinearConverter(QuantizationConverter):
         options: Any = job_config.quantize.linear.mx
         _check_hardware(options.emulate, "quantize.linear.mx.emulate")
         compiled = job_config.compile.enable and "model" in job_config.compile.components
-        if compiled and parallel_dims.tp_enabled:
+        if compiled and parallel_dims.tp_enabled and not options.emulate:
+            # Emulated casts are plain operations on DTensors and compile. TorchAO's SM100 casts are
+            # operations of its own; TorchTitan says that they do not compile under TP.
             raise refuse(
-                "MXFP8 linear layers under tensor parallelism do not compile with TorchAO 0.16; "
-                "leave out --compile.enable, set --compile.components=loss, or use TP 1"
+                "MXFP8 linear layers under tensor parallelism do not compile with TorchAO 0.16's "
+                "SM100 kernels; leave out --compile.enable, set --compile.components=loss, or use "
+                "--parallelism.tensor_parallel_degree=1"
             )
         config = MXLinearConfig.from_recipe_name(options.recipe_name)
         if options.emulate:
@@ -112,6 +120,38 @@ class MXLinearConverter(QuantizationConverter):
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantization is dynamic: nothing is kept from step to step."""
+
+
+def emulated_weight_gradient(
+    a_data: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_data: torch.Tensor,
+    b_scale: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype | None = torch.bfloat16,
+    block_size: int = 32,
+) -> torch.Tensor:
+    """Dequantize both operands and multiply in BF16, group by group along the contraction.
+
+    Takes the place of TorchAO's function of the same signature, which loops over the groups on the
+    host: it waits for the device in every call, and does not compile. Groups are whole blocks, so
+    that no scale belongs to two groups and the operands can be dequantized at once.
+
+    Args:
+        a_data: (N, M) float8, its scales (N, M / block) along the rows of all groups.
+        b_data: (M, K) float8, its scales (M / block, K).
+        offs: (groups,) int32, where each group ends in M.
+
+    Returns:
+        (groups, N, K).
+    """
+    rows, length = a_data.shape
+    a = a_data.reshape(rows, length // block_size, block_size).to(torch.bfloat16)
+    a = (a * a_scale.to(torch.bfloat16).unsqueeze(-1)).reshape(rows, length)
+    columns = b_data.shape[1]
+    b = b_data.t().reshape(columns, length // block_size, block_size).to(torch.bfloat16)
+    b = (b * b_scale.to(torch.bfloat16).t().unsqueeze(-1)).reshape(columns, length).t()
+    return torch._grouped_mm(a, b, offs=offs, out_dtype=out_dtype)
 
 
 def _check_hardware(emulate: bool, option: str) -> None:
