@@ -179,7 +179,7 @@ def main() -> int:
     trained.add_argument("--text", type=Path)
     trained.add_argument("--steps", type=int, default=1500)
     trained.add_argument("--seconds", type=float, default=570)
-    trained.add_argument("words", nargs="*", help="further words for `submit.py run`, after --")
+    trained.add_argument("--set", action="append", default=[], help="as for `submit.py run`")
     drawn = commands.add_parser("draw")
     drawn.add_argument("out", type=Path)
     drawn.add_argument("target", type=Path)
@@ -187,7 +187,8 @@ def main() -> int:
     if arguments.command == "draw":
         return draw(arguments.out, arguments.target)
     out = arguments.out.resolve()
-    return train(out, arguments.text, arguments.steps, arguments.seconds, arguments.words)
+    words = [word for setting in arguments.set for word in ("--set", setting)]
+    return train(out, arguments.text, arguments.steps, arguments.seconds, words)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-_KINDS = {
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
     "float": (lambda value: isinstance(value, float) and math.isfinite(value), "a number"),

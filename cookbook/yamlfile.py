@@ -233,4 +233,6 @@ def described(value: Any) -> str:
         return f"the number {value}"
     if value is None:
         return "nothing"
-    return {dict: "a mapping", list: "a list"}.get(type(value), repr(value))
+    if isinstance(value, dict):
+        return "a mapping"
+    return "a list" if isinstance(value, list) else repr(value)

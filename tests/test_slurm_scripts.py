@@ -16,6 +16,8 @@ from cookbook.stack import load_stack
 from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
 from tests.slurm_cluster import SlurmCluster
 
+pytestmark = pytest.mark.slurm
+
 ROOT = Path(__file__).resolve().parent.parent
 # The recipes' EP 32 does not divide the ranks of a few nodes.
 EP_8 = "--parallelism.expert_parallel_degree=8"
@@ -221,7 +223,9 @@ def test_a_copy_of_the_cookbook_uses_its_own_files(
         ("../mine.sh", [], copy / "below"),
         ("mine.sh", ["--training.steps=3"], copy),
     ):
-        job = slurm.submit(script, EP_8, *arguments, options=["--nodes=1"], cwd=folder, env=environment)
+        job = slurm.submit(
+            script, EP_8, *arguments, options=["--nodes=1"], cwd=folder, env=environment
+        )
         assert slurm.wait(job) == "COMPLETED", _log(folder, job)
         assert _records(environment)[-1].cwd == str(copy)
 

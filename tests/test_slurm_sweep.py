@@ -17,6 +17,8 @@ import pytest
 
 from tests.slurm_cluster import SlurmCluster
 
+pytestmark = pytest.mark.slurm
+
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = """
 description: two CPU nodes of the test cluster

@@ -37,8 +37,9 @@ def _entries(section: Any, prefix: str) -> typing.Iterator[tuple[str, dict[str, 
 
 
 def _entry(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    has_factory = field.default_factory is not dataclasses.MISSING
-    default = field.default_factory() if has_factory else field.default  # type: ignore[misc]
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     kinds = _members(field.type)
     entry: dict[str, Any] = {"default": default}
     if type(None) in kinds:
