@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+# The place of an error about a name, where all that is known is what it should name.
+_KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 
 
 class InputError(Exception):
@@ -20,6 +24,17 @@ class InputError(Exception):
         self.found = found
         self.remedy = remedy
         super().__init__(f"{place}: {found}" + (f"; {remedy}" if remedy else ""))
+
+
+@contextlib.contextmanager
+def named_at(place: str) -> Iterator[None]:
+    """Say where a name was read: an error about the name alone gets `place` as its place."""
+    try:
+        yield
+    except InputError as error:
+        if error.place in _KINDS:
+            raise InputError(place, error.found, error.remedy) from None
+        raise
 
 
 class JobError(Exception):

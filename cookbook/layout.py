@@ -37,7 +37,7 @@ class Problem:
 
 def layout_problems(stack: Stack, options: Mapping[str, Any], world: int) -> list[Problem]:
     """All that does not divide in a job of `world` ranks, the outermost degree first."""
-    problems = []
+    problems = list(_flavor(stack, options))
     for short, name in DEGREES.items():
         value = stack.value(options, name)
         if value < 1 and not (short == "dp_shard" and value == -1):
@@ -53,6 +53,18 @@ def layout_problems(stack: Stack, options: Mapping[str, Any], world: int) -> lis
     if model is not None:
         problems += [*_model(layout, model), *_stages(stack, options, layout, model.n_layers)]
     return problems + list(_batch(stack, options, layout))
+
+
+def _flavor(stack: Stack, options: Mapping[str, Any]) -> Iterator[Problem]:
+    flavors = stack.models.get(stack.value(options, "model.name"), {})
+    flavor = stack.value(options, "model.flavor")
+    if flavors and flavor not in flavors:
+        close = nearest(flavor.upper(), flavors) or nearest(flavor, flavors)
+        yield Problem(
+            "model.flavor",
+            f"found {flavor!r}, allowed: {', '.join(flavors)}",
+            f"did you mean {close[0]!r}?" if close else "",
+        )
 
 
 def _degrees(layout: Layout) -> Iterator[Problem]:

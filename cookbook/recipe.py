@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.errors import InputError, unknown_name
+from cookbook.errors import InputError, named_at, unknown_name
 from cookbook.stack import Stack
 from cookbook.yamlfile import Key, YamlFile, check_value, read_keys, read_yaml
 
@@ -128,7 +128,11 @@ def find_file(kind: str, name: str, what: str) -> Path:
         return path
     path = RECIPES / kind / f"{name}.yaml"
     if "/" in name or not path.is_file():
-        raise unknown_name(what, what, name, names_in(kind))
+        error = unknown_name(what, what, name, names_in(kind))
+        for other, verb in {"": "run", "sweep": "sweep"}.items():
+            if what in ("recipe", "sweep") and name in names_in(other):
+                raise InputError(error.place, error.found, f"write: python submit.py {verb} {name}")
+        raise error
     return path
 
 
@@ -143,6 +147,14 @@ def load_recipe(name: str, stack: Stack) -> Recipe:
     if own["published"]:
         block = read_keys(file, _PUBLISHED_KEYS, ("published",))
         published, source = block["tokens_per_second_per_gpu"], block["source"]
+        pairs = [f"{p}+{e}" for p in names_in("precision") for e in names_in("ep_backend")]
+        for pair in published:
+            if pair not in pairs:
+                place = file.place("published", "tokens_per_second_per_gpu", pair)
+                raise unknown_name(place, "pair", pair, pairs)
+    if own["stand_in"] is not None:
+        with named_at(file.place("stand_in")):
+            find_file("", own["stand_in"], "recipe")
     if not _NAME.fullmatch(own["name"]):
         raise InputError(file.place("name"), f"found {own['name']!r}, allowed: {_NAME_ALLOWED}")
     return Recipe(

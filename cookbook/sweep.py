@@ -10,7 +10,7 @@ from typing import Any
 
 from cookbook.cell import Cell, resolve_cell
 from cookbook.cluster import Cluster
-from cookbook.errors import InputError
+from cookbook.errors import InputError, named_at, unknown_name
 from cookbook.recipe import (
     Overlay,
     Recipe,
@@ -23,7 +23,7 @@ from cookbook.recipe import (
     split_keys,
 )
 from cookbook.stack import Stack
-from cookbook.yamlfile import Key, YamlFile, check_value, read_yaml
+from cookbook.yamlfile import Key, YamlFile, check_value, described, read_yaml
 
 Pair = tuple[Overlay, Overlay]
 
@@ -82,13 +82,18 @@ def load_sweep(name: str, stack: Stack) -> Sweep:
     if own["baseline"] is not None:
         baseline = _pair(file, own["baseline"], ("baseline",), stack)
         if _names(baseline) not in map(_names, pairs):
-            raise InputError(
-                file.place("baseline"), f"{'+'.join(_names(baseline))} is not in the sweep"
+            raise unknown_name(
+                file.place("baseline"),
+                "cell of the sweep",
+                "+".join(_names(baseline)),
+                ["+".join(_names(pair)) for pair in pairs],
             )
+    with named_at(file.place("recipes")):
+        recipes = tuple(load_recipe(recipe, stack) for recipe in own["recipes"])
     return Sweep(
         name=path.stem,
         description=own["description"],
-        recipes=tuple(load_recipe(recipe, stack) for recipe in own["recipes"]),
+        recipes=recipes,
         pairs=pairs,
         baseline=baseline,
         settings=flatten(file, own["options"], stack, ("options",)),
@@ -158,9 +163,11 @@ def _asked_pairs(sweep: Sweep, request: CellRequest) -> list[Pair]:
     pairs: dict[tuple[str, str], Pair] = {}
     for precision, ep_backend in sweep.pairs:
         if request.precision is not None:
-            precision = load_overlay("precision", request.precision, request.stack)
+            with named_at("--precision"):
+                precision = load_overlay("precision", request.precision, request.stack)
         if request.ep_backend is not None:
-            ep_backend = load_overlay("ep_backend", request.ep_backend, request.stack)
+            with named_at("--ep-backend"):
+                ep_backend = load_overlay("ep_backend", request.ep_backend, request.stack)
         pairs.setdefault((precision.name, ep_backend.name), (precision, ep_backend))
     return list(pairs.values())
 
@@ -194,19 +201,13 @@ def _pairs(file: YamlFile, own: Mapping[str, Any], stack: Stack) -> tuple[Pair, 
 def _pair(file: YamlFile, names: Mapping[str, Any], within: tuple[str, ...], stack: Stack) -> Pair:
     for key in names:
         if key not in ("precision", "ep_backend"):
-            raise InputError(
-                file.place(*within), f"unknown key {key!r}; allowed: precision, ep_backend"
-            )
+            raise unknown_name(file.place(*within), "key", key, ("precision", "ep_backend"))
     overlays = []
     for kind in ("precision", "ep_backend"):
         place = file.place(*within) if within else file.place(kind)
         name = check_value(f"{place}: {kind}", names.get(kind), Key(required=True))
-        try:
+        with named_at(place):
             overlays.append(load_overlay(kind, name, stack))
-        except InputError as error:
-            if error.place not in ("precision", "EP backend"):
-                raise
-            raise InputError(place, error.found, error.remedy) from None
     return overlays[0], overlays[1]
 
 
@@ -218,7 +219,8 @@ def _vary(
         place = file.place("vary", name)
         option = stack.setting(place, name)
         if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-            raise InputError(place, "allowed: a list of at least one value")
+            found = "an empty list, a sweep over nothing" if values == [] else described(values)
+            raise InputError(place, f"found {found}, allowed: a list of at least one value")
         axes[name] = tuple(Setting(option.check(place, value), place) for value in values)
     return axes
 

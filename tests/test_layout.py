@@ -89,6 +89,7 @@ def test_a_degree_that_does_not_divide_is_named_with_the_nearest_that_does(
             "3 does not divide the local batch of 8",
             "try 2",
         ),
+        ({"model.flavor": "16b"}, "model.flavor", "found '16b', allowed: ", "did you mean '16B'?"),
         (_options(pp=32), DEGREES["pp"], "32 pipeline ranks (32 stages of 1F1B)", "lower it"),
         (
             {**_options(pp=2), "parallelism.pipeline_parallel_schedule": "Interleaved1FB1"},

@@ -6,6 +6,7 @@ import argparse
 
 from cookbook.cell import Cell
 from cookbook.cluster import default_cluster, load_cluster
+from cookbook.errors import named_at
 from cookbook.recipe import load_recipe
 from cookbook.stack import load_stack
 from cookbook.sweep import (
@@ -21,8 +22,10 @@ from cookbook.sweep import (
 def cell_request(arguments: argparse.Namespace) -> CellRequest:
     """What the cell options of the command line say."""
     stack = load_stack()
+    with named_at("--cluster" if arguments.cluster else "COOKBOOK_CLUSTER"):
+        cluster = load_cluster(arguments.cluster or default_cluster(), stack)
     return CellRequest(
-        cluster=load_cluster(arguments.cluster or default_cluster(), stack),
+        cluster=cluster,
         stack=stack,
         precision=arguments.precision,
         ep_backend=arguments.ep_backend,

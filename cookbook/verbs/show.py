@@ -1,4 +1,4 @@
-"""In: parsed arguments. Out: what the cookbook holds and would do, printed; nothing is submitted."""
+"""In: parsed arguments. Out: what the cookbook holds and would do, printed; none is submitted."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ def list_all(arguments: argparse.Namespace) -> int:
     default = default_cluster()
     parts = {
         "recipes": {name: load_recipe(name, stack).description for name in names_in("")},
-        "precisions": {
-            name: _with_synonyms("precision", name) for name in names_in("precision")
-        },
+        "precisions": {name: _with_synonyms("precision", name) for name in names_in("precision")},
         "EP backends": {
             name: _with_synonyms("ep_backend", name) for name in names_in("ep_backend")
         },
         "clusters": {
-            name: load_cluster(name, stack).description + (" (default here)" if name == default else "")
+            name: load_cluster(name, stack).description
+            + (" (default here)" if name == default else "")
             for name in names_in("cluster")
         },
         "sweeps": {name: load_sweep(name, stack).description for name in names_in("sweep")},
@@ -60,7 +59,12 @@ def render_cell(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         print(text, end="")
     else:
-        write_whole(Path(arguments.output), text, mode=0o755)
+        try:
+            write_whole(Path(arguments.output), text, mode=0o755)
+        except OSError as error:
+            raise InputError(
+                f"--output {arguments.output}", f"cannot be written: {error.strerror}"
+            ) from None
     return 0
 
 
