@@ -30,8 +30,11 @@ def visible_gpus() -> tuple[Gpu, ...]:
     except (subprocess.SubprocessError, OSError):
         return ()
     rows = [line.split(", ") for line in answer.stdout.splitlines() if line.count(", ") == 2]
+    # "[N/A]" stands where the driver does not know, e.g. the memory of a GPU that shares the CPU's.
     gpus = [
-        Gpu(name, float(capability), round(float(mib) / 1024, 1)) for name, capability, mib in rows
+        Gpu(name, float(capability), round(float(mib) / 1024, 1) if mib[0].isdigit() else 0.0)
+        for name, capability, mib in rows
+        if capability[0].isdigit()
     ]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:

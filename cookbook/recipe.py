@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,7 @@ def load_overlay(kind: str, name: str, stack: Stack) -> Overlay:
     for synonym in own["synonyms"]:
         if not _NAME.fullmatch(synonym):
             raise InputError(file.place("synonyms"), f"found {synonym!r}, allowed: {_NAME_ALLOWED}")
+    _check_variables(file, "environment_from", own["environment_from"].values())
     needs = read_keys(file, _NEEDS_KEYS, ("needs",)) if own["needs"] else {}
     emulated = None
     if own["emulated"] is not None:
@@ -211,13 +212,18 @@ def load_overlay(kind: str, name: str, stack: Stack) -> Overlay:
 
 def environment_of(file: YamlFile, mapping: Mapping[str, Any]) -> dict[str, str]:
     """The values as the texts that a shell exports; YAML's true is 1."""
-    for name in mapping:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise InputError(file.place("environment"), f"{name!r} is not the name of a variable")
+    _check_variables(file, "environment", mapping)
     return {
         name: str(int(value) if isinstance(value, bool) else value)
         for name, value in mapping.items()
     }
+
+
+def _check_variables(file: YamlFile, key: str, names: Iterable[Any]) -> None:
+    """These stand in scripts as they are, so nothing but a variable's name may."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+            raise InputError(file.place(key), f"{name!r} is not the name of a variable")
 
 
 def split_keys(

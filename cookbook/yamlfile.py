@@ -39,6 +39,9 @@ for _tag, _pattern, _first in [
     )
 
 
+_OF_CONTAINERS = ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
+
+
 @dataclass(frozen=True)
 class YamlFile:
     """A mapping read from `path`; `lines` holds the line of each key, by its keys from the top."""
@@ -99,6 +102,9 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
 def _construct(
     node: yaml.Node, keys: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path
 ) -> Any:
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in _OF_CONTAINERS:
+        place = f"{shown_path(path)}:{node.start_mark.line + 1}"
+        raise InputError(place, f"YAML tag {node.tag!r} is not allowed here")
     if isinstance(node, yaml.SequenceNode):
         return [_construct(item, keys, {}, path) for item in node.value]
     if not isinstance(node, yaml.MappingNode):

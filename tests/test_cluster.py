@@ -1,0 +1,170 @@
+"""In: cluster profiles. Out: what they hold, or one message that names file and key."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cookbook.cluster import default_cluster, load_cluster
+from cookbook.errors import InputError
+from cookbook.machine import visible_gpus
+from tests.cells import CLUSTER_FILES, CLUSTERS, STACK
+
+HEAD = "description: mine\nscheduler: slurm\n"
+
+
+def _write(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_profile_is_read_and_explained(name: str) -> None:
+    cluster = load_cluster(name, STACK)
+    assert cluster.description and cluster.ranks_per_node >= 1 and cluster.nodes >= 1
+    assert cluster.device == ("cuda" if cluster.gpu else "cpu")
+    assert cluster.path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_everything_a_profile_may_say() -> None:
+    (path,) = [path for path in CLUSTER_FILES if path.stem == "container"]
+    cluster = load_cluster(str(path), STACK)
+    assert (cluster.name, cluster.nodes, cluster.ranks_per_node) == ("container", 32, 8)
+    assert cluster.gpu is not None and cluster.gpu.compute_capability == 10.0
+    assert cluster.time == "04:00:00"
+    assert cluster.exclude == ("worker-7", "worker-9")
+    assert cluster.sbatch["spread-job"] is True
+    assert cluster.container is not None
+    assert cluster.container.mounts == ("/mnt/data:/mnt/data", "/mnt/with space:/data")
+    assert cluster.settings["comm.train_timeout_seconds"].value == 300
+    assert not cluster.requeue
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "description: a\nscheduler: slrum",
+            "mine.yaml:2: scheduler: unknown value 'slrum'; allow",
+        ),
+        ("description: a", "mine.yaml: scheduler: is missing"),
+        (HEAD + "node: 3", "mine.yaml:3: node: unknown key 'node'; allowed: "),
+        (HEAD + "node: 3", "did you mean 'nodes'?"),
+        (HEAD + "nodes: '3'", "mine.yaml:3: nodes: found the text '3', allowed: a whole number"),
+        (HEAD + "nodes: 0", "nodes: found the number 0, allowed: a whole number above 0"),
+        (HEAD + "gpus_per_node: 8", "mine.yaml:3: gpus_per_node: goes with `gpu`; set both"),
+        (HEAD + "gpus_per_node: 8\ngpu: {name: x}", "gpu.compute_capability: is missing"),
+        (HEAD + "gpus_per_node: 8\ngpu: {nam: x}", "mine.yaml:4: gpu.nam: unknown key 'nam'"),
+        (
+            HEAD
+            + "gpus_per_node: 8\nranks_per_node: 2\n"
+            + "gpu: {name: x, compute_capability: 9.0, memory_gib: 80}",
+            "ranks_per_node: is for CPU nodes",
+        ),
+        (HEAD + "time: 240", "time: found the number 240, allowed: a text; put it in quotes"),
+        (
+            HEAD + "exclude: worker-7",
+            "exclude: found the text 'worker-7', allowed: a list of texts",
+        ),
+        (HEAD + "sbatch: {partition: x}", "set the profile's own key `partition`"),
+        (HEAD + "sbatch: {cpus_per_task: 3}", "set the profile's own key `cpus_per_task`"),
+        (HEAD + "sbatch: {export: ALL}", "is said to sbatch by the cookbook itself; leave it out"),
+        (
+            HEAD + "sbatch: {spread_job: true}",
+            "mine.yaml:3: sbatch.spread_job: is not the long name",
+        ),
+        (HEAD + "sbatch: {spread_job: true}", "write spread-job"),
+        (HEAD + "sbatch: {-p: x}", "is not the long name of an sbatch option"),
+        (
+            HEAD + "sbatch: {qos: [a]}",
+            "sbatch: found a mapping, allowed: a mapping of names to texts",
+        ),
+        (
+            HEAD + 'account: "a\\ntouch executed"',
+            "found the text 'a\\ntouch executed', allowed: text",
+        ),
+        (HEAD + 'sbatch: {comment: "a\\nb"}', "allowed: text of one line"),
+        (HEAD + 'exclude: ["a\\nb"]', "allowed: text of one line"),
+        (HEAD + "rendezvous_port: 40000", "found 40000, allowed: 1024 to 32767"),
+        (HEAD + "rendezvous_port: 80", "found 80, allowed: 1024 to 32767"),
+        (
+            HEAD + "container: {imag: x}",
+            "container.imag: unknown key 'imag'; allowed: image, mounts",
+        ),
+        (HEAD + "container: {mounts: [a]}", "container.image: is missing"),
+        (HEAD + "environment: {A B: 1}", "'A B' is not the name of a variable"),
+        (HEAD + "comm: {train_timeout_second: 1}", "nearest: comm.train_timeout_seconds"),
+    ],
+)
+def test_a_wrong_profile_is_one_message_with_its_place(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        load_cluster(_write(tmp_path, text), STACK)
+    assert message in str(caught.value)
+    assert "mine.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def _nvidia_smi(folder: Path, output: str, status: int = 0) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{output}'\nexit {status}\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "chosen", "ranks", "device"),
+    [
+        ("NVIDIA H200, 9.0, 143771\\n" * 4, 0, None, 4, "cuda"),
+        ("NVIDIA H200, 9.0, 143771\\n" * 4, 0, "1,3", 2, "cuda"),
+        ("NVIDIA H200, 9.0, 143771\\n" * 4, 0, "", 2, "cpu"),
+        # Unlike ones would run at the pace of the slowest.
+        ("NVIDIA H200, 9.0, 143771\\nNVIDIA T4, 7.5, 15360\\n", 0, None, 1, "cuda"),
+        ("NVIDIA-SMI has failed\\n", 9, None, 2, "cpu"),
+        ("No devices were found\\n", 0, None, 2, "cpu"),
+        ("NVIDIA A, [N/A], [N/A]\\n", 0, None, 2, "cpu"),
+        ("NVIDIA H200, 9.0, [N/A]\\n", 0, None, 1, "cuda"),
+    ],
+)
+def test_the_local_profile_is_filled_in_from_the_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    output: str,
+    status: int,
+    chosen: str | None,
+    ranks: int,
+    device: str,
+) -> None:
+    _nvidia_smi(tmp_path, output, status)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if chosen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    visible_gpus.cache_clear()
+    load_cluster.cache_clear()
+    try:
+        cluster = load_cluster("local", STACK)
+        assert (cluster.ranks_per_node, cluster.device) == (ranks, device)
+        if cluster.gpu:
+            assert cluster.gpu.name == "NVIDIA H200"
+            assert cluster.gpu.memory_gib == (0.0 if "[N/A]" in output else 140.4)
+    finally:
+        visible_gpus.cache_clear()
+        load_cluster.cache_clear()
+
+
+def test_the_default_is_slurm_where_sbatch_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COOKBOOK_CLUSTER", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert default_cluster() == "local"
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert default_cluster() == "soperator-b200"
+    monkeypatch.setenv("COOKBOOK_CLUSTER", "h200-node")
+    assert default_cluster() == "h200-node"

@@ -1,0 +1,206 @@
+"""In: recipe and overlay files. Out: what they hold, or one message that names file and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cookbook.errors import InputError
+from cookbook.recipe import RECIPES, load_overlay, load_recipe, names_in
+from tests.cells import EP_BACKENDS, PRECISIONS, STACK, walked
+from tests.cells import RECIPES as RECIPE_NAMES
+
+HEAD = "name: mine\ndescription: mine\nnodes: 1\n"
+
+
+def _write(folder: Path, text: str, name: str = "mine.yaml") -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_every_recipe_is_read_and_explained(name: str) -> None:
+    recipe = load_recipe(name, STACK)
+    assert recipe.description and recipe.settings and recipe.nodes >= 1
+    if recipe.stand_in:
+        assert load_recipe(recipe.stand_in, STACK).nodes == 1
+    text = recipe.path.read_text(encoding="utf-8").splitlines()
+    # Commented, so that someone can learn from it and copy it.
+    assert text[0].startswith("# ")
+    assert sum(line.lstrip().startswith("#") for line in text) >= 5
+    # Every setting knows where it stands.
+    for option, setting in recipe.settings.items():
+        line = int(setting.place.split(":")[1])
+        assert option.rpartition(".")[2] in text[line - 1]
+
+
+def test_short_names_are_not_shared() -> None:
+    names = [load_recipe(name, STACK).short_name for name in RECIPE_NAMES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    walked([("precision", name) for name in PRECISIONS])  # type: ignore[arg-type]
+    + [("ep_backend", name) for name in EP_BACKENDS],
+)
+def test_every_overlay_is_read_and_explained(kind: str, name: str) -> None:
+    overlay = load_overlay(kind, name, STACK)
+    assert overlay.name == name and overlay.description
+    assert overlay.path.read_text(encoding="utf-8").startswith("# ")
+    for synonym in overlay.synonyms:
+        assert load_overlay(kind, synonym, STACK).name == name
+
+
+def test_the_published_numbers_are_those_of_the_article() -> None:
+    recipe = load_recipe("deepseek_v3_671b", STACK)
+    assert recipe.published == {"bf16+standard": 651, "bf16+deepep": 859, "mxfp8+deepep": 918}
+    assert recipe.published_source and recipe.published_source.startswith("https://")
+
+
+def test_sections_may_be_nested_or_dotted(tmp_path: Path) -> None:
+    nested = "quantize:\n  grouped_mm:\n    mx:\n      fqns: [experts]\n"
+    dotted = "quantize.grouped_mm.mx.fqns: [experts]\n"
+    mixed = "quantize:\n  grouped_mm.mx: {fqns: [experts]}\n"
+    for number, text in enumerate([nested, dotted, mixed]):
+        recipe = load_recipe(_write(tmp_path, HEAD + text, f"mine{number}.yaml"), STACK)
+        assert recipe.settings["quantize.grouped_mm.mx.fqns"].value == ["experts"]
+
+
+def test_yaml_values_become_torchtitans_types(tmp_path: Path) -> None:
+    text = HEAD + (
+        "optimizer: {lr: 1}\n"
+        "model: {converters: 'a,b'}\n"
+        "training: {dataset_path: null, steps: 5}\n"
+        "parallelism: {module_fqns_per_model_part: [[a], [b, c]]}\n"
+    )
+    settings = load_recipe(_write(tmp_path, text), STACK).settings
+    assert {name: setting.value for name, setting in settings.items()} == {
+        "optimizer.lr": 1.0,
+        "model.converters": ["a", "b"],
+        "training.dataset_path": None,
+        "training.steps": 5,
+        "parallelism.module_fqns_per_model_part": [["a"], ["b", "c"]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + "trainning: {steps: 5}", "mine.yaml:4: trainning: unknown key 'trainning'"),
+        (HEAD + "trainning: {steps: 5}", "did you mean 'training'?"),
+        (HEAD + "stand_inn: debug", "did you mean 'stand_in'?"),
+        (
+            HEAD + "training: {step: 5}",
+            "mine.yaml:4: training.step: TorchTitan 0.2.2 has no option",
+        ),
+        (HEAD + "training: {step: 5}", "'training.step'; nearest: training.steps"),
+        (HEAD + "training:\n  steps: five", "mine.yaml:5: training.steps: found the text 'five'"),
+        (HEAD + "training: 5", "mine.yaml:4: training: TorchTitan 0.2.2 has no option 'training'"),
+        (HEAD + "training: {dataloader: {num_worker: 1}}", "training.dataloader.num_workers"),
+        (HEAD + "quantize: {grouped: {x: 1}}", "has no option 'quantize.grouped'"),
+        (HEAD + "training: {steps: {a: 1}}", "found a mapping, allowed: a whole number"),
+        (HEAD + "training: {steps: 1}\ntraining.steps: 2", "training.steps stands twice, first at"),
+        (HEAD + "job: {dump_folder: /x}", "job.dump_folder is set by the scripts; set CELL_DIR"),
+        (HEAD + "cookbook: {precision: bf16}", "cookbook.precision is set by the scripts; use --p"),
+        (HEAD + "stand_in: debgu", "mine.yaml:4: stand_in: unknown recipe 'debgu'; allowed: "),
+        (HEAD + "stand_in: debgu", "did you mean 'debug'?"),
+        (HEAD + "published: {sauce: x}", "mine.yaml:4: published.sauce: unknown key 'sauce'"),
+        (
+            HEAD + "published: {tokens_per_second_per_gpu: {bf16+standard: 1}}",
+            "mine.yaml: published.source: is missing",
+        ),
+        (
+            HEAD + "published: {source: x, tokens_per_second_per_gpu: {bf16+standrd: 1}}",
+            "unknown pair 'bf16+standrd'; allowed: ",
+        ),
+        (
+            HEAD + "published: {source: x, tokens_per_second_per_gpu: {bf16+standard: fast}}",
+            "found a mapping, allowed: a mapping of names to numbers",
+        ),
+        ("name: a\ndescription: b", "mine.yaml: nodes: is missing; set it to a whole number"),
+        ("name: 16\ndescription: b\nnodes: 1", "found the number 16, allowed: a text; put it in"),
+        ("name: a b\ndescription: b\nnodes: 1", "mine.yaml:1: name: found 'a b', allowed: letters"),
+        ("name: ../a\ndescription: b\nnodes: 1", "name: found '../a', allowed: letters"),
+        ("name: ä\ndescription: b\nnodes: 1", "name: found 'ä', allowed: letters"),
+        ("name: $(x)\ndescription: b\nnodes: 1", "name: found '$(x)', allowed: letters"),
+        ("name: a\ndescription: b\nnodes: many", "nodes: found the text 'many', allowed: a whole"),
+    ],
+)
+def test_a_wrong_recipe_is_one_message_with_its_place(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        load_recipe(_write(tmp_path, text), STACK)
+    assert message in str(caught.value)
+    assert "mine.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("description: a\nsynonym: [b]", "mine.yaml:2: synonym: unknown key 'synonym'"),
+        ("description: a\nsynonyms: b", "synonyms: found the text 'b', allowed: a list of texts"),
+        ("description: a\nsynonyms: [a|b]", "mine.yaml:2: synonyms: found 'a|b', allowed: letters"),
+        ("description: a\nneeds: {gpu: 9}", "mine.yaml:2: needs.gpu: unknown key 'gpu'; allowed: "),
+        ("description: a\nneeds: {device: gpu}", "unknown value 'gpu'; allowed: cuda"),
+        (
+            "description: a\nneeds: {compute_capability: new}",
+            "found the text 'new', allowed: a num",
+        ),
+        ("description: a\nneeds: {options: {training.step: 1}}", "nearest: training.steps"),
+        ("description: a\nemulated: {training.step: 1}", "emulated.training.step: TorchTitan"),
+        ("description: a\nenvironment: {A-B: 1}", "'A-B' is not the name of a variable"),
+        (
+            "description: a\nenvironment: {A: [1]}",
+            "allowed: a mapping of names to texts or numbers",
+        ),
+        ("description: a\nenvironment_from: {A: B C}", "'B C' is not the name of a variable"),
+        ("description: a\nneeds: [cuda]", "needs: found a list, allowed: a mapping"),
+    ],
+)
+def test_a_wrong_overlay_is_one_message_with_its_place(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        load_overlay("precision", _write(tmp_path, text), STACK)
+    assert message in str(caught.value)
+    assert "mine.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("debgu", "unknown recipe 'debgu'; allowed: debug, "),
+        ("matrix", "unknown recipe 'matrix'; .*; write: python submit.py sweep matrix"),
+        ("cluster/local", "unknown recipe 'cluster/local'"),
+        ("nowhere.yaml", "nowhere.yaml: no such recipe file"),
+        ("", "unknown recipe ''"),
+    ],
+)
+def test_an_unknown_recipe_is_named_with_the_nearest(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_recipe(name, STACK)
+
+
+def test_a_file_whose_name_is_no_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="'my recipe' is no name of a recipe, allowed: letters"):
+        load_recipe(_write(tmp_path, HEAD, "my recipe.yaml"), STACK)
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(InputError, match=r"folder.yaml: is a folder, not a recipe file"):
+        load_recipe(str(tmp_path / "folder.yaml"), STACK)
+
+
+def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
+    text = "description: a\nenvironment: {A: true, B: 1, C: 1.5, D: x y, E: false}\n"
+    overlay = load_overlay("precision", _write(tmp_path, text), STACK)
+    assert overlay.environment == {"A": "1", "B": "1", "C": "1.5", "D": "x y", "E": "0"}
+
+
+def test_names_are_those_of_the_files() -> None:
+    for kind in ("", "precision", "ep_backend", "cluster", "sweep"):
+        assert names_in(kind) == sorted(path.stem for path in (RECIPES / kind).glob("*.yaml"))
+        assert names_in(kind)

@@ -1,0 +1,74 @@
+"""In: cells on clusters. Out: what sbatch is told about their jobs, in the words it reads."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from cookbook.sbatch import option_word, sbatch_lines, sbatch_options
+from tests.cells import POINTS, Point
+
+ON_SLURM = [point for point in POINTS if point.cell().cluster.scheduler == "slurm"]
+
+
+@pytest.mark.parametrize("point", ON_SLURM, ids=str)
+def test_one_task_a_node_sees_all_of_its_gpus(point: Point) -> None:
+    cell = point.cell()
+    options = sbatch_options(cell)
+    assert options["nodes"] == cell.nodes
+    assert options["ntasks-per-node"] == 1
+    if cell.cluster.gpu:
+        # Untyped, and never by task: a task must see all GPUs of its node.
+        assert options["gpus-per-node"] == 8
+    else:
+        assert "gpus-per-node" not in options
+    assert not {"gpus-per-task", "gres", "gpus"} & set(options)
+    assert ("requeue" in options) != ("no-requeue" in options)
+    assert options["job-name"] == cell.name
+    assert sbatch_options(cell, "671b")["job-name"] == "671b"
+
+
+@pytest.mark.parametrize("point", ON_SLURM, ids=str)
+def test_lines_are_read_back_as_the_options(point: Point) -> None:
+    cell = point.cell()
+    expected = {
+        name: True if value is True else str(value) for name, value in sbatch_options(cell).items()
+    }
+    read = {}
+    for line in sbatch_lines(cell):
+        assert "\n" not in line
+        (word,) = shlex.split(line)
+        name, equals, value = word.removeprefix("--").partition("=")
+        read[name] = value if equals else True
+    assert read.pop("output") == "%x-%j.log"
+    assert read == expected
+
+
+def test_nothing_is_said_to_sbatch_on_this_machine() -> None:
+    point = next(point for point in POINTS if point.cluster == "local")
+    assert sbatch_lines(point.cell()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("exclusive", True, "--exclusive"),
+        ("nodes", 32, "--nodes=32"),
+        ("comment", "it's", "--comment='it'\"'\"'s'"),
+        ("account", "", "--account=''"),
+    ],
+)
+def test_a_value_is_one_word(name: str, value: str | int | bool, word: str) -> None:
+    assert option_word(name, value) == word
+
+
+def test_extra_options_of_the_profile_are_added_and_false_leaves_one_out() -> None:
+    cell = ON_SLURM[0].cell()
+    extra = {"reservation": "moe", "spread-job": True, "contiguous": False, "nice": 10}
+    options = sbatch_options(replace(cell, cluster=replace(cell.cluster, sbatch=extra)))
+    assert options["reservation"] == "moe"
+    assert options["spread-job"] is True
+    assert options["nice"] == 10
+    assert "contiguous" not in options

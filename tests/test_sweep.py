@@ -1,0 +1,234 @@
+"""In: sweep files and command lines. Out: their cells in order, or one message why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cookbook.cell import Cell
+from cookbook.cluster import load_cluster
+from cookbook.errors import InputError
+from cookbook.recipe import load_recipe, names_in
+from cookbook.sweep import (
+    CellRequest,
+    command_line_settings,
+    expand_sweep,
+    is_sweep,
+    load_sweep,
+    sweep_of_recipe,
+)
+from tests.cells import CLUSTERS, STACK, walked
+
+HEAD = "description: mine\nrecipes: [debug]\n"
+
+
+def _request(
+    *words: str,
+    cluster: str = "soperator-b200",
+    precision: str | None = None,
+    ep_backend: str | None = None,
+) -> CellRequest:
+    return CellRequest(
+        cluster=load_cluster(cluster, STACK),
+        stack=STACK,
+        precision=precision,
+        ep_backend=ep_backend,
+        overrides=command_line_settings(words, STACK),
+    )
+
+
+def _expand(folder: Path, text: str, request: CellRequest | None = None) -> list[Cell]:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return expand_sweep(load_sweep(str(path), STACK), request or _request())
+
+
+@pytest.mark.parametrize("name", walked(names_in("sweep")))
+@pytest.mark.parametrize("cluster", ["soperator-b200", "local"])
+def test_every_sweep_expands(name: str, cluster: str) -> None:
+    sweep = load_sweep(name, STACK)
+    cells = expand_sweep(sweep, _request(cluster=cluster))
+    assert cells and len({cell.name for cell in cells}) == len(cells)
+    assert {cell.name for cell in cells} >= {cell.baseline for cell in cells if cell.baseline}
+    if sweep.baseline:
+        assert all(cell.baseline for cell in cells)
+
+
+def test_the_matrix_is_the_published_one() -> None:
+    cells = expand_sweep(load_sweep("matrix", STACK), _request())
+    assert [cell.name for cell in cells] == [
+        "671b-bf16-standard",
+        "671b-bf16-deepep",
+        "671b-mxfp8-standard",
+        "671b-mxfp8-deepep",
+    ]
+    assert [cell.published for cell in cells] == [651, 859, None, 918]
+    assert {cell.baseline for cell in cells} == {"671b-bf16-standard"}
+    assert all(cell.steps == 20 for cell in cells)
+
+
+def test_convergence_has_real_routing_and_1500_steps() -> None:
+    cells = expand_sweep(load_sweep("convergence", STACK), _request())
+    assert [cell.name for cell in cells] == ["16b-bf16-standard", "16b-mxfp8-mxfp8_a2a"]
+    for cell in cells:
+        assert cell.steps == 1500
+        assert cell.options["debug.moe_force_load_balance"] is False
+        assert cell.options["debug.seed"] == cells[0].options["debug.seed"] is not None
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_one_recipe_is_a_sweep_of_one_cell(cluster: str) -> None:
+    sweep = sweep_of_recipe(load_recipe("debug", STACK), STACK)
+    (cell,) = expand_sweep(sweep, _request(cluster=cluster))
+    assert (cell.name, cell.baseline) == ("debug-bf16-standard", None)
+
+
+def test_axes_multiply_and_share_a_baseline_where_they_differ_in_nothing_else(
+    tmp_path: Path,
+) -> None:
+    cells = _expand(
+        tmp_path,
+        HEAD + "precision: [bf16, mxfp8]\nbaseline: {precision: bf16, ep_backend: standard}\n"
+        "vary: {training.local_batch_size: [1, 2], training.seq_len: [256, 512]}\n",
+    )
+    assert len(cells) == 8
+    assert cells[0].name == "debug-bf16-standard-local_batch_size_1-seq_len_256"
+    for cell in cells:
+        assert cell.baseline is not None
+        assert cell.baseline.split("-")[3:] == cell.name.split("-")[3:]
+        assert cell.baseline.startswith("debug-bf16-standard-")
+
+
+def test_the_command_line_holds_an_axis_to_one_value(tmp_path: Path) -> None:
+    text = HEAD + "precision: [bf16, mxfp8]\nvary: {training.steps: [1, 2], optimizer.lr: [0.1]}\n"
+    cells = _expand(tmp_path, text, _request("training.steps=9"))
+    assert [cell.name for cell in cells] == [
+        "debug-bf16-standard-lr_0.1",
+        "debug-mxfp8-standard-lr_0.1",
+    ]
+    assert {cell.steps for cell in cells} == {9}
+    (cell,) = _expand(
+        tmp_path, text, _request("training.steps=9", "optimizer.lr=1", precision="bf16")
+    )
+    assert cell.name == "debug-bf16-standard"
+    cells = _expand(tmp_path, text, _request(ep_backend="deepep"))
+    assert {cell.ep_backend.name for cell in cells} == {"deepep"}
+    assert len(cells) == 4
+
+
+def test_synonyms_and_recipes_that_share_a_stand_in_make_no_cell_twice(tmp_path: Path) -> None:
+    text = "description: d\nrecipes: [deepseek_v3_671b, deepseek_v3_16b]\nprecision: [bf16]\n"
+    cells = _expand(tmp_path, text, _request(cluster="local"))
+    assert [cell.name for cell in cells] == ["debug-bf16-standard"]
+    cells = _expand(tmp_path, text)
+    assert [cell.name for cell in cells] == ["671b-bf16-standard", "16b-bf16-standard"]
+    cells = _expand(tmp_path, HEAD + "precision: [mxfp8, mxfp8_default]\n")
+    assert [cell.name for cell in cells] == ["debug-mxfp8-standard"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("description: d\nrecipes: []", "mine.yaml:2: recipes: is empty: a sweep over nothing"),
+        ("description: d", "mine.yaml: recipes: is missing; set it to a list of texts"),
+        ("description: d\nrecipes: debug", "recipes: found the text 'debug', allowed: a list"),
+        ("description: d\nrecipes: [debgu]", "mine.yaml:2: recipes: unknown recipe 'debgu'; all"),
+        ("description: d\nrecipes: [debgu]", "did you mean 'debug'?"),
+        (HEAD + "precision: []", "mine.yaml:3: precision: is empty: a sweep over nothing"),
+        (HEAD + "ep_backend: []", "mine.yaml:3: ep_backend: is empty: a sweep over nothing"),
+        (HEAD + "cells: []", "mine.yaml:3: cells: is empty: a sweep over nothing"),
+        (HEAD + "precision: [bf61]", "mine.yaml:3: precision: unknown precision 'bf61'; allowed: "),
+        (
+            HEAD + "ep_backend: [deep_ep]",
+            "unknown EP backend 'deep_ep'; allowed: deepep, mxfp8_a2a",
+        ),
+        (HEAD + "precison: [bf16]", "mine.yaml:3: precison: unknown key 'precison'"),
+        (HEAD + "precison: [bf16]", "did you mean 'precision'?"),
+        (HEAD + "cells: [{precision: bf16}]", "mine.yaml:3: cells: ep_backend: is missing"),
+        (
+            HEAD + "cells: [{precision: bf16, ep_backnd: x}]",
+            "mine.yaml:3: cells: unknown key 'ep_backnd'; allowed: ep_backend, precision; did you",
+        ),
+        (
+            HEAD + "precision: [bf16]\ncells: [{precision: bf16, ep_backend: standard}]",
+            "mine.yaml:4: cells: stands beside `precision` or `ep_backend`",
+        ),
+        (
+            HEAD + "baseline: {precision: mxfp8, ep_backend: standard}",
+            "mine.yaml:3: baseline: unknown cell of the sweep 'mxfp8+standard'; allowed: "
+            "bf16+standard",
+        ),
+        (HEAD + "baseline: {precision: bf61, ep_backend: standard}", "unknown precision 'bf61'"),
+        (HEAD + "baseline: bf16", "baseline: found the text 'bf16', allowed: a mapping"),
+        (HEAD + "options: {training.step: 1}", "options.training.step: TorchTitan 0.2.2 has no op"),
+        (HEAD + "vary: {training.step: [1]}", "vary.training.step: TorchTitan 0.2.2 has no option"),
+        (HEAD + "vary: {training.steps: []}", "found an empty list, a sweep over nothing, allowed"),
+        (HEAD + "vary: {training.steps: 5}", "found the number 5, allowed: a list of at least one"),
+        (HEAD + "vary: {training.steps: [a]}", "found the text 'a', allowed: a whole number"),
+        (HEAD + "vary: {job.dump_folder: [a]}", "job.dump_folder is set by the scripts"),
+        (HEAD + "vary: {training.steps: [1, 1]}", "sweep mine: two of its cells are called"),
+        ("description: d\nrecipes: [debug, debug]", "sweep mine: two of its cells are called"),
+        (HEAD + "vary: {parallelism.tensor_parallel_degree: [3]}", "3 does not divide 8 ranks"),
+    ],
+)
+def test_a_wrong_sweep_is_one_message_with_its_place(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        _expand(tmp_path, text)
+    assert message in str(caught.value)
+    assert "mine" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_recipes_of_one_short_name_are_told_apart_or_refused(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(load_recipe("debug", STACK).path.read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(InputError, match=r"two of its cells are called 'debug-bf16-standard'"):
+        _expand(tmp_path, f"description: d\nrecipes: [debug, {copy}]\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("training.steps", "--set training.steps: has no value; write --set SECTION.KEY=VALUE"),
+        ("training.step=5", "--set training.step: TorchTitan 0.2.2 has no option 'training.step'"),
+        ("training.steps=five", "--set training.steps: found the text 'five', allowed: a whole"),
+        ("training.steps=", "--set training.steps: found the text '', allowed: a whole number"),
+        ("=5", "TorchTitan 0.2.2 has no option ''"),
+        ("job.dump_folder=/x", "job.dump_folder is set by the scripts"),
+        ("activation_checkpoint.mode=al", "unknown value 'al'; allowed: full, memory_budget"),
+        ("compile.enable=yes", "found the text 'yes', allowed: true or false"),
+    ],
+)
+def test_a_wrong_word_of_the_command_line_is_named(word: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        command_line_settings([word], STACK)
+    assert message in str(caught.value)
+
+
+def test_words_of_the_command_line_become_torchtitans_types() -> None:
+    words = [
+        *["training.steps=5", "optimizer.lr=1", "compile.enable=false", "model.converters=a,b"],
+        *["training.dataset_path=a=b c", "debug.seed=None"],
+        'parallelism.module_fqns_per_model_part=[["a"], ["b", "c"]]',
+    ]
+    settings = command_line_settings(words, STACK)
+    assert {name: setting.value for name, setting in settings.items()} == {
+        "training.steps": 5,
+        "optimizer.lr": 1.0,
+        "compile.enable": False,
+        "model.converters": ["a", "b"],
+        "training.dataset_path": "a=b c",
+        "debug.seed": None,
+        "parallelism.module_fqns_per_model_part": [["a"], ["b", "c"]],
+    }
+
+
+def test_what_is_a_sweep(tmp_path: Path) -> None:
+    assert is_sweep("matrix")
+    assert not is_sweep("debug")
+    (tmp_path / "mine.yaml").write_text(HEAD)
+    assert is_sweep(str(tmp_path / "mine.yaml"))
+    assert not is_sweep(str(load_recipe("debug", STACK).path))
