@@ -49,13 +49,25 @@ def build_parser() -> argparse.ArgumentParser:
     new.add_argument("name", metavar="NAME")
     new.add_argument("--from", dest="source", metavar="RECIPE", required=True)
 
+    check = verb(
+        "check", "say whether each cell can run, why not, and what it needs", "check:check"
+    )
+    check.add_argument("recipe", metavar="RECIPE-or-SWEEP")
+    check.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    check.add_argument(
+        "--rules-only", action="store_true", help="do not let TorchTitan build the cells"
+    )
+    _cell_options(check)
+
     run = verb("run", "train one cell", "launch:run_cell")
     run.add_argument("recipe", metavar="RECIPE")
     sweep = verb("sweep", "train every cell of a sweep", "launch:run_sweep")
     sweep.add_argument("sweep", metavar="SWEEP")
     for launched in (run, sweep):
         _cell_options(launched)
-        launched.add_argument("--dry-run", action="store_true", help="show the cells, submit nothing")
+        launched.add_argument(
+            "--dry-run", action="store_true", help="show the cells, submit nothing"
+        )
         launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
 
     status = verb("status", "say how far each cell of a run is", "follow:show_status")

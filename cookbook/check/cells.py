@@ -1,0 +1,186 @@
+"""In: cells. Out: a verdict on each: the rules, what TorchTitan builds, memory and work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cookbook.cell import Cell
+from cookbook.check.dry_run import Built, build_cells
+from cookbook.check.finding import ERROR, WARNING, Finding
+from cookbook.check.memory import StageMemory, predict_memory, state_gib, verdict
+from cookbook.check.rules import apply_rules
+from cookbook.check.rules_kernels import hints_from_model
+from cookbook.check.work import Work, count_work
+
+_TRAINER = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
+# Warnings of TorchTitan's that say nothing about whether and how the cell runs.
+_ROUTINE = (
+    "Pipeline Parallel loss is not visible",
+    "model.safetensors.index.json",
+    "Warmup",
+    "decay",
+)
+
+
+@dataclass(frozen=True)
+class CellCheck:
+    """All that a check found out about one cell; `stages` and `work` are empty where it was not
+    built.
+    """
+
+    cell: Cell
+    findings: tuple[Finding, ...]
+    stages: tuple[StageMemory, ...] = ()
+    views: tuple[Mapping[str, Any], ...] = ()
+    work: Work | None = None
+    built: Built | None = None
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What refuses the cell."""
+        return [finding for finding in self.findings if finding.level == ERROR]
+
+    @property
+    def may_run(self) -> bool:
+        """Whether nothing refuses the cell."""
+        return not self.errors
+
+    @property
+    def peak(self) -> StageMemory | None:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.total, default=None)
+
+    @property
+    def verdict(self) -> str | None:
+        """`fits`, `tight` or `will not fit`; None without a GPU, or where nothing was built."""
+        gpu = self.cell.cluster.gpu
+        return verdict(self.peak.total, gpu.memory_gib) if self.peak and gpu else None
+
+    @property
+    def summary(self) -> str:
+        """One line: why not, or how it fits."""
+        if self.errors:
+            return str(self.errors[0])
+        if self.peak is None:
+            return "by the rules, it may run"
+        words = f"needs {self.peak.total:.0f} GiB a GPU"
+        gpu = self.cell.cluster.gpu
+        return f"{self.verdict}: {words} of {gpu.memory_gib:.0f}" if gpu else words
+
+
+def check_cells(cells: Sequence[Cell], *, build: bool = True) -> list[CellCheck]:
+    """Check every cell; without `build`, by the rules alone, which takes no time.
+
+    A cell that the rules refuse is not built.
+    """
+    found = [apply_rules(cell) for cell in cells]
+    wanted = [
+        cell
+        for cell, findings in zip(cells, found, strict=True)
+        if build and not any(finding.level == ERROR for finding in findings)
+    ]
+    built = dict(
+        zip((cell.name for cell in wanted), build_cells(wanted) if wanted else (), strict=True)
+    )
+    return [
+        _with_build(cell, findings, built[cell.name])
+        if cell.name in built
+        else CellCheck(cell, tuple(findings))
+        for cell, findings in zip(cells, found, strict=True)
+    ]
+
+
+def _with_build(cell: Cell, findings: list[Finding], built: Built) -> CellCheck:
+    if built.unavailable:
+        findings = [*findings, _not_tried(built.unavailable)]
+        return CellCheck(cell, tuple(findings), built=built)
+    if built.failure is not None:
+        return CellCheck(cell, (*findings, _refusal(cell, built.failure)), built=built)
+    findings = [*findings, *_warnings(built), *hints_from_model(cell, built.views[0])]
+    stages = tuple(predict_memory(cell, view) for view in built.views)
+    checked = CellCheck(
+        cell, tuple(findings), stages, built.views, count_work(cell, built.views), built
+    )
+    shortage = _shortage(checked)
+    if shortage is None:
+        return checked
+    return CellCheck(cell, (shortage, *findings), stages, built.views, checked.work, built)
+
+
+def _not_tried(reason: str) -> Finding:
+    return Finding(
+        WARNING,
+        "not_built",
+        "",
+        f"TorchTitan could not be asked: {reason}",
+        "run: bash setup.sh; until then only the rules were applied",
+        f"{_TRAINER}/torchtitan/train.py",
+    )
+
+
+def _refusal(cell: Cell, failure: Mapping[str, Any]) -> Finding:
+    """TorchTitan's own words, at the option that they name."""
+    message = failure["error"]
+    named = [name for name in cell.options if name in message or name.rpartition(".")[2] in message]
+    place = f" (rank {failure['rank']}, {failure['place'] or failure['kind']})"
+    file = failure["place"].rpartition(":")[0]
+    return Finding(
+        ERROR,
+        "torchtitan",
+        max(named, key=len) if named else "",
+        f"TorchTitan {cell.stack.pins['torchtitan']} refuses it: {message}{place}",
+        "",
+        f"{_TRAINER}/{file}"
+        if file.startswith("torchtitan/")
+        else f"{_TRAINER}/torchtitan/train.py",
+    )
+
+
+def _warnings(built: Built) -> list[Finding]:
+    texts = {text: None for view in built.views for text in view["warnings"]}
+    return [
+        Finding(
+            WARNING,
+            "torchtitan",
+            "",
+            f"TorchTitan warns: {text}",
+            "",
+            f"{_TRAINER}/torchtitan/train.py",
+        )
+        for text in texts
+        if not text.startswith(_ROUTINE)
+    ]
+
+
+def _shortage(checked: CellCheck) -> Finding | None:
+    peak, gpu = checked.peak, checked.cell.cluster.gpu
+    if peak is None or gpu is None or checked.verdict == "fits":
+        return None
+    fits = checked.verdict == "tight"
+    return Finding(
+        WARNING if fits else ERROR,
+        "memory",
+        "",
+        f"needs about {peak.total:.0f} GiB of a {gpu.name}'s {gpu.memory_gib:g} "
+        f"(rank {peak.rank}, at {peak.moment}); most of it: "
+        f"{peak.largest} ({peak.terms[peak.largest]:.0f} GiB)",
+        _remedy(checked),
+        "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",
+    )
+
+
+def _remedy(checked: CellCheck) -> str:
+    """What lowers the largest term."""
+    assert checked.peak
+    state = state_gib(checked.views[0])
+    if checked.peak.largest in ("activations", "recomputed layer", "layer's temporaries"):
+        mode = checked.cell.stack.value(checked.cell.options, "activation_checkpoint.mode")
+        more = "" if mode == "full" else "set activation_checkpoint.mode full, or "
+        return f"{more}lower training.local_batch_size"
+    if checked.peak.largest == "logits and loss":
+        return "lower training.local_batch_size, or compile the loss"
+    if checked.peak.largest in ("gathered parameters", "unreduced gradients"):
+        return "spread the experts over more ranks (EP), or use fewer pipeline ranks"
+    return f"use more GPUs: parameters, gradients and optimizer state alone take {state:.0f} GiB"

@@ -1,0 +1,169 @@
+"""In: checked cells. Out: a text for people, or one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+
+from cookbook.check.cells import CellCheck
+from cookbook.check.finding import Finding
+from cookbook.check.memory import state_gib
+from cookbook.check.work import EP_BACKENDS
+
+_GIB = 2**30
+
+
+def render_json(checks: Sequence[CellCheck]) -> str:
+    """`{"may_run", "cells": [...]}`; what is not known is null."""
+    content = {
+        "may_run": all(check.may_run for check in checks),
+        "cells": [_as_mapping(check) for check in checks],
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _as_mapping(check: CellCheck) -> dict[str, object]:
+    cell, gpu = check.cell, check.cell.cluster.gpu
+    first = check.views[0] if check.views else None
+    return {
+        "name": cell.name,
+        "recipe": cell.recipe.name,
+        "precision": cell.precision.name,
+        "ep_backend": cell.ep_backend.name,
+        "cluster": cell.cluster.name,
+        "ranks": cell.world,
+        "may_run": check.may_run,
+        "summary": check.summary,
+        "findings": [finding.as_mapping() for finding in check.findings],
+        "built": bool(check.views),
+        "build_seconds": check.built.seconds if check.built and check.views else None,
+        "not_exercised": list(check.built.not_exercised) if check.built else None,
+        "memory": {
+            "verdict": check.verdict,
+            "gpu_gib": gpu.memory_gib if gpu else None,
+            "total_gib": round(check.peak.total, 2) if check.peak else None,
+            "largest": check.peak.largest if check.peak else None,
+            "stages": [
+                {
+                    "rank": stage.rank,
+                    "pipeline_stages": view["stages"],
+                    "local_parameters": sum(
+                        unit["local"] for part in view["parts"] for unit in part["units"]
+                    ),
+                    "state_gib": round(state_gib(view), 3),
+                    "moment": stage.moment,
+                    "terms_gib": {name: round(size, 3) for name, size in stage.terms.items()},
+                    "reserved_gib": round(stage.reserved, 2),
+                    "outside_gib": round(stage.outside, 2),
+                    "total_gib": round(stage.total, 2),
+                }
+                for stage, view in zip(check.stages, check.views, strict=True)
+            ],
+        }
+        if first
+        else None,
+        "work": check.work.as_mapping() if check.work else None,
+    }
+
+
+def render_text(name: str, checks: Sequence[CellCheck]) -> str:
+    """A line for every cell, what all cells share, then each in detail."""
+    first = checks[0].cell
+    cluster = first.cluster
+    ranks = f"{cluster.ranks_per_node} {cluster.gpu.name if cluster.gpu else 'CPU ranks'}"
+    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {ranks}"]
+    width = max(len(check.cell.name) for check in checks)
+    for check in checks:
+        may = "may run" if check.may_run else "REFUSED"
+        lines.append(f"  {check.cell.name:<{width}}  {may}  {check.summary}")
+    shared = [
+        finding
+        for finding in checks[0].findings
+        if all(finding in check.findings for check in checks)
+    ]
+    if len(checks) > 1 and shared:
+        lines += ["", "every cell", *_findings(shared)]
+    figures: dict[tuple[str, ...], str] = {}
+    for check in checks:
+        own = [finding for finding in check.findings if len(checks) == 1 or finding not in shared]
+        lines += ["", check.cell.name, *_findings(own)]
+        block = (*_memory(check), *_work(check))
+        if block and block in figures:
+            lines.append(f"  memory and work: as {figures[block]}")
+        else:
+            figures[block] = check.cell.name
+            lines += block
+        lines += _limits(check)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _findings(findings: Iterable[Finding]) -> Iterator[str]:
+    for finding in findings:
+        yield f"  {finding.level + ':':<8} {finding}"
+        yield f"           {finding.reference}"
+
+
+def _memory(check: CellCheck) -> Iterator[str]:
+    if not check.stages:
+        return
+    ranks = [f"rank {stage.rank}" for stage in check.stages]
+    names = {name: None for stage in check.stages for name in stage.terms}
+    largest = check.peak.largest if check.peak else ""
+    yield f"  memory, GiB a GPU{'':<15}" + "".join(f"{rank:>10}" for rank in ranks)
+    for name in names:
+        sizes = [stage.terms.get(name, 0.0) for stage in check.stages]
+        mark = "  largest" if name == largest else ""
+        yield f"    {name:<28}" + "".join(f"{size:10.1f}" for size in sizes) + mark
+    for title, sizes in (
+        ("reserved (`memory` in the log)", [stage.reserved for stage in check.stages]),
+        ("CUDA, NCCL, DeepEP", [stage.outside for stage in check.stages]),
+        ("total", [stage.total for stage in check.stages]),
+    ):
+        yield f"    {title:<28}"[:34].ljust(32) + "".join(f"{size:10.1f}" for size in sizes)
+    gpu = check.cell.cluster.gpu
+    moments = {stage.moment: None for stage in check.stages}
+    of = f"{check.verdict} in {gpu.memory_gib:g}" if gpu else "no GPU to fit into"
+    yield f"    {of}; the peak is at {' or '.join(moments)}"
+    state = [
+        f"rank {stage.rank}: {_billions(view)} B parameters, {state_gib(view):.1f} GiB with "
+        "gradients and Adam"
+        for stage, view in zip(check.stages, check.views, strict=True)
+    ]
+    yield "    " + "; ".join(state)
+
+
+def _billions(view: object) -> str:
+    assert isinstance(view, dict)
+    count = sum(unit["local"] for part in view["parts"] for unit in part["units"])
+    return f"{count / 1e9:.3f}"
+
+
+def _work(check: CellCheck) -> Iterator[str]:
+    work = check.work
+    if work is None:
+        return
+    yield "  work"
+    yield (
+        f"    {work.parameters / 1e9:.1f} B parameters, "
+        f"{work.active_parameters / 1e9:.1f} B active; "
+        f"{work.flops_per_token / 1e9:.1f} GFLOP a token (TorchTitan's count); "
+        f"{work.tokens_per_step:,} tokens a step"
+    )
+    yield f"    {work.flops_per_gpu_step / 1e12:,.0f} TFLOP a GPU and step; it sends, in GiB:"
+    yield f"    {'':<16}{'NVLink':>10}{'InfiniBand':>12}"
+    active = f"ep/{check.cell.ep_backend.name}"
+    titles = {"fsdp": "FSDP", "tp": "TP", "pp": "PP"} | {
+        f"ep/{name}": f"EP {name}" for name in EP_BACKENDS
+    }
+    for kind, title in titles.items():
+        sent = work.traffic[kind]
+        mark = "  this cell" if kind == active else ""
+        yield f"    {title:<16}{sent.nvlink / _GIB:10.1f}{sent.infiniband / _GIB:12.1f}{mark}"
+
+
+def _limits(check: CellCheck) -> Iterator[str]:
+    if check.built and check.views:
+        version = check.cell.stack.pins["torchtitan"]
+        yield f"  built by TorchTitan {version} in a fake world; not exercised:"
+        for note in check.built.not_exercised:
+            yield f"    {note}"

@@ -1,0 +1,90 @@
+"""In: a cell. Out: what is known to go wrong with it, or to cost more than it brings, and what to
+do.
+
+Each rule is a small function. What TorchTitan itself refuses when it builds the model is asked of
+it in the dry run; what stands here is seen without it, or only once the job runs, or never said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from cookbook.cell import Cell
+from cookbook.check import rules_kernels, rules_run
+from cookbook.check.facts import TORCHTITAN, value
+from cookbook.check.finding import ERROR, Finding
+from cookbook.errors import nearest
+from cookbook.layout import layout_problems
+
+Rule = Callable[[Cell], Iterator[Finding]]
+
+
+def layout(cell: Cell) -> Iterator[Finding]:
+    """Degrees, layers, experts, heads, sequence, batch and microbatches must divide."""
+    for problem in layout_problems(cell.stack, cell.options, cell.world):
+        yield Finding(
+            ERROR,
+            "layout",
+            problem.option,
+            problem.found,
+            problem.remedy,
+            f"{TORCHTITAN}/distributed/parallel_dims.py",
+        )
+
+
+def refused(cell: Cell) -> Iterator[Finding]:
+    """What the overlays need and the cluster lacks: GPUs, their generation, EP, another overlay."""
+    if cell.refused:
+        yield Finding(
+            ERROR,
+            "refused",
+            "",
+            cell.refused,
+            "choose another precision, EP backend or cluster",
+            f"{TORCHTITAN}/components/quantization/mx.py"
+            if "MXFP8" in cell.refused or "capability" in cell.refused
+            else f"{TORCHTITAN}/models/deepseek_v3/infra/parallelize.py",
+        )
+
+
+def model_is_known(cell: Cell) -> Iterator[Finding]:
+    """The model and its flavor must exist."""
+    name, flavor = value(cell, "model.name"), value(cell, "model.flavor")
+    flavors = cell.stack.models.get(name)
+    if flavors is not None and flavor not in flavors:
+        close = nearest(flavor, flavors, 1)
+        yield Finding(
+            ERROR,
+            "model_is_known",
+            "model.flavor",
+            f"{name} has no flavor {flavor!r}; allowed: {', '.join(flavors)}",
+            f"did you mean {close[0]!r}?" if close else "",
+            f"{TORCHTITAN}/models/deepseek_v3/__init__.py",
+        )
+
+
+# In the order of the output.
+RULES: tuple[Rule, ...] = (
+    layout,
+    refused,
+    model_is_known,
+    rules_kernels.deepep_size,
+    rules_kernels.deepep_etp,
+    rules_kernels.corrections_are_on,
+    rules_kernels.mxfp8_hardware,
+    rules_kernels.precision_is_its_converters,
+    rules_kernels.mxfp8_linear_compiled,
+    rules_run.pipeline_microbatches,
+    rules_run.checkpoints_resume,
+    rules_run.balance_is_real,
+    rules_run.parameters_are_sharded,
+    rules_run.tp_in_a_node,
+    rules_kernels.deepep_within_a_node,
+    rules_kernels.emulated_has_no_speed,
+)
+
+
+def apply_rules(cell: Cell) -> list[Finding]:
+    """All that the rules find; where the layout does not divide, that alone."""
+    problems = list(layout(cell))
+    return problems or [finding for rule in RULES for finding in rule(cell)]
