@@ -10,7 +10,8 @@ VENV = Path(os.environ.get("VENV") or ROOT / ".venv")
 
 # `python submit.py` works without activating what setup.sh made.
 if (VENV / "bin/python").exists() and Path(sys.prefix).resolve() != VENV.resolve():
-    os.execv(VENV / "bin/python", [str(VENV / "bin/python"), str(ROOT / "submit.py"), *sys.argv[1:]])
+    python = str(VENV / "bin/python")
+    os.execv(python, [python, str(ROOT / "submit.py"), *sys.argv[1:]])
 
 sys.path.insert(0, str(ROOT))
 

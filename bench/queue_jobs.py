@@ -1,6 +1,6 @@
 """In: a real Slurm cluster of 32 nodes, started here. Out: the time to queue 100 jobs.
 
-    python -m bench.queue_jobs        target: under 15 s
+python -m bench.queue_jobs        target: under 15 s
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """In: the cells of a run. Out: their jobs, submitted through submitit to Slurm or to this machine.
 
 submitit pickles the supervisor, names the job's files and reads the job id back. What it would say
-to Slurm by itself (a wckey, a signal, srun around the supervisor) is replaced: the batch file has the
-header of the cell's own script, and its last line becomes the supervisor.
+to Slurm by itself (a wckey, a signal, srun around the supervisor) is replaced: the batch file has
+the header of the cell's own script, and its last line becomes the supervisor.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CellSlurmExecutor(SlurmExecutor):
 
 
 class RunLocalExecutor(LocalExecutor):
-    """Runs a whole sweep as one job of this machine, which outlives the terminal that started it."""
+    """Runs a whole sweep as one job of this machine, which outlives the terminal it came from."""
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {

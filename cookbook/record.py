@@ -1,4 +1,4 @@
-"""In: what a script is about to train. Out: a check of it, and a run directory that `report` can read.
+"""In: what a script is about to train. Out: a check of it, and a run directory for `report`.
 
     python -m cookbook.record begin CELL_FOLDER --cell NAME ... -- TorchTitan's arguments
     python -m cookbook.record end CELL_FOLDER --exit-status N

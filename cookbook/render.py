@@ -47,18 +47,18 @@ def _shquote(value: object) -> str:
 
 def render_script(cell: Cell, root: Path = ROOT) -> str:
     """The script of one cell: `submit.py render` prints it, and the job runs the same bytes."""
-    file_name = "train.sh"
+    file_name, runner = "train.sh", _runner(cell.cluster)
     header = [
         f"{cell.name}: {cell.recipe.description}",
         f"precision {cell.precision.name} ({cell.precision.description}"
         + ("; EMULATED here, for numerics only)" if cell.emulated else ")"),
         f"EP backend {cell.ep_backend.name} ({cell.ep_backend.description})",
         "",
-        f"{_runner(cell.cluster)} {file_name}                          trains it",
-        f"{_runner(cell.cluster)} {file_name} --training.steps=5       TorchTitan's options at the end",
+        f"  {runner} {file_name}                        # trains it",
+        f"  {runner} {file_name} --training.steps=5     # TorchTitan's options at the end",
         "",
         "Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).",
-        f"Rendered by `submit.py render` from {cell.recipe.path.name} for cluster {cell.cluster.name}.",
+        f"Rendered by `submit.py render` from {cell.recipe.path.name} for {cell.cluster.name}.",
     ]
     return _render(
         cell.cluster,
@@ -232,7 +232,7 @@ def _refused(
 
 
 def _ranks(cell: Cell) -> dict[str, Any]:
-    """The world's size, and which ranks the job's log shows: the first, and the one with the loss."""
+    """The world's size, and which ranks the log shows: the first, and the one with the loss."""
     loss_rank = cell.layout.loss_rank
     local = sorted({0, loss_rank % cell.cluster.ranks_per_node})
     return {

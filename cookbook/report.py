@@ -40,7 +40,8 @@ def render_markdown(results: RunResults) -> str:
         parts.append("\n".join(notes))
     parts.append(
         "tokens/s/GPU, TFLOPs and MFU: median of the logged steps after warm-up (their first\n"
-        "quarter, 1 to 10 steps). Memory: peak over all ranks and steps. A dash, or no column: not known."
+        "quarter, 1 to 10 steps). Memory: peak over all ranks and steps. A dash, or no column:\n"
+        "not known."
     )
     return "\n\n".join(parts) + "\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cookbook.errors import JobError
 
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED"})
+WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"})
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED"})
 SUCCEEDED = frozenset({"COMPLETED"})
 STOPPED = frozenset({"CANCELLED"})
@@ -75,7 +75,7 @@ def job_infos(job_ids: Iterable[str]) -> dict[str, JobInfo]:
 
 
 def _from_squeue(wanted: set[str]) -> dict[str, JobInfo]:
-    # All of the user's jobs at once: naming an id that squeue forgot is an error for all the others.
+    # All of the user's jobs at once: an id that squeue forgot is an error for all the others.
     answer = _run(["squeue", "--me", "--states=all", "--noheader", "--format=%i|%T|%r|%N"])
     if answer.returncode:
         raise JobError(
@@ -94,8 +94,10 @@ def _from_sacct(wanted: set[str]) -> dict[str, JobInfo]:
     if shutil.which("sacct") is None:
         return {}
     answer = _run(
-        ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State,ExitCode"]
-        + [f"--jobs={','.join(sorted(wanted))}"]
+        [
+            *("sacct", "--noheader", "--parsable2", "--allocations"),
+            *("--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(wanted))}"),
+        ]
     )
     if answer.returncode:
         return {}

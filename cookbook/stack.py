@@ -192,7 +192,7 @@ class Stack:
         return options[name] if name in options else self.options[name].default
 
     def model(self, options: Mapping[str, Any]) -> ModelSizes | None:
-        """The sizes of the model that `options` name; None for a model the stack has no table of."""
+        """The sizes of the model that `options` name; None for one that the stack does not know."""
         flavors = self.models.get(self.value(options, "model.name"), {})
         return flavors.get(self.value(options, "model.flavor"))
 

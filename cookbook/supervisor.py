@@ -1,11 +1,12 @@
-"""In: the folders of cells. Out: their `train.sh` run one after another, and their status files kept.
+"""In: the folders of cells. Out: their `train.sh` run in turn, and their status files kept.
 
-What runs in a job: on Slurm the batch step becomes this (one cell), on the local machine one process
-runs all cells of a sweep. It imports neither submitit nor torch, and Slurm is not asked anything.
+What runs in a job: on Slurm the batch step becomes this (one cell), on the local machine one
+process runs all cells of a sweep. It imports neither submitit nor torch, and asks Slurm nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -82,10 +83,8 @@ class Supervisor:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
         if self.process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                pass
 
     def __getstate__(self) -> dict[str, object]:
         return {"folders": self.folders, "process": None, "signal_number": 0}

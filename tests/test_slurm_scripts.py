@@ -1,4 +1,4 @@
-"""In: the checked-in scripts and a real Slurm cluster of 32 nodes. Out: what reaches torchrun there."""
+"""In: the checked-in scripts and a real Slurm cluster. Out: what reaches torchrun on 32 nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST_CELL = {"train_671b.sh": "671b-bf16-standard", "train_16b.sh": "16b-bf16-s
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A virtual environment whose torchrun writes down how it was started, and folders for it all."""
+    """A virtual environment whose torchrun writes down how it was started, and folders."""
     binaries = tmp_path / "venv" / "bin"
     install_recording_torchrun(binaries)
     python = binaries / "python"

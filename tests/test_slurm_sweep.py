@@ -1,4 +1,4 @@
-"""In: `submit.py` and a real Slurm cluster. Out: real TorchTitan trained in its jobs, on the CPU."""
+"""In: `submit.py` and a real Slurm cluster. Out: TorchTitan, trained in its jobs on the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ environment: {OMP_NUM_THREADS: 1}
 
 @pytest.fixture
 def submit(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Any]:
-    """Calls `submit.py` on the test cluster, with a runs folder and a cluster profile of its own."""
+    """Calls `submit.py` on the test cluster, with a runs folder and a profile of its own."""
     profile = tmp_path / "two-nodes.yaml"
     profile.write_text(CLUSTER)
     environment = {"COOKBOOK_RUNS": str(tmp_path / "runs"), "VENV": sys.prefix}

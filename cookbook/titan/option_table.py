@@ -22,7 +22,7 @@ from cookbook.titan.job_config import JobConfig as CookbookJobConfig
 
 
 def option_table() -> dict[str, dict[str, Any]]:
-    """One entry an option, by its dotted name: kind, default, choices, and whether None is allowed."""
+    """One entry an option, by its dotted name: kind, default, choices, whether None is allowed."""
     merged = ConfigManager._merge_configs(JobConfig, CookbookJobConfig)
     return dict(_entries(merged, ""))
 
@@ -80,7 +80,8 @@ def model_table() -> dict[str, dict[str, int]]:
 
 def main() -> None:
     """Print the table."""
-    print(json.dumps({"options": option_table(), "models": {"deepseek_v3": model_table()}}, indent=1))
+    table = {"options": option_table(), "models": {"deepseek_v3": model_table()}}
+    print(json.dumps(table, indent=1))
 
 
 if __name__ == "__main__":

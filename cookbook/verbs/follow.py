@@ -46,7 +46,8 @@ def show_logs(arguments: argparse.Namespace) -> int:
         log = _log(folder)
     if log is None:
         state = _state(run, cell)
-        raise InputError(f"{run.name}/{cell}", f"has no log: {state.state}, {state.reason or 'not started'}")
+        why = state.reason or "not started"
+        raise InputError(f"{run.name}/{cell}", f"has no log: {state.state}, {why}")
     offset = 0
     while True:
         ended = not arguments.follow or _state(run, cell).state in ENDED
@@ -65,7 +66,8 @@ def cancel(arguments: argparse.Namespace) -> int:
     """Cancel what still waits or runs."""
     run = find_run(arguments.run)
     cells = cancel_run(run)
-    print(f"cancelled: {', '.join(cells)}" if cells else f"{run.name}: all cells have ended already")
+    done = f"{run.name}: all cells have ended already"
+    print(f"cancelled: {', '.join(cells)}" if cells else done)
     return 0
 
 
@@ -78,7 +80,8 @@ def show_report(arguments: argparse.Namespace) -> int:
 def print_report(run: Run, form: str) -> dict[str, str]:
     """Print the results in `form` (md or json), keep report.md, and return the cells' states."""
     states = cell_states(run)
-    results = collect_results(run.folder, {state.cell: (state.state, state.reason) for state in states})
+    known = {state.cell: (state.state, state.reason) for state in states}
+    results = collect_results(run.folder, known)
     text = render_markdown(results)
     write_whole(run.folder / "report.md", text)
     print(render_json(results) if form == "json" else text, end="")

@@ -67,7 +67,7 @@ def _wait(run: Run) -> int:
 
 
 def _refused_without_packages(cell: Cell) -> Cell:
-    """On a container's inside this environment says nothing; else the job trains in this very one."""
+    """The job trains in this very environment, unless it has a container of its own."""
     if cell.refused or cell.cluster.container is not None:
         return cell
     missing = missing_packages(cell)
@@ -84,17 +84,15 @@ def describe_plan(name: str, cells: Sequence[Cell]) -> str:
     lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {ranks}"]
     stand_ins = {cell.stand_in_for: cell.recipe.name for cell in cells if cell.stand_in_for}
     for original, stand_in in stand_ins.items():
-        lines.append(f"  {original} is too large for this machine: its stand-in {stand_in} runs instead")
+        lines.append(f"  {original} is too large here: its stand-in {stand_in} runs instead")
     if first.left_out:
         lines.append(f"  left out, being made for the large recipe: {', '.join(first.left_out)}")
     width = max(text_width(cell.name) for cell in cells)
     for cell in cells:
         layout = cell.layout
-        text = (
-            f"refused: {cell.refused}"
-            if cell.refused
-            else f"{cell.steps} steps, TP {layout.tp} PP {layout.pp} DP {layout.dp_shard} EP {layout.ep}"
-            + (", MXFP8 emulated (numerics only)" if cell.emulated else "")
-        )
+        degrees = f"TP {layout.tp} PP {layout.pp} DP {layout.dp_shard} EP {layout.ep}"
+        text = f"refused: {cell.refused}" if cell.refused else f"{cell.steps} steps, {degrees}"
+        if cell.emulated and not cell.refused:
+            text += ", MXFP8 emulated (numerics only)"
         lines.append(f"  {cell.name:<{width}}  {text}")
     return "\n".join(lines)

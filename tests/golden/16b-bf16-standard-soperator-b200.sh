@@ -3,11 +3,11 @@
 # precision bf16 (BF16 mixed precision)
 # EP backend standard (PyTorch all-to-all)
 #
-# sbatch train.sh                          trains it
-# sbatch train.sh --training.steps=5       TorchTitan's options at the end
+#   sbatch train.sh                        # trains it
+#   sbatch train.sh --training.steps=5     # TorchTitan's options at the end
 #
 # Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
-# Rendered by `submit.py render` from deepseek_v3_16b.yaml for cluster soperator-b200.
+# Rendered by `submit.py render` from deepseek_v3_16b.yaml for soperator-b200.
 
 #SBATCH --job-name=16b-bf16-standard
 #SBATCH --nodes=32

@@ -3,11 +3,11 @@
 # precision mxfp8 (MXFP8 on the routed experts' grouped GEMMs)
 # EP backend mxfp8_a2a (TorchAO's MXFP8 all-to-all)
 #
-# sbatch train.sh                          trains it
-# sbatch train.sh --training.steps=5       TorchTitan's options at the end
+#   sbatch train.sh                        # trains it
+#   sbatch train.sh --training.steps=5     # TorchTitan's options at the end
 #
 # Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
-# Rendered by `submit.py render` from deepseek_v3_16b.yaml for cluster container.
+# Rendered by `submit.py render` from deepseek_v3_16b.yaml for container.
 
 #SBATCH --job-name=16b-mxfp8-mxfp8_a2a
 #SBATCH --nodes=32

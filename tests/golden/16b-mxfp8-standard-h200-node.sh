@@ -3,11 +3,11 @@
 # precision mxfp8 (MXFP8 on the routed experts' grouped GEMMs; EMULATED here, for numerics only)
 # EP backend standard (PyTorch all-to-all)
 #
-# sbatch train.sh                          trains it
-# sbatch train.sh --training.steps=5       TorchTitan's options at the end
+#   sbatch train.sh                        # trains it
+#   sbatch train.sh --training.steps=5     # TorchTitan's options at the end
 #
 # Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
-# Rendered by `submit.py render` from deepseek_v3_16b.yaml for cluster h200-node.
+# Rendered by `submit.py render` from deepseek_v3_16b.yaml for h200-node.
 
 #SBATCH --job-name=16b-mxfp8-standard
 #SBATCH --nodes=1

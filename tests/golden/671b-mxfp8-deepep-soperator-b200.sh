@@ -3,11 +3,11 @@
 # precision mxfp8 (MXFP8 on the routed experts' grouped GEMMs)
 # EP backend deepep (DeepEP (NVLink within a node, IBGDA between nodes))
 #
-# sbatch train.sh                          trains it
-# sbatch train.sh --training.steps=5       TorchTitan's options at the end
+#   sbatch train.sh                        # trains it
+#   sbatch train.sh --training.steps=5     # TorchTitan's options at the end
 #
 # Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
-# Rendered by `submit.py render` from deepseek_v3_671b.yaml for cluster soperator-b200.
+# Rendered by `submit.py render` from deepseek_v3_671b.yaml for soperator-b200.
 
 #SBATCH --job-name=671b-mxfp8-deepep
 #SBATCH --nodes=32

@@ -3,11 +3,11 @@
 # precision mxfp8 (MXFP8 on the routed experts' grouped GEMMs; EMULATED here, for numerics only)
 # EP backend standard (PyTorch all-to-all)
 #
-# bash train.sh                          trains it
-# bash train.sh --training.steps=5       TorchTitan's options at the end
+#   bash train.sh                        # trains it
+#   bash train.sh --training.steps=5     # TorchTitan's options at the end
 #
 # Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
-# Rendered by `submit.py render` from debug.yaml for cluster local.
+# Rendered by `submit.py render` from debug.yaml for local.
 
 # Values stand in quotes, so that none is expanded.
 # shellcheck disable=SC1003,SC2016
