@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cookbook.errors import InputError, JobError
 
@@ -23,10 +24,17 @@ examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other message does; the usage is in --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see: python {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs; each has a `handler` that takes the parsed arguments."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
