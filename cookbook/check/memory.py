@@ -70,8 +70,14 @@ def verdict(total_gib: float, gpu_gib: float) -> str:
     return "tight" if total_gib <= WILL_NOT_FIT * gpu_gib else "will not fit"
 
 
-def predict_memory(cell: Cell, view: Mapping[str, Any]) -> StageMemory:
-    """The peak of the rank that `view` (`rank_view.view_rank`'s answer) describes."""
+def predict_memory(
+    cell: Cell, view: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> StageMemory:
+    """The peak of the rank that `view` (`rank_view.view_rank`'s answer) describes.
+
+    Args:
+        environment: what the job exports, where that is not the cell's own.
+    """
     shapes = shapes_of(cell, view)
     layers = _Layers(cell, view, shapes)
     state = _state(cell, view)
@@ -88,7 +94,7 @@ def predict_memory(cell: Cell, view: Mapping[str, Any]) -> StageMemory:
     reduced, on_the_way = _fsdp_streams(cell, view, shapes)
     terms = {
         **compute,
-        "fragments": sum(compute.values()) * _fragments(cell),
+        "fragments": sum(compute.values()) * _fragments(environment or cell.environment),
         "gradients": reduced,
         "all-gather stream": on_the_way,
         "dispatch stream": layers.dispatched(),
@@ -203,9 +209,9 @@ def _fsdp_streams(cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> tuple[
     return gradients, float(sum(sorted(layers)[-2:]))
 
 
-def _fragments(cell: Cell) -> float:
+def _fragments(environment: Mapping[str, str]) -> float:
     settings = [
-        cell.environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     ]
     expandable = any("expandable_segments:True" in setting for setting in settings)
     return FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS

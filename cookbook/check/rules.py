@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator
 
 from cookbook.cell import Cell
 from cookbook.check import rules_kernels, rules_run
-from cookbook.check.facts import TORCHTITAN, value
+from cookbook.check.facts import TORCHTITAN
 from cookbook.check.finding import ERROR, Finding
-from cookbook.errors import nearest
 from cookbook.layout import layout_problems
 
 Rule = Callable[[Cell], Iterator[Finding]]
 
 
 def layout(cell: Cell) -> Iterator[Finding]:
-    """Degrees, layers, experts, heads, sequence, batch and microbatches must divide."""
+    """Ranks, layers, experts, heads, sequence, batch and microbatches must divide."""
     for problem in layout_problems(cell.stack, cell.options, cell.world):
         yield Finding(
             ERROR,
@@ -47,27 +46,10 @@ def refused(cell: Cell) -> Iterator[Finding]:
         )
 
 
-def model_is_known(cell: Cell) -> Iterator[Finding]:
-    """The model and its flavor must exist."""
-    name, flavor = value(cell, "model.name"), value(cell, "model.flavor")
-    flavors = cell.stack.models.get(name)
-    if flavors is not None and flavor not in flavors:
-        close = nearest(flavor, flavors, 1)
-        yield Finding(
-            ERROR,
-            "model_is_known",
-            "model.flavor",
-            f"{name} has no flavor {flavor!r}; allowed: {', '.join(flavors)}",
-            f"did you mean {close[0]!r}?" if close else "",
-            f"{TORCHTITAN}/models/deepseek_v3/__init__.py",
-        )
-
-
 # In the order of the output.
 RULES: tuple[Rule, ...] = (
     layout,
     refused,
-    model_is_known,
     rules_kernels.deepep_size,
     rules_kernels.deepep_etp,
     rules_kernels.corrections_are_on,

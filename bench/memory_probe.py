@@ -1,0 +1,51 @@
+"""In: a training process. Out: what its allocator holds at every step, and two small flavors.
+
+Named by `--experimental.custom_import=bench.memory_probe`, in place of `cookbook.titan`, which it
+imports. The flavors are TorchTitan's 16B with fewer layers: the same layers, a shorter start.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from typing import Any
+
+import torch
+from torchtitan.components.metrics import DeviceMemoryMonitor
+from torchtitan.models.deepseek_v3 import deepseekv3_args
+
+import cookbook.titan  # noqa: F401  (the hooks that every job of the cookbook has)
+
+GIB = 2**30
+
+
+def _add_flavors() -> None:
+    for num_layers in (4, 8):
+        args = copy.deepcopy(deepseekv3_args["16B"])
+        args.n_layers = num_layers
+        deepseekv3_args.setdefault(f"16B_{num_layers}layers", args)
+
+
+def _probe_every_log() -> None:
+    read = DeviceMemoryMonitor.get_peak_stats
+
+    def read_and_note(self: Any) -> Any:
+        stats = read(self)
+        folder = os.environ.get("MEMORY_PROBE_DIR")
+        if folder:
+            note = {"reserved_gib": stats.max_reserved_gib, "active_gib": stats.max_active_gib}
+            if torch.cuda.is_available():
+                free, total = torch.cuda.mem_get_info()
+                # All that is in use on the GPU, of every process on it.
+                note["device_gib"] = (total - free) / GIB
+                note["retries"] = stats.num_alloc_retries
+            with open(f"{folder}/{os.environ['RANK']}.jsonl", "a") as file:  # noqa: PTH123
+                file.write(json.dumps(note) + "\n")
+        return stats
+
+    DeviceMemoryMonitor.get_peak_stats = read_and_note
+
+
+_add_flavors()
+_probe_every_log()
