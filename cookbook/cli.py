@@ -76,6 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
         launched.add_argument(
             "--dry-run", action="store_true", help="show the cells, submit nothing"
         )
+        launched.add_argument(
+            "--no-check", action="store_true", help="submit what check would refuse"
+        )
         launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
 
     status = verb("status", "say how far each cell of a run is", "follow:show_status")

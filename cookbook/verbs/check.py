@@ -5,8 +5,13 @@ status.
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
+from cookbook.cell import Cell
 from cookbook.check.cells import check_cells
+from cookbook.check.finding import WARNING
 from cookbook.check.report import render_json, render_text
 from cookbook.errors import unknown_name
 from cookbook.recipe import names_in
@@ -29,3 +34,36 @@ def check(arguments: argparse.Namespace) -> int:
     checks = check_cells(cells, build=not arguments.rules_only)
     print(render_json(checks) if arguments.json else render_text(name, checks), end="")
     return 0 if all(one.may_run for one in checks) else 1
+
+
+def refuse_by_check(cells: Sequence[Cell], build: bool) -> list[Cell]:
+    """The cells, those that may not run marked as refused; what else was found goes to stderr.
+
+    Without `build`, by the rules alone: a job on this machine says itself, and at once, what
+    TorchTitan does not like, and nobody waits for it in a queue.
+    """
+    candidates = [cell for cell in cells if not cell.refused]
+    gpus = sum(cell.world for cell in candidates if cell.cluster.gpu)
+    build = build and gpus > 0 and candidates[0].cluster.scheduler == "slurm"
+    if build:
+        print(
+            f"checking {len(candidates)} cell(s) before {gpus} GPUs are asked for "
+            "(--no-check skips this) ...",
+            file=sys.stderr,
+            flush=True,
+        )
+    checks = {one.cell.name: one for one in check_cells(candidates, build=build)}
+    warnings = {
+        str(finding): None
+        for one in checks.values()
+        for finding in one.findings
+        if finding.level == WARNING
+    }
+    for text in warnings:
+        print(f"warning: {text}", file=sys.stderr)
+    return [
+        replace(cell, refused=checks[cell.name].summary)
+        if cell.name in checks and not checks[cell.name].may_run
+        else cell
+        for cell in cells
+    ]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from cookbook.cell import Cell, missing_packages
 from cookbook.report import text_width
 from cookbook.rundir import FINISHED, REFUSED, Run, create_run, shown_command
+from cookbook.verbs.check import refuse_by_check
 from cookbook.verbs.follow import print_report, watch
 from cookbook.verbs.request import requested_cell, requested_sweep
 from cookbook.yamlfile import shown_path
@@ -29,6 +30,9 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
     cells = [_refused_without_packages(cell) for cell in cells]
+    if not arguments.no_check:
+        # A dry run answers at once, by the rules alone; `check` tells all.
+        cells = refuse_by_check(cells, build=not arguments.dry_run)
     print(describe_plan(name, cells))
     if arguments.dry_run:
         return 0
