@@ -88,11 +88,15 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        # A session of its own: Ctrl-C in the terminal must not reach the training.
+        # A session of its own: Ctrl-C in the terminal must not reach the training. No output of its
+        # own: a reader of ours (`| tee`, ssh) would wait for the training to close it. The job's
+        # words go to files.
         process = subprocess.Popen(
             [sys.executable, "-m", "submitit.local._local", str(self.folder)],
             env=environment,
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
