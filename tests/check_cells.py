@@ -1,0 +1,76 @@
+"""In: a recipe and options. Out: a cell to check, also one that the driver would not let pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from cookbook.cell import Cell
+from cookbook.check.finding import ERROR, Finding
+from cookbook.check.rules import apply_rules
+from cookbook.cluster import Cluster, load_cluster
+from cookbook.errors import InputError
+from cookbook.recipe import Setting, load_recipe
+from cookbook.stack import load_stack
+from cookbook.sweep import CellRequest, expand_sweep, sweep_of_recipe
+
+STACK = load_stack()
+
+
+@functools.cache
+def cluster_of(name: str, gpus: int | None = None) -> Cluster:
+    """A profile, with other GPUs a node where `gpus` says so."""
+    cluster = load_cluster(name, STACK)
+    return cluster if gpus is None else dataclasses.replace(cluster, ranks_per_node=gpus)
+
+
+def cell_of(
+    recipe: str,
+    options: dict[str, Any] | None = None,
+    *,
+    cluster: Cluster | str = "soperator-b200",
+    precision: str | None = None,
+    ep_backend: str | None = None,
+    nodes: int | None = None,
+) -> Cell:
+    """The cell as `submit.py` resolves it; raises InputError as it does."""
+    request = CellRequest(
+        cluster=cluster_of(cluster) if isinstance(cluster, str) else cluster,
+        stack=STACK,
+        precision=precision,
+        ep_backend=ep_backend,
+        nodes=nodes,
+        overrides={
+            name: Setting(value, f"--set {name}") for name, value in (options or {}).items()
+        },
+    )
+    (cell,) = expand_sweep(sweep_of_recipe(load_recipe(recipe, STACK), STACK), request)
+    return cell
+
+
+def with_options(cell: Cell, options: dict[str, Any]) -> Cell:
+    """`cell` with other options, unchecked."""
+    extra = {name: Setting(value, name) for name, value in options.items()}
+    return dataclasses.replace(cell, settings={**cell.settings, **extra})
+
+
+def refusals(recipe: str, options: dict[str, Any], **where: Any) -> list[Finding]:
+    """Why the cell may not run, said by the driver or by the rules."""
+    try:
+        cell = cell_of(recipe, options, **where)
+    except InputError as error:
+        return [Finding(ERROR, "input", error.place, error.found, error.remedy, "")]
+    return [finding for finding in apply_rules(cell) if finding.level == ERROR]
+
+
+def h200(folder: Path, gpus: int = 4) -> Cluster:
+    """One node of H200 without any settings of its own."""
+    path = folder / f"h200x{gpus}.yaml"
+    path.write_text(
+        "description: bench\nscheduler: slurm\nnodes: 1\nemulate: true\n"
+        f"gpus_per_node: {gpus}\n"
+        "gpu: {name: H200, compute_capability: 9.0, memory_gib: 139.8}\n"
+    )
+    return load_cluster(str(path), STACK)

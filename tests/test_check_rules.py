@@ -1,0 +1,191 @@
+"""In: wrong layouts and doubtful ones. Out: each refused, or warned of, for the right reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from cookbook.check.finding import ERROR, HINT, WARNING
+from cookbook.check.rules import apply_rules
+from tests.check_cells import cell_of, cluster_of, refusals, with_options
+
+P = "parallelism"
+TP, PP, CP = (
+    f"{P}.tensor_parallel_degree",
+    f"{P}.pipeline_parallel_degree",
+    f"{P}.context_parallel_degree",
+)
+EP, ETP = f"{P}.expert_parallel_degree", f"{P}.expert_tensor_parallel_degree"
+SHARD, REPLICATE = f"{P}.data_parallel_shard_degree", f"{P}.data_parallel_replicate_degree"
+SCHEDULE = f"{P}.pipeline_parallel_schedule"
+MICROBATCH = f"{P}.pipeline_parallel_microbatch_size"
+PER_STAGE = f"{P}.pipeline_parallel_layers_per_stage"
+BATCH, GLOBAL, SEQ = "training.local_batch_size", "training.global_batch_size", "training.seq_len"
+BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
+B200 = "soperator-b200"
+
+# recipe, options, where, the option that the refusal names, words of its reason
+WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    (BIG, {TP: 3}, {}, TP, "3 does not divide 256 ranks"),
+    (BIG, {PP: 3}, {}, PP, "3 does not divide 256 ranks"),
+    (BIG, {CP: 3}, {}, CP, "3 does not divide 256 ranks"),
+    (BIG, {REPLICATE: 5}, {}, REPLICATE, "5 does not divide 256 ranks"),
+    (BIG, {SHARD: 32}, {}, SHARD, "is 128 ranks, the job has 256"),
+    (BIG, {TP: 0}, {}, TP, "found 0"),
+    (BIG, {EP: 48}, {}, EP, "48 does not divide 128 ranks of a stage"),
+    (BIG, {EP: 256}, {}, EP, "256 does not divide 128 ranks of a stage"),
+    (SMALL, {EP: 128}, {}, EP, "128 does not divide 64 experts"),
+    (BIG, {ETP: 4}, {}, ETP, "found 4, allowed: 1 or the tensor parallel degree (2)"),
+    (SMALL, {TP: 32}, {}, TP, "32 does not divide 16 attention heads"),
+    (SMALL, {SHARD: 1, TP: 256, EP: 1}, {}, TP, "256 does not divide 16 attention heads"),
+    (SMALL, {TP: 8, EP: 8, SHARD: 1}, {"nodes": 1}, SHARD, "allowed with EP above 1: 2 and up"),
+    (BIG, {SEQ: 8190}, {}, SEQ, "8190 is not a multiple of TP x CP x 2 = 4"),
+    (BIG, {SEQ: 0}, {}, SEQ, "0 is not a multiple"),
+    (BIG, {BATCH: 0}, {}, BATCH, "found 0"),
+    (BIG, {GLOBAL: 100}, {}, GLOBAL, "100 is not a multiple of local batch 64 x 64"),
+    (BIG, {MICROBATCH: 3}, {}, MICROBATCH, "3 does not divide the local batch of 64"),
+    (BIG, {PP: 64, EP: 1}, {}, PP, "64 pipeline ranks"),
+    (BIG, {SCHEDULE: "Interleaved1F2B"}, {}, SCHEDULE, "found 'Interleaved1F2B', allowed"),
+    (BIG, {PER_STAGE: 61}, {}, PER_STAGE, "cannot divide among 2 pipeline ranks"),
+    (BIG, {SCHEDULE: "1F1B", PER_STAGE: 10}, {}, PER_STAGE, "which 1F1B cannot divide"),
+    (BIG, {BATCH: 7}, {}, BATCH, "7 microbatches are not a multiple of the schedule's 3 rounds"),
+    (BIG, {"model.flavor": "617B"}, {}, "model.flavor", "'617B'"),
+    (BIG, {EP: 1}, {"ep_backend": "deepep"}, "", "deepep needs parallelism.expert_parallel_degree"),
+    (SMALL, {TP: 2, ETP: 2}, {"ep_backend": "deepep"}, ETP, "DeepEP needs 1, found 2"),
+    (
+        SMALL,
+        {"model.flavor": "236B", EP: 40, PP: 1},
+        {"nodes": 20, "ep_backend": "deepep"},
+        EP,
+        "EP 40",
+    ),
+    (BIG, {}, {"precision": "mxfp8_linear"}, "", "MXFP8 linear layers with tensor parallelism"),
+    (
+        SMALL,
+        {},
+        {"precision": "mxfp8", "cluster": "a100"},
+        "",
+        "needs a GPU of compute capability 10",
+    ),
+    (SMALL, {}, {"ep_backend": "mxfp8_a2a"}, "", "mxfp8_a2a needs a precision of mxfp8"),
+    (
+        BIG,
+        {"model.converters": ["quantize.grouped_mm.mx"]},
+        {},
+        "model.converters",
+        "precision bf16",
+    ),
+    (
+        BIG,
+        {"checkpoint.enable": True, "checkpoint.keep_latest_k": 1},
+        {},
+        "checkpoint.keep",
+        "1 would",
+    ),
+]
+
+
+def _where(words: dict[str, Any]) -> dict[str, Any]:
+    if words.get("cluster") != "a100":
+        return words
+    gpu = cluster_of(B200).gpu
+    assert gpu
+    old = dataclasses.replace(gpu, name="A100", compute_capability=8.0)
+    return {**words, "cluster": dataclasses.replace(cluster_of(B200), gpu=old)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "where", "option", "words"),
+    WRONG,
+    ids=[f"{index}-{case[3] or case[4][:20]}" for index, case in enumerate(WRONG)],
+)
+def test_wrong_layout_is_refused_with_its_reason(
+    recipe: str, options: dict[str, Any], where: dict[str, Any], option: str, words: str
+) -> None:
+    found = refusals(recipe, options, **_where(where))
+    assert any(option in one.option and words in one.reason for one in found), found
+
+
+def test_there_are_enough_wrong_layouts() -> None:
+    assert len(WRONG) >= 25
+
+
+@pytest.mark.parametrize("ep_backend", ["standard", "deepep"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("recipe", [BIG, SMALL])
+def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) -> None:
+    assert not refusals(recipe, {}, precision=precision, ep_backend=ep_backend)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "where", "level", "rule"),
+    [
+        (BIG, {BATCH: 1}, {}, WARNING, "pipeline_microbatches"),
+        (BIG, {BATCH: 4}, {}, HINT, "pipeline_microbatches"),
+        (SMALL, {"checkpoint.enable": False}, {}, WARNING, "checkpoints_resume"),
+        (SMALL, {"checkpoint.last_save_model_only": True}, {}, WARNING, "checkpoints_resume"),
+        (SMALL, {"checkpoint.interval": 9999}, {}, WARNING, "checkpoints_resume"),
+        (SMALL, {"checkpoint.load_only": True}, {}, WARNING, "checkpoints_resume"),
+        (
+            SMALL,
+            {"checkpoint.exclude_from_loading": ["optimizer"]},
+            {},
+            WARNING,
+            "checkpoints_resume",
+        ),
+        (SMALL, {"debug.moe_force_load_balance": True}, {}, WARNING, "balance_is_real"),
+        (SMALL, {TP: 8, EP: 1}, {"nodes": 1}, WARNING, "parameters_are_sharded"),
+        (BIG, {TP: 16}, {}, WARNING, "tp_in_a_node"),
+        (SMALL, {EP: 8}, {"ep_backend": "deepep"}, HINT, "deepep_within_a_node"),
+        (
+            SMALL,
+            {EP: 8},
+            {"precision": "mxfp8", "cluster": "h200-node"},
+            HINT,
+            "emulated_has_no_speed",
+        ),
+    ],
+)
+def test_doubtful_cells_are_told_of(
+    recipe: str, options: dict[str, Any], where: dict[str, Any], level: str, rule: str
+) -> None:
+    found = apply_rules(cell_of(recipe, options, **where))
+    assert any((one.level, one.rule) == (level, rule) for one in found), found
+
+
+def test_deepep_between_nodes_of_four_is_refused() -> None:
+    cell = cell_of(SMALL, {EP: 8}, cluster=cluster_of(B200, 4), ep_backend="deepep")
+    reasons = [one.reason for one in apply_rules(cell) if one.rule == "deepep_size"]
+    assert reasons and "takes them to have 8 GPUs, not 4" in reasons[0]
+
+
+def test_corrections_that_are_off_are_noticed() -> None:
+    cell = cell_of(BIG, precision="mxfp8", ep_backend="deepep")
+    assert not [one for one in apply_rules(cell) if one.rule == "corrections_are_on"]
+    without = with_options(cell, {"experimental.custom_import": "mine"})
+    found = [one for one in apply_rules(without) if one.rule == "corrections_are_on"]
+    assert [one.level for one in found] == [ERROR, ERROR, WARNING]
+    assert "counts every token once for each TP rank" in found[0].reason
+    assert "padded to 32" in found[1].reason
+
+
+def test_converters_without_their_gpu_are_refused() -> None:
+    cell = cell_of(SMALL, {EP: 8}, cluster="h200-node")
+    mx = with_options(cell, {"model.converters": ["quantize.grouped_mm.mx"]})
+    rules = {one.rule for one in apply_rules(mx) if one.level == ERROR}
+    assert rules == {"mxfp8_hardware", "precision_is_its_converters"}
+    emulated = with_options(mx, {"quantize.grouped_mm.mx.emulate": True})
+    assert "mxfp8_hardware" not in {one.rule for one in apply_rules(emulated)}
+
+
+def test_every_finding_has_a_public_reference() -> None:
+    cells = [
+        cell_of(BIG, {BATCH: 1}, precision="mxfp8", ep_backend="deepep"),
+        cell_of(SMALL, {"debug.moe_force_load_balance": True, "checkpoint.enable": False}),
+    ]
+    findings = [one for cell in cells for one in apply_rules(cell)]
+    assert findings
+    for one in findings:
+        assert one.reference.startswith("https://") and one.reason
