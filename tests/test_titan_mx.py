@@ -1,0 +1,274 @@
+"""MXFP8 GEMMs, forward and backward, against the bound of the format; emulation is in the path."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.titan_ranks import run_ranks
+
+pytestmark = pytest.mark.titan
+
+# MXFP8: blocks of 32 share a power-of-two scale, elements are E4M3 with 3 bits of mantissa. The
+# scale is rounded up, so that the largest element of a block lies in (224, 448] of it and none is
+# clipped: an element moves by at most 2**-4 of itself or, below the normal range, by half of 2**-9
+# of the scale, which is at most 2**-10 / 224 of the block's largest.
+RELATIVE = 2.0**-4
+ABSOLUTE = 2.0**-10 / 224
+
+GROUPS = (32, 96, 32, 64)
+EMPTY_GROUP = 2  # a group of padding only, as an expert without tokens has
+K, N = 64, 96
+
+
+def rounded(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """`values` through MXFP8 along `dim`, with plain operations in float64."""
+    moved = values.double().movedim(dim, -1)
+    blocks = moved.reshape(*moved.shape[:-1], -1, 32)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest / 448))), 1)
+    scaled = (blocks / scale).float().to(torch.float8_e4m3fn).double() * scale
+    return scaled.reshape(moved.shape).movedim(-1, dim)
+
+
+def rounding_bound(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """How far MXFP8 can move each element, in float64."""
+    moved = values.double().movedim(dim, -1)
+    blocks = moved.reshape(*moved.shape[:-1], -1, 32)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    bound = torch.maximum(blocks.abs() * RELATIVE, largest * ABSOLUTE)
+    return bound.reshape(moved.shape).movedim(-1, dim)
+
+
+def product_bound(a: torch.Tensor, b: torch.Tensor, along: tuple[int, int]) -> torch.Tensor:
+    """How far a @ b can move when both operands are rounded along the contraction."""
+    da, db = rounding_bound(a, along[0]), rounding_bound(b, along[1])
+    a, b = a.double().abs(), b.double().abs()
+    return a @ db + da @ b + da @ db
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(sum(GROUPS), K) * torch.logspace(-2, 2, K)
+    x[sum(GROUPS[:EMPTY_GROUP]) : sum(GROUPS[: EMPTY_GROUP + 1])] = 0
+    weight = torch.randn(len(GROUPS), N, K)
+    upstream = torch.randn(sum(GROUPS), N) * 1e-3
+    offsets = torch.tensor(GROUPS).cumsum(0).to(torch.int32)
+    return x.bfloat16(), weight.bfloat16(), upstream.bfloat16(), offsets
+
+
+def grouped_gemm(recipe: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output and both gradients through the weights that the cookbook's converter makes."""
+    from torchtitan.distributed import ParallelDims
+
+    from cookbook.titan.mx import MXGroupedMMConverter
+
+    x, weight, upstream, offsets = operands()
+    experts = nn.Module()
+    experts.w1 = nn.Parameter(weight.clone())
+    model = nn.ModuleDict({"experts": experts})
+    if recipe != "bf16":
+        mx = SimpleNamespace(fqns=["experts"], recipe_name=recipe, emulate=True)
+        config = SimpleNamespace(
+            model=SimpleNamespace(converters=["quantize.grouped_mm.mx"]),
+            quantize=SimpleNamespace(grouped_mm=SimpleNamespace(mx=mx)),
+        )
+        dims: Any = SimpleNamespace(spec=ParallelDims)
+        MXGroupedMMConverter(config, dims).convert(model)
+    x.requires_grad_()
+    w = model["experts"].w1
+    out = torch._grouped_mm(x, w.transpose(-2, -1), offs=offsets)
+    out.backward(upstream)
+    assert x.grad is not None and w.grad is not None
+    return out.detach(), x.grad, getattr(w.grad, "_data", w.grad)
+
+
+def slices() -> list[slice]:
+    ends = [0, *torch.tensor(GROUPS).cumsum(0).tolist()]
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def exact() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same in float64, and for each result how far rounding may move it."""
+    x, weight, upstream, _ = (v.double() for v in operands())
+    groups = slices()
+    out = torch.cat([x[g] @ weight[e].T for e, g in enumerate(groups)])
+    dx = torch.cat([upstream[g] @ weight[e] for e, g in enumerate(groups)])
+    dw = torch.stack([upstream[g].T @ x[g] for g in groups])
+    return out, dx, dw
+
+
+def bounds() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, weight, upstream, _ = (v.double() for v in operands())
+    groups = slices()
+    return (
+        torch.cat([product_bound(x[g], weight[e].T, (1, 0)) for e, g in enumerate(groups)]),
+        torch.cat([product_bound(upstream[g], weight[e], (1, 0)) for e, g in enumerate(groups)]),
+        torch.stack([product_bound(upstream[g].T, x[g], (1, 0)) for g in groups]),
+    )
+
+
+def bf16_error(expected: torch.Tensor) -> torch.Tensor:
+    """What storing a result in BF16 adds, with room for sums in float32."""
+    return expected.abs() * 2.0**-8 + 1e-6 * expected.abs().max()
+
+
+NAMES = ("output", "input gradient", "weight gradient")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
+def test_every_gemm_is_inside_the_formats_bound(recipe: str) -> None:
+    results = zip(NAMES, grouped_gemm(recipe), exact(), bounds(), strict=True)
+    for name, found, expected, bound in results:
+        error = (found.double() - expected).abs()
+        assert bool((error <= bound + bf16_error(expected)).all()), name
+
+
+def test_emulation_is_in_the_path() -> None:
+    """Errors are as large as rounding to MXFP8 predicts: far above BF16's, in every GEMM."""
+    predicted = (2.0**-4) / 3**0.5  # of one rounding: uniform between the neighbours, 2**-4 apart
+    for name, found, expected in zip(NAMES, grouped_gemm("mxfp8"), exact(), strict=True):
+        error = float((found.double() - expected).norm() / expected.norm())
+        assert 0.2 * predicted < error < 2 * predicted, (name, error)
+    for name, found, expected in zip(NAMES, grouped_gemm("bf16"), exact(), strict=True):
+        error = float((found.double() - expected).norm() / expected.norm())
+        assert error < 2.0**-8, (name, error)
+
+
+def test_emulation_rounds_as_the_format_says() -> None:
+    """Not only as much: the output is that of operands rounded to MXFP8 by plain operations."""
+    x, weight, upstream, _ = operands()
+    groups = slices()
+    rx, rw, ru = rounded(x, 1), rounded(weight, 2), rounded(upstream, 1)
+    expected = (
+        torch.cat([rx[g] @ rw[e].T for e, g in enumerate(groups)]),
+        torch.cat([ru[g] @ rounded(weight, 1)[e] for e, g in enumerate(groups)]),
+        torch.stack([rounded(upstream[g], 0).T @ rounded(x[g], 0) for g in groups]),
+    )
+    for name, found, wanted in zip(NAMES, grouped_gemm("mxfp8"), expected, strict=True):
+        error = (found.double() - wanted).abs()
+        assert bool((error <= bf16_error(wanted)).all()), name
+
+
+def test_high_precision_weight_gradient_is_one() -> None:
+    out, dx, dw = grouped_gemm("mxfp8_wgrad_with_hp")
+    quantized = grouped_gemm("mxfp8")
+    assert torch.equal(out, quantized[0]) and torch.equal(dx, quantized[1])
+    wanted = exact()[2]
+    assert bool(((dw.double() - wanted).abs() <= bf16_error(wanted)).all())
+    assert not torch.equal(dw, quantized[2])
+
+
+def test_an_expert_without_tokens_has_no_gradient() -> None:
+    for recipe in ("bf16", "mxfp8", "mxfp8_wgrad_with_hp"):
+        assert not grouped_gemm(recipe)[2][EMPTY_GROUP].any()
+
+
+def both_weight_gradients() -> tuple[torch.Tensor, torch.Tensor]:
+    """TorchAO's function and the one that takes its place, in a process that has replaced none."""
+    from torchao.prototype.moe_training import scaled_grouped_mm
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    from cookbook.titan.mx import emulated_weight_gradient
+
+    original = scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d
+    x, _, upstream, offsets = operands()
+    a_scale, a = to_mx(upstream.t().contiguous(), torch.float8_e4m3fn, 32)
+    b_scale, b = to_mx(x.t().contiguous(), torch.float8_e4m3fn, 32)
+    arguments = (a, a_scale, b.t(), b_scale.t(), offsets)
+    return emulated_weight_gradient(*arguments), original(*arguments)
+
+
+def test_weight_gradient_is_torchaos_without_its_loop() -> None:
+    assert torch.equal(*run_ranks(both_weight_gradients, 1)[0])
+
+
+def linear_layer(emulate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from torchtitan.config import ConfigManager
+
+    from cookbook.titan.mx import MXLinearConverter
+
+    options = [
+        "--job.custom_config_module=cookbook.titan.job_config",
+        "--quantize.linear.mx.recipe_name=mxfp8_cublas_rceil",
+        "--quantize.linear.mx.emulate",
+        "--quantize.linear.mx.filter_fqns=output",
+    ]
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"w1": nn.Linear(K, N, bias=False), "output": nn.Linear(K, N)})
+    model.bfloat16()
+    if emulate:
+        dims: Any = SimpleNamespace(tp_enabled=False)
+        MXLinearConverter(ConfigManager().parse_args(options), dims).convert(model)
+        assert type(model["output"]) is nn.Linear
+        assert type(model["w1"]).__name__ == "MXLinear"
+    x = operands()[0].requires_grad_()
+    out = model["w1"](x)
+    out.backward(operands()[2])
+    assert x.grad is not None and model["w1"].weight.grad is not None
+    return out.detach(), x.grad, model["w1"].weight.grad
+
+
+def test_linear_layers_round_in_each_of_their_gemms() -> None:
+    torch.manual_seed(0)
+    weight = nn.Linear(K, N, bias=False).bfloat16().weight.double().detach()
+    x, _, upstream, _ = (v.double() for v in operands())
+    expected = (x @ weight.T, upstream @ weight, upstream.T @ x)
+    limits = (
+        product_bound(x, weight.T, (1, 0)),
+        product_bound(upstream, weight, (1, 0)),
+        product_bound(upstream.T, x, (1, 0)),
+    )
+    plain = linear_layer(emulate=False)
+    found = linear_layer(emulate=True)
+    for name, got, high, wanted, bound in zip(NAMES, found, plain, expected, limits, strict=True):
+        error = (got.double() - wanted).abs()
+        assert bool((error <= bound + bf16_error(wanted)).all()), name
+        assert error.norm() > 4 * (high.double() - wanted).norm(), name
+
+
+def exchange() -> dict[str, Any]:
+    """One dispatch and combine of the quantized all-to-all, and of the plain one."""
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    from cookbook.titan import quantized_a2a
+
+    quantized_a2a.prepare_quantized_a2a()
+    group, rank = dist.group.WORLD, dist.get_rank()
+    sends, receives = ([3, 5], [3, 4]) if rank == 0 else ([4, 0], [5, 0])
+    torch.manual_seed(rank)
+    tokens = torch.randn(sum(sends), K).bfloat16().requires_grad_()
+    upstream = torch.randn(sum(sends), K).bfloat16()
+
+    def there_and_back(dispatch: Any, combine: Any) -> dict[str, torch.Tensor]:
+        there = dispatch(tokens, receives, sends, group)
+        there.retain_grad()
+        back = combine(there * 1.0, sends, receives, group)
+        tokens.grad = None
+        back.backward(upstream)
+        assert there.grad is not None and tokens.grad is not None
+        found = {"there": there.detach(), "back": back.detach()}
+        return found | {"gradient there": there.grad, "gradient": tokens.grad.clone()}
+
+    plain = all_to_all_single_autograd
+    return {
+        "quantized": there_and_back(quantized_a2a._Dispatch.apply, quantized_a2a._Combine.apply),
+        "plain": there_and_back(plain, plain),
+    }
+
+
+def test_quantized_all_to_all_rounds_what_it_sends_and_nothing_else() -> None:
+    for found in run_ranks(exchange, 2):
+        quantized, plain = found["quantized"], found["plain"]
+        for name in ("there", "gradient there"):
+            expected = rounded(plain[name], 1).bfloat16()
+            assert torch.equal(quantized[name], expected), name
+        # The way back of each is BF16: no further rounding.
+        assert torch.equal(quantized["gradient"], rounded(plain["gradient"], 1).bfloat16())
+        assert torch.equal(quantized["back"], rounded(plain["back"], 1).bfloat16())
