@@ -1,0 +1,221 @@
+"""In: `submit.py` on this machine. Out: real TorchTitan on the CPU, followed and stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.submit import ROOT, Answer, environment, submit
+
+pytestmark = pytest.mark.titan
+
+# Small steps: what is tested is the way around them.
+SMALL = ["--cluster", "local", "--set", "training.seq_len=64"]
+# A machine with GPUs would train on those.
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+REPORT_KEYS = {
+    *["name", "recipe", "precision", "ep_backend", "status", "reason", "steps", "mfu", "speedup"],
+    *["tokens_per_second_per_gpu", "tflops_per_gpu", "memory_gib", "final_loss"],
+    "published_tokens_per_second_per_gpu",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _corpus() -> None:
+    """Text and tokenizer, as setup.sh makes them, from Python's own sources."""
+    if not (ROOT / "assets/local/stamp.json").exists():
+        command = [sys.executable, "-m", "cookbook.corpus", "assets/local"]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+
+
+def _submit(*words: str, runs: Path, timeout: float = 60) -> Answer:
+    return submit(*words, runs=runs, variables=ON_CPU, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
+    """The folder of runs, with the one run in it, and what its sweep printed."""
+    runs = tmp_path_factory.mktemp("runs")
+    words = ["sweep", "smoke", *SMALL, "--set", "training.steps=3"]
+    return runs, _submit(*words, runs=runs, timeout=280)
+
+
+def _report(runs: Path) -> dict[str, Any]:
+    answer = _submit("report", "--format", "json", runs=runs)
+    assert answer.status == 0, answer.stderr
+    report: dict[str, Any] = json.loads(answer.stdout)
+    return report
+
+
+def test_a_sweep_trains_every_cell_that_can_run_and_ends_in_a_table(
+    smoke: tuple[Path, Answer],
+) -> None:
+    runs, answer = smoke
+    assert (answer.status, answer.stderr) == (0, ""), answer
+    (run,) = runs.iterdir()
+    assert f"# {run.name}" in answer.stdout
+    table = [line for line in answer.stdout.splitlines() if line.startswith("| debug-")]
+    assert len(table) == 4
+    assert "finished, emulated" in table[2] and "refused" in table[3]
+    assert (run / "report.md").read_text(encoding="utf-8") in answer.stdout
+
+
+def test_the_report_says_what_ran_and_what_not(smoke: tuple[Path, Answer]) -> None:
+    report = _report(smoke[0])
+    assert (report["sweep"], report["baseline"]) == ("smoke", "debug-bf16-standard")
+    cells = {cell["name"]: cell for cell in report["cells"]}
+    assert {name: cell["status"] for name, cell in cells.items()} == {
+        "debug-bf16-standard": "finished",
+        "debug-bf16-deepep": "refused",
+        "debug-mxfp8-standard": "finished",
+        "debug-mxfp8-deepep": "refused",
+    }
+    for cell in cells.values():
+        assert set(cell) >= REPORT_KEYS
+        if cell["status"] == "refused":
+            assert "needs CUDA GPUs" in cell["reason"]
+            assert cell["final_loss"] is None and cell["steps"] is None
+        else:
+            assert cell["steps"] == 3
+            assert math.isfinite(cell["final_loss"]) and 1 < cell["final_loss"] < 20
+            assert cell["tokens_per_second_per_gpu"] > 0
+            assert cell["memory_gib"] > 0
+    # Emulated numerics are labelled, and never get a speed-up.
+    emulated = cells["debug-mxfp8-standard"]
+    assert "emulated" in emulated["reason"] and emulated["speedup"] is None
+    # Both saw the same data with the same weights: the losses are close, and not the same number.
+    losses = [cells[f"debug-{precision}-standard"]["final_loss"] for precision in ("bf16", "mxfp8")]
+    assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.05
+
+
+def test_status_logs_and_report_agree(smoke: tuple[Path, Answer]) -> None:
+    runs, _ = smoke
+    (run,) = runs.iterdir()
+    cells = {cell["name"]: cell for cell in _report(runs)["cells"]}
+    lines = _submit("status", runs=runs).stdout.splitlines()
+    assert lines[0].startswith(run.name)
+    for line in lines[1:]:
+        name, state = line.split()[:2]
+        assert state == cells[name]["status"]
+        if state == "finished":
+            assert "step 3/3" in line
+    assert len(lines) == 5
+    log = _submit("logs", f"{run.name}/debug-mxfp8-standard", runs=runs)
+    assert log.status == 0
+    losses = re.findall(r"step: +(\d+) +loss: +([0-9.]+)", log.stdout)
+    assert [int(step) for step, _ in losses] == [1, 2, 3]
+    assert float(losses[-1][1]) == pytest.approx(cells["debug-mxfp8-standard"]["final_loss"])
+    answer = _submit("logs", f"{run.name}/debug-bf16-deepep", runs=runs)
+    assert answer.status == 2 and "has no log: refused" in answer.stderr
+    answer = _submit("cancel", runs=runs)
+    assert answer.status == 0 and "have ended already" in answer.stdout
+
+
+def test_the_process_says_what_was_active(smoke: tuple[Path, Answer]) -> None:
+    (run,) = smoke[0].iterdir()
+    for precision, emulated in [("bf16", False), ("mxfp8", True)]:
+        attempt = run / f"debug-{precision}-standard" / "attempt-0"
+        record = json.loads((attempt / "environment.json").read_text(encoding="utf-8"))
+        assert (record["precision"], record["ep_backend"]) == (precision, "standard")
+        assert (record["emulated"], record["device"]) == (emulated, "cpu")
+        assert record["versions"]["torchtitan"] == "0.2.2"
+        assert list((attempt / "tb").rglob("events*"))
+        assert len(list((attempt / "ranks").rglob("stdout.log"))) == 2
+
+
+def _processes_of(folder: Path) -> list[int]:
+    """Whatever was started for the run in `folder`: it names the folder on its command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if os.fsencode(folder) in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def _until(condition: Any, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.3)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """A driver whose cell trains for long, once it trains; all of it is gone afterwards."""
+    runs = tmp_path / "runs"
+    words = ["run", "debug", *SMALL, "--set", "training.steps=5000"]
+    driver = subprocess.Popen(
+        [sys.executable, str(ROOT / "submit.py"), *words],
+        cwd=ROOT,
+        env=environment(runs, **ON_CPU),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        logs = "*/debug-bf16-standard/attempt-0/train.log"
+        _until(
+            lambda: any("step:" in log.read_text(errors="replace") for log in runs.glob(logs)),
+            120,
+            "a first step",
+        )
+        yield runs, driver
+    finally:
+        driver.kill()
+        driver.wait()
+        for process in _processes_of(runs):
+            os.kill(process, signal.SIGKILL)
+
+
+def test_ctrl_c_leaves_the_job_running_and_cancel_stops_it_whole(
+    started: tuple[Path, subprocess.Popen[str]],
+) -> None:
+    runs, driver = started
+    (run,) = [path for path in runs.iterdir() if not path.name.startswith(".")]
+    driver.send_signal(signal.SIGINT)
+    output, _ = driver.communicate(timeout=30)
+    assert driver.returncode == 130
+    assert "Traceback" not in output
+    assert "The jobs go on." in output
+    for verb in ("status", "logs", "report", "cancel"):
+        assert f"python submit.py {verb} {run.name}" in output
+    # Supervisor, script, torchrun and two ranks at least.
+    assert len(_processes_of(run)) >= 4
+    answer = _submit("status", run.name, runs=runs)
+    assert re.search(r"debug-bf16-standard +running .*step \d+/5000", answer.stdout)
+    assert _report(runs)["cells"][0]["status"] == "running"
+    answer = _submit("cancel", run.name, runs=runs)
+    assert (answer.status, answer.stdout) == (0, "cancelled: debug-bf16-standard\n")
+    _until(lambda: not _processes_of(run), 60, "every process gone")
+    assert " cancelled" in _submit("status", runs=runs).stdout
+    assert _report(runs)["cells"][0]["status"] == "cancelled"
+    # What it had reached is still known.
+    assert _report(runs)["cells"][0]["steps"] >= 1
+
+
+def test_a_cell_that_fails_says_why(tmp_path: Path) -> None:
+    words = ["run", "debug", *SMALL, "--set", "training.dataset_path=/nonexistent/corpus"]
+    answer = _submit(*words, runs=tmp_path, timeout=200)
+    assert answer.status == 1
+    assert "Traceback" not in answer.stdout + answer.stderr
+    (cell,) = _report(tmp_path)["cells"]
+    assert cell["status"] == "failed"
+    assert "/nonexistent/corpus" in cell["reason"]
+    assert cell["reason"] in answer.stdout, answer.stdout
+    assert " failed" in _submit("status", runs=tmp_path).stdout
+    log = _submit("logs", runs=tmp_path)
+    assert log.status == 0 and "/nonexistent/corpus" in log.stdout
