@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from cookbook.cell import Cell, resolve_cell
 from cookbook.cluster import Cluster, load_cluster
@@ -17,7 +18,10 @@ STACK = load_stack()
 CLUSTER_FILES = sorted((Path(__file__).parent / "clusters").glob("*.yaml"))
 
 
-def walked(names: list[str]) -> list[str]:
+Name = TypeVar("Name")
+
+
+def walked(names: list[Name]) -> list[Name]:
     """`names`, which must not be empty: a test of nothing would pass."""
     assert names, "nothing to walk through"
     return names

@@ -43,7 +43,7 @@ def test_short_names_are_not_shared() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    walked([("precision", name) for name in PRECISIONS])  # type: ignore[arg-type]
+    walked([("precision", name) for name in PRECISIONS])
     + [("ep_backend", name) for name in EP_BACKENDS],
 )
 def test_every_overlay_is_read_and_explained(kind: str, name: str) -> None:
