@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,10 +21,10 @@ CLUSTER_FILES = sorted((Path(__file__).parent / "clusters").glob("*.yaml"))
 Name = TypeVar("Name")
 
 
-def walked(names: list[Name]) -> list[Name]:
+def walked(names: Sequence[Name]) -> list[Name]:
     """`names`, which must not be empty: a test of nothing would pass."""
     assert names, "nothing to walk through"
-    return names
+    return list(names)
 
 
 RECIPES = walked(names_in(""))
