@@ -57,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     rules_kernels.precision_is_its_converters,
     rules_kernels.mxfp8_linear_compiled,
     rules_run.pipeline_microbatches,
+    rules_run.pipeline_schedule,
     rules_run.checkpoints_resume,
     rules_run.balance_is_real,
     rules_run.parameters_are_sharded,

@@ -4,10 +4,11 @@ worth.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from cookbook.cell import Cell
-from cookbook.check.facts import PIPELINING, TORCHTITAN, value
+from cookbook.check.facts import PIPELINING, TORCHTITAN, model_is_compiled, value
 from cookbook.check.finding import ERROR, HINT, WARNING, Finding
 from cookbook.stack import DEGREES
 
@@ -15,48 +16,86 @@ from cookbook.stack import DEGREES
 _LONG_RUN = 200
 
 
-def pipeline_microbatches(cell: Cell) -> Iterator[Finding]:
-    """The schedules' own demands on the number of microbatches."""
-    ranks = cell.layout.pp
+def _microbatches(cell: Cell) -> int | None:
+    """Microbatches of a step; None without a pipeline, or where the batch does not divide."""
     size = value(cell, "parallelism.pipeline_parallel_microbatch_size")
     batch = value(cell, "training.local_batch_size")
-    if ranks == 1 or size < 1 or batch % size:
+    if cell.layout.pp == 1 or size < 1 or batch % size:
+        return None
+    return int(batch // size)
+
+
+def _schedule(cell: Cell) -> str:
+    return str(value(cell, "parallelism.pipeline_parallel_schedule"))
+
+
+def pipeline_microbatches(cell: Cell) -> Iterator[Finding]:
+    """The schedules' own demands on the number of microbatches."""
+    count, ranks = _microbatches(cell), cell.layout.pp
+    if count is None:
         return
-    count = batch // size
-    schedule = value(cell, "parallelism.pipeline_parallel_schedule").lower()
-    reference = PIPELINING
-    if schedule in ("interleaved1f1b", "interleavedzerobubble"):
-        rounds = max(1, count // ranks)
-        if count % rounds:
-            yield Finding(
-                ERROR,
-                "pipeline_microbatches",
-                "training.local_batch_size",
-                f"{count} microbatches are not a multiple of the schedule's {rounds} rounds",
-                f"try {count // ranks * ranks * size}",
-                reference,
-            )
-    if count < ranks:
-        yield Finding(
-            WARNING,
-            "pipeline_microbatches",
-            "training.local_batch_size",
-            f"{count} microbatches cannot keep {ranks} pipeline ranks busy",
-            f"raise it to {4 * ranks * size} or more",
-            reference,
+    size = value(cell, "parallelism.pipeline_parallel_microbatch_size")
+
+    def finding(level: str, reason: str, remedy: str) -> Finding:
+        option = "training.local_batch_size"
+        return Finding(level, "pipeline_microbatches", option, reason, remedy, PIPELINING)
+
+    schedule = _schedule(cell)
+    needed = {"1f1b": ranks, "gpipe": ranks, "dualpipev": 2 * ranks}.get(schedule.lower(), 0)
+    if count < needed:
+        reason = (
+            f"{count} microbatches are fewer than the {needed} stages, which {schedule} refuses"
         )
+        yield finding(ERROR, reason, f"try {needed * size}")
+        return
+    rounds = max(1, count // ranks)
+    if schedule.lower() in ("interleaved1f1b", "interleavedzerobubble") and count % rounds:
+        reason = f"{count} microbatches are not a multiple of the schedule's {rounds} rounds"
+        yield finding(ERROR, reason, f"try {count // ranks * ranks * size}")
+        return
+    if count < ranks:
+        reason = f"{count} microbatches cannot keep {ranks} pipeline ranks busy"
+        yield finding(WARNING, reason, f"raise it to {4 * ranks * size} or more")
     elif count < 4 * ranks:
         idle = (ranks - 1) / (count + ranks - 1)
-        yield Finding(
-            HINT,
-            "pipeline_microbatches",
-            "training.local_batch_size",
+        reason = (
             f"with {count} microbatches for {ranks} pipeline ranks about {idle:.0%} of the time is "
-            "bubble "
-            "(less with an interleaved schedule)",
-            "raise it where memory allows",
-            reference,
+            "bubble (less with an interleaved schedule)"
         )
+        yield finding(HINT, reason, "raise it where memory allows")
+
+
+def pipeline_schedule(cell: Cell) -> Iterator[Finding]:
+    """What a schedule demands of the stages, beyond their number."""
+    schedule, ranks = _schedule(cell).lower(), cell.layout.pp
+    if ranks == 1:
+        return
+    split = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+    if schedule in split and model_is_compiled(cell):
+        yield Finding(
+            ERROR,
+            "pipeline_schedule",
+            "parallelism.pipeline_parallel_schedule",
+            f"{_schedule(cell)} splits the backward, which compiled layers cannot do",
+            "set compile.components loss, or take Interleaved1F1B",
+            PIPELINING,
+        )
+    per_stage = value(cell, "parallelism.pipeline_parallel_layers_per_stage")
+    model = cell.stack.model(cell.options)
+    if schedule in ("zbvzerobubble", "dualpipev") and per_stage and model is not None:
+        first = value(cell, "parallelism.pipeline_parallel_first_stage_less_layers")
+        last = value(cell, "parallelism.pipeline_parallel_last_stage_less_layers")
+        stages = math.ceil((model.n_layers + first + last) / per_stage)
+        if stages != 2 * ranks:
+            yield Finding(
+                ERROR,
+                "pipeline_schedule",
+                "parallelism.pipeline_parallel_layers_per_stage",
+                f"{per_stage} layers a stage make {stages} stages; {_schedule(cell)} "
+                f"needs two on each of {ranks} ranks",
+                f"try {math.ceil((model.n_layers + first + last) / (2 * ranks))}",
+                PIPELINING,
+            )
 
 
 def checkpoints_resume(cell: Cell) -> Iterator[Finding]:

@@ -143,14 +143,22 @@ def _build_rank(request: dict[str, Any], rank: int, folder: str, said: Path) -> 
         build = build_trainer(request, rank, folder)
         return {"rank": rank} | view_rank(build)
     except SystemExit:
-        lines = [line.strip(" │╭╮╰╯─") for line in said.read_text(errors="replace").splitlines()]
-        return _failed(rank, " ".join(line for line in lines if line)[-600:], "SystemExit")
+        return _failed(rank, _last_words(said.read_text(errors="replace")), "SystemExit")
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         places = [_place(frame.filename, frame.lineno) for frame in frames]
         own = [place for place in places if place.startswith(("torchtitan", "cookbook"))]
         words = " ".join(str(error).split()) or type(error).__name__
         return _failed(rank, words, type(error).__name__, (own or places or [""])[-1])
+
+
+def _last_words(text: str) -> str:
+    """Why a process ended itself: the cookbook's refusal, or what tyro said of the argv."""
+    lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
+    refusals = [line for line in lines if "cookbook refuses: " in line]
+    if refusals:
+        return refusals[-1].partition("cookbook refuses: ")[2]
+    return " ".join(line for line in lines if line)[-600:]
 
 
 def _failed(rank: int, message: str, kind: str, place: str = "") -> dict[str, Any]:

@@ -67,6 +67,8 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     notes = ["kernels, collectives, torch.compile, weights and optimizer steps: none ran"]
     warnings = _Warnings()
     logging.getLogger().addHandler(warnings)
+    # What the cookbook's own hooks refuse with is read from standard error.
+    logging.getLogger().addHandler(logging.StreamHandler())
     config = ConfigManager().parse_args(
         [*request["argv"], f"--job.dump_folder={folder}", "--comm.mode=fake_backend"]
     )

@@ -1,0 +1,231 @@
+"""In: layouts, many of them wrong. Out: check and TorchTitan agree on what can be built.
+
+One subprocess builds them all; it is the one that `submit.py check` starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from cookbook.cell import Cell
+from cookbook.check.dry_run import DryRun
+from cookbook.check.finding import ERROR
+from cookbook.check.rules import apply_rules
+from cookbook.stack import DEGREES
+from tests.check_cells import cell_of, cluster_of, with_options
+
+pytestmark = pytest.mark.titan
+
+MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+# TorchTitan builds these, and they fail in the first step: heads, experts and the hidden sizes that
+# a degree does not divide are cut unevenly, and a batch of nothing is never looked at.
+FAILS_LATER = {DEGREES["tp"], DEGREES["ep"], "training.seq_len"}
+
+
+@pytest.fixture(scope="module")
+def dry_run() -> Iterator[DryRun]:
+    with DryRun() as opened:
+        yield opened
+
+
+def debug_cell(world: int) -> Cell:
+    """The debug model on one node of `world` B200."""
+    cluster = dataclasses.replace(cluster_of("soperator-b200"), ranks_per_node=world, nodes=1)
+    return cell_of("debug", {DEGREES["ep"]: 1}, cluster=cluster, nodes=1)
+
+
+layouts = st.fixed_dictionaries(
+    {
+        DEGREES["pp"]: st.sampled_from([1, 1, 1, 2, 2, 4]),
+        DEGREES["tp"]: st.sampled_from([1, 1, 2, 2, 3, 4]),
+        DEGREES["cp"]: st.sampled_from([1, 1, 1, 2]),
+        DEGREES["dp_replicate"]: st.sampled_from([1, 1, 1, 2]),
+        DEGREES["dp_shard"]: st.sampled_from([-1, -1, -1, 1, 2, 4]),
+        DEGREES["ep"]: st.sampled_from([1, 2, 2, 4, 8, 3]),
+        DEGREES["etp"]: st.sampled_from([1, 1, 1, 2]),
+        "parallelism.pipeline_parallel_schedule": st.sampled_from(
+            ["1F1B", "Interleaved1F1B", "GPipe", "ZBVZeroBubble", "InterleavedZeroBubble", "1F2B"]
+        ),
+        "parallelism.pipeline_parallel_layers_per_stage": st.sampled_from(
+            [None, None, None, 1, 2, 4]
+        ),
+        MICROBATCH: st.sampled_from([1, 1, 2, 3]),
+        "training.local_batch_size": st.integers(1, 9),
+        "training.global_batch_size": st.sampled_from([-1, -1, -1, 8, 12]),
+        "training.seq_len": st.sampled_from([64, 64, 64, 96, 30]),
+        "activation_checkpoint.mode": st.sampled_from(["none", "full", "selective"]),
+        "compile.enable": st.booleans(),
+    }
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(world=st.sampled_from([1, 2, 4, 8, 8, 16]), options=layouts)
+def test_check_and_torchtitan_agree_on_what_can_be_built(
+    dry_run: DryRun, world: int, options: dict[str, Any]
+) -> None:
+    cell = with_options(debug_cell(world), options)
+    errors = [one for one in apply_rules(cell) if one.level == ERROR]
+    built = dry_run.build(cell)
+    assert not built.unavailable
+    event(f"{'refused' if errors else 'allowed'}, {'built' if built.views else 'not built'}")
+    if not errors:
+        assert built.views, f"check allows what TorchTitan refuses: {built.failure}"
+    elif built.views:
+        assert {one.option for one in errors} <= FAILS_LATER, (
+            f"check refuses what TorchTitan builds: {errors}"
+        )
+
+
+def test_sizes_are_those_of_the_whole_model(dry_run: DryRun) -> None:
+    """What all ranks store together is the model, however it is cut."""
+    whole = dry_run.build(debug_cell(1)).views[0]["parameters"]["total"]
+    for options in ({DEGREES["tp"]: 2}, {DEGREES["ep"]: 4}, {DEGREES["pp"]: 2}):
+        views = dry_run.build(with_options(debug_cell(4), options)).views
+        stored = sum(u["local"] for view in views for part in view["parts"] for u in part["units"])
+        ranks = 4 // len(views)
+        # Norms and the latents' projections are replicated under TP, and shards may be uneven.
+        assert whole <= stored * ranks <= 1.2 * whole
+
+
+def test_what_is_in_flight_follows_the_schedule(dry_run: DryRun) -> None:
+    options = {
+        DEGREES["pp"]: 2,
+        "training.local_batch_size": 8,
+        "parallelism.pipeline_parallel_schedule": "1F1B",
+    }
+    first, last = dry_run.build(with_options(debug_cell(4), options)).views
+    assert (first["in_flight"], last["in_flight"]) == ([[2]], [[1]])
+    options["parallelism.pipeline_parallel_schedule"] = "GPipe"
+    first, last = dry_run.build(with_options(debug_cell(4), options)).views
+    assert (first["in_flight"], last["in_flight"]) == ([[8]], [[8]])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"training.seq_len": 8190, DEGREES["tp"]: 4}, "Sequence length 8190"),
+        ({"optimizer.name": "Adagrad"}, "Adagrad"),
+        ({"model.converters": ["quantize.nothing"]}, "quantize.nothing"),
+        (
+            {"checkpoint.enable": True, "checkpoint.keep_latest_k": 1},
+            "at least 2 checkpoint replicas",
+        ),
+        ({"model.flavor": "debugmodel_flex_attn", DEGREES["cp"]: 2}, "only supports SDPA"),
+        (
+            {
+                "activation_checkpoint.mode": "selective",
+                "activation_checkpoint.selective_ac_option": "often",
+            },
+            "often",
+        ),
+        ({"model.converters": ["quantize.grouped_mm.mx"]}, "fqns"),
+    ],
+)
+def test_torchtitan_is_quoted(dry_run: DryRun, options: dict[str, Any], words: str) -> None:
+    failure = dry_run.build(with_options(debug_cell(8), options)).failure
+    assert failure and words in failure["error"], failure
+    assert failure["place"] or failure["kind"] == "SystemExit"
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_checkpoints_wait_for_no_other_rank(dry_run: DryRun, mode: str) -> None:
+    options = {"checkpoint.enable": True, "checkpoint.async_mode": mode}
+    assert dry_run.build(with_options(debug_cell(8), options)).views
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear", "float8"])
+def test_converters_see_the_clusters_gpu(dry_run: DryRun, precision: str) -> None:
+    cell = cell_of("deepseek_v3_16b", precision=precision)
+    built = dry_run.build(cell)
+    assert built.views, built.failure
+    assert any("compute capability 10.0 was pretended" in note for note in built.not_exercised)
+
+
+def test_deepep_is_built_with_a_stand_in_and_says_so(dry_run: DryRun) -> None:
+    built = dry_run.build(cell_of("deepseek_v3_16b", ep_backend="deepep"))
+    assert built.views, built.failure
+    assert any("DeepEP: a stand-in" in note for note in built.not_exercised)
+
+
+def test_one_cell_leaves_nothing_for_the_next(dry_run: DryRun) -> None:
+    """Converters, DeepEP and layer counts change global state; each rank has its own process."""
+    before = dry_run.build(debug_cell(4)).views
+    dry_run.build(cell_of("deepseek_v3_16b", precision="mxfp8_linear", ep_backend="deepep"))
+    after = dry_run.build(debug_cell(4)).views
+    assert [{**view, "memory_gib": 0} for view in before] == [
+        {**view, "memory_gib": 0} for view in after
+    ]
+
+
+def _children(pid: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        if parent == pid:
+            found.add(int(path.parent.name))
+    return found
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = _children(os.getpid())
+    listening = _listening()
+    with DryRun() as opened:
+        (pid,) = _children(os.getpid()) - before
+        assert opened.build(debug_cell(4)).views
+        own = _sockets(pid)
+        assert not own, "the subprocess opens no port"
+    assert _children(os.getpid()) == before
+    assert not _children(pid)
+    assert not list(tmp_path.iterdir())
+    assert _listening() <= listening or not (_listening() - listening) & own
+
+
+def test_an_interrupted_check_ends_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = _children(os.getpid())
+    with pytest.raises(KeyboardInterrupt), DryRun():
+        (pid,) = _children(os.getpid()) - before
+        raise KeyboardInterrupt
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def _sockets(pid: int) -> set[str]:
+    links = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.add(str(descriptor.readlink()))
+        except OSError:
+            continue
+    return {link for link in links if link.startswith("socket:")}
+
+
+def _listening() -> set[str]:
+    """Inodes of listening TCP sockets, spelt as /proc/PID/fd spells them."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
