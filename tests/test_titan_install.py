@@ -1,0 +1,182 @@
+"""What importing `cookbook.titan` does: refusals, options, the CPU in the place of a GPU."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.titan_ranks import run_ranks
+
+pytestmark = pytest.mark.titan
+
+
+@pytest.mark.parametrize("package", ["torchtitan", "torchao"])
+@pytest.mark.parametrize("found", ["0.3.0", None])
+def test_another_version_is_refused_in_one_line(
+    package: str, found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    from cookbook.titan import versions
+
+    known = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda p: found if p == package else known(p))
+    with pytest.raises(SystemExit) as ended:
+        versions.check_versions()
+    assert ended.value.code == 1
+    (record,) = caplog.records
+    assert f"found {found or 'none'}" in record.message
+    assert "\n" not in record.message
+
+
+def parse(*options: str) -> Any:
+    from torchtitan.config import ConfigManager
+
+    module = "--job.custom_config_module=cookbook.titan.job_config"
+    return ConfigManager().parse_args([module, *options])
+
+
+def test_options_of_the_published_script_are_understood() -> None:
+    config = parse(
+        "--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp",
+        "--quantize.grouped_mm.mx.fqns=experts",
+        "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8",
+        "--parallelism.expert_parallel_a2a_combine_bwd_precision=mxfp8",
+        "--cookbook.emulated",
+    )
+    assert config.quantize.grouped_mm.mx.recipe_name == "mxfp8_wgrad_with_hp"
+    assert config.quantize.grouped_mm.mx.fqns == ["experts"]
+    assert config.quantize.grouped_mm.mx.emulate is False
+    assert config.parallelism.expert_parallel_a2a_combine_bwd_precision == "mxfp8"
+    assert config.parallelism.tensor_parallel_degree == 1
+    assert config.cookbook.emulated is True
+
+
+A2A = "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("options", "ep", "etp", "words"),
+    [
+        ((A2A, "--parallelism.expert_parallel_comm_backend=deepep"), True, False, "standard"),
+        ((A2A,), False, False, "expert_parallel_degree > 1"),
+        ((A2A,), True, True, "expert_tensor_parallel_degree=1"),
+    ],
+)
+def test_combinations_that_cannot_be_right_are_refused(
+    options: tuple[str, ...], ep: bool, etp: bool, words: str, caplog: Any
+) -> None:
+    from cookbook.titan.checks import check_job
+
+    dims = SimpleNamespace(ep_enabled=ep, etp_enabled=etp)
+    with pytest.raises(SystemExit):
+        check_job(parse(*options), dims)
+    assert words in caplog.records[-1].message
+
+
+def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
+    from cookbook.titan.mx import MXGroupedMMConverter, MXLinearConverter
+
+    config = parse("--quantize.grouped_mm.mx.fqns=experts")
+    for converter in (MXGroupedMMConverter, MXLinearConverter):
+        with pytest.raises(SystemExit):
+            converter(config, SimpleNamespace(tp_enabled=False))
+        assert "SM100" in caplog.records[-1].message
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "passes"),
+    [
+        (("bf16", "deepep", False), ("bf16", "deepep", False), True),
+        (("", "", False), ("bf16", "standard", False), True),
+        (("mxfp8", "deepep", False), ("bf16", "deepep", False), False),
+        (("bf16", "deepep", False), ("bf16", "standard", False), False),
+        (("mxfp8", "standard", False), ("mxfp8", "standard", True), False),
+        (("mxfp8", "mxfp8_a2a", True), ("mxfp8", "mxfp8-dispatch-forward", True), False),
+    ],
+)
+def test_what_was_asked_for_must_be_active(asked: Any, found: Any, passes: bool) -> None:
+    from cookbook.titan.activity import check
+
+    names = ("precision", "ep_backend", "emulated")
+    config = SimpleNamespace(
+        cookbook=SimpleNamespace(**dict(zip(names, asked, strict=True))),
+        parallelism=SimpleNamespace(expert_parallel_degree=2),
+    )
+    active = dict(zip(names, found, strict=True))
+    if passes:
+        check(config, active)
+    else:
+        with pytest.raises(SystemExit):
+            check(config, active)
+
+
+def test_stages_without_a_quantized_linear_layer_do_not_contradict_those_with_one() -> None:
+    from cookbook.titan.activity import _merged
+
+    def view(precision: str, backend: str | None, has_experts: bool = True) -> dict[str, Any]:
+        return {
+            "precision": precision,
+            "ep_backend": backend,
+            "emulated": False,
+            "has_experts": has_experts,
+        }
+
+    merged = _merged([view("mxfp8_linear", "deepep"), view("mxfp8", "deepep")])
+    assert (merged["precision"], merged["ep_backend"]) == ("mxfp8_linear", "deepep")
+    merged = _merged([view("bf16", None, has_experts=False), view("mxfp8", "standard")])
+    assert (merged["precision"], merged["ep_backend"]) == ("mxfp8", "standard")
+    merged = _merged([view("mxfp8", "standard"), view("bf16", "deepep")])
+    assert (merged["precision"], merged["ep_backend"]) == ("bf16 and mxfp8", "deepep and standard")
+
+
+def test_loss_keeps_its_value_and_scales_its_gradient() -> None:
+    from cookbook.titan.pipeline_loss import scale_gradient, tokens_of_global_batch
+
+    x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    loss = scale_gradient(x * x, 1 / 256)
+    loss.backward()
+    assert float(loss.detach()) == 9.0
+    assert x.grad is not None and float(x.grad) == pytest.approx(6 / 256)
+    dims = SimpleNamespace(dp_replicate=2, dp_shard=4)
+    assert tokens_of_global_batch(parse("--training.seq_len=16"), dims) == 8 * 8 * 16
+    config = parse("--training.seq_len=16", "--training.global_batch_size=64")
+    assert tokens_of_global_batch(config, dims) == 64 * 16
+
+
+def test_no_module_of_torchtitan_is_left_on_cuda() -> None:
+    import cookbook.titan  # noqa: F401
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU: nothing was replaced")
+    modules = [m for name, m in sys.modules.items() if name.startswith("torchtitan.")]
+    assert {getattr(m, "device_type", "cpu") for m in modules} == {"cpu"}
+    devices = {getattr(m, "device_module", None) for m in modules} - {None}
+    assert torch.cuda not in devices and len(devices) == 1
+
+
+def draw_random() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
+    import cookbook.titan  # noqa: F401
+
+    torch.manual_seed(42)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    placed = zeros(64, device_mesh=mesh, placements=[Replicate(), Shard(0)])
+    first = placed.normal_().to_local().clone()
+    second = placed.normal_().to_local().clone()
+    return first, second, torch.rand(4)
+
+
+def test_shards_draw_other_numbers_and_replicas_the_same() -> None:
+    ranks = run_ranks(draw_random, 4)
+    (a, b, c, d) = (rank[0] for rank in ranks)
+    assert torch.equal(a, c) and torch.equal(b, d)
+    assert not torch.isin(a, b).any()
+    for first, second, plain in ranks:
+        assert not torch.equal(first, second)
+        # Numbers outside of DTensors are drawn as if there were none.
+        assert torch.equal(plain, ranks[0][2])
