@@ -26,7 +26,7 @@ import yaml
 from cookbook.errors import InputError
 from cookbook.files import write_whole
 from cookbook.layout import layout_problems
-from cookbook.recipe import load_overlay, load_recipe
+from cookbook.recipe import load_overlay, load_recipe, names_in
 from cookbook.rundir import (
     FAILED,
     FINISHED,
@@ -49,12 +49,13 @@ def begin(arguments: argparse.Namespace) -> None:
     for problem in layout_problems(stack, options, world):
         raise InputError(problem.option, problem.found, problem.remedy)
     for kind in ("precision", "ep_backend"):
-        needs = load_overlay(kind, getattr(arguments, kind), stack).needs
-        for package in needs.packages:
+        name = getattr(arguments, kind)
+        if name not in names_in(kind):
+            # A file of the user's own, which is known here by its name alone.
+            continue
+        for package in load_overlay(kind, name, stack).needs.packages:
             if importlib.util.find_spec(package) is None:
-                raise InputError(
-                    getattr(arguments, kind), f"{package} is not installed", "run: bash setup.sh"
-                )
+                raise InputError(name, f"{package} is not installed", "run: bash setup.sh")
     if not arguments.supervised:
         _write_run(arguments, options, stack)
 

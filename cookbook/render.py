@@ -17,7 +17,7 @@ import jinja2
 
 from cookbook.cell import Cell, resolve_cell
 from cookbook.cluster import Cluster
-from cookbook.recipe import Overlay, Recipe, load_overlay, names_in
+from cookbook.recipe import RECIPES, Overlay, Recipe, load_overlay, names_in
 from cookbook.sbatch import sbatch_lines
 from cookbook.stack import Stack
 
@@ -89,11 +89,16 @@ def train_args(cell: Cell) -> list[str]:
         "--job.custom_config_module=cookbook.titan.job_config",
         "--experimental.custom_import=cookbook.titan",
         f"--job.description={cell.name}: {cell.recipe.description}",
-        f"--cookbook.precision={cell.precision.name}",
-        f"--cookbook.ep_backend={cell.ep_backend.name}",
+        f"--cookbook.precision={_asked(cell.precision)}",
+        f"--cookbook.ep_backend={_asked(cell.ep_backend)}",
         *(["--cookbook.emulated"] if cell.emulated else []),
         *cell.stack.argv(cell.options),
     ]
+
+
+def _asked(overlay: Overlay) -> str:
+    """What the training process holds itself to; it knows the cookbook's own names."""
+    return overlay.name if RECIPES in overlay.path.resolve().parents else ""
 
 
 @dataclass(frozen=True)

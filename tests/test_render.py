@@ -298,6 +298,28 @@ def test_a_resumed_cell_is_a_new_attempt_in_its_own_folder(
         assert start.folder == str(ROOT)
 
 
+def test_files_of_ones_own_pass_the_scripts_check(tmp_path: Path) -> None:
+    for kind in ("precision", "ep_backend"):
+        (tmp_path / f"my_{kind}.yaml").write_text("description: mine\ntraining: {gc_freq: 9}\n")
+    text = (ROOT / "recipes/debug.yaml").read_text(encoding="utf-8")
+    (tmp_path / "my_recipe.yaml").write_text(text.replace("name: debug", "name: mine"))
+    cell = resolve_cell(
+        load_recipe(str(tmp_path / "my_recipe.yaml"), STACK),
+        load_overlay("precision", str(tmp_path / "my_precision.yaml"), STACK),
+        load_overlay("ep_backend", str(tmp_path / "my_ep_backend.yaml"), STACK),
+        load_cluster("soperator-b200", STACK),
+        STACK,
+    )
+    script = tmp_path / "train.sh"
+    script.write_text(render_script(cell), encoding="utf-8")
+    start = ScriptRunner(tmp_path, sys.executable).run(script, root=ROOT)
+    assert start.status == 0, start.output
+    # The training process knows only the cookbook's own names, and would refuse another.
+    assert "--cookbook.precision=" in start.train_args
+    assert "--cookbook.ep_backend=" in start.train_args
+    assert "--training.gc_freq=9" in start.train_args
+
+
 def test_without_a_key_weights_and_biases_stays_off(runner: ScriptRunner) -> None:
     start = _start(runner, ROOT / "train_16b.sh")
     assert "--metrics.enable_wandb" not in start.train_args
