@@ -111,6 +111,34 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]:'
 export LOG_RANK='0,128'
 
 CHOSEN_ARGS=()
+case "${EP_BACKEND}" in
+  deepep)
+    CHOSEN_ARGS+=(
+      --cookbook.ep_backend=deepep
+      --parallelism.expert_parallel_comm_backend=deepep
+    )
+    export NVSHMEM_REMOTE_TRANSPORT=ibrc
+    export NVSHMEM_IB_ENABLE_IBGDA=1
+    export NVSHMEM_IBGDA_NIC_HANDLER=gpu
+    if [[ -n "${NCCL_IB_HCA:-}" ]]; then
+      export NVSHMEM_HCA_LIST="${NVSHMEM_HCA_LIST:-${NCCL_IB_HCA}}"
+    fi
+    ;;
+  mxfp8_a2a)
+    CHOSEN_ARGS+=(
+      --cookbook.ep_backend=mxfp8_a2a
+      --parallelism.expert_parallel_comm_backend=standard
+      --parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8
+      --parallelism.expert_parallel_a2a_combine_bwd_precision=mxfp8
+    )
+    ;;
+  standard)
+    CHOSEN_ARGS+=(
+      --cookbook.ep_backend=standard
+      --parallelism.expert_parallel_comm_backend=standard
+    )
+    ;;
+esac
 case "${PRECISION}" in
   bf16)
     CHOSEN_ARGS+=(
@@ -152,34 +180,6 @@ case "${PRECISION}" in
       --model.converters=quantize.grouped_mm.mx
       --quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp
       --quantize.grouped_mm.mx.fqns=experts
-    )
-    ;;
-esac
-case "${EP_BACKEND}" in
-  deepep)
-    CHOSEN_ARGS+=(
-      --cookbook.ep_backend=deepep
-      --parallelism.expert_parallel_comm_backend=deepep
-    )
-    export NVSHMEM_REMOTE_TRANSPORT=ibrc
-    export NVSHMEM_IB_ENABLE_IBGDA=1
-    export NVSHMEM_IBGDA_NIC_HANDLER=gpu
-    if [[ -n "${NCCL_IB_HCA:-}" ]]; then
-      export NVSHMEM_HCA_LIST="${NVSHMEM_HCA_LIST:-${NCCL_IB_HCA}}"
-    fi
-    ;;
-  mxfp8_a2a)
-    CHOSEN_ARGS+=(
-      --cookbook.ep_backend=mxfp8_a2a
-      --parallelism.expert_parallel_comm_backend=standard
-      --parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8
-      --parallelism.expert_parallel_a2a_combine_bwd_precision=mxfp8
-    )
-    ;;
-  standard)
-    CHOSEN_ARGS+=(
-      --cookbook.ep_backend=standard
-      --parallelism.expert_parallel_comm_backend=standard
     )
     ;;
 esac
