@@ -6,8 +6,10 @@ Everything replaced here is replaced in a process that builds one rank and ends.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.machinery
 import logging
 import os
@@ -41,6 +43,15 @@ def warm_up() -> None:
     import torch.distributed.pipelining.schedules
     import torchtitan.components.quantization.float8
     import torchtitan.models.moe.moe  # noqa: F401
+
+    # tyro reads the sources of all option classes, and remembers them.
+    ConfigManager().parse_args(["--job.custom_config_module=cookbook.titan.job_config"])
+    # A mesh checks its layout anew for every parameter that FSDP shards; it has a few layouts only.
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch.distributed._mesh_layout import _MeshLayout
+
+        layout: Any = _MeshLayout
+        layout.check_non_overlap = functools.cache(layout.check_non_overlap)
 
     # What DTensor and FSDP import when they are first used comes along with a small use of them.
     from torch.distributed.device_mesh import init_device_mesh
