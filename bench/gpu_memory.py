@@ -212,7 +212,7 @@ class Job:
 
 def predict(points: Sequence[Point], cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """What check says of each, or why it cannot."""
-    answers = []
+    answers: list[dict[str, Any]] = []
     for point, cell, built in zip(points, cells, build_cells(cells), strict=True):
         if not built.views:
             answers.append({"error": built.unavailable or str(built.failure)})
