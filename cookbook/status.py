@@ -113,8 +113,12 @@ def _state(cell: str, state: str, reason: str | None, status: Status, job: Job |
 
 def local_job_lives(run: Run, job_id: str) -> bool:
     """Whether the process still runs this very run, and not something else under the same id."""
+    process = Path("/proc") / job_id
     try:
-        command = Path(f"/proc/{job_id}/cmdline").read_bytes()
+        command = (process / "cmdline").read_bytes()
+        if not command:
+            # One that has just been started has no words yet; one that has ended, none any more.
+            return (process / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
     return os.fsencode(run.folder.resolve()) in command

@@ -188,7 +188,7 @@ def test_ctrl_c_leaves_the_job_running_and_cancel_stops_it_whole(
     (run,) = [path for path in runs.iterdir() if not path.name.startswith(".")]
     driver.send_signal(signal.SIGINT)
     output, _ = driver.communicate(timeout=30)
-    assert driver.returncode == 130
+    assert driver.returncode == 130, output
     assert "Traceback" not in output
     assert "The jobs go on." in output
     for verb in ("status", "logs", "report", "cancel"):
