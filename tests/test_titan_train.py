@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,23 @@ def test_a_pipeline_has_the_gradients_of_a_run_without_one(assets: Path, tmp_pat
     flat = run(assets, tmp_path / "b", 2, *EP2, *DEEPEP, *BF16, steps=1)
     # Other initial weights on the second stage, yet of one size; released: 256 times as large.
     assert piped["grad_norms"][0] == pytest.approx(flat["grad_norms"][0], rel=0.5)
+
+
+def test_a_quantized_run_resumes_where_it_stopped_also_in_bf16(
+    assets: Path, tmp_path: Path
+) -> None:
+    options = (
+        *(*EP2, *STANDARD, "--lr_scheduler.decay_ratio=0.0", "--checkpoint.enable"),
+        *("--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"),
+    )
+    whole = run(assets, tmp_path / "a", 2, *options, *MXFP8, steps=3)
+    run(assets, tmp_path / "b", 2, *options, *MXFP8, steps=2)
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    resumed = run(assets, tmp_path / "b", 2, *options, *MXFP8, steps=3)
+    assert resumed["losses"] == whole["losses"][2:]
+    assert resumed["grad_norms"] == whole["grad_norms"][2:]
+    in_bf16 = run(assets, tmp_path / "c", 2, *options, *BF16, steps=3)
+    assert in_bf16["losses"][0] == pytest.approx(whole["losses"][2], rel=ROUNDING)
 
 
 def test_what_is_not_active_ends_the_run(assets: Path, tmp_path: Path) -> None:

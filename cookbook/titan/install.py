@@ -11,6 +11,7 @@ from cookbook.titan.expert_parallel import correct_expert_parallel
 from cookbook.titan.flavors import add_flavors
 from cookbook.titan.mx import replace_mx_converters
 from cookbook.titan.pipeline_loss import correct_pipeline_loss
+from cookbook.titan.plain_checkpoint import save_plain_weights
 
 
 def install() -> None:
@@ -21,5 +22,6 @@ def install() -> None:
     replace_mx_converters()
     correct_expert_parallel()
     correct_pipeline_loss()
+    save_plain_weights()
     note_standard_dispatch()
     hook_first_step()
