@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import subprocess
 import sys
@@ -101,19 +102,33 @@ def read_curve(path: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
+# Student's t, 97.5%, for two degrees of freedom: three seeds.
+_T_THREE_SEEDS = 4.303
+
+
 def verdict(curves: dict[str, list[float]]) -> tuple[list[tuple[str, float, float]], float]:
     """Each curve's mean loss over the last tenth of the steps, and how far it is from BF16's.
 
     Returns:
-        (name, mean, mean minus the baseline's) of each curve, and the largest distance between two
-        seeds of BF16: what a difference must exceed to mean anything.
+        (name, mean, mean minus that of BF16's seeds) of each curve, and the half width of the 95%
+        prediction interval for one more seed of BF16: what a distance must exceed to mean anything.
     """
     length = min(map(len, curves.values()))
     tail = {name: _mean(curve[length - length // 10 : length]) for name, curve in curves.items()}
-    base = tail[BASELINE.name]
     seeds = [mean for name, mean in tail.items() if name.startswith("bf16")]
+    base = _mean(seeds)
+    spread = math.sqrt(sum((mean - base) ** 2 for mean in seeds) / (len(seeds) - 1))
     rows = [(name, mean, mean - base) for name, mean in tail.items()]
-    return rows, max(seeds) - min(seeds)
+    return rows, _T_THREE_SEEDS * spread * math.sqrt(1 + 1 / len(seeds))
+
+
+def distances(curves: dict[str, list[float]]) -> dict[str, float]:
+    """Root mean square of each smoothed curve's distance from the baseline's, over all steps."""
+    base = _smooth(curves[BASELINE.name])
+    return {
+        name: math.sqrt(_mean([(a - b) ** 2 for a, b in zip(_smooth(curve), base, strict=True)]))
+        for name, curve in curves.items()
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -150,17 +165,17 @@ def draw(out: Path, target: Path) -> int:
         axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(target / "curves.svg", metadata={"Date": None})
-    rows, chance = verdict({name: curve[:length] for name, curve in curves.items()})
-    lines = [
-        "| curve | mean loss, last tenth | minus BF16 | verdict |",
-        "| --- | ---: | ---: | --- |",
-    ]
+    equal = {name: curve[:length] for name, curve in curves.items()}
+    rows, chance = verdict(equal)
+    far = distances(equal)
+    lines = ["| curve | mean loss, last tenth | minus BF16 | distance of the curves | verdict |"]
+    lines.append("| --- | ---: | ---: | ---: | --- |")
     for name, mean, distance in rows:
-        word = "baseline" if name == BASELINE.name else "chance"
-        if not name.startswith("bf16"):
-            word = "equal" if abs(distance) <= chance else "different"
-        lines.append(f"| {name} | {mean:.4f} | {distance:+.4f} | {word} |")
-    lines.append(f"\nSteps: {length}. Largest distance between two seeds of BF16: {chance:.4f}.")
+        word = "BF16" if name.startswith("bf16") else "equal"
+        if abs(distance) > chance:
+            word = "different"
+        lines.append(f"| {name} | {mean:.4f} | {distance:+.4f} | {far[name]:.4f} | {word} |")
+    lines.append(f"\n{length} steps. One more seed of BF16 would lie within {chance:.4f} (95%).")
     write_whole(target / "verdict.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
     return 0
