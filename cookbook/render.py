@@ -79,6 +79,7 @@ def render_script(cell: Cell, root: Path = ROOT) -> str:
             *cell.precision.environment_from.items(),
         ],
         train_args=train_args(cell),
+        cluster_args=[],
         **_ranks(cell),
     )
 
@@ -135,7 +136,6 @@ def render_launcher(recipe: Recipe, cluster: Cluster, stack: Stack, file_name: s
         stack,
     )
     options = {name: setting.value for name, setting in recipe.settings.items()}
-    options.update({name: setting.value for name, setting in cluster.settings.items()})
     common = [
         "--job.custom_config_module=cookbook.titan.job_config",
         "--experimental.custom_import=cookbook.titan",
@@ -176,6 +176,9 @@ def render_launcher(recipe: Recipe, cluster: Cluster, stack: Stack, file_name: s
         environment=list(cluster.environment.items()),
         environment_from=[],
         train_args=common,
+        cluster_args=stack.argv(
+            {name: setting.value for name, setting in cluster.settings.items()}
+        ),
         **_ranks(base),
     )
 

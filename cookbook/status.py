@@ -6,6 +6,7 @@ after minutes where accounting is off.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping
@@ -133,5 +134,7 @@ def cancel_run(run: Run) -> list[str]:
             slurm.scancel(jobs)
     else:
         for job_id in jobs:
-            os.kill(int(job_id), signal.SIGTERM)
+            # It may have ended since the look.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(job_id), signal.SIGTERM)
     return [state.cell for state in active]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cookbook.cell import Cell, resolve_cell
 from cookbook.cluster import load_cluster
 from cookbook.recipe import Setting, load_overlay, load_recipe
-from cookbook.render import ROOT, render_script
+from cookbook.render import ROOT, render_launcher, render_script
 from cookbook.sbatch import sbatch_lines
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, STACK, Point, walked
 from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers
@@ -428,3 +428,16 @@ def _set_by_scripts() -> set[str]:
         "job.save_config_file",
         "comm.save_traces_file_prefix",
     }
+
+
+def test_the_cluster_has_the_last_word_in_a_launcher_as_in_a_cell(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text(
+        (ROOT / "recipes/cluster/soperator-b200.yaml").read_text()
+        + "\nparallelism.expert_parallel_comm_backend: standard\n"
+    )
+    cluster = load_cluster(str(profile), STACK)
+    text = render_launcher(load_recipe("deepseek_v3_16b", STACK), cluster, STACK, "mine.sh")
+    chosen = text.index('TRAIN_ARGS+=("${CHOSEN_ARGS[@]}")')
+    assert text.index("--parallelism.expert_parallel_comm_backend=standard", chosen)
+    assert text.index('TRAIN_ARGS+=("$@")') > chosen
