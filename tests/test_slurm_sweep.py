@@ -126,6 +126,28 @@ def test_cancel_ends_the_jobs_and_status_says_so(slurm: SlurmCluster, submit: An
     assert "ended already" in submit("cancel").stdout
 
 
+def test_a_requeued_job_resumes_from_its_checkpoint(slurm: SlurmCluster, submit: Any) -> None:
+    options = {
+        "training.steps": 10000,
+        "training.seq_len": 64,
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 2,
+        "checkpoint.keep_latest_k": 2,
+    }
+    words = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+    submit("run", "debug", *words, "--detach")
+    cell = _newest(submit.runs) / "debug-bf16-standard"
+    _until(lambda: (cell / "checkpoint" / "step-4" / ".metadata").exists(), slurm, 120)
+    slurm.requeue(json.loads((cell / "job.json").read_text())["job_id"])
+    second = cell / "attempt-1" / "train.log"
+    _until(lambda: second.exists() and "Training starts at step" in second.read_text(), slurm, 120)
+    step = re.search(r"Training starts at step (\d+)", second.read_text())
+    assert step and int(step[1]) > 4
+    _until(lambda: f"step: {int(step[1]):2}" in second.read_text(), slurm, 60)
+    assert "running" in submit("status").stdout
+    submit("cancel")
+
+
 def test_ctrl_c_leaves_the_jobs_alone(slurm: SlurmCluster, submit: Any) -> None:
     command = [sys.executable, str(ROOT / "submit.py"), "run", "debug", "--cluster"]
     driver = subprocess.Popen(
