@@ -1,8 +1,8 @@
 """In: the name of a stack. Out: its pins, the options its TorchTitan knows, and their argv.
 
-This is the one module that knows how TorchTitan spells options. What it knows comes from
-`stacks/<name>.json` (made from the installed TorchTitan, see `titan/option_table.py`) and from
-`requirements.txt`; a second stack is a second pair of files.
+This is the one module that knows which options there are and how they are written as argv. It has
+that from `stacks/<name>.json` (made from the installed TorchTitan, see `titan/option_table.py`) and
+from `requirements.txt`; a second stack is a second pair of files.
 """
 
 from __future__ import annotations
