@@ -1,16 +1,20 @@
-"""In: the shapes of one microbatch. Out: the bytes that a layer saves, keeps under recomputation,
-and needs.
+"""In: the shapes of one microbatch, and a rank's layers. Out: the bytes that a layer saves, keeps
+under recomputation, and needs; what all layers keep, and what the largest one needs.
 
 Counted from `torchtitan/models/deepseek_v3/model/model.py` and `torchtitan/models/moe/moe.py`: a
 tensor counts where a backward formula holds it, or a local variable does while the layer runs.
-Where the model is compiled, what Inductor fuses and computes again (norms, activations, rotary
-embedding) is left out.
+Where the model is compiled, what backward computes again (norms, the activation function, rotary
+embedding) is left out. What a matrix product of the backward reads is not computed again: the
+partitioner keeps it, since it would have to be written out in any case.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from cookbook.cell import Cell
 from cookbook.check.shapes import Shapes
 
 
@@ -20,7 +24,8 @@ class LayerBytes:
 
     `saved` is all that backward needs beyond the layer's input; `selected` is what selective
     recomputation of operations keeps instead, `selected_of_saved` how much of `saved` that spares;
-    `temporary` is what is needed besides at the fullest moment.
+    `temporary` is what is needed besides at the fullest moment. `freed` are the large blocks that
+    forward takes and gives back, `freed_again` those that it gives back too where it is recomputed.
     """
 
     input: float
@@ -28,38 +33,43 @@ class LayerBytes:
     selected: float
     selected_of_saved: float
     temporary: float
+    freed: tuple[float, ...] = ()
+    freed_again: tuple[float, ...] = ()
 
 
 def layer_bytes(shapes: Shapes, moe: bool) -> LayerBytes:
     """A layer with routed experts, or a dense one."""
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
+    # What one gives back serves the other.
+    fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
     return LayerBytes(
         input=shapes.sequence_tokens * shapes.dim * shapes.act,
         saved=attention.saved + feed_forward.saved,
         selected=attention.selected + feed_forward.selected,
         selected_of_saved=attention.selected_of_saved + feed_forward.selected_of_saved,
         temporary=max(attention.temporary, feed_forward.temporary),
+        freed=fuller.freed,
+        freed_again=fuller.freed_again,
     )
 
 
 def _attention(s: Shapes) -> LayerBytes:
     """Multi-head latent attention, the residual behind it, and both norms' outputs."""
     head = s.nope + s.rope
-    latent = s.q_lora + s.kv_lora + s.rope
-    if not s.compiled:
-        # The normed latents are kept too.
-        latent += s.q_lora + s.kv_lora
+    # The latents and, for the product that follows, the normed ones.
+    latent = 2 * (s.q_lora + s.kv_lora) + s.rope
     queries = s.heads * head
     # Keys are copied together from two parts; values are a view into what keys were cut from.
     keys, values = s.heads * head, s.heads * (s.nope + s.v_head)
     out = s.heads * s.v_head
-    elements = s.tokens * (2 * s.dim + latent + queries + keys + values + 2 * out)
+    # Attention writes its output as the next product reads it: there is no second copy.
+    elements = s.tokens * (2 * s.dim + latent + queries + keys + values + out)
     elements += s.sequence_tokens * s.dim
     softmax = 4.0 * s.tokens * s.heads
     # Selective recomputation sees only what is not compiled: every second matrix product and the
     # attention itself.
-    matrix_products = latent + queries + values + s.dim
+    matrix_products = s.q_lora + s.kv_lora + s.rope + queries + values + s.dim
     selected = 0.0 if s.compiled else s.act * s.tokens * (matrix_products / 2 + out) + softmax
     return LayerBytes(
         input=0,
@@ -67,14 +77,15 @@ def _attention(s: Shapes) -> LayerBytes:
         selected=selected,
         selected_of_saved=selected,
         temporary=s.act * s.tokens * (2 * queries + values + out),
+        freed_again=tuple(float(s.act * s.tokens * e) for e in (queries, keys, values, out)),
     )
 
 
 def _activations(s: Shapes) -> int:
-    """How many tensors of the hidden size SwiGLU saves: gate and up; eager also SiLU and the
-    product.
+    """How many tensors of the hidden size SwiGLU saves: gate, up and their product, which the last
+    matrix's gradient reads; eager also SiLU.
     """
-    return 2 if s.compiled else 4
+    return 3 if s.compiled else 4
 
 
 def _dense(s: Shapes) -> LayerBytes:
@@ -86,13 +97,15 @@ def _dense(s: Shapes) -> LayerBytes:
         selected=selected,
         selected_of_saved=selected,
         temporary=3 * hidden,
+        freed_again=(hidden,) * 3,
     )
 
 
 def _moe(s: Shapes) -> LayerBytes:
     """Router, dispatch, grouped GEMMs, combine and the shared expert."""
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
-    shared = s.act * s.tokens * (_activations(s) * s.shared_hidden + s.dim)
+    # Its input is the norm's output, which attention's count has.
+    shared = s.act * s.tokens * _activations(s) * s.shared_hidden
     experts = s.act * s.rows * (s.dim + _activations(s) * s.expert_hidden)
     # One row a (token, expert) pair; under TP the standard path fills rows for all tokens.
     sent = float(s.act * s.sent_rows * s.dim)
@@ -110,17 +123,19 @@ def _moe(s: Shapes) -> LayerBytes:
                 2 * received + s.act * s.tokens * s.dim,
                 2 * grouped + 3 * s.act * s.rows * s.expert_hidden,
             ),
+            freed=(float(s.act * s.tokens * s.dim),),
+            freed_again=(grouped,) * 2 + (float(s.act * s.rows * s.expert_hidden),) * 3,
         )
     if s.score_first:
         weighted = 4.0 * s.sent_rows * s.dim
-        forward = 2 * sent + s.act * all_rows
+        freed: tuple[float, ...] = (sent, sent, s.act * all_rows)
         backward = weighted + s.act * all_rows
     else:
         # Outputs are put back in the tokens' order and weighted in FP32, by a batched product that
         # keeps its operand.
         weighted = 4.0 * all_rows
         # `routed_input`, `routed_output` and the unsorted rows live to the end of MoE.forward.
-        forward = 2 * sent + s.act * all_rows + 4 * s.tokens * s.dim
+        freed = (sent, sent, s.act * all_rows, 4.0 * s.tokens * s.dim)
         backward = (4 + s.act) * all_rows + 4 * s.tokens * s.dim
     exchanged = s.act * (s.rows + s.sent_rows) * s.dim if s.ep > 1 else 0.0
     return LayerBytes(
@@ -128,5 +143,90 @@ def _moe(s: Shapes) -> LayerBytes:
         saved=router + shared + experts + weighted,
         selected=exchanged + (0 if s.compiled else shared / 4),
         selected_of_saved=0 if s.compiled else shared / 4,
-        temporary=max(forward, backward),
+        temporary=max(sum(freed), backward),
+        freed=freed,
+        freed_again=(weighted,),
     )
+
+
+class RankLayers:
+    """The layers of a rank's parts: what each keeps, and what the largest needs while it works."""
+
+    def __init__(self, cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> None:
+        self._cell, self._view, self._shapes = cell, view, shapes
+        self._bytes = {moe: layer_bytes(shapes, moe) for moe in (False, True)}
+
+    def _option(self, name: str) -> Any:
+        return self._cell.stack.value(self._cell.options, name)
+
+    def _cost(self, layer: Mapping[str, Any]) -> tuple[LayerBytes, float, float]:
+        """The layer, what it keeps, and what comes back when it is recomputed."""
+        cost = self._bytes[layer["moe"]]
+        mode = self._option("activation_checkpoint.mode")
+        everything = cost.input + cost.saved
+        if mode == "memory_budget":
+            budget = self._option("activation_checkpoint.memory_budget")
+            return cost, cost.input + budget * cost.saved, (1 - budget) * cost.saved
+        if mode == "none" or not layer["recomputed"]:
+            return cost, everything, 0.0
+        by_operation = self._option("activation_checkpoint.selective_ac_option") == "op"
+        if mode == "selective" and by_operation:
+            return cost, cost.input + cost.selected, cost.saved - cost.selected_of_saved
+        return cost, cost.input, cost.saved
+
+    def kept(self, part: int) -> float:
+        """Bytes that a microbatch leaves in part `part`."""
+        return sum(self._cost(layer)[1] for layer in self._view["parts"][part]["layers"])
+
+    def freed_in_forward(self, smallest: float) -> float:
+        """Blocks of the largest layer's forward that are free again, yet too small for `smallest`.
+
+        The allocator does not join what it took from the driver at different times, so that a
+        tensor that is larger than each of them leaves them aside.
+        """
+        unused = [0.0]
+        for part in self._view["parts"]:
+            for layer in part["layers"]:
+                cost = self._bytes[layer["moe"]]
+                blocks = cost.freed + (cost.freed_again if layer["recomputed"] else ())
+                unused.append(sum(block for block in blocks if block < smallest))
+        return max(unused)
+
+    def backward(self) -> dict[str, float]:
+        """The largest layer's backward: what is recomputed, its temporaries and its parameters."""
+        largest: dict[str, float] = {}
+        for part in self._view["parts"]:
+            for layer in part["layers"]:
+                cost, _, recomputed = self._cost(layer)
+                terms = {"recomputed layer": recomputed, "layer's temporaries": cost.temporary}
+                terms |= self._parameters(part, layer)
+                if sum(terms.values()) > sum(largest.values()):
+                    largest = terms
+        return largest
+
+    def _parameters(self, part: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, float]:
+        if not self._view["mixed_precision"]:
+            return {}
+        prefix = f"layers.{layer['id']}"
+        own = [u for u in part["units"] if f"{u['name']}.".startswith(f"{prefix}.")]
+        gathered = sum(unit["gathered"] for unit in own)
+        largest = max((unit["gathered"] for unit in own), default=0)
+        if self._view["num_stages"] > 1:
+            return {"new gradients": float(gathered * self._shapes.act)}
+        return {
+            # Its own parameters and the next layer's, prefetched.
+            "gathered layers": 2.0 * gathered * self._shapes.act,
+            "new gradients": float(gathered * self._shapes.act + largest * self._shapes.grad),
+        }
+
+    def dispatched(self) -> float:
+        """DeepEP's own stream: what it received, combined, and the gradient of one of them."""
+        if not self._shapes.deepep:
+            return 0.0
+        return (
+            3.0
+            * self._shapes.sent_tokens
+            * self._shapes.ranks_per_token
+            * self._shapes.dim
+            * self._shapes.act
+        )

@@ -16,16 +16,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.cell import Cell
-from cookbook.check.layers import LayerBytes, layer_bytes
+from cookbook.check.layers import RankLayers
 from cookbook.check.shapes import Shapes, shapes_of
 
 GIB = 2**30
 
-# What the allocator holds beyond what is in use, as a part of the compute stream's pool: freed
-# blocks that are cut up and fit nothing large. Expandable segments map pages instead, and keep
-# less.
+# What the allocator holds beyond what is counted, as a part of the compute stream's pool: blocks
+# that are cut up. The mean over docs/memory.json is 2.9%: 2 to 6% on the points of one day (more on
+# the debug model, of half a GiB), -7 to 1% on the earlier ones. With expandable segments, which map
+# pages instead, nothing was measured.
 FRAGMENTS = 0.03
 FRAGMENTS_EXPANDABLE = 0.01
+# PyTorch gives cuBLAS a workspace for each thread that multiplies: forward's and autograd's.
+CUBLAS_THREADS = 2
+CUBLAS_BYTES, CUBLAS_BYTES_SM90 = (2 * 4096 + 8 * 16) * 2**10, 32 * 2**20
 # CUDA's context, cuBLAS and the kernels that are loaded; outside PyTorch's allocator.
 CONTEXT_GIB = 0.7
 # Buffers of one NCCL communicator (channels times protocols), outside the allocator too.
@@ -79,11 +83,12 @@ def predict_memory(
         environment: what the job exports, where that is not the cell's own.
     """
     shapes = shapes_of(cell, view)
-    layers = _Layers(cell, view, shapes)
+    layers = RankLayers(cell, view, shapes)
     state = _state(cell, view)
     kept = _kept(view, layers, shapes)
+    expandable = _is_expandable(environment or cell.environment)
     moments = {
-        "the loss": _loss(cell, view, shapes),
+        "the loss": _loss(view, shapes, layers, expandable),
         "a layer's backward": layers.backward(),
         "the optimizer step": _optimizer_step(cell, state),
     }
@@ -91,10 +96,14 @@ def predict_memory(
     compute = {**state, **moments[moment]}
     if moment != "the optimizer step":
         compute |= kept
+    if cell.cluster.gpu:
+        recent = cell.cluster.gpu.compute_capability >= 9
+        workspace = CUBLAS_BYTES_SM90 if recent else CUBLAS_BYTES
+        compute["cuBLAS workspaces"] = float(CUBLAS_THREADS * workspace)
     reduced, on_the_way = _fsdp_streams(cell, view, shapes)
     terms = {
         **compute,
-        "fragments": sum(compute.values()) * _fragments(environment or cell.environment),
+        "fragments": sum(compute.values()) * (FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS),
         "gradients": reduced,
         "all-gather stream": on_the_way,
         "dispatch stream": layers.dispatched(),
@@ -135,7 +144,7 @@ def _state(cell: Cell, view: Mapping[str, Any]) -> dict[str, float]:
     return terms
 
 
-def _kept(view: Mapping[str, Any], layers: _Layers, shapes: Shapes) -> dict[str, float]:
+def _kept(view: Mapping[str, Any], layers: RankLayers, shapes: Shapes) -> dict[str, float]:
     """What forwards leave for their backwards, and what a pipeline keeps from step to step."""
     hidden = shapes.sequence_tokens * shapes.dim * shapes.act
     logits = shapes.tokens * shapes.vocab * shapes.act
@@ -167,25 +176,38 @@ def _kept(view: Mapping[str, Any], layers: _Layers, shapes: Shapes) -> dict[str,
     return terms
 
 
-def _loss(cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> dict[str, float]:
+def _loss(
+    view: Mapping[str, Any], shapes: Shapes, layers: RankLayers, expandable: bool
+) -> dict[str, float]:
     """From the output layer to the gradient of its input."""
     if not any(part["head"] for part in view["parts"]):
         return {}
     elements = float(shapes.tokens * shapes.vocab)
     weight = sum(unit["gathered"] for unit in _units(view) if unit["name"] == "output")
-    if shapes.loss_compiled:
-        # Fused: the logits and their gradient, both in the model's precision.
-        terms = {"logits and loss": 2 * elements * shapes.act}
-    else:
-        # Eager cross-entropy: log-softmax, its gradient and the loss's gradient in FP32; a
-        # pipeline's stage keeps its output, else the logits themselves are gone by then.
-        kept = shapes.act if view["num_stages"] > 1 else 0
-        terms = {"logits and loss": elements * (12 + kept)}
+    terms = {"logits and loss": elements * _loss_bytes(view, shapes)}
     if view["mixed_precision"] and view["num_stages"] == 1:
         # The gathered weight and its gradient, before it is reduced.
         terms["output layer"] = float(weight * 2 * shapes.act)
     terms["last hidden states"] = 3.0 * shapes.sequence_tokens * shapes.dim * shapes.act
+    if not expandable:
+        terms["layers' freed blocks"] = layers.freed_in_forward(elements * shapes.act)
     return terms
+
+
+def _loss_bytes(view: Mapping[str, Any], shapes: Shapes) -> int:
+    """Bytes for each logit that this rank has, at the fullest moment."""
+    if shapes.loss_compiled and shapes.loss_parallel:
+        # Logits, and in FP32 what a scatter writes -1 into, at each label, and its sum with the
+        # softmax: the formula of `loss_parallel` scatters, and Inductor does not fuse over that.
+        return shapes.act + 8
+    if shapes.loss_compiled:
+        # Fused: the logits and their gradient, both in the model's precision.
+        return 2 * shapes.act
+    # Eager, in FP32. A pipeline's stage keeps its output, else the logits are gone by then.
+    kept = shapes.act if view["num_stages"] > 1 else 0
+    # Log-softmax, its gradient and the loss's gradient; with `loss_parallel` log-softmax, the
+    # scattered labels, softmax and their sum.
+    return (16 if shapes.loss_parallel else 12) + kept
 
 
 def _optimizer_step(cell: Cell, state: Mapping[str, float]) -> dict[str, float]:
@@ -209,12 +231,10 @@ def _fsdp_streams(cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> tuple[
     return gradients, float(sum(sorted(layers)[-2:]))
 
 
-def _fragments(environment: Mapping[str, str]) -> float:
-    settings = [
-        environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    ]
-    expandable = any("expandable_segments:True" in setting for setting in settings)
-    return FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
+def _is_expandable(environment: Mapping[str, str]) -> bool:
+    """Whether the allocator maps pages behind one another, so that what is free is one block."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:True" in environment.get(name, "") for name in names)
 
 
 def _outside_gib(view: Mapping[str, Any], shapes: Shapes) -> float:
@@ -232,69 +252,3 @@ def _deepep_buffers(shapes: Shapes) -> float:
     token = shapes.dim * 2 + shapes.top_k * 12
     peers, nodes = min(shapes.ep, 8), shapes.ep // 8
     return 10.0 * token * (peers * 256 + (2 * nodes * 128 if nodes > 1 else 0))
-
-
-class _Layers:
-    """The layers of a rank's parts: what each keeps, and what the largest needs while it works."""
-
-    def __init__(self, cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> None:
-        self._cell, self._view, self._shapes = cell, view, shapes
-        self._bytes = {moe: layer_bytes(shapes, moe) for moe in (False, True)}
-
-    def _cost(self, layer: Mapping[str, Any]) -> tuple[LayerBytes, float, float]:
-        """The layer, what it keeps, and what comes back when it is recomputed."""
-        cost = self._bytes[layer["moe"]]
-        mode = _option(self._cell, "activation_checkpoint.mode")
-        everything = cost.input + cost.saved
-        if mode == "memory_budget":
-            budget = _option(self._cell, "activation_checkpoint.memory_budget")
-            return cost, cost.input + budget * cost.saved, (1 - budget) * cost.saved
-        if mode == "none" or not layer["recomputed"]:
-            return cost, everything, 0.0
-        by_operation = _option(self._cell, "activation_checkpoint.selective_ac_option") == "op"
-        if mode == "selective" and by_operation:
-            return cost, cost.input + cost.selected, cost.saved - cost.selected_of_saved
-        return cost, cost.input, cost.saved
-
-    def kept(self, part: int) -> float:
-        """Bytes that a microbatch leaves in part `part`."""
-        return sum(self._cost(layer)[1] for layer in self._view["parts"][part]["layers"])
-
-    def backward(self) -> dict[str, float]:
-        """The largest layer's backward: what is recomputed, its temporaries and its parameters."""
-        largest: dict[str, float] = {}
-        for part in self._view["parts"]:
-            for layer in part["layers"]:
-                cost, _, recomputed = self._cost(layer)
-                terms = {"recomputed layer": recomputed, "layer's temporaries": cost.temporary}
-                terms |= self._parameters(part, layer)
-                if sum(terms.values()) > sum(largest.values()):
-                    largest = terms
-        return largest
-
-    def _parameters(self, part: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, float]:
-        if not self._view["mixed_precision"]:
-            return {}
-        prefix = f"layers.{layer['id']}"
-        own = [u for u in part["units"] if f"{u['name']}.".startswith(f"{prefix}.")]
-        gathered = sum(unit["gathered"] for unit in own)
-        largest = max((unit["gathered"] for unit in own), default=0)
-        if self._view["num_stages"] > 1:
-            return {"new gradients": float(gathered * self._shapes.act)}
-        return {
-            # Its own parameters and the next layer's, prefetched.
-            "gathered layers": 2.0 * gathered * self._shapes.act,
-            "new gradients": float(gathered * self._shapes.act + largest * self._shapes.grad),
-        }
-
-    def dispatched(self) -> float:
-        """DeepEP's own stream: what it received, combined, and the gradient of one of them."""
-        if not self._shapes.deepep:
-            return 0.0
-        return (
-            3.0
-            * self._shapes.sent_tokens
-            * self._shapes.ranks_per_token
-            * self._shapes.dim
-            * self._shapes.act
-        )

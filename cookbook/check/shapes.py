@@ -53,6 +53,7 @@ class Shapes:
     deepep: bool
     compiled: bool
     loss_compiled: bool
+    loss_parallel: bool
 
 
 def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
@@ -108,6 +109,7 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
         deepep=option("parallelism.expert_parallel_comm_backend") == "deepep",
         compiled="model" in components,
         loss_compiled="loss" in components,
+        loss_parallel=loss_parallel,
     )
 
 
