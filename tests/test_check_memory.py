@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.memory_points import compare
 from cookbook.cell import Cell
 from cookbook.check.cells import CellCheck, check_cells
 from cookbook.check.memory import verdict
@@ -29,6 +30,7 @@ SELECTIVE = {
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "op",
 }
+TP2 = {"parallelism.tensor_parallel_degree": 2}
 NONE = {"activation_checkpoint.mode": "none"}
 
 
@@ -48,6 +50,7 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CellCheck]:
     add("selective", "deepseek_v3_16b", BALANCED | SELECTIVE, **on_node)
     add("none", "deepseek_v3_16b", BALANCED | NONE, **on_node)
     add("batch 2", "deepseek_v3_16b", BALANCED | {"training.local_batch_size": 2}, **on_node)
+    add("tp 2", "deepseek_v3_16b", BALANCED | TP2, **on_node)
     add("671b", "deepseek_v3_671b", {})
     add("671b deepep", "deepseek_v3_671b", {}, ep_backend="deepep")
     add("671b on one node", "deepseek_v3_671b", ONE_NODE, nodes=1)
@@ -62,14 +65,37 @@ ONE_NODE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "measured_gib"), [("full", 76), ("full deepep", 77), ("selective", 121)]
-)
-def test_predicted_memory_is_within_a_tenth_of_what_was_measured(
-    checks: dict[str, CellCheck], name: str, measured_gib: float
-) -> None:
-    peak = checks[name].peak
-    assert peak and peak.reserved == pytest.approx(measured_gib, rel=0.10)
+def test_predicted_memory_is_near_what_was_measured() -> None:
+    comparisons = compare(json.loads((ROOT / "docs/memory.json").read_text()))
+    # 10% where a figure was given beforehand, 15% for all else.
+    assert {row.name for row in comparisons if row.earlier} == {
+        "16B full, batch 4",
+        "16B full DeepEP, batch 4",
+        "16B selective op, batch 4",
+    }
+    assert len(comparisons) >= 16
+    off = {
+        row.name: f"{row.error:+.1%}"
+        for row in comparisons
+        if abs(row.error) > (0.10 if row.earlier else 0.15)
+    }
+    assert not off
+
+
+def test_the_documents_table_is_what_the_bench_prints() -> None:
+    command = [sys.executable, "-m", "bench.gpu_memory", "--table", "docs/memory.json"]
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+    )
+    assert answer.returncode == 0, answer.stderr
+    table = answer.stdout.split("\n\n")[0]
+    assert table.count("\n") > 16 and table in (ROOT / "docs/memory.md").read_text()
+
+
+def test_a_parallel_loss_keeps_fp32_copies(checks: dict[str, CellCheck]) -> None:
+    whole, split = checks["full"].stages[0].terms, checks["tp 2"].stages[0].terms
+    # Half the vocabulary, 10 bytes a logit instead of 4.
+    assert split["logits and loss"] == pytest.approx(whole["logits and loss"] / 2 * 10 / 4)
 
 
 def test_671b_has_its_published_share_a_rank(checks: dict[str, CellCheck]) -> None:
