@@ -138,6 +138,6 @@ def submit_run(run: Run, cells: Sequence[Cell]) -> list[str]:
                 write_status(
                     run.cell_folder(left.name), Status(FAILED, reason=f"not queued: {error}")
                 )
-            raise
+            raise JobError(f"{cell.name}: {error}") from None
         write_job(folder, job_ids[-1])
     return job_ids

@@ -44,7 +44,9 @@ def sbatch(script: Path, folder: Path) -> str:
     if answer.returncode:
         lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
         said = "; ".join(line.removeprefix("sbatch: error: ") for line in lines)
-        raise JobError(f"{script}: sbatch refused it: {said}")
+        if "onfiguration source" in said or "contact slurm controller" in said:
+            said += "; log in to the cluster, or use --cluster local"
+        raise JobError(f"sbatch refused it: {said}")
     # With federations: `id;cluster`. Warnings go to stderr.
     job_id = answer.stdout.strip().partition(";")[0]
     if not job_id.isdigit():
