@@ -73,7 +73,13 @@ def load_sweep(name: str, stack: Stack) -> Sweep:
     """Read the sweep called `name`, or at the path `name`."""
     path = find_file("sweep", name, "sweep")
     file = read_yaml(path)
-    own, _ = split_keys(file, _KEYS, stack)
+    own, stray = split_keys(file, _KEYS, stack)
+    for name, setting in stray.items():
+        raise InputError(
+            setting.place,
+            "is a TorchTitan option, not a key of a sweep",
+            f"put {name} below `options`",
+        )
     for key in ("recipes", "precision", "ep_backend", "cells"):
         if own[key] == []:
             raise InputError(file.place(key), "is empty: a sweep over nothing", "name at least one")

@@ -161,6 +161,7 @@ def test_synonyms_and_recipes_that_share_a_stand_in_make_no_cell_twice(tmp_path:
         ),
         (HEAD + "baseline: {precision: bf61, ep_backend: standard}", "unknown precision 'bf61'"),
         (HEAD + "baseline: bf16", "baseline: found the text 'bf16', allowed: a mapping"),
+        (HEAD + "training: {steps: 5}", "is a TorchTitan option, not a key of a sweep; put tra"),
         (HEAD + "options: {training.step: 1}", "options.training.step: TorchTitan 0.2.2 has no op"),
         (HEAD + "vary: {training.step: [1]}", "vary.training.step: TorchTitan 0.2.2 has no option"),
         (HEAD + "vary: {training.steps: []}", "found an empty list, a sweep over nothing, allowed"),
