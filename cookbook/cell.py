@@ -189,7 +189,8 @@ def _local_layout(recipe: Recipe, cluster: Cluster, stack: Stack) -> dict[str, S
     if model is None:
         return {}
     degree = math.gcd(cluster.ranks_per_node, model.num_experts)
-    return {DEGREES["ep"]: Setting(degree, f"cluster local ({cluster.ranks_per_node} ranks)")}
+    place = f"cluster {cluster.name} ({cluster.ranks_per_node} ranks)"
+    return {DEGREES["ep"]: Setting(degree, place)}
 
 
 def _capability(precision: Overlay, cluster: Cluster) -> tuple[str | None, bool]:
@@ -238,9 +239,9 @@ def _converter_conflict(stack: Stack, options: Mapping[str, Any]) -> str | None:
     return None
 
 
-def missing_packages(cell: Cell) -> list[str]:
-    """The packages that the cell's overlays need and this Python environment lacks."""
-    needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}
+def missing_packages(*overlays: Overlay) -> list[str]:
+    """The packages that the overlays need and this Python environment lacks."""
+    needed = {package for overlay in overlays for package in overlay.needs.packages}
     return sorted(name for name in needed if importlib.util.find_spec(name) is None)
 
 

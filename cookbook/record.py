@@ -11,9 +11,6 @@ script, the run directory is there already, and the supervisor keeps it.
 from __future__ import annotations
 
 import argparse
-import getpass
-import importlib.util
-import json
 import os
 import sys
 import time
@@ -23,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from cookbook.cell import missing_packages
 from cookbook.errors import InputError
 from cookbook.files import write_whole
 from cookbook.layout import layout_problems
@@ -33,9 +31,10 @@ from cookbook.rundir import (
     RUNNING,
     Status,
     attempts,
-    commit,
     read_status,
+    run_record,
     write_job,
+    write_run_record,
     write_status,
 )
 from cookbook.stack import Stack, load_stack, parse_arguments
@@ -53,9 +52,8 @@ def begin(arguments: argparse.Namespace) -> None:
         if name not in names_in(kind):
             # A file of the user's own, which is known here by its name alone.
             continue
-        for package in load_overlay(kind, name, stack).needs.packages:
-            if importlib.util.find_spec(package) is None:
-                raise InputError(name, f"{package} is not installed", "run: bash setup.sh")
+        for package in missing_packages(load_overlay(kind, name, stack)):
+            raise InputError(name, f"{package} is not installed", "run: bash setup.sh")
     if not arguments.supervised:
         _write_run(arguments, options, stack)
 
@@ -94,22 +92,14 @@ def _write_run(arguments: argparse.Namespace, options: Mapping[str, Any], stack:
         "options": dict(options),
     }
     write_whole(folder / "cell.yaml", yaml.safe_dump(cell, sort_keys=False, allow_unicode=True))
-    if (folder.parent / "run.json").exists():
-        return
-    record = {
-        "run": folder.parent.name,
-        "sweep": None,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "user": getpass.getuser(),
-        "commit": commit(),
-        "cluster": arguments.cluster,
-        "scheduler": "slurm" if job_id else "local",
-        "stack": stack.name,
-        "command": [],
-        "baseline": None,
-        "cells": [arguments.cell],
-    }
-    write_whole(folder.parent / "run.json", json.dumps(record, indent=1) + "\n")
+    if not (folder.parent / "run.json").exists():
+        record = run_record(
+            cluster=arguments.cluster,
+            scheduler="slurm" if job_id else "local",
+            stack=stack.name,
+            cells=[arguments.cell],
+        )
+        write_run_record(folder.parent, record)
 
 
 def _published(

@@ -29,6 +29,7 @@ from cookbook.curve import attempt_dirs, collect_steps, metrics_logs, option_cou
 from cookbook.errors import InputError
 from cookbook.failure import find_reason
 from cookbook.logs import StepMetrics, read_active, read_peak_memory
+from cookbook.rundir import cell_names
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _EMULATED_REASON = "emulated numerics: the throughput says nothing about real MXFP8"
@@ -103,7 +104,7 @@ def collect_results(run_dir: Path, statuses: StatusOverride | None = None) -> Ru
     run = _read_run(run_dir)
     cells: list[Result] = []
     settings: dict[str, CellSetting] = {}
-    for name in run["cells"]:
+    for name in cell_names(run_dir, run["cells"]):
         state = (statuses or {}).get(name)
         result, setting = _collect_cell(run_dir / name, state, _text(run.get("baseline")))
         cells.append(result)

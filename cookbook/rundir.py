@@ -75,20 +75,15 @@ def create_run(sweep: str, cells: Sequence[Cell], command: Sequence[str], root: 
     stamp = time.strftime("%Y%m%d-%H%M%S")
     root.mkdir(parents=True, exist_ok=True)
     building = root / f".{sweep}-{stamp}-{os.getpid()}"
-    first = cells[0]
-    record: dict[str, Any] = {
-        "run": "",
-        "sweep": sweep,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "user": getpass.getuser(),
-        "commit": commit(),
-        "cluster": first.cluster.name,
-        "scheduler": first.cluster.scheduler,
-        "stack": first.stack.name,
-        "command": list(command),
-        "baseline": next((cell.baseline for cell in cells if cell.baseline), None),
-        "cells": [cell.name for cell in cells],
-    }
+    record = run_record(
+        cluster=cells[0].cluster.name,
+        scheduler=cells[0].cluster.scheduler,
+        stack=cells[0].stack.name,
+        cells=[cell.name for cell in cells],
+        sweep=sweep,
+        command=command,
+        baseline=next((cell.baseline for cell in cells if cell.baseline), None),
+    )
     try:
         for cell in cells:
             folder = building / cell.name
@@ -98,20 +93,61 @@ def create_run(sweep: str, cells: Sequence[Cell], command: Sequence[str], root: 
             write_status(folder, state)
         # The name is taken when the folder is: two sweeps in one second get two names.
         for suffix in ["", *(f"-{number}" for number in range(2, 100))]:
-            record["run"] = f"{sweep}-{stamp}{suffix}"
-            write_whole(building / "run.json", json.dumps(record, indent=1) + "\n")
+            name = f"{sweep}-{stamp}{suffix}"
+            write_run_record(building, {**record, "run": name})
             try:
-                building.rename(root / record["run"])
+                building.rename(root / name)
             except OSError:
-                if not (root / record["run"]).exists():
+                if not (root / name).exists():
                     raise
                 continue
-            return read_run(root / record["run"])
+            return read_run(root / name)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
     shutil.rmtree(building, ignore_errors=True)
     raise JobError(f"{root}: no free name for a run of {sweep}")
+
+
+def run_record(
+    *,
+    cluster: str,
+    scheduler: str,
+    stack: str,
+    cells: Sequence[str],
+    sweep: str | None = None,
+    command: Sequence[str] = (),
+    baseline: str | None = None,
+) -> dict[str, Any]:
+    """The content of `run.json`, without the run's name: what was asked, by whom, from where."""
+    return {
+        "sweep": sweep,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "user": getpass.getuser(),
+        "commit": commit(),
+        "cluster": cluster,
+        "scheduler": scheduler,
+        "stack": stack,
+        "command": list(command),
+        "baseline": baseline,
+        "cells": list(cells),
+    }
+
+
+def write_run_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write `run.json`, the run's name first."""
+    name = record.get("run", folder.name)
+    write_whole(folder / "run.json", json.dumps({"run": name, **record}, indent=1) + "\n")
+
+
+def cell_names(folder: Path, listed: Sequence[str]) -> list[str]:
+    """The cells of a run: those that `run.json` lists, then those that were added by hand.
+
+    Scripts that are started with one `CELL_DIR=runs/mine/...` each join one run. They may start in
+    the same second, so none of them writes the list of the others.
+    """
+    found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
+    return [*listed, *(name for name in found if name not in listed)]
 
 
 def commit() -> str | None:
@@ -135,7 +171,8 @@ def read_run(folder: Path) -> Run:
     """Read the run in `folder`."""
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return Run(folder, record["run"], record["scheduler"], tuple(record["cells"]))
+        cells = tuple(cell_names(folder, record["cells"]))
+        return Run(folder, record["run"], record["scheduler"], cells)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(str(folder), f"is not the folder of a run ({error})") from None
 

@@ -220,7 +220,10 @@ def test_names_of_varied_cells_are_safe_for_files_and_jobs() -> None:
     assert Path(cell.name).name == cell.name
 
 
-def test_missing_packages_are_those_that_the_overlays_need() -> None:
-    assert missing_packages(_cell()) == []
+def test_missing_packages_are_those_that_the_overlays_need_and_that_are_not_here() -> None:
+    assert missing_packages(_cell().precision, _cell().ep_backend) == []
+    overlay = _cell().precision
+    needs = replace(overlay.needs, packages=("no_such_package", "json"))
+    assert missing_packages(replace(overlay, needs=needs)) == ["no_such_package"]
     needed = {*_cell(precision="mxfp8", ep_backend="deepep").ep_backend.needs.packages}
     assert needed == {"deep_ep"}

@@ -135,3 +135,14 @@ def test_attempts_are_in_order(tmp_path: Path) -> None:
     for name in ["attempt-0", "attempt-10", "attempt-2", "attempt-x", "attempts"]:
         (tmp_path / name).mkdir()
     assert [path.name for path in attempts(tmp_path)] == ["attempt-0", "attempt-2", "attempt-10"]
+
+
+def test_cells_that_were_added_by_hand_are_part_of_the_run(tmp_path: Path) -> None:
+    record = {"run": "mine", "scheduler": "slurm", "cells": ["b"]}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "run.json").write_text(json.dumps(record))
+    for name in ("b", "a", ".hidden"):
+        (tmp_path / "mine" / name).mkdir()
+        (tmp_path / "mine" / name / "cell.yaml").write_text("name: x")
+    (tmp_path / "mine" / "job").mkdir()
+    assert rundir.read_run(tmp_path / "mine").cells == ("b", "a")

@@ -197,6 +197,23 @@ def test_a_requeued_job_is_a_new_attempt_with_a_new_rendezvous_id(
     assert "--metrics.save_tb_folder=attempt-1/tb" in records[3].argv
 
 
+def test_scripts_with_one_folder_make_one_run(
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
+) -> None:
+    for precision in ("bf16", "mxfp8"):
+        cell = tmp_path / "runs" / "mine" / f"16b-{precision}-standard"
+        chosen = {**environment, "PRECISION": precision, "CELL_DIR": str(cell)}
+        job = slurm.submit(
+            ROOT / "train_16b.sh", EP_8, options=["--nodes=2"], cwd=tmp_path, env=chosen
+        )
+        assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
+    cells = json.loads(_submit_py(slurm, environment, "report", "--format", "json"))["cells"]
+    assert [(cell["name"], cell["status"]) for cell in cells] == [
+        ("16b-bf16-standard", "finished"),
+        ("16b-mxfp8-standard", "finished"),
+    ]
+
+
 def test_a_node_that_fails_ends_the_job(
     slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def _refused_without_packages(cell: Cell) -> Cell:
     """The job trains in this very environment, unless it has a container of its own."""
     if cell.refused or cell.cluster.container is not None:
         return cell
-    missing = missing_packages(cell)
+    missing = missing_packages(cell.precision, cell.ep_backend)
     if not missing:
         return cell
     return replace(cell, refused=f"not installed: {', '.join(missing)}; run: bash setup.sh")
