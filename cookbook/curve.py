@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cookbook.logs import StepMetrics, read_log
+from cookbook.logs import StepMetrics, read_last_step, read_log
+from cookbook.rundir import attempts
 
 
 def loss_rank(cell: Mapping[str, Any]) -> int:
@@ -23,7 +24,7 @@ def loss_rank(cell: Mapping[str, Any]) -> int:
 def collect_steps(cell_dir: Path, cell: Mapping[str, Any]) -> list[StepMetrics]:
     """The loss rank's steps over all attempts, rising: the cell's loss curve."""
     steps: list[StepMetrics] = []
-    for attempt in attempt_dirs(cell_dir):
+    for attempt in attempts(cell_dir):
         for metrics in _attempt_steps(attempt, cell):
             while steps and steps[-1].step >= metrics.step:
                 steps.pop()
@@ -31,9 +32,13 @@ def collect_steps(cell_dir: Path, cell: Mapping[str, Any]) -> list[StepMetrics]:
     return steps
 
 
-def attempt_dirs(cell_dir: Path) -> list[Path]:
-    """The cell's attempt directories, oldest first."""
-    return _numbered(cell_dir.glob("attempt-*"), "-")
+def last_step(cell_dir: Path, cell: Mapping[str, Any]) -> StepMetrics | None:
+    """The newest step of the loss rank; asked for again and again, so only a log's end is read."""
+    for attempt in reversed(attempts(cell_dir)):
+        if found := read_last_step(attempt / "train.log", loss_rank(cell)):
+            return found
+    steps = collect_steps(cell_dir, cell)
+    return steps[-1] if steps else None
 
 
 def metrics_logs(attempt: Path) -> list[Path]:

@@ -25,11 +25,11 @@ from typing import Any
 
 import yaml
 
-from cookbook.curve import attempt_dirs, collect_steps, metrics_logs, option_count
+from cookbook.curve import collect_steps, metrics_logs, option_count
 from cookbook.errors import InputError
 from cookbook.failure import find_reason
 from cookbook.logs import StepMetrics, read_active, read_peak_memory
-from cookbook.rundir import cell_names
+from cookbook.rundir import attempts, cell_names
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _EMULATED_REASON = "emulated numerics: the throughput says nothing about real MXFP8"
@@ -152,19 +152,19 @@ def _collect_cell(
     state, reason = status or _read_status(cell_dir / "status.json", cell)
     steps = collect_steps(cell_dir, cell)
     measured = steps[warm_up(len(steps)) :]
-    attempts = attempt_dirs(cell_dir)
-    active = next(filter(None, map(_read_attempt_active, reversed(attempts))), None)
+    folders = attempts(cell_dir)
+    active = next(filter(None, map(_read_attempt_active, reversed(folders))), None)
     emulated = bool(cell.get("emulated")) or bool((active or {}).get("emulated"))
     device = _text(cell.get("device"))
     final_loss = steps[-1].loss if steps else None
     reasons = [reason, problem]
-    if state == "failed" and attempts:
-        found = find_reason(attempts[-1])
+    if state == "failed" and folders:
+        found = find_reason(folders[-1])
         reasons.append(found if found and found not in (reason or "") else None)
     reasons.append(_non_finite(steps))
     if emulated and state != "refused":
         reasons.append(_EMULATED_REASON)
-    logs = [path for attempt in attempts for path in metrics_logs(attempt)]
+    logs = [path for attempt in folders for path in metrics_logs(attempt)]
     result = Result(
         name=cell_dir.name,
         recipe=_text(cell.get("recipe")),

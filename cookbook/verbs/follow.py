@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from cookbook.curve import collect_steps, option_count
+from cookbook.curve import last_step, option_count
 from cookbook.errors import InputError, unknown_name
 from cookbook.files import write_whole
 from cookbook.progress import CellProgress, Progress
@@ -48,9 +48,13 @@ def show_logs(arguments: argparse.Namespace) -> int:
         state = _state(run, cell)
         why = state.reason or "not started"
         raise InputError(f"{run.name}/{cell}", f"has no log: {state.state}, {why}")
-    offset = 0
+    offset, asked = 0, 0.0
+    ended = not arguments.follow
     while True:
-        ended = not arguments.follow or _state(run, cell).state in ENDED
+        # The log is read every second; the scheduler is not to be asked as often.
+        if not ended and time.monotonic() - asked >= _POLL_S[run.scheduler]:
+            asked = time.monotonic()
+            ended = _state(run, cell).state in ENDED
         offset = _print_from(log, offset)
         if ended:
             return 0
@@ -106,8 +110,7 @@ def cell_progress(run: Run, state: CellState) -> CellProgress:
     """How far a cell is, by its log."""
     folder = run.cell_folder(state.cell)
     cell = yaml.safe_load((folder / "cell.yaml").read_text(encoding="utf-8"))
-    steps = collect_steps(folder, cell)
-    last = steps[-1] if steps else None
+    last = last_step(folder, cell)
     end = state.ended or time.time()
     return CellProgress(
         name=state.cell,
