@@ -85,6 +85,7 @@ class Cell:
             "stand_in_for": self.stand_in_for,
             "refused": self.refused,
             "published_tokens_per_second_per_gpu": self.published,
+            "published_source": self.recipe.published_source if self.published else None,
             "baseline": self.baseline,
             "environment": self.environment,
             "options": {
