@@ -80,7 +80,7 @@ mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
 HEAD_NODE="${NODES[0]:?no node in SLURM_JOB_NODELIST}"
 HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
 HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
-RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || true
+RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
 [[ -n "${RESOLVED}" ]] || fail "cannot resolve the head node ${HEAD_NODE} (${HEAD_ADDRESS})"
 if [[ "${RESOLVED}" != 127.* ]]; then
   HEAD_ADDRESS="${RESOLVED}"
