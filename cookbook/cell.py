@@ -169,7 +169,7 @@ def resolve_cell(
         refused=refused
         or _overlay_needs(precision, precision, cluster, stack, options)
         or _overlay_needs(ep_backend, precision, cluster, stack, options)
-        or _converter_conflict(stack, options),
+        or (None if emulated else _converter_conflict(stack, options)),
         published=recipe.published.get(pair) if as_published else None,
         left_out=left_out,
     )
@@ -227,7 +227,7 @@ def _overlay_needs(
 
 
 def _converter_conflict(stack: Stack, options: Mapping[str, Any]) -> str | None:
-    """What TorchTitan's converters refuse of the cell as a whole."""
+    """What TorchTitan's converters refuse of the cell as a whole; emulated, it works (on H200)."""
     converters = stack.value(options, "model.converters")
     compiled = stack.value(options, "compile.enable") and "model" in stack.value(
         options, "compile.components"

@@ -220,6 +220,17 @@ def test_names_of_varied_cells_are_safe_for_files_and_jobs() -> None:
     assert Path(cell.name).name == cell.name
 
 
+def test_emulated_mxfp8_linear_layers_run_under_tensor_parallelism_and_compile() -> None:
+    degrees: dict[str, Any] = {
+        "parallelism.tensor_parallel_degree": 2,
+        "parallelism.expert_parallel_degree": 8,
+    }
+    cell = _cell("deepseek_v3_16b", "mxfp8_linear", cluster="h200-node", **degrees)
+    assert cell.emulated and cell.refused is None
+    real = _cell("deepseek_v3_16b", "mxfp8_linear", **degrees)
+    assert real.refused and "torch.compile" in real.refused
+
+
 def test_missing_packages_are_those_that_the_overlays_need_and_that_are_not_here() -> None:
     assert missing_packages(_cell().precision, _cell().ep_backend) == []
     overlay = _cell().precision

@@ -55,7 +55,6 @@ RULES: tuple[Rule, ...] = (
     rules_kernels.corrections_are_on,
     rules_kernels.mxfp8_hardware,
     rules_kernels.precision_is_its_converters,
-    rules_kernels.mxfp8_linear_compiled,
     rules_run.pipeline_microbatches,
     rules_run.pipeline_schedule,
     rules_run.checkpoints_resume,

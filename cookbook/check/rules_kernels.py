@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cookbook.cell import Cell
-from cookbook.check.facts import DEEPEP, TORCHAO, TORCHTITAN, model_is_compiled, uses_deepep, value
+from cookbook.check.facts import DEEPEP, TORCHAO, TORCHTITAN, uses_deepep, value
 from cookbook.check.finding import ERROR, HINT, WARNING, Finding
 from cookbook.check.shapes import destinations, groups
 from cookbook.stack import DEGREES
@@ -145,21 +145,6 @@ def precision_is_its_converters(cell: Cell) -> Iterator[Finding]:
             "and the job would stop at its first step for it",
             f"ask for --precision {' or '.join(sorted(allowed))}",
             f"{TORCHTITAN}/protocols/model_converter.py",
-        )
-
-
-def mxfp8_linear_compiled(cell: Cell) -> Iterator[Finding]:
-    """torch.compile does not take MXFP8 linear layers whose weights TP has cut."""
-    if cell.refused or "quantize.linear.mx" not in value(cell, "model.converters"):
-        return
-    if model_is_compiled(cell) and cell.layout.tp > 1:
-        yield Finding(
-            ERROR,
-            "mxfp8_linear_compiled",
-            "model.converters",
-            "MXFP8 linear layers with TP and a compiled model are not supported",
-            f"set {DEGREES['tp']} 1, or compile.components loss",
-            f"{TORCHTITAN}/components/quantization/mx.py",
         )
 
 
