@@ -152,14 +152,19 @@ def draw(out: Path, target: Path) -> int:
         write_whole(target / f"{name}.csv", (out / f"{name}.csv").read_text())
         smooth = _smooth(curve[:length])
         steps = range(len(curve) - len(smooth) + 1, len(curve) + 1)
-        whole.plot(steps, smooth, label=name, color=colours[name], linewidth=1.1)
+        # The curves lie on one another: MXFP8's on top, dashed, so that both are seen.
+        style = {"zorder": 3, "linestyle": "--"} if name.startswith("mxfp8") else {"zorder": 2}
+        whole.plot(steps, smooth, label=name, color=colours[name], linewidth=1.1, **style)
         if name != BASELINE.name:
             distance = [value - other for value, other in zip(smooth, base, strict=True)]
-            difference.plot(steps, distance, label=name, color=colours[name], linewidth=1.1)
+            order = style["zorder"]
+            difference.plot(
+                steps, distance, label=name, color=colours[name], linewidth=1.1, zorder=order
+            )
     whole.set(xlabel="step", ylabel="loss (mean of 25 steps)", title="training loss")
     difference.set(xlabel="step", ylabel="loss minus BF16's (seed 42)", title="distance from BF16")
     difference.axhline(0, color="black", linewidth=0.8)
-    difference.set_ylim(-0.15, 0.15)
+    difference.set_ylim(-0.1, 0.1)
     for axes in (whole, difference):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
