@@ -52,14 +52,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+_COMPILED = ("--compile.enable", "--compile.components=model,loss")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "plain": ("--activation_checkpoint.mode=none",),
     "recompute": ("--activation_checkpoint.mode=full",),
-    "compile": (
-        "--activation_checkpoint.mode=full",
-        "--compile.enable",
-        "--compile.components=model,loss",
-    ),
+    "compile": ("--activation_checkpoint.mode=none", *_COMPILED),
+    "recompute-compile": ("--activation_checkpoint.mode=full", *_COMPILED),
     "deterministic": ("--activation_checkpoint.mode=none", "--debug.deterministic"),
 }
 
@@ -139,7 +137,7 @@ def numerics_cells() -> list[Cell]:
     part = "numerics"
     cells = [
         make_cell(part, "bf16", backend, layout, variant, seconds=400, gpu_only=True)
-        for variant in ("compile",)
+        for variant in ("recompute-compile", "compile")
         for layout in LAYOUTS
         for backend in ("standard", "deepep")
     ]
@@ -169,7 +167,7 @@ def numerics_cells() -> list[Cell]:
                 precision,
                 "standard",
                 layout,
-                "compile",
+                "recompute-compile",
                 reference=reference,
                 bound=None,
                 seconds=300,
@@ -234,7 +232,7 @@ def throughput_cells() -> list[Cell]:
             "bf16",
             backend,
             "tp2-ep4",
-            "compile",
+            "recompute-compile",
             suffix="-16b-released" if released else "-16b",
             released=released,
             **common,

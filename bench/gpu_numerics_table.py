@@ -113,7 +113,7 @@ def render_report(results: list[Result], cpu: bool) -> str:
         lines.append("")
     throughput = [result for result in results if result["part"] == "throughput"]
     if throughput:
-        released = by_name.get("bf16-deepep-tp2-ep4-compile-16b-released", {})
+        released = by_name.get("bf16-deepep-tp2-ep4-recompute-compile-16b-released", {})
         lines += _table(
             [
                 "EP backend",

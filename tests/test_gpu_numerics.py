@@ -38,7 +38,7 @@ def test_names_are_unique_and_references_exist() -> None:
 def test_matrix_holds_what_must_agree() -> None:
     names = {cell.name for cell in PARTS["numerics"]()}
     for layout in ("tp1-ep4", "tp2-ep4", "pp2-ep2"):
-        for variant in ("plain", "recompute", "compile"):
+        for variant in ("plain", "recompute", "compile", "recompute-compile"):
             assert f"bf16-deepep-{layout}-{variant}" in names
     for precision in ("mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear"):
         for backend in ("standard", "deepep", "mxfp8_a2a"):

@@ -105,6 +105,7 @@ def run_layer(
         apply_moe_ep_tp = apply_moe_ep_tp.__wrapped__
         parallelize.ReordererSequenceParallel = corrected.RELEASED["reorderer"]
         parallelize.RowwiseParallel = corrected.RELEASED["rowwise"]
+        parallelize.PrepareModuleInputOutput = corrected.RELEASED["prepare"]
         DeepEPExpertParallel._token_dispatch = corrected.RELEASED["dispatch"]
         DeepEPExpertParallel._token_combine = corrected.RELEASED["combine"]
         assert released_forward.__module__ == "torchtitan.models.moe.moe_deepep"

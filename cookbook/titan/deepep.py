@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torchtitan.models.moe.utils as moe_utils
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.utils import deterministic
 
 from cookbook.titan import activity
 from cookbook.titan.expert_groups import GroupPlan, collect, plan_groups, spread
-from cookbook.titan.token_split import Share, put_share, take_share
+from cookbook.titan.token_split import Share, gather_sequence, sum_to_shares, take_share
 
 
 @dataclass
@@ -101,37 +102,39 @@ def combine_tokens(grouped: torch.Tensor, state: DispatchState) -> torch.Tensor:
 def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """DeepEPMoE.forward that sends each token from one TP rank only.
 
-    Args:
-        x: (batch, length, features), the same on all TP ranks.
-
-    Returns:
-        This rank's term of the sum over TP ranks, (batch, length, features).
+    Under TP `x` is this rank's share of every sequence, (batch, length / TP, features), and so is
+    what is returned. The experts get the share as it is, before any gather, and what they make of
+    it is added after the shared experts' output has been summed over TP: the split copies nothing.
     """
     from torchtitan.distributed.deepep import sync_combine
 
-    batch, length, features = x.shape
-    tokens = x.view(-1, features)
+    tp_mesh = getattr(self, "cookbook_tp_mesh", None)
+    mine = x.to_local() if isinstance(x, DTensor) else x
+    whole = mine if tp_mesh is None else gather_sequence(mine, tp_mesh)
+    length, features = whole.shape[1:]
+    share = Share(0, length, length) if tp_mesh is None else Share.of_mesh(length, tp_mesh)
+
+    tokens = whole.view(-1, features)
     top_scores, experts, counts = self.router(tokens, self.expert_bias)
     # All tokens are counted, and on every TP rank alike: the sum for the expert bias leaves TP out.
     if self.load_balance_coeff is not None:
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
 
-    tp_mesh = getattr(self, "cookbook_tp_mesh", None)
-    share = Share(0, length, length) if tp_mesh is None else Share.of_mesh(length, tp_mesh)
     routed = self.experts(
-        take_share(tokens, share),
+        mine.reshape(-1, features),
         counts,
         take_share(experts, share),
         take_share(top_scores, share),
         self.experts.num_experts,
     )
-    # Runs while the combine, which has only been started, is under way.
+    # Both run while the combine, which has only been started, is under way.
     out = self.shared_experts(tokens) if self.shared_experts is not None else None
+    if out is not None and tp_mesh is not None:
+        out = sum_to_shares(out.view(whole.shape), tp_mesh)
     sync_combine()
 
-    routed = routed.view(batch, share.stop - share.start, features)
-    if tp_mesh is None:
-        return routed if out is None else out.view(x.shape) + routed
-    activity.corrections.add("deepep-tokens-split-over-tp")
-    return put_share(None if out is None else out.view(x.shape), routed, share)
+    if tp_mesh is not None:
+        activity.corrections.add("deepep-tokens-split-over-tp")
+    routed = routed.view(mine.shape)
+    return routed if out is None else out.view(mine.shape) + routed

@@ -1,6 +1,6 @@
 """In: TorchTitan's plan for MoE layers under TP and EP. Out: the same plan with the right sums.
 
-Three names that `apply_moe_ep_tp` uses are replaced, and a hook is added to each router; what each
+Four names that `apply_moe_ep_tp` uses are replaced, and a hook is added to each router; what each
 changes, and why, is said where it is defined.
 """
 
@@ -17,7 +17,11 @@ import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 import torchtitan.models.llama4.infra.parallelize as llama4_parallelize
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+)
 from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 
 from cookbook.titan import activity, deepep
@@ -27,6 +31,7 @@ from cookbook.titan.token_split import Share, global_positions, sum_gradient_ove
 RELEASED: dict[str, Any] = {
     "reorderer": expert_parallel.ReordererSequenceParallel,
     "rowwise": llama4_parallelize.RowwiseParallel,
+    "prepare": llama4_parallelize.PrepareModuleInputOutput,
     "dispatch": DeepEPExpertParallel._token_dispatch,
     "combine": DeepEPExpertParallel._token_combine,
 }
@@ -55,6 +60,20 @@ class PartialOutputRowwiseParallel(RowwiseParallel):
                 for placement in outputs.placements
             )
         )
+
+
+class PrepareMoE(PrepareModuleInputOutput):
+    """Gathers an MoE layer's input along the sequence and sums its output over TP ranks.
+
+    A DeepEP layer does both itself, since its routed experts take no part in either: each rank
+    sends the share that it had before the gather, and gets that share back.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if module.reorderer is not None:
+            return super()._apply(module, device_mesh)
+        module.cookbook_tp_mesh = device_mesh
+        return module
 
 
 class SequenceShareReorderer(ParallelStyle):
@@ -102,9 +121,7 @@ def correct_moe(model: nn.Module, tp_mesh: DeviceMesh) -> None:
         moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
         if moe.shared_experts is not None:
             activity.corrections.add("shared-expert-gradients-not-summed-over-tp")
-        if moe.reorderer is None:
-            moe.cookbook_tp_mesh = tp_mesh
-        else:
+        if moe.reorderer is not None:
             moe.register_forward_pre_hook(_remember_length)
     activity.corrections.add("router-gradients-summed-over-tp")
 
@@ -156,6 +173,7 @@ def correct_expert_parallel() -> None:
     expert_parallel.ReordererSequenceParallel = SequenceShareReorderer
     llama4_parallelize.ReordererSequenceParallel = SequenceShareReorderer
     llama4_parallelize.RowwiseParallel = PartialOutputRowwiseParallel
+    llama4_parallelize.PrepareModuleInputOutput = PrepareMoE
     corrected = _correct_apply(llama4_parallelize.apply_moe_ep_tp)
     llama4_parallelize.apply_moe_ep_tp = corrected
     deepseek_parallelize.apply_moe_ep_tp = corrected

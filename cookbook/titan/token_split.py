@@ -9,11 +9,10 @@ whose gradient this rank keeps when the gather is undone, and nothing has to be 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 @dataclass(frozen=True)
@@ -55,41 +54,19 @@ def global_positions(local: torch.Tensor, share: Share, per_token: int = 1) -> t
     return local + per_token * (sequence * (share.length - part) + share.start)
 
 
-class _AddShare(torch.autograd.Function):
-    """`whole` plus `mine` at this rank's positions, without a zero-filled copy of `mine`."""
+def gather_sequence(mine: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """The shares (batch, part, features) of all TP ranks, as (batch, length, features).
 
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, mine: torch.Tensor, share: Share) -> torch.Tensor:
-        ctx.share = share
-        total = whole.clone()
-        total[:, share.start : share.stop] += mine
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return grad, grad[:, ctx.share.start : ctx.share.stop].contiguous(), None
+    The gradient of the whole is taken to be the same on all TP ranks: each keeps its own positions.
+    """
+    shares = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)
+    return shares.redistribute(placements=(Replicate(),)).to_local()
 
 
-class _PlaceShare(torch.autograd.Function):
-    """`mine` at this rank's positions of a tensor of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor, share: Share) -> torch.Tensor:
-        ctx.share = share
-        whole = mine.new_zeros(mine.shape[0], share.length, mine.shape[-1])
-        whole[:, share.start : share.stop] = mine
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad[:, ctx.share.start : ctx.share.stop].contiguous(), None
-
-
-def put_share(whole: torch.Tensor | None, mine: torch.Tensor, share: Share) -> torch.Tensor:
-    """A term of the sum over TP ranks: `whole` (batch, length, features) and this rank's `mine`."""
-    if whole is None:
-        return _PlaceShare.apply(mine, share)
-    return _AddShare.apply(whole, mine, share)
+def sum_to_shares(term: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's share (batch, part, features) of the sum of `term` (batch, length, features)."""
+    terms = DTensor.from_local(term, tp_mesh, (Partial(),), run_check=False)
+    return terms.redistribute(placements=(Shard(1),)).to_local()
 
 
 def sum_gradient_over_tp(scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
