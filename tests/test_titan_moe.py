@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,7 +89,13 @@ def reference(score_before_experts: bool, route_norm: bool) -> dict[str, torch.T
 
 
 def run_layer(
-    moe_impl: str, tp: int, score_before_experts: bool, route_norm: bool, released: bool
+    moe_impl: str,
+    tp: int,
+    score_before_experts: bool,
+    route_norm: bool,
+    *,
+    released: bool = False,
+    compiled: bool = False,
 ) -> dict[str, torch.Tensor]:
     """What `reference` returns, from this rank's part of the layer and whole again."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -126,6 +133,11 @@ def run_layer(
         ep_etp_mesh=None,
         use_deepep=moe_impl == "deepep",
     )
+    if compiled:
+        # As TorchTitan's apply_compile: every child but the experts, as one graph each.
+        for name in ("router", "reorderer", "shared_experts"):
+            if (child := getattr(layer, name)) is not None:
+                setattr(layer, name, torch.compile(child, backend="aot_eager", fullgraph=True))
     inputs, upstream = (values.view(RANKS // tp, -1, LENGTH, DIM) for values in batches())
     dp_rank, tp_rank = divmod(dist.get_rank(), tp)
     part = LENGTH // tp
@@ -147,7 +159,7 @@ def run_layer(
     dist.all_reduce(counts)
     found = {"out": gathered(out.detach()), "x": gathered(x.grad), "counts": counts / tp}
     for name, parameter in layer.named_parameters():
-        grad = parameter.grad
+        name, grad = name.replace("_orig_mod.", ""), parameter.grad
         assert grad is not None, name
         if isinstance(grad, DTensor):
             whole = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim).to_local()
@@ -175,9 +187,17 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_layer_matches_plain_pytorch(moe_impl: str, tp: int, score_before_experts: bool) -> None:
     route_norm = score_before_experts
     expected = reference(score_before_experts, route_norm)
-    arguments = (moe_impl, tp, score_before_experts, route_norm, False)
-    for found in run_ranks(run_layer, RANKS, *arguments):
+    for found in run_ranks(run_layer, RANKS, moe_impl, tp, score_before_experts, route_norm):
         # The router computes its scores in float32, and DeepEP carries them so.
+        for name, difference in worst(found, expected).items():
+            assert difference < 2e-6, name
+
+
+@pytest.mark.parametrize("moe_impl", ["standard", "deepep"])
+def test_layer_matches_plain_pytorch_when_compiled(moe_impl: str) -> None:
+    expected = reference(False, False)
+    layer = partial(run_layer, compiled=True)
+    for found in run_ranks(layer, RANKS, moe_impl, TP, False, False):
         for name, difference in worst(found, expected).items():
             assert difference < 2e-6, name
 
@@ -185,11 +205,12 @@ def test_layer_matches_plain_pytorch(moe_impl: str, tp: int, score_before_expert
 def test_released_torchtitan_does_not() -> None:
     """What the corrections are for; where this fails, TorchTitan has been mended."""
     expected = reference(False, False)
-    deepep = worst(run_ranks(run_layer, RANKS, "deepep", TP, False, False, True)[0], expected)
+    layer = partial(run_layer, released=True)
+    deepep = worst(run_ranks(layer, RANKS, "deepep", TP, False, False)[0], expected)
     # Each token is sent by both TP ranks: the routed output and the experts' gradients count twice.
     assert deepep["out"] > 0.1
     assert deepep["experts.w1"] == pytest.approx(1)
-    standard = worst(run_ranks(run_layer, RANKS, "standard", TP, False, False, True)[0], expected)
+    standard = worst(run_ranks(layer, RANKS, "standard", TP, False, False)[0], expected)
     # Its forward is right; the router's gradient is half of the sum, and the input's loses rows.
     assert standard["out"] < 2e-6
     assert standard["router.gate.weight"] > 0.1

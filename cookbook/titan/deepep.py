@@ -19,7 +19,12 @@ from torch.utils import deterministic
 
 from cookbook.titan import activity
 from cookbook.titan.expert_groups import GroupPlan, collect, plan_groups, spread
-from cookbook.titan.token_split import Share, gather_sequence, sum_to_shares, take_share
+from cookbook.titan.token_split import (
+    Share,
+    gather_sequence,
+    sum_to_shares,
+    take_share,
+)
 
 
 @dataclass
@@ -112,7 +117,6 @@ def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     mine = x.to_local() if isinstance(x, DTensor) else x
     whole = mine if tp_mesh is None else gather_sequence(mine, tp_mesh)
     length, features = whole.shape[1:]
-    share = Share(0, length, length) if tp_mesh is None else Share.of_mesh(length, tp_mesh)
 
     tokens = whole.view(-1, features)
     top_scores, experts, counts = self.router(tokens, self.expert_bias)
@@ -120,21 +124,18 @@ def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if self.load_balance_coeff is not None:
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
+    if tp_mesh is not None:
+        share = Share.of_mesh(length, tp_mesh)
+        top_scores, experts = take_share(top_scores, share), take_share(experts, share)
+        activity.corrections.add("deepep-tokens-split-over-tp")
 
-    routed = self.experts(
-        mine.reshape(-1, features),
-        counts,
-        take_share(experts, share),
-        take_share(top_scores, share),
-        self.experts.num_experts,
-    )
+    rows = mine.reshape(-1, features)
+    routed = self.experts(rows, counts, experts, top_scores, self.experts.num_experts)
     # Both run while the combine, which has only been started, is under way.
     out = self.shared_experts(tokens) if self.shared_experts is not None else None
     if out is not None and tp_mesh is not None:
         out = sum_to_shares(out.view(whole.shape), tp_mesh)
     sync_combine()
 
-    if tp_mesh is not None:
-        activity.corrections.add("deepep-tokens-split-over-tp")
     routed = routed.view(mine.shape)
     return routed if out is None else out.view(mine.shape) + routed

@@ -1,6 +1,6 @@
 """In: TorchTitan's plan for MoE layers under TP and EP. Out: the same plan with the right sums.
 
-Four names that `apply_moe_ep_tp` uses are replaced, and a hook is added to each router; what each
+Names that `apply_moe_ep_tp` uses are replaced, and a hook is added to each router; what each
 changes, and why, is said where it is defined.
 """
 

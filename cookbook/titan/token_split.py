@@ -9,8 +9,10 @@ whose gradient this rank keeps when the gather is undone, and nothing has to be 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -69,6 +71,21 @@ def sum_to_shares(term: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
     return terms.redistribute(placements=(Shard(1),)).to_local()
 
 
+class _SumGradient(torch.autograd.Function):
+    """Not DTensor's Replicate and Partial, whose dispatch takes longer than the sum itself."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+        ctx.tp_mesh = tp_mesh
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.tp_mesh.get_group())
+        return total, None
+
+
 def sum_gradient_over_tp(scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
     """The same `scores`; their gradient, which each rank has for its own tokens only, is summed.
 
@@ -77,5 +94,4 @@ def sum_gradient_over_tp(scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Ten
     the whole, and the gates of the TP ranks drift apart (mended later, pytorch/torchtitan#2416).
     The sum is taken here, where it is smallest: tokens x top k.
     """
-    replicated = DTensor.from_local(scores, tp_mesh, (Replicate(),), run_check=False)
-    return replicated.to_local(grad_placements=(Partial(),))
+    return _SumGradient.apply(scores, tp_mesh)
