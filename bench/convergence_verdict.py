@@ -1,9 +1,9 @@
-"""In: loss curves of BF16 and MXFP8, several seeds each. Out: a verdict by rule, and a figure.
+"""In: loss curves of BF16 and MXFP8, some seeds of each. Out: a verdict by rule, and a figure.
 
-The rule is an equivalence test on pairs. The runs of one seed start from the same weights and see
-the same data, so the difference of their last losses is what the precision did, and chance. Over
-the seeds, the 90% confidence interval of the mean difference must lie inside plus or minus MARGIN
-of BF16's loss: two one-sided t-tests at 5% each.
+The rule is a test of equivalence. A run's loss is its mean over the last tenth of the steps. The
+90% confidence interval of a precision's loss minus BF16's must lie inside plus or minus MARGIN of
+BF16's: two one-sided t-tests at 5% each. What chance does is one variance, pooled over the seeds of
+every precision, so that a few seeds of one tell of the others too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,19 @@ class Verdict:
     """How far a precision's loss is from BF16's.
 
     Attributes:
-        loss: mean of the seeds' mean losses over the last tenth of the steps.
-        differences: that of each seed, minus BF16's with the same seed.
-        half_width: of the 90% confidence interval of their mean.
+        seeds: how many runs of it there are.
+        loss: mean of their losses.
+        difference: that, minus BF16's.
+        half_width: of the 90% confidence interval of the difference.
         limit: what the interval must lie within, on both sides of 0.
     """
 
     precision: str
+    seeds: int
     loss: float
-    differences: tuple[float, ...]
+    difference: float
     half_width: float
     limit: float
-
-    @property
-    def difference(self) -> float:
-        return statistics.fmean(self.differences)
 
     @property
     def word(self) -> str:
@@ -73,23 +72,42 @@ def judge(curves: Curves) -> list[Verdict]:
     """The verdict on each precision but BF16, by the rule above."""
     from scipy.stats import t
 
-    tails = {key: last_tenth(curve) for key, curve in curves.items()}
-    base = [tails["bf16", seed] for seed in SEEDS]
-    quantile = float(t.ppf(0.95, len(SEEDS) - 1))
-    found = []
+    losses = {p: [last_tenth(curve) for curve in _of(curves, p)] for p in PRECISIONS}
+    base = statistics.fmean(losses["bf16"])
+    finite = [found for found in losses.values() if all(map(math.isfinite, found))]
+    freedom = sum(len(found) - 1 for found in finite)
+    if freedom < 1:
+        raise SystemExit("no precision has two curves: what chance does is not known")
+    squares = sum(statistics.variance(found) * (len(found) - 1) for found in finite if found[1:])
+    width = float(t.ppf(0.95, freedom)) * math.sqrt(squares / freedom)
+    verdicts = []
     for precision in PRECISIONS[1:]:
-        losses = [tails[precision, seed] for seed in SEEDS]
-        differences = tuple(a - b for a, b in zip(losses, base, strict=True))
-        finite = all(map(math.isfinite, differences))
-        error = statistics.stdev(differences) / math.sqrt(len(SEEDS)) if finite else math.inf
-        limit = MARGIN * statistics.fmean(base)
-        mean = statistics.fmean(losses)
-        found.append(Verdict(precision, mean, differences, quantile * error, limit))
-    return found
+        found = losses[precision]
+        mean = statistics.fmean(found)
+        half = width * math.sqrt(1 / len(found) + 1 / len(losses["bf16"]))
+        verdicts.append(Verdict(precision, len(found), mean, mean - base, half, MARGIN * base))
+    return verdicts
 
 
 def last_tenth(curve: Sequence[float]) -> float:
     return statistics.fmean(curve[-(len(curve) // 10) :])
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """Root mean square, over all steps, of two smoothed curves' distance."""
+    pairs = zip(smooth(one), smooth(other), strict=True)
+    return math.sqrt(statistics.fmean((a - b) ** 2 for a, b in pairs))
+
+
+def curves_apart(curves: Curves, precision: str) -> float:
+    """How far a precision's curves lie from BF16's with the same seed; BF16's own, from others."""
+    base = {seed: curve for (found, seed), curve in curves.items() if found == "bf16"}
+    if precision == "bf16":
+        pairs = list(combinations(base.values(), 2))
+    else:
+        same = [(curves.get((precision, seed)), curve) for seed, curve in base.items()]
+        pairs = [(own, curve) for own, curve in same if own]
+    return statistics.fmean(apart(a, b) for a, b in pairs) if pairs else math.nan
 
 
 def smooth(values: Sequence[float], width: int = 25) -> list[float]:
@@ -97,35 +115,51 @@ def smooth(values: Sequence[float], width: int = 25) -> list[float]:
 
 
 def render(curves: Curves) -> str:
-    """Markdown: the verdicts, then the last losses of every seed."""
+    """Markdown: the verdicts, then the loss of every run."""
     verdicts = judge(curves)
-    lines = ["| precision | loss | minus BF16 | 90% interval | allowed | verdict |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
-    base = statistics.fmean(last_tenth(curves["bf16", seed]) for seed in SEEDS)
-    lines.append(f"| bf16 | {base:.4f} | | | | |")
+    head = ["precision", "seeds", "loss", "minus BF16", "90% interval", "allowed", "verdict"]
+    lines = [_row([*head, "curves apart"]), "| --- |" + " ---: |" * 5 + " --- | ---: |"]
+    base = [last_tenth(curve) for curve in _of(curves, "bf16")]
+    cells = ["bf16", str(len(base)), f"{statistics.fmean(base):.4f}", "", "", "", ""]
+    lines.append(_row([*cells, f"{curves_apart(curves, 'bf16'):.4f}"]))
     for found in verdicts:
         low, high = (found.difference + sign * found.half_width for sign in (-1, 1))
-        interval = f"{low:+.4f} to {high:+.4f}"
-        cells = [found.precision, f"{found.loss:.4f}", f"{found.difference:+.4f}", interval]
-        lines.append("| " + " | ".join([*cells, f"±{found.limit:.4f}", found.word]) + " |")
-    lines += ["", f"| seed | bf16 | {' | '.join(f'{p}, minus bf16' for p in PRECISIONS[1:])} |"]
-    lines.append("| ---: | ---: |" + " ---: |" * len(verdicts))
-    for number, seed in enumerate(SEEDS):
-        cells = [f"{found.differences[number]:+.4f}" for found in verdicts]
-        row = [str(seed), f"{last_tenth(curves['bf16', seed]):.4f}", *cells]
-        lines.append("| " + " | ".join(row) + " |")
+        cells = [found.precision, str(found.seeds), f"{found.loss:.4f}", f"{found.difference:+.4f}"]
+        cells += [f"{low:+.4f} to {high:+.4f}", f"±{found.limit:.4f}", found.word]
+        cells.append(f"{curves_apart(curves, found.precision):.4f}")
+        lines.append(_row(cells))
+    lines += ["", _row(["seed", *PRECISIONS]), "| ---: |" + " ---: |" * len(PRECISIONS)]
+    for seed in sorted({seed for _, seed in curves}):
+        found_of = [curves.get((precision, seed)) for precision in PRECISIONS]
+        lines.append(_row([str(seed), *(f"{last_tenth(c):.4f}" if c else "" for c in found_of)]))
     return "\n".join(lines) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def read_curves(out: Path) -> dict[tuple[str, int], list[float]]:
+    """Every curve that `out` holds with as many steps as the longest; the others are named."""
+    keys = [(precision, seed) for precision in PRECISIONS for seed in SEEDS]
+    files = {key: out / f"{curve_name(*key)}.csv" for key in keys}
+    found = {key: read_curve(file) for key, file in files.items() if file.is_file()}
+    length = max(map(len, found.values()), default=0)
+    for key in [key for key, curve in found.items() if len(curve) < length]:
+        print(f"left out: {curve_name(*key)} has {len(found.pop(key))} of {length} steps")
+    if missing := [precision for precision in PRECISIONS if not _of(found, precision)]:
+        raise SystemExit(f"{out} holds no whole curve of {', '.join(missing)}")
+    return found
 
 
 def draw(out: Path, target: Path) -> None:
     """Write curves.svg and verdict.md, and the data beside them, to `target`."""
-    keys = [(precision, seed) for precision in PRECISIONS for seed in SEEDS]
-    files = {key: out / f"{curve_name(*key)}.csv" for key in keys}
-    curves = {key: read_curve(file) for key, file in files.items()}
+    curves = read_curves(out)
     target.mkdir(parents=True, exist_ok=True)
     if out.resolve() != target.resolve():
-        for file in files.values():
-            write_whole(target / file.name, file.read_text())
+        for key in curves:
+            name = f"{curve_name(*key)}.csv"
+            write_whole(target / name, (out / name).read_text())
     text = render(curves)
     write_whole(target / "verdict.md", text)
     print(text, end="")
@@ -154,7 +188,7 @@ def _draw_figure(curves: Curves, target: Path) -> None:
     }
     for precision, style in styles.items():
         whole.plot(steps, mean[precision], label=precision, **{"linewidth": 1.3, **style})
-    title = f"training loss, mean of {len(SEEDS)} seeds"
+    title = "training loss, mean of each precision's seeds"
     whole.set(xlabel="step", ylabel="loss (mean of 25 steps)", title=title)
 
     limit = [MARGIN * value for value in mean["bf16"]]
@@ -181,4 +215,4 @@ def _draw_figure(curves: Curves, target: Path) -> None:
 
 
 def _of(curves: Curves, precision: str) -> list[Sequence[float]]:
-    return [curves[precision, seed] for seed in SEEDS]
+    return [curve for (found, _), curve in curves.items() if found == precision]

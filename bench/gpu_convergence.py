@@ -4,8 +4,8 @@
     python -m bench.gpu_convergence draw OUT docs/convergence
 
 `train` runs the cells of `sweep convergence_proxy` with each of five seeds side by side, on each
-GPU in turn, and writes each curve to OUT/<run>.csv; a curve that is there with all its steps is
-kept. `draw` makes curves.svg and verdict.md of them.
+GPU in turn, and writes each curve to OUT/<run>.csv as it grows; a curve that is there with all its
+steps is kept. `draw` makes curves.svg and verdict.md of those that are whole.
 
 The text is Python source: by default the corpus of set-up, else all that lies below FOLDER.
 """
@@ -70,7 +70,9 @@ def train(out: Path, text: Path | None, steps: int, seconds: float, words: Seque
             )
         running[name] = (process, environment)
     while time.monotonic() < deadline and any(p.poll() is None for p, _ in running.values()):
-        time.sleep(1)
+        time.sleep(10)
+        for name in running:  # what is there now is not lost if this machine is
+            _write_curve(out, name)
     for name, (process, environment) in running.items():
         if process.poll() is None:
             subprocess.run([*SUBMIT, "cancel"], env=environment, check=False)

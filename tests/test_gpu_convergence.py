@@ -12,15 +12,15 @@ from bench.gpu_convergence import missing
 STEPS = 200
 
 
-def curves(shift: float, scatter: float) -> Curves:
-    """BF16's seeds are far apart; `mxfp8` is `shift` from each of them, more or less."""
+def curves(shift: float, scatter: float, seeds: int = len(SEEDS)) -> Curves:
+    """Five seeds of BF16, `scatter` apart; `mxfp8`'s are the same, moved by `shift`."""
     found: dict[tuple[str, int], list[float]] = {}
     for number, seed in enumerate(SEEDS):
-        base = [4.0 - step / STEPS + 0.5 * number for step in range(STEPS)]
+        base = [4.0 - step / STEPS + scatter * (number - 2) for step in range(STEPS)]
         found["bf16", seed] = base
         found["mxfp8_wgrad_hp", seed] = base
-        own = shift + scatter * (number - 2)
-        found["mxfp8", seed] = [loss + own for loss in base]
+        if number < seeds:
+            found["mxfp8", seed] = [loss + shift for loss in base]
     return found
 
 
@@ -28,32 +28,47 @@ def curves(shift: float, scatter: float) -> Curves:
     ("shift", "scatter", "word"),
     [
         (0.0, 0.0, "equal"),
-        # The seeds of BF16 differ by 0.5; only the difference of each pair counts.
-        (0.008, 0.0005, "equal"),
+        (0.005, 0.0005, "equal"),
         (-0.02, 0.001, "different"),
-        # Near enough on average, but a few seeds say too little.
+        # Near enough on average, but so few seeds say too little.
         (0.0, 0.02, "undecided"),
-        (0.011, 0.005, "undecided"),
+        (0.005, 0.003, "undecided"),
     ],
 )
 def test_the_interval_decides(shift: float, scatter: float, word: str) -> None:
     high_precision, mxfp8 = judge(curves(shift, scatter))
-    assert (high_precision.word, high_precision.difference) == ("equal", 0.0)
+    assert high_precision.difference == 0.0
     assert mxfp8.word == word
     assert mxfp8.difference == pytest.approx(shift)
-    # The mean of BF16 over its last tenth: 3.05 after 200 steps, 0.5 more for each further seed.
-    assert mxfp8.limit == pytest.approx(MARGIN * 4.05, rel=2e-3)
-    # Five values, evenly spaced: their deviation is sqrt(2.5) times the step, t(4) is 2.132.
-    assert mxfp8.half_width == pytest.approx(2.132 * (2.5 / 5) ** 0.5 * scatter, rel=1e-3)
+    # The mean of BF16 over its last tenth, steps 180 to 199.
+    assert mxfp8.limit == pytest.approx(MARGIN * 3.0525)
+    # Five values evenly spaced have the variance 2.5 times the step's square; t(12) is 1.782.
+    assert mxfp8.half_width == pytest.approx(1.782 * (2.5 * 2 / 5) ** 0.5 * scatter, rel=1e-3)
+
+
+def test_one_run_is_judged_by_what_chance_does_to_the_others() -> None:
+    found = judge(curves(0.0, 0.001, seeds=1))[1]
+    assert found.seeds == 1
+    # Variance 2.5e-6 from two groups of five, t(8) is 1.860; means over one and five.
+    assert found.half_width == pytest.approx(1.860 * (2.5 * 1.2) ** 0.5 * 0.001, rel=1e-3)
 
 
 def test_a_loss_that_is_no_number_is_different() -> None:
     broken = dict(curves(0.0, 0.001))
     broken["mxfp8", SEEDS[0]] = [float("nan")] * STEPS
-    assert judge(broken)[1].word == "different"
+    high_precision, mxfp8 = judge(broken)
+    assert (high_precision.word, mxfp8.word) == ("equal", "different")
 
 
-def test_whole_curves_are_kept_and_drawn(tmp_path: Path) -> None:
+def test_without_a_second_seed_nothing_is_judged() -> None:
+    one = {key: curve for key, curve in curves(0.0, 0.001).items() if key[1] == SEEDS[0]}
+    with pytest.raises(SystemExit, match="what chance does"):
+        judge(one)
+
+
+def test_whole_curves_are_kept_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, target = tmp_path / "out", tmp_path / "target"
     out.mkdir()
     assert len(missing(out, STEPS)) == len(PRECISIONS) * len(SEEDS)
@@ -63,17 +78,28 @@ def test_whole_curves_are_kept_and_drawn(tmp_path: Path) -> None:
         (out / f"{curve_name(precision, seed)}.csv").write_text(text)
     assert missing(out, STEPS) == []
     half = out / "mxfp8-seed43.csv"
-    text = half.read_text()
-    half.write_text("".join(text.splitlines(keepends=True)[: STEPS // 2]))
+    half.write_text("".join(half.read_text().splitlines(keepends=True)[: STEPS // 2]))
     assert missing(out, STEPS) == [("mxfp8", 43)]
-    half.write_text(text)
 
     draw(out, target)
-    assert (
-        "| mxfp8 | 4.0525 | +0.0000 | -0.0015 to +0.0015 | ±0.0101 | equal |"
-        in (target / "verdict.md").read_text()
+    assert not (target / half.name).exists()
+    assert "left out: mxfp8-seed43 has 99 of 200 steps" in capsys.readouterr().out
+    verdict = (target / "verdict.md").read_text()
+    row = next(line for line in verdict.splitlines() if line.startswith("| mxfp8 |"))
+    *_, seeds, loss, distance, interval, limit, word, gap, _ = [*row.split(" | "), ""]
+    assert (seeds, limit, word) == ("4", "±0.0076", "equal")
+    # The missing seed is the second lowest, so that the mean of the others is higher.
+    assert float(loss) == pytest.approx(3.05275, abs=1e-4)
+    assert float(distance) == pytest.approx(0.00025, abs=1e-4)
+    low, high = map(float, interval.split(" to "))
+    # Variances 2.5, 2.5 and 2.917 millionths over 11 degrees of freedom, t(11) is 1.796.
+    assert (high - low) / 2 == pytest.approx(
+        1.796 * (2.614 * (1 / 4 + 1 / 5)) ** 0.5 / 1e3, abs=1e-4
     )
+    assert gap.startswith("0.0000")
+    # BF16's seeds are 0.001 to 0.004 from one another, 0.002 on average.
+    assert "| bf16 | 5 | 3.0525 |  |  |  |  | 0.0020 |" in verdict
+    assert "| 43 | 3.0515 | 3.0515 |  |" in verdict
     first = (target / "curves.svg").read_bytes()
     draw(target, target)
     assert (target / "curves.svg").read_bytes() == first
-    assert half.read_text() == (target / half.name).read_text()
