@@ -206,7 +206,7 @@ def _draw_figure(curves: Curves, target: Path) -> None:
         )
     difference.set(xlabel="step", ylabel="loss minus BF16's mean", title="distance from BF16")
     difference.axhline(0, color="black", linewidth=0.8)
-    difference.set_ylim(-0.08, 0.08)
+    difference.set_ylim(-0.06, 0.06)
     for axes in (whole, difference):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
