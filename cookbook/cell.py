@@ -12,9 +12,10 @@ import yaml
 
 from cookbook.cluster import Cluster
 from cookbook.errors import InputError
-from cookbook.layout import layout_problems
+from cookbook.layout import DEGREES, Layout, layout_of
+from cookbook.layout_rules import layout_problems
 from cookbook.recipe import Overlay, Recipe, Setting, load_recipe
-from cookbook.stack import DEGREES, Layout, Stack, layout_of
+from cookbook.stack import Stack
 
 
 @dataclass(frozen=True)

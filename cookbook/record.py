@@ -23,7 +23,7 @@ import yaml
 from cookbook.cell import missing_packages
 from cookbook.errors import InputError
 from cookbook.files import write_whole
-from cookbook.layout import layout_problems
+from cookbook.layout_rules import layout_problems
 from cookbook.recipe import load_overlay, load_recipe, names_in
 from cookbook.rundir import (
     FAILED,

@@ -20,7 +20,7 @@ from cookbook.cell import Cell
 from cookbook.check.dry_run import DryRun
 from cookbook.check.finding import ERROR
 from cookbook.check.rules import apply_rules
-from cookbook.stack import DEGREES
+from cookbook.layout import DEGREES
 from tests.check_cells import cell_of, cluster_of, with_options
 
 pytestmark = pytest.mark.titan

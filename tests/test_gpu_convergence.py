@@ -9,6 +9,8 @@ import pytest
 from bench.convergence_verdict import MARGIN, PRECISIONS, SEEDS, Curves, curve_name, draw, judge
 from bench.gpu_convergence import missing
 
+pytestmark = pytest.mark.bench
+
 STEPS = 200
 
 

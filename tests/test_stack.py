@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cookbook.errors import InputError
+from cookbook.option import Option
 from cookbook.pins import read_pins
-from cookbook.stack import Option, load_stack, parse_arguments
+from cookbook.stack import load_stack, parse_arguments
 from tests.cells import STACK
 from tests.golden import OPTION_TABLE, option_table
 from tests.titan_config import parse, typed

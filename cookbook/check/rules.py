@@ -13,7 +13,7 @@ from cookbook.cell import Cell
 from cookbook.check import rules_kernels, rules_run
 from cookbook.check.facts import TORCHTITAN
 from cookbook.check.finding import ERROR, Finding
-from cookbook.layout import layout_problems
+from cookbook.layout_rules import layout_problems
 
 Rule = Callable[[Cell], Iterator[Finding]]
 

@@ -9,7 +9,7 @@ from cookbook.cell import Cell
 from cookbook.check.facts import DEEPEP, TORCHAO, TORCHTITAN, uses_deepep, value
 from cookbook.check.finding import ERROR, HINT, WARNING, Finding
 from cookbook.check.shapes import destinations, groups
-from cookbook.stack import DEGREES
+from cookbook.layout import DEGREES
 
 _BLOG = (
     "https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from cookbook.cell import Cell
 from cookbook.check.facts import PIPELINING, TORCHTITAN, model_is_compiled, value
 from cookbook.check.finding import ERROR, HINT, WARNING, Finding
-from cookbook.stack import DEGREES
+from cookbook.layout import DEGREES
 
 # Throughput runs are short; a longer run is there to learn something.
 _LONG_RUN = 200
