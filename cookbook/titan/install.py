@@ -9,6 +9,7 @@ from cookbook.titan.checks import hook_checks
 from cookbook.titan.cpu import prepare_cpu
 from cookbook.titan.expert_parallel import correct_expert_parallel
 from cookbook.titan.flavors import add_flavors
+from cookbook.titan.leave import leave_when_done
 from cookbook.titan.mx import replace_mx_converters
 from cookbook.titan.pipeline_loss import correct_pipeline_loss
 from cookbook.titan.plain_checkpoint import save_plain_weights
@@ -25,3 +26,4 @@ def install() -> None:
     save_plain_weights()
     note_standard_dispatch()
     hook_first_step()
+    leave_when_done()

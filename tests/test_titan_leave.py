@@ -1,0 +1,68 @@
+"""How a training process ends: what its threads do at the very end must not fail the job."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cookbook.corpus import make_corpus
+
+pytestmark = pytest.mark.titan
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    make_corpus(folder)
+    return folder
+
+
+def train(assets: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """One rank of `python -m torchtitan.train`, which aborts where its interpreter is torn down."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "1"}
+    place |= {"RANK": "0", "LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torchtitan.train"),
+            "--job.custom_config_module=cookbook.titan.job_config",
+            "--experimental.custom_import=tests.aborting",
+            f"--job.dump_folder={out}",
+            *("--model.name=deepseek_v3", "--model.flavor=debugmodel"),
+            f"--model.hf_assets_path={assets / 'tokenizer'}",
+            *("--training.dataset=c4_test", f"--training.dataset_path={assets / 'corpus'}"),
+            *("--training.seq_len=32", "--training.local_batch_size=1", "--training.steps=1"),
+            *("--activation_checkpoint.mode=none", "--metrics.log_freq=1"),
+            *("--metrics.enable_tensorboard", "--comm.trace_buf_size=0"),
+            *options,
+        ],
+        cwd=ROOT,
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_path: Path) -> None:
+    ended = train(assets, tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    # Nothing of what it wrote is lost.
+    assert "Process group destroyed" in ended.stdout + ended.stderr
+    assert list(tmp_path.glob("tb/**/events.*"))
+
+
+def test_a_run_that_fails_is_torn_down_as_ever(assets: Path, tmp_path: Path) -> None:
+    # Without the way out above the stand-in does abort, here after the error has been told.
+    ended = train(assets, tmp_path, "--training.dataset_path=/missing")
+    assert ended.returncode < 0
+    assert "/missing" in ended.stderr
