@@ -172,6 +172,25 @@ def test_one_cell_leaves_nothing_for_the_next(dry_run: DryRun) -> None:
     ]
 
 
+# Stands in for a machine with GPUs: torch finds one, unless it was hidden before torch came.
+GPU_MACHINE = """
+import os
+import torch
+if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    torch.cuda.is_available = lambda: True
+"""
+
+
+def test_it_builds_where_there_are_gpus_and_touches_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(GPU_MACHINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with DryRun() as opened:
+        built = opened.build(debug_cell(4))
+    assert built.views, built.failure or built.unavailable
+
+
 def _children(pid: int) -> set[int]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -51,6 +51,11 @@ class DryRun:
             ),
             "TMPDIR": self._folder.name,
             "PYTHONDONTWRITEBYTECODE": "1",
+            # From the start: TorchTitan and the cookbook's hooks decide for CPU or CUDA when they
+            # are imported, and CUDA, once asked, cannot be used in the children that it forks.
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "disabled",
         }
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(

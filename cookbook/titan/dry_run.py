@@ -1,7 +1,7 @@
 """In: cells as JSON on standard input, one a line. Out: for each, what TorchTitan builds of it or
 raises.
 
-    python -m cookbook.titan.dry_run
+    CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.dry_run
 
 TorchTitan's own Trainer is made in a fake world of the cell's size, from the cell's own argv, for
 the first rank of every pipeline stage. Parameters stay on the meta device, so that 671B fits
@@ -24,9 +24,6 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
-
-# Before torch is imported: a dry run must not touch a GPU, and W&B must not call home.
-os.environ.update(CUDA_VISIBLE_DEVICES="", WANDB_MODE="disabled", OMP_NUM_THREADS="1")
 
 _LIMIT_S = 240.0
 
