@@ -11,6 +11,7 @@ what each process's own allocator has reserved. The file is written after every 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ from bench.memory_points import (
     predict,
 )
 from cookbook.cell import Cell
+from cookbook.corpus import DEFAULT_FOLDER, is_made, make_corpus
 from cookbook.files import write_whole
 from cookbook.machine import visible_gpus
 from cookbook.render import ROOT, train_args
@@ -80,7 +82,15 @@ class Job:
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """End the job's processes, and no other's."""
+        """End the job's processes, and no other's.
+
+        By torchrun itself: each of its workers leads a session of its own, which no signal to
+        torchrun's group reaches.
+        """
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=60)  # torchrun gives its workers 30 s
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -166,7 +176,10 @@ def print_table(comparisons: Sequence[Comparison]) -> None:
 
 
 def main() -> int:
-    """Measure, or show what was measured; status 1 where a prediction is off by over 15%."""
+    """Measure, or show what was measured.
+
+    Status 1 where a job failed or a prediction is off by over 15%.
+    """
     parser = argparse.ArgumentParser(description="GPU memory, predicted beside measured")
     parser.add_argument("-o", "--output", type=Path, default=Path("memory.json"))
     parser.add_argument("--table", type=Path, metavar="FILE", help="only show what FILE holds")
@@ -182,20 +195,29 @@ def main() -> int:
         for point in known
         if not arguments.only or any(words in key_of(point) for words in arguments.only)
     ]
+    if not points:
+        parser.error(f"--only {' '.join(arguments.only)}: no point has this in its name")
     if measured is None:
         _measure_all(points, arguments.cpu, arguments.output)
         measured = json.loads(arguments.output.read_text())
     comparisons = compare(measured, points)
     print_table(comparisons)
+    failed = [name for name, found in measured["points"].items() if found.get("error")]
+    for name in failed:
+        print(f"\n{name} failed: {measured['points'][name]['error'].strip()}")
+    if failed:
+        return 1
     # On a CPU there is no allocator whose bytes could be compared.
     if not measured["gpu"]:
         return 0
-    worst = max((abs(row.error) for row in comparisons), default=0.0)
+    worst = max(abs(row.error) for row in comparisons)
     print(f"\nlargest error: {worst:.0%} (target: within 15%)")
     return 0 if worst <= 0.15 else 1
 
 
 def _measure_all(points: Sequence[Point], cpu: bool, out: Path) -> None:
+    if not is_made(DEFAULT_FOLDER):
+        make_corpus(DEFAULT_FOLDER)
     gpu: Mapping[str, Any] | None = None
     if not cpu:
         gpus = visible_gpus()
@@ -206,6 +228,11 @@ def _measure_all(points: Sequence[Point], cpu: bool, out: Path) -> None:
         cells = [cell_of(point, Path(folder), gpu) for point in points]
         answers = predict(points, cells)
     room = gpu["memory_gib"] - 8 if gpu else 100.0
+    for point, answer in zip(points, answers, strict=True):
+        if "error" in answer:
+            print(
+                f"{key_of(point)}: not predicted, so it runs alone: {answer['error']}", flush=True
+            )
     # Unknown ones take all; others get a margin for what is outside the allocator.
     needs = [answer.get("reserved_gib", room) * 1.1 + 3 for answer in answers]
     measure(points, cells, needs, room, out)

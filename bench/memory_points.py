@@ -75,7 +75,15 @@ POINTS = (
     Point("debug recipe", 2, {}, recipe="debug", ranks=2),
     Point("debug recipe DeepEP", 2, {}, ep_backend="deepep", recipe="debug", ranks=2, alone=True),
     Point("16B full expandable", 4, _FULL, environment=_EXPANDABLE),
+    Point("16B selective op expandable", 4, _BY_OPERATION, environment=_EXPANDABLE),
     Point("8 layers none DeepEP", 2, {**_EIGHT, **_NONE}, ep_backend="deepep", alone=True),
+    Point(
+        "8 layers PP 2 interleaved expandable",
+        8,
+        {**_EIGHT, **_FULL, **_PP2, **_INTERLEAVED},
+        environment=_EXPANDABLE,
+    ),
+    Point("16B full DeepEP expandable", 4, _FULL, "deepep", environment=_EXPANDABLE, alone=True),
 )
 _TINY = {"model.flavor": "debugmodel", "training.seq_len": 128, **_EAGER}
 _TINY |= {"parallelism.expert_parallel_degree": 2}

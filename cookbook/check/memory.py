@@ -22,9 +22,9 @@ from cookbook.check.shapes import Shapes, shapes_of
 GIB = 2**30
 
 # What the allocator holds beyond what is counted, as a part of the compute stream's pool: blocks
-# that are cut up. The mean over docs/memory.json is 2.9%: 2 to 6% on the points of one day (more on
-# the debug model, of half a GiB), -7 to 1% on the earlier ones. With expandable segments, which map
-# pages instead, nothing was measured.
+# that are cut up. The mean of the first points of docs/memory.json was 2.9%. Those measured since
+# then lie at 2 to 9%, on the debug model at 10 to 13% and with an interleaved pipeline at 18%; with
+# expandable segments, which map pages instead, at 0 and 5%.
 FRAGMENTS = 0.03
 FRAGMENTS_EXPANDABLE = 0.01
 # PyTorch gives cuBLAS a workspace for each thread that multiplies: forward's and autograd's.
