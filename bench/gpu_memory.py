@@ -1,6 +1,6 @@
 """In: a machine with 4 GPUs. Out: memory measured in short real jobs, beside what check predicts.
 
-    python -m bench.gpu_memory -o memory.json            # measure; under 10 minutes on 4 H200
+    python -m bench.gpu_memory -o memory.json            # measure; a minute or two for each job
     python -m bench.gpu_memory --table docs/memory.json  # predicted beside measured, anywhere
     python -m bench.gpu_memory --cpu -o cpu.json         # the same with the debug model, no GPU
 
@@ -53,6 +53,7 @@ class Job:
             **os.environ,
             **point.environment,
             "MEMORY_PROBE_DIR": str(folder / "probe"),
+            "TMPDIR": str(folder),  # torchrun leaves its own there when it is stopped
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
             "WANDB_MODE": "disabled",
