@@ -155,15 +155,15 @@ def read_curves(out: Path) -> dict[tuple[str, int], list[float]]:
 def draw(out: Path, target: Path) -> None:
     """Write curves.svg and verdict.md, and the data beside them, to `target`."""
     curves = read_curves(out)
+    text = render(curves)
     target.mkdir(parents=True, exist_ok=True)
+    _draw_figure(curves, target / "curves.svg")
     if out.resolve() != target.resolve():
         for key in curves:
             name = f"{curve_name(*key)}.csv"
             write_whole(target / name, (out / name).read_text())
-    text = render(curves)
     write_whole(target / "verdict.md", text)
     print(text, end="")
-    _draw_figure(curves, target / "curves.svg")
 
 
 def _draw_figure(curves: Curves, target: Path) -> None:

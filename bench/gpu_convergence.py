@@ -104,7 +104,10 @@ def main() -> int:
     drawn.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "draw":
-        draw(arguments.out, arguments.target)
+        try:
+            draw(arguments.out, arguments.target)
+        except ModuleNotFoundError as error:
+            sys.exit(f"draw needs the package {error.name}; run: ./setup.sh --local --dev")
         return 0
     out = arguments.out.resolve()
     words = [word for setting in arguments.set for word in ("--set", setting)]

@@ -1,6 +1,6 @@
 """In: two GPUs. Out: what padding groups and splitting tokens cost, as a part of a training step.
 
-    torchrun --nproc-per-node=2 -m bench.gpu_cost [--step-ms 1389] [-o cost.json]
+    torchrun --nproc-per-node=2 -m bench.gpu_cost [--step-ms 1348.9] [-o cost.json]
 
 Times, forward and backward, what one MoE layer of the 16B model does around its GEMMs on one of 4
 ranks at TP 2, EP 4 with 4 sequences of 8192; a step has 26 such layers.

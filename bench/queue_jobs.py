@@ -10,7 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.slurm_cluster import SlurmCluster
+try:
+    from tests.slurm_cluster import SlurmCluster
+except ModuleNotFoundError as error:
+    sys.exit(f"bench.queue_jobs needs the package {error.name}; run: ./setup.sh --local --dev")
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = 100

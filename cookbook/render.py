@@ -7,6 +7,7 @@ passes the `shquote` filter, so that what stands in YAML reaches torchrun's argv
 from __future__ import annotations
 
 import functools
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,9 +46,14 @@ def _shquote(value: object) -> str:
     return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted
 
 
-def render_script(cell: Cell, root: Path = ROOT) -> str:
-    """The script of one cell: `submit.py render` prints it, and the job runs the same bytes."""
-    file_name, runner = "train.sh", _runner(cell.cluster)
+def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
+    """The script of one cell: `submit.py render` prints it, and the job runs the same bytes.
+
+    It calls itself `file_name` in what it says, if that has no character which bash would read.
+    """
+    runner = _runner(cell.cluster)
+    if not re.fullmatch(r"[\w.+-]+", file_name):
+        file_name = "train.sh"
     header = [
         f"{cell.name}: {cell.recipe.description}",
         f"precision {cell.precision.name} ({cell.precision.description}"

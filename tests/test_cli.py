@@ -98,8 +98,32 @@ def test_render_prints_the_script_or_writes_it(runs: Path, tmp_path: Path) -> No
     target = tmp_path / "new folder" / "a.sh"
     answer = submit(*words, "-o", str(target), runs=runs)
     assert (answer.status, answer.stdout) == (0, "")
-    assert target.read_text(encoding="utf-8") == printed
+    # Its own name apart, in what it says.
+    assert "sbatch train.sh" in printed
+    assert target.read_text(encoding="utf-8") == printed.replace("train.sh", "a.sh")
     assert target.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("train_my.sh", "train_my.sh"), ('"$(touch x)" `id`.sh', "train.sh")]
+)
+def test_a_written_script_calls_itself_by_its_name(
+    runs: Path, tmp_path: Path, name: str, said: str
+) -> None:
+    folder = tmp_path / "scripts"
+    words = ["render", "debug", "--cluster", "soperator-b200", "-o", str(folder / name)]
+    assert submit(*words, runs=runs).status == 0
+    answer = subprocess.run(
+        ["env", "--unset=SLURM_JOB_ID", "bash", str(folder / name)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert answer.returncode == 2
+    assert answer.stderr == f"{said}: runs inside a Slurm job; start it with: sbatch {said}\n"
+    # What stands in a name is not run.
+    assert [path.name for path in folder.iterdir()] == [name]
 
 
 def test_a_dry_run_submits_nothing_and_says_what_would_run(runs: Path) -> None:

@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from bench.convergence_verdict import MARGIN, PRECISIONS, SEEDS, Curves, curve_name, draw, judge
+from bench.convergence_verdict import (
+    MARGIN,
+    PRECISIONS,
+    SEEDS,
+    Curves,
+    curve_name,
+    draw,
+    judge,
+    read_curves,
+    render,
+)
 from bench.gpu_convergence import missing
 
 pytestmark = pytest.mark.bench
 
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 STEPS = 200
 
 
@@ -105,3 +116,12 @@ def test_whole_curves_are_kept_and_drawn(
     first = (target / "curves.svg").read_bytes()
     draw(target, target)
     assert (target / "curves.svg").read_bytes() == first
+
+
+def test_the_page_says_what_its_data_does() -> None:
+    curves = read_curves(DOCS / "convergence")
+    assert {len(curve) for curve in curves.values()} == {1500}
+    assert len(curves) == len(PRECISIONS) * len(SEEDS)
+    verdict = render(curves)
+    assert (DOCS / "convergence/verdict.md").read_text() == verdict
+    assert verdict in (DOCS / "convergence.md").read_text()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cookbook.corpus import make_corpus
 
@@ -58,7 +59,9 @@ def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_pat
     assert ended.returncode == 0, ended.stderr[-2000:]
     # Nothing of what it wrote is lost.
     assert "Process group destroyed" in ended.stdout + ended.stderr
-    assert list(tmp_path.glob("tb/**/events.*"))
+    (events,) = tmp_path.glob("tb/**/events.*")
+    written = EventAccumulator(str(events)).Reload().Scalars("loss_metrics/global_avg_loss")
+    assert [scalar.step for scalar in written] == [1]
 
 
 def test_a_run_that_fails_is_torn_down_as_ever(assets: Path, tmp_path: Path) -> None:

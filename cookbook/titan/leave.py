@@ -3,7 +3,7 @@
 Threads of PyArrow and gloo outlive the training. One that wants Python's lock while the interpreter
 is torn down is ended there and aborts the whole process: a job that has trained to its last step
 counts as failed (huggingface/datasets#7566, apache/arrow#45214, pytorch/pytorch#179291; seen here
-once in some hundred runs on a CPU). So there is no tearing down once all is closed.
+once, on a CPU). So there is no tearing down once all is closed.
 """
 
 from __future__ import annotations

@@ -55,10 +55,11 @@ def show_cell(arguments: argparse.Namespace) -> int:
 
 def render_cell(arguments: argparse.Namespace) -> int:
     """Print the cell's script, or write it."""
-    text = render_script(requested_cell(arguments))
+    cell = requested_cell(arguments)
     if arguments.output is None:
-        print(text, end="")
+        print(render_script(cell), end="")
     else:
+        text = render_script(cell, file_name=Path(arguments.output).name)
         try:
             write_whole(Path(arguments.output), text, mode=0o755)
         except OSError as error:
