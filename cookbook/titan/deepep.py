@@ -58,7 +58,6 @@ def dispatch_tokens(
     hidden_states: torch.Tensor,
     selected_experts_indices: torch.Tensor,
     top_scores: torch.Tensor,
-    num_local_experts: int,
     num_experts: int,
     group: ProcessGroup,
     score_before_experts: bool = True,

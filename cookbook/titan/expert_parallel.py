@@ -16,7 +16,7 @@ import torchtitan.distributed.expert_parallel as expert_parallel
 import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 import torchtitan.models.llama4.infra.parallelize as llama4_parallelize
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInputOutput,
@@ -128,12 +128,10 @@ def correct_moe(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 def _dispatch(self: Any, mod: Any, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> Any:
     hidden_states, _, selected_experts_indices, top_scores, num_experts = inputs
-    weight = mod.w1.to_local() if isinstance(mod.w1, DTensor) else mod.w1
     grouped, sizes, self._state = deepep.dispatch_tokens(
         hidden_states,
         selected_experts_indices,
         top_scores,
-        weight.shape[0],
         num_experts,
         device_mesh.get_group(),
         score_before_experts=self.score_before_experts,
