@@ -252,11 +252,11 @@ install_requirements() {
 }
 
 make_corpus() {
-  .venv/bin/python -c 'import sys; from cookbook.corpus import *; sys.exit(not is_made(DEFAULT_FOLDER))' \
+  .venv/bin/python -c 'import sys; from cookbook.install.corpus import *; sys.exit(not is_made(LOCAL_ASSETS))' \
     && return
   changed=true
   say "making the local corpus and tokenizer in assets/local"
-  logged .venv/bin/python -m cookbook.corpus || failed "the local corpus"
+  logged .venv/bin/python -m cookbook.install.corpus || failed "the local corpus"
 }
 
 # Only the two files that TorchTitan reads; a folder appears when both are there.
@@ -279,14 +279,14 @@ fetch_tokenizer() {
 
 build_deepep() {
   local status=0 plan
-  plan="$(.venv/bin/python -m cookbook.deepep_build --arch "${arch}" --plan)" || status=$?
+  plan="$(.venv/bin/python -m cookbook.install.deepep_build --arch "${arch}" --plan)" || status=$?
   case "${status}" in
     0) ;;
     3) "${quiet}" || say "${plan}" ;;
     4)
       changed=true
       say "building ${plan}; 2 to 15 minutes"
-      if logged .venv/bin/python -m cookbook.deepep_build --arch "${arch}"; then
+      if logged .venv/bin/python -m cookbook.install.deepep_build --arch "${arch}"; then
         say "built, and checked that its library holds those kernels"
       else
         failed "DeepEP"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""In: a command line. Out: what `cookbook.cli` does with it, under the cookbook's own Python."""
+"""Runs `cookbook.verbs.cli` under the cookbook's own Python."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":
     try:
-        from cookbook.cli import main
+        from cookbook.verbs.cli import main
     except ModuleNotFoundError as error:
         sys.exit(f"submit.py: {error.name} is not installed; run: bash {ROOT / 'setup.sh'}")
     sys.exit(main(sys.argv[1:]))

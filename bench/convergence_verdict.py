@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from cookbook.files import write_whole
+from cookbook.base.files import write_whole
 
 PRECISIONS = ("bf16", "mxfp8_wgrad_hp", "mxfp8")
 SEEDS = (42, 43, 44, 45, 46)

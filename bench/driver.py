@@ -19,10 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cookbook.cluster import load_cluster
-from cookbook.render import ROOT, render_script
-from cookbook.stack import load_stack
-from cookbook.sweep import CellRequest, expand_sweep, load_sweep
+from cookbook.base.paths import ROOT
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.sweep import CellRequest, expand_sweep, load_sweep
+from cookbook.script.render import render_script
+from cookbook.stack.stack import load_stack
 
 _COMMANDS = (["--help"], ["list"])
 _COMMAND_LIMIT_SECONDS = 0.3

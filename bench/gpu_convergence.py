@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.convergence_verdict import PRECISIONS, SEEDS, curve_name, draw, read_curve
-from cookbook.corpus import make_corpus
-from cookbook.curve import collect_steps
-from cookbook.files import write_whole
-from cookbook.machine import visible_gpus
+from cookbook.base.files import write_whole
+from cookbook.base.gpus import visible_gpus
+from cookbook.install.corpus import make_corpus
+from cookbook.log.curve import collect_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 SUBMIT = [sys.executable, str(ROOT / "submit.py")]

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cookbook.files import write_whole
-from cookbook.titan.expert_groups import collect, plan_groups, spread
-from cookbook.titan.token_split import (
+from cookbook.base.files import write_whole
+from cookbook.titan.any_stack.expert_groups import collect, plan_groups, spread
+from cookbook.titan.any_stack.token_split import (
     Share,
     gather_sequence,
     sum_gradient_over_tp,

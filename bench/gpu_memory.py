@@ -33,11 +33,12 @@ from bench.memory_points import (
     key_of,
     predict,
 )
-from cookbook.cell import Cell
-from cookbook.corpus import DEFAULT_FOLDER, is_made, make_corpus
-from cookbook.files import write_whole
-from cookbook.machine import visible_gpus
-from cookbook.render import ROOT, train_args
+from cookbook.base.files import write_whole
+from cookbook.base.gpus import visible_gpus
+from cookbook.base.paths import LOCAL_ASSETS, ROOT
+from cookbook.cells.cell import Cell
+from cookbook.install.corpus import is_made, make_corpus
+from cookbook.script.render import train_args
 
 LIMIT_S = 150
 
@@ -217,8 +218,8 @@ def main() -> int:
 
 
 def _measure_all(points: Sequence[Point], cpu: bool, out: Path) -> None:
-    if not is_made(DEFAULT_FOLDER):
-        make_corpus(DEFAULT_FOLDER)
+    if not is_made(LOCAL_ASSETS):
+        make_corpus(LOCAL_ASSETS)
     gpu: Mapping[str, Any] | None = None
     if not cpu:
         gpus = visible_gpus()

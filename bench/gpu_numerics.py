@@ -28,9 +28,9 @@ from typing import Any
 
 from bench.gpu_cells import PARTS, RANKS, Cell
 from bench.gpu_numerics_table import render_report
-from cookbook.corpus import is_made, make_corpus
-from cookbook.files import write_whole
-from cookbook.logs import parse_active, parse_line
+from cookbook.base.files import write_whole
+from cookbook.install.corpus import is_made, make_corpus
+from cookbook.log.lines import parse_active, parse_line
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,8 +71,8 @@ def torchrun_command(cell: Cell, out: Path, steps: int, cpu: bool) -> list[str]:
         flags.append("--debug.moe_force_load_balance")
     if not cell.released:
         flags += [
-            "--job.custom_config_module=cookbook.titan.job_config",
-            "--experimental.custom_import=cookbook.titan",
+            "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
+            "--experimental.custom_import=cookbook.titan.stack_2026_02",
         ]
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1"),

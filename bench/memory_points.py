@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.recipe import Setting, load_recipe
+from cookbook.cells.sweep import CellRequest, expand_sweep, sweep_of_recipe
 from cookbook.check.dry_run import build_cells
 from cookbook.check.memory import predict_memory
-from cookbook.cluster import load_cluster
-from cookbook.recipe import Setting, load_recipe
-from cookbook.stack import Stack, load_stack
-from cookbook.sweep import CellRequest, expand_sweep, sweep_of_recipe
+from cookbook.stack.stack import Stack, load_stack
 
 STEPS = 4
 _EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

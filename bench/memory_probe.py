@@ -1,6 +1,6 @@
 """In: a training process. Out: what its allocator holds at every step, and two small flavors.
 
-Named by `--experimental.custom_import=bench.memory_probe`, in place of `cookbook.titan`, which it
+Named by `--experimental.custom_import=bench.memory_probe`, in place of the stack's hooks, which it
 imports. The flavors are TorchTitan's 16B with fewer layers: the same layers, a shorter start.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torchtitan.components.metrics import DeviceMemoryMonitor
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 
-import cookbook.titan  # noqa: F401  (the hooks that every job of the cookbook has)
+import cookbook.titan.stack_2026_02  # noqa: F401  (the hooks that every job of the cookbook has)
 
 GIB = 2**30
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cookbook.results import collect_results
+from cookbook.results.collect import collect_results
 
 _RANKS_PER_NODE = 8
 _LIMIT_SECONDS = 3.0

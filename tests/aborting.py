@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-import cookbook.titan  # noqa: F401  (hooks)
+import cookbook.titan.stack_2026_02  # noqa: F401  (hooks)
 
 
 class _Abort:

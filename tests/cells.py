@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cookbook.cell import Cell, resolve_cell
-from cookbook.cluster import Cluster, load_cluster
-from cookbook.recipe import Recipe, Setting, load_overlay, load_recipe, names_in
-from cookbook.stack import load_stack
+from cookbook.cells.cell import Cell, resolve_cell
+from cookbook.cells.cluster import Cluster, load_cluster
+from cookbook.cells.recipe import Recipe, Setting, load_overlay, load_recipe, names_in
+from cookbook.stack.stack import load_stack
 
 STACK = load_stack()
 # Beside the cookbook's own profiles: a container with every key set, and nodes without GPUs.

@@ -7,14 +7,14 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from cookbook.cell import Cell
+from cookbook.base.errors import InputError
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import Cluster, load_cluster
+from cookbook.cells.recipe import Setting, load_recipe
+from cookbook.cells.sweep import CellRequest, expand_sweep, sweep_of_recipe
 from cookbook.check.finding import ERROR, Finding
 from cookbook.check.rules import apply_rules
-from cookbook.cluster import Cluster, load_cluster
-from cookbook.errors import InputError
-from cookbook.recipe import Setting, load_recipe
-from cookbook.stack import load_stack
-from cookbook.sweep import CellRequest, expand_sweep, sweep_of_recipe
+from cookbook.stack.stack import load_stack
 
 STACK = load_stack()
 

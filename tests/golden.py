@@ -14,12 +14,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from cookbook.cell import Cell, resolve_cell
-from cookbook.cluster import Cluster, load_cluster
-from cookbook.files import write_whole
-from cookbook.recipe import Setting, load_overlay, load_recipe
-from cookbook.render import ROOT, render_launcher, render_script
-from cookbook.stack import DEFAULT_STACK, load_stack
+from cookbook.base.files import write_whole
+from cookbook.base.paths import ROOT
+from cookbook.cells.cell import Cell, resolve_cell
+from cookbook.cells.cluster import Cluster, load_cluster
+from cookbook.cells.recipe import Setting, load_overlay, load_recipe
+from cookbook.script.render import render_launcher, render_script
+from cookbook.stack.stack import DEFAULT_STACK, load_stack
 
 GOLDEN = Path(__file__).parent / "golden"
 OPTION_TABLE = ROOT / "cookbook/stacks" / f"{DEFAULT_STACK}.json"
@@ -58,7 +59,7 @@ def launchers() -> dict[str, str]:
 
 def option_table() -> str:
     """The table of the TorchTitan in this environment, as `stacks/<name>.json` holds it."""
-    command = [sys.executable, "-m", "cookbook.titan.option_table"]
+    command = [sys.executable, "-m", "cookbook.titan.stack_2026_02.option_table"]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from cookbook.cell import Cell, missing_packages, resolve_cell
-from cookbook.cluster import load_cluster
-from cookbook.errors import InputError
-from cookbook.machine import Gpu
-from cookbook.recipe import Setting, load_overlay, load_recipe
-from cookbook.render import train_args
+from cookbook.base.errors import InputError
+from cookbook.base.gpus import Gpu
+from cookbook.cells.cell import Cell, missing_packages, resolve_cell
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.recipe import Setting, load_overlay, load_recipe
+from cookbook.script.render import train_args
 from tests.cells import CLUSTERS, POINTS, RECIPES, RUNNABLE, STACK, Point
 from tests.titan_config import parse, typed
 
@@ -53,8 +53,8 @@ def test_torchtitan_holds_what_the_cell_says(point: Point) -> None:
         **{name: option.default for name, option in STACK.options.items()},
         **cell.options,
         "job.description": f"{cell.name}: {cell.recipe.description}",
-        "job.custom_config_module": "cookbook.titan.job_config",
-        "experimental.custom_import": "cookbook.titan",
+        "job.custom_config_module": "cookbook.titan.stack_2026_02.job_config",
+        "experimental.custom_import": "cookbook.titan.stack_2026_02",
         "cookbook.precision": point.precision,
         "cookbook.ep_backend": point.ep_backend,
         "cookbook.emulated": cell.emulated,

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
+from cookbook.cells.layout import DEGREES
 from cookbook.check.dry_run import DryRun
 from cookbook.check.finding import ERROR
 from cookbook.check.rules import apply_rules
-from cookbook.layout import DEGREES
 from tests.check_cells import cell_of, cluster_of, with_options
 
 pytestmark = pytest.mark.titan

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.memory_points import compare
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
 from cookbook.check.cells import CellCheck, check_cells
 from cookbook.check.memory import verdict
 from cookbook.check.shapes import destinations

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.cluster import default_cluster, load_cluster
-from cookbook.errors import InputError
-from cookbook.machine import visible_gpus
+from cookbook.base.errors import InputError
+from cookbook.base.gpus import visible_gpus
+from cookbook.cells.cluster import default_cluster, load_cluster
 from tests.cells import CLUSTER_FILES, CLUSTERS, STACK
 
 HEAD = "description: mine\nscheduler: slurm\n"

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cookbook import corpus
-from cookbook.errors import InputError
+from cookbook.base.errors import InputError
+from cookbook.install import corpus
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def make(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cookbook.corpus", str(folder)],
+        [sys.executable, "-m", "cookbook.install.corpus", str(folder)],
         cwd=REPOSITORY,
         env={**os.environ, **environment},
         capture_output=True,

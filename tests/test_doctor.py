@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.diagnosis import (
+from cookbook.doctor.__main__ import format_findings, is_ready, main, run_checks
+from cookbook.doctor.surroundings import (
     NVIDIA_SMI,
     SLURM_CONFIG,
     SLURM_HISTORY,
@@ -21,8 +22,7 @@ from cookbook.diagnosis import (
     Finding,
     Surroundings,
 )
-from cookbook.doctor import format_findings, is_ready, main, run_checks
-from cookbook.pins import read_pins, stack_name
+from cookbook.stack.pins import read_pins, stack_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMIT = next(pin.value for pin in read_pins() if pin.source)
@@ -318,7 +318,7 @@ def test_for_a_profile(
 def test_as_a_command_without_any_package() -> None:
     """-I -S: no site-packages, as on a machine where nothing is installed yet."""
     program = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); " + (
-        "from cookbook.doctor import main; status = main(['--json']); "
+        "from cookbook.doctor.__main__ import main; status = main(['--json']); "
         "assert 'torch' not in sys.modules; sys.exit(status)"
     )
     began = time.monotonic()

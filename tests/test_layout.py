@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cookbook.layout import DEGREES, layout_of
-from cookbook.layout_rules import layout_problems
+from cookbook.cells.layout import DEGREES, layout_of
+from cookbook.cells.layout_rules import layout_problems
 from tests.cells import STACK
 
 MODEL = {"model.name": "deepseek_v3", "model.flavor": "16B"}

@@ -35,7 +35,7 @@ REPORT_KEYS = {
 def _corpus() -> None:
     """Text and tokenizer, as setup.sh makes them, from Python's own sources."""
     if not (ROOT / "assets/local/stamp.json").exists():
-        command = [sys.executable, "-m", "cookbook.corpus", "assets/local"]
+        command = [sys.executable, "-m", "cookbook.install.corpus", "assets/local"]
         subprocess.run(command, cwd=ROOT, check=True, timeout=300)
 
 

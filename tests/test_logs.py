@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cookbook.failure import find_reason
-from cookbook.logs import (
+from cookbook.log.failure import find_reason
+from cookbook.log.lines import (
     StepMetrics,
     parse_active,
     parse_line,

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.errors import InputError
-from cookbook.recipe import RECIPES, load_overlay, load_recipe, names_in
+from cookbook.base.errors import InputError
+from cookbook.base.paths import RECIPES
+from cookbook.cells.recipe import load_overlay, load_recipe, names_in
 from tests.cells import EP_BACKENDS, PRECISIONS, STACK, walked
 from tests.cells import RECIPES as RECIPE_NAMES
 

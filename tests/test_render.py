@@ -16,11 +16,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cookbook.cell import Cell, resolve_cell
-from cookbook.cluster import load_cluster
-from cookbook.recipe import Setting, load_overlay, load_recipe
-from cookbook.render import ROOT, render_launcher, render_script
-from cookbook.sbatch import sbatch_lines
+from cookbook.base.paths import ROOT
+from cookbook.cells.cell import Cell, resolve_cell
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.recipe import Setting, load_overlay, load_recipe
+from cookbook.script.header import sbatch_lines
+from cookbook.script.render import render_launcher, render_script
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, STACK, Point, walked
 from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers
 from tests.script_run import ScriptRunner, Start

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cookbook.report import render_json, render_markdown, text_width
-from cookbook.results import CellSetting, Result, RunResults
+from cookbook.results.collect import CellSetting, Result, RunResults
+from cookbook.results.report import render_json, render_markdown, text_width
 
 SETTING = CellSetting(
     total_steps=20,

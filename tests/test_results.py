@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cookbook.curve import collect_steps, last_step, loss_rank
-from cookbook.errors import InputError
-from cookbook.results import Result, RunResults, collect_results, warm_up
+from cookbook.base.errors import InputError
+from cookbook.log.curve import collect_steps, last_step, loss_rank
+from cookbook.results.collect import Result, RunResults, collect_results, warm_up
 
 LOGS = Path(__file__).parent / "logs"
 PP = "parallelism.pipeline_parallel_degree"

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cookbook import rundir
-from cookbook.cell import Cell
-from cookbook.errors import InputError
-from cookbook.render import render_script
-from cookbook.rundir import (
+from cookbook.base.errors import InputError
+from cookbook.cells.cell import Cell
+from cookbook.run import rundir
+from cookbook.run.rundir import (
     FAILED,
     QUEUED,
     REFUSED,
@@ -28,6 +27,7 @@ from cookbook.rundir import (
     write_job,
     write_status,
 )
+from cookbook.script.render import render_script
 from tests.cells import Point
 from tests.submit import listing
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cookbook.sbatch import option_word, sbatch_lines, sbatch_options
+from cookbook.script.header import option_word, sbatch_lines, sbatch_options
 from tests.cells import POINTS, Point
 
 ON_SLURM = [point for point in POINTS if point.cell().cluster.scheduler == "slurm"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.recipe import load_recipe
-from cookbook.stack import load_stack
+from cookbook.cells.recipe import load_recipe
+from cookbook.stack.stack import load_stack
 from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
 from tests.slurm_cluster import SlurmCluster
 

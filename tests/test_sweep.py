@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.cell import Cell
-from cookbook.cluster import load_cluster
-from cookbook.errors import InputError
-from cookbook.recipe import load_recipe, names_in
-from cookbook.sweep import (
+from cookbook.base.errors import InputError
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.recipe import load_recipe, names_in
+from cookbook.cells.sweep import (
     CellRequest,
     command_line_settings,
     expand_sweep,

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from cookbook.titan import expert_groups
-from cookbook.titan.expert_groups import GroupPlan, collect, padded_sizes, plan_groups, spread
+from cookbook.titan.any_stack import expert_groups
+from cookbook.titan.any_stack.expert_groups import (
+    GroupPlan,
+    collect,
+    padded_sizes,
+    plan_groups,
+    spread,
+)
 
 pytestmark = pytest.mark.titan
 
@@ -154,7 +160,7 @@ def test_nothing_but_the_plan_is_kept_without_scores() -> None:
 
 def kernels_against_operations() -> None:
     """Runs in a process of its own, whose Triton interprets kernels on the CPU."""
-    from cookbook.titan import group_kernels
+    from cookbook.titan.any_stack import group_kernels
 
     for case, (experts, counts) in CASES.items():
         plan = plan_groups(experts, counts, 32)
@@ -200,7 +206,7 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.compiler import ASTSource, compile  # type: ignore[import-untyped]
 
-    from cookbook.titan import group_kernels
+    from cookbook.titan.any_stack import group_kernels
 
     pointers = {"tokens": "*bf16", "grouped": "*bf16", "scores": "*fp32", "products": "*fp32"}
     pointers |= {"rows": "*i32", "slots": "*i32", "features": "i32"}

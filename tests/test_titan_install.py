@@ -1,4 +1,4 @@
-"""What importing `cookbook.titan` does: refusals, options, the CPU in the place of a GPU."""
+"""What importing the stack's hooks does: refusals, options, the CPU in the place of a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.titan
 def test_another_version_is_refused_in_one_line(
     package: str, found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from cookbook.titan import versions
+    from cookbook.titan.stack_2026_02 import versions
 
     known = versions.installed
     monkeypatch.setattr(versions, "installed", lambda p: found if p == package else known(p))
@@ -34,7 +34,7 @@ def test_another_version_is_refused_in_one_line(
 def parse(*options: str) -> Any:
     from torchtitan.config import ConfigManager
 
-    module = "--job.custom_config_module=cookbook.titan.job_config"
+    module = "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config"
     return ConfigManager().parse_args([module, *options])
 
 
@@ -68,7 +68,7 @@ A2A = "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8"
 def test_combinations_that_cannot_be_right_are_refused(
     options: tuple[str, ...], ep: bool, etp: bool, words: str, caplog: Any
 ) -> None:
-    from cookbook.titan.checks import check_job
+    from cookbook.titan.stack_2026_02.checks import check_job
 
     dims = SimpleNamespace(ep_enabled=ep, etp_enabled=etp)
     with pytest.raises(SystemExit):
@@ -77,7 +77,7 @@ def test_combinations_that_cannot_be_right_are_refused(
 
 
 def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
-    from cookbook.titan.mx import MXGroupedMMConverter, MXLinearConverter
+    from cookbook.titan.stack_2026_02.mx import MXGroupedMMConverter, MXLinearConverter
 
     config = parse("--quantize.grouped_mm.mx.fqns=experts")
     for converter in (MXGroupedMMConverter, MXLinearConverter):
@@ -98,7 +98,7 @@ def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
     ],
 )
 def test_what_was_asked_for_must_be_active(asked: Any, found: Any, passes: bool) -> None:
-    from cookbook.titan.activity import check
+    from cookbook.titan.stack_2026_02.activity import check
 
     names = ("precision", "ep_backend", "emulated")
     config = SimpleNamespace(
@@ -114,7 +114,7 @@ def test_what_was_asked_for_must_be_active(asked: Any, found: Any, passes: bool)
 
 
 def test_stages_without_a_quantized_linear_layer_do_not_contradict_those_with_one() -> None:
-    from cookbook.titan.activity import _merged
+    from cookbook.titan.stack_2026_02.activity import _merged
 
     def view(precision: str, backend: str | None, has_experts: bool = True) -> dict[str, Any]:
         return {
@@ -133,7 +133,7 @@ def test_stages_without_a_quantized_linear_layer_do_not_contradict_those_with_on
 
 
 def test_loss_keeps_its_value_and_scales_its_gradient() -> None:
-    from cookbook.titan.pipeline_loss import scale_gradient, tokens_of_global_batch
+    from cookbook.titan.stack_2026_02.pipeline_loss import scale_gradient, tokens_of_global_batch
 
     x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     loss = scale_gradient(x * x, 1 / 256)
@@ -147,7 +147,7 @@ def test_loss_keeps_its_value_and_scales_its_gradient() -> None:
 
 
 def test_no_module_of_torchtitan_is_left_on_cuda() -> None:
-    import cookbook.titan  # noqa: F401
+    import cookbook.titan.stack_2026_02  # noqa: F401
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU: nothing was replaced")
@@ -161,7 +161,7 @@ def draw_random() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, zeros
 
-    import cookbook.titan  # noqa: F401
+    import cookbook.titan.stack_2026_02  # noqa: F401
 
     torch.manual_seed(42)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cookbook.corpus import make_corpus
+from cookbook.install.corpus import make_corpus
 
 pytestmark = pytest.mark.titan
 
@@ -35,7 +35,7 @@ def train(assets: Path, out: Path, *options: str) -> subprocess.CompletedProcess
     return subprocess.run(
         [
             *(sys.executable, "-m", "torchtitan.train"),
-            "--job.custom_config_module=cookbook.titan.job_config",
+            "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
             "--experimental.custom_import=tests.aborting",
             f"--job.dump_folder={out}",
             *("--model.name=deepseek_v3", "--model.flavor=debugmodel"),

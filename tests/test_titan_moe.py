@@ -104,7 +104,7 @@ def run_layer(
     from torchtitan.models.llama4.infra import parallelize
     from torchtitan.models.moe import moe_deepep
 
-    import cookbook.titan.expert_parallel as corrected
+    import cookbook.titan.stack_2026_02.expert_parallel as corrected
 
     apply_moe_ep_tp = parallelize.apply_moe_ep_tp
     if released:

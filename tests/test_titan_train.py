@@ -84,8 +84,8 @@ def run(
     attempt: Path | None = None,
 ) -> dict[str, Any]:
     arguments = [
-        "--job.custom_config_module=cookbook.titan.job_config",
-        "--experimental.custom_import=cookbook.titan",
+        "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
+        "--experimental.custom_import=cookbook.titan.stack_2026_02",
         f"--job.dump_folder={out}",
         "--model.name=deepseek_v3",
         "--model.flavor=debugmodel",

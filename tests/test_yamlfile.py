@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cookbook.errors import InputError
-from cookbook.yamlfile import Key, parse_yaml, read_keys, read_yaml, shown_path
+from cookbook.base.errors import InputError
+from cookbook.base.yamlfile import Key, parse_yaml, read_keys, read_yaml, shown_path
 
 
 def _read(text: str, name: str = "some.yaml") -> Any:

@@ -17,7 +17,12 @@ import torch.distributed as dist
 
 STAND_IN = Path(__file__).parent / "stand_in"
 
-_PRELOADED = ["torch", "torchtitan.train", "cookbook.titan", "torchao.prototype.moe_training"]
+_PRELOADED = [
+    "torch",
+    "torchtitan.train",
+    "cookbook.titan.stack_2026_02",
+    "torchao.prototype.moe_training",
+]
 
 
 def run_ranks(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
 from cookbook.check.dry_run import Built, build_cells
 from cookbook.check.finding import ERROR, WARNING, Finding
 from cookbook.check.memory import StageMemory, predict_memory, state_gib, verdict

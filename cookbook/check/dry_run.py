@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cookbook.cell import Cell
-from cookbook.render import ROOT, train_args
+from cookbook.base.paths import ROOT
+from cookbook.cells.cell import Cell
+from cookbook.script.render import train_args
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class DryRun:
         }
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cookbook.titan.dry_run"],
+                [sys.executable, "-m", "cookbook.titan.fake_world"],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
 
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
 TORCHAO = "https://github.com/pytorch/ao/blob/v0.16.0/torchao"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
 from cookbook.check.shapes import Shapes
 
 

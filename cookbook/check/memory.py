@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
 from cookbook.check.layers import RankLayers
 from cookbook.check.shapes import Shapes, shapes_of
 

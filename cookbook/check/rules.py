@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
+from cookbook.cells.layout_rules import layout_problems
 from cookbook.check import rules_kernels, rules_run
 from cookbook.check.facts import TORCHTITAN
 from cookbook.check.finding import ERROR, Finding
-from cookbook.layout_rules import layout_problems
 
 Rule = Callable[[Cell], Iterator[Finding]]
 

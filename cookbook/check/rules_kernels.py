@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
+from cookbook.cells.layout import DEGREES
 from cookbook.check.facts import DEEPEP, TORCHAO, TORCHTITAN, uses_deepep, value
 from cookbook.check.finding import ERROR, HINT, WARNING, Finding
 from cookbook.check.shapes import destinations, groups
-from cookbook.layout import DEGREES
 
 _BLOG = (
     "https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-"
@@ -81,11 +81,14 @@ def deepep_etp(cell: Cell) -> Iterator[Finding]:
 
 def corrections_are_on(cell: Cell) -> Iterator[Finding]:
     """What the cookbook corrects in TorchTitan comes with its own `custom_import` alone."""
-    module = cell.options.get(_CUSTOM_IMPORT, "cookbook.titan")
-    if module == "cookbook.titan":
+    module = cell.options.get(_CUSTOM_IMPORT, "cookbook.titan.stack_2026_02")
+    if module == "cookbook.titan.stack_2026_02":
         return
     reference = f"{TORCHTITAN}/models/moe/moe_deepep.py"
-    remedy = f"leave {_CUSTOM_IMPORT} alone, or import cookbook.titan in {module or 'a module'!r}"
+    remedy = (
+        f"leave {_CUSTOM_IMPORT} alone, or import "
+        f"cookbook.titan.stack_2026_02 in {module or 'a module'!r}"
+    )
     if uses_deepep(cell) and cell.layout.tp > 1:
         reason = (
             "DeepEP under TP counts every token once for each TP rank where it is not corrected"

@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
+from cookbook.cells.layout import DEGREES
 from cookbook.check.facts import PIPELINING, TORCHTITAN, model_is_compiled, value
 from cookbook.check.finding import ERROR, HINT, WARNING, Finding
-from cookbook.layout import DEGREES
 
 # Throughput runs are short; a longer run is there to learn something.
 _LONG_RUN = 200

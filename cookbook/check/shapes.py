@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cell import Cell
+from cookbook.cells.cell import Cell
 
 # With real routing some ranks get more tokens than others; the fullest one decides. Early in
 # training, before the bias of the auxiliary-loss-free balancing has settled, a fifth more is

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cookbook.cell import Cell
+from cookbook.base.errors import unknown_name
+from cookbook.cells.cell import Cell
+from cookbook.cells.recipe import names_in
+from cookbook.cells.sweep import is_sweep
 from cookbook.check.cells import check_cells
 from cookbook.check.finding import WARNING
 from cookbook.check.report import render_json, render_text
-from cookbook.errors import unknown_name
-from cookbook.recipe import names_in
-from cookbook.sweep import is_sweep
 from cookbook.verbs.request import requested_cell, requested_sweep
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import yaml
 
-from cookbook.curve import last_step, option_count
-from cookbook.errors import InputError, unknown_name
-from cookbook.files import write_whole
-from cookbook.progress import CellProgress, Progress
-from cookbook.report import render_json, render_markdown
-from cookbook.results import collect_results
-from cookbook.rundir import ENDED, RUNNING, Run, attempts, find_run
-from cookbook.status import CellState, cancel_run, cell_states
+from cookbook.base.errors import InputError, unknown_name
+from cookbook.base.files import write_whole
+from cookbook.log.curve import last_step, option_count
+from cookbook.results.collect import collect_results
+from cookbook.results.report import render_json, render_markdown
+from cookbook.run.rundir import ENDED, RUNNING, Run, attempts, find_run
+from cookbook.run.states import CellState, cancel_run, cell_states
+from cookbook.verbs.progress import CellProgress, Progress
 
 _POLL_S = {"local": 1.0, "slurm": 5.0}
 

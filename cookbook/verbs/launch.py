@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cookbook.cell import Cell, missing_packages
-from cookbook.report import text_width
-from cookbook.rundir import FINISHED, REFUSED, Run, create_run, shown_command
+from cookbook.base.yamlfile import shown_path
+from cookbook.cells.cell import Cell, missing_packages
+from cookbook.results.report import text_width
+from cookbook.run.rundir import FINISHED, REFUSED, Run, create_run, shown_command
 from cookbook.verbs.check import refuse_by_check
 from cookbook.verbs.follow import print_report, watch
 from cookbook.verbs.request import requested_cell, requested_sweep
-from cookbook.yamlfile import shown_path
 
 
 def run_cell(arguments: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> 
         print(f"{name}: no cell can run here; nothing was submitted", file=sys.stderr)
         return 1
     # submitit takes a moment to import, which a dry run need not wait for.
-    from cookbook.executor import submit_run
+    from cookbook.submit.executor import submit_run
 
     run = create_run(name, cells, shown_command())
     job_ids = submit_run(run, cells)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from cookbook.cell import Cell
-from cookbook.cluster import default_cluster, load_cluster
-from cookbook.errors import named_at
-from cookbook.recipe import load_recipe
-from cookbook.stack import load_stack
-from cookbook.sweep import (
+from cookbook.base.errors import named_at
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import default_cluster, load_cluster
+from cookbook.cells.recipe import load_recipe
+from cookbook.cells.sweep import (
     CellRequest,
     Sweep,
     command_line_settings,
@@ -17,6 +16,7 @@ from cookbook.sweep import (
     load_sweep,
     sweep_of_recipe,
 )
+from cookbook.stack.stack import load_stack
 
 
 def cell_request(arguments: argparse.Namespace) -> CellRequest:

@@ -6,13 +6,14 @@ import argparse
 import re
 from pathlib import Path
 
-from cookbook.cluster import default_cluster, load_cluster
-from cookbook.errors import InputError
-from cookbook.files import write_whole
-from cookbook.recipe import RECIPES, load_overlay, load_recipe, names_in
-from cookbook.render import render_script
-from cookbook.stack import load_stack
-from cookbook.sweep import load_sweep
+from cookbook.base.errors import InputError
+from cookbook.base.files import write_whole
+from cookbook.base.paths import RECIPES
+from cookbook.cells.cluster import default_cluster, load_cluster
+from cookbook.cells.recipe import load_overlay, load_recipe, names_in
+from cookbook.cells.sweep import load_sweep
+from cookbook.script.render import render_script
+from cookbook.stack.stack import load_stack
 from cookbook.verbs.request import requested_cell
 
 
@@ -90,7 +91,7 @@ def new_recipe(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Check this machine against the stack and the cluster profile."""
-    from cookbook.doctor import main
+    from cookbook.doctor.__main__ import main
 
     words = ["--json"] if arguments.json else []
     if arguments.cluster:

@@ -58,7 +58,7 @@ fi
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
 export PATH="${VENV}/bin:${PATH}"
-# For `--experimental.custom_import=cookbook.titan`.
+# For `--experimental.custom_import=cookbook.titan.stack_2026_02`.
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
 if [[ -r /etc/profile.d/90-nccl-network-vars.sh ]]; then
@@ -108,8 +108,8 @@ TORCHRUN=(
 )
 
 TRAIN_ARGS=(
-  --job.custom_config_module=cookbook.titan.job_config
-  --experimental.custom_import=cookbook.titan
+  --job.custom_config_module=cookbook.titan.stack_2026_02.job_config
+  --experimental.custom_import=cookbook.titan.stack_2026_02
   '--job.description=16b-bf16-standard: DeepSeek-V3 16B: 1,500 steps for the loss curve, on 32 nodes x 8 B200'
   --cookbook.precision=bf16
   --cookbook.ep_backend=standard
@@ -169,7 +169,7 @@ TRAIN_ARGS+=("$@")
 
 # A misspelt option or a layout that does not divide ends here, in a second, and not on every rank. Started
 # by hand, the run is noted as well, for `submit.py status` and `report`.
-RECORD=(python -m cookbook.record)
+RECORD=(python -m cookbook.job)
 SUPERVISED=()
 if [[ -n "${COOKBOOK_SUPERVISED:-}" ]]; then
   SUPERVISED=(--supervised)

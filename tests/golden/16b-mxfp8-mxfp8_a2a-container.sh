@@ -60,7 +60,7 @@ if ((${SLURM_RESTART_COUNT:-0} > 3)); then
   fail "restarted ${SLURM_RESTART_COUNT} times, allowed: 3; see ${CELL_DIR}"
 fi
 
-# For `--experimental.custom_import=cookbook.titan`.
+# For `--experimental.custom_import=cookbook.titan.stack_2026_02`.
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
 if [[ -r '/etc/profile.d/network cards.sh' ]]; then
@@ -110,8 +110,8 @@ TORCHRUN=(
 )
 
 TRAIN_ARGS=(
-  --job.custom_config_module=cookbook.titan.job_config
-  --experimental.custom_import=cookbook.titan
+  --job.custom_config_module=cookbook.titan.stack_2026_02.job_config
+  --experimental.custom_import=cookbook.titan.stack_2026_02
   '--job.description=16b-mxfp8-mxfp8_a2a: DeepSeek-V3 16B: 1,500 steps for the loss curve, on 32 nodes x 8 B200'
   --cookbook.precision=mxfp8
   --cookbook.ep_backend=mxfp8_a2a

@@ -40,7 +40,7 @@ export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
 export PATH="${VENV}/bin:${PATH}"
-# For `--experimental.custom_import=cookbook.titan`.
+# For `--experimental.custom_import=cookbook.titan.stack_2026_02`.
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1
@@ -70,8 +70,8 @@ TORCHRUN=(
 )
 
 TRAIN_ARGS=(
-  --job.custom_config_module=cookbook.titan.job_config
-  --experimental.custom_import=cookbook.titan
+  --job.custom_config_module=cookbook.titan.stack_2026_02.job_config
+  --experimental.custom_import=cookbook.titan.stack_2026_02
   '--job.description=debug-mxfp8-standard: DeepSeek-V3 debug model: a few steps anywhere, with or without GPUs'
   --cookbook.precision=mxfp8
   --cookbook.ep_backend=standard
@@ -124,7 +124,7 @@ TRAIN_ARGS+=("$@")
 
 # A misspelt option or a layout that does not divide ends here, in a second, and not on every rank. Started
 # by hand, the run is noted as well, for `submit.py status` and `report`.
-RECORD=(python -m cookbook.record)
+RECORD=(python -m cookbook.job)
 SUPERVISED=()
 if [[ -n "${COOKBOOK_SUPERVISED:-}" ]]; then
   SUPERVISED=(--supervised)

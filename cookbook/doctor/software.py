@@ -1,0 +1,173 @@
+"""In: a checkout and its Python. Out: findings on the pins, DeepEP, tokenizers and local corpus."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+from cookbook.doctor.surroundings import Finding, Surroundings
+from cookbook.install.corpus import is_made
+from cookbook.install.deepep import (
+    find_deepep,
+    find_distribution,
+    holds,
+    package_folder,
+    torch_cuda,
+)
+from cookbook.stack.pins import read_pins, stack_name
+
+OLDEST_PYTHON = (3, 11)
+TESTED_PYTHONS = {(3, 11), (3, 12)}
+
+
+def check_python(here: Surroundings) -> Finding:
+    version = sys.version_info[:2]
+    found = f"{platform.python_version()} in {sys.prefix}"
+    if version < OLDEST_PYTHON:
+        return Finding(
+            "python", "problem", found, "use 3.11 or later: ./setup.sh --python python3.12"
+        )
+    if version not in TESTED_PYTHONS:
+        return Finding("python", "warning", found, "3.11 and 3.12 are the tested ones")
+    return Finding("python", "ok", found)
+
+
+def check_pins(here: Surroundings) -> Finding:
+    requirements = here.repository / "requirements.txt"
+    pins = [pin for pin in read_pins(requirements) if not pin.extra]
+    missing, other = [], []
+    for pin in pins:
+        installed = find_distribution(pin.name, here.site)
+        if installed is None:
+            missing.append(pin.name)
+        # 2.10.0+cu130 is torch 2.10.0 from another index.
+        elif installed.version.partition("+")[0] != pin.value:
+            other.append(f"{pin.name} is {installed.version}, pinned {pin.value}")
+    if len(missing) == len(pins):
+        environment = here.repository / ".venv/bin/python"
+        remedy = "run ./setup.sh"
+        if environment.exists():
+            remedy = "run this with .venv/bin/python, or `source .venv/bin/activate` first"
+        return Finding("pins", "problem", "none of the packages is installed here", remedy)
+    if missing or other:
+        found = "; ".join(other + [f"{name} is missing" for name in missing])
+        return Finding("pins", "problem", found, "run ./setup.sh")
+    return Finding(
+        "pins", "ok", f"stack {stack_name(requirements)}, {len(pins)} packages as pinned"
+    )
+
+
+def check_torchao(here: Surroundings) -> Finding:
+    """Whether TorchAO's own CUDA kernels can load: they are built for one CUDA major version."""
+    cuda, folder = torch_cuda(here.site), package_folder("torchao", here.site)
+    if folder is None or not cuda:
+        return Finding("torchao kernels", "not here", "torch or torchao has no CUDA here")
+    libraries = sorted(folder.glob("_C_mxfp8*.so"))
+    major = cuda.split(".")[0]
+    if not libraries or not holds(libraries[0], f"libcudart.so.{major}".encode()):
+        return Finding(
+            "torchao kernels",
+            "warning",
+            f"its MXFP8 kernels are not for torch's CUDA {cuda}",
+            "install torch and torchao from the same index: ./setup.sh --torch-index URL",
+        )
+    return Finding("torchao kernels", "ok", f"MXFP8 kernels for CUDA {major}")
+
+
+def check_compiler(here: Surroundings) -> Finding:
+    """torch.compile builds small C programs at run time, with Triton's help."""
+    missing = [] if any(map(here.which, ("gcc", "cc", "clang"))) else ["a C compiler"]
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        missing.append("Python.h")
+    if missing:
+        return Finding(
+            "compiler",
+            "problem" if here.gpus else "warning",
+            f"{' and '.join(missing)} missing, which torch.compile needs",
+            "install gcc and the headers of this Python (Debian and Ubuntu: gcc, python3-dev)",
+        )
+    return Finding("compiler", "ok", "C compiler and Python headers")
+
+
+def check_deepep(here: Surroundings) -> Finding:
+    pin = next(pin for pin in read_pins(here.repository / "requirements.txt") if pin.source)
+    built = find_deepep(here.site)
+    rebuild = "run ./setup.sh on a machine with a CUDA toolkit (--arch where it has no GPU)"
+    if built is None:
+        return Finding(
+            "deepep",
+            "warning" if here.trains_for_real else "not here",
+            "not installed: cells with deepep are refused",
+            rebuild,
+        )
+    if built.commit != pin.value:
+        found = f"{built.version} from {built.commit[:7] or 'another source'}"
+        return Finding("deepep", "problem", f"{found}, pinned {pin.value[:7]}", rebuild)
+    if built.library is None:
+        return Finding("deepep", "problem", f"{built.version} without its library", rebuild)
+    if not built.internode:
+        return Finding(
+            "deepep",
+            "warning",
+            f"{built.version}, intra-node kernels only: one node at most",
+            f"{rebuild}; torch must bring its NVSHMEM wheel",
+        )
+    return Finding("deepep", "ok", f"{built.version}, inter-node kernels")
+
+
+def check_tokenizers(here: Surroundings) -> list[Finding]:
+    """One finding per recipe that names its tokenizer's folder."""
+    findings = []
+    for recipe in sorted((here.repository / "recipes").glob("*.yaml")):
+        # Read as text: the doctor also works where PyYAML is not installed yet.
+        match = re.search(
+            r"^[^#\n]*\bhf_assets_path:\s*[\"']?([^\s\"'#]+)",
+            recipe.read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+        # The local tokenizer belongs to the local corpus, which has its own check.
+        if match is None or match[1].startswith("assets/local"):
+            continue
+        folder = here.repository / match[1]
+        name = f"tokenizer {recipe.stem}"
+        wanted = ("tokenizer.json", "tokenizer_config.json")
+        if not all((folder / file).is_file() for file in wanted):
+            findings.append(
+                Finding(
+                    name,
+                    "warning" if here.trains_for_real else "not here",
+                    f"not in {match[1]}",
+                    f"run ./setup.sh where the hub can be reached, or copy {' and '.join(wanted)}",
+                )
+            )
+        else:
+            findings.append(Finding(name, "ok", match[1]))
+    return findings
+
+
+def check_corpus(here: Surroundings) -> Finding:
+    folder = here.repository / "assets/local"
+    if is_made(folder):
+        return Finding("local corpus", "ok", "assets/local")
+    return Finding(
+        "local corpus", "warning", "not made: local runs have no data", "run ./setup.sh --local"
+    )
+
+
+def check_wandb(here: Surroundings) -> Finding:
+    netrc = Path(here.environment.get("HOME", "")) / ".netrc"
+    try:
+        logged_in = "api.wandb.ai" in netrc.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        logged_in = False
+    if here.environment.get("WANDB_API_KEY") or logged_in:
+        return Finding("wandb", "ok", "a key is there: metrics go to TensorBoard and W&B")
+    return Finding(
+        "wandb",
+        "not here",
+        "no key: metrics go to TensorBoard only",
+        "export WANDB_API_KEY or run `wandb login` to have them on W&B too",
+    )

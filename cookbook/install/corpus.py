@@ -1,0 +1,158 @@
+"""In: Python's own sources. Out: a text corpus and a tokenizer for local training.
+
+Both come from what every machine has, so that a first run needs no download. TorchTitan reads them
+with `--training.dataset=c4_test --training.dataset_path=FOLDER/corpus` and
+`--model.hf_assets_path=FOLDER/tokenizer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from cookbook.base.errors import InputError
+from cookbook.base.files import write_whole
+from cookbook.base.paths import LOCAL_ASSETS
+
+STAMP = "stamp.json"
+
+# The size of TorchTitan's DeepSeek-V3 debugmodel's vocabulary, special tokens included.
+VOCABULARY_SIZE = 2048
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+
+# Merges settle long before the whole corpus is read; this much trains in about two seconds.
+TOKENIZER_CHARACTERS = 4_000_000
+# Tests of the standard library are absent from many distributions; the rest differs per machine.
+LEFT_OUT = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib"})
+SMALLEST_CORPUS = 1_000_000
+
+
+def is_made(folder: Path) -> bool:
+    """Whether `folder` holds a corpus and a tokenizer that were written to the end."""
+    try:
+        stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in stamp["bytes"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
+    """Write corpus and tokenizer below `folder`; return the written files' sizes in bytes.
+
+    The same Python version gives the same bytes: documents are ordered by a hash of their name,
+    which mixes topics as a shuffle would. The stamp is written last; without it nothing counts.
+    """
+    root = sources or Path(sysconfig.get_path("stdlib"))
+    documents = list(_read_documents(root))
+    if sum(map(len, documents)) < SMALLEST_CORPUS:
+        raise InputError(
+            str(root),
+            "holds too few Python sources to train on",
+            "use a Python that has its standard library as files",
+        )
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
+    contents = {
+        "corpus/stdlib.jsonl": lines,
+        "tokenizer/tokenizer.json": _train_tokenizer(documents),
+        "tokenizer/tokenizer_config.json": _tokenizer_config(),
+    }
+    (folder / STAMP).unlink(missing_ok=True)
+    for name, text in contents.items():
+        write_whole(folder / name, text)
+    sizes = {name: (folder / name).stat().st_size for name in contents}
+    stamp = {"made_from": f"Python {platform.python_version()}", "bytes": sizes}
+    write_whole(folder / STAMP, json.dumps(stamp, indent=2) + "\n")
+    return sizes
+
+
+def _read_documents(root: Path) -> Iterator[str]:
+    names = []
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root)
+        # _sysconfigdata holds the paths of the machine that built this Python.
+        if LEFT_OUT.isdisjoint(name.parts) and not name.name.startswith("_sysconfigdata"):
+            names.append(name.as_posix())
+    for document in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        try:
+            text = (root / document).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text.strip():
+            yield text
+
+
+def _train_tokenizer(documents: list[str]) -> str:
+    # Imported here: the driver and the doctor import this module without the training stack.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_head(documents, TOKENIZER_CHARACTERS), trainer)
+    return str(tokenizer.to_str(pretty=True)) + "\n"
+
+
+def _head(documents: list[str], characters: int) -> Iterator[str]:
+    for text in documents:
+        if characters <= 0:
+            return
+        yield text[:characters]
+        characters -= len(text)
+
+
+def _tokenizer_config() -> str:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "add_bos_token": True,
+        "add_eos_token": True,
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cookbook.install.corpus",
+        description="Make a text corpus and a tokenizer from Python's own sources, in seconds.",
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=LOCAL_ASSETS,
+        help="where corpus/ and tokenizer/ go (default: %(default)s)",
+    )
+    parser.add_argument("--again", action="store_true", help="make it anew where it is there")
+    parsed = parser.parse_args(arguments)
+    if is_made(parsed.folder) and not parsed.again:
+        print(f"corpus and tokenizer are there: {parsed.folder}")
+        return 0
+    began = time.monotonic()
+    try:
+        sizes = make_corpus(parsed.folder)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    megabytes = sizes["corpus/stdlib.jsonl"] / 1e6
+    seconds = time.monotonic() - began
+    print(f"corpus ({megabytes:.1f} MB) and tokenizer made in {seconds:.1f} s: {parsed.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

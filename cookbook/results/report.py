@@ -1,0 +1,189 @@
+"""In: the results of a run. Out: the report, as Markdown for people or as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from cookbook.results.collect import CellSetting, Result, RunResults
+
+_UNKNOWN = "-"
+_HEADER = (
+    "cell",
+    "status",
+    "steps",
+    "tokens/s/GPU",
+    "speed-up",
+    "TFLOPs/GPU",
+    "MFU",
+    "memory GiB",
+    "final loss",
+    "published",
+)
+_NUM_TEXT_COLUMNS = 2
+_DONE_STATES = {"finished", "refused"}
+
+
+def render_markdown(results: RunResults) -> str:
+    """The report as Markdown whose table also reads well in a terminal."""
+    rows = [_row(cell, results.settings[cell.name]) for cell in results.cells]
+    parts = [f"# {results.run}", "\n".join(_facts(results)), _table(rows)]
+    notes = [
+        f"- {cell.name} ({cell.status or 'status unknown'}): {_one_line(cell.reason)}"
+        for cell in results.cells
+        if cell.reason
+    ]
+    if notes:
+        parts.append("\n".join(notes))
+    parts.append(
+        "tokens/s/GPU, TFLOPs and MFU: median of the logged steps after warm-up (their first\n"
+        "quarter, 1 to 10 steps). Memory: peak over all ranks and steps. A dash, or no column:\n"
+        "not known."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def render_json(results: RunResults) -> str:
+    """The report as one JSON object; unknown, NaN and infinite values are null."""
+    report = {
+        "run": results.run,
+        "sweep": results.sweep,
+        "cells": [asdict(cell) for cell in results.cells],
+        "baseline": results.baseline,
+    }
+    return json.dumps(_finite(report), indent=2, allow_nan=False) + "\n"
+
+
+def _facts(results: RunResults) -> list[str]:
+    """The list above the table: what ran where, and what a reader must not take for more."""
+    started = f", started {results.created}" if results.created else ""
+    by = f" by {results.user}" if results.user else ""
+    lines = [
+        f"- sweep: {results.sweep or _UNKNOWN}{started}{by}",
+        f"- cluster: {results.cluster or _UNKNOWN}, stack: {results.stack or _UNKNOWN}, "
+        f"commit: {results.commit or _UNKNOWN}",
+    ]
+    if results.baseline:
+        lines.append(f"- baseline: {results.baseline}")
+    stand_ins = {
+        (cell.recipe or _UNKNOWN, setting.stand_in_for): None
+        for cell in results.cells
+        if (setting := results.settings[cell.name]).stand_in_for
+    }
+    for recipe, asked in stand_ins:
+        lines.append(
+            f"- stand-in: {recipe} ran instead of {asked}, which does not fit here; "
+            f"the published numbers are {asked}'s"
+        )
+    devices = {results.settings[cell.name].device for cell in results.cells}
+    if "cpu" in devices:
+        lines.append(
+            "- device: cpu; throughput is a CPU figure, says nothing about GPUs and has no MFU"
+        )
+    if any(cell.emulated for cell in results.cells):
+        lines.append(
+            "- emulated: low precision was computed in software; loss counts, speed doesn't"
+        )
+    return lines
+
+
+def _row(cell: Result, setting: CellSetting) -> list[str]:
+    status = cell.status or "unknown"
+    speedup = _number(cell.speedup, "{:.2f}x")
+    if cell.speedup is not None and cell.name == setting.baseline:
+        speedup = "baseline"
+    published = _tokens(cell.published_tokens_per_second_per_gpu)
+    if setting.published_speedup is not None and cell.name != setting.baseline:
+        published += f" ({setting.published_speedup:.2f}x)"
+    mfu = _number(cell.mfu, "{:.1f}%")
+    return [
+        cell.name,
+        f"{status}, emulated" if cell.emulated and status != "refused" else status,
+        _steps(cell, setting),
+        _tokens(cell.tokens_per_second_per_gpu),
+        speedup,
+        _tflops(cell.tflops_per_gpu),
+        mfu,
+        _number(cell.memory_gib, "{:.2f}"),
+        _loss(cell.final_loss, setting.raw_final_loss),
+        published,
+    ]
+
+
+def _steps(cell: Result, setting: CellSetting) -> str:
+    """`20` where all is done, else how far it came: `7/20`."""
+    if cell.status in _DONE_STATES or setting.total_steps is None:
+        return _UNKNOWN if cell.steps is None else f"{cell.steps:,}"
+    return f"{_UNKNOWN if cell.steps is None else f'{cell.steps:,}'}/{setting.total_steps:,}"
+
+
+def _tokens(value: float | None) -> str:
+    # A CPU's or a debug model's few tokens need their decimals.
+    return _number(value, "{:,.0f}" if value is None or value >= 100 else "{:.3g}")
+
+
+def _tflops(value: float | None) -> str:
+    return _number(value, "{:,.1f}" if value is None or value >= 10 else "{:.2g}")
+
+
+def _loss(value: float | None, raw: float | None) -> str:
+    if value is None and raw is not None:
+        return str(raw)
+    return _number(value, "{:.4f}")
+
+
+def _number(value: float | None, template: str) -> str:
+    return _UNKNOWN if value is None else template.format(value)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    # A column that says nothing of any cell (MFU on a CPU) is left out; a terminal is narrow.
+    kept = [
+        position
+        for position in range(len(_HEADER))
+        if position < _NUM_TEXT_COLUMNS or any(row[position] != _UNKNOWN for row in rows)
+    ]
+    lines = [[_HEADER[position] for position in kept]]
+    lines += [[_escape(row[position]) for position in kept] for row in rows]
+    widths = [max(map(text_width, column)) for column in zip(*lines, strict=True)]
+    rule = [
+        "-" * width if position < _NUM_TEXT_COLUMNS else "-" * (width - 1) + ":"
+        for position, width in enumerate(widths)
+    ]
+    lines.insert(1, rule)
+    return "\n".join("| " + " | ".join(_pad(line, widths)) + " |" for line in lines)
+
+
+def _pad(line: Sequence[str], widths: Sequence[int]) -> list[str]:
+    padded = []
+    for position, (text, width) in enumerate(zip(line, widths, strict=True)):
+        gap = " " * (width - text_width(text))
+        padded.append(text + gap if position < _NUM_TEXT_COLUMNS else gap + text)
+    return padded
+
+
+def text_width(text: str) -> int:
+    """The columns that a terminal gives to `text`: two for a wide character, none to combine."""
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        for char in text
+    )
+
+
+def _escape(text: str) -> str:
+    return _one_line(text).replace("|", "\\|")
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,143 @@
+"""In: the cells of a run. Out: their jobs, submitted through submitit to Slurm or to this machine.
+
+submitit pickles the supervisor, names the job's files and reads the job id back. What it would say
+to Slurm by itself (a wckey, a signal, srun around the supervisor) is replaced: the batch file has
+the header of the cell's own script, and its last line becomes the supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.local.local import LocalExecutor, LocalJob
+from submitit.slurm.slurm import SlurmExecutor
+
+from cookbook.base.errors import JobError
+from cookbook.base.paths import ROOT
+from cookbook.cells.cell import Cell
+from cookbook.job.supervisor import Supervisor
+from cookbook.run.rundir import FAILED, Run, Status, write_job, write_status
+from cookbook.run.slurm import sbatch
+from cookbook.script.header import option_word, sbatch_options
+
+_WRITTEN_FOR = "1.5.4"
+_LOCAL_DAYS = 30
+
+
+class CellSlurmExecutor(SlurmExecutor):
+    """Submits one cell: the same sbatch options as its script's header, and the supervisor."""
+
+    def __init__(self, folder: Path, cell: Cell) -> None:
+        super().__init__(folder=folder / "job")
+        self.cell = cell
+        # submitit waits 0.2 s between submissions; sbatch takes its own time.
+        self._throttling = 0.0
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Available: a missing sbatch is reported by the call of it, with its remedy."""
+        return 2
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        options = sbatch_options(self.cell) | {"output": str(self.folder / "%j.log")}
+        lines = [f"#SBATCH {option_word(name, value)}" for name, value in options.items()]
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                f"# Runs {self.cell.name}/train.sh under the cookbook's supervisor.",
+                *lines,
+                "export SUBMITIT_EXECUTOR=slurm",
+                f"export PYTHONPATH={shlex.quote(_python_path())}",
+                # The job trains in the environment that submitted it.
+                f"export VENV={shlex.quote(sys.prefix)}",
+                # exec, so that Slurm's signals reach the supervisor and not a shell above it.
+                f"exec {command}",
+                "",
+            ]
+        )
+
+    def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
+        script = self.folder / "submission.sh"
+        script.write_text(self._make_submission_file_text(command, ""), encoding="utf-8")
+        job_id = sbatch(script, ROOT)
+        return submitit.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
+
+
+class RunLocalExecutor(LocalExecutor):
+    """Runs a whole sweep as one job of this machine, which outlives the terminal it came from."""
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": _python_path(),
+            "VENV": sys.prefix,
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(_LOCAL_DAYS * 24 * 3600),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "1",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+        }
+        # A session of its own: Ctrl-C in the terminal must not reach the training. No output of its
+        # own: a reader of ours (`| tee`, ssh) would wait for the training to close it. The job's
+        # words go to files.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def _python_path() -> str:
+    """The cookbook first, then what the user has put there."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def submit_run(run: Run, cells: Sequence[Cell]) -> list[str]:
+    """Submit every cell of `run` that is not refused: one sbatch call each, or one local job.
+
+    Returns:
+        The job ids, in the order of submission.
+
+    Raises:
+        JobError: Slurm refused a cell; those before it stay queued, those from it on are marked so.
+    """
+    if submitit.__version__ != _WRITTEN_FOR:
+        raise JobError(
+            f"submitit is {submitit.__version__}, this executor is written for {_WRITTEN_FOR}; "
+            "run: bash setup.sh"
+        )
+    cells = [cell for cell in cells if not cell.refused]
+    if run.scheduler == "local":
+        folders = [run.cell_folder(cell.name) for cell in cells]
+        job_id: str = RunLocalExecutor(run.folder / "job").submit(Supervisor(folders)).job_id
+        for folder in folders:
+            write_job(folder, job_id)
+        return [job_id]
+    job_ids = []
+    for number, cell in enumerate(cells):
+        folder = run.cell_folder(cell.name)
+        try:
+            job_ids.append(CellSlurmExecutor(folder, cell).submit(Supervisor([folder])).job_id)
+        except JobError as error:
+            for left in cells[number:]:
+                write_status(
+                    run.cell_folder(left.name), Status(FAILED, reason=f"not queued: {error}")
+                )
+            raise JobError(f"{cell.name}: {error}") from None
+        write_job(folder, job_ids[-1])
+    return job_ids

@@ -1,0 +1,88 @@
+"""In: the installed TorchTitan. Out: the table of its options and models, as `stacks/<name>.json`.
+
+    python -m cookbook.titan.stack_2026_02.option_table > cookbook/stack/tables/2026.02.json
+
+The driver reads the table instead of importing torch, so that `submit.py` answers at once; a test
+holds the table against the installed TorchTitan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from typing import Any
+
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.models.deepseek_v3 import deepseekv3_args
+
+from cookbook.titan.stack_2026_02.flavors import add_flavors
+from cookbook.titan.stack_2026_02.job_config import JobConfig as CookbookJobConfig
+
+
+def option_table() -> dict[str, dict[str, Any]]:
+    """One entry an option, by its dotted name: kind, default, choices, whether None is allowed."""
+    merged = ConfigManager._merge_configs(JobConfig, CookbookJobConfig)
+    return dict(_entries(merged, ""))
+
+
+def _entries(section: Any, prefix: str) -> typing.Iterator[tuple[str, dict[str, Any]]]:
+    for field in dataclasses.fields(section):
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(field.type):
+            yield from _entries(field.type, f"{name}.")
+        else:
+            yield name, _entry(field)
+
+
+def _entry(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    kinds = _members(field.type)
+    entry: dict[str, Any] = {"default": default}
+    if type(None) in kinds:
+        entry["optional"] = True
+        kinds = [kind for kind in kinds if kind is not type(None)]
+    literals = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
+    if literals:
+        return {"kind": "choice", "choices": list(typing.get_args(literals[0])), **entry}
+    if list[str] in kinds:
+        return {"kind": "list", **entry}
+    names = {kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not list}
+    for kind in ("bool", "float", "int", "str"):
+        if kind in names:
+            return {"kind": kind, **entry}
+    return {"kind": "lists", **entry}
+
+
+def _members(kind: Any) -> list[Any]:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return list(typing.get_args(kind))
+    return [kind]
+
+
+def model_table() -> dict[str, dict[str, int]]:
+    """The sizes that layouts must divide, by flavor of deepseek_v3; unit: count."""
+    add_flavors()
+    return {
+        flavor: {
+            "n_layers": args.n_layers,
+            "n_heads": args.n_heads,
+            "vocab_size": args.vocab_size,
+            "num_experts": args.moe_args.num_experts,
+            "top_k": args.moe_args.top_k,
+        }
+        for flavor, args in deepseekv3_args.items()
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    table = {"options": option_table(), "models": {"deepseek_v3": model_table()}}
+    print(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()

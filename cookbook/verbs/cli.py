@@ -1,0 +1,139 @@
+"""In: the words after `submit.py`. Out: what they ask for, and an exit status.
+
+0: done. 1: the work failed. 2: the input is wrong, and nothing was submitted or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from cookbook.base.errors import InputError, JobError
+
+_DESCRIPTION = "Pre-train DeepSeek-V3 MoE models with TorchTitan, on Slurm or on this machine."
+_EPILOG = """\
+examples:
+  python submit.py sweep matrix --dry-run         what would run, and why not
+  python submit.py sweep matrix                   queue it (on this machine where there is no Slurm)
+  python submit.py run deepseek_v3_16b --precision mxfp8 --set training.steps=100
+  python submit.py logs -f                        follow the newest run
+  python submit.py report                         its results
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other message does; the usage is in --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see: python {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs; each has a `handler` that takes the parsed arguments."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def verb(name: str, text: str, handler: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added.set_defaults(handler=handler)
+        return added
+
+    verb("list", "list recipes, precisions, EP backends, clusters and sweeps", "show:list_all")
+    show = verb("show", "print a fully resolved cell as YAML", "show:show_cell")
+    show.add_argument("recipe", metavar="RECIPE")
+    show.add_argument("--origins", action="store_true", help="with the place that set each value")
+    _cell_options(show)
+    render = verb("render", "print the sbatch script of a cell", "show:render_cell")
+    render.add_argument("recipe", metavar="RECIPE")
+    render.add_argument("-o", "--output", metavar="FILE", help="write it to FILE instead")
+    _cell_options(render)
+    new = verb("new", "copy a recipe, with its comments, to edit", "show:new_recipe")
+    new.add_argument("name", metavar="NAME")
+    new.add_argument("--from", dest="source", metavar="RECIPE", required=True)
+
+    check = verb(
+        "check", "say whether each cell can run, why not, and what it needs", "check:check"
+    )
+    check.add_argument("recipe", metavar="RECIPE-or-SWEEP")
+    check.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    check.add_argument(
+        "--rules-only", action="store_true", help="do not let TorchTitan build the cells"
+    )
+    _cell_options(check)
+
+    run = verb("run", "train one cell", "launch:run_cell")
+    run.add_argument("recipe", metavar="RECIPE")
+    sweep = verb("sweep", "train every cell of a sweep", "launch:run_sweep")
+    sweep.add_argument("sweep", metavar="SWEEP")
+    for launched in (run, sweep):
+        _cell_options(launched)
+        launched.add_argument(
+            "--dry-run", action="store_true", help="show the cells, submit nothing"
+        )
+        launched.add_argument(
+            "--no-check", action="store_true", help="submit what check would refuse"
+        )
+        launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
+
+    status = verb("status", "say how far each cell of a run is", "follow:show_status")
+    status.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
+    logs = verb("logs", "print the log of a cell", "follow:show_logs")
+    logs.add_argument("cell", metavar="RUN/CELL", nargs="?", help="the newest run's running cell")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
+    cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
+    cancel.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
+    report = verb("report", "print the results of a run", "follow:show_report")
+    report.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
+    report.add_argument("--format", choices=("md", "json"), default="md")
+    doctor = verb("doctor", "say whether this machine is ready, and what to do", "show:doctor")
+    doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
+    doctor.add_argument("--json", action="store_true")
+    return parser
+
+
+def _cell_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cell options")
+    group.add_argument("--precision", metavar="P", help="bf16, mxfp8, ... (see list)")
+    group.add_argument("--ep-backend", metavar="E", help="standard, deepep, ... (see list)")
+    group.add_argument("--cluster", metavar="C", help="a profile's name or file")
+    group.add_argument("--nodes", metavar="N", type=int)
+    group.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="any TorchTitan option; may be given several times",
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; the exit status."""
+    arguments = build_parser().parse_args(words)
+    module, _, function = arguments.handler.partition(":")
+    try:
+        # The verb's room is opened when it is asked for: `--help` must not wait for submitit.
+        handler = getattr(__import__(f"cookbook.verbs.{module}", fromlist=[function]), function)
+        status: int = handler(arguments)
+        sys.stdout.flush()
+        return status
+    except InputError as error:
+        print(f"submit.py: {error}", file=sys.stderr)
+        return 2
+    except JobError as error:
+        print(f"submit.py: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # `submit.py list | head`: the reader has seen enough.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"submit.py: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,185 @@
+"""In: how far each cell of a run is. Out: a picture redrawn in place, or lines off a terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from cookbook.results.report import text_width
+
+_STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
+_BAR_COLUMNS = 20
+_CLEAR_LINE, _CLEAR_BELOW = "\x1b[K", "\x1b[J"
+
+
+@dataclass(frozen=True, slots=True)
+class CellProgress:
+    """One cell as it is now; unknown values are None."""
+
+    name: str
+    state: str
+    step: int | None = None
+    total_steps: int | None = None
+    tokens_per_second: float | None = None
+    loss: float | None = None
+    elapsed: float | None = None
+    """Seconds since the cell started."""
+
+
+def render_progress(
+    cells: Sequence[CellProgress], columns: int = 80, rows: int = 24, is_unicode: bool = True
+) -> list[str]:
+    """At most `rows` lines of at most `columns` columns: a summary, then a line per cell.
+
+    Where not all cells fit, running and failed ones are shown first and the rest is counted.
+    """
+    shown = list(cells)
+    room = max(1, rows - 1)
+    if len(shown) > room:
+        important = sorted(shown, key=lambda cell: _rank_of(cell.state))[: max(0, room - 1)]
+        chosen = {cell.name for cell in important}
+        shown = [cell for cell in shown if cell.name in chosen]
+    name_columns = max((text_width(cell.name) for cell in shown), default=0)
+    lines = [_summary(cells)]
+    lines += [_cell_line(cell, name_columns, columns, is_unicode) for cell in shown]
+    if len(shown) < len(cells):
+        lines.append(f"and {len(cells) - len(shown)} more")
+    return [_cut(line, columns) for line in lines[: max(1, rows)]]
+
+
+def describe_cell(cell: CellProgress) -> str:
+    """One line for a log: `671b-bf16-deepep: running, step 5/20, 859 tokens/s/GPU, loss 3.9168`."""
+    return f"{cell.name}: " + ", ".join([cell.state, *_figures(cell)])
+
+
+class Progress:
+    """Writes progress to a stream: in place on a terminal, else one line for each change.
+
+    Args:
+        stream: where to write; whether it is a terminal decides how.
+        every_steps: off a terminal, also write a line when a cell has gone this many steps.
+    """
+
+    def __init__(self, stream: TextIO, every_steps: int = 10) -> None:
+        self._stream = stream
+        self._every_steps = max(1, every_steps)
+        self._is_terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._is_unicode = _can_encode(stream, "█░")
+        self._drawn: list[str] = []
+        self._written: dict[str, CellProgress] = {}
+
+    def update(self, cells: Sequence[CellProgress]) -> None:
+        """Show the cells as they are now."""
+        if self._is_terminal:
+            self._redraw(cells)
+        else:
+            self._write_changes(cells)
+
+    def close(self) -> None:
+        """Leave the last picture standing; what is written next comes below it."""
+        self._drawn = []
+        self._stream.flush()
+
+    def _redraw(self, cells: Sequence[CellProgress]) -> None:
+        size = shutil.get_terminal_size()
+        # One column stays free: a full line makes some terminals wrap.
+        columns = max(1, size.columns - 1)
+        lines = render_progress(cells, columns, max(1, size.lines - 1), self._is_unicode)
+        lines = [_encodable(line, self._stream) for line in lines]
+        # A terminal made narrower has wrapped the lines of the last picture.
+        height = sum(max(1, math.ceil(text_width(line) / size.columns)) for line in self._drawn)
+        up = f"\x1b[{min(height, size.lines - 1)}A" if height else ""
+        # One write and no clearing beforehand, so that nothing flickers.
+        text = up + "\r" + "".join(f"{line}{_CLEAR_LINE}\n" for line in lines) + _CLEAR_BELOW
+        self._stream.write(text)
+        self._stream.flush()
+        self._drawn = lines
+
+    def _write_changes(self, cells: Sequence[CellProgress]) -> None:
+        for cell in cells:
+            before = self._written.get(cell.name)
+            steps = (cell.step or 0) - ((before.step or 0) if before else 0)
+            # Fewer steps than before: the cell was resumed from a checkpoint.
+            moved = steps >= self._every_steps or steps < 0
+            if before is None or before.state != cell.state or moved:
+                self._stream.write(_encodable(describe_cell(cell), self._stream) + "\n")
+                self._written[cell.name] = cell
+        self._stream.flush()
+
+
+def _summary(cells: Sequence[CellProgress]) -> str:
+    states = [cell.state for cell in cells]
+    known = [state for state in _STATES if state in states]
+    others = sorted(set(states) - set(known))
+    counts = ", ".join(f"{states.count(state)} {state}" for state in known + others)
+    return f"{len(cells)} cells: {counts}" if len(cells) != 1 else f"1 cell: {counts}"
+
+
+def _cell_line(cell: CellProgress, name_columns: int, columns: int, is_unicode: bool) -> str:
+    """Name and state always; bar and figures as far as there is room, whole or not at all."""
+    line = cell.name + " " * (name_columns - text_width(cell.name)) + f"  {cell.state:<9}"
+    if cell.state == "running" and cell.total_steps:
+        bar = _bar((cell.step or 0) / cell.total_steps, is_unicode)
+        # The bar is the first to go: it repeats what the step says.
+        if text_width(line) + len(bar) + 34 <= columns:
+            line += f"  {bar}"
+    for figure in _figures(cell):
+        if text_width(line) + 2 + len(figure) > columns:
+            break
+        line += f"  {figure}"
+    return line.rstrip()
+
+
+def _figures(cell: CellProgress) -> list[str]:
+    figures = []
+    if cell.step is not None:
+        total = f"/{cell.total_steps:,}" if cell.total_steps else ""
+        figures.append(f"step {cell.step:,}{total}")
+    if cell.tokens_per_second is not None:
+        figures.append(f"{cell.tokens_per_second:,.0f} tokens/s/GPU")
+    if cell.loss is not None:
+        figures.append(f"loss {cell.loss:.4f}")
+    if cell.elapsed is not None:
+        figures.append(_duration(cell.elapsed))
+    return figures
+
+
+def _bar(fraction: float, is_unicode: bool) -> str:
+    full = round(min(1.0, max(0.0, fraction)) * _BAR_COLUMNS)
+    done, left = ("█", "░") if is_unicode else ("#", ".")
+    return done * full + left * (_BAR_COLUMNS - full)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _cut(line: str, columns: int) -> str:
+    while text_width(line) > columns:
+        line = line[:-1]
+    return line
+
+
+def _rank_of(state: str) -> int:
+    return _STATES.index(state) if state in _STATES else 0
+
+
+def _can_encode(stream: TextIO, text: str) -> bool:
+    try:
+        text.encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _encodable(line: str, stream: TextIO) -> str:
+    """The line with `?` for what the stream can't write, so that a display never ends a run."""
+    if _can_encode(stream, line):
+        return line
+    return line.encode("ascii", "replace").decode("ascii")
