@@ -35,6 +35,7 @@ fail() {
 }
 
 [[ -n "${SLURM_JOB_ID:-}" ]] || fail "runs inside a Slurm job; start it with: sbatch train_16b.sh"
+NUM_NODES="${SLURM_JOB_NUM_NODES}"
 
 # PRECISION: number format of the GEMMs
 PRECISION="${PRECISION:-${RECIPE:-bf16}}"
@@ -54,12 +55,6 @@ case "${EP_BACKEND}" in
   standard) EP_BACKEND=standard ;;
   *) fail "EP_BACKEND: found '${EP_BACKEND}', allowed: deepep, mxfp8_a2a, standard" ;;
 esac
-case "${PRECISION}+${EP_BACKEND}" in
-  bf16+mxfp8_a2a | float8+mxfp8_a2a)
-    fail 'mxfp8_a2a needs a precision of mxfp8, mxfp8_wgrad_hp, mxfp8_linear'
-    ;;
-  *) ;;
-esac
 CELL="16b-${PRECISION}-${EP_BACKEND}"
 
 # Slurm runs a copy of this file from its spool folder, so the path of the copy says nothing. Slurm knows
@@ -70,16 +65,11 @@ if [[ -z "${COOKBOOK_ROOT:-}" ]]; then
 fi
 [[ -f "${COOKBOOK_ROOT}/submit.py" ]] ||
   fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"
-# Relative paths in recipes (tokenizers, data) start at the cookbook's folder.
+# Relative paths, in recipes (tokenizers, data) and in CELL_DIR, start at the cookbook's folder.
 cd "${COOKBOOK_ROOT}"
 # A requeued job has the same id, hence the same folder and the same checkpoints: it resumes. To resume
 # an earlier job's run, pass its folder: CELL_DIR=runs/... sbatch train_16b.sh
 CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b-${SLURM_JOB_ID:-local}/${CELL}}")"
-ATTEMPT=0
-while [[ -e "${CELL_DIR}/attempt-${ATTEMPT}" ]]; do
-  ATTEMPT=$((ATTEMPT + 1))
-done
-export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
 # Slurm would requeue for ever; a job that keeps losing nodes needs a person.
 if ((${SLURM_RESTART_COUNT:-0} > 3)); then
   fail "restarted ${SLURM_RESTART_COUNT} times, allowed: 3; see ${CELL_DIR}"
@@ -102,14 +92,13 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export PYTORCH_ALLOC_CONF=expandable_segments:True
 # Lines of the log begin with the global rank; torchrun fills it in.
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]:'
-# TorchTitan warns where the rank that knows the loss is not among these.
-export LOG_RANK=0
 
 CHOSEN_ARGS=()
 case "${EP_BACKEND}" in
   deepep)
     CHOSEN_ARGS+=(
       --cookbook.ep_backend=deepep
+      --cookbook.dispatch=deepep
       --parallelism.expert_parallel_comm_backend=deepep
     )
     export NVSHMEM_REMOTE_TRANSPORT=ibrc
@@ -122,6 +111,7 @@ case "${EP_BACKEND}" in
   mxfp8_a2a)
     CHOSEN_ARGS+=(
       --cookbook.ep_backend=mxfp8_a2a
+      --cookbook.dispatch=mxfp8
       --parallelism.expert_parallel_comm_backend=standard
       --parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8
       --parallelism.expert_parallel_a2a_combine_bwd_precision=mxfp8
@@ -130,6 +120,7 @@ case "${EP_BACKEND}" in
   standard)
     CHOSEN_ARGS+=(
       --cookbook.ep_backend=standard
+      --cookbook.dispatch=standard
       --parallelism.expert_parallel_comm_backend=standard
     )
     ;;
@@ -138,6 +129,8 @@ case "${PRECISION}" in
   bf16)
     CHOSEN_ARGS+=(
       --cookbook.precision=bf16
+      --cookbook.grouped_gemms=bf16
+      --cookbook.linear_layers=bf16
       --training.mixed_precision_param=bfloat16
       --training.mixed_precision_reduce=float32
     )
@@ -145,6 +138,8 @@ case "${PRECISION}" in
   float8)
     CHOSEN_ARGS+=(
       --cookbook.precision=float8
+      --cookbook.grouped_gemms=fp8_rowwise
+      --cookbook.linear_layers=float8
       '--model.converters=quantize.linear.float8,quantize.grouped_mm.float8'
       --quantize.linear.float8.recipe_name=rowwise
       '--quantize.linear.float8.filter_fqns=output,router.gate'
@@ -154,6 +149,8 @@ case "${PRECISION}" in
   mxfp8)
     CHOSEN_ARGS+=(
       --cookbook.precision=mxfp8
+      --cookbook.grouped_gemms=mxfp8
+      --cookbook.linear_layers=bf16
       --model.converters=quantize.grouped_mm.mx
       --quantize.grouped_mm.mx.recipe_name=mxfp8
       --quantize.grouped_mm.mx.fqns=experts
@@ -162,6 +159,8 @@ case "${PRECISION}" in
   mxfp8_linear)
     CHOSEN_ARGS+=(
       --cookbook.precision=mxfp8_linear
+      --cookbook.grouped_gemms=mxfp8
+      --cookbook.linear_layers=mx
       '--model.converters=quantize.grouped_mm.mx,quantize.linear.mx'
       --quantize.grouped_mm.mx.recipe_name=mxfp8
       --quantize.grouped_mm.mx.fqns=experts
@@ -172,44 +171,14 @@ case "${PRECISION}" in
   mxfp8_wgrad_hp)
     CHOSEN_ARGS+=(
       --cookbook.precision=mxfp8_wgrad_hp
+      --cookbook.grouped_gemms=mxfp8_wgrad_with_hp
+      --cookbook.linear_layers=bf16
       --model.converters=quantize.grouped_mm.mx
       --quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp
       --quantize.grouped_mm.mx.fqns=experts
     )
     ;;
 esac
-
-# The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
-# same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
-mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
-HEAD_NODE="${NODES[0]:?no node in SLURM_JOB_NODELIST}"
-HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
-HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
-RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
-[[ -n "${RESOLVED}" ]] || fail "cannot resolve the head node ${HEAD_NODE} (${HEAD_ADDRESS})"
-if [[ "${RESOLVED}" != 127.* ]]; then
-  HEAD_ADDRESS="${RESOLVED}"
-fi
-# Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
-RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
-# New for each attempt: a worker that is left over from the last one must not join this one.
-RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"
-NUM_NODES="${SLURM_JOB_NUM_NODES}"
-
-TORCHRUN=(
-  torchrun
-  --nnodes="${NUM_NODES}"
-  --nproc-per-node=8
-  --rdzv-backend=c10d
-  --rdzv-endpoint="${RDZV_ENDPOINT}"
-  --rdzv-id="${RDZV_ID}"
-  --role=rank
-  # Every rank's log is kept; the log of the job shows these local ranks, the one with the loss among them.
-  --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
-  --redirects=3
-  --tee=3
-  --local-ranks-filter=0
-)
 
 TRAIN_ARGS=(
   --job.custom_config_module=cookbook.titan.stack_2026_02.job_config
@@ -253,6 +222,47 @@ TRAIN_ARGS=(
 )
 # The later word wins: the choice stands after the recipe, and your own words after both.
 TRAIN_ARGS+=("${CHOSEN_ARGS[@]}")
+if [[ -n "${WANDB_API_KEY:-}" ]]; then
+  export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
+  export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
+  TRAIN_ARGS+=("--metrics.enable_wandb")
+fi
+
+# A misspelt option, a layout that does not divide or a tokenizer that is not there ends the job here, in
+# a second, and not on every rank. The run is noted as well, for `submit.py status` and `report`. The
+# answer: the number of this attempt, and the ranks whose lines the log shows, the one with the loss
+# among them.
+JOB=("${VENV}/bin/python" -m cookbook.job)
+ANSWER="$(
+  "${JOB[@]}" begin "${CELL_DIR}" --cell="${CELL}" --recipe=deepseek_v3_16b \
+    --precision="${PRECISION}" --ep-backend="${EP_BACKEND}" --cluster=soperator-b200 \
+    --nodes="${NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
+)"
+read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"
+# TorchTitan warns where the rank that knows the loss is not among these.
+export LOG_RANK
+export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
+mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
+if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
+  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
+fi
+
+# The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
+# same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
+mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
+HEAD_NODE="${NODES[0]:?no node in SLURM_JOB_NODELIST}"
+HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
+HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
+RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
+[[ -n "${RESOLVED}" ]] || fail "cannot resolve the head node ${HEAD_NODE} (${HEAD_ADDRESS})"
+if [[ "${RESOLVED}" != 127.* ]]; then
+  HEAD_ADDRESS="${RESOLVED}"
+fi
+# Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
+RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
+# New for each attempt: a worker that is left over from the last one must not join this one.
+RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"
+
 TRAIN_ARGS+=(
   # Checkpoints belong to the cell, everything else to this attempt.
   "--job.dump_folder=${CELL_DIR}"
@@ -261,33 +271,21 @@ TRAIN_ARGS+=(
   "--profiling.save_traces_folder=attempt-${ATTEMPT}/profile_traces"
   "--profiling.save_memory_snapshot_folder=attempt-${ATTEMPT}/memory_snapshot"
 )
-if [[ -n "${WANDB_API_KEY:-}" ]]; then
-  export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
-  export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
-  TRAIN_ARGS+=("--metrics.enable_wandb")
-fi
 TRAIN_ARGS+=("$@")
-
-# A misspelt option or a layout that does not divide ends here, in a second, and not on every rank. Started
-# by hand, the run is noted as well, for `submit.py status` and `report`.
-RECORD=(python -m cookbook.job)
-SUPERVISED=()
-if [[ -n "${COOKBOOK_SUPERVISED:-}" ]]; then
-  SUPERVISED=(--supervised)
-fi
-"${RECORD[@]}" begin "${CELL_DIR}" "${SUPERVISED[@]}" --cell="${CELL}" --recipe=deepseek_v3_16b \
-  --precision="${PRECISION}" --ep-backend="${EP_BACKEND}" --cluster=soperator-b200 \
-  --nodes="${NUM_NODES}" --ranks-per-node=8 --device=cuda \
-  -- "${TRAIN_ARGS[@]}"
-if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
-  trap '"${RECORD[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
-fi
-
-mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
-echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
-echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
-
+TORCHRUN=(
+  torchrun
+  --nnodes="${NUM_NODES}"
+  --nproc-per-node=8
+  --rdzv-backend=c10d
+  --rdzv-endpoint="${RDZV_ENDPOINT}"
+  --rdzv-id="${RDZV_ID}"
+  --role=rank
+  # Every rank's log is kept.
+  --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
+  --redirects=3
+  --tee=3
+  --local-ranks-filter="${SHOWN_RANKS}"
+)
 SRUN=(
   srun
   # srun has not inherited this from sbatch since Slurm 22.05; without it, all ranks share one core.
@@ -296,5 +294,10 @@ SRUN=(
   --kill-on-bad-exit=1
   --wait=60
 )
+
+echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
+echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
+
 "${SRUN[@]}" "${TORCHRUN[@]}" -m torchtitan.train "${TRAIN_ARGS[@]}" 2>&1 |
   tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log"

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cookbook.base.paths import ROOT
 from cookbook.cells.cluster import load_cluster
-from cookbook.cells.sweep import CellRequest, expand_sweep, load_sweep
+from cookbook.cells.expand import CellRequest, expand_sweep
+from cookbook.cells.sweep import load_sweep
 from cookbook.script.render import render_script
-from cookbook.stack.stack import load_stack
 
 _COMMANDS = (["--help"], ["list"])
 _COMMAND_LIMIT_SECONDS = 0.3
@@ -61,9 +61,8 @@ def time_cells() -> tuple[int, float]:
         path = Path(folder) / "many.yaml"
         path.write_text(_SWEEP, encoding="utf-8")
         start = time.perf_counter()
-        stack = load_stack()
-        request = CellRequest(load_cluster("soperator-b200", stack), stack)
-        cells = expand_sweep(load_sweep(str(path), stack), request)
+        request = CellRequest(load_cluster("soperator-b200"))
+        cells = expand_sweep(load_sweep(str(path)), request)
         scripts = {render_script(cell) for cell in cells}
         seconds = time.perf_counter() - start
     assert len(scripts) == len(cells), "two cells have the same script"

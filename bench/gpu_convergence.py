@@ -25,6 +25,8 @@ from cookbook.base.files import write_whole
 from cookbook.base.gpus import visible_gpus
 from cookbook.install.corpus import make_corpus
 from cookbook.log.curve import collect_steps
+from cookbook.run.folder import CellFolder
+from cookbook.run.record import CellRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 SUBMIT = [sys.executable, str(ROOT / "submit.py")]
@@ -83,7 +85,7 @@ def train(out: Path, text: Path | None, steps: int, seconds: float, words: Seque
 
 def _write_curve(out: Path, name: str) -> int:
     cells = sorted((out / "runs" / name).glob("*/proxy-*"))
-    steps = collect_steps(cells[-1], {"options": {}}) if cells else []
+    steps = collect_steps(CellFolder(cells[-1]), CellRecord()) if cells else []
     lines = [f"{step.step},{step.loss},{step.grad_norm}\n" for step in steps]
     write_whole(out / f"{name}.csv", "".join(["step,loss,grad_norm\n", *lines]))
     return len(steps)

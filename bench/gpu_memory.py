@@ -36,9 +36,9 @@ from bench.memory_points import (
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import visible_gpus
 from cookbook.base.paths import LOCAL_ASSETS, ROOT
+from cookbook.cells.argv import train_argv
 from cookbook.cells.cell import Cell
 from cookbook.install.corpus import is_made, make_corpus
-from cookbook.script.render import train_args
 
 LIMIT_S = 150
 
@@ -61,7 +61,7 @@ class Job:
         }
         environment.setdefault("OMP_NUM_THREADS", "1")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={cell.world}", "-m", "torchtitan.train", *train_args(cell)]
+        command += [f"--nproc-per-node={cell.world}", "-m", "torchtitan.train", *train_argv(cell)]
         command.append(f"--job.dump_folder={folder / 'out'}")
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(

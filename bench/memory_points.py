@@ -15,10 +15,12 @@ from typing import Any
 
 from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import load_cluster
-from cookbook.cells.recipe import Setting, load_recipe
-from cookbook.cells.sweep import CellRequest, expand_sweep, sweep_of_recipe
+from cookbook.cells.overlay import load_overlay
+from cookbook.cells.recipe import load_recipe
+from cookbook.cells.resolve import lay_out
 from cookbook.check.dry_run import build_cells
 from cookbook.check.memory import predict_memory
+from cookbook.stack.options import Options, Setting
 from cookbook.stack.stack import Stack, load_stack
 
 STEPS = 4
@@ -95,7 +97,6 @@ CPU_POINTS = (
 
 def cell_of(point: Point, folder: Path, gpu: Mapping[str, Any] | None) -> Cell:
     """The point as a cell of the cookbook's recipe, on a machine with such GPUs."""
-    stack = _stack_with_flavors()
     options: dict[str, Any] = {
         "training.local_batch_size": point.batch,
         "training.steps": STEPS,
@@ -108,17 +109,19 @@ def cell_of(point: Point, folder: Path, gpu: Mapping[str, Any] | None) -> Cell:
     }
     if point.recipe == "deepseek_v3_16b":
         options |= {"parallelism.expert_parallel_degree": 4, "debug.moe_force_load_balance": True}
-    request = CellRequest(
-        cluster=load_cluster(write_cluster(folder, gpu, point.ranks), stack),
-        stack=stack,
-        precision=point.precision,
-        ep_backend=point.ep_backend,
-        overrides={
-            name: Setting(value, "bench") for name, value in {**options, **point.options}.items()
-        },
+    settings = {
+        name: Setting(value, "bench") for name, value in {**options, **point.options}.items()
+    }
+    # Not judged: the rules know no flavor of the probe's.
+    cell = lay_out(
+        load_recipe(point.recipe),
+        load_overlay("precision", point.precision),
+        load_overlay("ep_backend", point.ep_backend),
+        load_cluster(write_cluster(folder, gpu, point.ranks)),
+        layers=({}, {}, settings),
     )
-    (cell,) = expand_sweep(sweep_of_recipe(load_recipe(point.recipe, stack), stack), request)
-    return cell
+    options_with_flavors = Options(_stack_with_flavors(), cell.options.settings)
+    return dataclasses.replace(cell, options=options_with_flavors, hooks="bench.memory_probe")
 
 
 @functools.cache

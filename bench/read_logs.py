@@ -19,6 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cookbook.results.collect import collect_results
+from cookbook.run.run import read_run
+from cookbook.run.states import cell_states
 
 _RANKS_PER_NODE = 8
 _LIMIT_SECONDS = 3.0
@@ -30,7 +32,13 @@ def write_run(run_dir: Path, num_ranks: int, num_steps: int, all_on_console: boo
     num_nodes = num_ranks // _RANKS_PER_NODE
     attempt = run_dir / name / "attempt-1"
     attempt.mkdir(parents=True)
-    run = {"run": run_dir.name, "sweep": "matrix", "baseline": name, "cells": [name]}
+    run = {
+        "run": run_dir.name,
+        "scheduler": "local",
+        "sweep": "matrix",
+        "baseline": name,
+        "cells": [name],
+    }
     (run_dir / "run.json").write_text(json.dumps(run))
     cell = {
         "name": name,
@@ -94,9 +102,11 @@ def main() -> int:
         run_dir = Path(folder) / "matrix"
         size = write_run(run_dir, args.ranks, args.steps, args.all_on_console)
         times = []
+        run = read_run(run_dir)
+        states = cell_states(run)
         for _ in range(args.repeats):
             start = time.perf_counter()
-            results = collect_results(run_dir)
+            results = collect_results(run, states)
             times.append(time.perf_counter() - start)
     cell = results.cells[0]
     assert cell.steps == args.steps, cell

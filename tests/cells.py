@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cookbook.cells.cell import Cell, resolve_cell
+from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.recipe import Recipe, Setting, load_overlay, load_recipe, names_in
+from cookbook.cells.names import names_in
+from cookbook.cells.overlay import load_overlay
+from cookbook.cells.recipe import Recipe, load_recipe
+from cookbook.cells.resolve import resolve_cell
+from cookbook.stack.options import Setting
 from cookbook.stack.stack import load_stack
 
 STACK = load_stack()
@@ -48,13 +52,12 @@ class Point:
 
     def cell(self) -> Cell:
         """The cell; a recipe for many nodes is laid out anew where the cluster has few."""
-        recipe, cluster = load_recipe(self.recipe, STACK), load_cluster(self.cluster, STACK)
+        recipe, cluster = load_recipe(self.recipe), load_cluster(self.cluster)
         return resolve_cell(
             recipe,
-            load_overlay("precision", self.precision, STACK),
-            load_overlay("ep_backend", self.ep_backend, STACK),
+            load_overlay("precision", self.precision),
+            load_overlay("ep_backend", self.ep_backend),
             cluster,
-            STACK,
             overrides=_smaller_layout(recipe, cluster),
         )
 

@@ -10,10 +10,11 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.recipe import Setting, load_recipe
-from cookbook.cells.sweep import CellRequest, expand_sweep, sweep_of_recipe
-from cookbook.check.finding import ERROR, Finding
-from cookbook.check.rules import apply_rules
+from cookbook.cells.expand import CellRequest, expand_sweep
+from cookbook.cells.finding import ERROR, Finding
+from cookbook.cells.sweep import sweep_of_recipe
+from cookbook.check.check import judge
+from cookbook.stack.options import Setting
 from cookbook.stack.stack import load_stack
 
 STACK = load_stack()
@@ -22,8 +23,8 @@ STACK = load_stack()
 @functools.cache
 def cluster_of(name: str, gpus: int | None = None) -> Cluster:
     """A profile, with other GPUs a node where `gpus` says so."""
-    cluster = load_cluster(name, STACK)
-    return cluster if gpus is None else dataclasses.replace(cluster, ranks_per_node=gpus)
+    cluster = load_cluster(name)
+    return cluster if gpus is None else dataclasses.replace(cluster, gpus_per_node=gpus)
 
 
 def cell_of(
@@ -38,7 +39,6 @@ def cell_of(
     """The cell as `submit.py` resolves it; raises InputError as it does."""
     request = CellRequest(
         cluster=cluster_of(cluster) if isinstance(cluster, str) else cluster,
-        stack=STACK,
         precision=precision,
         ep_backend=ep_backend,
         nodes=nodes,
@@ -46,14 +46,14 @@ def cell_of(
             name: Setting(value, f"--set {name}") for name, value in (options or {}).items()
         },
     )
-    (cell,) = expand_sweep(sweep_of_recipe(load_recipe(recipe, STACK), STACK), request)
+    (cell,) = expand_sweep(sweep_of_recipe(recipe), request)
     return cell
 
 
 def with_options(cell: Cell, options: dict[str, Any]) -> Cell:
     """`cell` with other options, unchecked."""
     extra = {name: Setting(value, name) for name, value in options.items()}
-    return dataclasses.replace(cell, settings={**cell.settings, **extra})
+    return dataclasses.replace(cell, options=cell.options.over(extra))
 
 
 def refusals(recipe: str, options: dict[str, Any], **where: Any) -> list[Finding]:
@@ -62,7 +62,7 @@ def refusals(recipe: str, options: dict[str, Any], **where: Any) -> list[Finding
         cell = cell_of(recipe, options, **where)
     except InputError as error:
         return [Finding(ERROR, "input", error.place, error.found, error.remedy, "")]
-    return [finding for finding in apply_rules(cell) if finding.level == ERROR]
+    return [finding for finding in judge(cell) if finding.level == ERROR]
 
 
 def h200(folder: Path, gpus: int = 4) -> Cluster:
@@ -73,4 +73,4 @@ def h200(folder: Path, gpus: int = 4) -> Cluster:
         f"gpus_per_node: {gpus}\n"
         "gpu: {name: H200, compute_capability: 9.0, memory_gib: 139.8}\n"
     )
-    return load_cluster(str(path), STACK)
+    return load_cluster(str(path))

@@ -16,14 +16,18 @@ from pathlib import Path
 
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
-from cookbook.cells.cell import Cell, resolve_cell
+from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.recipe import Setting, load_overlay, load_recipe
-from cookbook.script.render import render_launcher, render_script
-from cookbook.stack.stack import DEFAULT_STACK, load_stack
+from cookbook.cells.overlay import load_overlay
+from cookbook.cells.recipe import load_recipe
+from cookbook.cells.resolve import resolve_cell
+from cookbook.script.launcher import render_launcher
+from cookbook.script.render import render_script
+from cookbook.stack.options import Setting
+from cookbook.stack.pins import stack_name
 
 GOLDEN = Path(__file__).parent / "golden"
-OPTION_TABLE = ROOT / "cookbook/stacks" / f"{DEFAULT_STACK}.json"
+OPTION_TABLE = ROOT / "cookbook/stack/tables" / f"{stack_name()}.json"
 LAUNCHERS = {"train_671b.sh": "deepseek_v3_671b", "train_16b.sh": "deepseek_v3_16b"}
 # Scripts name the folder of the cookbook, which is elsewhere on every machine.
 _ROOT = Path("/shared/moe-cookbook")
@@ -49,10 +53,9 @@ def golden_scripts() -> dict[str, str]:
 
 def launchers() -> dict[str, str]:
     """The text of train_671b.sh and train_16b.sh, by file name."""
-    stack = load_stack()
-    cluster = load_cluster("soperator-b200", stack)
+    cluster = load_cluster("soperator-b200")
     return {
-        name: render_launcher(load_recipe(recipe, stack), cluster, stack, name)
+        name: render_launcher(load_recipe(recipe), cluster, name)
         for name, recipe in LAUNCHERS.items()
     }
 
@@ -70,13 +73,11 @@ def _cell(
     cluster: str,
     options: dict[str, int] | None = None,
 ) -> Cell:
-    stack = load_stack()
     return resolve_cell(
-        load_recipe(recipe, stack),
-        load_overlay("precision", precision, stack),
-        load_overlay("ep_backend", ep_backend, stack),
-        _on_cpu(load_cluster(cluster, stack)),
-        stack,
+        load_recipe(recipe),
+        load_overlay("precision", precision),
+        load_overlay("ep_backend", ep_backend),
+        _on_cpu(load_cluster(cluster)),
         overrides={
             name: Setting(value, f"--set {name}") for name, value in (options or {}).items()
         },
@@ -85,7 +86,9 @@ def _cell(
 
 def _on_cpu(cluster: Cluster) -> Cluster:
     """`local` as on a machine without GPUs, whatever this one has."""
-    return replace(cluster, gpu=None, ranks_per_node=2) if cluster.scheduler == "local" else cluster
+    return (
+        replace(cluster, gpu=None, gpus_per_node=None) if cluster.scheduler == "local" else cluster
+    )
 
 
 def main() -> None:

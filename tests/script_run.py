@@ -1,4 +1,4 @@
-"""In: a script of the cookbook. Out: how it starts torchrun, seen without Slurm and without GPUs.
+"""Runs a script of the cookbook and shows how it starts torchrun, without Slurm and GPUs.
 
 Stand-ins for Slurm's commands are put on PATH; the script itself is run as it is.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ esac
 """,
     "getent": "echo '10.0.0.7 STREAM worker-0'\n",
 }
+# What `cookbook.job begin` answers: attempt, LOG_RANK, shown ranks.
+_ANY_WORDS = """\
+if [[ "$3" == begin ]]; then echo "0 0 0"; fi
+"""
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,15 @@ class Start:
 class ScriptRunner:
     """Runs scripts in `folder`, where it puts its stand-ins and what they write down."""
 
-    def __init__(self, folder: Path, python: str | None = None) -> None:
+    def __init__(self, folder: Path, python: str | None = sys.executable) -> None:
         self.folder = folder
         self.programs = folder / "programs"
         self.venv = folder / "venv"
         for name, text in _PROGRAMS.items():
             _write_program(self.programs / name, text)
-        # Scripts have Python check their words, which takes a while; tests of that name a Python.
-        _write_program(self.venv / "bin/python", f'exec {python} "$@"\n' if python else "exit 0\n")
+        # Scripts have Python check their words. Without one, all words pass: for tests of bash.
+        text = f'exec {python} "$@"\n' if python else _ANY_WORDS
+        _write_program(self.venv / "bin/python", text)
 
     def run(
         self,

@@ -11,10 +11,14 @@ import yaml
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
-from cookbook.cells.cell import Cell, missing_packages, resolve_cell
+from cookbook.cells.argv import train_argv
+from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import load_cluster
-from cookbook.cells.recipe import Setting, load_overlay, load_recipe
-from cookbook.script.render import train_args
+from cookbook.cells.overlay import load_overlay
+from cookbook.cells.recipe import load_recipe
+from cookbook.cells.resolve import resolve_cell
+from cookbook.cells.rules.here import missing_packages
+from cookbook.stack.options import Setting
 from tests.cells import CLUSTERS, POINTS, RECIPES, RUNNABLE, STACK, Point
 from tests.titan_config import parse, typed
 
@@ -33,11 +37,10 @@ def _cell(
     """A cell; `options` with __ for a dot."""
     names = {name.replace("__", "."): value for name, value in options.items()}
     return resolve_cell(
-        load_recipe(recipe, STACK),
-        load_overlay("precision", precision, STACK),
-        load_overlay("ep_backend", ep_backend, STACK),
-        load_cluster(cluster, STACK),
-        STACK,
+        load_recipe(recipe),
+        load_overlay("precision", precision),
+        load_overlay("ep_backend", ep_backend),
+        load_cluster(cluster),
         nodes=nodes,
         sweep_settings={name: Setting(value, "sweep") for name, value in (sweep or {}).items()},
         overrides={name: Setting(value, f"--set {name}") for name, value in names.items()},
@@ -48,16 +51,19 @@ def _cell(
 @pytest.mark.parametrize("point", RUNNABLE, ids=str)
 def test_torchtitan_holds_what_the_cell_says(point: Point) -> None:
     cell = point.cell()
-    parsed = parse(train_args(cell))
+    parsed = parse(train_argv(cell))
     expected = {
         **{name: option.default for name, option in STACK.options.items()},
-        **cell.options,
+        **cell.options.values,
         "job.description": f"{cell.name}: {cell.recipe.description}",
         "job.custom_config_module": "cookbook.titan.stack_2026_02.job_config",
         "experimental.custom_import": "cookbook.titan.stack_2026_02",
         "cookbook.precision": point.precision,
         "cookbook.ep_backend": point.ep_backend,
         "cookbook.emulated": cell.emulated,
+        # What the overlays declare, which the job is held to.
+        **{name: setting.value for name, setting in cell.precision.active.items()},
+        **{name: setting.value for name, setting in cell.ep_backend.active.items()},
     }
     assert typed(parsed) == typed(expected)
 
@@ -78,31 +84,28 @@ def test_a_cell_is_refused_with_a_reason_or_not_at_all(point: Point) -> None:
     capability = gpu.compute_capability if gpu else 0
     if cell.emulated:
         assert cell.precision.needs.compute_capability > capability
-        assert any(name.endswith(".emulate") and on for name, on in cell.options.items())
+        assert any(name.endswith(".emulate") and on for name, on in cell.options.values.items())
     else:
-        assert not any(name.endswith(".emulate") and on for name, on in cell.options.items())
+        assert not any(name.endswith(".emulate") and on for name, on in cell.options.values.items())
 
 
 @pytest.mark.parametrize("point", POINTS, ids=str)
 def test_cell_yaml_reads_back_as_the_cell(point: Point) -> None:
     cell = point.cell()
-    read = yaml.safe_load(cell.as_yaml())
-    assert read["options"] == cell.options
-    assert typed(read["options"]) == typed(cell.options)
+    read = yaml.safe_load(cell.record().as_yaml())
+    assert read["options"] == cell.options.values
+    assert typed(read["options"]) == typed(cell.options.values)
     assert read["name"] == cell.name
     assert (read["precision"], read["ep_backend"]) == (point.precision, point.ep_backend)
     assert read["nodes"] * read["ranks_per_node"] == cell.world
     assert read["refused"] == cell.refused
-    origins = yaml.safe_load(cell.as_yaml(origins=True))["options"]
-    assert {name: origin["value"] for name, origin in origins.items()} == cell.options
-    assert all(origin["from"] for origin in origins.values())
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ({"precision": "mxfp8_linear"}, "MXFP8 linear layers with tensor parallelism"),
-        ({"ep_backend": "mxfp8_a2a"}, "mxfp8_a2a needs a precision of mxfp8"),
+        ({"ep_backend": "mxfp8_a2a"}, "mxfp8_a2a needs a precision with grouped_gemms mxfp8 or"),
         (
             {"ep_backend": "deepep", "parallelism__expert_parallel_degree": 1},
             "deepep needs parallelism.expert_parallel_degree above 1",
@@ -119,7 +122,7 @@ def test_cell_yaml_reads_back_as_the_cell(point: Point) -> None:
     ],
 )
 def test_what_cannot_run_says_why(arguments: dict[str, Any], reason: str) -> None:
-    if arguments.get("cluster") == "local" and load_cluster("local", STACK).gpu is not None:
+    if arguments.get("cluster") == "local" and load_cluster("local").gpu is not None:
         pytest.skip("this machine has GPUs")
     assert (_cell(**arguments).refused or "").startswith(reason)
 
@@ -127,12 +130,12 @@ def test_what_cannot_run_says_why(arguments: dict[str, Any], reason: str) -> Non
 def test_what_the_gpu_lacks_is_emulated_where_the_cluster_allows_it() -> None:
     h200 = _cell("debug", "mxfp8", cluster="h200-node")
     assert h200.emulated and h200.refused is None
-    strict = replace(load_cluster("h200-node", STACK), emulate=False)
-    cell = resolve_cell(h200.recipe, h200.precision, h200.ep_backend, strict, STACK)
+    strict = replace(load_cluster("h200-node"), emulate=False)
+    cell = resolve_cell(h200.recipe, h200.precision, h200.ep_backend, strict)
     assert not cell.emulated
     assert cell.refused == "mxfp8 needs a GPU of compute capability 10.0, H200 has 9.0"
     newer = replace(strict, gpu=Gpu("B300", 10.3, 268))
-    assert resolve_cell(h200.recipe, h200.precision, h200.ep_backend, newer, STACK).refused is None
+    assert resolve_cell(h200.recipe, h200.precision, h200.ep_backend, newer).refused is None
 
 
 def test_later_settings_win_and_say_where_they_come_from() -> None:
@@ -142,7 +145,7 @@ def test_later_settings_win_and_say_where_they_come_from() -> None:
         training__steps=40,
         quantize__grouped_mm__mx__fqns=["experts", "shared"],
     )
-    origins = {name: setting.place for name, setting in cell.settings.items()}
+    origins = {name: setting.place for name, setting in cell.options.settings.items()}
     assert cell.options["training.steps"] == cell.steps == 40
     assert origins["training.steps"] == "--set training.steps"
     assert (cell.options["optimizer.lr"], origins["optimizer.lr"]) == (1e-3, "sweep")
@@ -200,7 +203,8 @@ def test_a_layout_problem_is_named_where_the_value_stands() -> None:
 def test_ranks_and_layout() -> None:
     cell = _cell()
     assert cell.world == 256
-    assert (cell.layout.dp_shard, cell.layout.stage_ranks, cell.layout.loss_rank) == (64, 128, 128)
+    assert (cell.layout.dp_shard, cell.layout.stage_ranks) == (64, 128)
+    assert cell.record().loss_rank == 128
 
 
 def test_names_of_varied_cells_are_safe_for_files_and_jobs() -> None:
@@ -210,9 +214,7 @@ def test_names_of_varied_cells_are_safe_for_files_and_jobs() -> None:
         "optimizer.lr": Setting(1e-05, "sweep"),
     }
     base = _cell()
-    cell = resolve_cell(
-        base.recipe, base.precision, base.ep_backend, base.cluster, STACK, varied=varied
-    )
+    cell = resolve_cell(base.recipe, base.precision, base.ep_backend, base.cluster, varied=varied)
     assert cell.name.startswith("671b-bf16-standard-converters_quantize.grouped_mm.mx+a_b-")
     assert set(cell.name) <= set(
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.+-"
@@ -232,9 +234,10 @@ def test_emulated_mxfp8_linear_layers_run_under_tensor_parallelism_and_compile()
 
 
 def test_missing_packages_are_those_that_the_overlays_need_and_that_are_not_here() -> None:
-    assert missing_packages(_cell().precision, _cell().ep_backend) == []
-    overlay = _cell().precision
-    needs = replace(overlay.needs, packages=("no_such_package", "json"))
-    assert missing_packages(replace(overlay, needs=needs)) == ["no_such_package"]
+    cell = _cell()
+    assert missing_packages(cell) == []
+    needs = replace(cell.precision.needs, packages=("no_such_package", "json"))
+    lacking = replace(cell, precision=replace(cell.precision, needs=needs))
+    assert missing_packages(lacking) == ["no_such_package"]
     needed = {*_cell(precision="mxfp8", ep_backend="deepep").ep_backend.needs.packages}
     assert needed == {"deep_ep"}

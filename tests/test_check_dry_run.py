@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from cookbook.cells.cell import Cell
+from cookbook.cells.finding import ERROR
 from cookbook.cells.layout import DEGREES
+from cookbook.check.check import judge
 from cookbook.check.dry_run import DryRun
-from cookbook.check.finding import ERROR
-from cookbook.check.rules import apply_rules
 from tests.check_cells import cell_of, cluster_of, with_options
 
 pytestmark = pytest.mark.titan
@@ -39,7 +39,7 @@ def dry_run() -> Iterator[DryRun]:
 
 def debug_cell(world: int) -> Cell:
     """The debug model on one node of `world` B200."""
-    cluster = dataclasses.replace(cluster_of("soperator-b200"), ranks_per_node=world, nodes=1)
+    cluster = dataclasses.replace(cluster_of("soperator-b200"), gpus_per_node=world, nodes=1)
     return cell_of("debug", {DEGREES["ep"]: 1}, cluster=cluster, nodes=1)
 
 
@@ -79,7 +79,7 @@ def test_check_and_torchtitan_agree_on_what_can_be_built(
     dry_run: DryRun, world: int, options: dict[str, Any]
 ) -> None:
     cell = with_options(debug_cell(world), options)
-    errors = [one for one in apply_rules(cell) if one.level == ERROR]
+    errors = [one for one in judge(cell) if one.level == ERROR]
     built = dry_run.build(cell)
     assert not built.unavailable
     event(f"{'refused' if errors else 'allowed'}, {'built' if built.views else 'not built'}")

@@ -13,7 +13,7 @@ import pytest
 
 from bench.memory_points import compare
 from cookbook.cells.cell import Cell
-from cookbook.check.cells import CellCheck, check_cells
+from cookbook.check.check import CellCheck, check_cells
 from cookbook.check.memory import verdict
 from cookbook.check.shapes import destinations
 from tests.check_cells import cell_of, h200

@@ -1,4 +1,4 @@
-"""In: wrong layouts and doubtful ones. Out: each refused, or warned of, for the right reason."""
+"""Wrong layouts and doubtful ones: each refused, or warned of, for the right reason."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cookbook.check.finding import ERROR, HINT, WARNING
-from cookbook.check.rules import apply_rules
+from cookbook.cells.finding import ERROR, HINT, WARNING
+from cookbook.check.check import judge
 from tests.check_cells import cell_of, cluster_of, refusals, with_options
 
 P = "parallelism"
@@ -73,7 +73,15 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "",
         "needs a GPU of compute capability 10",
     ),
-    (SMALL, {}, {"ep_backend": "mxfp8_a2a"}, "", "mxfp8_a2a needs a precision of mxfp8"),
+    (SMALL, {}, {"ep_backend": "mxfp8_a2a"}, "", "mxfp8_a2a needs a precision with grouped_gemms"),
+    (BIG, {"training.steps": 0}, {}, "training.steps", "found 0, allowed: 1 and up"),
+    (BIG, {"training.steps": -5}, {}, "training.steps", "found -5, allowed: 1 and up"),
+    (BIG, {"metrics.log_freq": 0}, {}, "metrics.log_freq", "found 0, allowed: 1 and up"),
+    (BIG, {"lr_scheduler.warmup_steps": -1}, {}, "lr_scheduler.warmup_steps", "found -1, allowed"),
+    (BIG, {"lr_scheduler.decay_ratio": 7.0}, {}, "lr_scheduler.decay_ratio", "allowed: 0 to 1"),
+    (BIG, {"checkpoint.interval": 0}, {}, "checkpoint.interval", "found 0, allowed: 1 and up"),
+    (BIG, {"training.dataset": "c5"}, {}, "training.dataset", "found 'c5', allowed: c4, c4_test"),
+    (BIG, {"model.name": "llama3"}, {}, "model.name", "found 'llama3', allowed: deepseek_v3"),
     (
         BIG,
         {"model.converters": ["quantize.grouped_mm.mx"]},
@@ -126,8 +134,8 @@ def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) ->
 @pytest.mark.parametrize(
     ("recipe", "options", "where", "level", "rule"),
     [
-        (BIG, {BATCH: 1}, {}, WARNING, "pipeline_microbatches"),
-        (BIG, {BATCH: 4}, {}, HINT, "pipeline_microbatches"),
+        (BIG, {BATCH: 1}, {}, WARNING, "pipeline_bubble"),
+        (BIG, {BATCH: 4}, {}, HINT, "pipeline_bubble"),
         (SMALL, {"checkpoint.enable": False}, {}, WARNING, "checkpoints_resume"),
         (SMALL, {"checkpoint.last_save_model_only": True}, {}, WARNING, "checkpoints_resume"),
         (SMALL, {"checkpoint.interval": 9999}, {}, WARNING, "checkpoints_resume"),
@@ -142,6 +150,7 @@ def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) ->
         (SMALL, {"debug.moe_force_load_balance": True}, {}, WARNING, "balance_is_real"),
         (SMALL, {TP: 8, EP: 1}, {"nodes": 1}, WARNING, "parameters_are_sharded"),
         (BIG, {TP: 16}, {}, WARNING, "tp_in_a_node"),
+        (SMALL, {EP: 8}, {"nodes": 4}, WARNING, "fewer_nodes"),
         (SMALL, {EP: 8}, {"ep_backend": "deepep"}, HINT, "deepep_within_a_node"),
         (
             SMALL,
@@ -155,21 +164,22 @@ def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) ->
 def test_doubtful_cells_are_told_of(
     recipe: str, options: dict[str, Any], where: dict[str, Any], level: str, rule: str
 ) -> None:
-    found = apply_rules(cell_of(recipe, options, **where))
+    found = judge(cell_of(recipe, options, **where))
     assert any((one.level, one.rule) == (level, rule) for one in found), found
 
 
 def test_deepep_between_nodes_of_four_is_refused() -> None:
     cell = cell_of(SMALL, {EP: 8}, cluster=cluster_of(B200, 4), ep_backend="deepep")
-    reasons = [one.reason for one in apply_rules(cell) if one.rule == "deepep_size"]
+    reasons = [one.reason for one in judge(cell) if one.rule == "deepep_size"]
     assert reasons and "takes them to have 8 GPUs, not 4" in reasons[0]
 
 
 def test_corrections_that_are_off_are_noticed() -> None:
     cell = cell_of(BIG, precision="mxfp8", ep_backend="deepep")
-    assert not [one for one in apply_rules(cell) if one.rule == "corrections_are_on"]
-    without = with_options(cell, {"experimental.custom_import": "mine"})
-    found = [one for one in apply_rules(without) if one.rule == "corrections_are_on"]
+    rules = {"hooks_are_on", "router_gradient"}
+    assert not [one for one in judge(cell) if one.rule in rules]
+    without = dataclasses.replace(cell, hooks="mine")
+    found = [one for one in judge(without) if one.rule in rules]
     assert [one.level for one in found] == [ERROR, ERROR, WARNING]
     assert "counts every token once for each TP rank" in found[0].reason
     assert "padded to 32" in found[1].reason
@@ -178,10 +188,10 @@ def test_corrections_that_are_off_are_noticed() -> None:
 def test_converters_without_their_gpu_are_refused() -> None:
     cell = cell_of(SMALL, {EP: 8}, cluster="h200-node")
     mx = with_options(cell, {"model.converters": ["quantize.grouped_mm.mx"]})
-    rules = {one.rule for one in apply_rules(mx) if one.level == ERROR}
-    assert rules == {"mxfp8_hardware", "precision_is_its_converters"}
+    rules = {one.rule for one in judge(mx) if one.level == ERROR}
+    assert rules == {"mxfp8_hardware", "declaration"}
     emulated = with_options(mx, {"quantize.grouped_mm.mx.emulate": True})
-    assert "mxfp8_hardware" not in {one.rule for one in apply_rules(emulated)}
+    assert "mxfp8_hardware" not in {one.rule for one in judge(emulated)}
 
 
 def test_every_finding_has_a_public_reference() -> None:
@@ -189,7 +199,7 @@ def test_every_finding_has_a_public_reference() -> None:
         cell_of(BIG, {BATCH: 1}, precision="mxfp8", ep_backend="deepep"),
         cell_of(SMALL, {"debug.moe_force_load_balance": True, "checkpoint.enable": False}),
     ]
-    findings = [one for cell in cells for one in apply_rules(cell)]
+    findings = [one for cell in cells for one in judge(cell)]
     assert findings
     for one in findings:
         assert one.reference.startswith("https://") and one.reason

@@ -1,4 +1,4 @@
-"""In: command lines, right and wrong. Out: what `submit.py` prints, and its exit status."""
+"""Command lines, right and wrong: what `submit.py` prints, and its exit status."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cookbook.cells.recipe import names_in
+from cookbook.cells.names import names_in
 from tests.cells import STACK
 from tests.submit import ROOT, environment, listing, submit
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
-VERBS += ["check", "doctor"]
+VERBS += ["check", "check-line", "doctor"]
 RECIPE = "name: mine\ndescription: mine\nnodes: 1\nmodel: {name: deepseek_v3, flavor: debugmodel}\n"
 CLUSTER = "description: mine\nscheduler: slurm\nranks_per_node: 2\n"
 SWEEP = "description: mine\nrecipes: [debug]\n"
@@ -172,6 +172,13 @@ def test_new_copies_a_recipe_with_its_comments(tmp_path: Path, runs: Path) -> No
     assert listing(copy / "recipes") == before
 
 
+def _laughs() -> str:
+    lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, 9):
+        lines.append(f"l{level}: &l{level} [{', '.join([f'*l{level - 1}'] * 9)}]")
+    return "\n".join(lines) + "\n"
+
+
 def _files(folder: Path) -> dict[str, str]:
     """Files with one mistake each, by name, and a right one of each kind beside them."""
     texts = {
@@ -195,6 +202,17 @@ def _files(folder: Path) -> dict[str, str]:
         "empty_axis": SWEEP + "vary: {training.steps: []}\n",
         "same_name": "description: mine\nrecipes: [recipe.yaml, twin.yaml]\n",
         "twin": RECIPE,
+        "laughs": RECIPE + _laughs(),
+        "nested": RECIPE.replace("deepseek_v3", "[" * 5000),
+        "packages": "description: a\nneeds: {packages: ['torchao>=0.16']}\n",
+        "dotted": "description: a\nneeds: {packages: [nope.sub]}\n",
+        "uid": "description: a\nenvironment: {UID: 5}\n",
+        "path": "description: a\nenvironment: {LD_LIBRARY_PATH: '/x:$LD_LIBRARY_PATH'}\n",
+        "twin_synonym": "description: a\nsynonyms: [mxfp8_default]\n",
+        "real_synonym": "description: a\nsynonyms: [bf16]\n",
+        "dispatch": "description: a\nactive: {dispatch: deepep}\n",
+        "words": RECIPE + "parallelism.module_fqns_per_model_part: [['--training.steps=5']]\n",
+        "long_name": RECIPE.replace("mine", "a" * 300, 1),
         "no_baseline": SWEEP + "baseline: {precision: mxfp8, ep_backend: standard}\n",
     }
     for name, text in texts.items():
@@ -220,6 +238,42 @@ CLUSTER_WORDS = ["--cluster", "soperator-b200"]
         (["run", "debug", "--set", "training.steps"], "--set training.steps: has no value"),
         (["run", "debug", "--set", "training.steps=a"], "found the text 'a', allowed: a whole nu"),
         (["run", "debug", "--nodes", "33", *CLUSTER_WORDS], "--nodes: found 33, allowed: 1 to 32"),
+        (["run", "debug", "--set", "training.steps=0"], "training.steps: found 0, allowed: 1 and"),
+        (
+            ["run", "debug", "--set", "training.steps=\u0665"],
+            "found the text '\u0665', allowed: a wh",
+        ),
+        (
+            ["run", "debug", "--set", "training.dataset=c5"],
+            "found 'c5', allowed: c4, c4_test, c4_v",
+        ),
+        (["check", "debug", "--set", "model.name=llama3"], "found 'llama3', allowed: deepseek_v3"),
+        (["run", "laughs.yaml"], "laughs.yaml:9: more than 10,000 values, aliases included"),
+        (["run", "nested.yaml"], "nested.yaml:4: nested more than 20 levels deep"),
+        (["run", "packages.yaml", "--precision", "packages.yaml"], "unknown key 'needs'"),
+        (["run", "debug", "--precision", "packages.yaml"], "found 'torchao>=0.16', allowed: the n"),
+        (
+            ["run", "debug", "--precision", "dotted.yaml"],
+            "found 'nope.sub', allowed: the name that",
+        ),
+        (
+            ["run", "debug", "--precision", "uid.yaml"],
+            "environment.UID: is a variable of bash or o",
+        ),
+        (
+            ["run", "debug", "--precision", "path.yaml"],
+            "environment.LD_LIBRARY_PATH: found '/x:$LD",
+        ),
+        (["run", "debug", "--precision", "twin_synonym.yaml"], "found 'mxfp8_default', which "),
+        (["run", "debug", "--precision", "real_synonym.yaml"], "found 'bf16', which "),
+        (
+            ["run", "debug", "--precision", "dispatch.yaml"],
+            "active.dispatch: unknown key 'dispatch'",
+        ),
+        (["run", "words.yaml"], "a list may not be empty or begin with '-'"),
+        (["run", f"{'a' * 300}.yaml"], "no such recipe file"),
+        (["run", "long_name.yaml"], "letters, digits, '.', '-' and '_', at most 60"),
+        (["check-line", "sbatch", "nothing.sh"], "check-line: names no script that is here; write"),
         (["run", "debug", "--nodes", "0"], "--nodes: found 0, allowed: 1 to "),
         (["run", "debug", "--nodes", "two"], "argument --nodes: invalid int value: 'two'"),
         (["run", "debug", "--node"], "expected one argument"),
@@ -247,7 +301,7 @@ CLUSTER_WORDS = ["--cluster", "soperator-b200"]
         (["sweep", "no_baseline.yaml"], "no_baseline.yaml:3: baseline: unknown cell of the sweep"),
         (
             ["sweep", "matrix", *CLUSTER_WORDS, "--nodes", "7"],
-            "parallelism.expert_parallel_degree: 32 does not divide 28 ranks of a stage; try 28",
+            "32 does not divide 28 ranks of a stage; try 4: --set parallelism.expert_parallel_deg",
         ),
         (
             [

@@ -10,7 +10,7 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
 from cookbook.cells.cluster import default_cluster, load_cluster
-from tests.cells import CLUSTER_FILES, CLUSTERS, STACK
+from tests.cells import CLUSTER_FILES, CLUSTERS
 
 HEAD = "description: mine\nscheduler: slurm\n"
 
@@ -23,7 +23,7 @@ def _write(folder: Path, text: str) -> str:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_every_profile_is_read_and_explained(name: str) -> None:
-    cluster = load_cluster(name, STACK)
+    cluster = load_cluster(name)
     assert cluster.description and cluster.ranks_per_node >= 1 and cluster.nodes >= 1
     assert cluster.device == ("cuda" if cluster.gpu else "cpu")
     assert cluster.path.read_text(encoding="utf-8").startswith("# ")
@@ -31,7 +31,7 @@ def test_every_profile_is_read_and_explained(name: str) -> None:
 
 def test_everything_a_profile_may_say() -> None:
     (path,) = [path for path in CLUSTER_FILES if path.stem == "container"]
-    cluster = load_cluster(str(path), STACK)
+    cluster = load_cluster(str(path))
     assert (cluster.name, cluster.nodes, cluster.ranks_per_node) == ("container", 32, 8)
     assert cluster.gpu is not None and cluster.gpu.compute_capability == 10.0
     assert cluster.time == "04:00:00"
@@ -103,7 +103,7 @@ def test_a_wrong_profile_is_one_message_with_its_place(
     tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        load_cluster(_write(tmp_path, text), STACK)
+        load_cluster(_write(tmp_path, text))
     assert message in str(caught.value)
     assert "mine.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -147,7 +147,7 @@ def test_the_local_profile_is_filled_in_from_the_machine(
     visible_gpus.cache_clear()
     load_cluster.cache_clear()
     try:
-        cluster = load_cluster("local", STACK)
+        cluster = load_cluster("local")
         assert (cluster.ranks_per_node, cluster.device) == (ranks, device)
         if cluster.gpu:
             assert cluster.gpu.name == "NVIDIA H200"

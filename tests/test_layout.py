@@ -1,17 +1,20 @@
-"""In: degrees and worlds of ranks. Out: the cookbook and TorchTitan agree on what divides."""
+"""Degrees and worlds of ranks: the cookbook and TorchTitan agree on what divides."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from cookbook.cells.finding import Finding
 from cookbook.cells.layout import DEGREES, layout_of
-from cookbook.cells.layout_rules import layout_problems
+from cookbook.cells.rules.layout import DEEPEP_SIZES, layout_findings
+from cookbook.stack.options import Options, Setting
 from tests.cells import STACK
 
 MODEL = {"model.name": "deepseek_v3", "model.flavor": "16B"}
@@ -22,8 +25,19 @@ def _options(**degrees: int) -> dict[str, Any]:
     return {DEGREES[short]: degree for short, degree in degrees.items()}
 
 
+def _all(options: dict[str, Any]) -> Options:
+    """As the command line would set them; without a model, what is left are ranks that divide."""
+    stack = STACK if "model.name" in options else replace(STACK, models={})
+    settings = {name: Setting(value, f"--set {name}") for name, value in options.items()}
+    return Options(stack, settings)
+
+
+def _findings(options: dict[str, Any], world: int) -> list[Finding]:
+    return layout_findings(_all(options), world)
+
+
 def _found(options: dict[str, Any], world: int) -> list[str]:
-    return [problem.option for problem in layout_problems(STACK, options, world)]
+    return [finding.option for finding in _findings(options, world)]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +63,9 @@ def _found(options: dict[str, Any], world: int) -> list[str]:
 def test_a_degree_that_does_not_divide_is_named_with_the_nearest_that_does(
     options: dict[str, Any], world: int, option: str, found: str, remedy: str
 ) -> None:
-    problem = layout_problems(STACK, options, world)[0]
+    problem = _findings(options, world)[0]
     assert problem.option == DEGREES[option]
-    assert found in problem.found
+    assert found in problem.reason
     assert problem.remedy.startswith(remedy)
 
 
@@ -90,7 +104,7 @@ def test_a_degree_that_does_not_divide_is_named_with_the_nearest_that_does(
             "try 2",
         ),
         ({"model.flavor": "16b"}, "model.flavor", "found '16b', allowed: ", "did you mean '16B'?"),
-        (_options(pp=32), DEGREES["pp"], "32 pipeline ranks (32 stages of 1F1B)", "lower it"),
+        (_options(pp=32), DEGREES["pp"], "32 pipeline ranks (32 stages of 1F1B)", "try 16"),
         (
             {**_options(pp=2), "parallelism.pipeline_parallel_schedule": "Interleaved1FB1"},
             "parallelism.pipeline_parallel_schedule",
@@ -108,20 +122,29 @@ def test_a_degree_that_does_not_divide_is_named_with_the_nearest_that_does(
 def test_what_does_not_fit_the_model_or_the_batch_is_named(
     options: dict[str, Any], option: str, found: str, remedy: str
 ) -> None:
-    problems = layout_problems(STACK, {**MODEL, **options}, 128)
+    problems = _findings({**MODEL, **options}, 128)
     assert [problem.option for problem in problems] == [option]
-    assert found in problems[0].found
+    assert found in problems[0].reason
     assert problems[0].remedy.startswith(remedy)
 
 
-def test_the_remedy_helps() -> None:
+@pytest.mark.parametrize("world", [192, 24, 12, 256])
+@pytest.mark.parametrize("backend", ["standard", "deepep"])
+def test_the_remedy_helps(world: int, backend: str) -> None:
+    others = {**MODEL, "parallelism.expert_parallel_comm_backend": backend}
     for degree in range(1, 200):
-        problems = layout_problems(STACK, {**MODEL, **_options(ep=degree)}, 192)
+        problems = _findings({**others, **_options(ep=degree)}, world)
         if problems:
             better = int(problems[0].remedy.removeprefix("try "))
-            remaining = layout_problems(STACK, {**MODEL, **_options(ep=better)}, 192)
-            # The first remedy divides the ranks; the second, the experts.
-            assert not remaining or "experts" in remaining[0].found
+            assert not _findings({**others, **_options(ep=better)}, world)
+            assert backend == "standard" or better in (1, *DEEPEP_SIZES)
+
+
+def test_a_remedy_for_a_file_says_how_to_try_it() -> None:
+    place = f"recipes/mine.yaml:3: {DEGREES['ep']}"
+    options = _all({**MODEL, DEGREES["ep"]: 5}).over({DEGREES["ep"]: Setting(5, place)})
+    (finding,) = layout_findings(options, 8)
+    assert finding.remedy == f"try 4: --set {DEGREES['ep']}=4"
 
 
 @pytest.fixture(scope="module")
@@ -185,14 +208,16 @@ def test_torchtitan_builds_its_mesh_exactly_where_no_problem_is_found(
         world += factor
     assume(1 < world <= 256)
     # No model, and a sequence that every degree divides: what is left are TorchTitan's own rules.
-    options = {**_options(**degrees), "model.name": "none", "training.seq_len": 2 * 8 * 8 * 9}
-    options["training.local_batch_size"] = 1
+    values = {**_options(**degrees), "training.seq_len": 2 * 8 * 8 * 9}
+    values["training.local_batch_size"] = 1
+    options = _all(values)
     accepted = _torchtitan_accepts(degrees, world, fake_world)
-    assert accepted == (not _found(options, world)), (degrees, world, _found(options, world))
+    found = layout_findings(options, world)
+    assert accepted == (not found), (degrees, world, found)
     if accepted:
         from torchtitan.distributed import ParallelDims
 
-        assert layout_of(STACK, options, world).dp_shard == (
+        assert layout_of(options, world).dp_shard == (
             ParallelDims(**degrees, world_size=world).dp_shard
         )
 

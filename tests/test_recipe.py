@@ -8,8 +8,11 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
-from cookbook.cells.recipe import load_overlay, load_recipe, names_in
-from tests.cells import EP_BACKENDS, PRECISIONS, STACK, walked
+from cookbook.cells.environment import exported
+from cookbook.cells.names import names_in
+from cookbook.cells.overlay import load_overlay
+from cookbook.cells.recipe import load_recipe
+from tests.cells import EP_BACKENDS, PRECISIONS, walked
 from tests.cells import RECIPES as RECIPE_NAMES
 
 HEAD = "name: mine\ndescription: mine\nnodes: 1\n"
@@ -23,10 +26,10 @@ def _write(folder: Path, text: str, name: str = "mine.yaml") -> str:
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_every_recipe_is_read_and_explained(name: str) -> None:
-    recipe = load_recipe(name, STACK)
+    recipe = load_recipe(name)
     assert recipe.description and recipe.settings and recipe.nodes >= 1
     if recipe.stand_in:
-        assert load_recipe(recipe.stand_in, STACK).nodes == 1
+        assert load_recipe(recipe.stand_in).nodes == 1
     text = recipe.path.read_text(encoding="utf-8").splitlines()
     # Commented, so that someone can learn from it and copy it.
     assert text[0].startswith("# ")
@@ -38,7 +41,7 @@ def test_every_recipe_is_read_and_explained(name: str) -> None:
 
 
 def test_short_names_are_not_shared() -> None:
-    names = [load_recipe(name, STACK).short_name for name in RECIPE_NAMES]
+    names = [load_recipe(name).short_name for name in RECIPE_NAMES]
     assert len(set(names)) == len(names)
 
 
@@ -48,17 +51,18 @@ def test_short_names_are_not_shared() -> None:
     + [("ep_backend", name) for name in EP_BACKENDS],
 )
 def test_every_overlay_is_read_and_explained(kind: str, name: str) -> None:
-    overlay = load_overlay(kind, name, STACK)
+    overlay = load_overlay(kind, name)
     assert overlay.name == name and overlay.description
     assert overlay.path.read_text(encoding="utf-8").startswith("# ")
     for synonym in overlay.synonyms:
-        assert load_overlay(kind, synonym, STACK).name == name
+        assert load_overlay(kind, synonym).name == name
 
 
 def test_the_published_numbers_are_those_of_the_article() -> None:
-    recipe = load_recipe("deepseek_v3_671b", STACK)
-    assert recipe.published == {"bf16+standard": 651, "bf16+deepep": 859, "mxfp8+deepep": 918}
-    assert recipe.published_source and recipe.published_source.startswith("https://")
+    recipe = load_recipe("deepseek_v3_671b")
+    numbers = {"bf16+standard": 651, "bf16+deepep": 859, "mxfp8+deepep": 918}
+    assert recipe.published_numbers == numbers
+    assert recipe.published and recipe.published.source.startswith("https://")
 
 
 def test_sections_may_be_nested_or_dotted(tmp_path: Path) -> None:
@@ -66,7 +70,7 @@ def test_sections_may_be_nested_or_dotted(tmp_path: Path) -> None:
     dotted = "quantize.grouped_mm.mx.fqns: [experts]\n"
     mixed = "quantize:\n  grouped_mm.mx: {fqns: [experts]}\n"
     for number, text in enumerate([nested, dotted, mixed]):
-        recipe = load_recipe(_write(tmp_path, HEAD + text, f"mine{number}.yaml"), STACK)
+        recipe = load_recipe(_write(tmp_path, HEAD + text, f"mine{number}.yaml"))
         assert recipe.settings["quantize.grouped_mm.mx.fqns"].value == ["experts"]
 
 
@@ -77,7 +81,7 @@ def test_yaml_values_become_torchtitans_types(tmp_path: Path) -> None:
         "training: {dataset_path: null, steps: 5}\n"
         "parallelism: {module_fqns_per_model_part: [[a], [b, c]]}\n"
     )
-    settings = load_recipe(_write(tmp_path, text), STACK).settings
+    settings = load_recipe(_write(tmp_path, text)).settings
     assert {name: setting.value for name, setting in settings.items()} == {
         "optimizer.lr": 1.0,
         "model.converters": ["a", "b"],
@@ -111,7 +115,7 @@ def test_yaml_values_become_torchtitans_types(tmp_path: Path) -> None:
         (HEAD + "published: {sauce: x}", "mine.yaml:4: published.sauce: unknown key 'sauce'"),
         (
             HEAD + "published: {tokens_per_second_per_gpu: {bf16+standard: 1}}",
-            "mine.yaml: published.source: is missing",
+            "mine.yaml:4: published.source: is missing",
         ),
         (
             HEAD + "published: {source: x, tokens_per_second_per_gpu: {bf16+standrd: 1}}",
@@ -134,7 +138,7 @@ def test_a_wrong_recipe_is_one_message_with_its_place(
     tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        load_recipe(_write(tmp_path, text), STACK)
+        load_recipe(_write(tmp_path, text))
     assert message in str(caught.value)
     assert "mine.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -167,7 +171,7 @@ def test_a_wrong_overlay_is_one_message_with_its_place(
     tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        load_overlay("precision", _write(tmp_path, text), STACK)
+        load_overlay("precision", _write(tmp_path, text))
     assert message in str(caught.value)
     assert "mine.yaml" in str(caught.value)
 
@@ -184,21 +188,28 @@ def test_a_wrong_overlay_is_one_message_with_its_place(
 )
 def test_an_unknown_recipe_is_named_with_the_nearest(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        load_recipe(name, STACK)
+        load_recipe(name)
 
 
 def test_a_file_whose_name_is_no_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="'my recipe' is no name of a recipe, allowed: letters"):
-        load_recipe(_write(tmp_path, HEAD, "my recipe.yaml"), STACK)
+    with pytest.raises(InputError, match="the file's name: found 'my recipe', allowed: letters"):
+        load_recipe(_write(tmp_path, HEAD, "my recipe.yaml"))
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(InputError, match=r"folder.yaml: is a folder, not a recipe file"):
-        load_recipe(str(tmp_path / "folder.yaml"), STACK)
+        load_recipe(str(tmp_path / "folder.yaml"))
 
 
 def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
-    text = "description: a\nenvironment: {A: true, B: 1, C: 1.5, D: x y, E: false}\n"
-    overlay = load_overlay("precision", _write(tmp_path, text), STACK)
-    assert overlay.environment == {"A": "1", "B": "1", "C": "1.5", "D": "x y", "E": "0"}
+    text = "description: a\nenvironment: {A: true, B: 1, C: 3.10, D: x y, E: false, F: 1_000}\n"
+    overlay = load_overlay("precision", _write(tmp_path, text))
+    assert exported(overlay.environment) == {
+        "A": "1",
+        "B": "1",
+        "C": "3.10",
+        "D": "x y",
+        "E": "0",
+        "F": "1_000",
+    }
 
 
 def test_names_are_those_of_the_files() -> None:

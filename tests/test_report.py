@@ -10,6 +10,7 @@ import pytest
 
 from cookbook.results.collect import CellSetting, Result, RunResults
 from cookbook.results.report import render_json, render_markdown, text_width
+from cookbook.run.run import RunRecord
 
 SETTING = CellSetting(
     total_steps=20,
@@ -68,14 +69,18 @@ REFUSED = replace(BLANK, name="671b-mxfp8-deepep", status="refused", reason="nee
 
 def run_of(*cells: Result, **settings: CellSetting) -> RunResults:
     return RunResults(
-        run="matrix-20261120-182922",
-        sweep="matrix",
-        created="2026-11-20T18:29:22+00:00",
-        user="ada",
-        commit="33acf20",
-        cluster="soperator-b200",
-        stack="2026.02",
-        baseline="671b-bf16-standard",
+        run=RunRecord(
+            run="matrix-20261120-182922",
+            scheduler="slurm",
+            cells=tuple(cell.name for cell in cells),
+            sweep="matrix",
+            created="2026-11-20T18:29:22+00:00",
+            user="ada",
+            commit="33acf20",
+            cluster="soperator-b200",
+            stack="2026.02",
+            baseline="671b-bf16-standard",
+        ),
         cells=cells,
         settings={cell.name: settings.get(cell.name.replace("-", "_"), SETTING) for cell in cells},
     )

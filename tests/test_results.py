@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,14 @@ import pytest
 import yaml
 
 from cookbook.base.errors import InputError
-from cookbook.log.curve import collect_steps, last_step, loss_rank
+from cookbook.base.schema import Unchecked
+from cookbook.log.curve import collect_steps, last_step
+from cookbook.log.lines import StepMetrics
 from cookbook.results.collect import Result, RunResults, collect_results, warm_up
+from cookbook.run.folder import CellFolder
+from cookbook.run.record import CellRecord, read_record
+from cookbook.run.run import read_run
+from cookbook.run.states import cell_states
 
 LOGS = Path(__file__).parent / "logs"
 PP = "parallelism.pipeline_parallel_degree"
@@ -74,16 +81,28 @@ class Run:
     def collect(self, **statuses: tuple[str, str | None]) -> RunResults:
         run = {
             "run": self.folder.name,
+            "scheduler": "local",
             "sweep": "matrix",
             "baseline": self.baseline,
             "cells": self.cells,
         }
         (self.folder / "run.json").write_text(json.dumps(run))
-        return collect_results(self.folder, statuses)
+        read = read_run(self.folder)
+        states = [
+            replace(state, state=statuses[state.cell][0], reason=statuses[state.cell][1])
+            if state.cell in statuses
+            else state
+            for state in cell_states(read)
+        ]
+        return collect_results(read, states)
 
     def only(self) -> Result:
         (cell,) = self.collect().cells
         return cell
+
+
+def _steps(folder: Path) -> list[StepMetrics]:
+    return collect_steps(CellFolder(folder), CellRecord())
 
 
 @pytest.fixture
@@ -97,7 +116,7 @@ def test_the_figures_of_a_finished_cell(run: Run) -> None:
     assert cell.status == "finished"
     assert cell.steps == 20
     # Steps 1 to 5 are warm-up, as a quarter of 20.
-    tps = [s.tokens_per_second for s in collect_steps(run.folder / "base", {}) if s.step > 5]
+    tps = [s.tokens_per_second for s in _steps(run.folder / "base") if s.step > 5]
     assert cell.tokens_per_second_per_gpu == sorted(t for t in tps if t)[7]
     assert cell.tflops_per_gpu == pytest.approx(285.5, abs=2)
     assert cell.mfu == pytest.approx(28.9, abs=0.3)
@@ -124,7 +143,7 @@ def test_one_step_is_warm_up_only(run: Run) -> None:
     ("nodes", "ranks", "options", "expected"),
     [
         (32, 8, {PP: 2}, 128),
-        (32, 8, {PP: "4"}, 192),
+        (32, 8, {PP: 4}, 192),
         (1, 8, {PP: 2}, 4),
         (32, 8, {PP: 1}, 0),
         (32, 8, {}, 0),
@@ -134,10 +153,15 @@ def test_one_step_is_warm_up_only(run: Run) -> None:
     ],
 )
 def test_the_rank_that_knows_the_loss(
-    nodes: int | None, ranks: int | None, options: dict[str, Any] | None, expected: int
+    tmp_path: Path,
+    nodes: int | None,
+    ranks: int | None,
+    options: dict[str, Any] | None,
+    expected: int,
 ) -> None:
-    cell = {"nodes": nodes, "ranks_per_node": ranks, "options": options}
-    assert loss_rank(cell) == expected
+    text = yaml.safe_dump({"nodes": nodes, "ranks_per_node": ranks, "options": options})
+    (tmp_path / "cell.yaml").write_text(text)
+    assert read_record(tmp_path / "cell.yaml").loss_rank == expected
 
 
 def test_pipeline_parallel_figures_are_the_last_stages(run: Run) -> None:
@@ -199,7 +223,7 @@ def test_a_resumed_attempt_replaces_what_it_repeats(run: Run) -> None:
     first = "".join(metrics_line(s, loss="9.0") for s in range(1, 8))
     second = "".join(metrics_line(s, loss="5.0") for s in range(6, 13))
     folder = run.add("base", first, second)
-    steps = collect_steps(folder, {})
+    steps = _steps(folder)
     assert [s.step for s in steps] == list(range(1, 13))
     assert [s.loss for s in steps] == [9.0] * 5 + [5.0] * 7
     assert run.only().steps == 12
@@ -317,13 +341,12 @@ def test_cells_that_never_ran_appear(run: Run) -> None:
     cells = run.collect().cells
     assert [cell.name for cell in cells] == ["queued", "refused", "unknown", "gone", "broken"]
     assert [cell.status for cell in cells] == ["queued", "refused", None, None, None]
-    assert [cell.reason for cell in cells] == [
-        None,
-        "needs SM100",
-        None,
-        "cell.yaml is missing",
-        "cell.yaml cannot be read",
-    ]
+    reasons = [cell.reason or "" for cell in cells]
+    assert reasons[:2] == ["", "needs SM100"]
+    assert "unknown/status.json: cannot be read: No such file" in reasons[2]
+    assert "gone/cell.yaml: cannot be read: No such file" in reasons[3]
+    assert "broken/cell.yaml:2:1: YAML syntax" in reasons[4]
+    assert "broken/status.json: cannot be read" in reasons[4]
     numbers = [(c.steps, c.tokens_per_second_per_gpu, c.memory_gib, c.final_loss) for c in cells]
     assert set(numbers) == {(None, None, None, None)}
 
@@ -340,7 +363,7 @@ def test_a_folder_that_is_no_run_is_the_users_mistake(tmp_path: Path, text: str 
     if text is not None:
         (tmp_path / "run.json").write_text(text)
     with pytest.raises(InputError) as caught:
-        collect_results(tmp_path)
+        read_run(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -359,8 +382,8 @@ def test_the_last_step_is_that_of_the_newest_attempt_on_the_rank_with_the_loss(
     # Resumed from an earlier step; rank 1 has the loss, and is not the last to speak.
     second = metrics_line(2, rank=1, loss="2.5") + metrics_line(2, rank=0, loss="-4.0")
     folder = Run(tmp_path).add("a", first, second, "no step yet\n")
-    cell = {"nodes": 1, "ranks_per_node": 2, "options": {PP: 2}}
-    found = last_step(folder, cell)
+    cell = CellRecord(nodes=1, ranks_per_node=2, options=Unchecked({PP: 2}))
+    found = last_step(CellFolder(folder), cell)
     assert found and (found.step, found.loss) == (2, 2.5)
     empty = Run(tmp_path / "b").add("b", "no step yet\n")
-    assert last_step(empty, cell) is None
+    assert last_step(CellFolder(empty), cell) is None

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cookbook.base.schema import Words
 from cookbook.script.header import option_word, sbatch_lines, sbatch_options
 from tests.cells import POINTS, Point
 
@@ -66,9 +67,14 @@ def test_a_value_is_one_word(name: str, value: str | int | bool, word: str) -> N
 
 def test_extra_options_of_the_profile_are_added_and_false_leaves_one_out() -> None:
     cell = ON_SLURM[0].cell()
-    extra = {"reservation": "moe", "spread-job": True, "contiguous": False, "nice": 10}
-    options = sbatch_options(replace(cell, cluster=replace(cell.cluster, sbatch=extra)))
+    extra: dict[str, str | bool] = {
+        "reservation": "moe",
+        "spread-job": True,
+        "contiguous": False,
+        "nice": "10",
+    }
+    options = sbatch_options(replace(cell, cluster=replace(cell.cluster, sbatch=Words(extra))))
     assert options["reservation"] == "moe"
     assert options["spread-job"] is True
-    assert options["nice"] == 10
+    assert options["nice"] == "10"
     assert "contiguous" not in options

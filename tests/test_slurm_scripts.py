@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.cells.recipe import load_recipe
+from cookbook.stack.argv import argv_of
 from cookbook.stack.stack import load_stack
 from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
 from tests.slurm_cluster import SlurmCluster
@@ -88,10 +89,9 @@ def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
     assert options[-2:] == ["--training.steps=5", "--job.description=a 'b' $(touch c)"]
     assert not (tmp_path / "c").exists() and not (ROOT / "c").exists()
     # The recipe's own options are all there, before the user's.
-    stack = load_stack()
     name = {"train_671b.sh": "deepseek_v3_671b", "train_16b.sh": "deepseek_v3_16b"}[script]
-    settings = load_recipe(name, stack).settings
-    for word in stack.argv({option: setting.value for option, setting in settings.items()}):
+    settings = load_recipe(name).settings
+    for word in argv_of(load_stack(), settings):
         assert word in options
     cell = tmp_path / "runs" / f"{script[6:-3]}-{job}" / FIRST_CELL[script]
     assert f"--job.dump_folder={cell}" in options

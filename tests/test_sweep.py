@@ -9,16 +9,11 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import load_cluster
-from cookbook.cells.recipe import load_recipe, names_in
-from cookbook.cells.sweep import (
-    CellRequest,
-    command_line_settings,
-    expand_sweep,
-    is_sweep,
-    load_sweep,
-    sweep_of_recipe,
-)
-from tests.cells import CLUSTERS, STACK, walked
+from cookbook.cells.expand import CellRequest, command_line_settings, expand_sweep
+from cookbook.cells.names import names_in
+from cookbook.cells.recipe import load_recipe
+from cookbook.cells.sweep import is_sweep, load_sweep, sweep_of_recipe
+from tests.cells import CLUSTERS, walked
 
 HEAD = "description: mine\nrecipes: [debug]\n"
 
@@ -30,24 +25,23 @@ def _request(
     ep_backend: str | None = None,
 ) -> CellRequest:
     return CellRequest(
-        cluster=load_cluster(cluster, STACK),
-        stack=STACK,
+        cluster=load_cluster(cluster),
         precision=precision,
         ep_backend=ep_backend,
-        overrides=command_line_settings(words, STACK),
+        overrides=command_line_settings(words),
     )
 
 
 def _expand(folder: Path, text: str, request: CellRequest | None = None) -> list[Cell]:
     path = folder / "mine.yaml"
     path.write_text(text, encoding="utf-8")
-    return expand_sweep(load_sweep(str(path), STACK), request or _request())
+    return expand_sweep(load_sweep(str(path)), request or _request())
 
 
 @pytest.mark.parametrize("name", walked(names_in("sweep")))
 @pytest.mark.parametrize("cluster", ["soperator-b200", "local"])
 def test_every_sweep_expands(name: str, cluster: str) -> None:
-    sweep = load_sweep(name, STACK)
+    sweep = load_sweep(name)
     cells = expand_sweep(sweep, _request(cluster=cluster))
     assert cells and len({cell.name for cell in cells}) == len(cells)
     assert {cell.name for cell in cells} >= {cell.baseline for cell in cells if cell.baseline}
@@ -56,7 +50,7 @@ def test_every_sweep_expands(name: str, cluster: str) -> None:
 
 
 def test_the_matrix_is_the_published_one() -> None:
-    cells = expand_sweep(load_sweep("matrix", STACK), _request())
+    cells = expand_sweep(load_sweep("matrix"), _request())
     assert [cell.name for cell in cells] == [
         "671b-bf16-standard",
         "671b-bf16-deepep",
@@ -69,7 +63,7 @@ def test_the_matrix_is_the_published_one() -> None:
 
 
 def test_convergence_has_real_routing_and_1500_steps() -> None:
-    cells = expand_sweep(load_sweep("convergence", STACK), _request())
+    cells = expand_sweep(load_sweep("convergence"), _request())
     assert [cell.name for cell in cells] == ["16b-bf16-standard", "16b-mxfp8-mxfp8_a2a"]
     for cell in cells:
         assert cell.steps == 1500
@@ -79,7 +73,7 @@ def test_convergence_has_real_routing_and_1500_steps() -> None:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_one_recipe_is_a_sweep_of_one_cell(cluster: str) -> None:
-    sweep = sweep_of_recipe(load_recipe("debug", STACK), STACK)
+    sweep = sweep_of_recipe("debug")
     (cell,) = expand_sweep(sweep, _request(cluster=cluster))
     assert (cell.name, cell.baseline) == ("debug-bf16-standard", None)
 
@@ -185,7 +179,7 @@ def test_a_wrong_sweep_is_one_message_with_its_place(
 
 def test_two_recipes_of_one_short_name_are_told_apart_or_refused(tmp_path: Path) -> None:
     copy = tmp_path / "copy.yaml"
-    copy.write_text(load_recipe("debug", STACK).path.read_text(encoding="utf-8"), encoding="utf-8")
+    copy.write_text(load_recipe("debug").path.read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(InputError, match=r"two of its cells are called 'debug-bf16-standard'"):
         _expand(tmp_path, f"description: d\nrecipes: [debug, {copy}]\n")
 
@@ -205,7 +199,7 @@ def test_two_recipes_of_one_short_name_are_told_apart_or_refused(tmp_path: Path)
 )
 def test_a_wrong_word_of_the_command_line_is_named(word: str, message: str) -> None:
     with pytest.raises(InputError) as caught:
-        command_line_settings([word], STACK)
+        command_line_settings([word])
     assert message in str(caught.value)
 
 
@@ -215,7 +209,7 @@ def test_words_of_the_command_line_become_torchtitans_types() -> None:
         *["training.dataset_path=a=b c", "debug.seed=None"],
         'parallelism.module_fqns_per_model_part=[["a"], ["b", "c"]]',
     ]
-    settings = command_line_settings(words, STACK)
+    settings = command_line_settings(words)
     assert {name: setting.value for name, setting in settings.items()} == {
         "training.steps": 5,
         "optimizer.lr": 1.0,
@@ -232,4 +226,4 @@ def test_what_is_a_sweep(tmp_path: Path) -> None:
     assert not is_sweep("debug")
     (tmp_path / "mine.yaml").write_text(HEAD)
     assert is_sweep(str(tmp_path / "mine.yaml"))
-    assert not is_sweep(str(load_recipe("debug", STACK).path))
+    assert not is_sweep(str(load_recipe("debug").path))

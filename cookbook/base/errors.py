@@ -1,4 +1,4 @@
-"""In: what a user got wrong. Out: one message that names the place, the finding and the remedy."""
+"""The errors of this package, and how they are worded: place, what was found, remedy."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> Inpu
     """The error for a `name` that is none of `known`: lists them, nearest first in the remedy."""
     names = sorted(known)
     close = nearest(name, names)
-    allowed = ", ".join(names) if len(names) <= 20 else f"{len(names)} names"
     return InputError(
         place,
-        f"unknown {what} {name!r}; allowed: {allowed}",
+        f"unknown {what} {name!r}; allowed: {', '.join(names) or 'none, there is none yet'}",
         f"did you mean {close[0]!r}?" if close else "",
     )

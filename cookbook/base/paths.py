@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -10,3 +11,11 @@ TEMPLATES = ROOT / "templates"
 REQUIREMENTS = ROOT / "requirements.txt"
 # Corpus and tokenizer for local runs, made by set-up.
 LOCAL_ASSETS = ROOT / "assets" / "local"
+
+
+def runs_folder() -> Path:
+    """Where runs go: COOKBOOK_RUNS, else `runs/`.
+
+    A relative path starts at the checkout, as it does in the job, wherever the caller stands.
+    """
+    return ROOT / (os.environ.get("COOKBOOK_RUNS") or "runs")

@@ -1,58 +1,58 @@
-"""In: the path of a YAML file. Out: its content, checked key by key, with the line of every key."""
+"""Reads a YAML file as a mapping that knows the line of each key and the text of each value.
+
+Scalars are those of YAML 1.2: `1e-4` is a number, `12:00:00` and `on` are texts (1.1 differs).
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
-from cookbook.base.errors import InputError, unknown_name
+from cookbook.base.errors import InputError
 
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+Keys = tuple[str, ...]
 
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# A recipe has a few hundred values, three levels deep. More is a mistake, or an attempt to fill
+# the memory: aliases of aliases multiply.
+_MAX_VALUES = 10_000
+_MAX_DEPTH = 20
 
-class _CoreLoader(_Base):  # type: ignore[misc]
-    """YAML 1.2's scalars: `1e-4` is a number, `12:00:00` and `on` are text (1.1 says otherwise)."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
-
-for _tag, _pattern, _first in [
-    ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
-    (
-        "float",
-        r"^[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$",
-        "-+.0123456789",
-    ),
-]:
-    _CoreLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}",
-        re.compile(_pattern),
-        [character if character != "\0" else "" for character in _first],
-    )
-
-
-_OF_CONTAINERS = ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?")
+# No shell, log or table can show these; lone surrogates are bytes that were no UTF-8.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A mapping read from `path`; `lines` holds the line of each key, by its keys from the top."""
+    """A mapping read from `path`.
+
+    Attributes:
+        lines: the line of each key, by its keys from the top.
+        texts: each number and bool as it was typed (`3.10` is the number 3.1).
+    """
 
     path: Path
     content: Mapping[str, Any]
-    lines: Mapping[tuple[str, ...], int] = field(repr=False)
+    lines: Mapping[Keys, int] = field(repr=False)
+    texts: Mapping[Keys, str] = field(repr=False)
 
     def place(self, *keys: str) -> str:
         """`recipes/debug.yaml:12: training.steps`, for the head of a message."""
-        line = self.lines.get(keys)
+        known = keys
+        # What an alias stands for has no lines of its own.
+        while known and known not in self.lines:
+            known = known[:-1]
+        line = self.lines.get(known)
         at = f"{shown_path(self.path)}:{line}" if line else shown_path(self.path)
         return f"{at}: {'.'.join(keys)}" if keys else at
 
@@ -76,10 +76,9 @@ def read_yaml(path: Path) -> YamlFile:
 
 def parse_yaml(text: str, path: Path) -> YamlFile:
     """`read_yaml` for text that is already there."""
+    reader = _Reader(path)
     try:
-        node = yaml.compose(text, Loader=_CoreLoader)
-        lines: dict[tuple[str, ...], int] = {}
-        content = {} if node is None else _construct(node, (), lines, path)
+        content = reader.read(yaml.parse(text, Loader=_Loader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"{shown_path(path)}:{mark.line + 1}:{mark.column + 1}" if mark else shown_path(path)
@@ -88,145 +87,124 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
         raise InputError(shown_path(path), f"YAML syntax: {problem}") from None
-    except RecursionError:
-        raise InputError(
-            shown_path(path), "an alias holds itself, or nesting is too deep"
-        ) from None
     if not isinstance(content, dict):
         raise InputError(
             shown_path(path), f"found {described(content)} at the top, allowed: a mapping of keys"
         )
-    return YamlFile(path, content, lines)
+    return YamlFile(path, content, reader.lines, reader.texts)
 
 
-def _construct(
-    node: yaml.Node, keys: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path
-) -> Any:
-    if not isinstance(node, yaml.ScalarNode) and node.tag not in _OF_CONTAINERS:
-        place = f"{shown_path(path)}:{node.start_mark.line + 1}"
-        raise InputError(place, f"YAML tag {node.tag!r} is not allowed here")
-    if isinstance(node, yaml.SequenceNode):
-        return [_construct(item, keys, {}, path) for item in node.value]
-    if not isinstance(node, yaml.MappingNode):
-        return _scalar(node, path)
-    mapping: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-        if key is None or key == "<<":
-            raise InputError(f"{shown_path(path)}:{line}", "keys must be plain names")
-        below = (*keys, key)
-        if key in mapping:
-            first = lines[below]
+class _Reader:
+    """Makes values of the parser's events.
+
+    PyYAML's own composer calls itself for each level of nesting, in C, and crashes the process
+    where there are too many.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.lines: dict[Keys, int] = {}
+        self.texts: dict[Keys, str] = {}
+        self._path = path
+        self._anchors: dict[str, tuple[Any, int]] = {}
+        self._count = 0
+
+    def read(self, events: Iterator[Any]) -> Any:
+        """The one document's value; an empty file is an empty mapping."""
+        content: Any = {}
+        documents = 0
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise InputError(self._at(event), "a second document starts", "keep one")
+            elif not isinstance(
+                event, yaml.StreamStartEvent | yaml.StreamEndEvent | yaml.DocumentEndEvent
+            ):
+                content = self._value(event, events, (), 0)
+        return content
+
+    def _value(self, event: Any, events: Iterator[Any], keys: Keys, depth: int) -> Any:
+        before = self._count
+        self._grow(event, 1)
+        if depth > _MAX_DEPTH:
+            raise InputError(self._at(event), f"nested more than {_MAX_DEPTH} levels deep")
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                raise InputError(
+                    self._at(event), f"alias *{event.anchor} has no complete value above it"
+                )
+            value, size = self._anchors[event.anchor]
+            self._grow(event, size)
+            return value
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             raise InputError(
-                f"{shown_path(path)}:{line}: {'.'.join(below)}",
-                f"stands twice, first in line {first}",
+                self._at(event), f"YAML tag {tag!r} is not allowed", "write the plain value"
             )
-        lines[below] = line
-        mapping[key] = _construct(value_node, below, lines, path)
-    return mapping
-
-
-def _scalar(node: yaml.Node, path: Path) -> Any:
-    text, tag = node.value, node.tag.rpartition(":")[2]
-    if tag == "null":
-        return None
-    if tag == "bool":
-        return text.lower() == "true"
-    line = node.start_mark.line + 1
-    if tag in ("int", "float"):
-        try:
-            return (int if tag == "int" else float)(text.replace("_", ""))
-        except ValueError:
-            # An explicit tag (`!!int four`), or more digits than Python reads.
-            raise InputError(
-                f"{shown_path(path)}:{line}", f"found {text[:40]!r}, allowed: a number"
-            ) from None
-    if tag == "str":
-        return text
-    raise InputError(f"{shown_path(path)}:{line}", f"YAML tag {node.tag!r} is not allowed here")
-
-
-@dataclass(frozen=True)
-class Key:
-    """What one key of a YAML mapping may hold: `kind` names a check in `_CHECKS`."""
-
-    kind: str = "str"
-    required: bool = False
-    default: Any = None
-    choices: tuple[str, ...] = ()
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "str": (lambda value: isinstance(value, str) and value != "", "a text"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "int": (lambda value: _is_int(value) and value > 0, "a whole number above 0"),
-    "number": (
-        lambda value: (_is_int(value) or isinstance(value, float)) and value > 0,
-        "a number",
-    ),
-    "texts": (
-        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-        "a list of texts",
-    ),
-    "mapping": (lambda value: isinstance(value, dict), "a mapping"),
-    "mappings": (
-        lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value),
-        "a list of mappings",
-    ),
-    "scalars": (
-        lambda value: (
-            isinstance(value, dict)
-            and not any(isinstance(item, dict | list) or item is None for item in value.values())
-        ),
-        "a mapping of names to texts or numbers",
-    ),
-    "numbers": (
-        lambda value: (
-            isinstance(value, dict)
-            and all(_is_int(item) or isinstance(item, float) for item in value.values())
-        ),
-        "a mapping of names to numbers",
-    ),
-    "any": (lambda value: True, "anything"),
-}
-
-
-def read_keys(
-    file: YamlFile, schema: Mapping[str, Key], within: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """The mapping at `within`, checked against `schema`, with the defaults of the absent keys."""
-    mapping: Any = file.content
-    for key in within:
-        mapping = mapping[key]
-    for key in mapping:
-        if key not in schema:
-            raise unknown_name(file.place(*within, key), "key", key, schema)
-    return {
-        name: check_value(file.place(*within, name), mapping.get(name), key)
-        for name, key in schema.items()
-    }
-
-
-def check_value(place: str, value: Any, key: Key) -> Any:
-    """`value` where `key` allows it, `key.default` where it is null."""
-    if value is None:
-        if key.required:
-            raise InputError(place, "is missing", f"set it to {_CHECKS[key.kind][1]}")
-        return key.default
-    if key.choices:
-        if value not in key.choices:
-            raise unknown_name(place, "value", str(value), key.choices)
+        if isinstance(event, yaml.ScalarEvent):
+            value = self._scalar(event, keys)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            value = []
+            while not isinstance(item := next(events), yaml.SequenceEndEvent):
+                value.append(self._value(item, events, (*keys, str(len(value))), depth + 1))
+        else:
+            value = self._mapping(events, keys, depth)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = (value, self._count - before)
         return value
-    holds, allowed = _CHECKS[key.kind]
-    if not holds(value):
-        remedy = "put it in quotes" if key.kind == "str" and not isinstance(value, str) else ""
-        raise InputError(place, f"found {described(value)}, allowed: {allowed}", remedy)
-    return value
+
+    def _mapping(self, events: Iterator[Any], keys: Keys, depth: int) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            key = event.value if isinstance(event, yaml.ScalarEvent) else None
+            if key is None or key == "<<" or event.tag is not None or control_character(key):
+                raise InputError(self._at(event), "keys must be plain names")
+            below = (*keys, key)
+            if key in mapping:
+                raise InputError(
+                    f"{self._at(event)}: {'.'.join(below)}",
+                    f"stands twice, first in line {self.lines[below]}",
+                )
+            self.lines[below] = event.start_mark.line + 1
+            mapping[key] = self._value(next(events), events, below, depth + 1)
+        return mapping
+
+    def _scalar(self, event: Any, keys: Keys) -> Any:
+        text: str = event.value
+        if found := control_character(text):
+            raise InputError(self._at(event), f"the character {found} is not allowed")
+        if not event.implicit[0]:
+            return text
+        if _NULL.fullmatch(text):
+            return None
+        self.texts[keys] = text
+        if _BOOL.fullmatch(text):
+            return text.lower() == "true"
+        try:
+            if _INT.fullmatch(text):
+                return int(text.replace("_", ""))
+            if _FLOAT.fullmatch(text):
+                return float(text.replace("_", ""))
+        except ValueError:
+            # More digits than Python reads.
+            raise InputError(
+                self._at(event), f"found {text[:40]!r}..., allowed: a number of fewer digits"
+            ) from None
+        return text
+
+    def _grow(self, event: Any, count: int) -> None:
+        self._count += count
+        if self._count > _MAX_VALUES:
+            raise InputError(self._at(event), f"more than {_MAX_VALUES:,} values, aliases included")
+
+    def _at(self, event: Any) -> str:
+        return f"{shown_path(self._path)}:{event.start_mark.line + 1}"
+
+
+def control_character(text: str) -> str:
+    """The first character that no text here may hold, as `U+0007`; empty for none."""
+    found = _CONTROL.search(text)
+    return f"U+{ord(found[0]):04X}" if found else ""
 
 
 def described(value: Any) -> str:
@@ -234,7 +212,7 @@ def described(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f"the text {value!r}"
+        return f"the text {value!r}" if len(value) <= 80 else f"the text {value[:77]!r}..."
     if isinstance(value, int | float):
         return f"the number {value}"
     if value is None:

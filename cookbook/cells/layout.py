@@ -1,12 +1,10 @@
-"""In: a job's options and ranks. Out: how the ranks are divided among pipeline, data and so on."""
+"""How the ranks of a job are divided among pipeline, data, tensor and expert parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from cookbook.stack.stack import Stack
+from cookbook.stack.options import Options
 
 DEGREES = {
     "pp": "parallelism.pipeline_parallel_degree",
@@ -41,15 +39,10 @@ class Layout:
         """Ranks of one pipeline stage."""
         return self.world // self.pp
 
-    @property
-    def loss_rank(self) -> int:
-        """The rank that prints the real loss, for every schedule but ZBVZeroBubble (rank 0)."""
-        return self.stage_ranks * (self.pp - 1)
 
-
-def layout_of(stack: Stack, options: Mapping[str, Any], world: int) -> Layout:
+def layout_of(options: Options, world: int) -> Layout:
     """The layout that `options` give a job of `world` ranks."""
-    degrees = {short: stack.value(options, name) for short, name in DEGREES.items()}
+    degrees = {short: options[name] for short, name in DEGREES.items()}
     if degrees["dp_shard"] == -1:
         others = degrees["dp_replicate"] * degrees["cp"] * degrees["tp"] * degrees["pp"]
         degrees["dp_shard"] = world // max(others, 1)

@@ -1,3 +1,1 @@
-"""In: resolved cells. Out: whether each may run, why not, what it needs and what it costs, before a
-job.
-"""
+"""Whether cells may run, what they need and what they cost, known before a job."""

@@ -1,4 +1,4 @@
-"""In: cells. Out: what the pinned TorchTitan builds of each in a fake world, or what it raises.
+"""What the pinned TorchTitan builds of cells in a fake world, or what it raises.
 
 The driver imports no torch: one subprocess does, for all cells, and ends with them. All that it
 writes lies in a temporary folder that goes with it.
@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from cookbook.base.paths import ROOT
+from cookbook.cells.argv import train_argv
 from cookbook.cells.cell import Cell
-from cookbook.script.render import train_args
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def build_cells(cells: Sequence[Cell]) -> list[Built]:
 def _request(cell: Cell) -> dict[str, Any]:
     gpu = cell.cluster.gpu
     return {
-        "argv": [word for word in train_args(cell) if not word.startswith("--job.description=")],
+        "argv": [word for word in train_argv(cell) if not word.startswith("--job.description=")],
         "world": cell.world,
         "pp": cell.layout.pp,
         "ranks_per_node": cell.cluster.ranks_per_node,

@@ -1,5 +1,4 @@
-"""In: the shapes of one microbatch, and a rank's layers. Out: the bytes that a layer saves, keeps
-under recomputation, and needs; what all layers keep, and what the largest one needs.
+"""The bytes that a layer saves, keeps under recomputation and needs, for one microbatch.
 
 Counted from `torchtitan/models/deepseek_v3/model/model.py` and `torchtitan/models/moe/moe.py`: a
 tensor counts where a backward formula holds it, or a local variable does while the layer runs.
@@ -156,20 +155,17 @@ class RankLayers:
         self._cell, self._view, self._shapes = cell, view, shapes
         self._bytes = {moe: layer_bytes(shapes, moe) for moe in (False, True)}
 
-    def _option(self, name: str) -> Any:
-        return self._cell.stack.value(self._cell.options, name)
-
     def _cost(self, layer: Mapping[str, Any]) -> tuple[LayerBytes, float, float]:
         """The layer, what it keeps, and what comes back when it is recomputed."""
         cost = self._bytes[layer["moe"]]
-        mode = self._option("activation_checkpoint.mode")
+        mode = self._cell.options["activation_checkpoint.mode"]
         everything = cost.input + cost.saved
         if mode == "memory_budget":
-            budget = self._option("activation_checkpoint.memory_budget")
+            budget = self._cell.options["activation_checkpoint.memory_budget"]
             return cost, cost.input + budget * cost.saved, (1 - budget) * cost.saved
         if mode == "none" or not layer["recomputed"]:
             return cost, everything, 0.0
-        by_operation = self._option("activation_checkpoint.selective_ac_option") == "op"
+        by_operation = self._cell.options["activation_checkpoint.selective_ac_option"] == "op"
         if mode == "selective" and by_operation:
             return cost, cost.input + cost.selected, cost.saved - cost.selected_of_saved
         return cost, cost.input, cost.saved

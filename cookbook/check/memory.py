@@ -1,5 +1,4 @@
-"""In: a rank as TorchTitan built it, and its cell. Out: the GPU memory it reserves at its peak, by
-cause.
+"""The GPU memory that a rank reserves at its peak, by cause.
 
 What is predicted is what TorchTitan logs as `memory`: the bytes that PyTorch's allocator has
 reserved. The allocator keeps a pool of blocks for every CUDA stream, and a block never leaves the
@@ -129,13 +128,9 @@ def _units(view: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [unit for part in view["parts"] for unit in part["units"]]
 
 
-def _option(cell: Cell, name: str) -> Any:
-    return cell.stack.value(cell.options, name)
-
-
 def _state(cell: Cell, view: Mapping[str, Any]) -> dict[str, float]:
     """What is there all the time: parameters, Adam's moments and, without FSDP, gradients."""
-    if _option(cell, "training.enable_cpu_offload"):
+    if cell.options["training.enable_cpu_offload"]:
         return {}
     stored = float(sum(unit["local"] * unit["bytes"] for unit in _units(view)))
     terms = {"parameters": stored, "optimizer state": 2 * stored}
@@ -211,7 +206,7 @@ def _loss_bytes(view: Mapping[str, Any], shapes: Shapes) -> int:
 
 
 def _optimizer_step(cell: Cell, state: Mapping[str, float]) -> dict[str, float]:
-    implementation = _option(cell, "optimizer.implementation")
+    implementation = cell.options["optimizer.implementation"]
     if implementation == "foreach":
         # The multi-tensor Adam makes the square roots of all second moments at once.
         return {"optimizer step": state.get("parameters", 0.0)}
@@ -224,7 +219,7 @@ def _fsdp_streams(cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> tuple[
         return 0.0, 0.0
     units = _units(view)
     gradients = float(sum(unit["local"] * unit["bytes"] for unit in units))
-    if _option(cell, "training.enable_cpu_offload"):
+    if cell.options["training.enable_cpu_offload"]:
         gradients = float(max(unit["local"] * unit["bytes"] for unit in units))
     # The one in use and the one that is prefetched; a group of one rank copies without a stream.
     layers = [u["gathered"] * shapes.act for u in units if u["shards"] > 1]

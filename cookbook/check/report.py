@@ -1,12 +1,12 @@
-"""In: checked cells. Out: a text for people, or one JSON object for programs."""
+"""What a check found: a text for people, or one JSON object for programs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-from cookbook.check.cells import CellCheck
-from cookbook.check.finding import Finding
+from cookbook.cells.finding import Finding
+from cookbook.check.check import CellCheck
 from cookbook.check.memory import state_gib
 from cookbook.check.work import EP_BACKENDS
 
@@ -70,8 +70,7 @@ def render_text(name: str, checks: Sequence[CellCheck]) -> str:
     """A line for every cell, what all cells share, then each in detail."""
     first = checks[0].cell
     cluster = first.cluster
-    ranks = f"{cluster.ranks_per_node} {cluster.gpu.name if cluster.gpu else 'CPU ranks'}"
-    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {ranks}"]
+    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}"]
     width = max(len(check.cell.name) for check in checks)
     for check in checks:
         may = "may run" if check.may_run else "REFUSED"
@@ -163,7 +162,7 @@ def _work(check: CellCheck) -> Iterator[str]:
 
 def _limits(check: CellCheck) -> Iterator[str]:
     if check.built and check.views:
-        version = check.cell.stack.pins["torchtitan"]
+        version = check.cell.options.stack.pins["torchtitan"]
         yield f"  built by TorchTitan {version} in a fake world; not exercised:"
         for note in check.built.not_exercised:
             yield f"    {note}"

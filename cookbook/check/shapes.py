@@ -1,6 +1,4 @@
-"""In: a cell's options and a rank of it as TorchTitan built it. Out: the sizes that formulas speak
-of.
-"""
+"""The sizes that the formulas for memory and work speak of."""
 
 from __future__ import annotations
 
@@ -60,23 +58,21 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
     """The shapes of a DeepSeek-V3 model's rank; `view` is what `rank_view.view_rank` returned."""
     model, layout = view["model"], cell.layout
 
-    def option(name: str) -> Any:
-        return cell.stack.value(cell.options, name)
-
+    options = cell.options
     pipelined = layout.pp > 1
-    batch = option(
+    batch = options[
         "parallelism.pipeline_parallel_microbatch_size"
         if pipelined
         else "training.local_batch_size"
-    )
-    tokens = batch * option("training.seq_len") // layout.cp
-    components = option("compile.components") if option("compile.enable") else []
-    loss_parallel = layout.tp > 1 and not option("parallelism.disable_loss_parallel")
+    ]
+    tokens = batch * options["training.seq_len"] // layout.cp
+    components = options["compile.components"] if options["compile.enable"] else []
+    loss_parallel = layout.tp > 1 and not options["parallelism.disable_loss_parallel"]
     # EP takes ranks of TP where ETP is 1: each TP rank then sends its share of the tokens.
     shares = layout.tp if layout.ep > 1 and layout.etp == 1 else 1
     top_k, experts = model["moe_args.top_k"], model["moe_args.num_experts"]
     sent = tokens // shares
-    forced = option("debug.moe_force_load_balance")
+    forced = options["debug.moe_force_load_balance"]
     uneven = 1.0 if forced or layout.ep == 1 else UNEVEN_ROUTING
     expert_tp = layout.tp if layout.ep == 1 else layout.etp
     mixed = view["mixed_precision"]
@@ -87,10 +83,10 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
         sent_rows=sent * top_k,
         rows=int(sent * top_k * uneven),
         ranks_per_token=destinations(experts, top_k, layout.ep, forced, groups(model)),
-        act=_BYTES[option("training.mixed_precision_param")]
+        act=_BYTES[options["training.mixed_precision_param"]]
         if mixed or layout.tp == layout.pp == 1
         else 4,
-        grad=_BYTES[option("training.mixed_precision_reduce")],
+        grad=_BYTES[options["training.mixed_precision_reduce"]],
         dim=model["dim"],
         heads=-(-model["n_heads"] // layout.tp),
         q_lora=model["q_lora_rank"],
@@ -106,7 +102,7 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
         score_first=model["moe_args.score_before_experts"],
         vocab=model["vocab_size"] // (layout.tp if loss_parallel else 1),
         ep=layout.ep,
-        deepep=option("parallelism.expert_parallel_comm_backend") == "deepep",
+        deepep=cell.uses_deepep,
         compiled="model" in components,
         loss_compiled="loss" in components,
         loss_parallel=loss_parallel,

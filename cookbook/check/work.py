@@ -1,5 +1,4 @@
-"""In: a cell and its ranks as TorchTitan built them. Out: its FLOPs, tokens, and bytes over each
-network.
+"""What a step of a cell computes and sends: FLOPs, tokens, and bytes over each network.
 
 Bytes are what one GPU sends in one optimizer step, of the rank that sends most. Collectives are
 counted as rings that enter a node once and share its network cards (NCCL's); an all-to-all as every
@@ -94,9 +93,9 @@ def count_work(cell: Cell, views: Sequence[Mapping[str, Any]]) -> Work:
     layout = cell.layout
     steps = first["gradient_accumulation_steps"]
     sequences = (
-        _option(cell, "training.local_batch_size") * layout.dp_replicate * layout.dp_shard * steps
+        cell.options["training.local_batch_size"] * layout.dp_replicate * layout.dp_shard * steps
     )
-    tokens = sequences * _option(cell, "training.seq_len")
+    tokens = sequences * cell.options["training.seq_len"]
     sent = [_traffic(cell, view) for view in views]
     busiest = max(
         sent, key=lambda kinds: sum(one.nvlink + one.infiniband for one in kinds.values())
@@ -111,17 +110,13 @@ def count_work(cell: Cell, views: Sequence[Mapping[str, Any]]) -> Work:
     )
 
 
-def _option(cell: Cell, name: str) -> Any:
-    return cell.stack.value(cell.options, name)
-
-
 def _traffic(cell: Cell, view: Mapping[str, Any]) -> dict[str, Traffic]:
     shapes = shapes_of(cell, view)
     layers = [layer for part in view["parts"] for layer in part["layers"]]
     microbatches = view["num_microbatches"] * view["gradient_accumulation_steps"]
-    mode = _option(cell, "activation_checkpoint.mode")
+    mode = cell.options["activation_checkpoint.mode"]
     by_operation = mode == "selective" and (
-        _option(cell, "activation_checkpoint.selective_ac_option") == "op"
+        cell.options["activation_checkpoint.selective_ac_option"] == "op"
     )
     # Each layer runs forward once more where it is recomputed; kept by operation, what came over
     # the network is not sent again.
@@ -150,7 +145,7 @@ def _fsdp(cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> Traffic:
     stage = layout.dp_shard * layout.cp * layout.tp
     replicas = _Group.of(layout.dp_replicate, stage, per_node)
     pipelined = layout.pp > 1
-    policy = _option(cell, "parallelism.fsdp_reshard_after_forward")
+    policy = cell.options["parallelism.fsdp_reshard_after_forward"]
     resharded = policy == "always" or (policy == "default" and not pipelined)
     # A pipeline gathers and reduces once a step, whatever the number of its microbatches.
     rounds = 1 if pipelined else view["gradient_accumulation_steps"]
@@ -209,7 +204,7 @@ def _exchange(
 def _deepep(cell: Cell, view: Mapping[str, Any], shapes: Shapes, group: _Group) -> Traffic:
     """A token crosses the network once for each other node, and NVLink once for each other rank."""
     nodes = max(shapes.ep // group.in_node, 1)
-    forced = _option(cell, "debug.moe_force_load_balance")
+    forced = cell.options["debug.moe_force_load_balance"]
     limited = groups(view["model"])
     visited = destinations(shapes.num_experts, shapes.top_k, nodes, forced, limited)
     size = float(shapes.sent_tokens * shapes.dim * shapes.act)

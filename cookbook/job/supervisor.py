@@ -1,7 +1,7 @@
-"""In: the folders of cells. Out: their `train.sh` run in turn, and their status files kept.
+"""What runs in a job: the `train.sh` of its cells in turn, and their status files.
 
-What runs in a job: on Slurm the batch step becomes this (one cell), on the local machine one
-process runs all cells of a sweep. It imports neither submitit nor torch, and asks Slurm nothing.
+On Slurm the batch step becomes this (one cell), on the local machine one process runs all cells of
+a sweep. It imports neither submitit nor torch, and asks Slurm nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from types import FrameType
 
 from cookbook.base.errors import JobError
-from cookbook.run.rundir import (
+from cookbook.job.begin import ended
+from cookbook.run.folder import CellFolder
+from cookbook.run.status import (
     CANCELLED,
-    FAILED,
     FINISHED,
     REFUSED,
     RUNNING,
     Status,
-    attempts,
     read_status,
     write_status,
 )
@@ -36,8 +36,8 @@ class Supervisor:
     attempt, since a job that Slurm requeues starts from the top.
     """
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = [str(folder) for folder in folders]
+    def __init__(self, cells: Sequence[CellFolder]) -> None:
+        self.folders = [str(cell.path) for cell in cells]
         self.process: subprocess.Popen[bytes] | None = None
         self.signal_number = 0
 
@@ -47,23 +47,23 @@ class Supervisor:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         failed = []
-        for folder in map(Path, self.folders):
-            if read_status(folder).state in (FINISHED, REFUSED):
+        for cell in [CellFolder(Path(folder)) for folder in self.folders]:
+            if read_status(cell).state in (FINISHED, REFUSED):
                 continue
             if self.signal_number:
-                write_status(folder, Status(CANCELLED, reason="cancelled before it started"))
-            elif self._run_cell(folder):
-                failed.append(folder.name)
+                write_status(cell, Status(CANCELLED, reason="cancelled before it started"))
+            elif self._run_cell(cell):
+                failed.append(cell.name)
         if failed:
             raise JobError(f"failed: {', '.join(failed)}")
 
-    def _run_cell(self, folder: Path) -> int:
-        attempt, started = len(attempts(folder)), time.time()
-        write_status(folder, Status(RUNNING, attempt, started=started))
+    def _run_cell(self, cell: CellFolder) -> int:
+        attempt, started = cell.next_attempt().number, time.time()
+        write_status(cell, Status(RUNNING, attempt, started=started))
         # A session of its own, so that a signal reaches all that the script started.
         self.process = subprocess.Popen(
-            ["bash", str(folder / "train.sh")],
-            env={**os.environ, "CELL_DIR": str(folder), "COOKBOOK_SUPERVISED": "1"},
+            ["bash", str(cell.script)],
+            env={**os.environ, "CELL_DIR": str(cell.path), "COOKBOOK_SUPERVISED": "1"},
             start_new_session=True,
         )
         if self.signal_number:
@@ -71,13 +71,11 @@ class Supervisor:
         code = self.process.wait()
         self.process = None
         if self.signal_number:
-            state, reason = CANCELLED, signal.Signals(self.signal_number).name
-        elif code == 0:
-            state, reason = FINISHED, None
+            reason = signal.Signals(self.signal_number).name
+            status = Status(CANCELLED, attempt, reason, code, started, time.time())
         else:
-            state = FAILED
-            reason = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        write_status(folder, Status(state, attempt, reason, code, started, time.time()))
+            status = ended(cell, attempt, started, code)
+        write_status(cell, status)
         return code
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

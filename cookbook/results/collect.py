@@ -1,4 +1,4 @@
-"""In: a run directory, finished or not. Out: one Result per cell, in the run's order.
+"""The results of a run, finished or not: one Result for each cell, in the run's order.
 
 How the figures are made:
 
@@ -15,26 +15,23 @@ How the figures are made:
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cookbook.base.errors import InputError
-from cookbook.log.curve import collect_steps, metrics_logs, option_count
+from cookbook.log.curve import collect_steps
 from cookbook.log.failure import find_reason
 from cookbook.log.lines import StepMetrics, read_active, read_peak_memory
-from cookbook.run.rundir import attempts, cell_names
+from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.record import CellRecord, read_record
+from cookbook.run.run import Run, RunRecord
+from cookbook.run.states import CellState
+from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json
 
-_YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _EMULATED_REASON = "emulated numerics: the throughput says nothing about real MXFP8"
-
-StatusOverride = Mapping[str, tuple[str, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,61 +80,39 @@ class CellSetting:
 class RunResults:
     """A run's cells in run order with what the run was."""
 
-    run: str
-    sweep: str | None
-    created: str | None
-    user: str | None
-    commit: str | None
-    cluster: str | None
-    stack: str | None
-    baseline: str | None
+    run: RunRecord
     cells: tuple[Result, ...]
     settings: Mapping[str, CellSetting]
 
 
-def collect_results(run_dir: Path, statuses: StatusOverride | None = None) -> RunResults:
-    """Read a run directory; `statuses` (cell -> state, reason) wins over stale status files.
-
-    Raises:
-        InputError: `run_dir` holds no readable run.json.
-    """
-    run = _read_run(run_dir)
+def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
+    """Read a run's logs; `states` are those of its cells."""
+    known = {state.cell: state for state in states}
     cells: list[Result] = []
     settings: dict[str, CellSetting] = {}
-    for name in cell_names(run_dir, run["cells"]):
-        state = (statuses or {}).get(name)
-        result, setting = _collect_cell(run_dir / name, state, _text(run.get("baseline")))
+    for folder in run.cells:
+        result, setting = _collect_cell(folder, known[folder.name], run.record.baseline)
         cells.append(result)
-        settings[name] = setting
+        settings[folder.name] = setting
     by_name = {cell.name: cell for cell in cells}
     for position, cell in enumerate(cells):
-        baseline = by_name.get(settings[cell.name].baseline or "")
         setting = settings[cell.name]
-        if baseline is not None:
-            device = settings[baseline.name].device
-            comparable = cell.recipe == baseline.recipe and setting.device == device
-            if comparable and not cell.emulated and not baseline.emulated:
-                speedup = _ratio(cell.tokens_per_second_per_gpu, baseline.tokens_per_second_per_gpu)
-                cells[position] = replace(cell, speedup=speedup)
-            settings[cell.name] = replace(
-                setting,
-                published_speedup=_ratio(
-                    cell.published_tokens_per_second_per_gpu,
-                    baseline.published_tokens_per_second_per_gpu,
-                ),
-            )
-    return RunResults(
-        run=_text(run.get("run")) or run_dir.name,
-        sweep=_text(run.get("sweep")),
-        created=_text(run.get("created")),
-        user=_text(run.get("user")),
-        commit=_text(run.get("commit")),
-        cluster=_text(run.get("cluster")),
-        stack=_text(run.get("stack")),
-        baseline=_text(run.get("baseline")),
-        cells=tuple(cells),
-        settings=settings,
-    )
+        baseline = by_name.get(setting.baseline or "")
+        if baseline is None:
+            continue
+        device = settings[baseline.name].device
+        comparable = cell.recipe == baseline.recipe and setting.device == device
+        if comparable and not cell.emulated and not baseline.emulated:
+            speedup = _ratio(cell.tokens_per_second_per_gpu, baseline.tokens_per_second_per_gpu)
+            cells[position] = replace(cell, speedup=speedup)
+        settings[cell.name] = replace(
+            setting,
+            published_speedup=_ratio(
+                cell.published_tokens_per_second_per_gpu,
+                baseline.published_tokens_per_second_per_gpu,
+            ),
+        )
+    return RunResults(run.record, tuple(cells), settings)
 
 
 def warm_up(num_steps: int) -> int:
@@ -146,59 +121,69 @@ def warm_up(num_steps: int) -> int:
 
 
 def _collect_cell(
-    cell_dir: Path, status: tuple[str, str | None] | None, run_baseline: str | None
+    folder: CellFolder, state: CellState, run_baseline: str | None
 ) -> tuple[Result, CellSetting]:
-    cell, problem = _read_cell(cell_dir / "cell.yaml")
-    state, reason = status or _read_status(cell_dir / "status.json", cell)
-    steps = collect_steps(cell_dir, cell)
+    record, problem = _read(folder)
+    steps = collect_steps(folder, record)
     measured = steps[warm_up(len(steps)) :]
-    folders = attempts(cell_dir)
-    active = next(filter(None, map(_read_attempt_active, reversed(folders))), None)
-    emulated = bool(cell.get("emulated")) or bool((active or {}).get("emulated"))
-    device = _text(cell.get("device"))
+    attempts = folder.attempts()
+    active = next(filter(None, map(_read_attempt_active, reversed(attempts))), None)
+    emulated = record.emulated or bool((active or {}).get("emulated"))
     final_loss = steps[-1].loss if steps else None
-    reasons = [reason, problem]
-    if state == "failed" and folders:
-        found = find_reason(folders[-1])
-        reasons.append(found if found and found not in (reason or "") else None)
+    reasons = [state.reason, problem]
+    status = None if state.state == UNKNOWN else state.state
+    if status is None and record.refused:
+        status, reasons = REFUSED, [record.refused]
+    if status == FAILED and attempts:
+        found = find_reason(attempts[-1].path)
+        reasons.append(found if found and found not in (state.reason or "") else None)
     reasons.append(_non_finite(steps))
-    if emulated and state != "refused":
+    if emulated and status != REFUSED:
         reasons.append(_EMULATED_REASON)
-    logs = [path for attempt in folders for path in metrics_logs(attempt)]
     result = Result(
-        name=cell_dir.name,
-        recipe=_text(cell.get("recipe")),
-        precision=_text(cell.get("precision")),
-        ep_backend=_text(cell.get("ep_backend")),
-        status=state,
+        name=folder.name,
+        recipe=record.recipe,
+        precision=record.precision,
+        ep_backend=record.ep_backend,
+        status=status,
         reason="; ".join(dict.fromkeys(part for part in reasons if part)) or None,
         steps=steps[-1].step if steps else None,
         tokens_per_second_per_gpu=_median(step.tokens_per_second for step in measured),
         tflops_per_gpu=_median(step.tflops for step in measured),
         # TorchTitan falls back to an A100's peak where it doesn't know the device.
-        mfu=None if device == "cpu" else _median(step.mfu for step in measured),
-        memory_gib=read_peak_memory(logs),
+        mfu=None if record.device == "cpu" else _median(step.mfu for step in measured),
+        memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=final_loss if final_loss is not None and math.isfinite(final_loss) else None,
         speedup=None,
-        published_tokens_per_second_per_gpu=_float(cell.get("published_tokens_per_second_per_gpu")),
+        published_tokens_per_second_per_gpu=record.published_tokens_per_second_per_gpu,
         emulated=emulated,
         active=active,
     )
     setting = CellSetting(
-        total_steps=option_count(cell, "training.steps"),
-        device=device,
-        stand_in_for=_text(cell.get("stand_in_for")),
-        baseline=_text(cell.get("baseline")) or run_baseline,
+        total_steps=record.steps,
+        device=record.device,
+        stand_in_for=record.stand_in_for,
+        baseline=record.baseline or run_baseline,
         published_speedup=None,
         raw_final_loss=final_loss,
     )
     return result, setting
 
 
-def _read_attempt_active(attempt: Path) -> dict[str, Any] | None:
-    log = attempt / "train.log"
-    active = read_active(log) if log.is_file() else None
-    return active or _read_json(attempt / "environment.json")
+def _read(folder: CellFolder) -> tuple[CellRecord, str | None]:
+    """The record, empty with the problem where it can't be read: the cell must still appear."""
+    try:
+        return read_record(folder.record), None
+    except InputError as error:
+        return CellRecord(), str(error)
+
+
+def _read_attempt_active(attempt: Attempt) -> dict[str, Any] | None:
+    active = read_active(attempt.log) if attempt.log.is_file() else None
+    try:
+        return active or read_json(attempt.environment)
+    except InputError:
+        return None
 
 
 def _non_finite(steps: list[StepMetrics]) -> str | None:
@@ -211,46 +196,6 @@ def _non_finite(steps: list[StepMetrics]) -> str | None:
     return f"loss is {since.loss} since step {since.step}" if since else None
 
 
-def _read_run(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "run.json"
-    if not path.is_file():
-        raise InputError(str(run_dir), "no run.json, so this is no run directory", "name a run")
-    run = _read_json(path)
-    names = run.get("cells") if run else None
-    if run is None or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise InputError(
-            str(path), "not a JSON object with a list of cells", "restore or delete it"
-        )
-    return run
-
-
-def _read_cell(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The mapping, empty with the problem where it can't be read: the cell must still appear."""
-    try:
-        # Safe as well, and the C one reads a run of 1,000 cells several times faster.
-        cell = yaml.load(path.read_text(encoding="utf-8"), Loader=_YamlLoader)  # noqa: S506
-    except FileNotFoundError:
-        return {}, f"{path.name} is missing"
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}, f"{path.name} cannot be read"
-    return (cell, None) if isinstance(cell, dict) else ({}, f"{path.name} holds no mapping")
-
-
-def _read_status(path: Path, cell: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    status = _read_json(path) or {}
-    refused = _text(cell.get("refused"))
-    state = _text(status.get("state")) or ("refused" if refused else None)
-    return state, _text(status.get("reason")) or (refused if state == "refused" else None)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.median(known) if known else None
@@ -258,12 +203,3 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
-
-
-def _text(value: object) -> str | None:
-    return None if value is None or value == "" else str(value)
-
-
-def _float(value: object) -> float | None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(str(value)) if number and math.isfinite(float(str(value))) else None

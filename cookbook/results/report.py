@@ -1,4 +1,4 @@
-"""In: the results of a run. Out: the report, as Markdown for people or as JSON for programs."""
+"""The report of a run: Markdown for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DONE_STATES = {"finished", "refused"}
 def render_markdown(results: RunResults) -> str:
     """The report as Markdown whose table also reads well in a terminal."""
     rows = [_row(cell, results.settings[cell.name]) for cell in results.cells]
-    parts = [f"# {results.run}", "\n".join(_facts(results)), _table(rows)]
+    parts = [f"# {results.run.run}", "\n".join(_facts(results)), _table(rows)]
     notes = [
         f"- {cell.name} ({cell.status or 'status unknown'}): {_one_line(cell.reason)}"
         for cell in results.cells
@@ -49,25 +49,25 @@ def render_markdown(results: RunResults) -> str:
 def render_json(results: RunResults) -> str:
     """The report as one JSON object; unknown, NaN and infinite values are null."""
     report = {
-        "run": results.run,
-        "sweep": results.sweep,
+        "run": results.run.run,
+        "sweep": results.run.sweep,
         "cells": [asdict(cell) for cell in results.cells],
-        "baseline": results.baseline,
+        "baseline": results.run.baseline,
     }
     return json.dumps(_finite(report), indent=2, allow_nan=False) + "\n"
 
 
 def _facts(results: RunResults) -> list[str]:
     """The list above the table: what ran where, and what a reader must not take for more."""
-    started = f", started {results.created}" if results.created else ""
-    by = f" by {results.user}" if results.user else ""
+    started = f", started {results.run.created}" if results.run.created else ""
+    by = f" by {results.run.user}" if results.run.user else ""
     lines = [
-        f"- sweep: {results.sweep or _UNKNOWN}{started}{by}",
-        f"- cluster: {results.cluster or _UNKNOWN}, stack: {results.stack or _UNKNOWN}, "
-        f"commit: {results.commit or _UNKNOWN}",
+        f"- sweep: {results.run.sweep or _UNKNOWN}{started}{by}",
+        f"- cluster: {results.run.cluster or _UNKNOWN}, stack: {results.run.stack or _UNKNOWN}, "
+        f"commit: {results.run.commit or _UNKNOWN}",
     ]
-    if results.baseline:
-        lines.append(f"- baseline: {results.baseline}")
+    if results.run.baseline:
+        lines.append(f"- baseline: {results.run.baseline}")
     stand_ins = {
         (cell.recipe or _UNKNOWN, setting.stand_in_for): None
         for cell in results.cells

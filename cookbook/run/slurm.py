@@ -1,4 +1,4 @@
-"""In: job ids. Out: what Slurm knows of them. The one module that runs Slurm's commands."""
+"""Slurm's commands, run here and nowhere else: submit, cancel, ask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a run. Out: the state of each cell, from its status file and from what the scheduler knows.
+"""The state of each cell of a run: from its status file and from what the scheduler knows.
 
 Neither alone is enough: a job that was killed wrote no last word, and Slurm forgets a finished job
 after minutes where accounting is off.
@@ -10,20 +10,24 @@ import contextlib
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cookbook.base.errors import InputError
 from cookbook.run import slurm
-from cookbook.run.rundir import (
+from cookbook.run.folder import CellFolder
+from cookbook.run.run import Run
+from cookbook.run.status import (
     CANCELLED,
     ENDED,
     FAILED,
     FINISHED,
+    OPEN,
     QUEUED,
     REFUSED,
     RUNNING,
+    UNKNOWN,
     Job,
-    Run,
     Status,
     read_job,
     read_status,
@@ -45,10 +49,7 @@ class CellState:
 
 def cell_states(run: Run) -> list[CellState]:
     """The state of every cell of `run`, in its order."""
-    records = {
-        cell: (read_status(run.cell_folder(cell)), read_job(run.cell_folder(cell)))
-        for cell in run.cells
-    }
+    records = {cell: _read(cell) for cell in run.cells}
     open_jobs = [
         job.job_id
         for status, job in records.values()
@@ -60,15 +61,27 @@ def cell_states(run: Run) -> list[CellState]:
     return [_local_state(run, cell, *record) for cell, record in records.items()]
 
 
+def _read(cell: CellFolder) -> tuple[Status, Job | None]:
+    """What the cell's files say; one that cannot be read costs nothing but its own words."""
+    try:
+        status = read_status(cell)
+    except InputError as error:
+        status = Status(UNKNOWN, reason=str(error))
+    try:
+        return status, read_job(cell)
+    except InputError as error:
+        return replace(status, reason=status.reason or str(error)), None
+
+
 def _slurm_state(
-    cell: str, status: Status, job: Job | None, infos: Mapping[str, slurm.JobInfo]
+    cell: CellFolder, status: Status, job: Job | None, infos: Mapping[str, slurm.JobInfo]
 ) -> CellState:
     state, reason = status.state, status.reason
     info = infos.get(job.job_id) if job else None
     if state in (FINISHED, REFUSED) or job is None:
         pass
     elif info is None:
-        if state not in ENDED:
+        if state in OPEN:
             state = FAILED
             reason = f"job {job.job_id} is gone, and neither Slurm nor the job said how it ended"
     elif info.state in slurm.WAITING:
@@ -88,21 +101,23 @@ def _slurm_state(
     return _state(cell, state, reason, status, job)
 
 
-def _local_state(run: Run, cell: str, status: Status, job: Job | None) -> CellState:
+def _local_state(run: Run, cell: CellFolder, status: Status, job: Job | None) -> CellState:
     state, reason = status.state, status.reason
-    if state not in ENDED and job is not None and not local_job_lives(run, job.job_id):
+    if state in OPEN and job is not None and not local_job_lives(run, job.job_id):
         # The last word may have come between the two looks.
-        status = read_status(run.cell_folder(cell))
+        status, _ = _read(cell)
         state, reason = status.state, status.reason
-        if state not in ENDED:
+        if state in OPEN:
             state = FAILED
             reason = f"process {job.job_id} is gone: killed, or the machine was restarted"
     return _state(cell, state, reason, status, job)
 
 
-def _state(cell: str, state: str, reason: str | None, status: Status, job: Job | None) -> CellState:
+def _state(
+    cell: CellFolder, state: str, reason: str | None, status: Status, job: Job | None
+) -> CellState:
     return CellState(
-        cell=cell,
+        cell=cell.name,
         state=state,
         reason=reason or None,
         job_id=job.job_id if job else None,

@@ -1,4 +1,4 @@
-"""In: a cell. Out: what sbatch is told about its job, for the script's header and for submitit."""
+"""What sbatch is told about a cell's job: for its script's header and for submitit."""
 
 from __future__ import annotations
 

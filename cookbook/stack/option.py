@@ -1,4 +1,4 @@
-"""In: a TorchTitan option and a value. Out: the value checked, and the argv words that set it."""
+"""One TorchTitan option: what values it takes, and the words of a command line that set it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.base.errors import InputError, unknown_name
-from cookbook.base.yamlfile import described
+from cookbook.base.yamlfile import control_character, described
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Option:
             value = float(value) if abs(value) < 1e300 else math.inf
         holds, allowed = _KINDS[self.kind]
         if not holds(value):
-            raise InputError(place, f"found {described(value)}, allowed: {allowed}")
+            quotes = self.kind == "str" and isinstance(value, bool | int | float)
+            remedy = "put it in quotes" if quotes else ""
+            raise InputError(place, f"found {described(value)}, allowed: {allowed}", remedy)
         if self.optional and value == "None":
             raise InputError(place, "found the text 'None', which TorchTitan reads as nothing")
         if self.kind == "list" and not value and self.default:
@@ -49,6 +51,11 @@ class Option:
                     f"found {items!r}: items may hold no comma and not be empty",
                     "split the item",
                 )
+            # The words of a list of lists stand by themselves, where they would be options.
+            if self.kind == "lists" and (not items or items[0].startswith("-")):
+                raise InputError(
+                    place, f"found {items!r}: a list may not be empty or begin with '-'"
+                )
         return value
 
     def parse(self, place: str, text: str) -> Any:
@@ -57,15 +64,16 @@ class Option:
         if self.optional and text in ("None", "null"):
             return None
         try:
-            if self.kind == "int":
+            # Python reads the digits of every script as numbers.
+            if self.kind == "int" and text.isascii():
                 value = int(text)
-            elif self.kind == "float":
+            elif self.kind == "float" and text.isascii():
                 value = float(text)
             elif self.kind == "bool" and text.lower() in ("true", "false"):
                 value = text.lower() == "true"
             elif self.kind == "lists":
                 value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
         return self.check(place, value)
 
@@ -83,10 +91,7 @@ class Option:
 
 def _is_text(value: Any) -> bool:
     """Whether `value` is a text that can be a word of a command line."""
-    if not isinstance(value, str) or "\0" in value:
-        return False
-    # Bytes of the command line that are no UTF-8 arrive as lone surrogates.
-    return not any("\ud800" <= character <= "\udfff" for character in value)
+    return isinstance(value, str) and not control_character(value)
 
 
 def _is_texts(value: Any) -> bool:
@@ -97,7 +102,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
     "float": (lambda value: isinstance(value, float) and math.isfinite(value), "a number"),
-    "str": (_is_text, "a text in UTF-8"),
+    "str": (_is_text, "a text in UTF-8 without control characters"),
     "list": (_is_texts, "a list of texts"),
     "lists": (
         lambda value: isinstance(value, list) and all(_is_texts(item) for item in value),

@@ -1,4 +1,4 @@
-"""In: a requirements file. Out: the version or commit that it pins for each package.
+"""The version or commit that a requirements file pins for each package.
 
 Standard library only: the doctor reads the pins also where nothing is installed yet.
 """

@@ -1,4 +1,4 @@
-"""In: the cells of a run. Out: their jobs, submitted through submitit to Slurm or to this machine.
+"""Submits the cells of a run through submitit, to Slurm or to this machine.
 
 submitit pickles the supervisor, names the job's files and reads the job id back. What it would say
 to Slurm by itself (a wckey, a signal, srun around the supervisor) is replaced: the batch file has
@@ -12,7 +12,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import submitit
@@ -23,8 +22,10 @@ from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
 from cookbook.cells.cell import Cell
 from cookbook.job.supervisor import Supervisor
-from cookbook.run.rundir import FAILED, Run, Status, write_job, write_status
+from cookbook.run.folder import CellFolder
+from cookbook.run.run import Run
 from cookbook.run.slurm import sbatch
+from cookbook.run.status import FAILED, Status, write_job, write_status
 from cookbook.script.header import option_word, sbatch_options
 
 _WRITTEN_FOR = "1.5.4"
@@ -34,8 +35,8 @@ _LOCAL_DAYS = 30
 class CellSlurmExecutor(SlurmExecutor):
     """Submits one cell: the same sbatch options as its script's header, and the supervisor."""
 
-    def __init__(self, folder: Path, cell: Cell) -> None:
-        super().__init__(folder=folder / "job")
+    def __init__(self, folder: CellFolder, cell: Cell) -> None:
+        super().__init__(folder=folder.job_files)
         self.cell = cell
         # submitit waits 0.2 s between submissions; sbatch takes its own time.
         self._throttling = 0.0
@@ -123,21 +124,19 @@ def submit_run(run: Run, cells: Sequence[Cell]) -> list[str]:
         )
     cells = [cell for cell in cells if not cell.refused]
     if run.scheduler == "local":
-        folders = [run.cell_folder(cell.name) for cell in cells]
+        folders = [run.cell(cell.name) for cell in cells]
         job_id: str = RunLocalExecutor(run.folder / "job").submit(Supervisor(folders)).job_id
         for folder in folders:
             write_job(folder, job_id)
         return [job_id]
     job_ids = []
     for number, cell in enumerate(cells):
-        folder = run.cell_folder(cell.name)
+        folder = run.cell(cell.name)
         try:
             job_ids.append(CellSlurmExecutor(folder, cell).submit(Supervisor([folder])).job_id)
         except JobError as error:
             for left in cells[number:]:
-                write_status(
-                    run.cell_folder(left.name), Status(FAILED, reason=f"not queued: {error}")
-                )
+                write_status(run.cell(left.name), Status(FAILED, reason=f"not queued: {error}"))
             raise JobError(f"{cell.name}: {error}") from None
         write_job(folder, job_ids[-1])
     return job_ids

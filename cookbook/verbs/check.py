@@ -1,6 +1,4 @@
-"""In: parsed arguments that name a recipe or a sweep. Out: what was found about each cell, and a
-status.
-"""
+"""The verb `check`, and the check that `run` and `sweep` make before they submit."""
 
 from __future__ import annotations
 
@@ -11,10 +9,10 @@ from dataclasses import replace
 
 from cookbook.base.errors import unknown_name
 from cookbook.cells.cell import Cell
-from cookbook.cells.recipe import names_in
+from cookbook.cells.finding import WARNING
+from cookbook.cells.names import names_in
 from cookbook.cells.sweep import is_sweep
-from cookbook.check.cells import check_cells
-from cookbook.check.finding import WARNING
+from cookbook.check.check import check_cells
 from cookbook.check.report import render_json, render_text
 from cookbook.verbs.request import requested_cell, requested_sweep
 

@@ -1,4 +1,4 @@
-"""In: the words after `submit.py`. Out: what they ask for, and an exit status.
+"""The command line of `submit.py`: its verbs, and an exit status.
 
 0: done. 1: the work failed. 2: the input is wrong, and nothing was submitted or written.
 """
@@ -53,9 +53,14 @@ def build_parser() -> argparse.ArgumentParser:
     render.add_argument("recipe", metavar="RECIPE")
     render.add_argument("-o", "--output", metavar="FILE", help="write it to FILE instead")
     _cell_options(render)
-    new = verb("new", "copy a recipe, with its comments, to edit", "show:new_recipe")
+    new = verb("new", "copy a recipe, overlay, cluster or sweep, to edit", "new:new")
     new.add_argument("name", metavar="NAME")
-    new.add_argument("--from", dest="source", metavar="RECIPE", required=True)
+    new.add_argument("--from", dest="source", metavar="NAME-or-FILE", required=True)
+    new.add_argument(
+        "--kind",
+        choices=("recipe", "precision", "ep-backend", "cluster", "sweep"),
+        help="of what; by default what has that name",
+    )
 
     check = verb(
         "check", "say whether each cell can run, why not, and what it needs", "check:check"
@@ -66,6 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--rules-only", action="store_true", help="do not let TorchTitan build the cells"
     )
     _cell_options(check)
+
+    line = verb("check-line", "say whether an sbatch line's job may run", "check_line:check_line")
+    line.add_argument(
+        "line",
+        metavar="LINE",
+        nargs=argparse.REMAINDER,
+        help="as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ...",
+    )
 
     run = verb("run", "train one cell", "launch:run_cell")
     run.add_argument("recipe", metavar="RECIPE")
@@ -88,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
     cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
     cancel.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
-    report = verb("report", "print the results of a run", "follow:show_report")
+    report = verb("report", "print the results of a run", "report:show_report")
     report.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     report.add_argument("--format", choices=("md", "json"), default="md")
     doctor = verb("doctor", "say whether this machine is ready, and what to do", "show:doctor")

@@ -1,4 +1,4 @@
-"""In: parsed arguments. Out: cells submitted, watched until they end, and their report."""
+"""The verbs `run` and `sweep`: cells submitted, watched until they end, and their report."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cookbook.base.yamlfile import shown_path
-from cookbook.cells.cell import Cell, missing_packages
+from cookbook.cells.cell import Cell
+from cookbook.cells.rules.here import missing_here
 from cookbook.results.report import text_width
-from cookbook.run.rundir import FINISHED, REFUSED, Run, create_run, shown_command
+from cookbook.run.run import Run
+from cookbook.run.status import FINISHED, REFUSED
+from cookbook.submit.create import create_run
 from cookbook.verbs.check import refuse_by_check
-from cookbook.verbs.follow import print_report, watch
+from cookbook.verbs.follow import watch
+from cookbook.verbs.report import print_report
 from cookbook.verbs.request import requested_cell, requested_sweep
 
 
@@ -29,7 +33,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
-    cells = [_refused_without_packages(cell) for cell in cells]
+    cells = [_refused_here(cell, arguments.dry_run) for cell in cells]
     if not arguments.no_check:
         # A dry run answers at once, by the rules alone; `check` tells all.
         cells = refuse_by_check(cells, build=not arguments.dry_run)
@@ -42,7 +46,7 @@ def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> 
     # submitit takes a moment to import, which a dry run need not wait for.
     from cookbook.submit.executor import submit_run
 
-    run = create_run(name, cells, shown_command())
+    run = create_run(name, cells)
     job_ids = submit_run(run, cells)
     kind = "Slurm job" if run.scheduler == "slurm" else "process"
     shown = ", ".join(job_ids[:8]) + (", ..." if len(job_ids) > 8 else "")
@@ -70,22 +74,19 @@ def _wait(run: Run) -> int:
     return 0 if set(states.values()) <= {FINISHED, REFUSED} else 1
 
 
-def _refused_without_packages(cell: Cell) -> Cell:
-    """The job trains in this very environment, unless it has a container of its own."""
-    if cell.refused or cell.cluster.container is not None:
-        return cell
-    missing = missing_packages(cell.precision, cell.ep_backend)
-    if not missing:
-        return cell
-    return replace(cell, refused=f"not installed: {', '.join(missing)}; run: bash setup.sh")
+def _refused_here(cell: Cell, is_dry: bool) -> Cell:
+    """The job trains with this very environment and these files, unless it has a container."""
+    missing = [] if cell.refused else missing_here(cell)
+    # Whoever plans for a cluster from elsewhere need not have its tokenizers.
+    missing = [finding for finding in missing if not is_dry or finding.rule != "files"]
+    return replace(cell, refused=str(missing[0])) if missing else cell
 
 
 def describe_plan(name: str, cells: Sequence[Cell]) -> str:
     """What will run and what not, a line a cell."""
     first = cells[0]
     cluster = first.cluster
-    ranks = f"{cluster.ranks_per_node} {cluster.gpu.name if cluster.gpu else 'CPU ranks'}"
-    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {ranks}"]
+    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}"]
     stand_ins = {cell.stand_in_for: cell.recipe.name for cell in cells if cell.stand_in_for}
     for original, stand_in in stand_ins.items():
         lines.append(f"  {original} is too large here: its stand-in {stand_in} runs instead")

@@ -1,4 +1,4 @@
-"""In: how far each cell of a run is. Out: a picture redrawn in place, or lines off a terminal."""
+"""How far each cell of a run is: a picture redrawn in place, or lines off a terminal."""
 
 from __future__ import annotations
 

@@ -1,91 +1,93 @@
-"""In: parsed arguments. Out: what the cookbook holds and would do, printed; none is submitted."""
+"""The verbs `list`, `show`, `render` and `doctor`: what there is; nothing is submitted."""
 
 from __future__ import annotations
 
 import argparse
-import re
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
-from cookbook.base.paths import RECIPES
 from cookbook.cells.cluster import default_cluster, load_cluster
-from cookbook.cells.recipe import load_overlay, load_recipe, names_in
+from cookbook.cells.names import names_in
+from cookbook.cells.overlay import Kind, load_overlay
+from cookbook.cells.recipe import load_recipe
 from cookbook.cells.sweep import load_sweep
+from cookbook.run.record import shown_with_places
 from cookbook.script.render import render_script
-from cookbook.stack.stack import load_stack
 from cookbook.verbs.request import requested_cell
 
 
 def list_all(arguments: argparse.Namespace) -> int:
     """Print every recipe, precision, EP backend, cluster and sweep, a line each."""
-    stack = load_stack()
-    default = default_cluster()
+    problems: list[str] = []
+
+    def described(kind: str, describe: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+        for name in names_in(kind):
+            try:
+                yield name, describe(name)
+            except InputError as error:
+                # One file that cannot be read must not hide the others.
+                problems.append(str(error))
+
     parts = {
-        "recipes": {name: load_recipe(name, stack).description for name in names_in("")},
-        "precisions": {name: _with_synonyms("precision", name) for name in names_in("precision")},
-        "EP backends": {
-            name: _with_synonyms("ep_backend", name) for name in names_in("ep_backend")
-        },
-        "clusters": {
-            name: load_cluster(name, stack).description
-            + (" (default here)" if name == default else "")
-            for name in names_in("cluster")
-        },
-        "sweeps": {name: load_sweep(name, stack).description for name in names_in("sweep")},
+        "recipes": dict(described("", lambda name: load_recipe(name).description)),
+        "precisions": dict(described("precision", lambda name: _overlay("precision", name))),
+        "EP backends": dict(described("ep_backend", lambda name: _overlay("ep_backend", name))),
+        "clusters": dict(described("cluster", _cluster)),
+        "sweeps": dict(described("sweep", lambda name: load_sweep(name).description)),
     }
-    width = max(len(name) for names in parts.values() for name in names)
+    width = max((len(name) for names in parts.values() for name in names), default=0)
     for title, names in parts.items():
         print(f"{title}:")
         for name, description in names.items():
             print(f"  {name:<{width}}  {description}")
-    return 0
+    for problem in problems:
+        print(f"submit.py: left out: {problem}", file=sys.stderr)
+    return 2 if problems else 0
 
 
-def _with_synonyms(kind: str, name: str) -> str:
-    overlay = load_overlay(kind, name, load_stack())
+def _overlay(kind: Kind, name: str) -> str:
+    overlay = load_overlay(kind, name)
     also = f" (also: {', '.join(overlay.synonyms)})" if overlay.synonyms else ""
     return overlay.description + also
 
 
+def _cluster(name: str) -> str:
+    here = " (default here)" if name == default_cluster() else ""
+    return load_cluster(name).description + here
+
+
 def show_cell(arguments: argparse.Namespace) -> int:
     """Print the resolved cell as YAML."""
-    print(requested_cell(arguments).as_yaml(arguments.origins), end="")
+    cell = requested_cell(arguments)
+    record = cell.record()
+    if arguments.origins:
+        places = {name: setting.place for name, setting in cell.options.settings.items()}
+        record = shown_with_places(record, places)
+    print(record.as_yaml(), end="")
     return 0
 
 
 def render_cell(arguments: argparse.Namespace) -> int:
     """Print the cell's script, or write it."""
     cell = requested_cell(arguments)
-    if arguments.output is None:
+    if arguments.output in (None, "-"):
         print(render_script(cell), end="")
-    else:
-        text = render_script(cell, file_name=Path(arguments.output).name)
-        try:
-            write_whole(Path(arguments.output), text, mode=0o755)
-        except OSError as error:
-            raise InputError(
-                f"--output {arguments.output}", f"cannot be written: {error.strerror}"
-            ) from None
-    return 0
-
-
-def new_recipe(arguments: argparse.Namespace) -> int:
-    """Copy a recipe under a new name, with its comments; only its `name:` is changed."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", arguments.name):
-        raise InputError("NAME", f"found {arguments.name!r}, allowed: letters, digits, '-' and '_'")
-    target = RECIPES / f"{arguments.name}.yaml"
-    if target.exists():
-        raise InputError(str(target), "exists already", "choose another name")
-    recipe = load_recipe(arguments.source, load_stack())
-    text = recipe.path.read_text(encoding="utf-8")
-    # Cells are named after it: two recipes of one short name would be taken for one another.
-    text = re.sub(r"(?m)^name:.*$", f"name: {arguments.name}", text, count=1)
-    # What was published holds for the original alone.
-    text = re.sub(r"(?m)^(?:#[^\n]*\n)*published:\n(?:[ \t]+[^\n]*\n)+", "", text, count=1)
-    write_whole(target, text)
-    print(f"wrote {target.relative_to(RECIPES.parent)}; edit it, then:")
-    print(f"  python submit.py run {arguments.name} --dry-run")
+        return 0
+    path = Path(arguments.output)
+    text = render_script(cell, file_name=path.name)
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # A device or a pipe is written to; a file beside it would take its place.
+            path.write_text(text, encoding="utf-8")
+        else:
+            # A symbolic link stays one.
+            write_whole(path.resolve(), text, mode=0o755)
+    except OSError as error:
+        place = f"--output {arguments.output}"
+        raise InputError(place, f"cannot be written: {error.strerror}") from None
     return 0
 
 

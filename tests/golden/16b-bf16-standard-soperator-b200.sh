@@ -30,6 +30,7 @@ fail() {
 }
 
 [[ -n "${SLURM_JOB_ID:-}" ]] || fail "runs inside a Slurm job; start it with: sbatch train.sh"
+NUM_NODES="${SLURM_JOB_NUM_NODES}"
 
 COOKBOOK_ROOT="${COOKBOOK_ROOT:-}"
 if [[ -z "${COOKBOOK_ROOT}" ]]; then
@@ -37,19 +38,12 @@ if [[ -z "${COOKBOOK_ROOT}" ]]; then
 fi
 [[ -f "${COOKBOOK_ROOT}/submit.py" ]] ||
   fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"
-# Relative paths in recipes (tokenizers, data) start at the cookbook's folder.
+# Relative paths, in recipes (tokenizers, data) and in CELL_DIR, start at the cookbook's folder.
 cd "${COOKBOOK_ROOT}"
 CELL=16b-bf16-standard
-PRECISION=bf16
-EP_BACKEND=standard
 # A requeued job has the same id, hence the same folder and the same checkpoints: it resumes. To resume
 # an earlier job's run, pass its folder: CELL_DIR=runs/... sbatch train.sh
 CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b-${SLURM_JOB_ID:-local}/${CELL}}")"
-ATTEMPT=0
-while [[ -e "${CELL_DIR}/attempt-${ATTEMPT}" ]]; do
-  ATTEMPT=$((ATTEMPT + 1))
-done
-export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
 # Slurm would requeue for ever; a job that keeps losing nodes needs a person.
 if ((${SLURM_RESTART_COUNT:-0} > 3)); then
   fail "restarted ${SLURM_RESTART_COUNT} times, allowed: 3; see ${CELL_DIR}"
@@ -72,47 +66,16 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export PYTORCH_ALLOC_CONF=expandable_segments:True
 # Lines of the log begin with the global rank; torchrun fills it in.
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]:'
-# TorchTitan warns where the rank that knows the loss is not among these.
-export LOG_RANK=0
-
-# The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
-# same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
-mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
-HEAD_NODE="${NODES[0]:?no node in SLURM_JOB_NODELIST}"
-HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
-HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
-RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
-[[ -n "${RESOLVED}" ]] || fail "cannot resolve the head node ${HEAD_NODE} (${HEAD_ADDRESS})"
-if [[ "${RESOLVED}" != 127.* ]]; then
-  HEAD_ADDRESS="${RESOLVED}"
-fi
-# Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
-RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
-# New for each attempt: a worker that is left over from the last one must not join this one.
-RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"
-NUM_NODES="${SLURM_JOB_NUM_NODES}"
-
-TORCHRUN=(
-  torchrun
-  --nnodes="${NUM_NODES}"
-  --nproc-per-node=8
-  --rdzv-backend=c10d
-  --rdzv-endpoint="${RDZV_ENDPOINT}"
-  --rdzv-id="${RDZV_ID}"
-  --role=rank
-  # Every rank's log is kept; the log of the job shows these local ranks, the one with the loss among them.
-  --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
-  --redirects=3
-  --tee=3
-  --local-ranks-filter=0
-)
 
 TRAIN_ARGS=(
   --job.custom_config_module=cookbook.titan.stack_2026_02.job_config
   --experimental.custom_import=cookbook.titan.stack_2026_02
   '--job.description=16b-bf16-standard: DeepSeek-V3 16B: 1,500 steps for the loss curve, on 32 nodes x 8 B200'
   --cookbook.precision=bf16
+  --cookbook.grouped_gemms=bf16
+  --cookbook.linear_layers=bf16
   --cookbook.ep_backend=standard
+  --cookbook.dispatch=standard
   --model.name=deepseek_v3
   --model.flavor=16B
   --model.hf_assets_path=assets/hf/deepseek-moe-16b-base
@@ -152,6 +115,47 @@ TRAIN_ARGS=(
   --training.mixed_precision_param=bfloat16
   --training.mixed_precision_reduce=float32
 )
+if [[ -n "${WANDB_API_KEY:-}" ]]; then
+  export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
+  export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
+  TRAIN_ARGS+=("--metrics.enable_wandb")
+fi
+
+# A misspelt option, a layout that does not divide or a tokenizer that is not there ends the job here, in
+# a second, and not on every rank. The run is noted as well, for `submit.py status` and `report`. The
+# answer: the number of this attempt, and the ranks whose lines the log shows, the one with the loss
+# among them.
+JOB=("${VENV}/bin/python" -m cookbook.job)
+ANSWER="$(
+  "${JOB[@]}" begin "${CELL_DIR}" --cell="${CELL}" --recipe=deepseek_v3_16b \
+    --precision=bf16 --ep-backend=standard --cluster=soperator-b200 \
+    --nodes="${NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
+)"
+read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"
+# TorchTitan warns where the rank that knows the loss is not among these.
+export LOG_RANK
+export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
+mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
+if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
+  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
+fi
+
+# The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
+# same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
+mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
+HEAD_NODE="${NODES[0]:?no node in SLURM_JOB_NODELIST}"
+HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
+HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
+RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
+[[ -n "${RESOLVED}" ]] || fail "cannot resolve the head node ${HEAD_NODE} (${HEAD_ADDRESS})"
+if [[ "${RESOLVED}" != 127.* ]]; then
+  HEAD_ADDRESS="${RESOLVED}"
+fi
+# Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
+RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
+# New for each attempt: a worker that is left over from the last one must not join this one.
+RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"
+
 TRAIN_ARGS+=(
   # Checkpoints belong to the cell, everything else to this attempt.
   "--job.dump_folder=${CELL_DIR}"
@@ -160,33 +164,21 @@ TRAIN_ARGS+=(
   "--profiling.save_traces_folder=attempt-${ATTEMPT}/profile_traces"
   "--profiling.save_memory_snapshot_folder=attempt-${ATTEMPT}/memory_snapshot"
 )
-if [[ -n "${WANDB_API_KEY:-}" ]]; then
-  export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
-  export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
-  TRAIN_ARGS+=("--metrics.enable_wandb")
-fi
 TRAIN_ARGS+=("$@")
-
-# A misspelt option or a layout that does not divide ends here, in a second, and not on every rank. Started
-# by hand, the run is noted as well, for `submit.py status` and `report`.
-RECORD=(python -m cookbook.job)
-SUPERVISED=()
-if [[ -n "${COOKBOOK_SUPERVISED:-}" ]]; then
-  SUPERVISED=(--supervised)
-fi
-"${RECORD[@]}" begin "${CELL_DIR}" "${SUPERVISED[@]}" --cell="${CELL}" --recipe=deepseek_v3_16b \
-  --precision="${PRECISION}" --ep-backend="${EP_BACKEND}" --cluster=soperator-b200 \
-  --nodes="${NUM_NODES}" --ranks-per-node=8 --device=cuda \
-  -- "${TRAIN_ARGS[@]}"
-if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
-  trap '"${RECORD[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
-fi
-
-mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
-echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
-echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
-
+TORCHRUN=(
+  torchrun
+  --nnodes="${NUM_NODES}"
+  --nproc-per-node=8
+  --rdzv-backend=c10d
+  --rdzv-endpoint="${RDZV_ENDPOINT}"
+  --rdzv-id="${RDZV_ID}"
+  --role=rank
+  # Every rank's log is kept.
+  --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
+  --redirects=3
+  --tee=3
+  --local-ranks-filter="${SHOWN_RANKS}"
+)
 SRUN=(
   srun
   # srun has not inherited this from sbatch since Slurm 22.05; without it, all ranks share one core.
@@ -195,5 +187,10 @@ SRUN=(
   --kill-on-bad-exit=1
   --wait=60
 )
+
+echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
+echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
+
 "${SRUN[@]}" "${TORCHRUN[@]}" -m torchtitan.train "${TRAIN_ARGS[@]}" 2>&1 |
   tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log"

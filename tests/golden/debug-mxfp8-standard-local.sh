@@ -18,24 +18,19 @@ fail() {
   exit 2
 }
 
+NUM_NODES=1
+
 COOKBOOK_ROOT="${COOKBOOK_ROOT:-}"
 if [[ -z "${COOKBOOK_ROOT}" ]]; then
   COOKBOOK_ROOT=/shared/moe-cookbook
 fi
 [[ -f "${COOKBOOK_ROOT}/submit.py" ]] ||
   fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"
-# Relative paths in recipes (tokenizers, data) start at the cookbook's folder.
+# Relative paths, in recipes (tokenizers, data) and in CELL_DIR, start at the cookbook's folder.
 cd "${COOKBOOK_ROOT}"
 CELL=debug-mxfp8-standard
-PRECISION=mxfp8
-EP_BACKEND=standard
 # To resume an earlier run from its checkpoints, pass its folder: CELL_DIR=runs/... bash train.sh
 CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/debug-${SLURM_JOB_ID:-local}/${CELL}}")"
-ATTEMPT=0
-while [[ -e "${CELL_DIR}/attempt-${ATTEMPT}" ]]; do
-  ATTEMPT=$((ATTEMPT + 1))
-done
-export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
 
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
@@ -46,35 +41,16 @@ export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1
 # Lines of the log begin with the global rank; torchrun fills it in.
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]:'
-# TorchTitan warns where the rank that knows the loss is not among these.
-export LOG_RANK=0
-
-# Port 0: any free port of this machine.
-RDZV_ENDPOINT="localhost:0"
-RDZV_ID="local_$$"
-NUM_NODES=1
-
-TORCHRUN=(
-  torchrun
-  --nnodes="${NUM_NODES}"
-  --nproc-per-node=2
-  --rdzv-backend=c10d
-  --rdzv-endpoint="${RDZV_ENDPOINT}"
-  --rdzv-id="${RDZV_ID}"
-  --role=rank
-  # Every rank's log is kept; the log of the job shows these local ranks, the one with the loss among them.
-  --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
-  --redirects=3
-  --tee=3
-  --local-ranks-filter=0
-)
 
 TRAIN_ARGS=(
   --job.custom_config_module=cookbook.titan.stack_2026_02.job_config
   --experimental.custom_import=cookbook.titan.stack_2026_02
   '--job.description=debug-mxfp8-standard: DeepSeek-V3 debug model: a few steps anywhere, with or without GPUs'
   --cookbook.precision=mxfp8
+  --cookbook.grouped_gemms=mxfp8
+  --cookbook.linear_layers=bf16
   --cookbook.ep_backend=standard
+  --cookbook.dispatch=standard
   --cookbook.emulated
   --model.name=deepseek_v3
   --model.flavor=debugmodel
@@ -107,6 +83,35 @@ TRAIN_ARGS=(
   --quantize.grouped_mm.mx.fqns=experts
   --quantize.grouped_mm.mx.emulate
 )
+if [[ -n "${WANDB_API_KEY:-}" ]]; then
+  export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
+  export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
+  TRAIN_ARGS+=("--metrics.enable_wandb")
+fi
+
+# A misspelt option, a layout that does not divide or a tokenizer that is not there ends the job here, in
+# a second, and not on every rank. The run is noted as well, for `submit.py status` and `report`. The
+# answer: the number of this attempt, and the ranks whose lines the log shows, the one with the loss
+# among them.
+JOB=("${VENV}/bin/python" -m cookbook.job)
+ANSWER="$(
+  "${JOB[@]}" begin "${CELL_DIR}" --cell="${CELL}" --recipe=debug \
+    --precision=mxfp8 --ep-backend=standard --cluster=local \
+    --nodes="${NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
+)"
+read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"
+# TorchTitan warns where the rank that knows the loss is not among these.
+export LOG_RANK
+export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
+mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
+if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
+  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
+fi
+
+# Port 0: any free port of this machine.
+RDZV_ENDPOINT="localhost:0"
+RDZV_ID="local_$$"
+
 TRAIN_ARGS+=(
   # Checkpoints belong to the cell, everything else to this attempt.
   "--job.dump_folder=${CELL_DIR}"
@@ -115,29 +120,22 @@ TRAIN_ARGS+=(
   "--profiling.save_traces_folder=attempt-${ATTEMPT}/profile_traces"
   "--profiling.save_memory_snapshot_folder=attempt-${ATTEMPT}/memory_snapshot"
 )
-if [[ -n "${WANDB_API_KEY:-}" ]]; then
-  export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
-  export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
-  TRAIN_ARGS+=("--metrics.enable_wandb")
-fi
 TRAIN_ARGS+=("$@")
+TORCHRUN=(
+  torchrun
+  --nnodes="${NUM_NODES}"
+  --nproc-per-node=2
+  --rdzv-backend=c10d
+  --rdzv-endpoint="${RDZV_ENDPOINT}"
+  --rdzv-id="${RDZV_ID}"
+  --role=rank
+  # Every rank's log is kept.
+  --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
+  --redirects=3
+  --tee=3
+  --local-ranks-filter="${SHOWN_RANKS}"
+)
 
-# A misspelt option or a layout that does not divide ends here, in a second, and not on every rank. Started
-# by hand, the run is noted as well, for `submit.py status` and `report`.
-RECORD=(python -m cookbook.job)
-SUPERVISED=()
-if [[ -n "${COOKBOOK_SUPERVISED:-}" ]]; then
-  SUPERVISED=(--supervised)
-fi
-"${RECORD[@]}" begin "${CELL_DIR}" "${SUPERVISED[@]}" --cell="${CELL}" --recipe=debug \
-  --precision="${PRECISION}" --ep-backend="${EP_BACKEND}" --cluster=local \
-  --nodes="${NUM_NODES}" --ranks-per-node=2 --device=cpu \
-  -- "${TRAIN_ARGS[@]}"
-if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
-  trap '"${RECORD[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
-fi
-
-mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
 echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 echo "cookbook: ${NUM_NODES} nodes x 2 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
 echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"

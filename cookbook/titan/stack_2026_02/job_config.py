@@ -12,10 +12,19 @@ from typing import Literal
 @dataclass
 class Cookbook:
     precision: str = ""
-    """The precision overlay that the driver asked for; the run fails where another is active."""
+    """The name of the precision overlay, for the log and the report."""
 
     ep_backend: str = ""
-    """The EP backend that the driver asked for; the run fails where another one is active."""
+    """The name of the EP backend overlay, for the log and the report."""
+
+    grouped_gemms: str = ""
+    """What must be active in the routed experts' grouped GEMMs; empty for anything."""
+
+    linear_layers: str = ""
+    """What must be active in the linear layers; empty for anything."""
+
+    dispatch: str = ""
+    """How tokens must travel to their experts; empty for anything."""
 
     emulated: bool = False
     """Whether the driver asked for emulated low precision (numerics only, never a speed-up)."""

@@ -15,6 +15,7 @@ import typing
 from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 
 from cookbook.titan.stack_2026_02.flavors import add_flavors
@@ -80,7 +81,11 @@ def model_table() -> dict[str, dict[str, int]]:
 
 def main() -> None:
     """Print the table."""
-    table = {"options": option_table(), "models": {"deepseek_v3": model_table()}}
+    table = {
+        "options": option_table(),
+        "models": {"deepseek_v3": model_table()},
+        "datasets": list(DATASETS),
+    }
     print(json.dumps(table, indent=1))
 
 

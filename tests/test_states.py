@@ -1,4 +1,4 @@
-"""In: processes of this machine. Out: which of them still run a run."""
+"""Which processes of this machine still run a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import subprocess
 from pathlib import Path
 
-from cookbook.run.rundir import Run
+from cookbook.run.run import Run, RunRecord
 from cookbook.run.states import local_job_lives
 
 
 def test_a_process_lives_from_its_first_moment_to_its_last(tmp_path: Path) -> None:
-    run = Run(tmp_path, "smoke-1", "local", ())
+    run = Run(tmp_path, RunRecord("smoke-1", "local", ()), ())
     # Often enough to meet the moment in which a new process has no command line yet.
     for _ in range(100):
         process = subprocess.Popen(["sh", "-c", "read line", str(tmp_path)], stdin=subprocess.PIPE)
@@ -27,6 +27,6 @@ def test_a_process_lives_from_its_first_moment_to_its_last(tmp_path: Path) -> No
 
 
 def test_another_process_under_the_same_id_is_not_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, "smoke-1", "local", ())
+    run = Run(tmp_path, RunRecord("smoke-1", "local", ()), ())
     assert not local_job_lives(run, str(os.getpid()))
     assert not local_job_lives(run, "1")

@@ -1,4 +1,4 @@
-"""In: cells. Out: a verdict on each: the rules, what TorchTitan builds, memory and work."""
+"""A verdict on cells: the rules, what TorchTitan builds, memory and work."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.cells.cell import Cell
+from cookbook.cells.finding import ERROR, WARNING, Finding
+from cookbook.cells.rules.refusals import refusals
+from cookbook.check.advice import advice
+from cookbook.check.advice_kernels import hints_from_model
 from cookbook.check.dry_run import Built, build_cells
-from cookbook.check.finding import ERROR, WARNING, Finding
 from cookbook.check.memory import StageMemory, predict_memory, state_gib, verdict
-from cookbook.check.rules import apply_rules
-from cookbook.check.rules_kernels import hints_from_model
 from cookbook.check.work import Work, count_work
 
 _TRAINER = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
@@ -70,12 +71,19 @@ class CellCheck:
         return f"{self.verdict}: {words} of {gpu.memory_gib:.0f}" if gpu else words
 
 
+def judge(cell: Cell) -> list[Finding]:
+    """What is known without building the cell: why it cannot run, else what it should know."""
+    refused = refusals(cell)
+    # Advice on a layout that does not divide would be about something else.
+    return refused if any(finding.is_input for finding in refused) else [*refused, *advice(cell)]
+
+
 def check_cells(cells: Sequence[Cell], *, build: bool = True) -> list[CellCheck]:
     """Check every cell; without `build`, by the rules alone, which takes no time.
 
     A cell that the rules refuse is not built.
     """
-    found = [apply_rules(cell) for cell in cells]
+    found = [judge(cell) for cell in cells]
     wanted = [
         cell
         for cell, findings in zip(cells, found, strict=True)
@@ -123,14 +131,18 @@ def _not_tried(reason: str) -> Finding:
 def _refusal(cell: Cell, failure: Mapping[str, Any]) -> Finding:
     """TorchTitan's own words, at the option that they name."""
     message = failure["error"]
-    named = [name for name in cell.options if name in message or name.rpartition(".")[2] in message]
+    named = [
+        name
+        for name in cell.options.settings
+        if name in message or name.rpartition(".")[2] in message
+    ]
     place = f" (rank {failure['rank']}, {failure['place'] or failure['kind']})"
     file = failure["place"].rpartition(":")[0]
     return Finding(
         ERROR,
         "torchtitan",
         max(named, key=len) if named else "",
-        f"TorchTitan {cell.stack.pins['torchtitan']} refuses it: {message}{place}",
+        f"TorchTitan {cell.options.stack.pins['torchtitan']} refuses it: {message}{place}",
         "",
         f"{_TRAINER}/{file}"
         if file.startswith("torchtitan/")
@@ -176,7 +188,7 @@ def _remedy(checked: CellCheck) -> str:
     assert checked.peak
     state = state_gib(checked.views[0])
     if checked.peak.largest in ("activations", "recomputed layer", "layer's temporaries"):
-        mode = checked.cell.stack.value(checked.cell.options, "activation_checkpoint.mode")
+        mode = checked.cell.options["activation_checkpoint.mode"]
         more = "" if mode == "full" else "set activation_checkpoint.mode full, or "
         return f"{more}lower training.local_batch_size"
     if checked.peak.largest == "logits and loss":

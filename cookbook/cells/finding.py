@@ -1,4 +1,4 @@
-"""In: nothing. Out: the word for what a check found; an error refuses, the others inform."""
+"""One thing to know about a cell before it runs: an error refuses it, the others inform."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ ERROR, WARNING, HINT = "error", "warning", "hint"
 class Finding:
     """One thing to know about a cell before it runs.
 
-    `reference` is public: a TorchTitan, TorchAO, DeepEP or PyTorch source file, or a page.
+    Attributes:
+        rule: the name of the rule that found it.
+        option: the TorchTitan option to look at; empty where it is none.
+        reference: public: a TorchTitan, TorchAO, DeepEP or PyTorch source file, or a page.
+        is_input: whether the input is wrong (exit status 2), rather than the cell refused here.
     """
 
     level: str
     rule: str
     option: str
     reason: str
-    remedy: str
-    reference: str
+    remedy: str = ""
+    reference: str = ""
+    is_input: bool = False
 
     def as_mapping(self) -> dict[str, str]:
         """For JSON."""

@@ -1,58 +1,54 @@
-"""In: a cell. Out: what is known of its run: the pipeline, the checkpoints, what its loss will be
-worth.
-"""
+"""What is known of a cell's run: nodes, pipeline, checkpoints, what its loss will be worth."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from cookbook.cells.cell import Cell
+from cookbook.cells.finding import HINT, WARNING, Finding
 from cookbook.cells.layout import DEGREES
-from cookbook.check.facts import PIPELINING, TORCHTITAN, model_is_compiled, value
-from cookbook.check.finding import ERROR, HINT, WARNING, Finding
+from cookbook.cells.rules.pipeline import microbatches
+from cookbook.cells.rules.references import PIPELINING, TORCHTITAN
 
 # Throughput runs are short; a longer run is there to learn something.
 _LONG_RUN = 200
 
 
-def _microbatches(cell: Cell) -> int | None:
-    """Microbatches of a step; None without a pipeline, or where the batch does not divide."""
-    size = value(cell, "parallelism.pipeline_parallel_microbatch_size")
-    batch = value(cell, "training.local_batch_size")
-    if cell.layout.pp == 1 or size < 1 or batch % size:
-        return None
-    return int(batch // size)
+def fewer_nodes(cell: Cell) -> Iterator[Finding]:
+    """On a smaller cluster a recipe shrinks, and the global batch with it."""
+    wanted, layout = cell.recipe.nodes, cell.layout
+    if cell.nodes >= wanted or cell.stand_in_for is not None or cell.cluster.scheduler == "local":
+        return
+    consequence = ""
+    if cell.options["training.global_batch_size"] < 0:
+        local = cell.options["training.local_batch_size"]
+        replicas = layout.dp_replicate * layout.dp_shard
+        batch = local * replicas
+        consequence = (
+            f", and a step trains {batch:,} sequences "
+            f"(local batch {local} x {replicas} data-parallel ranks)"
+        )
+    yield Finding(
+        WARNING,
+        "fewer_nodes",
+        "",
+        f"{cell.recipe.name} is made for {wanted} nodes and runs on {cell.nodes}{consequence}",
+        "set training.global_batch_size to keep the batch, or --nodes",
+        f"{TORCHTITAN}/train.py",
+    )
 
 
-def _schedule(cell: Cell) -> str:
-    return str(value(cell, "parallelism.pipeline_parallel_schedule"))
-
-
-def pipeline_microbatches(cell: Cell) -> Iterator[Finding]:
-    """The schedules' own demands on the number of microbatches."""
-    count, ranks = _microbatches(cell), cell.layout.pp
+def pipeline_bubble(cell: Cell) -> Iterator[Finding]:
+    """Few microbatches leave pipeline ranks idle."""
+    count, ranks = microbatches(cell), cell.layout.pp
     if count is None:
         return
-    size = value(cell, "parallelism.pipeline_parallel_microbatch_size")
+    size = cell.options["parallelism.pipeline_parallel_microbatch_size"]
 
     def finding(level: str, reason: str, remedy: str) -> Finding:
         option = "training.local_batch_size"
-        return Finding(level, "pipeline_microbatches", option, reason, remedy, PIPELINING)
+        return Finding(level, "pipeline_bubble", option, reason, remedy, PIPELINING)
 
-    schedule = _schedule(cell)
-    needed = {"1f1b": ranks, "gpipe": ranks, "dualpipev": 2 * ranks}.get(schedule.lower(), 0)
-    if count < needed:
-        reason = (
-            f"{count} microbatches are fewer than the {needed} stages, which {schedule} refuses"
-        )
-        yield finding(ERROR, reason, f"try {needed * size}")
-        return
-    rounds = max(1, count // ranks)
-    if schedule.lower() in ("interleaved1f1b", "interleavedzerobubble") and count % rounds:
-        reason = f"{count} microbatches are not a multiple of the schedule's {rounds} rounds"
-        yield finding(ERROR, reason, f"try {count // ranks * ranks * size}")
-        return
     if count < ranks:
         reason = f"{count} microbatches cannot keep {ranks} pipeline ranks busy"
         yield finding(WARNING, reason, f"raise it to {4 * ranks * size} or more")
@@ -65,44 +61,11 @@ def pipeline_microbatches(cell: Cell) -> Iterator[Finding]:
         yield finding(HINT, reason, "raise it where memory allows")
 
 
-def pipeline_schedule(cell: Cell) -> Iterator[Finding]:
-    """What a schedule demands of the stages, beyond their number."""
-    schedule, ranks = _schedule(cell).lower(), cell.layout.pp
-    if ranks == 1:
-        return
-    split = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
-    if schedule in split and model_is_compiled(cell):
-        yield Finding(
-            ERROR,
-            "pipeline_schedule",
-            "parallelism.pipeline_parallel_schedule",
-            f"{_schedule(cell)} splits the backward, which compiled layers cannot do",
-            "set compile.components loss, or take Interleaved1F1B",
-            PIPELINING,
-        )
-    per_stage = value(cell, "parallelism.pipeline_parallel_layers_per_stage")
-    model = cell.stack.model(cell.options)
-    if schedule in ("zbvzerobubble", "dualpipev") and per_stage and model is not None:
-        first = value(cell, "parallelism.pipeline_parallel_first_stage_less_layers")
-        last = value(cell, "parallelism.pipeline_parallel_last_stage_less_layers")
-        stages = math.ceil((model.n_layers + first + last) / per_stage)
-        if stages != 2 * ranks:
-            yield Finding(
-                ERROR,
-                "pipeline_schedule",
-                "parallelism.pipeline_parallel_layers_per_stage",
-                f"{per_stage} layers a stage make {stages} stages; {_schedule(cell)} "
-                f"needs two on each of {ranks} ranks",
-                f"try {math.ceil((model.n_layers + first + last) / (2 * ranks))}",
-                PIPELINING,
-            )
-
-
 def checkpoints_resume(cell: Cell) -> Iterator[Finding]:
     """A long run should be able to go on after a lost node, and its last step too."""
     reference = f"{TORCHTITAN}/components/checkpoint.py"
     steps = cell.steps
-    if not value(cell, "checkpoint.enable"):
+    if not cell.options["checkpoint.enable"]:
         if steps > _LONG_RUN:
             yield Finding(
                 WARNING,
@@ -113,8 +76,8 @@ def checkpoints_resume(cell: Cell) -> Iterator[Finding]:
                 reference,
             )
         return
-    interval = value(cell, "checkpoint.interval")
-    if value(cell, "checkpoint.last_save_model_only"):
+    interval = cell.options["checkpoint.interval"]
+    if cell.options["checkpoint.last_save_model_only"]:
         yield Finding(
             WARNING,
             "checkpoints_resume",
@@ -132,16 +95,7 @@ def checkpoints_resume(cell: Cell) -> Iterator[Finding]:
             f"try {max(steps // 6, 1)}",
             reference,
         )
-    if value(cell, "checkpoint.keep_latest_k") == 1:
-        yield Finding(
-            ERROR,
-            "checkpoints_resume",
-            "checkpoint.keep_latest_k",
-            "1 would leave none while the next is being written, and TorchTitan refuses it",
-            "set it to 2, or to 0 to keep all",
-            reference,
-        )
-    if value(cell, "checkpoint.load_only"):
+    if cell.options["checkpoint.load_only"]:
         yield Finding(
             WARNING,
             "checkpoints_resume",
@@ -151,7 +105,7 @@ def checkpoints_resume(cell: Cell) -> Iterator[Finding]:
             reference,
         )
     left_out = {"optimizer", "lr_scheduler", "dataloader", "train_state"} & set(
-        value(cell, "checkpoint.exclude_from_loading")
+        cell.options["checkpoint.exclude_from_loading"]
     )
     if left_out:
         yield Finding(
@@ -166,7 +120,7 @@ def checkpoints_resume(cell: Cell) -> Iterator[Finding]:
 
 def balance_is_real(cell: Cell) -> Iterator[Finding]:
     """Forced load balance makes throughput comparable and the loss meaningless."""
-    if value(cell, "debug.moe_force_load_balance") and cell.steps > _LONG_RUN:
+    if cell.options["debug.moe_force_load_balance"] and cell.steps > _LONG_RUN:
         yield Finding(
             WARNING,
             "balance_is_real",

@@ -1,0 +1,57 @@
+"""Variables that YAML files have a job export."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from cookbook.base.errors import InputError
+from cookbook.base.schema import Words
+from cookbook.base.yamlfile import YamlFile
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_EXPANSION = re.compile(r"\$\{?[A-Za-z_]")
+# Bash does not let anyone set most of these; the scripts need the others for themselves
+# (tests/test_environment.py holds the list to the templates).
+_OF_BASH = frozenset(
+    {"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO", "BASH_ENV", "ENV", "IFS"}
+)
+_OF_SCRIPTS = frozenset(
+    {"ANSWER", "ATTEMPT", "CELL", "CELL_DIR", "CHOSEN_ARGS", "EP_BACKEND", "HEAD_ADDRESS"}
+    | {"HEAD_NODE", "JOB", "LOG_RANK", "NODES", "NUM_NODES", "PATH", "PRECISION", "PYTHONPATH"}
+    | {"PYTHONUNBUFFERED", "RDZV_ENDPOINT", "RDZV_ID", "RECIPE", "RESOLVED", "SHOWN_RANKS"}
+    | {"SRUN", "SUBMITTED", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "TORCHRUN", "TRAIN_ARGS"}
+    | {"VENV", "WANDB_RUN_NAME"}
+)
+RESERVED = _OF_BASH | _OF_SCRIPTS
+_RESERVED_PREFIXES = ("SLURM_", "COOKBOOK_", "SUBMITIT_")
+
+
+def check_environment(file: YamlFile, key: str, words: Words) -> None:
+    """Refuse variables that a job cannot export, and values that would not mean what they say."""
+    check_variables(file, key, words)
+    for name, word in words.items():
+        if isinstance(word, str) and _EXPANSION.search(word):
+            raise InputError(
+                file.place(key, name),
+                f"found {word!r}, and values are exported as they stand: nothing is expanded",
+                "write the full value, or export it in a file that the cluster's `source` names",
+            )
+
+
+def check_variables(file: YamlFile, key: str, names: Iterable[object]) -> None:
+    """Refuse what is not a variable's name, or is the name of a variable of the scripts."""
+    for name in names:
+        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+            raise InputError(file.place(key), f"{name!r} is not the name of a variable")
+        if name in RESERVED or name.startswith(_RESERVED_PREFIXES):
+            raise InputError(
+                file.place(key, name), "is a variable of bash or of the scripts", "leave it out"
+            )
+
+
+def exported(words: Words) -> dict[str, str]:
+    """The texts that a shell exports; YAML's true is 1."""
+    return {
+        name: str(int(word)) if isinstance(word, bool) else word for name, word in words.items()
+    }

@@ -1,0 +1,43 @@
+"""What a cell needs of this machine's disk and Python, and what of it is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from cookbook.base.paths import ROOT
+from cookbook.cells.cell import Cell
+from cookbook.cells.finding import ERROR, Finding
+
+_SET_UP = "run: bash setup.sh"
+# Options that hold a path, what must be there, and what to do where it is not.
+_PATHS = {
+    "model.hf_assets_path": ("tokenizer.json", f"{_SET_UP}, or copy the tokenizer there"),
+    "training.dataset_path": ("", "set it to a folder that this machine sees"),
+    "job.config_file": ("", "set it to a file that this machine sees"),
+}
+
+
+def missing_packages(cell: Cell) -> list[str]:
+    """The packages that the overlays need and this Python environment lacks."""
+    needed = {*cell.precision.needs.packages, *cell.ep_backend.needs.packages}
+    return sorted(name for name in needed if importlib.util.find_spec(name) is None)
+
+
+def missing_here(cell: Cell) -> list[Finding]:
+    """Packages and files that are not there; the packages of a container are its own."""
+    findings = [*_missing_files(cell)]
+    if cell.cluster.container is None and (missing := missing_packages(cell)):
+        names = ", ".join(missing)
+        findings.append(Finding(ERROR, "packages", "", f"not installed: {names}", _SET_UP))
+    return findings
+
+
+def _missing_files(cell: Cell) -> Iterator[Finding]:
+    for name, (file, remedy) in _PATHS.items():
+        value = cell.options[name]
+        # As the job, which runs in the checkout's folder, would find it.
+        if value and not (ROOT / value / file).exists():
+            found = Path(value) / file
+            yield Finding(ERROR, "files", name, f"{found} is not there", remedy)

@@ -1,0 +1,44 @@
+"""Whether a cell can run: the one function that says so, by its final options.
+
+The driver asks it of every cell, and the job of the words that it was started with, those at the
+end of an sbatch line too. What TorchTitan itself refuses when it builds the model is asked of it
+(`check/`); what stands here is seen without it, or only once the job runs, or never said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from cookbook.cells.cell import Cell
+from cookbook.cells.finding import Finding
+from cookbook.cells.rules import kernels, overlays, pipeline, values
+from cookbook.cells.rules.layout import layout_findings
+
+Rule = Callable[[Cell], Iterator[Finding]]
+
+# In the order of the output.
+RULES: tuple[Rule, ...] = (
+    values.bounds,
+    values.dataset,
+    values.kept_checkpoints,
+    overlays.hardware,
+    overlays.needs,
+    overlays.declaration,
+    kernels.deepep_size,
+    kernels.deepep_etp,
+    kernels.hooks_are_on,
+    kernels.mxfp8_hardware,
+    kernels.mxfp8_linear_compiles,
+    pipeline.enough_microbatches,
+    pipeline.splittable_backward,
+    pipeline.two_stages,
+)
+
+
+def refusals(cell: Cell) -> list[Finding]:
+    """Why the cell cannot run, wrong input first; where the layout does not divide, that alone."""
+    problems = layout_findings(cell.options, cell.world)
+    if problems:
+        return problems
+    found = [finding for rule in RULES for finding in rule(cell)]
+    return sorted(found, key=lambda finding: not finding.is_input)

@@ -1,0 +1,174 @@
+"""What a script does before and after training: its words judged, its run noted, its end written.
+
+Where a supervisor runs the script, the run is noted already, and the supervisor notes the end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cookbook.base.errors import InputError
+from cookbook.base.paths import runs_folder
+from cookbook.base.yamlfile import shown_path
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.finding import ERROR, Finding
+from cookbook.cells.overlay import Overlay, load_overlay
+from cookbook.cells.recipe import load_recipe
+from cookbook.cells.resolve import published_number
+from cookbook.cells.rules.here import missing_here
+from cookbook.cells.rules.refusals import refusals
+from cookbook.log.failure import find_reason
+from cookbook.run.folder import CellFolder
+from cookbook.run.run import is_run, new_record, write_run
+from cookbook.run.status import (
+    FAILED,
+    FINISHED,
+    RUNNING,
+    Status,
+    read_status,
+    write_job,
+    write_status,
+)
+from cookbook.stack.argv import parse_argv
+from cookbook.stack.options import Options
+from cookbook.stack.stack import load_stack
+
+_PLACE = "TorchTitan arguments"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a script says of itself.
+
+    Attributes:
+        words: TorchTitan's arguments; `own_words` are those at the end of the sbatch line.
+    """
+
+    folder: CellFolder
+    cell: str
+    recipe: str
+    precision: str
+    ep_backend: str
+    cluster: str
+    nodes: int
+    words: Sequence[str]
+    own_words: Sequence[str]
+
+
+def judge(start: Start) -> Cell:
+    """The cell that the script is about to train; raises where it cannot."""
+    stack = load_stack()
+    for name in parse_argv(start.own_words, _PLACE, stack).settings:
+        stack.setting(_PLACE, name)
+    options = parse_argv([*start.words, *start.own_words], _PLACE, stack)
+    cluster = load_cluster(start.cluster)
+    cell = Cell(
+        name=start.cell,
+        recipe=load_recipe(start.recipe),
+        precision=_as_declared(load_overlay("precision", start.precision), options),
+        ep_backend=_as_declared(load_overlay("ep_backend", start.ep_backend), options),
+        cluster=cluster,
+        nodes=start.nodes,
+        options=options,
+        hooks=options["experimental.custom_import"],
+        emulated=options["cookbook.emulated"],
+    )
+    found = [*_too_few_gpus(cell), *refusals(cell), *missing_here(cell)]
+    if found:
+        first = found[0]
+        raise InputError(first.option or cell.name, first.reason, first.remedy)
+    return replace(cell, published=published_number(cell))
+
+
+def _as_declared(overlay: Overlay, options: Options) -> Overlay:
+    """The overlay as the script was rendered with it, should its file have changed since."""
+    active = {name: options.settings.get(name, setting) for name, setting in overlay.active.items()}
+    return replace(overlay, active=active)
+
+
+def _too_few_gpus(cell: Cell) -> list[Finding]:
+    granted = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    ranks = cell.cluster.ranks_per_node
+    if cell.cluster.gpu is None or not granted.isdecimal() or int(granted) >= ranks:
+        return []
+    reason = f"the job has {granted} GPUs a node, and the script starts {ranks} ranks"
+    remedy = f"ask for --gpus-per-node={ranks}, or set gpus_per_node in the cluster's profile"
+    return [Finding(ERROR, "gpus", "sbatch --gpus-per-node", reason, remedy)]
+
+
+def begin(start: Start, supervised: bool) -> str:
+    """Judge the script's words and note its run; the answer that the script reads.
+
+    Returns:
+        The attempt's number, TorchTitan's LOG_RANK, and the local ranks that the log shows.
+    """
+    cell = judge(start)
+    record = cell.record()
+    attempt = start.folder.next_attempt()
+    if not supervised:
+        _note(start.folder, cell, attempt.number)
+    ranks = sorted({0, record.loss_rank})
+    local = sorted({rank % record.ranks_per_node for rank in ranks})
+    return " ".join([str(attempt.number), _joined(ranks), _joined(local)])
+
+
+def _joined(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def _note(folder: CellFolder, cell: Cell, attempt: int) -> None:
+    """Make the run's folder where it is not there, and say that the cell runs."""
+    run = folder.path.parent
+    if run == runs_folder().resolve():
+        raise InputError(
+            f"CELL_DIR={shown_path(folder.path)}",
+            "is the folder of a run, allowed: one of a cell below it",
+            f"try CELL_DIR={shown_path(folder.path / cell.name)}",
+        )
+    job_id = os.environ.get("SLURM_JOB_ID")
+    cell.record().write(folder.record)
+    write_status(folder, Status(RUNNING, attempt, started=time.time()))
+    if job_id:
+        write_job(folder, job_id)
+    if not is_run(run):
+        record = new_record(
+            run.name,
+            cluster=cell.cluster.name,
+            scheduler=cell.cluster.scheduler,
+            stack=cell.options.stack.name,
+            cells=[folder.name],
+        )
+        write_run(run, record)
+
+
+def note_refusal(folder: CellFolder, reason: str) -> None:
+    """Leave the reason for the supervisor, which sees an exit status alone."""
+    status = read_status(folder)
+    write_status(folder, replace(status, state=FAILED, reason=reason))
+
+
+def end(folder: CellFolder, exit_code: int) -> None:
+    """Note how the script ended."""
+    status = read_status(folder)
+    write_status(folder, ended(folder, status.attempt, status.started, exit_code))
+
+
+def ended(folder: CellFolder, attempt: int, started: float | None, exit_code: int) -> Status:
+    """The last status of an attempt, by how its script ended and what it said."""
+    if exit_code == 0:
+        return Status(FINISHED, attempt, None, 0, started, time.time())
+    reason = f"exit status {exit_code}"
+    if exit_code < 0:
+        reason = f"ended by {signal.Signals(-exit_code).name}"
+    noted = read_status(folder)
+    logs = [one.path for one in folder.attempts() if one.number == attempt]
+    if noted.state == FAILED and noted.reason:
+        reason = noted.reason
+    elif logs and (found := find_reason(logs[0])):
+        reason = found
+    return Status(FAILED, attempt, reason, exit_code, started, time.time())

@@ -1,0 +1,116 @@
+"""The folder of a cell in a run, and those of its attempts: every path in them has its name here.
+
+<cell>/cell.yaml, train.sh, status.json, job.json, job/, checkpoint/
+       attempt-<k>/train.log, environment.json, ranks/, tb/
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_ATTEMPT = "attempt-"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a cell's script."""
+
+    path: Path
+    number: int
+
+    @property
+    def log(self) -> Path:
+        """What torchrun printed: the lines of the shown ranks of every node."""
+        return self.path / "train.log"
+
+    @property
+    def environment(self) -> Path:
+        """What the training process said of itself: versions, GPUs, nodes, what was active."""
+        return self.path / "environment.json"
+
+    def rank_logs(self, local_rank: int) -> list[list[Path]]:
+        """The standard outputs of a local rank, node by node, each node's in order of restarts."""
+        return [
+            [
+                log
+                for path in _numbered(node)
+                if (log := path / str(local_rank) / "stdout.log").is_file()
+            ]
+            for node in sorted((self.path / "ranks").glob("*"))
+        ]
+
+    def logs(self) -> list[Path]:
+        """Every log that may hold metrics lines, of all ranks that there are."""
+        logs = [self.log, *self.path.glob("ranks/*/attempt_*/*/stdout.log")]
+        return [log for log in logs if log.is_file()]
+
+
+@dataclass(frozen=True)
+class CellFolder:
+    """The folder of a cell; its name is the cell's in the run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def record(self) -> Path:
+        """What was asked: `run.record` reads and writes it."""
+        return self.path / "cell.yaml"
+
+    @property
+    def script(self) -> Path:
+        """The script that the job runs, the same bytes that `render` prints."""
+        return self.path / "train.sh"
+
+    @property
+    def status(self) -> Path:
+        """How far the job is; written by the job alone."""
+        return self.path / "status.json"
+
+    @property
+    def job(self) -> Path:
+        """The job's id; written by the one who submits it alone."""
+        return self.path / "job.json"
+
+    @property
+    def job_files(self) -> Path:
+        """submitit's files, and what the batch step printed."""
+        return self.path / "job"
+
+    def attempts(self) -> list[Attempt]:
+        """The attempts so far, in order."""
+        found = [
+            Attempt(path, int(number))
+            for path in self.path.glob(f"{_ATTEMPT}*")
+            # Not `isdigit`: that takes a superscript two, which is no number.
+            if (number := path.name.removeprefix(_ATTEMPT)).isascii() and number.isdecimal()
+        ]
+        return sorted(found, key=lambda attempt: attempt.number)
+
+    def next_attempt(self) -> Attempt:
+        """The attempt that a script which starts now is."""
+        attempts = self.attempts()
+        number = attempts[-1].number + 1 if attempts else 0
+        return Attempt(self.path / f"{_ATTEMPT}{number}", number)
+
+    def newest_log(self) -> Path | None:
+        """The log of the last attempt that has one, else what the job said before there was one."""
+        for attempt in reversed(self.attempts()):
+            if attempt.log.exists():
+                return attempt.log
+        said = sorted(self.job_files.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        return said[-1] if said else None
+
+
+def _numbered(node: Path) -> list[Path]:
+    """torchrun's `attempt_<k>` folders by their number: 10 comes after 9."""
+    numbered = [
+        (int(number), path)
+        for path in node.glob("attempt_*")
+        if (number := path.name.rpartition("_")[2]).isascii() and number.isdecimal()
+    ]
+    return [path for _, path in sorted(numbered)]

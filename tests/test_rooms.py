@@ -1,0 +1,117 @@
+"""The rooms of the house: imports run downwards only, files stay small and open with a sentence."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.paths import ROOT
+
+PACKAGE = ROOT / "cookbook"
+# From the top floor down. A room may import what lies below it and itself; of the rooms on one
+# floor, none imports another.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("verbs",),
+    ("submit",),
+    ("job",),
+    ("script", "check", "results", "doctor"),
+    ("cells", "log", "install"),
+    ("stack", "run", "titan"),
+    ("base",),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# The rooms that do not depend on a stack, in the training process.
+TITAN_FLOORS = (("fake_world",), ("stack_2026_02",), ("any_stack",))
+MOST_LINES = 300
+
+
+def modules() -> list[Path]:
+    found = sorted(PACKAGE.rglob("*.py"))
+    assert len(found) > 50
+    return found
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of the package that `path` imports anywhere, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if name.startswith("cookbook."))
+            assert not node.level, f"{path}: relative import"
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("cookbook."))
+
+
+def module_of(name: str) -> str:
+    """The module that `name` (which may end with a class or a function) is in."""
+    parts = name.split(".")
+    for length in range(len(parts), 1, -1):
+        path = ROOT.joinpath(*parts[:length])
+        if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
+            return ".".join(parts[:length])
+    raise AssertionError(f"no module for {name}")
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_run_downwards(path: Path) -> None:
+    own = name_of(path)
+    if own == "cookbook":
+        return
+    for name in imported(path):
+        room, other = room_of(own), room_of(name)
+        if room != other:
+            assert FLOOR_OF[other] > FLOOR_OF[room], f"{own} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_the_training_process_knows_its_stack_from_above(path: Path) -> None:
+    parts = name_of(path).split(".")
+    if parts[:2] != ["cookbook", "titan"] or len(parts) < 3:
+        return
+    floor = {room: number for number, rooms in enumerate(TITAN_FLOORS) for room in rooms}
+    for name in imported(path):
+        if name.startswith("cookbook.titan."):
+            other = name.split(".")[2]
+            assert floor[other] >= floor[parts[2]], f"{'.'.join(parts)} imports {name}"
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name[0] != "_"}
+    assert rooms == set(FLOOR_OF)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {
+        name_of(path): {module_of(name) for name in imported(path)} - {name_of(path)}
+        for path in modules()
+    }
+    # What imports nothing that is left goes, until nothing is left.
+    while ready := [name for name, needs in graph.items() if not needs & graph.keys()]:
+        for name in ready:
+            del graph[name]
+    assert not graph, f"these import one another: {sorted(graph)}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_a_module_is_small_and_opens_with_a_sentence(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    if path.name == "__init__.py" and not text:
+        return
+    doc = ast.get_docstring(ast.parse(text))
+    assert doc, "says what it does"
+    first = doc.split("\n\n")[0].rstrip()
+    assert first.endswith((".", ":")), first
+    assert "In: " not in first and " Out: " not in first

@@ -1,0 +1,257 @@
+"""The folder of a run: made whole, found by name, read back, also where somebody spoilt it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cookbook.base.errors import InputError
+from cookbook.base.paths import ROOT, runs_folder
+from cookbook.cells.cell import Cell
+from cookbook.run.folder import CellFolder
+from cookbook.run.record import CellRecord, read_record
+from cookbook.run.run import find_run, read_run, run_names
+from cookbook.run.states import cell_states
+from cookbook.run.status import (
+    FAILED,
+    QUEUED,
+    REFUSED,
+    UNKNOWN,
+    Status,
+    read_job,
+    read_status,
+    write_job,
+    write_status,
+)
+from cookbook.script.render import render_script
+from cookbook.submit import create
+from cookbook.submit.create import create_run
+from tests.cells import Point
+from tests.submit import listing
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that runs go to."""
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def cells() -> list[Cell]:
+    """A cell that runs, and one that is refused."""
+    points = [
+        Point("debug", "bf16", "standard", "soperator-b200"),
+        Point("debug", "bf16", "mxfp8_a2a", "soperator-b200"),
+    ]
+    base, refused = (point.cell() for point in points)
+    assert refused.refused
+    return [replace(cell, baseline=base.name) for cell in (base, refused)]
+
+
+def test_a_run_has_all_that_its_jobs_read(
+    tmp_path: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["submit.py", "sweep", "smoke"])
+    run = create_run("smoke", cells)
+    assert re.fullmatch(r"smoke-\d{8}-\d{6}", run.name)
+    assert run.folder == tmp_path / run.name
+    record = json.loads((run.folder / "run.json").read_text())
+    assert record["run"] == run.name
+    assert record["cells"] == [cell.name for cell in cells] == [cell.name for cell in run.cells]
+    assert record["baseline"] == cells[0].name
+    assert record["command"] == ["python", "submit.py", "sweep", "smoke"]
+    assert (record["cluster"], record["scheduler"]) == ("soperator-b200", "slurm")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", record["created"])
+    assert record["stack"] == "2026.02" and record["user"]
+    for cell in cells:
+        folder = run.cell(cell.name)
+        # The script that runs is what `render` prints, byte for byte.
+        assert folder.script.read_bytes() == render_script(cell).encode()
+        assert yaml.safe_load(folder.record.read_text())["name"] == cell.name
+        assert read_record(folder.record) == cell.record()
+    assert read_status(run.cell(cells[0].name)) == Status(QUEUED)
+    refused = read_status(run.cell(cells[1].name))
+    assert (refused.state, refused.reason) == (REFUSED, cells[1].refused)
+    assert find_run(run.name) == find_run(None) == run
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "elsewhere"))
+    assert find_run(str(run.folder)) == run
+    # Nothing is left of its making.
+    assert not [name for name in listing(tmp_path) if "/." in f"/{name}"]
+
+
+def test_two_runs_in_one_second_have_two_names(tmp_path: Path, cells: list[Cell]) -> None:
+    names = [create_run("smoke", cells[:1]).name for _ in range(3)]
+    assert len(set(names)) == 3
+    assert run_names() == names
+    assert find_run(None).name == names[-1]
+
+
+def test_a_run_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cell: Cell) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(create, "render_script", fail)
+    with pytest.raises(OSError, match="No space left"):
+        create_run("smoke", cells)
+    assert listing(tmp_path) == []
+
+
+def test_the_newest_run_is_the_latest_whatever_its_sweep(tmp_path: Path) -> None:
+    for name in [
+        "matrix-20260101-000000",
+        "a-20260102-000000",
+        "b-20260102-000000-2",
+        "z-20251231-235959",
+    ]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(
+            json.dumps({"run": name, "scheduler": "local", "cells": []})
+        )
+    (tmp_path / ".z-20270101-000000-77").mkdir()
+    (tmp_path / ".z-20270101-000000-77" / "run.json").write_text("{}")
+    assert run_names()[-1] == "b-20260102-000000-2"
+    assert run_names()[0] == "z-20251231-235959"
+    assert len(run_names()) == 4
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"there is no run yet; start one: python submit.py"):
+        find_run(None)
+    _run_json(tmp_path, '{"run": "smoke-1", "scheduler": "local", "cells": []}', "smoke-1")
+    with pytest.raises(InputError, match=r"unknown run 'smoke-2'.*did you mean 'smoke-1'"):
+        find_run("smoke-2")
+
+
+def _run_json(folder: Path, text: str, name: str = "mine") -> Path:
+    (folder / name).mkdir()
+    (folder / name / "run.json").write_text(text)
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"run": "smoke-1", "scheduler": "local"', "run.json: cannot be read"),
+        ("[]", "run.json: found list, allowed: an object"),
+        ("null", "run.json: found NoneType, allowed: an object"),
+        ("[" * 100_000, "run.json: cannot be read"),
+        ("\0\1", "run.json: cannot be read"),
+        ('{"scheduler": "local"}', "run.json: cells: is not a list of names"),
+        ('{"scheduler": "local", "cells": [null]}', "run.json: cells: is not a list of names"),
+        ('{"scheduler": "lsf", "cells": []}', "scheduler: found 'lsf', allowed: local, slurm"),
+        ('{"cells": []}', "scheduler: found None, allowed: local, slurm"),
+    ],
+)
+def test_a_spoilt_run_is_named_with_its_file(tmp_path: Path, text: str, message: str) -> None:
+    folder = _run_json(tmp_path, text)
+    with pytest.raises(InputError) as caught:
+        read_run(folder)
+    assert message in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", ""),
+        ("[]", "found a list at the top"),
+        ("\0\1", "cell.yaml"),
+        ("{", "YAML syntax"),
+        ("nodes: many", "nodes: found the text 'many', allowed: a whole number"),
+        ("options: 5", "options: found the number 5, allowed: a mapping"),
+        ("emulated: yes", "emulated: found the text 'yes', allowed: true or false"),
+    ],
+)
+def test_a_spoilt_record_is_named_with_its_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "cell.yaml"
+    path.write_text(text)
+    if not message:
+        assert read_record(path) == CellRecord()
+        return
+    with pytest.raises(InputError, match=re.escape(message)):
+        read_record(path)
+
+
+def test_a_record_of_another_version_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "cell.yaml"
+    path.write_text("name: a\nsomething.new: 1\nnewer: {b: 2}\nnodes: 2\n")
+    assert read_record(path) == CellRecord(name="a", nodes=2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "",
+        '{"state": 5}',
+        '{"state": "well"}',
+        '{"state": "running", "attempt": "one"}',
+        '{"state": "running", "started": "now"}',
+        '{"state": "running", "attempt": true}',
+    ],
+)
+def test_a_spoilt_status_costs_its_cell_alone(tmp_path: Path, text: str) -> None:
+    folder = _run_json(tmp_path, '{"scheduler": "local", "cells": ["a", "b"]}')
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+    (folder / "a" / "status.json").write_text(text)
+    write_status(CellFolder(folder / "b"), Status(FAILED, reason="mine"))
+    with pytest.raises(InputError, match=r"a/status.json"):
+        read_status(CellFolder(folder / "a"))
+    first, second = cell_states(read_run(folder))
+    assert first.state == UNKNOWN and first.reason and "a/status.json" in first.reason
+    assert (second.state, second.reason) == (FAILED, "mine")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"job_id": 5}', '{"job_id": "²"}', '{"job_id": "-1"}'])
+def test_a_spoilt_job_is_no_job(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.json").write_text(text)
+    with pytest.raises(InputError, match=r"job.json"):
+        read_job(CellFolder(tmp_path))
+
+
+def test_status_and_job_read_back(tmp_path: Path) -> None:
+    cell = CellFolder(tmp_path)
+    status = Status(FAILED, 3, "exit status 1", 1, 10.5, 20.0)
+    write_status(cell, status)
+    assert read_status(cell) == status
+    assert read_job(cell) is None
+    write_job(cell, "4711")
+    job = read_job(cell)
+    assert job is not None and job.job_id == "4711" and job.queued > 1e9
+
+
+def test_attempts_are_in_order_and_the_next_one_follows(tmp_path: Path) -> None:
+    cell = CellFolder(tmp_path)
+    assert (cell.attempts(), cell.next_attempt().number) == ([], 0)
+    names = ["attempt-0", "attempt-10", "attempt-2", "attempt-x", "attempt-²", "attempt-٣"]
+    for name in [*names, "attempt-", "attempts"]:
+        (tmp_path / name).mkdir()
+    found = [attempt.path.name for attempt in cell.attempts()]
+    assert found == ["attempt-0", "attempt-2", "attempt-10"]
+    assert cell.next_attempt().path == tmp_path / "attempt-11"
+
+
+def test_a_relative_folder_of_runs_starts_at_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COOKBOOK_RUNS", "elsewhere/runs")
+    assert runs_folder() == ROOT / "elsewhere/runs"
+
+
+def test_cells_that_were_added_by_hand_are_part_of_the_run(tmp_path: Path) -> None:
+    record = {"run": "mine", "scheduler": "slurm", "cells": ["b"]}
+    folder = _run_json(tmp_path, json.dumps(record))
+    for name in ("b", "a", ".hidden"):
+        (folder / name).mkdir()
+        (folder / name / "cell.yaml").write_text("name: x")
+    (folder / "job").mkdir()
+    assert [cell.name for cell in read_run(folder).cells] == ["b", "a"]
