@@ -1,4 +1,4 @@
-"""In: `submit.py` on this machine. Out: real TorchTitan on the CPU, followed and stopped."""
+"""`submit.py` on this machine: real TorchTitan on the CPU, followed and stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.submit import ROOT, Answer, environment, submit
+from tests.submit import ROOT, Answer, broken_corpus, environment, submit
 
 pytestmark = pytest.mark.titan
 
@@ -208,14 +208,25 @@ def test_ctrl_c_leaves_the_job_running_and_cancel_stops_it_whole(
 
 
 def test_a_cell_that_fails_says_why(tmp_path: Path) -> None:
-    words = ["run", "debug", *SMALL, "--set", "training.dataset_path=/nonexistent/corpus"]
-    answer = _submit(*words, runs=tmp_path, timeout=200)
+    runs = tmp_path / "runs"
+    corpus = broken_corpus(tmp_path)
+    words = ["run", "debug", *SMALL, "--set", f"training.dataset_path={corpus}"]
+    answer = _submit(*words, runs=runs, timeout=200)
     assert answer.status == 1
     assert "Traceback" not in answer.stdout + answer.stderr
-    (cell,) = _report(tmp_path)["cells"]
+    (cell,) = _report(runs)["cells"]
     assert cell["status"] == "failed"
-    assert "/nonexistent/corpus" in cell["reason"]
+    assert "DatasetGenerationError" in cell["reason"]
     assert cell["reason"] in answer.stdout, answer.stdout
-    assert " failed" in _submit("status", runs=tmp_path).stdout
-    log = _submit("logs", runs=tmp_path)
-    assert log.status == 0 and "/nonexistent/corpus" in log.stdout
+    status = _submit("status", runs=runs).stdout
+    assert " failed" in status and "DatasetGenerationError" in status
+    log = _submit("logs", runs=runs)
+    assert log.status == 0 and "DatasetGenerationError" in log.stdout
+
+
+def test_what_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+    words = ["run", "debug", *SMALL, "--set", "training.dataset_path=/nonexistent/corpus"]
+    answer = _submit(*words, runs=tmp_path, timeout=30)
+    assert answer.status == 1
+    assert "training.dataset_path: /nonexistent/corpus is not there" in answer.stdout
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""In: the checked-in scripts and a real Slurm cluster. Out: what reaches torchrun on 32 nodes."""
+"""The checked-in scripts on a real Slurm cluster: what reaches torchrun on 32 nodes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from cookbook.cells.recipe import load_recipe
 from cookbook.stack.argv import argv_of
 from cookbook.stack.stack import load_stack
+from tests.conftest import copy_checkout
 from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
 from tests.slurm_cluster import SlurmCluster
 
@@ -56,11 +57,15 @@ def _log(folder: Path, job_id: str) -> str:
 
 @pytest.mark.parametrize("script", FIRST_CELL)
 def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
-    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, script: str
+    slurm: SlurmCluster,
+    environment: dict[str, str],
+    tmp_path: Path,
+    checkout: Path,
+    script: str,
 ) -> None:
     # From another folder, as a user may: the log is there, the run where it belongs.
     job = slurm.submit(
-        ROOT / script,
+        checkout / script,
         "--training.steps=5",
         "--job.description=a 'b' $(touch c)",
         cwd=tmp_path,
@@ -74,8 +79,8 @@ def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
         assert record.environment["SLURM_GPUS_ON_NODE"] == "8"
         assert record.environment["SLURM_NTASKS"] == "32"
         assert record.environment["SLURM_CPUS_PER_TASK"] == "128"
-        assert record.cwd == str(ROOT)
-        assert str(ROOT) in record.environment["PYTHONPATH"].split(":")
+        assert record.cwd == str(checkout)
+        assert str(checkout) in record.environment["PYTHONPATH"].split(":")
     # The same words on every node, and with them the same rendezvous.
     assert len({tuple(record.argv) for record in records}) == 1
     first = records[0]
@@ -87,7 +92,7 @@ def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
     assert host and 1024 < int(port) < 32768
     options = first.argv[first.argv.index("torchtitan.train") + 1 :]
     assert options[-2:] == ["--training.steps=5", "--job.description=a 'b' $(touch c)"]
-    assert not (tmp_path / "c").exists() and not (ROOT / "c").exists()
+    assert not (tmp_path / "c").exists() and not (checkout / "c").exists()
     # The recipe's own options are all there, before the user's.
     name = {"train_671b.sh": "deepseek_v3_671b", "train_16b.sh": "deepseek_v3_16b"}[script]
     settings = load_recipe(name).settings
@@ -109,7 +114,7 @@ def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
 
 
 def test_choices_in_the_environment_reach_torchrun(
-    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, checkout: Path
 ) -> None:
     # RECIPE is the name that the published scripts used.
     (tmp_path / "packages").mkdir()
@@ -122,7 +127,7 @@ def test_choices_in_the_environment_reach_torchrun(
         "PYTHONPATH": str(tmp_path / "packages"),
     }
     job = slurm.submit(
-        ROOT / "train_671b.sh", EP_8, options=["--nodes=2"], cwd=tmp_path, env=chosen
+        checkout / "train_671b.sh", EP_8, options=["--nodes=2"], cwd=tmp_path, env=chosen
     )
     assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
     records = _records(environment)
@@ -141,7 +146,7 @@ def test_choices_in_the_environment_reach_torchrun(
     [
         ({"PRECISION": "fp4"}, [], "PRECISION: found 'fp4', allowed: bf16, float8, mxfp8"),
         ({"EP_BACKEND": "deep_ep"}, [], "EP_BACKEND: found 'deep_ep', allowed: deepep"),
-        ({"PRECISION": "mxfp8_linear"}, [], "torch.compile does not support it yet"),
+        ({"PRECISION": "mxfp8_linear"}, [EP_8], "torch.compile does not support it yet"),
         ({}, ["--training.step=5"], "has no option 'training.step'; nearest: training.steps"),
         ({}, ["--parallelism.tensor_parallel_degree=3"], "3 does not divide 16 ranks; try 2"),
         ({"VENV": "/nowhere"}, [], "no Python at /nowhere; run: bash"),
@@ -151,12 +156,13 @@ def test_wrong_input_ends_the_job_before_any_torchrun(
     slurm: SlurmCluster,
     environment: dict[str, str],
     tmp_path: Path,
+    checkout: Path,
     changes: dict[str, str],
     arguments: list[str],
     message: str,
 ) -> None:
     job = slurm.submit(
-        ROOT / "train_671b.sh",
+        checkout / "train_671b.sh",
         *arguments,
         options=["--nodes=2"],
         cwd=tmp_path,
@@ -171,10 +177,10 @@ def test_wrong_input_ends_the_job_before_any_torchrun(
 
 
 def test_a_requeued_job_is_a_new_attempt_with_a_new_rendezvous_id(
-    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, checkout: Path
 ) -> None:
     job = slurm.submit(
-        ROOT / "train_16b.sh",
+        checkout / "train_16b.sh",
         EP_8,
         options=["--nodes=2"],
         cwd=tmp_path,
@@ -198,13 +204,13 @@ def test_a_requeued_job_is_a_new_attempt_with_a_new_rendezvous_id(
 
 
 def test_scripts_with_one_folder_make_one_run(
-    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, checkout: Path
 ) -> None:
     for precision in ("bf16", "mxfp8"):
         cell = tmp_path / "runs" / "mine" / f"16b-{precision}-standard"
         chosen = {**environment, "PRECISION": precision, "CELL_DIR": str(cell)}
         job = slurm.submit(
-            ROOT / "train_16b.sh", EP_8, options=["--nodes=2"], cwd=tmp_path, env=chosen
+            checkout / "train_16b.sh", EP_8, options=["--nodes=2"], cwd=tmp_path, env=chosen
         )
         assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
     cells = json.loads(_submit_py(slurm, environment, "report", "--format", "json"))["cells"]
@@ -215,10 +221,10 @@ def test_scripts_with_one_folder_make_one_run(
 
 
 def test_a_node_that_fails_ends_the_job(
-    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, checkout: Path
 ) -> None:
     failing = {**environment, "TORCHRUN_SECONDS": "1", "TORCHRUN_FAILS_ON": "worker-1"}
-    job = slurm.submit(ROOT / "train_16b.sh", options=["--nodes=4"], cwd=tmp_path, env=failing)
+    job = slurm.submit(checkout / "train_16b.sh", options=["--nodes=4"], cwd=tmp_path, env=failing)
     assert slurm.wait(job) == "FAILED", _log(tmp_path, job)
     assert "fails on purpose" in _log(tmp_path, job)
     assert "failed" in _submit_py(slurm, environment, "status")
@@ -228,12 +234,8 @@ def test_a_copy_of_the_cookbook_uses_its_own_files(
     slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
 ) -> None:
     # A path with a space, submitted from elsewhere by its absolute name.
-    copy = tmp_path / "my cookbook"
-    for name in ("cookbook", "recipes"):
-        shutil.copytree(ROOT / name, copy / name)
-    for name in ("submit.py", "requirements.txt", "train_16b.sh"):
-        shutil.copy(ROOT / name, copy / name)
-    shutil.copy(ROOT / "train_16b.sh", copy / "mine.sh")
+    copy = copy_checkout(tmp_path / "my cookbook")
+    shutil.copy(copy / "train_16b.sh", copy / "mine.sh")
     (copy / "below").mkdir()
     for script, arguments, folder in (
         (copy / "train_16b.sh", ["--job.description=/a b/train_16b.sh"], tmp_path),

@@ -1,4 +1,4 @@
-"""In: `submit.py` and a real Slurm cluster. Out: TorchTitan, trained in its jobs on the CPU."""
+"""`submit.py` on a real Slurm cluster: TorchTitan, trained in its jobs on the CPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.slurm_cluster import SlurmCluster
+from tests.submit import broken_corpus
 
 pytestmark = pytest.mark.slurm
 
@@ -182,9 +183,14 @@ def test_a_job_that_slurm_forgot_is_not_taken_for_running(slurm: SlurmCluster, s
     assert "failed" in said and "job 99999999 is gone" in said
 
 
-def test_a_failing_cell_says_why_and_ends_with_status_1(slurm: SlurmCluster, submit: Any) -> None:
-    done = submit("run", "debug", "--set", "training.dataset_path=/nonexistent", check=1)
-    assert "nonexistent" in done.stdout and "Traceback" not in done.stdout
+def test_a_failing_cell_says_why_and_ends_with_status_1(
+    slurm: SlurmCluster, submit: Any, tmp_path: Path
+) -> None:
+    corpus = broken_corpus(tmp_path)
+    done = submit("run", "debug", "--set", f"training.dataset_path={corpus}", check=1)
+    assert "DatasetGenerationError" in done.stdout and "Traceback" not in done.stdout
+    status = json.loads((_newest(submit.runs) / "debug-bf16-standard/status.json").read_text())
+    assert "DatasetGenerationError" in status["reason"]
     job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
     assert slurm.job_field(job["job_id"], "JobState") == "FAILED"
 
