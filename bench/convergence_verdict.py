@@ -1,4 +1,4 @@
-"""In: loss curves of BF16 and MXFP8, some seeds of each. Out: a verdict by rule, and a figure.
+"""Judges by a rule whether the loss curves of MXFP8 are those of BF16, and draws them.
 
 The rule is a test of equivalence. A run's loss is its mean over the last tenth of the steps. The
 90% confidence interval of a precision's loss minus BF16's must lie inside plus or minus MARGIN of

@@ -1,10 +1,10 @@
-"""In: the results of `bench.gpu_numerics`. Out: the tables of docs/numerics.md."""
+"""The tables of docs/numerics.md, made from the results of `bench.gpu_numerics`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from bench.gpu_cells import PARTS
+from bench.numerics_cases import PARTS
 
 Result = dict[str, Any]
 
@@ -88,7 +88,8 @@ _HEAD = [
 ]  # fmt: skip
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
 
@@ -96,7 +97,7 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 def render_report(results: list[Result], cpu: bool) -> str:
     """Markdown: versions, one table of numerics, one of throughput where there is one."""
     # Cells end in any order; the table has that of the matrix.
-    names = (cell.name for part in PARTS.values() for cell in part())
+    names = (case.name for part in PARTS.values() for case in part())
     order = {name: number for number, name in enumerate(names)}
     results = sorted(results, key=lambda result: order.get(result["name"], len(order)))
     by_name = {result["name"]: result for result in results}
@@ -109,12 +110,12 @@ def render_report(results: list[Result], cpu: bool) -> str:
         lines += [f"{active['gpu'] or active['device']}; {versions}", ""]
     numerics = [result for result in results if result["part"] != "throughput"]
     if numerics:
-        lines += _table(_HEAD, [_row(result, by_name) for result in numerics])
+        lines += table(_HEAD, [_row(result, by_name) for result in numerics])
         lines.append("")
     throughput = [result for result in results if result["part"] == "throughput"]
     if throughput:
         released = by_name.get("bf16-deepep-tp2-ep4-recompute-compile-16b-released", {})
-        lines += _table(
+        lines += table(
             [
                 "EP backend",
                 "code",

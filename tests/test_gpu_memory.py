@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.titan
@@ -17,15 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "bench.gpu_memory"]
 
 
-def processes_with(variable: bytes) -> set[int]:
-    """The processes that were started with it in their environment."""
+def processes_with(name: str, value: str) -> set[int]:
+    """The processes that were started with this beginning of a value in their environment."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if variable in path.read_bytes():
-                found.add(int(path.parent.name))
-        except OSError:
-            continue
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(name, "").startswith(value):
+                found.add(process.pid)
     return found
 
 
@@ -35,15 +35,15 @@ def test_an_interrupted_one_leaves_nothing_behind(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as errors:
         bench = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors)
-    # torchrun's workers inherit its temporary folder, and lead sessions of their own.
-    mark = f"MEMORY_PROBE_DIR={tmp_path}".encode()
+    # torchrun and its workers, which lead sessions of their own.
+    mark = ("MEMORY_PROBE_DIR", str(tmp_path))
     deadline = time.monotonic() + 120
-    while len(processes_with(mark)) < 3:
+    while len(processes_with(*mark)) < 3:
         assert bench.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
     bench.send_signal(signal.SIGINT)
     assert bench.wait(90) != 0
-    assert not processes_with(mark)
+    assert not processes_with(*mark)
     assert {path.name for path in tmp_path.iterdir()} <= {"log", "memory.json"}
 
 
