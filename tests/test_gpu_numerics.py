@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import gpu_numerics
 from bench.cells import this_machine
-from bench.gpu_numerics import job_of
+from bench.gpu_numerics import job_of, run_cases
 from bench.gpu_numerics_table import difference, render_report, verdict
 from bench.numerics_cases import PARTS, Case
-from bench.torchrun import released_argv
+from bench.torchrun import Job, released_argv
+from bench.training import Outcome
 from cookbook.base.gpus import Gpu
 from cookbook.cells.argv import train_argv
+from cookbook.log.lines import StepMetrics
 from cookbook.stack.stack import load_stack
 from tests.titan_config import parse
 
@@ -133,3 +137,48 @@ def test_a_row_for_every_result_and_a_warning_on_a_cpu() -> None:
     assert "1,234" in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| bf16")}
     assert len(widths) == 1
+
+
+def test_what_has_a_result_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = PARTS["fault"]()
+    asked: list[str] = []
+
+    def train_all(
+        jobs: Sequence[Job],
+        note: Callable[[Job, Outcome], None],
+        deadline: float,
+        may_start: Callable[[Job, Sequence[Job]], bool],
+    ) -> list[Job]:
+        asked[:] = [job.cell.name for job in jobs]
+        assert may_start(jobs[0], jobs[:1]) and not may_start(jobs[0], jobs[:2])
+        for number, job in enumerate(jobs[:3]):
+            speeds = (1.0, 10.0, 30.0, 50.0)
+            steps = [
+                StepMetrics(0, step, 5.0 - step, 0.5, tokens_per_second=speed)
+                for step, speed in enumerate(speeds, 1)
+            ]
+            reason = "RuntimeError: no" if number == 1 else None
+            note(
+                job,
+                Outcome(reason, 9.0, steps, {"gpu": "H200", "versions": {}}, 70.5, ["torchrun"]),
+            )
+            assert len(json.loads((tmp_path / "results.json").read_text())["cells"])
+        return list(jobs[3:])
+
+    monkeypatch.setattr(gpu_numerics, "train_all", train_all)
+    names = [case.name for case in cases]
+    (first, failed, _, not_run, *_) = run_cases(cases, H200, tmp_path, 4, 2, 60)
+    assert asked == names
+    assert (first["name"], first["status"]) == (names[0], "finished")
+    # The median of the later half.
+    assert (first["tokens_per_second"], first["memory_gib"]) == (40.0, 70.5)
+    assert first["losses"] == [4.0, 3.0, 2.0, 1.0]
+    assert (failed["status"], failed["reason"]) == ("failed", "RuntimeError: no")
+    assert (not_run["status"], not_run["reason"]) == ("not run", "no time left")
+    # Also where it was to fail.
+    assert [case.name for case in cases if case.expected_to_fail] == names[3:4]
+    assert verdict(not_run, {}) == "not run: no time left"
+    run_cases(cases, H200, tmp_path, 4, 2, 60)
+    assert asked == [names[1], *names[3:]]
