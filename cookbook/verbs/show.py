@@ -87,13 +87,3 @@ def new_recipe(arguments: argparse.Namespace) -> int:
     print(f"wrote {target.relative_to(RECIPES.parent)}; edit it, then:")
     print(f"  python submit.py run {arguments.name} --dry-run")
     return 0
-
-
-def doctor(arguments: argparse.Namespace) -> int:
-    """Check this machine against the stack and the cluster profile."""
-    from cookbook.doctor.__main__ import main
-
-    words = ["--json"] if arguments.json else []
-    if arguments.cluster:
-        words += ["--cluster", arguments.cluster]
-    return main(words)
