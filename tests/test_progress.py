@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cookbook.results.report import text_width
+from cookbook.base.tables import display_width
 from cookbook.verbs.progress import CellProgress, Progress, describe_cell, render_progress
 
 RUNNING = CellProgress("671b-bf16-deepep", "running", 5, 20, 859.4, 3.91683, 125.0)
@@ -104,7 +104,7 @@ def test_many_cells_show_the_busy_ones() -> None:
 def test_the_picture_always_fits(cells: list[CellProgress], columns: int, rows: int) -> None:
     lines = render_progress(cells, columns, rows)
     assert 1 <= len(lines) <= rows
-    assert all(text_width(line) <= columns for line in lines)
+    assert all(display_width(line) <= columns for line in lines)
 
 
 def test_a_terminal_is_redrawn_in_place() -> None:
@@ -126,7 +126,7 @@ def test_a_terminal_made_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     progress = Progress(terminal)
     progress.update([RUNNING])
-    drawn = [text_width(line) for line in render_progress([RUNNING], 99)]
+    drawn = [display_width(line) for line in render_progress([RUNNING], 99)]
     monkeypatch.setenv("COLUMNS", "40")
     before = len(terminal.getvalue())
     progress.update([RUNNING])
@@ -180,4 +180,4 @@ def test_the_size_comes_from_the_terminal() -> None:
     assert os.environ["COLUMNS"] == "100"
     terminal = Terminal()
     Progress(terminal).update([RUNNING])
-    assert max(map(text_width, terminal.picture())) <= 99
+    assert max(map(display_width, terminal.picture())) <= 99

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cookbook.base.tables import display_width
 from cookbook.base.yamlfile import shown_path
 from cookbook.cells.cell import Cell
 from cookbook.cells.rules.here import missing_here
-from cookbook.results.report import text_width
 from cookbook.run.run import Run
 from cookbook.run.status import FINISHED, REFUSED
 from cookbook.submit.create import create_run
@@ -92,7 +92,7 @@ def describe_plan(name: str, cells: Sequence[Cell]) -> str:
         lines.append(f"  {original} is too large here: its stand-in {stand_in} runs instead")
     if first.left_out:
         lines.append(f"  left out, being made for the large recipe: {', '.join(first.left_out)}")
-    width = max(text_width(cell.name) for cell in cells)
+    width = max(display_width(cell.name) for cell in cells)
     for cell in cells:
         layout = cell.layout
         degrees = f"TP {layout.tp} PP {layout.pp} DP {layout.dp_shard} EP {layout.ep}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from cookbook.results.report import text_width
+from cookbook.base.tables import display_width
 
 _STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
 _BAR_COLUMNS = 20
@@ -43,7 +43,7 @@ def render_progress(
         important = sorted(shown, key=lambda cell: _rank_of(cell.state))[: max(0, room - 1)]
         chosen = {cell.name for cell in important}
         shown = [cell for cell in shown if cell.name in chosen]
-    name_columns = max((text_width(cell.name) for cell in shown), default=0)
+    name_columns = max((display_width(cell.name) for cell in shown), default=0)
     lines = [_summary(cells)]
     lines += [_cell_line(cell, name_columns, columns, is_unicode) for cell in shown]
     if len(shown) < len(cells):
@@ -91,7 +91,7 @@ class Progress:
         lines = render_progress(cells, columns, max(1, size.lines - 1), self._is_unicode)
         lines = [_encodable(line, self._stream) for line in lines]
         # A terminal made narrower has wrapped the lines of the last picture.
-        height = sum(max(1, math.ceil(text_width(line) / size.columns)) for line in self._drawn)
+        height = sum(max(1, math.ceil(display_width(line) / size.columns)) for line in self._drawn)
         up = f"\x1b[{min(height, size.lines - 1)}A" if height else ""
         # One write and no clearing beforehand, so that nothing flickers.
         text = up + "\r" + "".join(f"{line}{_CLEAR_LINE}\n" for line in lines) + _CLEAR_BELOW
@@ -121,14 +121,14 @@ def _summary(cells: Sequence[CellProgress]) -> str:
 
 def _cell_line(cell: CellProgress, name_columns: int, columns: int, is_unicode: bool) -> str:
     """Name and state always; bar and figures as far as there is room, whole or not at all."""
-    line = cell.name + " " * (name_columns - text_width(cell.name)) + f"  {cell.state:<9}"
+    line = cell.name + " " * (name_columns - display_width(cell.name)) + f"  {cell.state:<9}"
     if cell.state == "running" and cell.total_steps:
         bar = _bar((cell.step or 0) / cell.total_steps, is_unicode)
         # The bar is the first to go: it repeats what the step says.
-        if text_width(line) + len(bar) + 34 <= columns:
+        if display_width(line) + len(bar) + 34 <= columns:
             line += f"  {bar}"
     for figure in _figures(cell):
-        if text_width(line) + 2 + len(figure) > columns:
+        if display_width(line) + 2 + len(figure) > columns:
             break
         line += f"  {figure}"
     return line.rstrip()
@@ -161,7 +161,7 @@ def _duration(seconds: float) -> str:
 
 
 def _cut(line: str, columns: int) -> str:
-    while text_width(line) > columns:
+    while display_width(line) > columns:
         line = line[:-1]
     return line
 

@@ -1,4 +1,4 @@
-"""The verbs `list`, `show`, `render` and `doctor`: what there is; nothing is submitted."""
+"""The verbs `list`, `show` and `render`: what there is; nothing is submitted."""
 
 from __future__ import annotations
 
@@ -89,13 +89,3 @@ def render_cell(arguments: argparse.Namespace) -> int:
         place = f"--output {arguments.output}"
         raise InputError(place, f"cannot be written: {error.strerror}") from None
     return 0
-
-
-def doctor(arguments: argparse.Namespace) -> int:
-    """Check this machine against the stack and the cluster profile."""
-    from cookbook.doctor.__main__ import main
-
-    words = ["--json"] if arguments.json else []
-    if arguments.cluster:
-        words += ["--cluster", arguments.cluster]
-    return main(words)
