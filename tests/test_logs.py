@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cookbook.log.lines import (
@@ -96,11 +97,89 @@ def test_a_line_cut_by_another_is_no_measurement() -> None:
     assert parse_line(PLAIN + other) == PARSED
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_no_text_is_too_odd(text: str) -> None:
     parse_line(text)
     parse_line(f"step: 1 loss: {text}")
     parse_active(f"cookbook active: {text}")
+
+
+ODD = [
+    "٣",
+    "²",
+    "৪2",
+    "9" * 5000,
+    "\0",
+    "\r",
+    "\n",
+    "\x1b",
+    "[rank",
+    "step: ",
+    "loss: ",
+    ",",
+    "-",
+    "%",
+]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_mangled_line_is_read_as_what_it_still_says(data: st.DataObject) -> None:
+    line = PLAIN
+    for _ in range(data.draw(st.integers(1, 4))):
+        start, other = sorted(data.draw(st.tuples(*[st.integers(0, len(line))] * 2)))
+        end = data.draw(st.sampled_from([start, other]))
+        line = line[:start] + data.draw(st.sampled_from(ODD) | st.text(max_size=3)) + line[end:]
+    metrics = parse_line(line)
+    if metrics is None:
+        return
+    # torchrun's prefix may stand inside a number.
+    text = line.replace("[rank0]:", "")
+    number = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)"
+    said = {str(float(found.replace(",", ""))) for found in re.findall(number, text)}
+    figures = [metrics.step, metrics.loss, metrics.grad_norm, metrics.memory_gib]
+    figures += [metrics.memory_percent, metrics.tokens_per_second, metrics.tflops, metrics.mfu]
+    assert {str(float(figure)) for figure in figures if figure is not None} <= said
+    assert re.search(rf"step:\s*0*{metrics.step}\s", text)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, len(PLAIN)),
+    st.sampled_from(["[31m", "[38;2;1;2;3m", "[K", "[?25l"]),
+)
+def test_a_colour_changes_no_figure(position: int, colour: str) -> None:
+    line = PLAIN[:position] + "\x1b" + colour + PLAIN[position:]
+    assume("step:" in line and "loss:" in line)
+    assert parse_line(line) == PARSED
+
+
+@pytest.mark.parametrize("digits", ["٣", "²", "३.५", "1٣", "٣1"])
+def test_digits_of_other_scripts_are_no_numbers(digits: str, tmp_path: Path) -> None:
+    assert parse_line(PLAIN.replace("step: 15", f"step: {digits}")) is None
+    assert parse_line(PLAIN.replace("3.91683", digits)) is None
+    assert parsed(PLAIN.replace("[rank0]", f"[rank{digits}]")).rank is None
+    assert parsed(PLAIN.replace("13,388", digits)).tokens_per_second is None
+    assert parsed(PLAIN.replace("76.13GiB", f"{digits}GiB")).memory_gib is None
+    assert parsed(PLAIN.replace("54.46%", f"{digits}%")).memory_percent is None
+    log = tmp_path / "train.log"
+    log.write_text(PLAIN.replace("76.13GiB", f"{digits}GiB") + "\n")
+    assert read_peak_memory([log]) is None
+
+
+def test_numbers_of_thousands_of_digits_are_unknown() -> None:
+    # int() raises on more than 4,300 digits.
+    many = "9" * 5000
+    assert parse_line(PLAIN.replace("15", many)) is None
+    assert parse_line(PLAIN.replace("3.91683", many)) is None
+    assert parsed(PLAIN.replace("[rank0]", f"[rank{many}]")).rank is None
+    assert parsed(PLAIN.replace("76.13", many)).memory_gib is None
+    assert parse_active('cookbook active: {"gpus": ' + many + "}") is None
+
+
+def test_nested_brackets_are_not_what_was_active() -> None:
+    assert parse_active("cookbook active: " + '{"a":' * 100_000) is None
 
 
 def test_colours_are_no_obstacle() -> None:
@@ -116,6 +195,14 @@ def test_one_rank_of_many() -> None:
     assert [metrics.step for metrics in steps] == list(range(1, 9))
     assert {metrics.rank for metrics in steps} == {128}
     assert all(metrics.loss is not None and metrics.loss > 0 for metrics in steps)
+
+
+def test_a_rank_that_another_interrupts_is_not_taken_for_it(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"[rank8]:NCCL INFO {PLAIN}\n")
+    assert list(read_log(log, rank=0)) == [PARSED]
+    assert list(read_log(log, rank=8)) == []
+    assert read_last_step(log, rank=8) is None
 
 
 def test_a_line_that_is_still_written_is_left_out(tmp_path: Path) -> None:
