@@ -20,7 +20,8 @@ from cookbook.log.text import (
     lines_with,
 )
 
-# Numbers are [0-9]: `\d` is also every other script's digits, and int() refuses some of those.
+# Numbers are [0-9], since `\d` is also every other script's digits, and have a bound, since int()
+# refuses more than 4,300 of them.
 # Validation prints `validate step:` with a loss and a tps of its own: not a training step.
 _STEP = re.compile(r"(?<!validate )\bstep:\s*([0-9]{1,12})(?=\s)")
 _KEY_VALUE = re.compile(r"(?<![\w/])([a-z_]+):\s*([^\s(]+)")
