@@ -21,7 +21,6 @@ from cookbook.log.lines import (
     Newest,
     parse_line,
     read_active,
-    read_last_step,
     read_log,
     read_peak_memory,
 )
@@ -40,12 +39,11 @@ def test_a_log_cut_at_any_byte_gives_its_whole_lines(tmp_path: Path, newline: by
         # `\r` ends a line already, whether `\n` follows or not.
         expected = steps[: whole[:size].count(newline[:1])]
         assert list(read_log(log)) == expected
-        assert read_last_step(log) == (expected[-1] if expected else None)
+        assert LogTail(log).read().step == (expected[-1] if expected else None)
 
 
 READERS: list[Callable[[Path], object]] = [
     lambda log: list(read_log(log)),
-    read_last_step,
     read_active,
     lambda log: read_peak_memory([log]),
 ]
@@ -75,9 +73,9 @@ def test_a_line_that_is_too_long_is_passed_over_whole(tmp_path: Path, length: in
             lines = [PLAIN.encode()] * before + [long, PLAIN.encode()]
             log.write_bytes(b"\n".join(lines) + b"\n")
             assert [metrics.step for metrics in read_log(log)] == [15] * (before + 1)
-            assert read_last_step(log) == PARSED
+            assert LogTail(log).read().step == PARSED
             log.write_bytes(b"\n".join(lines[:-1]) + b"\n")
-            assert read_last_step(log) == (PARSED if before else None)
+            assert LogTail(log).read().step == (PARSED if before else None)
 
 
 MAX_LINE = 90
@@ -144,7 +142,7 @@ def test_a_growing_log_is_read_backwards_as_it_is_forwards(
             content += part
             log.write_bytes(content)
             assert tail.read() == LogTail(log, rank).read() == forward(content, rank)
-            assert read_last_step(log, rank) == forward(content, rank).step
+            assert LogTail(log, rank).read().step == forward(content, rank).step
             steps = list(read_log(log, rank))
             assert (steps[-1] if steps else None) == forward(content, rank).step
 
@@ -180,7 +178,7 @@ def test_a_big_log_costs_16_mib_at_first_and_then_what_is_new(tmp_path: Path) ->
         assert tail.read() == Newest(PARSED, Phase.TRAINING)
     assert sum(sizes) < 4 * text.MAX_LINE_BYTES
     with counted_bytes() as sizes:
-        assert read_last_step(log, 0) == PARSED
+        assert LogTail(log, 0).read().step == PARSED
     assert sum(sizes) < 1 << 20
 
 
@@ -188,10 +186,10 @@ def test_the_newest_step_is_found_15_mib_before_the_end(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     other = PLAIN.replace("[rank0]", "[rank8]") + "\n"
     log.write_text(other * 2000 + PLAIN + "\n" + other * ((15 << 20) // len(other)))
-    assert read_last_step(log, 0) == PARSED
+    assert LogTail(log, 0).read().step == PARSED
     assert LogTail(log, 0).read().phase == Phase.TRAINING
     log.write_text(PLAIN + "\n" + other * ((17 << 20) // len(other)))
-    assert read_last_step(log, 0) is None
+    assert LogTail(log, 0).read().step is None
 
 
 def test_what_is_known_outlives_the_look_back(tmp_path: Path) -> None:
@@ -223,7 +221,7 @@ def test_a_log_that_comes_goes_and_is_another(tmp_path: Path) -> None:
     assert tail.read() == Newest()
     log.mkdir()
     assert tail.read() == Newest()
-    assert read_last_step(log) is None
+    assert LogTail(log).read().step is None
 
 
 def test_a_log_that_is_truncated_while_it_is_read(tmp_path: Path) -> None:
@@ -248,7 +246,7 @@ def test_a_line_at_the_edge_of_the_look_back_is_read_whole_or_not(tmp_path: Path
     log.write_text(f"{PLAIN}\n" * 2)
     for size in range(1, 2 * len(PLAIN) + 2):
         with mock.patch.object(lines, "_LOOK_BACK_BYTES", size):
-            assert read_last_step(log) == (PARSED if size > len(PLAIN) else None)
+            assert LogTail(log).read().step == (PARSED if size > len(PLAIN) else None)
 
 
 def test_a_line_that_grows_too_long_is_not_read_from_its_middle(tmp_path: Path) -> None:
@@ -259,7 +257,7 @@ def test_a_line_that_grows_too_long_is_not_read_from_its_middle(tmp_path: Path) 
     for more, expected in ((PLAIN, None), ("\n", None), (PLAIN, None), ("\n", PARSED)):
         with log.open("a") as file:
             file.write(more)
-        assert tail.read().step == expected == read_last_step(log)
+        assert tail.read().step == expected == LogTail(log).read().step
 
 
 @settings(deadline=None)

@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cookbook.log.lines import (
+    LogTail,
     StepMetrics,
     parse_active,
     parse_line,
     read_active,
-    read_last_step,
     read_log,
     read_peak_memory,
 )
@@ -202,13 +202,13 @@ def test_a_rank_that_another_interrupts_is_not_taken_for_it(tmp_path: Path) -> N
     log.write_text(f"[rank8]:NCCL INFO {PLAIN}\n")
     assert list(read_log(log, rank=0)) == [PARSED]
     assert list(read_log(log, rank=8)) == []
-    assert read_last_step(log, rank=8) is None
+    assert LogTail(log, rank=8).read().step is None
 
 
 def test_a_line_that_is_still_written_is_left_out(tmp_path: Path) -> None:
     log = LOGS / "truncated.log"
     assert [metrics.step for metrics in read_log(log)] == [1, 2, 3, 4]
-    assert read_last_step(log) == list(read_log(log))[-1]
+    assert LogTail(log).read().step == list(read_log(log))[-1]
     for size in range(0, len(PLAIN.encode()) + 1, 7):
         (tmp_path / "log").write_bytes(PLAIN.encode()[:size])
         assert list(read_log(tmp_path / "log")) == []
@@ -218,7 +218,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_bytes(b"\0" * 5000 + PLAIN.encode() + b"\n\xff\xfe step: loss:\n" + b"\0" * 99)
     assert list(read_log(log)) == [PARSED]
-    assert read_last_step(log) == PARSED
+    assert LogTail(log).read().step == PARSED
     assert read_peak_memory([log]) == 76.13
     assert read_active(log) is None
 
@@ -229,14 +229,14 @@ def test_a_log_bigger_than_a_block(tmp_path: Path) -> None:
         for step in range(1, 40_001):
             file.write(PLAIN.replace("step: 15", f"step: {step}") + "\n")
     assert [metrics.step for metrics in read_log(log)] == list(range(1, 40_001))
-    last = read_last_step(log, rank=0)
+    last = LogTail(log, rank=0).read().step
     assert last is not None
     assert last.step == 40_000
-    assert read_last_step(log, rank=7) is None
+    assert LogTail(log, rank=7).read().step is None
 
 
 def test_a_log_that_is_not_there_has_no_last_step(tmp_path: Path) -> None:
-    assert read_last_step(tmp_path / "train.log") is None
+    assert LogTail(tmp_path / "train.log").read().step is None
 
 
 def test_peak_memory_is_over_all_ranks() -> None:

@@ -7,6 +7,8 @@ takes 50 ms to import, and wcwidth 10, each is imported where it is needed.
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -25,6 +27,11 @@ def display_width(text: str) -> int:
     except ModuleNotFoundError:
         return len(text)
     return wcwidth.width(text)
+
+
+def terminal_width() -> int | None:
+    """The columns of the terminal that standard output is; None where it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def text_table(

@@ -44,15 +44,12 @@ _TELLING: tuple[tuple[bytes, re.Pattern[str], int], ...] = (
     # train.sh, or bash about it; under sbatch its copy is called slurm_script. Below the exit code
     # of a rank: once torchrun ran, what the script said isn't the reason.
     (b".sh: ", re.compile(r"^(?:\S*/)?[\w.+-]+\.sh: "), _SCRIPT),
+    # What the script's check of its words says.
+    (b"cookbook.job: ", re.compile(r"^cookbook\.job: "), _SCRIPT),
     (b": line ", re.compile(r"^(?:\S*/)?[\w.+-]+: line [0-9]+: "), _SCRIPT),
     (b"(exitcode: ", re.compile(r"failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+"), 8),
     (b"CANCELLED AT", re.compile(r"^slurmstepd: error: .*CANCELLED AT"), 6),
     (b"error: ", re.compile(r"^srun: error: "), 5),
-)
-# What `python -m cookbook.job` says before any rank starts: about an option, a file, a package.
-_JOB_CHECK = re.compile(
-    r"^(?:TorchTitan arguments: |[a-z_][a-z0-9_]*(?:\.[a-z0-9_]+)+: "
-    r"|\S+\.(?:yaml|json|txt)(?::[0-9]+)?: |[\w.+-]+: \S+ is not installed; |[\w ]+: unknown )\S"
 )
 _LAUNCHED = re.compile(r"^(?:cookbook: cell |\[rank[0-9]|[EWI][0-9]{4} )")
 # Line by line a GB takes a minute, so a block that holds none of these is passed over.
@@ -197,8 +194,6 @@ class _Scan:
         for _, pattern, weight in _TELLING:
             if pattern.search(line):
                 return _Finding(weight, rank, _LOG_HEADER.sub("", line).strip(" │|\t"))
-        if not self._is_launched and _JOB_CHECK.match(line):
-            return _Finding(_SCRIPT, rank, line)
         return None
 
     def _add(self, finding: _Finding | None) -> None:

@@ -169,11 +169,6 @@ def read_log(path: Path, rank: int | None = None) -> Iterator[StepMetrics]:
                 yield metrics
 
 
-def read_last_step(path: Path, rank: int | None = None) -> StepMetrics | None:
-    """The newest metrics line in the last 16 MiB of a log, all that is read of it."""
-    return LogTail(path, rank).read().step
-
-
 def read_peak_memory(paths: Iterable[Path]) -> float | None:
     """The most GiB that any metrics line of these logs shows, over all ranks and steps."""
     peak = 0.0
