@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from cookbook.base.command import run_command
 from cookbook.job.__main__ import main as job
 from cookbook.log.failure import find_reason
 from cookbook.log.text import plain_text
@@ -159,28 +161,33 @@ def test_a_refusal_of_a_rank_that_the_console_did_not_show(tmp_path: Path) -> No
     assert reason_of(tmp_path, summary + "  exitcode  : 1 (pid: 5)\n====") == REFUSAL
 
 
+MODEL = ["--model.name=deepseek_v3", "--model.flavor=debugmodel"]
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "names"),
     [
-        ["--", "--training.step=3"],
-        ["--", "--training.steps=abc"],
-        ["--", "3"],
-        ["--", "--parallelism.expert_parallel_degree=3"],
-        ["--nodes=x"],
-        ["--precision=mxfp8", "--ep-backend=deepep", "--"],
+        (["--", "--", "--training.step=3"], "training.step"),
+        (["--", "--", "--training.steps=abc"], "training.steps"),
+        (["--", "--", "3"], "'3'"),
+        (["--", *MODEL, "--", "--parallelism.expert_parallel_degree=3"], "expert_parallel_degree"),
+        (["--nodes=x", "--"], "--nodes"),
+        (["--precision=mxfp8", "--ep-backend=deepep", "--", *MODEL], "mxfp8 needs a GPU"),
+        (["--precision=mxpf8", "--"], "mxpf8"),
     ],
 )
 def test_the_checks_before_any_rank_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], names: str
 ) -> None:
     named = ["cell=x", "recipe=debug", "precision=bf16", "ep-backend=standard", "cluster=local"]
-    own = [f"--{word}" for word in [*named, "device=cpu", "nodes=1", "ranks-per-node=2"]]
-    try:
-        status = job(["begin", str(tmp_path / "x"), *own, *words])
-    except SystemExit as end:
-        status = int(end.code or 0)
-    assert status == 2
+    own = [f"--{word}" for word in [*named, "nodes=1"]]
+    begin = ["begin", str(tmp_path / "x"), *own, *words]
+    with pytest.raises(SystemExit) as end:
+        sys.exit(run_command("cookbook.job", lambda: job(begin)))
+    assert end.value.code == 2
     said = capsys.readouterr().err.strip()
+    assert names in said
+    assert not (tmp_path / "x").exists()
     log = ["submitit INFO (2026-11-21) - Starting with JobEnvironment(job_id=7)", said, JOB_ERROR]
     assert reason_of(tmp_path, *log) == plain_text(said.splitlines()[-1], 240)
 
