@@ -48,8 +48,9 @@ def test_it_is_listed_shown_and_reported(runs: Path) -> None:
     assert (refused["name"], refused["status"]) == ("debug-bf16-deepep", "refused")
     assert (finished["steps"], finished["final_loss"]) == (6, 7.33862)
     assert finished["emulated"] is True
-    answer = submit("logs", NAME, CELL, runs=runs)
-    assert answer.status == 0 and "step:  6" in answer.stdout
+    for name in (CELL, f"{NAME}/{CELL}", NAME):
+        answer = submit("logs", name, runs=runs)
+        assert answer.status == 0 and "step:  6" in answer.stdout
 
 
 def test_its_record_is_whole(runs: Path) -> None:
