@@ -23,7 +23,7 @@ from cookbook.script.render import render_launcher, render_script
 from cookbook.stack.stack import DEFAULT_STACK, load_stack
 
 GOLDEN = Path(__file__).parent / "golden"
-OPTION_TABLE = ROOT / "cookbook/stacks" / f"{DEFAULT_STACK}.json"
+OPTION_TABLE = ROOT / "cookbook/stack/tables" / f"{DEFAULT_STACK}.json"
 LAUNCHERS = {"train_671b.sh": "deepseek_v3_671b", "train_16b.sh": "deepseek_v3_16b"}
 # Scripts name the folder of the cookbook, which is elsewhere on every machine.
 _ROOT = Path("/shared/moe-cookbook")
@@ -58,7 +58,7 @@ def launchers() -> dict[str, str]:
 
 
 def option_table() -> str:
-    """The table of the TorchTitan in this environment, as `stacks/<name>.json` holds it."""
+    """The table of the installed TorchTitan, as `cookbook/stack/tables/<name>.json` holds it."""
     command = [sys.executable, "-m", "cookbook.titan.stack_2026_02.option_table"]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
