@@ -32,6 +32,9 @@ _SET_BY_SCRIPTS = {
     "experimental.custom_import": "import the module in cookbook/titan/__init__.py",
     "cookbook.precision": "use --precision",
     "cookbook.ep_backend": "use --ep-backend",
+    "cookbook.grouped_gemms": "declare it in the precision's active block",
+    "cookbook.linear_layers": "declare it in the precision's active block",
+    "cookbook.dispatch": "declare it in the EP backend's active block",
     "cookbook.emulated": "it follows from precision and cluster",
 }
 
