@@ -133,7 +133,7 @@ def test_a_copied_sweep_varies_an_option(copies: Copies) -> None:
     cells = copies.trained("sweep", "varied", "--no-check")
     assert [cell["status"] for cell in cells] == ["finished", "finished"]
     for cell, factor in zip(cells, ("0.1", "0.2"), strict=True):
-        assert cell["name"] == f"my-debug-my-bf16-my-exchange-min_lr_factor={factor}"
+        assert cell["name"] == f"my-debug-my-bf16-my-exchange-min_lr_factor_{factor}"
     # What varies is the learning rate at the end: the first steps are the same.
     assert cells[0]["final_loss"] == cells[1]["final_loss"]
 
