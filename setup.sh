@@ -167,7 +167,7 @@ find_python() {
   fi
 }
 
-# What the environment holds when its install has ended; compared as a whole.
+# What a finished environment was made from; it is compared in full.
 environment_stamp() {
   cat requirements.txt
   if "${want_dev}"; then
@@ -185,7 +185,7 @@ has_current_environment() {
     torch_index="$(<.venv/.cookbook/torch-index)"
   fi
   environment_stamp | cmp -s - .venv/.cookbook/installed || return 1
-  runs_python .venv/bin/python || return 1
+  is_environment || return 1
   if [[ -n "${python}" ]]; then
     same_version "${python}" .venv/bin/python
   fi
@@ -196,7 +196,7 @@ same_version() {
   [[ "$("$1" -c "${print_version}" 2>/dev/null)" == "$("$2" -c "${print_version}" 2>/dev/null)" ]]
 }
 
-# An environment whose install was cut short can hold half a package that pip takes for whole, so
+# An environment whose install was cut short can hold half a package that pip takes for complete, so
 # one of ours is made anew; an environment that somebody else made is only added to.
 make_environment() {
   local began=${SECONDS}
@@ -233,8 +233,14 @@ make_environment() {
   say "installed in $((SECONDS - began)) s"
 }
 
+# Where pyvenv.cfg is lost, or bin/python starts another one, packages would go elsewhere.
+is_environment() {
+  runs_python .venv/bin/python \
+    && .venv/bin/python -c 'import os, sys; sys.exit(not os.path.samefile(sys.prefix, ".venv"))'
+}
+
 is_usable_environment() {
-  [[ ! -e .venv/.cookbook/unfinished ]] && runs_python .venv/bin/python \
+  [[ ! -e .venv/.cookbook/unfinished ]] && is_environment \
     && .venv/bin/python -m pip --version &>/dev/null && same_version "${python}" .venv/bin/python
 }
 

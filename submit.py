@@ -1,23 +1,63 @@
 #!/usr/bin/env python3
-"""Runs `cookbook.verbs.cli` under the cookbook's own Python."""
+"""Runs `cookbook.verbs.cli` under the cookbook's own Python.
 
-import os
+Pythons that are too old for the cookbook also read this file, so it has no newer syntax.
+"""
+
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
-VENV = Path(os.environ.get("VENV") or ROOT / ".venv")
+OLDEST_PYTHON = (3, 11)
+# Marks the second start. Unlike a variable, `-X` does not reach the programs that are started from
+# here, and a wrapper around Python cannot lose it.
+AGAIN = "started_again"
 
-# `python submit.py` works without activating what setup.sh made.
-if (VENV / "bin/python").exists() and Path(sys.prefix).resolve() != VENV.resolve():
-    python = str(VENV / "bin/python")
-    os.execv(python, [python, str(ROOT / "submit.py"), *sys.argv[1:]])
 
-sys.path.insert(0, str(ROOT))
+def start() -> int:
+    """Start again under the Python of VENV where this is another one, else run the command."""
+    import os
+    import shlex
+    import signal
+    from pathlib import Path
+
+    is_second_start = AGAIN in sys._xoptions
+    if is_second_start:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    root = Path(__file__).resolve().parent
+    chosen = os.environ.get("VENV")
+    venv = Path(chosen or root / ".venv")
+    python = venv / "bin/python"
+    set_up = f"run: bash {shlex.quote(str(root / 'setup.sh'))}"
+    # `python submit.py` works without activating what setup.sh made.
+    if python.exists() and Path(sys.prefix).resolve() != venv.resolve():
+        if is_second_start:
+            found = f"does not run in this environment, but in {sys.prefix}"
+        else:
+            # Until Python has started, an interrupt would end it with a traceback; it waits.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            command = [str(python), "-X", AGAIN, str(root / "submit.py"), *sys.argv[1:]]
+            try:
+                os.execv(command[0], command)
+            except OSError as error:
+                found = f"does not start: {error.strerror}"
+        remedy = "name a virtual environment, or unset VENV" if chosen else set_up
+        return refuse(f"{'VENV=' if chosen else ''}{venv}: its bin/python {found}; {remedy}")
+    if sys.version_info < OLDEST_PYTHON:
+        version = ".".join(map(str, sys.version_info[:2]))
+        return refuse(f"{sys.executable}: is Python {version}, 3.11 or later is needed; {set_up}")
+    sys.path.insert(0, str(root))
+    from cookbook.verbs.cli import main
+
+    return main(sys.argv[1:])
+
+
+def refuse(message: str) -> int:
+    print(f"submit.py: {message}", file=sys.stderr)
+    return 2
+
 
 if __name__ == "__main__":
     try:
-        from cookbook.verbs.cli import main
-    except ModuleNotFoundError as error:
-        sys.exit(f"submit.py: {error.name} is not installed; run: bash {ROOT / 'setup.sh'}")
-    sys.exit(main(sys.argv[1:]))
+        status = start()
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)

@@ -1,4 +1,4 @@
-"""In: cluster profiles. Out: what they hold, or one message that names file and key."""
+"""Cluster profiles are read, or refused with one message that names file and key."""
 
 from __future__ import annotations
 
@@ -109,6 +109,9 @@ def test_a_wrong_profile_is_one_message_with_its_place(
     assert "\n" not in str(caught.value)
 
 
+H200_ROW = "NVIDIA H200, 9.0, 143771, 580.1, GPU-a\\n"
+
+
 def _nvidia_smi(folder: Path, output: str, status: int = 0) -> None:
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nprintf '{output}'\nexit {status}\n")
@@ -118,15 +121,15 @@ def _nvidia_smi(folder: Path, output: str, status: int = 0) -> None:
 @pytest.mark.parametrize(
     ("output", "status", "chosen", "ranks", "device"),
     [
-        ("NVIDIA H200, 9.0, 143771\\n" * 4, 0, None, 4, "cuda"),
-        ("NVIDIA H200, 9.0, 143771\\n" * 4, 0, "1,3", 2, "cuda"),
-        ("NVIDIA H200, 9.0, 143771\\n" * 4, 0, "", 2, "cpu"),
+        (H200_ROW * 4, 0, None, 4, "cuda"),
+        (H200_ROW * 4, 0, "1,3", 2, "cuda"),
+        (H200_ROW * 4, 0, "", 2, "cpu"),
         # Unlike ones would run at the pace of the slowest.
-        ("NVIDIA H200, 9.0, 143771\\nNVIDIA T4, 7.5, 15360\\n", 0, None, 1, "cuda"),
+        (H200_ROW + "NVIDIA T4, 7.5, 15360, 580.1, GPU-b\\n", 0, None, 1, "cuda"),
         ("NVIDIA-SMI has failed\\n", 9, None, 2, "cpu"),
         ("No devices were found\\n", 0, None, 2, "cpu"),
-        ("NVIDIA A, [N/A], [N/A]\\n", 0, None, 2, "cpu"),
-        ("NVIDIA H200, 9.0, [N/A]\\n", 0, None, 1, "cuda"),
+        ("NVIDIA A, [N/A], [N/A], 580.1, GPU-c\\n", 0, None, 2, "cpu"),
+        (H200_ROW.replace("143771", "[N/A]"), 0, None, 1, "cuda"),
     ],
 )
 def test_the_local_profile_is_filled_in_from_the_machine(

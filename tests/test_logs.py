@@ -1,21 +1,21 @@
-"""In: log text as TorchTitan and torchrun write it. Out: whether it is read as it was meant."""
+"""What the metrics lines of a log are read as."""
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cookbook.log.failure import find_reason
 from cookbook.log.lines import (
+    LogTail,
     StepMetrics,
     parse_active,
     parse_line,
     read_active,
-    read_last_step,
     read_log,
     read_peak_memory,
 )
@@ -97,11 +97,89 @@ def test_a_line_cut_by_another_is_no_measurement() -> None:
     assert parse_line(PLAIN + other) == PARSED
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_no_text_is_too_odd(text: str) -> None:
     parse_line(text)
     parse_line(f"step: 1 loss: {text}")
     parse_active(f"cookbook active: {text}")
+
+
+ODD = [
+    "٣",
+    "²",
+    "৪2",
+    "9" * 5000,
+    "\0",
+    "\r",
+    "\n",
+    "\x1b",
+    "[rank",
+    "step: ",
+    "loss: ",
+    ",",
+    "-",
+    "%",
+]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_mangled_line_is_read_as_what_it_still_says(data: st.DataObject) -> None:
+    line = PLAIN
+    for _ in range(data.draw(st.integers(1, 4))):
+        start, other = sorted(data.draw(st.tuples(*[st.integers(0, len(line))] * 2)))
+        end = data.draw(st.sampled_from([start, other]))
+        line = line[:start] + data.draw(st.sampled_from(ODD) | st.text(max_size=3)) + line[end:]
+    metrics = parse_line(line)
+    if metrics is None:
+        return
+    # torchrun's prefix may stand inside a number.
+    text = line.replace("[rank0]:", "")
+    number = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)"
+    said = {str(float(found.replace(",", ""))) for found in re.findall(number, text)}
+    figures = [metrics.step, metrics.loss, metrics.grad_norm, metrics.memory_gib]
+    figures += [metrics.memory_percent, metrics.tokens_per_second, metrics.tflops, metrics.mfu]
+    assert {str(float(figure)) for figure in figures if figure is not None} <= said
+    assert re.search(rf"step:\s*0*{metrics.step}\s", text)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, len(PLAIN)),
+    st.sampled_from(["[31m", "[38;2;1;2;3m", "[K", "[?25l"]),
+)
+def test_a_colour_changes_no_figure(position: int, colour: str) -> None:
+    line = PLAIN[:position] + "\x1b" + colour + PLAIN[position:]
+    assume("step:" in line and "loss:" in line)
+    assert parse_line(line) == PARSED
+
+
+@pytest.mark.parametrize("digits", ["٣", "²", "३.५", "1٣", "٣1"])
+def test_digits_of_other_scripts_are_no_numbers(digits: str, tmp_path: Path) -> None:
+    assert parse_line(PLAIN.replace("step: 15", f"step: {digits}")) is None
+    assert parse_line(PLAIN.replace("3.91683", digits)) is None
+    assert parsed(PLAIN.replace("[rank0]", f"[rank{digits}]")).rank is None
+    assert parsed(PLAIN.replace("13,388", digits)).tokens_per_second is None
+    assert parsed(PLAIN.replace("76.13GiB", f"{digits}GiB")).memory_gib is None
+    assert parsed(PLAIN.replace("54.46%", f"{digits}%")).memory_percent is None
+    log = tmp_path / "train.log"
+    log.write_text(PLAIN.replace("76.13GiB", f"{digits}GiB") + "\n")
+    assert read_peak_memory([log]) is None
+
+
+def test_numbers_of_thousands_of_digits_are_unknown() -> None:
+    # int() raises on more than 4,300 digits.
+    many = "9" * 5000
+    assert parse_line(PLAIN.replace("15", many)) is None
+    assert parse_line(PLAIN.replace("3.91683", many)) is None
+    assert parsed(PLAIN.replace("[rank0]", f"[rank{many}]")).rank is None
+    assert parsed(PLAIN.replace("76.13", many)).memory_gib is None
+    assert parse_active('cookbook active: {"gpus": ' + many + "}") is None
+
+
+def test_nested_brackets_are_not_what_was_active() -> None:
+    assert parse_active("cookbook active: " + '{"a":' * 100_000) is None
 
 
 def test_colours_are_no_obstacle() -> None:
@@ -119,10 +197,18 @@ def test_one_rank_of_many() -> None:
     assert all(metrics.loss is not None and metrics.loss > 0 for metrics in steps)
 
 
+def test_a_rank_that_another_interrupts_is_not_taken_for_it(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"[rank8]:NCCL INFO {PLAIN}\n")
+    assert list(read_log(log, rank=0)) == [PARSED]
+    assert list(read_log(log, rank=8)) == []
+    assert LogTail(log, rank=8).read().step is None
+
+
 def test_a_line_that_is_still_written_is_left_out(tmp_path: Path) -> None:
     log = LOGS / "truncated.log"
     assert [metrics.step for metrics in read_log(log)] == [1, 2, 3, 4]
-    assert read_last_step(log) == list(read_log(log))[-1]
+    assert LogTail(log).read().step == list(read_log(log))[-1]
     for size in range(0, len(PLAIN.encode()) + 1, 7):
         (tmp_path / "log").write_bytes(PLAIN.encode()[:size])
         assert list(read_log(tmp_path / "log")) == []
@@ -132,10 +218,9 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_bytes(b"\0" * 5000 + PLAIN.encode() + b"\n\xff\xfe step: loss:\n" + b"\0" * 99)
     assert list(read_log(log)) == [PARSED]
-    assert read_last_step(log) == PARSED
+    assert LogTail(log).read().step == PARSED
     assert read_peak_memory([log]) == 76.13
     assert read_active(log) is None
-    assert find_reason(log) is None
 
 
 def test_a_log_bigger_than_a_block(tmp_path: Path) -> None:
@@ -144,14 +229,14 @@ def test_a_log_bigger_than_a_block(tmp_path: Path) -> None:
         for step in range(1, 40_001):
             file.write(PLAIN.replace("step: 15", f"step: {step}") + "\n")
     assert [metrics.step for metrics in read_log(log)] == list(range(1, 40_001))
-    last = read_last_step(log, rank=0)
+    last = LogTail(log, rank=0).read().step
     assert last is not None
     assert last.step == 40_000
-    assert read_last_step(log, rank=7) is None
+    assert LogTail(log, rank=7).read().step is None
 
 
 def test_a_log_that_is_not_there_has_no_last_step(tmp_path: Path) -> None:
-    assert read_last_step(tmp_path / "train.log") is None
+    assert LogTail(tmp_path / "train.log").read().step is None
 
 
 def test_peak_memory_is_over_all_ranks() -> None:
@@ -188,100 +273,6 @@ def test_numbers(text: str) -> None:
 def test_parts_of_numbers_are_unknown(text: str) -> None:
     assert parse_line(f"step: 1 loss: {text} x") is None
     assert parsed(f"step: 1 loss: 1 tps: {text}").tokens_per_second is None
-
-
-def test_the_reason_is_the_root_causes() -> None:
-    reason = find_reason(LOGS / "out_of_memory.log")
-    assert reason is not None
-    assert reason.startswith("rank 3: torch.OutOfMemoryError: CUDA out of memory. Tried to allo")
-    assert len(reason) <= 240
-
-
-def test_the_reason_of_a_hang() -> None:
-    reason = find_reason(LOGS / "nccl_timeout.log")
-    assert reason is not None
-    assert "Watchdog caught collective operation timeout" in reason
-    assert "ALLTOALL_BASE" in reason
-
-
-def test_a_good_log_gives_no_reason(tmp_path: Path) -> None:
-    assert find_reason(LOGS / "tp1_16b_colour.log") is None
-    assert find_reason(tmp_path) is None
-
-
-def reason_of(tmp_path: Path, *lines: str) -> str | None:
-    (tmp_path / "train.log").write_text("\n".join(lines) + "\n")
-    return find_reason(tmp_path / "train.log")
-
-
-def test_the_first_error_wins_over_what_it_caused(tmp_path: Path) -> None:
-    traceback = "Traceback (most recent call last):"
-    assert reason_of(
-        tmp_path,
-        f"[rank8]:[rank8]: {traceback}",
-        "[rank8]:[rank8]: RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.1]:1",
-        f"[rank0]:[rank0]: {traceback}",
-        f"[rank16]:[rank16]: {traceback}",
-        '[rank0]:[rank0]:   File "train.py", line 1, in <module>',
-        "[rank0]:[rank0]: AssertionError: expert 3 got no tokens",
-        "[rank16]:[rank16]: ValueError: something later",
-    ) == ("rank 0: AssertionError: expert 3 got no tokens")
-
-
-def test_the_end_of_a_chain_counts(tmp_path: Path) -> None:
-    chain = [
-        "Traceback (most recent call last):",
-        "KeyError: 'x'",
-        "",
-        "During handling of the above exception, another exception occurred:",
-        "",
-        "Traceback (most recent call last):",
-        "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:",
-        "RuntimeError: no C++ compiler",
-    ]
-    assert reason_of(tmp_path, *chain) == (
-        "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised: "
-        "RuntimeError: no C++ compiler"
-    )
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "train.sh: EP_BACKEND 'deep' is none of standard, deepep",
-        "/var/spool/slurmd/job7/train.sh: line 40: torchrun: command not found",
-        "train_671b.sh: no virtual environment; run setup.sh",
-        "slurmstepd: error: *** JOB 7 ON worker-0 CANCELLED AT 2026-11-20 DUE TO TIME LIMIT ***",
-        "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0",
-        "srun: error: Node failure on worker-3",
-    ],
-)
-def test_reasons_from_outside_python(tmp_path: Path, line: str) -> None:
-    exited = "srun: error: worker-0: task 0: Exited with exit code 1"
-    assert reason_of(tmp_path, "starting", line, exited) == line
-
-
-def test_an_exit_code_where_nothing_tells_more(tmp_path: Path) -> None:
-    summary = (
-        "Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-20_18:31:4{}\n"
-        "  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 5)\n  error_file: <N/A>\n"
-        "  traceback : Signal {} received by PID 5\n===="
-    )
-    told_to_stop = summary.format(1, 8, 0, -15, "15 (SIGTERM)")
-    killed = summary.format(3, 5, 5, -9, "9 (SIGKILL)")
-    reason = reason_of(tmp_path, told_to_stop, killed)
-    assert reason == "rank 5: exitcode: -9 (Signal 9 (SIGKILL) received)"
-
-
-def test_the_log_of_a_rank_that_the_console_did_not_show(tmp_path: Path) -> None:
-    stderr = tmp_path / "ranks" / "7_0_x" / "attempt_0" / "5" / "stderr.log"
-    stderr.parent.mkdir(parents=True)
-    stderr.write_text("[rank5]: Traceback (most recent call last):\n[rank5]: OSError: disk full\n")
-    summary = "Root Cause (first observed failure):\n  rank      : 5 (local_rank: 5)\n"
-    assert reason_of(tmp_path, summary + "  exitcode  : 1 (pid: 5)\n====") == (
-        "rank 5: OSError: disk full"
-    )
-    assert find_reason(tmp_path) == "rank 5: OSError: disk full"
 
 
 def test_losses_of_a_curve_are_numbers() -> None:

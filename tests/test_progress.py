@@ -1,4 +1,4 @@
-"""In: how far cells are. Out: whether the display fits the terminal, and the log stays short."""
+"""The display fits the terminal and says what matters, and a log stays short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cookbook.results.report import text_width
+from cookbook.base.tables import display_width
 from cookbook.verbs.progress import CellProgress, Progress, describe_cell, render_progress
 
 RUNNING = CellProgress("671b-bf16-deepep", "running", 5, 20, 859.4, 3.91683, 125.0)
@@ -35,7 +35,8 @@ class Terminal(io.StringIO):
     def picture(self) -> list[str]:
         lines: list[str] = [""]
         row = 0
-        for token in re.findall(r"\x1b\[\d*[A-Z]|\n|\r|[^\x1b\n\r]+", self.getvalue()):
+        written = re.sub(r"\x1b\[\d*m", "", self.getvalue())
+        for token in re.findall(r"\x1b\[\d*[A-Z]|\n|\r|[^\x1b\n\r]+", written):
             if token.endswith("A") and token.startswith("\x1b"):
                 row -= int(token[2:-1])
                 assert row >= 0
@@ -69,7 +70,7 @@ def test_a_line_per_cell_below_a_summary() -> None:
 
 
 def test_a_narrow_terminal_keeps_what_matters() -> None:
-    assert render_progress([RUNNING], columns=46)[1] == "671b-bf16-deepep  running    step 5/20"
+    assert render_progress([RUNNING], columns=40)[1] == "671b-bf16-deepep  running    step 5/20"
     assert render_progress([RUNNING], columns=10)[1] == "671b-bf16-"
 
 
@@ -79,9 +80,55 @@ def test_many_cells_show_the_busy_ones() -> None:
     cells[45] = replace(RUNNING, name="cell-45", state="failed")
     lines = render_progress(cells, rows=6)
     assert len(lines) == 6
-    assert lines[0] == "50 cells: 1 running, 1 failed, 48 queued"
+    assert lines[0] == "50 cells: 1 running, 1 failed, 48 queued; 10/40 steps"
     assert [line.split()[0] for line in lines[1:5]] == ["cell-0", "cell-1", "cell-40", "cell-45"]
     assert lines[5] == "and 46 more"
+
+
+LEFT = replace(RUNNING, left=75.0)
+
+
+def test_at_80_columns_there_are_bar_step_and_time_left() -> None:
+    (_, line) = render_progress([LEFT], columns=80)
+    assert line == (
+        "671b-bf16-deepep  running    ███░░░░░░░░  step 5/20  859 tokens/s/GPU  1:15 left"
+    )
+    (_, line) = render_progress([replace(LEFT, name="671b-mxfp8_wgrad_hp-mxfp8_a2a")], columns=80)
+    assert line.startswith("671b-mxfp8_wgrad_hp-mxfp8_a2a  running    ██") and "1:15 left" in line
+
+
+def test_before_its_first_step_a_cell_says_what_it_does() -> None:
+    cell = CellProgress("a", "running", total_steps=20, elapsed=40.0, phase="compiling")
+    assert render_progress([cell])[1] == "a  running    compiling  0:40"
+    assert describe_cell(cell) == "a: running, compiling, 0:40"
+    assert "compiling" not in describe_cell(replace(cell, state="failed"))
+
+
+def test_the_summary_says_how_far_all_cells_are() -> None:
+    finished = replace(RUNNING, name="a", state="finished", step=20)
+    waiting = [replace(QUEUED, name=f"b{n}", total_steps=20) for n in range(2)]
+    refused = CellProgress("c", "refused", total_steps=20)
+    lines = render_progress([finished, LEFT, *waiting, refused])
+    # 75 s for 15 steps: 5 s each, and 40 more to come.
+    assert lines[0] == (
+        "5 cells: 1 running, 2 queued, 1 finished, 1 refused; 25/80 steps, 4:35 left"
+    )
+    # Where two run at a time, those that wait take half as long.
+    lines = render_progress([LEFT, replace(LEFT, name="d"), *waiting])
+    assert lines[0].endswith(", 2:55 left")
+
+
+def test_colours_mark_what_went_wrong_and_what_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [replace(RUNNING, state="failed"), replace(RUNNING, name="finished", emulated=True)]
+    plain = render_progress(cells, 110)
+    coloured = render_progress(cells, 110, colour=True)
+    assert "\x1b[31mfailed\x1b[0m" in coloured[1]
+    assert "\x1b[35memulated\x1b[0m" in coloured[2] and "\x1b[32m" not in coloured[2]
+    assert [re.sub(r"\x1b\[\d*m", "", line) for line in coloured] == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal()
+    Progress(terminal).update(cells)
+    assert not re.search(r"\x1b\[\d+m", terminal.getvalue())
 
 
 @given(
@@ -95,6 +142,9 @@ def test_many_cells_show_the_busy_ones() -> None:
             st.none() | st.floats(0, 1e6),
             st.none() | st.floats(),
             st.none() | st.floats(-1, 1e7),
+            st.none() | st.sampled_from(["loading", "first step"]),
+            st.none() | st.floats(0, 1e7),
+            st.booleans(),
         ),
         max_size=12,
     ),
@@ -102,9 +152,9 @@ def test_many_cells_show_the_busy_ones() -> None:
     st.integers(1, 15),
 )
 def test_the_picture_always_fits(cells: list[CellProgress], columns: int, rows: int) -> None:
-    lines = render_progress(cells, columns, rows)
+    lines = render_progress(cells, columns, rows, colour=rows % 2 == 0)
     assert 1 <= len(lines) <= rows
-    assert all(text_width(line) <= columns for line in lines)
+    assert all(display_width(line) <= columns for line in lines)
 
 
 def test_a_terminal_is_redrawn_in_place() -> None:
@@ -126,7 +176,7 @@ def test_a_terminal_made_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     progress = Progress(terminal)
     progress.update([RUNNING])
-    drawn = [text_width(line) for line in render_progress([RUNNING], 99)]
+    drawn = [display_width(line) for line in render_progress([RUNNING], 99)]
     monkeypatch.setenv("COLUMNS", "40")
     before = len(terminal.getvalue())
     progress.update([RUNNING])
@@ -180,4 +230,4 @@ def test_the_size_comes_from_the_terminal() -> None:
     assert os.environ["COLUMNS"] == "100"
     terminal = Terminal()
     Progress(terminal).update([RUNNING])
-    assert max(map(text_width, terminal.picture())) <= 99
+    assert max(map(display_width, terminal.picture())) <= 99

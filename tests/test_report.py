@@ -1,4 +1,4 @@
-"""In: results of a run. Out: whether the report says what happened, for people and programs."""
+"""The report says what happened, for people and for programs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from cookbook.base.tables import display_width
 from cookbook.results.collect import CellSetting, Result, RunResults
-from cookbook.results.report import render_json, render_markdown, text_width
+from cookbook.results.report import render_json, render_markdown
 from cookbook.run.run import RunRecord
 
 SETTING = CellSetting(
@@ -122,7 +123,7 @@ def test_every_cell_appears_with_its_figures() -> None:
 def test_the_table_is_aligned() -> None:
     wide = replace(BLANK, name="671b-größe-模型")
     text = render_markdown(run_of(BASELINE, wide, FAILED))
-    widths = {text_width(line) for line in text.splitlines() if line.startswith("|")}
+    widths = {display_width(line) for line in text.splitlines() if line.startswith("|")}
     assert len(widths) == 1
 
 

@@ -1,4 +1,4 @@
-"""In: run directories as a run leaves them. Out: whether the figures are the right ones."""
+"""Run folders as a run leaves them give the right figures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from cookbook.base.errors import InputError
-from cookbook.base.schema import Unchecked
-from cookbook.log.curve import collect_steps, last_step
+from cookbook.log.curve import collect_steps
 from cookbook.log.lines import StepMetrics
 from cookbook.results.collect import Result, RunResults, collect_results, warm_up
 from cookbook.run.folder import CellFolder
@@ -373,17 +372,3 @@ def test_the_benchmark_runs() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("16 ranks x 20 steps")
-
-
-def test_the_last_step_is_that_of_the_newest_attempt_on_the_rank_with_the_loss(
-    tmp_path: Path,
-) -> None:
-    first = "".join(metrics_line(step, loss="3.5") for step in (1, 2, 3))
-    # Resumed from an earlier step; rank 1 has the loss, and is not the last to speak.
-    second = metrics_line(2, rank=1, loss="2.5") + metrics_line(2, rank=0, loss="-4.0")
-    folder = Run(tmp_path).add("a", first, second, "no step yet\n")
-    cell = CellRecord(nodes=1, ranks_per_node=2, options=Unchecked({PP: 2}))
-    found = last_step(CellFolder(folder), cell)
-    assert found and (found.step, found.loss) == (2, 2.5)
-    empty = Run(tmp_path / "b").add("b", "no step yet\n")
-    assert last_step(CellFolder(empty), cell) is None

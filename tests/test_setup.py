@@ -5,15 +5,11 @@ A full install from the index is what CI starts with.
 
 from __future__ import annotations
 
-import contextlib
-import http.server
-import json
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -87,13 +83,39 @@ def test_dev_is_added_and_stays(ready: Checkout) -> None:
     assert ready.setup("--local", "--quiet").stdout == ""
 
 
-def test_changed_pins_are_installed_into_the_same_environment(ready: Checkout) -> None:
+def write_wheel(folder: Path, name: str, version: str) -> None:
+    """A wheel of a package that holds nothing but its version."""
+    about = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"VERSION = {version!r}\n")
+        wheel.writestr(
+            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+def test_changed_pins_are_enough(ready: Checkout, tmp_path: Path) -> None:
+    """A new pin and a new version reach the environment that is there, and the doctor sees them."""
     kept = ready.folder / ".venv/kept"
     kept.touch()
-    with (ready.folder / "requirements.txt").open("a") as file:
-        file.write("# another line\n")
-    assert "installing the pins" in ready.setup("--local").stdout
+    ready.environment["PIP_FIND_LINKS"] = str(tmp_path)
+    requirements = ready.folder / "requirements.txt"
+    pins = requirements.read_text()
+    for version in ("1.0", "1.1"):
+        write_wheel(tmp_path, "new_package", version)
+        requirements.write_text(f"{pins}new_package=={version}\n")
+        result = ready.setup("--local")
+        assert result.returncode == 0, result.stdout
+        assert "installing the pins" in result.stdout
+        program = "import new_package; print(new_package.VERSION)"
+        python = ready.folder / ".venv/bin/python"
+        answer = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+        assert answer.stdout == f"{version}\n"
     assert kept.exists()
+    assert ready.setup("--local", "--quiet").stdout == ""
 
 
 def test_a_pin_that_cannot_be_had_shows_pip_s_words(checkout: Checkout) -> None:
@@ -123,6 +145,21 @@ def test_a_broken_environment_is_made_anew(ready: Checkout) -> None:
     result = ready.setup("--local")
     assert result.returncode == 0, result.stdout
     assert "making .venv anew" in result.stdout
+
+
+def test_an_environment_whose_python_runs_elsewhere_is_made_anew(ready: Checkout) -> None:
+    """Without pyvenv.cfg its Python is the system's, which must not get the packages."""
+    (ready.folder / ".venv/pyvenv.cfg").unlink()
+    result = ready.setup("--local")
+    assert result.returncode == 0, result.stdout
+    assert "making .venv anew" in result.stdout
+    assert (ready.folder / ".venv/pyvenv.cfg").exists()
+
+
+def test_a_linked_environment_is_left_alone(ready: Checkout, tmp_path: Path) -> None:
+    (ready.folder / ".venv").rename(tmp_path / "elsewhere")
+    (ready.folder / ".venv").symlink_to(tmp_path / "elsewhere")
+    assert ready.setup("--local", "--quiet").stdout == ""
 
 
 def test_what_is_not_ours_is_left_alone(checkout: Checkout) -> None:
@@ -215,100 +252,3 @@ def test_two_at_once(checkout: Checkout) -> None:
     assert [running.returncode for running in both] == [0, 0], outputs
     assert sum("installing the pins" in output for output in outputs) == 1
     assert sum("waiting for it" in output for output in outputs) == 1
-
-
-class Hub(http.server.ThreadingHTTPServer):
-    """A stand-in for the Hugging Face hub: every model has the two tokenizer files."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, str | None]] = []
-        self.broken = ""
-        super().__init__(("127.0.0.1", 0), HubRequest)
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class HubRequest(http.server.BaseHTTPRequestHandler):
-    server: Hub
-
-    def answer(self, with_body: bool) -> None:
-        self.server.asked.append((self.path, self.headers.get("authorization")))
-        if self.server.broken and self.server.broken in self.path:
-            self.send_error(404)
-            return
-        body = json.dumps({"path": self.path}).encode()
-        self.send_response(200)
-        self.send_header("ETag", '"0123456789abcdef0123456789abcdef01234567"')
-        self.send_header("X-Repo-Commit", "0123456789abcdef0123456789abcdef01234567")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def running_hub() -> Iterator[Hub]:
-    with Hub() as hub:
-        thread = threading.Thread(target=hub.serve_forever, daemon=True)
-        thread.start()
-        yield hub
-        hub.shutdown()
-        thread.join()
-
-
-@pytest.fixture
-def hub(ready: Checkout, tmp_path: Path) -> Iterator[Hub]:
-    with running_hub() as hub:
-        ready.environment |= {
-            "HF_ENDPOINT": hub.address,
-            "HF_TOKEN": "hf_of_the_test",
-            "HF_HOME": str(tmp_path / "hf"),
-            "HF_HUB_DISABLE_XET": "1",
-        }
-        yield hub
-
-
-def test_tokenizers_come_from_the_hub(ready: Checkout, hub: Hub) -> None:
-    result = ready.setup("--no-deepep")
-    assert result.returncode == 0, result.stdout
-    for name in ("DeepSeek-V3.1-Base", "deepseek-moe-16b-base"):
-        folder = ready.folder / "assets/hf" / name
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "tokenizer.json",
-            "tokenizer_config.json",
-        ]
-        for path in folder.iterdir():
-            asked = f"/deepseek-ai/{name}/resolve/main/{path.name}"
-            assert json.loads(path.read_text()) == {"path": asked}
-    assert "Bearer hf_of_the_test" in {token for _, token in hub.asked}
-    assert "hf_of_the_test" not in (ready.folder / "build/setup.log").read_text()
-
-    hub.asked.clear()
-    assert ready.setup("--no-deepep", "--quiet").stdout == ""
-    assert hub.asked == []
-
-
-def test_a_hub_that_fails_leaves_no_half_and_the_rest_goes_on(ready: Checkout, hub: Hub) -> None:
-    hub.broken = "V3.1-Base/resolve/main/tokenizer_config.json"
-    result = ready.setup("--no-deepep")
-    assert result.returncode == 1
-    assert "not done: the tokenizer of deepseek-ai/DeepSeek-V3.1-Base" in result.stdout
-    assert "HF_ENDPOINT" in result.stdout
-    assert "ready: " in result.stdout
-    assert not ready.exists("assets/hf/DeepSeek-V3.1-Base")
-    assert ready.exists("assets/hf/deepseek-moe-16b-base/tokenizer.json")
-
-    hub.broken = ""
-    assert ready.setup("--no-deepep").returncode == 0
-    assert ready.exists("assets/hf/DeepSeek-V3.1-Base/tokenizer.json")

@@ -1,45 +1,118 @@
-"""In: this machine. Out: its GPUs and whether Slurm is here, found without torch."""
+"""The GPUs of this machine, as nvidia-smi lists them and as CUDA shows them; no torch is needed.
+
+The only module that knows nvidia-smi's query. Whoever runs it elsewhere, or has a recorded answer,
+takes `NVIDIA_SMI` and `parse_nvidia_smi`.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=name,compute_cap,memory.total,driver_version,uuid",
+    "--format=csv,noheader,nounits",
+)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU model: its name, compute capability (10.0 for B200) and memory in GiB."""
+    """A GPU model: its name, compute capability (10.0 for B200) and memory in GiB.
+
+    Cluster profiles give exactly these keys; what belongs to one machine is in `InstalledGpu`.
+    """
 
     name: str
     compute_capability: float
     memory_gib: float
 
 
-@functools.cache
-def visible_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that nvidia-smi shows and CUDA_VISIBLE_DEVICES leaves; none where it is missing."""
-    if shutil.which("nvidia-smi") is None:
+@dataclass(frozen=True)
+class InstalledGpu:
+    """A GPU in a machine: its model, the driver's version, and the UUID that names this one."""
+
+    model: Gpu
+    driver: str
+    uuid: str
+
+
+def parse_nvidia_smi(output: str) -> tuple[InstalledGpu, ...]:
+    """The GPUs in what `NVIDIA_SMI` printed; a row that names no compute capability is left out."""
+    installed = []
+    for line in output.splitlines():
+        row = [field.strip() for field in line.rsplit(",", 4)]
+        if len(row) != 5 or not _is_number(row[1]):
+            continue
+        name, capability, mib, driver, uuid = row
+        # "[N/A]" where the driver does not know, e.g. on a GPU that shares the CPU's memory.
+        gib = round(float(mib) / 1024, 1) if _is_number(mib) else 0.0
+        installed.append(InstalledGpu(Gpu(name, float(capability), gib), driver, uuid))
+    return tuple(installed)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
+
+
+def select_visible(
+    installed: Sequence[InstalledGpu], chosen: str | None
+) -> tuple[InstalledGpu, ...]:
+    """Those of `installed` that CUDA shows, in its order, where CUDA_VISIBLE_DEVICES is `chosen`.
+
+    All where it is unset (None). Else it lists indices or beginnings of UUIDs, whichever comes
+    first; an entry that names no GPU or several ends the list, and a GPU that is named twice
+    voids it. Compared with driver 580.159.04 on two H200.
+    """
+    if chosen is None:
+        return tuple(installed)
+    select = _by_uuid if chosen.startswith("GPU-") else _by_index
+    visible: list[int] = []
+    for entry in chosen.split(","):
+        index = select(installed, entry)
+        if index is None:
+            break
+        if index in visible:
+            return ()
+        visible.append(index)
+    return tuple(installed[index] for index in visible)
+
+
+# CUDA reads an entry as far as it can and ignores the rest: "1b" is GPU 1.
+def _by_uuid(installed: Sequence[InstalledGpu], entry: str) -> int | None:
+    named = re.match(r"GPU-[0-9a-fA-F-]+", entry)
+    beginning = named[0].lower() if named else ""
+    alike = [i for i, gpu in enumerate(installed) if gpu.uuid.lower().startswith(beginning)]
+    return alike[0] if beginning and len(alike) == 1 else None
+
+
+def _by_index(installed: Sequence[InstalledGpu], entry: str) -> int | None:
+    number = re.match(r"\s*[+-]?[0-9]+", entry)
+    index = int(number[0]) if number else -1
+    return index if 0 <= index < len(installed) else None
+
+
+def installed_gpus() -> tuple[InstalledGpu, ...]:
+    """The GPUs that nvidia-smi lists; none where it is missing or does not work."""
+    if shutil.which(NVIDIA_SMI[0]) is None:
         return ()
-    query = "--query-gpu=name,compute_cap,memory.total"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        answer = subprocess.run(NVIDIA_SMI, capture_output=True, timeout=20, check=True)
     except (subprocess.SubprocessError, OSError):
         return ()
-    rows = [line.split(", ") for line in answer.stdout.splitlines() if line.count(", ") == 2]
-    # "[N/A]" stands where the driver does not know, e.g. the memory of a GPU that shares the CPU's.
-    gpus = [
-        Gpu(name, float(capability), round(float(mib) / 1024, 1) if mib[0].isdigit() else 0.0)
-        for name, capability, mib in rows
-        if capability[0].isdigit()
-    ]
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return tuple(gpus)
-    return tuple(gpus[: len([word for word in chosen.split(",") if word.strip()])])
+    return parse_nvidia_smi(answer.stdout.decode("utf-8", "replace"))
+
+
+@functools.cache
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The models of the GPUs that a program started here finds, in CUDA's order."""
+    visible = select_visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return tuple(gpu.model for gpu in visible)
 
 
 def has_slurm() -> bool:

@@ -1,20 +1,15 @@
-"""In: a machine. Out: findings on its GPUs, driver options, limits, network, disk and Slurm."""
+"""The doctor's checks of the machine: GPUs, driver options, limits, network and disk."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 
-from cookbook.doctor.surroundings import (
-    NVIDIA_SMI,
-    SLURM_CONFIG,
-    SLURM_HISTORY,
-    SLURM_PARTITIONS,
-    SLURM_PING,
-    Finding,
-    Surroundings,
-)
+from cookbook.base.gpus import NVIDIA_SMI, Gpu
+from cookbook.doctor.check import Finding, check
+from cookbook.doctor.surroundings import Surroundings
 from cookbook.install.deepep import torch_cuda
 
 GIB = 1024**3
@@ -24,42 +19,101 @@ OLDEST_DRIVER = {"12": 525, "13": 580}
 OLDEST_BLACKWELL_DRIVER = 570
 
 
-def check_gpus(here: Surroundings) -> Finding:
+@check(local=True)
+def gpus(here: Surroundings) -> Finding:
+    if not here.installed_gpus:
+        return _without_gpus(here)
     if not here.gpus:
-        answer = here.answer(NVIDIA_SMI)
-        if answer.status is None and not answer.error:
-            return Finding("gpus", "not here", "no nvidia-smi: this machine trains on its CPU")
-        said = (answer.error or answer.output).strip().splitlines()
-        return Finding(
-            "gpus",
-            "problem",
-            f"nvidia-smi shows none: {said[0] if said else 'no row'}",
-            "check the driver, or CUDA's devices in this container",
-        )
-    kinds = Counter((gpu.name, gpu.capability, round(gpu.memory_mib / 1024)) for gpu in here.gpus)
-    found = ", ".join(
-        f"{count} x {name} ({capability}, {gib} GiB)"
-        for (name, capability, gib), count in kinds.items()
-    )
+        chosen = here.environment["CUDA_VISIBLE_DEVICES"]
+        hidden = f"CUDA_VISIBLE_DEVICES={chosen!r} hides all {len(here.installed_gpus)}"
+        remedy = "unset it, or name GPUs that nvidia-smi -L lists"
+        return Finding("gpus", "warning", f"{hidden}: runs on this machine use the CPU", remedy)
+    models = [gpu.model for gpu in here.gpus]
+    kinds = Counter(models)
+    found = ", ".join(f"{count} x {_described(model)}" for model, count in kinds.items())
+    if len(here.gpus) < len(here.installed_gpus):
+        found += f", of {len(here.installed_gpus)}: the others are not in CUDA_VISIBLE_DEVICES"
     driver = here.gpus[0].driver
     found += f", driver {driver}"
-    least = min(gpu.capability for gpu in here.gpus)
+    least = min(model.compute_capability for model in models)
     oldest = OLDEST_DRIVER.get(torch_cuda(here.site).split(".")[0], 0)
     if least >= 10:
         oldest = max(oldest, OLDEST_BLACKWELL_DRIVER)
-    if int(re.match(r"\d*", driver)[0] or 0) < oldest:  # type: ignore[index]
+    branch = re.match("[0-9]+", driver)
+    if branch and int(branch[0]) < oldest:
         return Finding("gpus", "problem", found, f"this stack needs driver {oldest} or later")
+    if here.sends_jobs and not _fits_profile(here, models):
+        assert here.cluster is not None
+        return Finding(
+            "gpus",
+            "warning",
+            f"{found}; {_promised(here)}",
+            f"run this on a node of {here.cluster.name}, or correct its `gpu` and `gpus_per_node`",
+        )
     if len(kinds) > 1:
         return Finding("gpus", "warning", found, "ranks on unlike GPUs wait for the slowest")
     if least < 9:
         return Finding("gpus", "warning", found, "DeepEP and float8 need Hopper or later")
-    ability = "MXFP8 in hardware" if least >= 10 else "float8; MXFP8 only emulated"
-    return Finding("gpus", "ok", f"{found}: {ability}")
+    return Finding("gpus", "ok", f"{found}: {_ability(models[0])}")
 
 
-def check_ibgda(here: Surroundings) -> Finding:
+def _without_gpus(here: Surroundings) -> Finding:
+    answer = here.answer(NVIDIA_SMI)
+    if here.is_login_node:
+        counts = _promised(here) or "the compute nodes' GPUs count"
+        return Finding("gpus", "not here", f"none on this node, as on a login node; {counts}")
+    if here.cluster and here.cluster.gpu:
+        said = f"none on this node; {_promised(here)}"
+    elif answer.status is None and not answer.error:
+        return Finding("gpus", "not here", "no nvidia-smi: this machine trains on its CPU")
+    else:
+        lines = (answer.error or answer.output).strip().splitlines()
+        said = f"nvidia-smi shows none: {lines[0] if lines else 'no row'}"
+    remedy = "check the driver, or CUDA's devices in this container"
+    return Finding("gpus", "problem", said, remedy)
+
+
+def _promised(here: Surroundings) -> str:
+    """What the cluster profile says of its nodes' GPUs; empty without a profile."""
+    cluster = here.cluster
+    if cluster is None:
+        return ""
+    if cluster.gpu is None:
+        return f"{cluster.name} trains on the CPU"
+    gpus = f"{cluster.ranks_per_node} x {_described(cluster.gpu)}"
+    return f"{cluster.name} has {gpus} a node: {_ability(cluster.gpu)}"
+
+
+def _fits_profile(here: Surroundings, models: Sequence[Gpu]) -> bool:
+    cluster = here.cluster
+    if cluster is None or cluster.gpu is None:
+        return True
+    wanted = cluster.gpu
+    # Names differ in their spelling, and profiles give the memory that a job can use.
+    return len(models) == cluster.ranks_per_node and all(
+        model.compute_capability == wanted.compute_capability
+        and (
+            not model.memory_gib
+            or abs(model.memory_gib - wanted.memory_gib) < 0.1 * wanted.memory_gib
+        )
+        for model in models
+    )
+
+
+def _described(gpu: Gpu) -> str:
+    return f"{gpu.name} ({gpu.compute_capability}, {gpu.memory_gib:.0f} GiB)"
+
+
+def _ability(gpu: Gpu) -> str:
+    if gpu.compute_capability >= 10:
+        return "MXFP8 in hardware"
+    return "float8; MXFP8 only emulated"
+
+
+@check(local=False)
+def ibgda(here: Surroundings) -> Finding:
     """DeepEP between nodes: the GPU rings the network card's doorbell itself."""
-    if not here.gpus:
+    if not here.installed_gpus:
         found = "no GPU driver here; the compute nodes' options count"
         return Finding("ibgda", "not here", found)
     parameters = here.text("/proc/driver/nvidia/params") or ""
@@ -81,14 +135,15 @@ def check_ibgda(here: Surroundings) -> Finding:
     )
 
 
-def check_memlock(here: Surroundings) -> Finding:
+@check(local=False)
+def memlock(here: Surroundings) -> Finding:
     match = re.search(r"^Max locked memory\s+(\S+)", here.text("/proc/self/limits") or "", re.M)
     if match is None:
         return Finding("memlock", "not here", "this system does not say")
     if match[1] == "unlimited":
         return Finding("memlock", "ok", "unlimited")
     mib = int(match[1]) / 1024**2
-    if not here.gpus:
+    if not here.installed_gpus:
         found = f"{mib:.0f} MiB here; the compute nodes' limit counts"
         return Finding("memlock", "not here", found)
     return Finding(
@@ -109,7 +164,8 @@ def _devices(here: Surroundings) -> dict[str, str]:
     return devices
 
 
-def check_network(here: Surroundings) -> Finding:
+@check(local=False)
+def network(here: Surroundings) -> Finding:
     devices = _devices(here)
     chosen = here.environment.get("NCCL_IB_HCA", "")
     place = "NCCL_IB_HCA"
@@ -149,12 +205,13 @@ def check_network(here: Surroundings) -> Finding:
     return Finding("network", "ok", f"{len(named)} devices, active ({place}={chosen})")
 
 
-def check_disk(here: Surroundings, local: bool = False) -> Finding:
+@check(local=True)
+def disk(here: Surroundings) -> Finding:
     free = shutil.disk_usage(here.repository).free / GIB
     found = f"{free:.0f} GiB free where runs/ and checkpoints go"
     if free < 2:
         return Finding("disk", "problem", found, "free some: logs alone may fill it")
-    if free < 50 and here.trains_for_real and not local:
+    if free < 50 and here.trains_for_real:
         return Finding(
             "disk",
             "warning",
@@ -162,73 +219,3 @@ def check_disk(here: Surroundings, local: bool = False) -> Finding:
             "a checkpoint of the 16B takes about 175 GiB, of the 671B 9.5 TiB",
         )
     return Finding("disk", "ok", found)
-
-
-def check_slurm(here: Surroundings, partition: str | None) -> list[Finding]:
-    if not here.has_slurm:
-        return [Finding("slurm", "not here", "no sbatch: runs use this machine (--cluster local)")]
-    if here.which("srun") is None:
-        return [Finding("slurm", "problem", "sbatch without srun", "install Slurm's client whole")]
-    ping = here.answer(SLURM_PING)
-    if "dns_srv" in ping.error or "configuration source" in ping.error:
-        found = "Slurm's commands are here without a configuration (slurm.conf)"
-        return [Finding("slurm", "warning", found, "use --cluster local, or set SLURM_CONF")]
-    if not ping.works or " UP" not in ping.output:
-        said = (ping.output or ping.error).strip().splitlines()
-        return [
-            Finding(
-                "slurm",
-                "problem",
-                f"the controller does not answer{': ' + said[0] if said else ''}",
-                "ask who runs the cluster; --cluster local works without Slurm",
-            )
-        ]
-    config = here.answer(SLURM_CONFIG).output
-    version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", config, re.MULTILINE)
-    return [
-        Finding("slurm", "ok", f"{version[1] if version else ''} controller answers".strip()),
-        _check_partition(here, partition),
-        _check_accounting(here, config),
-    ]
-
-
-def _check_partition(here: Surroundings, wanted: str | None) -> Finding:
-    rows = [line.split("|") for line in here.answer(SLURM_PARTITIONS).output.splitlines()]
-    partitions: dict[str, list[list[str]]] = {}
-    for row in rows:
-        if len(row) == 5:
-            partitions.setdefault(row[0].rstrip("*"), []).append(row)
-    default = next((row[0].rstrip("*") for row in rows if row[0].endswith("*")), None)
-    name = wanted or default
-    if name is None or name not in partitions:
-        found = f"no partition {name!r}" if name else "no default partition"
-        known = ", ".join(sorted(partitions)) or "none"
-        return Finding(
-            "partition",
-            "problem",
-            f"{found}; there are: {known}",
-            "name one in the cluster profile",
-        )
-    nodes = sum(int(row[2]) for row in partitions[name] if row[2].isdigit())
-    resources = sorted({row[3] for row in partitions[name]} - {"(null)"})
-    found = f"{name}: {nodes} nodes, {' '.join(resources) or 'no GPUs declared'}"
-    if any(row[1] != "up" for row in partitions[name]):
-        return Finding("partition", "problem", f"{found}, not up", "ask who runs the cluster")
-    return Finding("partition", "ok", f"{found}, time limit {partitions[name][0][4]}")
-
-
-def _check_accounting(here: Surroundings, config: str) -> Finding:
-    match = re.search(r"^AccountingStorageType\s*=\s*(\S+)", config, re.MULTILINE)
-    kind = match[1] if match else "unknown"
-    if "slurmdbd" not in kind:
-        return Finding(
-            "accounting", "ok", "off: states come from squeue and each run's status file"
-        )
-    if not here.answer(SLURM_HISTORY).works:
-        return Finding(
-            "accounting",
-            "warning",
-            "on, but sacct fails: finished jobs are known from their status file only",
-            "ask who runs the cluster; nothing here depends on it",
-        )
-    return Finding("accounting", "ok", "on: sacct knows finished jobs")

@@ -1,29 +1,24 @@
-"""In: a checkout and its Python. Out: findings on the pins, DeepEP, tokenizers and local corpus."""
+"""The doctor's checks of the software: Python, pins, compiler, DeepEP, Weights & Biases."""
 
 from __future__ import annotations
 
 import platform
-import re
 import sys
 import sysconfig
 from pathlib import Path
 
-from cookbook.doctor.surroundings import Finding, Surroundings
-from cookbook.install.corpus import is_made
-from cookbook.install.deepep import (
-    find_deepep,
-    find_distribution,
-    holds,
-    package_folder,
-    torch_cuda,
-)
+from cookbook.doctor.check import Finding, check
+from cookbook.doctor.surroundings import Surroundings
+from cookbook.install.deepep import find_deepep, holds, torch_cuda
+from cookbook.install.packages import find_distribution, package_folder
 from cookbook.stack.pins import read_pins, stack_name
 
 OLDEST_PYTHON = (3, 11)
 TESTED_PYTHONS = {(3, 11), (3, 12)}
 
 
-def check_python(here: Surroundings) -> Finding:
+@check(local=True)
+def python(here: Surroundings) -> Finding:
     version = sys.version_info[:2]
     found = f"{platform.python_version()} in {sys.prefix}"
     if version < OLDEST_PYTHON:
@@ -35,18 +30,19 @@ def check_python(here: Surroundings) -> Finding:
     return Finding("python", "ok", found)
 
 
-def check_pins(here: Surroundings) -> Finding:
+@check(local=True)
+def pins(here: Surroundings) -> Finding:
     requirements = here.repository / "requirements.txt"
-    pins = [pin for pin in read_pins(requirements) if not pin.extra]
+    pinned = [pin for pin in read_pins(requirements) if not pin.extra]
     missing, other = [], []
-    for pin in pins:
+    for pin in pinned:
         installed = find_distribution(pin.name, here.site)
         if installed is None:
             missing.append(pin.name)
         # 2.10.0+cu130 is torch 2.10.0 from another index.
         elif installed.version.partition("+")[0] != pin.value:
             other.append(f"{pin.name} is {installed.version}, pinned {pin.value}")
-    if len(missing) == len(pins):
+    if len(missing) == len(pinned):
         environment = here.repository / ".venv/bin/python"
         remedy = "run ./setup.sh"
         if environment.exists():
@@ -56,11 +52,12 @@ def check_pins(here: Surroundings) -> Finding:
         found = "; ".join(other + [f"{name} is missing" for name in missing])
         return Finding("pins", "problem", found, "run ./setup.sh")
     return Finding(
-        "pins", "ok", f"stack {stack_name(requirements)}, {len(pins)} packages as pinned"
+        "pins", "ok", f"stack {stack_name(requirements)}, {len(pinned)} packages as pinned"
     )
 
 
-def check_torchao(here: Surroundings) -> Finding:
+@check(local=False)
+def torchao_kernels(here: Surroundings) -> Finding:
     """Whether TorchAO's own CUDA kernels can load: they are built for one CUDA major version."""
     cuda, folder = torch_cuda(here.site), package_folder("torchao", here.site)
     if folder is None or not cuda:
@@ -77,7 +74,8 @@ def check_torchao(here: Surroundings) -> Finding:
     return Finding("torchao kernels", "ok", f"MXFP8 kernels for CUDA {major}")
 
 
-def check_compiler(here: Surroundings) -> Finding:
+@check(local=True)
+def compiler(here: Surroundings) -> Finding:
     """torch.compile builds small C programs at run time, with Triton's help."""
     missing = [] if any(map(here.which, ("gcc", "cc", "clang"))) else ["a C compiler"]
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -92,7 +90,8 @@ def check_compiler(here: Surroundings) -> Finding:
     return Finding("compiler", "ok", "C compiler and Python headers")
 
 
-def check_deepep(here: Surroundings) -> Finding:
+@check(local=False)
+def deepep(here: Surroundings) -> Finding:
     pin = next(pin for pin in read_pins(here.repository / "requirements.txt") if pin.source)
     built = find_deepep(here.site)
     rebuild = "run ./setup.sh on a machine with a CUDA toolkit (--arch where it has no GPU)"
@@ -118,46 +117,8 @@ def check_deepep(here: Surroundings) -> Finding:
     return Finding("deepep", "ok", f"{built.version}, inter-node kernels")
 
 
-def check_tokenizers(here: Surroundings) -> list[Finding]:
-    """One finding per recipe that names its tokenizer's folder."""
-    findings = []
-    for recipe in sorted((here.repository / "recipes").glob("*.yaml")):
-        # Read as text: the doctor also works where PyYAML is not installed yet.
-        match = re.search(
-            r"^[^#\n]*\bhf_assets_path:\s*[\"']?([^\s\"'#]+)",
-            recipe.read_text(encoding="utf-8"),
-            re.MULTILINE,
-        )
-        # The local tokenizer belongs to the local corpus, which has its own check.
-        if match is None or match[1].startswith("assets/local"):
-            continue
-        folder = here.repository / match[1]
-        name = f"tokenizer {recipe.stem}"
-        wanted = ("tokenizer.json", "tokenizer_config.json")
-        if not all((folder / file).is_file() for file in wanted):
-            findings.append(
-                Finding(
-                    name,
-                    "warning" if here.trains_for_real else "not here",
-                    f"not in {match[1]}",
-                    f"run ./setup.sh where the hub can be reached, or copy {' and '.join(wanted)}",
-                )
-            )
-        else:
-            findings.append(Finding(name, "ok", match[1]))
-    return findings
-
-
-def check_corpus(here: Surroundings) -> Finding:
-    folder = here.repository / "assets/local"
-    if is_made(folder):
-        return Finding("local corpus", "ok", "assets/local")
-    return Finding(
-        "local corpus", "warning", "not made: local runs have no data", "run ./setup.sh --local"
-    )
-
-
-def check_wandb(here: Surroundings) -> Finding:
+@check(local=False)
+def wandb(here: Surroundings) -> Finding:
     netrc = Path(here.environment.get("HOME", "")) / ".netrc"
     try:
         logged_in = "api.wandb.ai" in netrc.read_text(encoding="utf-8", errors="replace")

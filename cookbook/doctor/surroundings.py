@@ -1,4 +1,4 @@
-"""In: a machine, or a stand-in for one. Out: the files and command answers that checks look at."""
+"""What the doctor's checks look at: files and commands' answers, here or on a stand-in machine."""
 
 from __future__ import annotations
 
@@ -11,35 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
+from cookbook.base.gpus import NVIDIA_SMI, InstalledGpu, parse_nvidia_smi, select_visible
 from cookbook.base.paths import ROOT
 
-State = Literal["ok", "warning", "problem", "not here"]
+if TYPE_CHECKING:
+    from cookbook.cells.cluster import Cluster
 
 # A controller that does not answer must not hold up the other checks for minutes.
 PATIENCE = 5.0
 
-NVIDIA_SMI = (
-    "nvidia-smi",
-    "--query-gpu=name,compute_cap,memory.total,driver_version",
-    "--format=csv,noheader,nounits",
-)
 SLURM_PING = ("scontrol", "ping")
 SLURM_CONFIG = ("scontrol", "show", "config")
 SLURM_PARTITIONS = ("sinfo", "--noheader", "--format=%P|%a|%D|%G|%l")
 SLURM_HISTORY = ("sacct", "--noheader", "--allocations", "--starttime=now")
 COMMANDS = (NVIDIA_SMI, SLURM_PING, SLURM_CONFIG, SLURM_PARTITIONS, SLURM_HISTORY)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of a diagnosis; `remedy` says what to do where `state` is not ok."""
-
-    name: str
-    state: State
-    found: str
-    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,16 +42,6 @@ class Answer:
         return self.status == 0
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One row of nvidia-smi: name, compute capability, MiB, driver version."""
-
-    name: str
-    capability: float
-    memory_mib: float
-    driver: str
-
-
 def ask(command: Sequence[str]) -> Answer:
     """Run `command` here, for PATIENCE seconds at most."""
     if shutil.which(command[0]) is None:
@@ -73,7 +50,8 @@ def ask(command: Sequence[str]) -> Answer:
         done = subprocess.run(
             command,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=PATIENCE,
             check=False,
             stdin=subprocess.DEVNULL,
@@ -90,12 +68,18 @@ class Surroundings:
     """The machine as the checks see it; tests put stand-ins for each part.
 
     Args:
+        cluster: the profile to check for; None for none in particular.
+        local: leave out what only runs on a cluster need.
+        partition: the Slurm partition to check, if not the profile's or Slurm's default one.
         repository: the checkout that is diagnosed.
         root: where /proc, /sys and /etc are.
         site: where Python packages are looked for.
         run: answers a command; `which` says whether one is installed.
     """
 
+    cluster: Cluster | None = None
+    local: bool = False
+    partition: str | None = None
     repository: Path = ROOT
     root: Path = Path("/")
     site: Sequence[str] = field(default_factory=lambda: tuple(sys.path))
@@ -123,23 +107,31 @@ class Surroundings:
         return self._answers[command]
 
     @functools.cached_property
-    def gpus(self) -> tuple[Gpu, ...]:
+    def installed_gpus(self) -> tuple[InstalledGpu, ...]:
+        """All GPUs of this machine."""
         answer = self.answer(NVIDIA_SMI)
-        rows = [line.split(", ") for line in answer.output.splitlines()] if answer.works else []
-        gpus = []
-        for row in rows:
-            try:
-                name, capability, memory, driver = row
-                gpus.append(Gpu(name, float(capability), float(memory), driver))
-            except ValueError:
-                continue
-        return tuple(gpus)
+        return parse_nvidia_smi(answer.output) if answer.works else ()
+
+    @functools.cached_property
+    def gpus(self) -> tuple[InstalledGpu, ...]:
+        """The GPUs that a run started here gets."""
+        return select_visible(self.installed_gpus, self.environment.get("CUDA_VISIBLE_DEVICES"))
 
     @property
     def has_slurm(self) -> bool:
         return self.which("sbatch") is not None
 
     @property
+    def sends_jobs(self) -> bool:
+        """Whether runs go to other machines."""
+        return self.cluster.scheduler == "slurm" if self.cluster else self.has_slurm
+
+    @property
+    def is_login_node(self) -> bool:
+        """Whether runs go to other machines and this one has no GPU driver in its kernel."""
+        return self.sends_jobs and not self.path("/proc/driver/nvidia").exists()
+
+    @property
     def trains_for_real(self) -> bool:
-        """Whether this is a GPU node or a login node, rather than a laptop."""
-        return bool(self.gpus) or self.has_slurm
+        """Whether large recipes run from here: on GPUs of this machine or on a cluster."""
+        return not self.local and (bool(self.gpus) or self.sends_jobs)

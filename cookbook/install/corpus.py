@@ -1,4 +1,4 @@
-"""In: Python's own sources. Out: a text corpus and a tokenizer for local training.
+"""Makes a text corpus and a tokenizer for local training from Python's own sources.
 
 Both come from what every machine has, so that a first run needs no download. TorchTitan reads them
 with `--training.dataset=c4_test --training.dataset_path=FOLDER/corpus` and
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from cookbook.base.command import run_command
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.paths import LOCAL_ASSETS
@@ -143,11 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"corpus and tokenizer are there: {parsed.folder}")
         return 0
     began = time.monotonic()
-    try:
-        sizes = make_corpus(parsed.folder)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    sizes = make_corpus(parsed.folder)
     megabytes = sizes["corpus/stdlib.jsonl"] / 1e6
     seconds = time.monotonic() - began
     print(f"corpus ({megabytes:.1f} MB) and tokenizer made in {seconds:.1f} s: {parsed.folder}")
@@ -155,4 +152,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("corpus", main))

@@ -1,12 +1,10 @@
-"""In: this Python's installed packages. Out: what DeepEP needs from them, and what its build holds.
+"""What DeepEP needs from the installed packages, and what its build holds.
 
 Nothing is imported from torch or DeepEP: login nodes lack the GPU driver that they load.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import mmap
 import re
@@ -15,17 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cookbook.install.packages import find_distribution, package_folder
+
 # DeepEP 29d31c0 uses NVSHMEM's queue layout of 3.3.9 and later.
 OLDEST_NVSHMEM = (3, 3, 9)
-
-
-def package_folder(name: str, path: Sequence[str] | None = None) -> Path | None:
-    """Where package `name` (dots for folders) lies on `path` (default: sys.path)."""
-    for entry in sys.path if path is None else path:
-        folder = Path(entry, *name.split("."))
-        if folder.is_dir():
-            return folder
-    return None
 
 
 def torch_cuda(path: Sequence[str] | None = None) -> str:
@@ -40,7 +31,7 @@ def torch_cuda(path: Sequence[str] | None = None) -> str:
 
 @dataclass(frozen=True)
 class Nvshmem:
-    """The NVSHMEM wheel that torch brings: where it lies and its version."""
+    """The NVSHMEM wheel that torch brings: its folder and version."""
 
     folder: Path
     version: str
@@ -93,16 +84,6 @@ def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
         and not holds(library, b"NVSHMEM is disabled during compilation")
     )
     return DeepEp(found.version, str(commit), library, internode)
-
-
-def find_distribution(
-    name: str, path: Sequence[str] | None = None
-) -> importlib.metadata.Distribution | None:
-    """The installed package `name` as pip recorded it."""
-    found = importlib.metadata.distributions(
-        name=name, path=list(sys.path if path is None else path)
-    )
-    return next(iter(found), None)
 
 
 def holds(library: Path, text: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""In: this machine's CUDA toolkits, GPUs, packages. Out: DeepEP built at its pin, or why not.
+"""Builds DeepEP at its pin, or says why it cannot be built on this machine.
 
     python -m cookbook.install.deepep_build [--arch 10.0]          build it for this Python
     python -m cookbook.install.deepep_build [--arch 10.0] --plan   say what it would do
@@ -20,14 +20,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cookbook.base.command import run_command
 from cookbook.base.files import write_whole
-from cookbook.install.deepep import (
-    OLDEST_NVSHMEM,
-    find_deepep,
-    find_distribution,
-    find_nvshmem,
-    torch_cuda,
-)
+from cookbook.base.gpus import installed_gpus
+from cookbook.install.deepep import OLDEST_NVSHMEM, find_deepep, find_nvshmem, torch_cuda
+from cookbook.install.packages import find_distribution
 from cookbook.stack.pins import Pin, read_pins
 
 FAILED, IMPOSSIBLE, TO_BUILD = 1, 3, 4
@@ -176,16 +173,13 @@ def _pick_toolkit(cuda: str, found: list[Toolkit]) -> Toolkit:
 
 
 def _gpu_archs() -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
-    found = {line.strip() for line in answer.splitlines() if re.fullmatch(r"\d+\.\d", line.strip())}
-    if too_old := [arch for arch in found if float(arch) < 9]:
+    # All that are installed: CUDA_VISIBLE_DEVICES is about one job, and the build serves them all.
+    found = {gpu.model.compute_capability for gpu in installed_gpus()}
+    if too_old := sorted(capability for capability in found if capability < 9):
         raise CannotBuildError(
-            f"DeepEP needs Hopper or Blackwell GPUs; here are GPUs {', '.join(too_old)}"
+            f"DeepEP needs Hopper or Blackwell GPUs; here are GPUs {', '.join(map(str, too_old))}"
         )
-    return ";".join(sorted(found, key=float))
+    return ";".join(map(str, sorted(found)))
 
 
 def is_built(arch: str) -> bool:
@@ -242,7 +236,7 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
     environment["GIT_TERMINAL_PROMPT"] = "0"
     environment.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, MOST_JOBS)))
     environment["LIBRARY_PATH"] = _library_path(toolkit)
-    # From CUDA 13 on, cuda/std/tuple lies in a folder that nvcc adds only for its own sources.
+    # From CUDA 13 on, cuda/std/tuple is in a folder that nvcc adds only for its own sources.
     cccl = toolkit.home / "include/cccl"
     if cccl.is_dir():
         environment["CPATH"] = ":".join(filter(None, [str(cccl), environment.get("CPATH")]))
@@ -276,4 +270,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("deepep_build", main))

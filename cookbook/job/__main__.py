@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cookbook.base.command import run_command
 from cookbook.base.errors import InputError
 from cookbook.job.begin import Start, begin, end, judge, note_refusal
 from cookbook.run.folder import CellFolder
@@ -24,7 +25,7 @@ CHECKED = 3
 
 
 def main(words: Sequence[str]) -> int:
-    """Run one of the two commands; status 2 for wrong input."""
+    """Run one of the two commands; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m cookbook.job")
     commands = parser.add_subparsers(dest="command", required=True)
     started = commands.add_parser("begin")
@@ -39,22 +40,22 @@ def main(words: Sequence[str]) -> int:
     own, train, line = _parts(words)
     arguments = parser.parse_args(own)
     folder = CellFolder(arguments.folder)
+    if arguments.command == "end":
+        end(folder, arguments.exit_status)
+        return 0
+    start = Start(
+        folder=folder,
+        cell=arguments.cell,
+        recipe=arguments.recipe,
+        precision=arguments.precision,
+        ep_backend=arguments.ep_backend,
+        cluster=arguments.cluster,
+        nodes=arguments.nodes,
+        words=train,
+        own_words=line,
+    )
     supervised = bool(os.environ.get("COOKBOOK_SUPERVISED"))
     try:
-        if arguments.command == "end":
-            end(folder, arguments.exit_status)
-            return 0
-        start = Start(
-            folder=folder,
-            cell=arguments.cell,
-            recipe=arguments.recipe,
-            precision=arguments.precision,
-            ep_backend=arguments.ep_backend,
-            cluster=arguments.cluster,
-            nodes=arguments.nodes,
-            words=train,
-            own_words=line,
-        )
         if os.environ.get("COOKBOOK_CHECK"):
             cell = judge(start)
             verdict = f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}"
@@ -62,13 +63,9 @@ def main(words: Sequence[str]) -> int:
             return CHECKED
         print(begin(start, supervised))
     except InputError as error:
-        print(error, file=sys.stderr)
         if supervised:
             note_refusal(folder, str(error))
-        return 2
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
+        raise
     return 0
 
 
@@ -85,4 +82,4 @@ def _parts(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command("cookbook.job", lambda: main(sys.argv[1:])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cookbook.log.lines import StepMetrics, read_last_step, read_log
+from cookbook.log.lines import StepMetrics, read_log
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 
@@ -18,15 +18,6 @@ def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
                 steps.pop()
             steps.append(metrics)
     return steps
-
-
-def last_step(cell: CellFolder, record: CellRecord) -> StepMetrics | None:
-    """The newest step of the loss rank; asked for again and again, so only a log's end is read."""
-    for attempt in reversed(cell.attempts()):
-        if found := read_last_step(attempt.log, record.loss_rank):
-            return found
-    steps = collect_steps(cell, record)
-    return steps[-1] if steps else None
 
 
 def _attempt_steps(attempt: Attempt, record: CellRecord) -> list[StepMetrics]:

@@ -1,4 +1,4 @@
-"""In: TorchTitan's console logs, even while they are written. Out: the figures of each step."""
+"""The metrics of each step in TorchTitan's console logs, whole or only the newest."""
 
 from __future__ import annotations
 
@@ -7,21 +7,37 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-RANK = re.compile(r"\[rank(\d+)\]:")
+from cookbook.log.phases import Phase, last_phase
+from cookbook.log.text import (
+    COLOURS,
+    MAX_LINE_BYTES,
+    RANK,
+    blocks,
+    blocks_backwards,
+    last_line_end,
+    lines_with,
+)
+
+# Numbers are [0-9], since `\d` is also every other script's digits, and have a bound, since int()
+# refuses more than 4,300 of them.
 # Validation prints `validate step:` with a loss and a tps of its own: not a training step.
-_STEP = re.compile(r"(?<!validate )\bstep:\s*(\d+)(?=\s)")
+_STEP = re.compile(r"(?<!validate )\bstep:\s*([0-9]{1,12})(?=\s)")
 _KEY_VALUE = re.compile(r"(?<![\w/])([a-z_]+):\s*([^\s(]+)")
-_MEMORY = re.compile(r"\bmemory:\s*([-\d.,]+)GiB(?:\((-?[\d.]+)%\))?")
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?|[-+]?(?:nan|inf)")
+_MEMORY = re.compile(r"\bmemory:\s*([-0-9.,]+)GiB(?:\((-?[0-9.]+)%\))?")
+_NUMBER = re.compile(
+    r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|[-+]?(?:nan|inf)"
+)
+_MAX_NUMBER_CHARACTERS = 40
 # Starts with literal text, which makes the search five times faster than a word boundary would;
 # besides, a colour's `m` stands right before the key.
-_PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?(\d[\d.,]*)GiB")
+_PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
 _ACTIVE = "cookbook active: "
-_BLOCK_BYTES = 4 << 20
-_TAIL_BYTES = 256 << 10
+# Some 60,000 lines: 250 steps with all 256 ranks on the console. It is read in about 0.05 s.
+_LOOK_BACK_BYTES = 16 << 20
+# What is compared to notice that a log was replaced by another one.
+_MARK_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +63,61 @@ class StepMetrics:
     """Percent of the GPU's BF16 peak."""
 
 
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest that a log says of a rank; None for what it does not say."""
+
+    step: StepMetrics | None = None
+    phase: Phase | None = None
+
+
+class LogTail:
+    """The newest step and phase of a log that is asked again and again while it grows.
+
+    Each time only what was written since is read, and of that the last 16 MiB. A log that was
+    truncated or replaced is read anew.
+
+    Args:
+        path: the log; it need not be there yet.
+        rank: the global rank whose lines count; None for every line.
+    """
+
+    def __init__(self, path: Path, rank: int | None = None) -> None:
+        self._path = path
+        self._rank = rank
+        self._offset = 0
+        self._mark = b""
+        self._newest = Newest()
+
+    def read(self) -> Newest:
+        """What the log says now; nothing where it cannot be read."""
+        try:
+            with self._path.open("rb") as file:
+                self._read(file)
+        except OSError:
+            self._offset, self._mark, self._newest = 0, b"", Newest()
+        return self._newest
+
+    def _read(self, file: BinaryIO) -> None:
+        end = file.seek(0, 2)
+        if self._mark_in(file) != self._mark:
+            self._offset, self._mark, self._newest = 0, b"", Newest()
+        start = max(self._offset, end - _LOOK_BACK_BYTES)
+        known = self._newest
+        if start == 0:
+            # The imports come before the first message.
+            known = Newest(phase=Phase.LOADING)
+        found = _read_newest(file, start, end, self._rank)
+        self._newest = Newest(found.step or known.step, found.phase or known.phase)
+        self._offset = last_line_end(file, start, end)
+        self._mark = self._mark_in(file)
+
+    def _mark_in(self, file: BinaryIO) -> bytes:
+        start = max(0, self._offset - _MARK_BYTES)
+        file.seek(start)
+        return file.read(self._offset - start)
+
+
 def parse_line(line: str) -> StepMetrics | None:
     """The metrics of one whole line, or None where it is not a metrics line.
 
@@ -54,7 +125,8 @@ def parse_line(line: str) -> StepMetrics | None:
     """
     if "step:" not in line or "loss:" not in line:
         return None
-    text = ANSI.sub("", line).rstrip()
+    # No other escape sequences: a lone escape character would take a digit with it.
+    text = COLOURS.sub("", line).rstrip()
     found = _STEP.search(text)
     if found is None:
         return None
@@ -67,7 +139,7 @@ def parse_line(line: str) -> StepMetrics | None:
     if loss is None:
         return None
     # Another line cut this one off: its last value may be a part, unless that is `mfu`'s percent.
-    if was_cut and not re.search(r"mfu:\s*(?:[\d.,]+%|N/A)$", metrics):
+    if was_cut and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", metrics):
         return None
     memory = _MEMORY.search(metrics)
     return StepMetrics(
@@ -88,38 +160,20 @@ def read_log(path: Path, rank: int | None = None) -> Iterator[StepMetrics]:
 
     The last line is left out while its newline is missing: the job may still be writing it.
     """
-    wanted = b"loss:" if rank is None else b"[rank%d]:" % rank
-    for block in _blocks(path):
-        for line in block.split(b"\n"):
-            # Substring tests first: most lines of a big log belong to other ranks.
-            if b"step:" in line and wanted in line:
-                metrics = parse_line(line.decode("utf-8", "replace"))
-                if metrics is not None and (rank is None or metrics.rank == rank):
-                    yield metrics
-
-
-def read_last_step(path: Path, rank: int | None = None) -> StepMetrics | None:
-    """The newest metrics line near the end of a log, at a cost that does not grow with the log."""
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, 2) - _TAIL_BYTES)
-            file.seek(start)
-            tail = file.read(_TAIL_BYTES)
-    except OSError:
-        return None
-    lines = tail.split(b"\n")[1 if start else 0 : -1]
-    for line in reversed(lines):
-        metrics = parse_line(line.decode("utf-8", "replace")) if b"step:" in line else None
-        if metrics is not None and (rank is None or metrics.rank == rank):
-            return metrics
-    return None
+    # The rank first: most lines of a big log belong to other ranks.
+    wanted = b"step:" if rank is None else b"[rank%d]:" % rank
+    for block in blocks(path):
+        for line in lines_with(block, wanted):
+            metrics = _parse_bytes(line, rank)
+            if metrics is not None:
+                yield metrics
 
 
 def read_peak_memory(paths: Iterable[Path]) -> float | None:
     """The most GiB that any metrics line of these logs shows, over all ranks and steps."""
     peak = 0.0
     for path in paths:
-        for block in _blocks(path):
+        for block in blocks(path):
             # A set first: peaks repeat from step to step, so few of them are left to convert.
             values = (_number(value.decode()) for value in set(_PEAK_MEMORY.findall(block)))
             peak = max(peak, max((value or 0.0 for value in values), default=0.0))
@@ -130,24 +184,57 @@ def read_peak_memory(paths: Iterable[Path]) -> float | None:
 def read_active(path: Path) -> dict[str, Any] | None:
     """What the training process said was active (`cookbook active: {...}`), newest line."""
     active = None
-    for block in _blocks(path):
-        start = block.rfind(_ACTIVE.encode())
-        if start >= 0:
-            line = block[start : block.index(b"\n", start)]
+    for block in blocks(path):
+        for line in lines_with(block, _ACTIVE.encode()):
             active = parse_active(line.decode("utf-8", "replace")) or active
     return active
 
 
 def parse_active(line: str) -> dict[str, Any] | None:
     """The JSON object of a `cookbook active:` line, or None where there is none to read."""
-    _, marker, rest = ANSI.sub("", line).partition(_ACTIVE)
+    _, marker, rest = COLOURS.sub("", line).partition(_ACTIVE)
     if not marker:
         return None
     try:
         found, _ = json.JSONDecoder().raw_decode(rest.lstrip())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _read_newest(file: BinaryIO, start: int, end: int, rank: int | None) -> Newest:
+    """The newest step and phase of the whole lines between two offsets, in one pass backwards."""
+    phase = None
+    for block in blocks_backwards(file, start, end):
+        step, behind = _last_step(block, rank)
+        phase = phase or last_phase(block, behind, rank)
+        if step is not None:
+            return Newest(step, phase or Phase.TRAINING)
+    return Newest(None, phase)
+
+
+def _last_step(block: bytes, rank: int | None) -> tuple[StepMetrics | None, int]:
+    """The last metrics line of a block, and where it ends; 0 where there is none."""
+    end = len(block)
+    while (found := block.rfind(b"step:", 0, end)) >= 0:
+        start = block.rfind(b"\n", 0, found) + 1
+        line_end = block.find(b"\n", found)
+        if line_end - start <= MAX_LINE_BYTES:
+            metrics = _parse_bytes(block[start:line_end], rank)
+            if metrics is not None:
+                return metrics, line_end
+        end = start
+    return None, 0
+
+
+def _parse_bytes(line: bytes, rank: int | None) -> StepMetrics | None:
+    """The metrics of a line, if it is one of `rank`; substring tests first, since few lines are."""
+    if b"step:" not in line or b"loss:" not in line:
+        return None
+    if rank is not None and b"[rank%d]:" % rank not in line:
+        return None
+    metrics = parse_line(line.decode("utf-8", "replace"))
+    return metrics if metrics is not None and (rank is None or metrics.rank == rank) else None
 
 
 def _metrics_text(text: str, rank: str | None) -> tuple[str, bool]:
@@ -155,22 +242,11 @@ def _metrics_text(text: str, rank: str | None) -> tuple[str, bool]:
     if rank is not None:
         # torchrun repeats the prefix inside a line that it read in two pieces.
         text = re.sub(rf"\[rank{rank}\]:(?!\[titan\])", "", text)
-    other = re.search(r"\[rank\d+\]:|\[titan\]", text)
+    other = re.search(r"\[rank[0-9]+\]:|\[titan\]", text)
     return (text[: other.start()], True) if other else (text, False)
 
 
 def _number(text: str) -> float | None:
-    return float(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    """The file in blocks of whole lines, each ending with a newline."""
-    with path.open("rb") as file:
-        carry = b""
-        while block := file.read(_BLOCK_BYTES):
-            end = block.rfind(b"\n") + 1
-            if end:
-                yield carry + block[:end]
-                carry = block[end:]
-            else:
-                carry += block
+    if len(text) > _MAX_NUMBER_CHARACTERS or not _NUMBER.fullmatch(text):
+        return None
+    return float(text.replace(",", ""))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from cookbook.base.tables import markdown_table
 from cookbook.results.collect import CellSetting, Result, RunResults
 
 _UNKNOWN = "-"
@@ -146,35 +146,9 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         for position in range(len(_HEADER))
         if position < _NUM_TEXT_COLUMNS or any(row[position] != _UNKNOWN for row in rows)
     ]
-    lines = [[_HEADER[position] for position in kept]]
-    lines += [[_escape(row[position]) for position in kept] for row in rows]
-    widths = [max(map(text_width, column)) for column in zip(*lines, strict=True)]
-    rule = [
-        "-" * width if position < _NUM_TEXT_COLUMNS else "-" * (width - 1) + ":"
-        for position, width in enumerate(widths)
-    ]
-    lines.insert(1, rule)
-    return "\n".join("| " + " | ".join(_pad(line, widths)) + " |" for line in lines)
-
-
-def _pad(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    padded = []
-    for position, (text, width) in enumerate(zip(line, widths, strict=True)):
-        gap = " " * (width - text_width(text))
-        padded.append(text + gap if position < _NUM_TEXT_COLUMNS else gap + text)
-    return padded
-
-
-def text_width(text: str) -> int:
-    """The columns that a terminal gives to `text`: two for a wide character, none to combine."""
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-        for char in text
-    )
-
-
-def _escape(text: str) -> str:
-    return _one_line(text).replace("|", "\\|")
+    align = "".join("l" if position < _NUM_TEXT_COLUMNS else "r" for position in kept)
+    head = [_HEADER[position] for position in kept]
+    return markdown_table(head, [[row[position] for position in kept] for row in rows], align)
 
 
 def _one_line(text: str | None) -> str:

@@ -1,17 +1,17 @@
-"""The command line of `submit.py`: its verbs, and an exit status.
+"""The command line of `submit.py`.
 
-0: done. 1: the work failed. 2: the input is wrong, and nothing was submitted or written.
+Exit status: 0 done, 1 the work failed, 2 the input is wrong and nothing was submitted or written.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cookbook.base.errors import InputError, JobError
+from cookbook.base.command import run_command
 
 _DESCRIPTION = "Pre-train DeepSeek-V3 MoE models with TorchTitan, on Slurm or on this machine."
 _EPILOG = """\
@@ -22,6 +22,8 @@ examples:
   python submit.py logs -f                        follow the newest run
   python submit.py report                         its results
 """
+# Their output is saved and used again; files of the cookbook are UTF-8.
+_PRINT_A_FILE = frozenset({"show", "render"})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,14 +99,19 @@ def build_parser() -> argparse.ArgumentParser:
     status = verb("status", "say how far each cell of a run is", "follow:show_status")
     status.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     logs = verb("logs", "print the log of a cell", "follow:show_logs")
-    logs.add_argument("cell", metavar="RUN/CELL", nargs="?", help="the newest run's running cell")
+    logs.add_argument(
+        "cell",
+        metavar="RUN/CELL",
+        nargs="?",
+        help="also CELL of the newest run, or RUN; without: the newest run's running cell",
+    )
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
     cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
     cancel.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     report = verb("report", "print the results of a run", "report:show_report")
     report.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     report.add_argument("--format", choices=("md", "json"), default="md")
-    doctor = verb("doctor", "say whether this machine is ready, and what to do", "show:doctor")
+    doctor = verb("doctor", "say whether this machine is ready, and what to do", "doctor:doctor")
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     doctor.add_argument("--json", action="store_true")
     return parser
@@ -127,26 +134,21 @@ def _cell_options(parser: argparse.ArgumentParser) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run the command; the exit status."""
+    return run_command("submit.py", lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> int:
     arguments = build_parser().parse_args(words)
+    if arguments.verb in _PRINT_A_FILE and isinstance(sys.stdout, io.TextIOWrapper):
+        # Nothing in them may be replaced, whatever the terminal can show.
+        sys.stdout.reconfigure(encoding="utf-8")
     module, _, function = arguments.handler.partition(":")
     try:
         # The verb's room is opened when it is asked for: `--help` must not wait for submitit.
         handler = getattr(__import__(f"cookbook.verbs.{module}", fromlist=[function]), function)
         status: int = handler(arguments)
-        sys.stdout.flush()
-        return status
-    except InputError as error:
-        print(f"submit.py: {error}", file=sys.stderr)
-        return 2
-    except JobError as error:
-        print(f"submit.py: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            # `submit.py list | head`: the reader has seen enough.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        print(f"submit.py: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    except ModuleNotFoundError as error:
+        from cookbook.install.packages import explain_missing
+
+        raise explain_missing(error) from None
+    return status

@@ -8,29 +8,27 @@ import time
 from pathlib import Path
 
 from cookbook.base.errors import InputError
-from cookbook.log.curve import last_step
+from cookbook.base.tables import terminal_width, text_table
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, read_record
-from cookbook.run.run import Run, find_run, is_run
+from cookbook.run.run import Run, find_run, is_run, run_names
 from cookbook.run.states import CellState, cancel_run, cell_states
 from cookbook.run.status import ENDED, OPEN, RUNNING
-from cookbook.verbs.progress import CellProgress, Progress
-
-_POLL_S = {"local": 1.0, "slurm": 5.0}
+from cookbook.verbs.watch import POLL_S, Watcher
 
 
 def show_status(arguments: argparse.Namespace) -> int:
     """Print a line for each cell: state, job, step, reason."""
     run = find_run(arguments.run)
-    states = cell_states(run)
     print(f"{run.name} ({run.scheduler})")
-    width = max((len(state.cell) for state in states), default=0)
-    for state in states:
-        progress = cell_progress(run, state)
+    rows = []
+    for state, progress in Watcher(run).look():
         step = f"step {progress.step}/{progress.total_steps}" if progress.step else ""
         job = f"job {state.job_id}" if state.job_id else ""
-        words = [f"{state.cell:<{width}}", f"{state.state:<9}", f"{job:<12}", f"{step:<14}"]
-        print("  ".join([*words, state.reason or ""]).rstrip())
+        rows.append(
+            [state.cell, state.state, job, step or progress.phase or "", state.reason or ""]
+        )
+    if rows:
+        print(text_table(rows, width=terminal_width()))
     return 0
 
 
@@ -39,7 +37,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
     run, cell = _named_cell(arguments.cell)
     log = cell.newest_log()
     while log is None and arguments.follow and _state(run, cell).state in OPEN:
-        time.sleep(_POLL_S[run.scheduler])
+        time.sleep(POLL_S[run.scheduler])
         log = cell.newest_log()
     if log is None:
         state = _state(run, cell)
@@ -49,7 +47,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
     ended = not arguments.follow
     while True:
         # The log is read every second; the scheduler is not to be asked as often.
-        if not ended and time.monotonic() - asked >= _POLL_S[run.scheduler]:
+        if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
             ended = _state(run, cell).state not in OPEN
         offset = _print_from(log, offset)
@@ -72,47 +70,16 @@ def cancel(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def watch(run: Run) -> None:
-    """Show progress until every cell has ended."""
-    progress = Progress(sys.stdout)
-    try:
-        while True:
-            states = cell_states(run)
-            progress.update([cell_progress(run, state) for state in states])
-            if all(state.state not in OPEN for state in states):
-                return
-            time.sleep(_POLL_S[run.scheduler])
-    finally:
-        progress.close()
-
-
-def cell_progress(run: Run, state: CellState) -> CellProgress:
-    """How far a cell is, by its log."""
-    folder = run.cell(state.cell)
-    try:
-        record = read_record(folder.record)
-    except InputError:
-        # What is wrong with it is `report`'s to say; here it costs the number of steps.
-        record = CellRecord()
-    last = last_step(folder, record)
-    end = state.ended or time.time()
-    return CellProgress(
-        name=state.cell,
-        state=state.state,
-        step=last.step if last else None,
-        total_steps=record.steps,
-        tokens_per_second=last.tokens_per_second if last else None,
-        loss=last.loss if last else None,
-        elapsed=end - state.started if state.started else None,
-    )
-
-
 def _named_cell(name: str | None) -> tuple[Run, CellFolder]:
-    """RUN/CELL, RUN (its running cell) or nothing (of the newest run)."""
+    """RUN/CELL, CELL of the newest run, RUN (its running cell) or nothing (the newest run's)."""
     run_name, _, cell = (name or "").rpartition("/")
     if run_name and not is_run(Path(name or "")):
         run = find_run(run_name)
         return run, run.cell(cell)
+    if name and name not in (names := run_names()) and names:
+        newest = find_run(None)
+        if any(cell.name == name for cell in newest.cells):
+            return newest, newest.cell(name)
     run = find_run(name)
     states = cell_states(run)
     running = [state.cell for state in states if state.state == RUNNING]

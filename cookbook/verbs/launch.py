@@ -7,17 +7,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cells.cell import Cell
 from cookbook.cells.rules.here import missing_here
-from cookbook.results.report import text_width
 from cookbook.run.run import Run
-from cookbook.run.status import FINISHED, REFUSED
+from cookbook.run.status import FAILED, FINISHED, REFUSED
 from cookbook.submit.create import create_run
 from cookbook.verbs.check import refuse_by_check
-from cookbook.verbs.follow import watch
 from cookbook.verbs.report import print_report
 from cookbook.verbs.request import requested_cell, requested_sweep
+from cookbook.verbs.watch import watch
 
 
 def run_cell(arguments: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> 
     if not arguments.no_check:
         # A dry run answers at once, by the rules alone; `check` tells all.
         cells = refuse_by_check(cells, build=not arguments.dry_run)
-    print(describe_plan(name, cells))
+    print(describe_plan(name, cells, terminal_width()))
     if arguments.dry_run:
         return 0
     if all(cell.refused for cell in cells):
@@ -71,6 +71,9 @@ def _wait(run: Run) -> int:
         )
         return 130
     states = print_report(run, "md")
+    failed = [cell for cell, state in states.items() if state == FAILED]
+    for cell in failed:
+        print(f"{cell} failed; its log: python submit.py logs {run.name}/{cell}")
     return 0 if set(states.values()) <= {FINISHED, REFUSED} else 1
 
 
@@ -82,8 +85,8 @@ def _refused_here(cell: Cell, is_dry: bool) -> Cell:
     return replace(cell, refused=str(missing[0])) if missing else cell
 
 
-def describe_plan(name: str, cells: Sequence[Cell]) -> str:
-    """What will run and what not, a line a cell."""
+def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) -> str:
+    """What will run and what not, a line a cell; lines fit into `width` where it is given."""
     first = cells[0]
     cluster = first.cluster
     lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}"]
@@ -92,12 +95,12 @@ def describe_plan(name: str, cells: Sequence[Cell]) -> str:
         lines.append(f"  {original} is too large here: its stand-in {stand_in} runs instead")
     if first.left_out:
         lines.append(f"  left out, being made for the large recipe: {', '.join(first.left_out)}")
-    width = max(text_width(cell.name) for cell in cells)
+    rows = []
     for cell in cells:
         layout = cell.layout
         degrees = f"TP {layout.tp} PP {layout.pp} DP {layout.dp_shard} EP {layout.ep}"
         text = f"refused: {cell.refused}" if cell.refused else f"{cell.steps} steps, {degrees}"
         if cell.emulated and not cell.refused:
             text += ", MXFP8 emulated (numerics only)"
-        lines.append(f"  {cell.name:<{width}}  {text}")
-    return "\n".join(lines)
+        rows.append([cell.name, text])
+    return "\n".join([*lines, text_table(rows, width=width, indent=2)])

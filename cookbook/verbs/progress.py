@@ -9,11 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from cookbook.results.report import text_width
+from cookbook.base.tables import display_width
 
 _STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
-_BAR_COLUMNS = 20
-_CLEAR_LINE, _CLEAR_BELOW = "\x1b[K", "\x1b[J"
+_SHORTEST_BAR, _LONGEST_BAR = 8, 20
+_CLEAR_LINE, _CLEAR_BELOW, _PLAIN = "\x1b[K", "\x1b[J", "\x1b[0m"
+_COLOURS = {
+    "failed": "\x1b[31m",
+    "cancelled": "\x1b[33m",
+    "refused": "\x1b[33m",
+    "finished": "\x1b[32m",
+    "emulated": "\x1b[35m",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +35,19 @@ class CellProgress:
     loss: float | None = None
     elapsed: float | None = None
     """Seconds since the cell started."""
+    phase: str | None = None
+    """What a running cell does, until it makes steps: loading, building, compiling, ..."""
+    left: float | None = None
+    """Seconds to the last step, at the pace of the steps seen so far."""
+    emulated: bool = False
 
 
 def render_progress(
-    cells: Sequence[CellProgress], columns: int = 80, rows: int = 24, is_unicode: bool = True
+    cells: Sequence[CellProgress],
+    columns: int = 80,
+    rows: int = 24,
+    is_unicode: bool = True,
+    colour: bool = False,
 ) -> list[str]:
     """At most `rows` lines of at most `columns` columns: a summary, then a line per cell.
 
@@ -43,9 +59,11 @@ def render_progress(
         important = sorted(shown, key=lambda cell: _rank_of(cell.state))[: max(0, room - 1)]
         chosen = {cell.name for cell in important}
         shown = [cell for cell in shown if cell.name in chosen]
-    name_columns = max((text_width(cell.name) for cell in shown), default=0)
+    name_columns = max((display_width(cell.name) for cell in shown), default=0)
     lines = [_summary(cells)]
-    lines += [_cell_line(cell, name_columns, columns, is_unicode) for cell in shown]
+    for cell in shown:
+        line = _cut(_cell_line(cell, name_columns, columns, is_unicode), columns)
+        lines.append(_coloured(line, cell) if colour else line)
     if len(shown) < len(cells):
         lines.append(f"and {len(cells) - len(shown)} more")
     return [_cut(line, columns) for line in lines[: max(1, rows)]]
@@ -53,7 +71,8 @@ def render_progress(
 
 def describe_cell(cell: CellProgress) -> str:
     """One line for a log: `671b-bf16-deepep: running, step 5/20, 859 tokens/s/GPU, loss 3.9168`."""
-    return f"{cell.name}: " + ", ".join([cell.state, *_figures(cell)])
+    figures = [*_steps(cell), *_figures(cell), *_left(cell)]
+    return f"{cell.name}: " + ", ".join([cell.state, *figures])
 
 
 class Progress:
@@ -69,6 +88,7 @@ class Progress:
         self._every_steps = max(1, every_steps)
         self._is_terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._is_unicode = _can_encode(stream, "█░")
+        self._colour = self._is_terminal and not os.environ.get("NO_COLOR")
         self._drawn: list[str] = []
         self._written: dict[str, CellProgress] = {}
 
@@ -88,10 +108,11 @@ class Progress:
         size = shutil.get_terminal_size()
         # One column stays free: a full line makes some terminals wrap.
         columns = max(1, size.columns - 1)
-        lines = render_progress(cells, columns, max(1, size.lines - 1), self._is_unicode)
+        rows = max(1, size.lines - 1)
+        lines = render_progress(cells, columns, rows, self._is_unicode, self._colour)
         lines = [_encodable(line, self._stream) for line in lines]
         # A terminal made narrower has wrapped the lines of the last picture.
-        height = sum(max(1, math.ceil(text_width(line) / size.columns)) for line in self._drawn)
+        height = sum(max(1, math.ceil(display_width(line) / size.columns)) for line in self._drawn)
         up = f"\x1b[{min(height, size.lines - 1)}A" if height else ""
         # One write and no clearing beforehand, so that nothing flickers.
         text = up + "\r" + "".join(f"{line}{_CLEAR_LINE}\n" for line in lines) + _CLEAR_BELOW
@@ -105,63 +126,125 @@ class Progress:
             steps = (cell.step or 0) - ((before.step or 0) if before else 0)
             # Fewer steps than before: the cell was resumed from a checkpoint.
             moved = steps >= self._every_steps or steps < 0
-            if before is None or before.state != cell.state or moved:
+            changed = before is None or (before.state, before.phase) != (cell.state, cell.phase)
+            if changed or moved:
                 self._stream.write(_encodable(describe_cell(cell), self._stream) + "\n")
                 self._written[cell.name] = cell
         self._stream.flush()
 
 
-def _summary(cells: Sequence[CellProgress]) -> str:
-    states = [cell.state for cell in cells]
-    known = [state for state in _STATES if state in states]
-    others = sorted(set(states) - set(known))
-    counts = ", ".join(f"{states.count(state)} {state}" for state in known + others)
-    return f"{len(cells)} cells: {counts}" if len(cells) != 1 else f"1 cell: {counts}"
-
-
-def _cell_line(cell: CellProgress, name_columns: int, columns: int, is_unicode: bool) -> str:
-    """Name and state always; bar and figures as far as there is room, whole or not at all."""
-    line = cell.name + " " * (name_columns - text_width(cell.name)) + f"  {cell.state:<9}"
-    if cell.state == "running" and cell.total_steps:
-        bar = _bar((cell.step or 0) / cell.total_steps, is_unicode)
-        # The bar is the first to go: it repeats what the step says.
-        if text_width(line) + len(bar) + 34 <= columns:
-            line += f"  {bar}"
-    for figure in _figures(cell):
-        if text_width(line) + 2 + len(figure) > columns:
-            break
-        line += f"  {figure}"
-    return line.rstrip()
-
-
-def _figures(cell: CellProgress) -> list[str]:
-    figures = []
-    if cell.step is not None:
-        total = f"/{cell.total_steps:,}" if cell.total_steps else ""
-        figures.append(f"step {cell.step:,}{total}")
-    if cell.tokens_per_second is not None:
-        figures.append(f"{cell.tokens_per_second:,.0f} tokens/s/GPU")
-    if cell.loss is not None:
-        figures.append(f"loss {cell.loss:.4f}")
-    if cell.elapsed is not None:
-        figures.append(_duration(cell.elapsed))
-    return figures
-
-
-def _bar(fraction: float, is_unicode: bool) -> str:
-    full = round(min(1.0, max(0.0, fraction)) * _BAR_COLUMNS)
-    done, left = ("█", "░") if is_unicode else ("#", ".")
-    return done * full + left * (_BAR_COLUMNS - full)
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`2:05`, or `1:02:05` from an hour on."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def _summary(cells: Sequence[CellProgress]) -> str:
+    """How many cells are in each state, and how far they are all together."""
+    states = [cell.state for cell in cells]
+    known = [state for state in _STATES if state in states]
+    others = sorted(set(states) - set(known))
+    counts = ", ".join(f"{states.count(state)} {state}" for state in known + others)
+    text = f"{len(cells)} cells: {counts}" if len(cells) != 1 else f"1 cell: {counts}"
+    counted = [cell for cell in cells if cell.total_steps and cell.state != "refused"]
+    if len(counted) > 1:
+        done = sum(min(cell.step or 0, cell.total_steps or 0) for cell in counted)
+        text += f"; {done:,}/{sum(cell.total_steps or 0 for cell in counted):,} steps"
+    left = _total_left(cells)
+    return text if left is None else f"{text}, {duration(left)} left"
+
+
+def _total_left(cells: Sequence[CellProgress]) -> float | None:
+    """Seconds until all cells have ended, with as many at a time as run now."""
+    running = [cell for cell in cells if cell.state == "running"]
+    waiting = sum(cell.total_steps or 0 for cell in cells if cell.state == "queued")
+    paces = [
+        cell.left / (cell.total_steps - cell.step)
+        for cell in running
+        if cell.left is not None and cell.total_steps and cell.step
+        if cell.total_steps > cell.step
+    ]
+    if not paces or len(cells) == 1:
+        return None
+    last = max(cell.left or 0 for cell in running)
+    return last + waiting * (sum(paces) / len(paces)) / len(running)
+
+
+def _cell_line(cell: CellProgress, name_columns: int, columns: int, is_unicode: bool) -> str:
+    """Name and state always; then what fits whole, the bar in what is left."""
+    line = cell.name + " " * (name_columns - display_width(cell.name)) + f"  {cell.state:<9}"
+    room = columns - display_width(line)
+    essential = _fitting([*_steps(cell), *_left(cell)], room)
+    room -= sum(display_width(figure) + 2 for figure in essential)
+    has_bar = cell.state == "running" and bool(cell.total_steps and cell.step)
+    has_bar = has_bar and room >= _SHORTEST_BAR + 2
+    if has_bar:
+        room -= _SHORTEST_BAR + 2
+    others = _fitting(_figures(cell), room)
+    room -= sum(display_width(figure) + 2 for figure in others)
+    steps = essential[: len(_steps(cell))]
+    figures = [*steps, *others, *essential[len(steps) :]]
+    if has_bar and cell.total_steps:
+        length = min(_LONGEST_BAR, _SHORTEST_BAR + room)
+        figures.insert(0, _bar((cell.step or 0) / cell.total_steps, length, is_unicode))
+    return "".join([line, *(f"  {figure}" for figure in figures)]).rstrip()
+
+
+def _fitting(figures: Sequence[str], room: int) -> list[str]:
+    """Those that fit beside the ones before them."""
+    chosen = []
+    for figure in figures:
+        if display_width(figure) + 2 <= room:
+            chosen.append(figure)
+            room -= display_width(figure) + 2
+    return chosen
+
+
+def _steps(cell: CellProgress) -> list[str]:
+    """The step, or what a cell does that has not made one."""
+    if cell.step is not None:
+        total = f"/{cell.total_steps:,}" if cell.total_steps else ""
+        return [f"step {cell.step:,}{total}"]
+    return [cell.phase] if cell.phase and cell.state == "running" else []
+
+
+def _left(cell: CellProgress) -> list[str]:
+    running = cell.state == "running"
+    return [f"{duration(cell.left)} left"] if cell.left is not None and running else []
+
+
+def _figures(cell: CellProgress) -> list[str]:
+    figures = []
+    if cell.tokens_per_second is not None:
+        figures.append(f"{cell.tokens_per_second:,.0f} tokens/s/GPU")
+    if cell.loss is not None:
+        figures.append(f"loss {cell.loss:.4f}")
+    if cell.elapsed is not None:
+        figures.append(duration(cell.elapsed))
+    if cell.emulated and cell.state != "refused":
+        figures.append("emulated")
+    return figures
+
+
+def _bar(fraction: float, length: int, is_unicode: bool) -> str:
+    full = round(min(1.0, max(0.0, fraction)) * length)
+    done, left = ("█", "░") if is_unicode else ("#", ".")
+    return done * full + left * (length - full)
+
+
+def _coloured(line: str, cell: CellProgress) -> str:
+    """The line with its state, and the label of emulation, in colour."""
+    for word in (cell.state, "emulated"):
+        position = line.find(word, len(cell.name))
+        if position >= 0 and word in _COLOURS:
+            end = position + len(word)
+            line = line[:position] + _COLOURS[word] + word + _PLAIN + line[end:]
+    return line
+
+
 def _cut(line: str, columns: int) -> str:
-    while text_width(line) > columns:
+    while display_width(line) > columns:
         line = line[:-1]
     return line
 

@@ -1,4 +1,4 @@
-"""The verbs `list`, `show`, `render` and `doctor`: what there is; nothing is submitted."""
+"""The verbs `list`, `show` and `render`: what there is; nothing is submitted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
+from cookbook.base.tables import text_table
 from cookbook.cells.cluster import default_cluster, load_cluster
 from cookbook.cells.names import names_in
 from cookbook.cells.overlay import Kind, load_overlay
@@ -38,11 +39,13 @@ def list_all(arguments: argparse.Namespace) -> int:
         "clusters": dict(described("cluster", _cluster)),
         "sweeps": dict(described("sweep", lambda name: load_sweep(name).description)),
     }
-    width = max((len(name) for names in parts.values() for name in names), default=0)
+    # One table, so that the descriptions of all kinds begin in one column.
+    rows = [row for names in parts.values() for row in names.items()]
+    lines = iter(text_table(rows, indent=2).splitlines() if rows else ())
     for title, names in parts.items():
         print(f"{title}:")
-        for name, description in names.items():
-            print(f"  {name:<{width}}  {description}")
+        for _ in names:
+            print(next(lines))
     for problem in problems:
         print(f"submit.py: left out: {problem}", file=sys.stderr)
     return 2 if problems else 0
@@ -89,13 +92,3 @@ def render_cell(arguments: argparse.Namespace) -> int:
         place = f"--output {arguments.output}"
         raise InputError(place, f"cannot be written: {error.strerror}") from None
     return 0
-
-
-def doctor(arguments: argparse.Namespace) -> int:
-    """Check this machine against the stack and the cluster profile."""
-    from cookbook.doctor.__main__ import main
-
-    words = ["--json"] if arguments.json else []
-    if arguments.cluster:
-        words += ["--cluster", arguments.cluster]
-    return main(words)

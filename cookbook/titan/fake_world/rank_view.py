@@ -1,12 +1,12 @@
-"""In: a Trainer on the meta device. Out: what of it decides memory and traffic, as plain numbers.
+"""Describes a Trainer on the meta device by what decides its memory and traffic, as plain numbers.
 
-Sizes come from the sharded model itself: how TP, EP and FSDP cut each parameter is not computed
-again.
+Sizes are read from the sharded model; how TP, EP and FSDP cut each parameter is not computed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +26,12 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 def view_rank(build: Build) -> dict[str, Any]:
-    """Parts of the model on this rank, their parameters and layers, and the pipeline's order."""
+    """Parts of the model on this rank, their parameters and layers, and the pipeline's order.
+
+    `active` is what the first step of the job would find on this rank: `grouped_gemms`, null where
+    it holds no routed experts, and `linear_layers`, `bf16` where it holds no quantized layer. A
+    stage may hold none, so what another stage has quantized counts. Nothing was dispatched.
+    """
     trainer = build.trainer
     return {
         "parameters": build.parameters,
@@ -34,11 +39,23 @@ def view_rank(build: Build) -> dict[str, Any]:
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
         "model": _numbers(dataclasses.asdict(trainer.model_args)),
+        "active": _view_activity(trainer),
         "mixed_precision": _is_mixed(trainer),
         "groups": _communicators(trainer.parallel_dims),
         "not_exercised": build.not_exercised,
         "warnings": build.warnings,
         **_pipeline(trainer),
+    }
+
+
+def _view_activity(trainer: Any) -> dict[str, str | None]:
+    # The job's own stack says what its model has.
+    stack = trainer.job_config.experimental.custom_import
+    activity = importlib.import_module(f"{stack}.activity")
+    found = activity.observe_model(trainer.model_parts)
+    return {
+        "grouped_gemms": activity.words(found.grouped_gemms),
+        "linear_layers": activity.words(found.linear_layers),
     }
 
 

@@ -1,0 +1,15 @@
+"""The verb `doctor`: apart from the others, since it must work where no package is installed."""
+
+from __future__ import annotations
+
+import argparse
+
+from cookbook.doctor.__main__ import main
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Check this machine against the stack and the cluster profile."""
+    words = ["--json"] if arguments.json else []
+    if arguments.cluster:
+        words += ["--cluster", arguments.cluster]
+    return main(words)

@@ -1,0 +1,111 @@
+"""How far the cells of a run are, asked again and again at little cost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cookbook.base.errors import InputError
+from cookbook.log.lines import LogTail, StepMetrics
+from cookbook.log.phases import Phase
+from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.record import CellRecord, read_record
+from cookbook.run.run import Run
+from cookbook.run.states import CellState, cell_states
+from cookbook.run.status import OPEN, RUNNING
+from cookbook.verbs.progress import CellProgress, Progress
+
+POLL_S = {"local": 1.0, "slurm": 5.0}
+
+
+@dataclass
+class _Cell:
+    """What is kept of a cell between two looks."""
+
+    folder: CellFolder
+    record: CellRecord
+    tails: dict[Path, LogTail] = field(default_factory=dict)
+    # The first step that was seen of an attempt, and when: its pace follows from the later ones.
+    first_seen: tuple[int, int, float] | None = None
+
+
+class Watcher:
+    """Looks at a run's cells; each look reads only what their logs have grown by."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._cells = {cell.name: _Cell(cell, _record(cell)) for cell in run.cells}
+
+    def look(self) -> list[tuple[CellState, CellProgress]]:
+        """The cells as they are now, in the run's order."""
+        return [(state, self._progress(state)) for state in cell_states(self.run)]
+
+    def _progress(self, state: CellState) -> CellProgress:
+        cell = self._cells[state.cell]
+        attempts = cell.folder.attempts()
+        step, phase = self._newest(cell, attempts)
+        end = state.ended or time.time()
+        is_running = state.state == RUNNING
+        return CellProgress(
+            name=state.cell,
+            state=state.state,
+            step=step.step if step else None,
+            total_steps=cell.record.steps,
+            tokens_per_second=step.tokens_per_second if step else None,
+            loss=step.loss if step else None,
+            elapsed=end - state.started if state.started else None,
+            phase=phase.value if phase and is_running and phase != Phase.TRAINING else None,
+            left=self._left(cell, attempts, step) if is_running else None,
+            emulated=cell.record.emulated,
+        )
+
+    def _newest(
+        self, cell: _Cell, attempts: list[Attempt]
+    ) -> tuple[StepMetrics | None, Phase | None]:
+        """The newest step of any attempt, and what the last one does."""
+        phase = None
+        for attempt in reversed(attempts):
+            tail = cell.tails.setdefault(attempt.log, LogTail(attempt.log, cell.record.loss_rank))
+            newest = tail.read()
+            if attempt is attempts[-1]:
+                phase = newest.phase
+            if newest.step is not None:
+                return newest.step, phase
+        return None, phase
+
+    def _left(self, cell: _Cell, attempts: list[Attempt], step: StepMetrics | None) -> float | None:
+        """Seconds to the last step, at the pace since the first step that this watcher saw."""
+        total, now = cell.record.steps, time.monotonic()
+        if step is None or total is None or not attempts:
+            return None
+        number = attempts[-1].number
+        seen = cell.first_seen
+        if seen is None or seen[0] != number or step.step < seen[1]:
+            cell.first_seen = (number, step.step, now)
+            return None
+        steps = step.step - seen[1]
+        return (total - step.step) * (now - seen[2]) / steps if steps else None
+
+
+def watch(run: Run) -> None:
+    """Show progress until every cell has ended."""
+    progress, watcher = Progress(sys.stdout), Watcher(run)
+    try:
+        while True:
+            cells = watcher.look()
+            progress.update([cell for _, cell in cells])
+            if all(state.state not in OPEN for state, _ in cells):
+                return
+            time.sleep(POLL_S[run.scheduler])
+    finally:
+        progress.close()
+
+
+def _record(cell: CellFolder) -> CellRecord:
+    try:
+        return read_record(cell.record)
+    except InputError:
+        # What is wrong with it is `report`'s to say; here it costs the number of steps.
+        return CellRecord()

@@ -1,0 +1,36 @@
+"""Starts commands as a user would, from this checkout or a copy of it, and returns how they end."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.submit import ROOT, environment
+
+
+def start(
+    command: list[str], folder: Path, variables: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run `command`; runs go to `folder`, and no environment is started again into."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(folder / "runs", **{"VENV": str(folder / "none"), **(variables or {})}),
+        capture_output=True,
+        timeout=300,
+    )
+    return subprocess.CompletedProcess(
+        command, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
+
+
+def copy_checkout(folder: Path) -> Path:
+    """A copy of what `submit.py list` reads, to change a part of it."""
+    copy = folder / "check out"
+    for name in ("cookbook", "recipes", "templates"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("submit.py", "requirements.txt"):
+        shutil.copy2(ROOT / name, copy)
+    return copy

@@ -1,0 +1,250 @@
+"""How `submit.py` starts: which Python, without packages, interrupted."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from cookbook.install.packages import find_distribution, import_name
+from cookbook.stack.pins import read_pins
+from tests.start import copy_checkout, start
+from tests.submit import ROOT
+
+# The tests' Python without any package, as a system's Python is before setup.sh has run.
+BARE = [sys.executable, "-S"]
+VERBS: dict[str, list[str]] = {
+    "list": [],
+    "show": ["debug"],
+    "render": ["debug"],
+    "new": ["mine", "--from", "debug"],
+    "check-line": ["sbatch", "train_671b.sh"],
+    "check": ["debug"],
+    "run": ["debug", "--dry-run"],
+    "sweep": ["matrix", "--dry-run"],
+    "status": [],
+    "logs": [],
+    "cancel": [],
+    "report": [],
+}
+
+
+class TestWithoutPackages:
+    def test_the_list_of_verbs_is_whole(self, tmp_path: Path) -> None:
+        help_text = start([*BARE, "submit.py", "--help"], tmp_path)
+        assert (help_text.returncode, help_text.stderr) == (0, "")
+        verbs = help_text.stdout.partition("VERB\n")[2].partition("\n\n")[0]
+        named = {line.split()[0] for line in verbs.splitlines() if line[4:5].strip()}
+        assert named == {*VERBS, "doctor"}
+
+    @pytest.mark.parametrize("verb", VERBS)
+    def test_every_verb_ends_with_the_sentence_about_setup(self, tmp_path: Path, verb: str) -> None:
+        done = start([*BARE, "submit.py", verb, *VERBS[verb]], tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            f"submit.py: {sys.executable}: yaml is not installed, and VENV={tmp_path}/none holds "
+            f"no Python; run: bash {ROOT}/setup.sh\n"
+        )
+
+    def test_jinja2_alone_may_be_missing(self, tmp_path: Path) -> None:
+        yaml = importlib.util.find_spec("yaml")
+        assert yaml and yaml.submodule_search_locations
+        (tmp_path / "packages").mkdir()
+        (tmp_path / "packages/yaml").symlink_to(yaml.submodule_search_locations[0])
+        packages = {"PYTHONPATH": str(tmp_path / "packages")}
+        done = start([*BARE, "submit.py", "list"], tmp_path, packages)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"{sys.executable}: jinja2 is not installed" in done.stderr
+
+    def test_the_doctor_works(self, tmp_path: Path) -> None:
+        done = start([*BARE, "submit.py", "doctor", "--json"], tmp_path)
+        assert (done.returncode, done.stderr) == (1, "")
+        states = {finding["name"]: finding["state"] for finding in json.loads(done.stdout)}
+        assert states["pins"] == "problem"
+        for command in (["submit.py"], ["-m", "cookbook.doctor"]):
+            words = [*command, *(["doctor"] if command == ["submit.py"] else [])]
+            text = start([*BARE, *words], tmp_path)
+            assert text.stdout.splitlines()[-1].startswith("not ready: ")
+            profile = start([*BARE, *words, "--cluster", "local"], tmp_path)
+            assert (profile.returncode, profile.stderr.count("\n")) == (2, 1)
+            assert "yaml is not installed" in profile.stderr
+
+    @pytest.mark.parametrize(
+        "module", ["no_such_module", "cookbook.no_such_module", "yaml.nothing"]
+    )
+    def test_a_fault_of_the_cookbook_keeps_its_traceback(self, tmp_path: Path, module: str) -> None:
+        copy = copy_checkout(tmp_path)
+        show = copy / "cookbook/verbs/show.py"
+        text = show.read_text(encoding="utf-8")
+        show.write_text(text.replace("import argparse\n", f"import argparse\nimport {module}\n"))
+        done = start([sys.executable, "submit.py", "list"], tmp_path, cwd=copy)
+        assert done.returncode == 1
+        assert done.stderr.startswith("Traceback")
+        assert f"No module named '{module}'" in done.stderr
+
+    def test_pinned_packages_are_known_by_their_import_names(self) -> None:
+        installed = [pin.name for pin in read_pins() if find_distribution(pin.name)]
+        assert {"PyYAML", "Jinja2"} <= set(installed)
+        missing = [
+            name for name in installed if importlib.util.find_spec(import_name(name)) is None
+        ]
+        assert missing == []
+
+
+class TestOldPython:
+    def test_it_can_read_the_file(self) -> None:
+        """Python 3.6 is the oldest that systems in use still have."""
+        source = (ROOT / "submit.py").read_text(encoding="utf-8")
+        ast.parse(source, feature_version=(3, 6))
+        assert "from __future__ import annotations" not in source
+
+    def test_it_says_so(self, tmp_path: Path) -> None:
+        program = (
+            "import runpy, sys; sys.version_info = (3, 9, 2, 'final', 0); "
+            "sys.argv = ['submit.py', 'list']; runpy.run_path('submit.py', run_name='__main__')"
+        )
+        done = start([sys.executable, "-c", program], tmp_path)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "is Python 3.9, 3.11 or later is needed; run: bash " in done.stderr
+
+
+BASE_PYTHON = os.path.realpath(sys.executable)
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """An environment with the tests' packages."""
+    folder = tmp_path / "an environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=300)
+    for packages in folder.glob("lib/python*/site-packages"):
+        (packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+def write_program(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+class TestEnvironment:
+    """`submit.py` is started by a Python outside, and goes on under that of VENV."""
+
+    def used(self, done: subprocess.CompletedProcess[str]) -> str:
+        """The environment that the doctor ran in."""
+        assert done.stderr == ""
+        findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
+        return str(findings["python"]["found"]).partition(" in ")[2]
+
+    @pytest.mark.parametrize("place", ["absolute", "relative", "symlink"])
+    def test_it_is_used_from_anywhere(self, tmp_path: Path, venv: Path, place: str) -> None:
+        script, chosen = ROOT / "submit.py", str(venv)
+        if place == "relative":
+            chosen = venv.name
+        if place == "symlink":
+            (tmp_path / "checkout").symlink_to(ROOT)
+            (tmp_path / "env").symlink_to(venv)
+            script, chosen = tmp_path / "checkout/submit.py", str(tmp_path / "env")
+        command = [BASE_PYTHON, str(script), "doctor", "--json"]
+        done = start(command, tmp_path, {"VENV": chosen}, cwd=tmp_path)
+        assert Path(self.used(done)).resolve() == venv
+
+    def test_without_venv_it_is_that_of_the_checkout(self, tmp_path: Path, venv: Path) -> None:
+        copy = copy_checkout(tmp_path)
+        (copy / ".venv").symlink_to(venv)
+        done = start(
+            [BASE_PYTHON, "submit.py", "doctor", "--json"], tmp_path, {"VENV": ""}, cwd=copy
+        )
+        assert Path(self.used(done)).resolve() == venv
+
+    def test_words_and_status_pass_through(self, tmp_path: Path, venv: Path) -> None:
+        command = [BASE_PYTHON, "submit.py", "new", "a b", "--from", "debug"]
+        done = start(command, tmp_path, {"VENV": str(venv)})
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "found 'a b'" in done.stderr
+
+    @pytest.mark.parametrize("own", [True, False])
+    def test_a_wrapper_of_another_python_is_started_once(
+        self, tmp_path: Path, venv: Path, own: bool
+    ) -> None:
+        """A wrapper that drops all variables is started once too."""
+        count = tmp_path / "count"
+        write_program(
+            venv / "bin/python",
+            f'#!/bin/sh\necho started >>"{count}"\nexec env -i "{BASE_PYTHON}" "$@"\n',
+        )
+        copy = copy_checkout(tmp_path)
+        (copy / ".venv").symlink_to(venv)
+        chosen = str(venv) if own else ""
+        done = start([sys.executable, "submit.py", "list"], tmp_path, {"VENV": chosen}, cwd=copy)
+        assert count.read_text() == "started\n"
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        # `env -i` drops VENV as well.
+        assert done.stderr.startswith(f"submit.py: {copy}/.venv: its bin/python does not run in ")
+        assert f"but in {sys.base_prefix}; run: bash '{copy}/setup.sh'" in done.stderr
+
+    def test_a_named_environment_without_its_file(self, tmp_path: Path, venv: Path) -> None:
+        (venv / "pyvenv.cfg").unlink()
+        done = start([sys.executable, "submit.py", "list"], tmp_path, {"VENV": str(venv)})
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            f"submit.py: VENV={venv}: its bin/python does not run in this environment, but in "
+            f"{sys.base_prefix}; name a virtual environment, or unset VENV\n"
+        )
+
+    @pytest.mark.parametrize("content", ["no program at all", "#!/no/such/interpreter\n"])
+    def test_a_python_that_does_not_start(self, tmp_path: Path, venv: Path, content: str) -> None:
+        write_program(venv / "bin/python", content)
+        done = start([sys.executable, "submit.py", "list"], tmp_path, {"VENV": str(venv)})
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"VENV={venv}: its bin/python does not start: " in done.stderr
+
+
+class TestInterrupt:
+    @pytest.mark.parametrize(
+        "module", ["pathlib", "cookbook.verbs.cli", "argparse", "cookbook.verbs.show", "yaml"]
+    )
+    def test_while_modules_are_loaded(self, tmp_path: Path, module: str) -> None:
+        program = (
+            "import os, runpy, signal, sys\n"
+            "class Interrupt:\n"
+            "    def find_spec(name, *rest):\n"
+            f"        if name == {module!r}:\n"
+            "            os.kill(os.getpid(), signal.SIGINT)\n"
+            f"sys.modules.pop({module!r}, None)\n"
+            "sys.meta_path.insert(0, Interrupt)\n"
+            "sys.argv = ['submit.py', 'list']\n"
+            "runpy.run_path('submit.py', run_name='__main__')\n"
+        )
+        done = start([sys.executable, "-c", program], tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+    def test_while_python_is_started_again(self, tmp_path: Path, venv: Path) -> None:
+        """It is kept until the second Python can answer it."""
+        write_program(
+            venv / "bin/python",
+            f"#!{BASE_PYTHON} -IS\n"
+            "import os, signal, sys\n"
+            "os.kill(os.getpid(), signal.SIGINT)\n"
+            f"python = {str(venv / 'bin/python3')!r}\n"
+            "os.execv(python, [python, *sys.argv[1:]])\n",
+        )
+        done = start([sys.executable, "submit.py", "list"], tmp_path, {"VENV": str(venv)})
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+    def test_later_ones_are_not_kept(self, tmp_path: Path, venv: Path) -> None:
+        copy = copy_checkout(tmp_path)
+        (copy / "cookbook/verbs/cli.py").write_text(
+            "import signal\n"
+            "def main(words):\n"
+            "    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+        )
+        done = start([BASE_PYTHON, "submit.py"], tmp_path, {"VENV": str(venv)}, cwd=copy)
+        assert done.stdout == "False\n", done.stderr

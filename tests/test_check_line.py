@@ -1,0 +1,85 @@
+"""`submit.py check-line`: an sbatch line is judged before it waits in the queue."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.submit import environment, listing
+
+
+def _check_line(
+    checkout: Path, *words: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    variables = environment(checkout / "runs")
+    return subprocess.run(
+        [sys.executable, str(checkout / "submit.py"), "check-line", *words],
+        cwd=cwd or checkout,
+        env={name: text for name, text in variables.items() if name != "PRECISION"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict"),
+    [
+        (["sbatch", "train_671b.sh"], "671b-bf16-standard may run: 32 node(s) x 8 B200"),
+        (["bash", "train_16b.sh"], "16b-bf16-standard may run: 32 node(s)"),
+        (
+            ["PRECISION=mxfp8", "sbatch", "--nodes=16", "train_671b.sh", "--training.steps=5"],
+            "671b-mxfp8-standard may run: 16 node(s)",
+        ),
+        (["sbatch", "-N", "16", "train_671b.sh"], "may run: 16 node(s)"),
+        (["sbatch", "-N16", "-p", "main", "train_671b.sh"], "may run: 16 node(s)"),
+        (["sbatch", "--nodes", "8-16", "train_671b.sh"], "may run: 8 node(s)"),
+        (
+            [
+                "PRECISION=mxfp8_linear",
+                "sbatch",
+                "train_671b.sh",
+                "--parallelism.tensor_parallel_degree=1",
+            ],
+            "671b-mxfp8_linear-standard may run",
+        ),
+    ],
+)
+def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> None:
+    done = _check_line(checkout, *words)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert verdict in done.stderr
+    assert not (checkout / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["PRECISION=fp4", "sbatch", "train_671b.sh"], "PRECISION: found 'fp4', allowed: bf16"),
+        (["sbatch", "train_671b.sh", "--training.step=5"], "nearest: training.steps"),
+        (["sbatch", "-N", "3", "train_671b.sh"], "32 does not divide 12 ranks of a stage; try 4"),
+        (["sbatch", "--gpus-per-node=4", "train_671b.sh"], "the job has 4 GPUs a node, and the"),
+        (["PRECISION=mxfp8_linear", "sbatch", "train_671b.sh"], "set parallelism.tensor_parallel"),
+        (["sbatch", "train_671b.sh", "--training.dataset_path=/no"], "/no is not there; set it"),
+    ],
+)
+def test_a_line_that_may_not_run_says_why(checkout: Path, words: list[str], message: str) -> None:
+    done = _check_line(checkout, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "would end with status 2" in done.stderr and "Traceback" not in done.stderr
+    assert not (checkout / "runs").exists()
+
+
+def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path) -> None:
+    words = ["render", "debug", "--cluster", "soperator-b200", "-o", str(tmp_path / "mine.sh")]
+    subprocess.run([sys.executable, str(checkout / "submit.py"), *words], check=True)
+    script = tmp_path / "mine.sh"
+    assert _check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path).returncode == 0
+    script.write_text(script.read_text().replace("--training.steps=8", "--training.steps=0"))
+    done = _check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "training.steps: found 0, allowed: 1 and up" in done.stderr
+    assert listing(tmp_path) == ["mine.sh"]

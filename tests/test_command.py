@@ -1,0 +1,147 @@
+"""How commands end: their status, and streams that are closed, full, gone or ASCII."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.start import copy_checkout, start
+from tests.submit import ROOT, environment
+
+SUBMIT = [sys.executable, "submit.py"]
+
+
+def through_shell(redirection: str, command: list[str]) -> list[str]:
+    return ["bash", "-c", f'"$@" {redirection}', "bash", *command]
+
+
+@pytest.mark.parametrize("words", [["list"], ["--help"], ["doctor", "--cluster", "local"]])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_closed_output_is_no_error(tmp_path: Path, words: list[str], closed: str) -> None:
+    done = start(through_shell(closed, [*SUBMIT, *words]), tmp_path)
+    assert (done.stdout, done.stderr) == ("", "")
+    # Where the training packages are missing, the doctor finds that problem.
+    assert done.returncode == 0 or (words[0] == "doctor" and done.returncode == 1)
+
+
+def test_an_error_does_not_go_to_the_output(tmp_path: Path) -> None:
+    done = start(through_shell("2>&-", [*SUBMIT, "show", "nope"]), tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_what_is_printed_lands_in_no_other_file(tmp_path: Path) -> None:
+    """The next file that is opened gets the number of a closed stream, and a child prints there."""
+    program = (
+        "import subprocess, sys\n"
+        "from cookbook.base.command import run_command\n"
+        "def work():\n"
+        f"    with open({str(tmp_path / 'file')!r}, 'w') as file:\n"
+        "        print('printed', flush=True)\n"
+        "        status = subprocess.run(['sh', '-c', 'echo from a child']).returncode\n"
+        "        file.write('written')\n"
+        "    return status\n"
+        "sys.exit(run_command('test', work))\n"
+    )
+    done = start(through_shell(">&-", [sys.executable, "-c", program]), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "file").read_text() == "written"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*SUBMIT, "list"],
+        [*SUBMIT, "--help"],
+        [*SUBMIT, "show", "debug", "--origins"],
+        [sys.executable, "-m", "cookbook.doctor", "--help"],
+    ],
+)
+def test_a_reader_that_has_gone_is_no_error(
+    tmp_path: Path, command: list[str], unbuffered: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    variables = environment(tmp_path, PYTHONUNBUFFERED=unbuffered)
+    done = subprocess.run(command, cwd=ROOT, env=variables, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("word", "unbuffered"), [("list", ""), ("list", "1"), ("--help", "")])
+def test_a_full_disk_is_one_line(tmp_path: Path, word: str, unbuffered: str) -> None:
+    command = through_shell(">/dev/full", [*SUBMIT, word])
+    done = start(command, tmp_path, {"PYTHONUNBUFFERED": unbuffered})
+    assert done.returncode == 1
+    assert done.stderr == "submit.py: standard output: No space left on device\n"
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def checkout_beyond_ascii(folder: Path) -> Path:
+    """A copy of the checkout, with such letters in a description and in an option."""
+    copy = copy_checkout(folder)
+    recipe = copy / "recipes/debug.yaml"
+    text = recipe.read_text(encoding="utf-8")
+    text = text.replace('description: "', 'description: "Größe 名 ')
+    text = text.replace("assets/local/corpus", "assets/Größe 名")
+    recipe.write_text(text, encoding="utf-8")
+    return copy
+
+
+def test_an_ascii_locale_replaces_what_it_lacks(tmp_path: Path) -> None:
+    copy = checkout_beyond_ascii(tmp_path)
+    done = start([*SUBMIT, "list"], tmp_path, ASCII, cwd=copy)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Gr??e ?" in done.stdout
+
+
+@pytest.mark.parametrize("verb", ["show", "render"])
+def test_what_is_saved_is_the_same_under_every_locale(tmp_path: Path, verb: str) -> None:
+    """A script or a cell with a replaced character would be another one."""
+    copy = checkout_beyond_ascii(tmp_path)
+    command = [*SUBMIT, verb, "debug"]
+    done = start(command, tmp_path, ASCII | {"PYTHONIOENCODING": "ascii"}, cwd=copy)
+    assert done.stdout == start(command, tmp_path, {"PYTHONUTF8": "1"}, cwd=copy).stdout
+    assert "assets/Größe 名" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("work", "status", "said"),
+    [
+        ("return 7", 7, ""),
+        ("raise InputError('a.yaml', 'is wrong')", 2, "test: a.yaml: is wrong\n"),
+        ("raise JobError('it failed')", 1, "test: it failed\n"),
+        ("open('/no/such/file')", 1, "test: /no/such/file: No such file or directory\n"),
+        ("raise OSError(28, 'No space left on device')", 1, "test: No space left on device\n"),
+        ("raise BrokenPipeError(32, 'Broken pipe')", 1, "test: Broken pipe\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(2)", 2, ""),
+        ("sys.exit('words')", 1, "words\n"),
+    ],
+)
+def test_each_end_has_its_status_and_at_most_a_line(
+    tmp_path: Path, work: str, status: int, said: str
+) -> None:
+    program = (
+        "import sys\n"
+        "from cookbook.base.command import run_command\n"
+        "from cookbook.base.errors import InputError, JobError\n"
+        f"def work():\n    print('before')\n    {work}\n"
+        "sys.exit(run_command('test', work))\n"
+    )
+    done = start([sys.executable, "-c", program], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "before\n", said)
+
+
+def test_a_fault_keeps_its_traceback(tmp_path: Path) -> None:
+    program = "from cookbook.base.command import run_command; run_command('test', lambda: 1 // 0)"
+    done = start([sys.executable, "-c", program], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback") and "ZeroDivisionError" in done.stderr

@@ -1,0 +1,59 @@
+"""Variables that YAML files have a job export: what breaks a script, or cannot work, is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.errors import InputError
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.environment import RESERVED
+from cookbook.cells.overlay import load_overlay
+from tests.cells import CLUSTERS, EP_BACKENDS, PRECISIONS
+from tests.golden import golden_scripts, launchers
+
+# Read from the caller's environment where it is set; a profile may set it for everyone.
+FREE = {"WANDB_PROJECT"}
+
+
+def _exported_by_files() -> set[str]:
+    overlays = [load_overlay("precision", name) for name in PRECISIONS]
+    overlays += [load_overlay("ep_backend", name) for name in EP_BACKENDS]
+    names = {name for one in overlays for name in (*one.environment, *one.environment_from)}
+    return names | {name for cluster in CLUSTERS for name in load_cluster(cluster).environment}
+
+
+def test_every_variable_of_the_scripts_is_reserved() -> None:
+    assigned: set[str] = set()
+    for text in [*golden_scripts().values(), *launchers().values()]:
+        assigned |= set(re.findall(r"(?m)^\s*(?:export )?([A-Z][A-Z_]*)\+?=", text))
+        for names in re.findall(r"(?m)^\s*(?:read -r|mapfile -t) ([A-Z_ ]+) <", text):
+            assigned |= set(names.split())
+    assert {"CELL_DIR", "NODES", "ATTEMPT", "TRAIN_ARGS", "PYTHONPATH"} <= assigned
+    own = {name for name in assigned if not name.startswith("COOKBOOK_")}
+    assert own - FREE - _exported_by_files() <= RESERVED
+
+
+@pytest.mark.parametrize("name", ["UID", "CELL_DIR", "ATTEMPT", "COOKBOOK_ROOT", "SLURM_JOB_ID"])
+@pytest.mark.parametrize("key", ["environment", "environment_from"])
+def test_a_variable_of_the_scripts_is_refused(tmp_path: Path, key: str, name: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"description: a\n{key}: {{{name}: OTHER}}\n")
+    with pytest.raises(InputError, match=rf"mine.yaml:2: {key}.{name}: is a variable of bash or"):
+        load_overlay("precision", str(path))
+
+
+@pytest.mark.parametrize("value", ["/x:$PATH", "${HOME}/x", "$HOME"])
+def test_a_value_that_waits_for_an_expansion_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"description: a\nscheduler: slurm\nenvironment: {{LD_PATH: '{value}'}}\n")
+    with pytest.raises(InputError, match="exported as they stand: nothing is expanded; write the"):
+        load_cluster(str(path))
+
+
+def test_a_dollar_that_expands_nothing_may_stand(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("description: a\nscheduler: slurm\nenvironment: {A: 'costs 5$', B: $5}\n")
+    assert load_cluster(str(path)).environment == {"A": "costs 5$", "B": "$5"}

@@ -1,0 +1,146 @@
+"""`submit.py new`: copies that can be read, listed, checked and used under their own names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cells import EP_BACKENDS, PRECISIONS
+from tests.conftest import copy_checkout
+from tests.submit import environment, listing
+
+
+class Checkout:
+    """A checkout of one's own, whose recipes a test may add to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = copy_checkout(folder)
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(self.folder / "submit.py"), *words],
+            cwd=self.folder,
+            env=environment(self.folder / "runs"),
+            capture_output=True,
+            text=True,
+        )
+
+    def text(self, path: str) -> str:
+        return (self.folder / "recipes" / path).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path / "own")
+
+
+def test_a_recipe_is_copied_with_its_comments(own: Checkout) -> None:
+    done = own.run("new", "mine", "--from", "deepseek_v3_671b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "wrote recipes/mine.yaml; edit it, then:\n  python submit.py run mine --dry-run\n"
+    )
+    text = own.text("mine.yaml")
+    # What was published holds for the original alone.
+    assert text.count("#") > 10 and "published:" not in text and "651" not in text
+    shown = own.run("show", "mine", "--cluster", "soperator-b200")
+    assert yaml.safe_load(shown.stdout)["name"] == "mine-bf16-standard"
+
+
+@pytest.mark.parametrize("name", ["123", "true", "1e5", "null", "0x1F", "1_000", "on", "-"])
+def test_a_name_that_yaml_takes_for_something_else(own: Checkout, name: str) -> None:
+    done = own.run("new", "--from", "debug", "--", name)
+    if name == "-":
+        assert done.returncode == 2 and "NAME: found '-', allowed: letters" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    shown = own.run("show", name, "--cluster", "local")
+    assert yaml.safe_load(shown.stdout)["name"] == f"{name}-bf16-standard"
+    assert own.run("list").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("precision", name) for name in PRECISIONS] + [("ep_backend", name) for name in EP_BACKENDS],
+)
+def test_an_overlay_is_copied_without_the_names_of_the_original(
+    own: Checkout, kind: str, source: str
+) -> None:
+    done = own.run("new", "mine", "--from", source)
+    assert done.returncode == 0, done.stderr
+    assert f"wrote recipes/{kind}/mine.yaml" in done.stdout
+    assert "synonyms" not in own.text(f"{kind}/mine.yaml")
+    assert yaml.safe_load(own.text(f"{kind}/mine.yaml"))["active"]
+    listed = own.run("list")
+    assert listed.returncode == 0 and "\n  mine " in listed.stdout
+    option = f"--{kind.replace('_', '-')}"
+    ran = own.run("run", "debug", option, "mine", "--cluster", "local", "--dry-run")
+    assert "mine" in ran.stdout and ran.returncode == 0
+
+
+def test_a_cluster_and_a_sweep_are_copied(own: Checkout) -> None:
+    for name, source in (("my-cluster", "soperator-b200"), ("my-sweep", "matrix")):
+        done = own.run("new", name, "--from", source)
+        assert done.returncode == 0, done.stderr
+    plan = own.run("sweep", "my-sweep", "--cluster", "my-cluster", "--dry-run")
+    assert plan.stdout.startswith("my-sweep on cluster my-cluster: 32 node(s) x 8 B200")
+    # The launchers name the cluster that they were rendered for.
+    script = own.run("render", "debug", "--cluster", "my-cluster").stdout
+    assert "--cluster=my-cluster" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["debug", "--from", "debug"], "recipes/debug.yaml: exists already; choose another name"),
+        (["a/b", "--from", "debug"], "NAME: found 'a/b', allowed: letters, digits"),
+        (["x" * 61, "--from", "debug"], "at most 60, a letter or digit first"),
+        (["other", "--from", "debgu"], "unknown recipe 'debgu'; allowed: debug, "),
+        (["other", "--from", "bf16", "--kind", "sweep"], "unknown sweep 'bf16'; allowed: conv"),
+        (["other"], "the following arguments are required: --from"),
+    ],
+)
+def test_what_cannot_be_copied_is_one_line_and_writes_nothing(
+    own: Checkout, words: list[str], message: str
+) -> None:
+    before = listing(own.folder / "recipes")
+    done = own.run("new", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+    assert listing(own.folder / "recipes") == before
+
+
+def test_a_name_of_two_kinds_asks_which(own: Checkout) -> None:
+    assert own.run("new", "smoke", "--from", "debug").returncode == 0
+    done = own.run("new", "other", "--from", "smoke")
+    assert done.returncode == 2
+    assert "--from: 'smoke' is the name of several files (recipe, sweep); say which: --kind" in (
+        done.stderr
+    )
+    assert own.run("new", "other", "--from", "smoke", "--kind", "sweep").returncode == 0
+    assert (own.folder / "recipes/sweep/other.yaml").is_file()
+
+
+@pytest.mark.parametrize("name", [".#debug2.yaml", "._bf17.yaml", "debug2.yaml~", "#debug2.yaml#"])
+def test_files_of_editors_and_systems_are_left_alone(own: Checkout, name: str) -> None:
+    for folder in ("", "precision", "cluster", "sweep"):
+        (own.folder / "recipes" / folder / name).write_bytes(b"\0\1\2")
+    done = own.run("list")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "debug2" not in done.stdout and "bf17" not in done.stdout
+
+
+def test_one_broken_file_does_not_hide_the_others(own: Checkout) -> None:
+    (own.folder / "recipes/broken.yaml").write_text("name: [\n")
+    (own.folder / "recipes/precision/odd.yaml").write_text("description: a\nneeed: 1\n")
+    done = own.run("list")
+    assert done.returncode == 2
+    assert "\n  debug " in done.stdout and "\n  mxfp8 " in done.stdout
+    problems = done.stderr.splitlines()
+    assert len(problems) == 2
+    assert problems[0].startswith("submit.py: left out: recipes/broken.yaml:2:1: YAML syntax: ")
+    assert problems[1].startswith("submit.py: left out: recipes/precision/odd.yaml:2: neeed: unkn")

@@ -1,0 +1,245 @@
+"""Overlays: what one turns on is said in it, and held against its options; synonyms mean one."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.errors import InputError
+from cookbook.base.paths import RECIPES
+from cookbook.cells import overlay as overlay_module
+from cookbook.cells.cell import Cell
+from cookbook.cells.overlay import Overlay, load_overlay
+from cookbook.cells.resolve import resolve_cell
+from cookbook.cells.rules.refusals import refusals
+from cookbook.stack.active import implied
+from cookbook.stack.options import Options, Setting
+from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, STACK, Point
+from tests.check_cells import cell_of
+
+GROUPED, LINEAR = "cookbook.grouped_gemms", "cookbook.linear_layers"
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_every_overlay_turns_on_what_it_declares(point: Point) -> None:
+    cell = point.cell()
+    declared = {**cell.precision.active, **cell.ep_backend.active}
+    assert implied(cell.options) == {
+        name.removeprefix("cookbook."): setting.value for name, setting in declared.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("bf16", "bf16", "standard")),
+        ({"model.converters": ["quantize.grouped_mm.mx"]}, ("mxfp8", "bf16", "standard")),
+        (
+            {
+                "model.converters": ["quantize.grouped_mm.mx", "quantize.linear.mx"],
+                "quantize.grouped_mm.mx.recipe_name": "mxfp8_wgrad_with_hp",
+            },
+            ("mxfp8_wgrad_with_hp", "mx", "standard"),
+        ),
+        ({"model.converters": ["quantize.linear.float8"]}, ("bf16", "float8", "standard")),
+        (
+            {"model.converters": ["quantize.grouped_mm.float8", "quantize.grouped_mm.mx"]},
+            ("fp8_rowwise and mxfp8", "bf16", "standard"),
+        ),
+        (
+            {"parallelism.expert_parallel_comm_backend": "deepep"},
+            ("bf16", "bf16", "deepep"),
+        ),
+        (
+            {"parallelism.expert_parallel_a2a_dispatch_fwd_precision": "mxfp8"},
+            ("bf16", "bf16", "mxfp8 in one exchange of two"),
+        ),
+    ],
+)
+def test_what_options_turn_on(options: dict[str, object], expected: tuple[str, ...]) -> None:
+    settings = {name: Setting(value, "") for name, value in options.items()}
+    assert tuple(implied(Options(STACK, settings)).values()) == expected
+
+
+def _copy(folder: Path, kind: str, name: str, *changes: tuple[str, str]) -> str:
+    text = (RECIPES / kind / f"{name}.yaml").read_text(encoding="utf-8")
+    for old, new in [("synonyms: [", "# synonyms: ["), *changes]:
+        text = text.replace(old, new)
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_copied_precision_passes_under_its_own_name(tmp_path: Path, name: str) -> None:
+    mine = load_overlay("precision", _copy(tmp_path, "precision", name))
+    for point in POINTS:
+        if point.precision != name:
+            continue
+        cell = point.cell()
+        asked = {
+            name: setting
+            for name, setting in cell.options.settings.items()
+            if setting.place.startswith("--set")
+        }
+        copy = resolve_cell(cell.recipe, mine, cell.ep_backend, cell.cluster, overrides=asked)
+        assert copy.name == cell.name.replace(f"-{name}-", "-mine-")
+        assert copy.options.values == cell.options.values
+        # No rule knows an overlay by its name.
+        assert (copy.refused is None) == (cell.refused is None), copy.refused
+
+
+def test_a_copied_precision_goes_with_the_quantized_all_to_all(tmp_path: Path) -> None:
+    mine = _copy(tmp_path, "precision", "mxfp8")
+    cell = cell_of("deepseek_v3_16b", precision=mine, ep_backend="mxfp8_a2a")
+    assert cell.refused is None
+    plain = _copy(tmp_path, "precision", "bf16")
+    load_overlay.cache_clear()
+    cell = cell_of("deepseek_v3_16b", precision=plain, ep_backend="mxfp8_a2a")
+    assert cell.refused == (
+        "mxfp8_a2a needs a precision with grouped_gemms mxfp8 or mxfp8_wgrad_with_hp, mine has bf16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "old", "new", "words"),
+    [
+        (
+            "precision",
+            "mxfp8",
+            "grouped_gemms: mxfp8",
+            "grouped_gemms: bf16",
+            "precision mine declares grouped_gemms bf16, and the options turn on mxfp8",
+        ),
+        (
+            "precision",
+            "mxfp8",
+            "recipe_name: mxfp8\n",
+            "recipe_name: mxfp8_wgrad_with_hp\n",
+            "declares grouped_gemms mxfp8, and the options turn on mxfp8_wgrad_with_hp",
+        ),
+        (
+            "precision",
+            "bf16",
+            "linear_layers: bf16",
+            "linear_layers: mx",
+            "precision mine declares linear_layers mx, and the options turn on bf16",
+        ),
+        (
+            "ep_backend",
+            "mxfp8_a2a",
+            "  expert_parallel_a2a_combine_bwd_precision: mxfp8\n",
+            "",
+            "EP backend mine declares dispatch mxfp8, and the options turn on mxfp8 in one",
+        ),
+        (
+            "ep_backend",
+            "standard",
+            "active:\n  dispatch: standard\n",
+            "active:\n  dispatch: deepep\n",
+            "EP backend mine declares dispatch deepep, and the options turn on standard",
+        ),
+    ],
+)
+def test_a_declaration_that_is_not_what_trains_is_refused_with_both(
+    tmp_path: Path, kind: str, name: str, old: str, new: str, words: str
+) -> None:
+    load_overlay.cache_clear()
+    path = _copy(tmp_path, kind, name, (old, new))
+    overlays = {"precision": "mxfp8" if kind == "ep_backend" else path}
+    overlays |= {"ep_backend": path} if kind == "ep_backend" else {}
+    cell = cell_of("deepseek_v3_16b", **overlays)  # type: ignore[arg-type]
+    assert cell.refused and words in cell.refused
+    assert "would stop at its first step; correct the options, or `active` in mine.yaml" in (
+        cell.refused
+    )
+
+
+def test_with_one_ep_rank_nothing_is_dispatched() -> None:
+    cell = cell_of("deepseek_v3_16b", {"parallelism.expert_parallel_degree": 1}, nodes=1)
+    declared = {"cookbook.dispatch": Setting("deepep", "")}
+    other = replace(cell, ep_backend=replace(cell.ep_backend, active=declared))
+    assert refusals(other) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("active: {grouped_gemm: mxfp8}", "mine.yaml:2: active.grouped_gemm: unknown key"),
+        ("active: {grouped_gemm: mxfp8}", "did you mean 'grouped_gemms'?"),
+        ("active: {dispatch: deepep}", "allowed: grouped_gemms, linear_layers"),
+        ("active: mxfp8", "mine.yaml:2: active: found the text 'mxfp8', allowed: a mapping"),
+        ("active: {grouped_gemms: 8}", "active.grouped_gemms: "),
+    ],
+)
+def test_a_wrong_declaration_is_named(tmp_path: Path, text: str, message: str) -> None:
+    load_overlay.cache_clear()
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"description: a\n{text}\n")
+    with pytest.raises(InputError) as caught:
+        load_overlay("precision", str(path))
+    assert message in str(caught.value)
+
+
+def test_without_a_declaration_nothing_may_be_turned_on(tmp_path: Path) -> None:
+    load_overlay.cache_clear()
+    path = tmp_path / "mine.yaml"
+    path.write_text("description: a\n")
+    overlay = load_overlay("precision", str(path))
+    assert (overlay.declares("grouped_gemms"), overlay.declares("linear_layers")) == (
+        "bf16",
+        "bf16",
+    )
+    assert load_overlay("ep_backend", str(path)).declares("dispatch") == "standard"
+
+
+@pytest.mark.parametrize("kind", ["precision", "ep_backend"])
+def test_every_value_that_files_declare_is_known_to_the_training_process(kind: str) -> None:
+    names = PRECISIONS if kind == "precision" else EP_BACKENDS
+    overlays: list[Overlay] = [load_overlay(kind, name) for name in names]
+    for overlay in overlays:
+        for name in overlay.active:
+            assert name in STACK.options
+
+
+def test_synonyms_name_one_overlay_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = tmp_path / "recipes"
+    shutil.copytree(RECIPES, recipes)
+    monkeypatch.setattr("cookbook.cells.names.RECIPES", recipes)
+    _forget()
+    try:
+        assert load_overlay("precision", "mxfp8_default").name == "mxfp8"
+        shutil.copy(recipes / "precision/mxfp8.yaml", recipes / "precision/mine.yaml")
+        _forget()
+        for name in ("mxfp8_default", "mine"):
+            with pytest.raises(InputError, match=r"found 'mxfp8_default', which .* has already"):
+                load_overlay("precision", name)
+        # A file that cannot be read takes nothing from the others.
+        (recipes / "precision/mine.yaml").write_text("[")
+        _forget()
+        assert load_overlay("precision", "mxfp8_default").name == "mxfp8"
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    """As in a new process: each file is read once in one."""
+    load_overlay.cache_clear()
+    overlay_module._synonyms.cache_clear()
+
+
+def test_a_cell_is_held_to_its_overlays_by_options_of_the_job() -> None:
+    from cookbook.cells.argv import train_argv
+
+    cell: Cell = cell_of("deepseek_v3_16b", precision="mxfp8_linear", ep_backend="mxfp8_a2a")
+    for word in (
+        "--cookbook.precision=mxfp8_linear",
+        "--cookbook.grouped_gemms=mxfp8",
+        "--cookbook.linear_layers=mx",
+        "--cookbook.ep_backend=mxfp8_a2a",
+        "--cookbook.dispatch=mxfp8",
+    ):
+        assert word in train_argv(cell)
