@@ -34,6 +34,7 @@ from bench.torchrun import Job
 from bench.training import Outcome, train_all
 from cookbook.base.files import write_whole
 from cookbook.base.paths import LOCAL_ASSETS
+from cookbook.base.tables import markdown_table
 from cookbook.cells.cell import Cell
 from cookbook.install.corpus import is_made, make_corpus
 
@@ -100,16 +101,21 @@ def measure(
 
 
 def print_table(comparisons: Sequence[Comparison]) -> None:
-    """Markdown."""
-    print("| job | predicted GiB | measured GiB | error | peak at | largest terms |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for row in comparisons:
-        largest = sorted(row.terms.items(), key=lambda term: -term[1])[:3]
-        terms = ", ".join(f"{name} {size:.1f}" for name, size in largest)
-        print(
-            f"| {row.name}{' (earlier)' if row.earlier else ''} | {row.predicted:.1f} | "
-            f"{row.measured:.1f} | {row.error:+.0%} | {row.moment} | {terms} |"
-        )
+    """Print the comparisons as Markdown."""
+    head = ["job", "predicted GiB", "measured GiB", "error", "peak at", "largest terms"]
+    print(markdown_table(head, map(_row, comparisons), "lrrrll"))
+
+
+def _row(one: Comparison) -> list[str]:
+    largest = sorted(one.terms.items(), key=lambda term: -term[1])[:3]
+    return [
+        one.name + (" (earlier)" if one.earlier else ""),
+        f"{one.predicted:.1f}",
+        f"{one.measured:.1f}",
+        f"{one.error:+.0%}",
+        one.moment,
+        ", ".join(f"{name} {size:.1f}" for name, size in largest),
+    ]
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.numerics_cases import PARTS
+from cookbook.base.tables import markdown_table
 
 Result = dict[str, Any]
 
@@ -86,12 +87,10 @@ _HEAD = [
     "precision", "EP backend", "layout", "variant", "code", "steps", "last loss",
     "first grad norm", "largest relative difference", "bound", "verdict",
 ]  # fmt: skip
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
+_ALIGN = "lllllrrrrrl"
+_SPEED_HEAD = [
+    "EP backend", "code", "tokens/s/GPU", "over released DeepEP", "memory (GiB)", "status",
+]  # fmt: skip
 
 
 def render_report(results: list[Result], cpu: bool) -> str:
@@ -110,23 +109,15 @@ def render_report(results: list[Result], cpu: bool) -> str:
         lines += [f"{active['gpu'] or active['device']}; {versions}", ""]
     numerics = [result for result in results if result["part"] != "throughput"]
     if numerics:
-        lines += table(_HEAD, [_row(result, by_name) for result in numerics])
-        lines.append("")
+        lines += [
+            markdown_table(_HEAD, [_row(result, by_name) for result in numerics], _ALIGN),
+            "",
+        ]
     throughput = [result for result in results if result["part"] == "throughput"]
     if throughput:
         released = by_name.get("bf16-deepep-tp2-ep4-recompute-compile-16b-released", {})
-        lines += table(
-            [
-                "EP backend",
-                "code",
-                "tokens/s/GPU",
-                "over released DeepEP",
-                "memory (GiB)",
-                "status",
-            ],
-            [_speed_row(result, released.get("tokens_per_second")) for result in throughput],
-        )
-        lines.append("")
+        rows = [_speed_row(result, released.get("tokens_per_second")) for result in throughput]
+        lines += [markdown_table(_SPEED_HEAD, rows, "llrrrl"), ""]
     return "\n".join(lines)
 
 
