@@ -1,6 +1,7 @@
 """Trains cells in turn on one machine, A B A B ..., and says how much faster one is than another.
 
     python -m bench.gpu_throughput OUT released-deepep deepep [--repeats 3] [--seconds 560]
+    python -m bench.gpu_throughput OUT deepep half --cell half deepep training.local_batch_size=2
 
 Machines of one kind differ by some percent, and one machine from hour to hour. So cells are
 compared round by round: a round trains each of them once, one after another, and the spread of the
@@ -9,92 +10,33 @@ of it on two corpora, short documents and long ones (`bench/corpora.py`), which 
 
 After every training OUT/throughput.json and OUT/throughput.md are written anew; the logs are in
 OUT/runs/<corpus>/<cell>/attempt-<k>. Started again, it goes on where it stopped. The names of cells
-are those of `bench/throughput_cells.py`. `--device cpu` tries it out with the debug model: not a
-result.
+are those of `bench/throughput_cells.py`, or defined by `--cell`. `--device cpu` tries it out with
+the debug model: not a result.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 
-from bench.cells import first_gpu, this_machine
-from bench.corpora import Corpus, make_corpora
-from bench.throughput_cells import CELLS, CPU_RANKS, GPUS, cell_of, seq_len_of
+from bench.throughput_plan import Plan, read_plan
 from bench.throughput_table import Round, Run, render_report
 from bench.torchrun import Job
 from bench.training import Outcome, train_one
 from cookbook.base.files import write_whole
-from cookbook.base.paths import LOCAL_ASSETS
-from cookbook.cells.cluster import Cluster
-from cookbook.install.corpus import is_made, make_corpus
-from cookbook.run.run import commit
 
-CORPORA = ("short", "long")
-# As the cookbook's profiles have it.
-_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-# Of text, to try the benchmark out with.
-_CPU_TOKENS = 50_000
 # With less time left than this, or than a training took before, none is started.
 _LEAST_SECONDS = 30.0
 # A round that was interrupted is gone on with on the same machine, and not much later.
 _ROUND_SECONDS = 1800
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is asked for.
-
-    Attributes:
-        names: the cells; the first is what the others are compared with.
-        repeats: rounds on each corpus.
-        warm_up: steps of each training that are not measured, before `steps` that are.
-        deadline: of `time.monotonic`.
-    """
-
-    out: Path
-    names: tuple[str, ...]
-    corpora: tuple[Corpus, ...]
-    machine: Cluster
-    repeats: int
-    warm_up: int
-    steps: int
-    deadline: float
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What all measurements of a file have in common."""
-        return {
-            "device": self.machine.device,
-            "gpu": self.machine.gpu.name if self.machine.gpu else None,
-            "commit": commit(),
-            "warm_up": self.warm_up,
-            "steps": self.steps,
-        }
-
-    def jobs(self, corpus: Corpus) -> dict[str, Job]:
-        """The trainings of a round on `corpus`, by the cells' names."""
-        text, tokenizer = Path(corpus.path), LOCAL_ASSETS / "tokenizer"
-        steps = self.warm_up + self.steps
-        return {
-            name: Job(
-                cell_of(name, self.machine, text, tokenizer, steps),
-                folder=self.out / "runs" / corpus.name / name,
-                caches=self.out,
-                released=CELLS[name].released and self.machine.gpu is not None,
-            )
-            for name in self.names
-        }
 
 
 def measure(plan: Plan, rounds: list[Round]) -> bool:
@@ -103,6 +45,7 @@ def measure(plan: Plan, rounds: list[Round]) -> bool:
     A cell that fails is not tried again on that corpus until the benchmark is started again.
     """
     waiting = {corpus.name: plan.jobs(corpus) for corpus in plan.corpora}
+    _forget_changed(rounds, waiting)
     # All corpora within a repeat, so that a short time has something of each.
     for number in range(1, plan.repeats + 1):
         for corpus, jobs in waiting.items():
@@ -111,6 +54,15 @@ def measure(plan: Plan, rounds: list[Round]) -> bool:
                     del jobs[name]
     wanted = {corpus.name: plan.jobs(corpus) for corpus in plan.corpora}
     return all(_complete(rounds, corpus, jobs) >= plan.repeats for corpus, jobs in wanted.items())
+
+
+def _forget_changed(rounds: Sequence[Round], wanted: Mapping[str, Mapping[str, Job]]) -> None:
+    """Take out what cells of these names trained with other options; the logs stay."""
+    for one in rounds:
+        jobs = wanted.get(one["corpus"], {})
+        for name in one["runs"].keys() & jobs.keys():
+            if one["runs"][name]["trained"] != _trained(jobs[name]):
+                del one["runs"][name]
 
 
 def _train_round(
@@ -157,9 +109,9 @@ def _complete(rounds: Sequence[Round], corpus: str, jobs: Mapping[str, Job]) -> 
 
 
 def _has(of_round: Round, job: Job) -> bool:
-    """Whether the round has the cell, trained to the end with the same options."""
+    """Whether the round has the cell, trained to the end."""
     run = of_round["runs"].get(job.cell.name)
-    return run is not None and not run["reason"] and run["trained"] == _trained(job)
+    return run is not None and not run["reason"]
 
 
 def _trained(job: Job) -> dict[str, Any]:
@@ -206,7 +158,7 @@ def write(plan: Plan, rounds: Sequence[Round]) -> None:
     """Write the measurements, and what they say."""
     content = {
         **plan.settings,
-        "cells": list(plan.names),
+        "cells": list(plan.cells),
         "corpora": [asdict(corpus) for corpus in plan.corpora],
         "rounds": list(rounds),
     }
@@ -228,53 +180,9 @@ def read(plan: Plan) -> list[Round]:
     return rounds
 
 
-def _plan() -> Plan:
-    began = time.monotonic()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("cells", nargs="+", metavar="CELL", help=f"of {', '.join(CELLS)}")
-    parser.add_argument("--corpora", default=",".join(CORPORA), help=f"of {','.join(CORPORA)}")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds on each corpus")
-    parser.add_argument("--warm-up", type=int, default=5, help="steps that are not measured")
-    parser.add_argument("--steps", type=int, default=15, help="steps that are measured")
-    parser.add_argument("--seconds", type=float, default=560)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    asked = parser.parse_args()
-    wanted = asked.corpora.split(",")
-    for name, known in [*((c, CELLS) for c in asked.cells), *((c, CORPORA) for c in wanted)]:
-        if name not in known:
-            parser.error(f"found {name!r}, allowed: {', '.join(known)}")
-    if len(set(asked.cells)) < len(asked.cells):
-        parser.error("a cell is named twice")
-    if min(asked.steps, asked.repeats, asked.warm_up + 1) < 1:
-        parser.error("--steps and --repeats must be 1 or more, --warm-up 0 or more")
-    if asked.device == "cpu":
-        machine = this_machine(CPU_RANKS, None)
-    else:
-        machine = this_machine(GPUS, first_gpu(GPUS, "--device cpu"), _ENVIRONMENT)
-    try:
-        seq_len = seq_len_of(asked.cells, machine)
-    except ValueError as error:
-        parser.error(str(error))
-    out = asked.out.resolve()
-    if not is_made(LOCAL_ASSETS):
-        make_corpus(LOCAL_ASSETS)
-    corpora = make_corpora(LOCAL_ASSETS, out, seq_len, None if machine.gpu else _CPU_TOKENS)
-    return Plan(
-        out=out,
-        names=tuple(asked.cells),
-        corpora=tuple(corpus for corpus in corpora if corpus.name in wanted),
-        machine=machine,
-        repeats=asked.repeats,
-        warm_up=asked.warm_up,
-        steps=asked.steps,
-        deadline=began + asked.seconds,
-    )
-
-
 def main() -> int:
     """Measure; status 1 where not everything could be."""
-    plan = _plan()
+    plan = read_plan((__doc__ or "").partition("\n")[0])
     rounds = read(plan)
     is_all = measure(plan, rounds)
     write(plan, rounds)

@@ -1,15 +1,21 @@
-"""The cells whose speed `bench.gpu_throughput` compares, by name; a new one is a line of CELLS."""
+"""The cells whose speed `bench.gpu_throughput` compares, by name; a new one is a line of CELLS.
+
+A cell for one measurement is named on the command line instead: another one's name and options.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bench.cells import cell_on
+from cookbook.base.errors import InputError, unknown_name
 from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import Cluster
+from cookbook.cells.expand import command_line_settings
+from cookbook.cells.names import check_name
 
 GPUS, CPU_RANKS = 4, 2
 
@@ -58,7 +64,7 @@ _EVERY = {
     "metrics.enable_tensorboard": False,
     "comm.trace_buf_size": 0,
 }
-# Over all options, to try the benchmark out on a CPU in seconds.
+# Over the recipe's options, to try the benchmark out on a CPU in seconds.
 _TINY = {
     "parallelism.expert_parallel_degree": CPU_RANKS,
     "training.seq_len": 128,
@@ -67,13 +73,45 @@ _TINY = {
 }
 
 
-def cell_of(name: str, machine: Cluster, text: Path, tokenizer: Path, steps: int) -> Cell:
-    """The cell called `name` on `machine`; on a CPU the debug model with the cell's own options."""
-    trained, on_cpu = CELLS[name], machine.gpu is None
+def choose(names: Sequence[str], defined: Sequence[Sequence[str]]) -> dict[str, Trained]:
+    """The cells called `names`, in that order.
+
+    Args:
+        defined: cells besides CELLS: a name, the cell that it varies, SECTION.KEY=VALUE words.
+
+    Raises:
+        InputError: a name or an option that does not exist, a name that is taken or not used.
+    """
+    known = dict(CELLS)
+    for name, *words in defined:
+        place = f"--cell {name}"
+        if check_name(place, name) in known:
+            raise InputError(place, "there is a cell of this name", "choose another")
+        if not words or words[0] not in known:
+            raise unknown_name(place, "cell", words[0] if words else "", known)
+        base, settings = known[words[0]], command_line_settings(words[1:], f"{place}:")
+        changed = {key: setting.value for key, setting in settings.items()}
+        known[name] = replace(base, options={**base.options, **changed})
+    for name in names:
+        if name not in known:
+            raise unknown_name("cells", "cell", name, known)
+        if names.count(name) > 1:
+            raise InputError("cells", f"{name} is named twice")
+    for name, *_ in defined:
+        if name not in names:
+            raise InputError(f"--cell {name}", "is not among the cells to train", "name it there")
+    return {name: known[name] for name in names}
+
+
+def cell_of(
+    name: str, trained: Trained, machine: Cluster, text: Path, tokenizer: Path, steps: int
+) -> Cell:
+    """What `name` trains on `machine`; on a CPU the debug model with the cell's own options."""
+    on_cpu = machine.gpu is None
     options = {
         **_EVERY,
-        **trained.options,
         **(_TINY if on_cpu else {}),
+        **trained.options,
         "training.dataset_path": str(text),
         "model.hf_assets_path": str(tokenizer),
         "training.steps": steps,
@@ -82,11 +120,10 @@ def cell_of(name: str, machine: Cluster, text: Path, tokenizer: Path, steps: int
     return cell_on(machine, recipe, trained.precision, trained.ep_backend, options, name)
 
 
-def seq_len_of(names: list[str], machine: Cluster) -> int:
+def seq_len_of(cells: Mapping[str, Trained], machine: Cluster) -> int:
     """The length of the sequences, which all of the cells must share."""
-    lengths = {
-        cell_of(name, machine, Path(), Path(), 1).options["training.seq_len"] for name in names
-    }
+    made = [cell_of(name, one, machine, Path(), Path(), 1) for name, one in cells.items()]
+    lengths = {cell.options["training.seq_len"] for cell in made}
     if len(lengths) > 1:
         raise ValueError(f"sequences of {sorted(lengths)} tokens cannot be compared")
     return int(lengths.pop())

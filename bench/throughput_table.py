@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.gpu_numerics_table import table
+from cookbook.base.tables import markdown_table
 
 Run = dict[str, Any]
 Round = dict[str, Any]
@@ -23,7 +23,7 @@ def render_report(content: Mapping[str, Any]) -> str:
         rounds = [one for one in content["rounds"] if one["corpus"] == corpus["name"]]
         if rounds:
             lines += [f"## {corpus['name'].capitalize()} documents", "", _described(corpus), ""]
-            lines += [*_speeds(content["cells"], rounds), ""]
+            lines += [_speeds(content["cells"], rounds), ""]
     return "\n".join(lines)
 
 
@@ -48,11 +48,12 @@ def _described(corpus: Mapping[str, Any]) -> str:
     )
 
 
-def _speeds(names: Sequence[str], rounds: Sequence[Round]) -> list[str]:
+def _speeds(names: Sequence[str], rounds: Sequence[Round]) -> str:
     base = names[0]
-    head = ["cell", "rounds", "tokens/s/GPU", "of its steps", "memory (GiB)", "last loss"]
-    head += [f"over {base}", "of the rounds", "status"]
-    return table(head, [_row(name, base, rounds) for name in names])
+    head = ["cell", "rounds", "tokens/s/GPU", "by round", "single steps", "memory (GiB)"]
+    head += ["last loss", f"over {base}", "lowest and highest round", "status"]
+    rows = [_row(name, base, rounds) for name in names]
+    return markdown_table(head, rows, "lrrlrrrrll")
 
 
 def _row(name: str, base: str, rounds: Sequence[Round]) -> list[str]:
@@ -66,6 +67,7 @@ def _row(name: str, base: str, rounds: Sequence[Round]) -> list[str]:
         name,
         str(len(ended)),
         f"{statistics.median(speeds):,.0f}" if speeds else "",
+        "; ".join(f"{speed:,.0f}" for speed in speeds),
         f"{min(steps):,.0f} to {max(steps):,.0f}" if steps else "",
         f"{max(memory):.1f}" if memory else "",
         f"{ended[-1]['losses'][-1]:.5f}" if ended else "",

@@ -1,12 +1,9 @@
-"""The benchmark of throughput: its corpora, its rounds, and all of it tried out on CPU ranks."""
+"""The benchmark of throughput: its rounds, its cells, and all of it tried out on CPU ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import random
-import statistics
 import subprocess
 import sys
 import time
@@ -17,118 +14,20 @@ from typing import Any
 import pytest
 
 from bench import gpu_throughput
-from bench.attended import mean_attended_length, pieces
 from bench.cells import this_machine
-from bench.corpora import MEAN_TOKENS, Corpus, cut_documents, draw_lengths, make_corpora
-from bench.gpu_throughput import Plan, measure, read, write
-from bench.throughput_cells import CELLS, seq_len_of
+from bench.corpora import Corpus
+from bench.gpu_throughput import measure, read, write
+from bench.throughput_cells import CELLS
+from bench.throughput_plan import Plan
 from bench.throughput_table import Round, ratios, render_report
-from bench.torchrun import Job, released_argv
+from bench.torchrun import Job
 from bench.training import Outcome
 from cookbook.base.gpus import Gpu
-from cookbook.base.paths import LOCAL_ASSETS, ROOT
-from cookbook.install.corpus import is_made, make_corpus
+from cookbook.base.paths import ROOT
 from cookbook.log.lines import StepMetrics
 
 H200 = this_machine(4, Gpu("NVIDIA H200", 9.0, 139.8))
 COMMAND = [sys.executable, "-m", "bench.gpu_throughput"]
-
-
-# Lengths of documents, and how far their tokens look back.
-
-
-def test_lengths_are_those_of_c4() -> None:
-    lengths = list(itertools.islice(draw_lengths(), 20_000))
-    assert lengths == list(itertools.islice(draw_lengths(), 20_000)), "the same ones each time"
-    assert statistics.fmean(lengths) == pytest.approx(MEAN_TOKENS, rel=0.03)
-    assert statistics.median(lengths) == pytest.approx(261, rel=0.03)
-    assert min(lengths) >= 5
-    long = [length for length in lengths if length > 2048]
-    assert len(long) / len(lengths) == pytest.approx(0.02, abs=0.004)
-
-
-def test_a_token_attends_to_its_document_in_its_sequence() -> None:
-    end = 0
-    # Sequences of 4, each with a label more; the fifth token of each is not trained on.
-    tokens = [1, end, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, end, end, 5, 1, 2]
-    assert list(pieces(tokens, end, 4)) == [2, 2, 4, 3, 1]
-    assert mean_attended_length([2, 2, 4, 3, 1]) == (3 + 3 + 10 + 6 + 1) / 12
-    assert mean_attended_length([8192]) == 8193 / 2
-    with pytest.raises(ValueError, match="no whole sequence"):
-        mean_attended_length(pieces([1, 2, 3], end, 4))
-
-
-@pytest.mark.titan
-def test_torchtitans_mask_lets_tokens_look_just_as_far() -> None:
-    import torch
-    from torchtitan.models.attention import get_causal_mask_mod, get_document_mask_mod
-
-    drawn = random.Random(1)
-    for end, seq_len in ((0, 8), (1, 16), (2, 7)):
-        stream = [drawn.randrange(6) for _ in range(40 * (seq_len + 1))]
-        rows = [stream[at : at + seq_len] for at in range(0, len(stream), seq_len + 1)]
-        batch = torch.tensor(rows)
-        document, causal = get_document_mask_mod(batch, end), get_causal_mask_mod()
-        b, q, k = torch.meshgrid(
-            *(torch.arange(size) for size in (len(rows), seq_len, seq_len)), indexing="ij"
-        )
-        allowed = document(b, b, q, k) & causal(b, b, q, k)
-        mean = allowed.sum(-1).float().mean().item()
-        assert mean_attended_length(pieces(stream, end, seq_len)) == pytest.approx(mean)
-
-
-@pytest.fixture(scope="module")
-def assets() -> Path:
-    if not is_made(LOCAL_ASSETS):
-        make_corpus(LOCAL_ASSETS)
-    return LOCAL_ASSETS
-
-
-@pytest.mark.titan
-def test_the_corpora_are_described_as_torchtitan_reads_them(assets: Path, tmp_path: Path) -> None:
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
-    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
-
-    short, long = make_corpora(assets, tmp_path, seq_len=512, most_tokens=60_000)
-    assert (short.name, long.name) == ("short", "long")
-    assert 0.6 * MEAN_TOKENS < short.mean_length < 1.6 * MEAN_TOKENS
-    assert long.mean_length > 4 * short.mean_length
-    assert short.mean_attended_length < long.mean_attended_length < 257
-
-    tokenizer = HuggingFaceTokenizer(str(assets / "tokenizer"))
-    dataset = HuggingFaceTextDataset("c4_test", short.path, tokenizer, seq_len=512)
-    lengths = []
-    for inputs, _ in dataset:
-        length = 0
-        for token in inputs["input"].tolist():
-            length += 1
-            if token == tokenizer.eos_id:
-                lengths.append(length)
-                length = 0
-        lengths += [length] if length else []
-    assert sum(lengths) % 512 == 0
-    assert mean_attended_length(lengths) == pytest.approx(short.mean_attended_length, abs=0.06)
-
-
-@dataclasses.dataclass
-class Letters:
-    """An encoding with a token for each letter."""
-
-    text: str
-
-    @property
-    def offsets(self) -> list[tuple[int, int]]:
-        return [(at, at + 1) for at in range(len(self.text))]
-
-
-def test_documents_are_the_text_cut_and_joined() -> None:
-    texts = ["a" * 700, "b" * 3, "c" * 2000, "d" * 900]
-    cut = list(cut_documents((text, Letters(text)) for text in texts))
-    lengths = list(itertools.islice(draw_lengths(), len(cut) + 1))
-    assert [len(text) for text in cut] == lengths[:-1]
-    whole = "".join(texts)
-    assert whole.startswith("".join(cut))
-    assert len(whole) - sum(map(len, cut)) < lengths[-1]
 
 
 # Rounds.
@@ -140,23 +39,39 @@ def corpus(name: str) -> Corpus:
 
 def plan(out: Path, *names: str, **changes: Any) -> Plan:
     asked = Plan(
-        out, names, (corpus("short"), corpus("long")), H200, 2, 1, 3, time.monotonic() + 1000
+        out,
+        {name: CELLS[name] for name in names},
+        (corpus("short"), corpus("long")),
+        H200,
+        repeats=2,
+        warm_up=1,
+        steps=3,
+        deadline=time.monotonic() + 1000,
     )
     return dataclasses.replace(asked, **changes)
 
 
 class Trainings:
-    """Stands in for training: notes what is asked for, and answers with these speeds."""
+    """Stands in for training: notes what is asked for, and answers with these speeds.
 
-    def __init__(self, speeds: Mapping[str, float | str], seconds: float = 50.0) -> None:
-        self.speeds, self.seconds, self.made = speeds, seconds, list[str]()
+    With `drift`, the machine grows faster by this part of the speed at each training.
+    """
+
+    def __init__(
+        self, speeds: Mapping[str, float | str], seconds: float = 50.0, drift: float = 0.0
+    ) -> None:
+        self.speeds, self.seconds, self.drift = speeds, seconds, drift
+        self.made = list[str]()
 
     def __call__(self, job: Job, deadline: float) -> Outcome:
         name = job.cell.name
-        self.made.append(f"{job.folder.parent.name} {name}")
+        text = Path(job.cell.options["training.dataset_path"])
+        assert job.folder.parent.name == text.name, "the logs lie under the name of their corpus"
+        self.made.append(f"{text.name} {name}")
         speed = self.speeds[name]
         if isinstance(speed, str):
             return Outcome(speed, self.seconds, [], None, None, ["torchrun"])
+        speed *= 1 + self.drift * (len(self.made) - 1)
         # The first step warms up, and is slow.
         by_step = [1.0, speed, speed + 1, speed - 1]
         steps = [
@@ -171,8 +86,8 @@ Train = Callable[..., Trainings]
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> Train:
-    def stand_in(speeds: Mapping[str, float | str], seconds: float = 50.0) -> Trainings:
-        trainings = Trainings(speeds, seconds)
+    def stand_in(speeds: Mapping[str, float | str], **changes: float) -> Trainings:
+        trainings = Trainings(speeds, **changes)
         monkeypatch.setattr(gpu_throughput, "train_one", trainings)
         return trainings
 
@@ -198,9 +113,29 @@ def test_cells_train_in_turn_on_both_corpora(tmp_path: Path, train: Train) -> No
     text = (tmp_path / "throughput.md").read_text()
     short, long = text.split("## ")[1:]
     assert short.startswith("Short documents") and long.startswith("Long documents")
-    row = "| deepep | 2 | 130 | 129 to 131 | 70.0 | 0.00000 | 1.300x | 1.300 to 1.300 |  |"
-    assert row in short and row in long
+    row = ["deepep", "2", "130", "130; 130", "129 to 131", "70.0", "0.00000", "1.300x"]
+    assert row_of(short, "deepep") == row_of(long, "deepep") == [*row, "1.300 to 1.300", ""]
     assert "Mean attended length in sequences of 8,192: 7 tokens." in short
+
+
+def row_of(text: str, cell: str) -> list[str]:
+    """The cells of a table's row."""
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| {cell} "))
+    return [word.strip() for word in row.strip("|").split("|")]
+
+
+def test_every_round_counts_and_is_compared_within_itself(tmp_path: Path, train: Train) -> None:
+    train(SPEEDS, drift=0.1)
+    rounds = list[Round]()
+    assert measure(plan(tmp_path, *PAIR, corpora=(corpus("short"),), repeats=3), rounds)
+    # The machine is 1.0, 1.1, 1.2, 1.3, 1.4 and 1.5 times as fast, one training after another.
+    text = (tmp_path / "throughput.md").read_text()
+    assert row_of(text, "released-deepep")[2:5] == ["120", "100; 120; 140", "99 to 141"]
+    by_round = [1.3 * 1.1, 1.3 * 1.3 / 1.2, 1.3 * 1.5 / 1.4]
+    assert ratios(rounds, "deepep", "released-deepep") == pytest.approx(by_round)
+    found = row_of(text, "deepep")
+    assert found[2:4] == ["169", "143; 169; 195"]
+    assert found[7:9] == ["1.408x", "1.393 to 1.430"]
 
 
 def test_it_goes_on_where_it_stopped(tmp_path: Path, train: Train) -> None:
@@ -246,8 +181,16 @@ def test_a_changed_cell_is_trained_again(
     measure(asked, rounds)
     changed = dataclasses.replace(CELLS["deepep"], options={"training.local_batch_size": 2})
     monkeypatch.setitem(CELLS, "deepep", changed)
+    asked = plan(tmp_path, *PAIR, corpora=(corpus("short"),), repeats=1)
     assert measure(asked, rounds)
     assert trainings.made[2:] == ["short deepep"]
+    # What it was before is not mixed in, also where the round is too old to be gone on with.
+    monkeypatch.setitem(CELLS, "deepep", dataclasses.replace(changed, options={}))
+    rounds[-1]["began"] -= 3600
+    train({**SPEEDS, "deepep": 150.0})
+    asked = plan(tmp_path, *PAIR, corpora=(corpus("short"),), repeats=1)
+    assert measure(asked, rounds)
+    assert row_of((tmp_path / "throughput.md").read_text(), "deepep")[3] == "150"
 
 
 def test_a_cell_that_fails_is_shown_and_tried_again_later(tmp_path: Path, train: Train) -> None:
@@ -258,8 +201,8 @@ def test_a_cell_that_fails_is_shown_and_tried_again_later(tmp_path: Path, train:
     first = "short released-deepep"
     assert trainings.made == [first, "short deepep", first]
     text = (tmp_path / "throughput.md").read_text()
-    assert "| deepep | 0 |  |  |  |  |  |  | out of memory |" in text
-    assert "| released-deepep | 2 | 100 |" in text
+    assert row_of(text, "deepep") == ["deepep", "0", *[""] * 7, "out of memory"]
+    assert row_of(text, "released-deepep")[1:3] == ["2", "100"]
     trainings = train(SPEEDS)
     assert measure(asked, rounds)
     assert trainings.made == ["short deepep", first, "short deepep"]
@@ -282,31 +225,7 @@ def test_nothing_measured_makes_no_table(tmp_path: Path) -> None:
     assert "not a result" in render_report({**content, "device": "cpu"})
 
 
-# Cells.
-
-
-@pytest.mark.titan
-@pytest.mark.parametrize("name", CELLS)
-def test_torchtitan_trains_what_a_cell_says(name: str, tmp_path: Path) -> None:
-    from cookbook.cells.argv import train_argv
-    from tests.titan_config import parse
-
-    job = plan(tmp_path, name).jobs(corpus("long"))[name]
-    found = parse(released_argv(job.cell) if job.released else train_argv(job.cell))
-    assert job.released is name.startswith("released")
-    assert found["training.dataset_path"] == "/text/long"
-    assert (found["training.seq_len"], found["training.steps"]) == (8192, 4)
-    assert found["debug.moe_force_load_balance"] is not name.endswith("real")
-    backend = "deepep" if "deepep" in name else "standard"
-    assert found["parallelism.expert_parallel_comm_backend"] == backend
-
-
-def test_sequences_of_two_lengths_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorter = dataclasses.replace(CELLS["deepep"], options={"training.seq_len": 4096})
-    monkeypatch.setitem(CELLS, "shorter", shorter)
-    assert seq_len_of(["standard", "deepep"], H200) == 8192
-    with pytest.raises(ValueError, match=r"\[4096, 8192\]"):
-        seq_len_of(["standard", "shorter"], H200)
+# The whole program.
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -314,7 +233,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.titan
-def test_it_can_be_tried_out_on_a_cpu(tmp_path: Path, assets: Path) -> None:
+def test_it_can_be_tried_out_on_a_cpu(tmp_path: Path) -> None:
     words = [str(tmp_path), "standard", "deepep", "--device", "cpu", "--corpora", "short"]
     words += ["--repeats", "1", "--warm-up", "1", "--steps", "2"]
     first = run(*words)
@@ -337,14 +256,15 @@ def test_it_can_be_tried_out_on_a_cpu(tmp_path: Path, assets: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no-such-cell"], "found 'no-such-cell', allowed: released-standard"),
+        (["no-such-cell"], "unknown cell 'no-such-cell'; allowed: deepep, "),
         (["deepep", "--corpora", "middle"], "found 'middle', allowed: short, long"),
         (["deepep", "deepep"], "named twice"),
-        (["deepep", "--steps", "0"], "must be 1 or more"),
+        (["deepep", "--steps", "0"], "--steps: found 0, allowed: 1 or more"),
+        (["deepep", "--repeats", "0"], "must be 1 or more"),
     ],
 )
 def test_a_wrong_word_ends_in_one_line(words: list[str], said: str, tmp_path: Path) -> None:
-    answer = run(str(tmp_path), *words)
+    answer = run(str(tmp_path), *words, "--device", "cpu")
     assert answer.returncode == 2
     assert said in answer.stderr and "Traceback" not in answer.stderr
     assert not list(tmp_path.iterdir())
