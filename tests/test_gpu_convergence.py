@@ -104,8 +104,8 @@ def test_whole_curves_are_kept_and_drawn(
     assert not (target / half.name).exists()
     assert "left out: mxfp8-seed43 has 99 of 200 steps" in capsys.readouterr().out
     verdict = (target / "verdict.md").read_text()
-    rows = [[word.strip() for word in line.split("|")[1:-1]] for line in verdict.splitlines()]
-    (row,) = (row[1:] for row in rows if row and row[0] == "mxfp8")
+    table = [[word.strip() for word in line.split("|")[1:-1]] for line in verdict.splitlines()]
+    (row,) = (row[1:] for row in table if row and row[0] == "mxfp8")
     seeds, loss, distance, interval, limit, word, gap = row
     assert (seeds, limit, word) == ("4", "±0.0076", "equal")
     # The missing seed is the second lowest, so that the mean of the others is higher.
@@ -118,8 +118,8 @@ def test_whole_curves_are_kept_and_drawn(
     )
     assert gap.startswith("0.0000")
     # BF16's seeds are 0.001 to 0.004 from one another, 0.002 on average.
-    assert ["bf16", "5", "3.0525", "", "", "", "", "0.0020"] in rows
-    assert ["43", "3.0515", "3.0515", ""] in rows
+    assert ["bf16", "5", "3.0525", "", "", "", "", "0.0020"] in table
+    assert ["43", "3.0515", "3.0515", ""] in table
     first = (target / "curves.svg").read_bytes()
     draw(target, target)
     assert (target / "curves.svg").read_bytes() == first

@@ -52,7 +52,7 @@ def test_torchtitan_trains_what_a_cell_says(name: str, tmp_path: Path) -> None:
 def test_a_cell_can_be_defined_by_another_and_options(tmp_path: Path) -> None:
     defined = [
         ["real", "released-standard", "debug.moe_force_load_balance=false"],
-        ["kept", "real", "activation_checkpoint.mode=none", "training.local_batch_size=2"],
+        ["kept", "real", "activation_checkpoint.mode=none", "training.local_batch_size=3"],
     ]
     chosen = choose(["kept", "released-standard", "real"], defined)
     assert list(chosen) == ["kept", "released-standard", "real"]
@@ -62,7 +62,7 @@ def test_a_cell_can_be_defined_by_another_and_options(tmp_path: Path) -> None:
     changed = {
         "debug.moe_force_load_balance": (True, False),
         "activation_checkpoint.mode": ("full", "none"),
-        "training.local_batch_size": (4, 2),
+        "training.local_batch_size": (4, 3),
     }
     both = base.cell.options.values, kept.cell.options.values
     differ = {name: (both[0][name], both[1][name]) for name in both[0]}
@@ -70,7 +70,7 @@ def test_a_cell_can_be_defined_by_another_and_options(tmp_path: Path) -> None:
     # The same on a CPU: what was asked for is not made smaller there.
     cpu = jobs_of(chosen, tmp_path, this_machine(2, None))["kept"]
     assert cpu.cell.options["training.seq_len"] == 128
-    assert cpu.cell.options["activation_checkpoint.mode"] == "none"
+    assert cpu.cell.options["training.local_batch_size"] == 3
 
 
 @pytest.mark.parametrize(
