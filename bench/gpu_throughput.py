@@ -139,6 +139,7 @@ def _run_of(plan: Plan, job: Job, outcome: Outcome) -> Run:
     return {
         "reason": outcome.reason,
         "seconds": outcome.seconds,
+        "start_seconds": outcome.start_seconds,
         "tokens_per_second_per_gpu": statistics.median(speeds) if speeds else None,
         "by_step": speeds,
         "memory_gib": outcome.memory_gib,

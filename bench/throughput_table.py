@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,9 +52,9 @@ def _described(corpus: Mapping[str, Any]) -> str:
 def _speeds(names: Sequence[str], rounds: Sequence[Round]) -> str:
     base = names[0]
     head = ["cell", "rounds", "tokens/s/GPU", "by round", "single steps", "memory (GiB)"]
-    head += ["last loss", f"over {base}", "lowest and highest round", "status"]
+    head += ["start (s)", "last loss", f"over {base}", "lowest and highest round", "status"]
     rows = [_row(name, base, rounds) for name in names]
-    return markdown_table(head, rows, "lrrlrrrrll")
+    return markdown_table(head, rows, "lrrlrrrrrll")
 
 
 def _row(name: str, base: str, rounds: Sequence[Round]) -> list[str]:
@@ -70,6 +71,7 @@ def _row(name: str, base: str, rounds: Sequence[Round]) -> list[str]:
         "; ".join(f"{speed:,.0f}" for speed in speeds),
         f"{min(steps):,.0f} to {max(steps):,.0f}" if steps else "",
         f"{max(memory):.1f}" if memory else "",
+        "; ".join(f"{run['start_seconds'] or math.nan:.0f}" for run in ended),
         f"{ended[-1]['losses'][-1]:.5f}" if ended else "",
         f"{statistics.median(found):.3f}x" if found else "",
         f"{min(found):.3f} to {max(found):.3f}" if found else "",

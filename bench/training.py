@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,6 +34,8 @@ from cookbook.run.folder import CellFolder
 _GRACE_SECONDS = 15
 _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 10
+# As TorchTitan logs it: by the machine's clock, without a time zone.
+_SECOND_STEP = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .*step:\s+2\s")
 # All processes of a job have this variable, whoever started them and whoever their parent is now.
 _MARK = "COOKBOOK_BENCH_JOB"
 
@@ -45,6 +50,8 @@ class Outcome:
         steps: of the rank that knows the loss.
         active: what the hooks said was active; None without them.
         memory_gib: the most that any rank reserved.
+        start_seconds: from its start to the end of its second step, by the log's clock; None
+            where it did not come so far.
     """
 
     reason: str | None
@@ -53,6 +60,7 @@ class Outcome:
     active: dict[str, Any] | None
     memory_gib: float | None
     command: Sequence[str]
+    start_seconds: float | None = None
 
     @property
     def losses(self) -> list[float | None]:
@@ -156,7 +164,7 @@ class Training:
         # torchrun and compilers leave files there when they are killed.
         self._temporary = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self._stopped = ""
-        self._started = time.monotonic()
+        self._started, self._began = time.monotonic(), datetime.now()
         self._ended: float | None = None
         environment = environment_of(job, self._attempt) | {
             "TMPDIR": self._temporary.name,
@@ -219,6 +227,7 @@ class Training:
         return Outcome(
             reason=self._stopped or self._failure(len(steps)),
             seconds=round(self.seconds, 1),
+            start_seconds=_seconds_until(_SECOND_STEP, log, self._began),
             steps=steps,
             active=read_active(log),
             memory_gib=read_peak_memory(self._attempt.logs()),
@@ -230,6 +239,17 @@ class Training:
         if status:
             return find_reason(self._attempt.path) or f"exit status {status}"
         return None if steps == asked else f"its log has {steps} of {asked} steps"
+
+
+def _seconds_until(line: re.Pattern[str], log: Path, began: datetime) -> float | None:
+    """From `began` to when the first such line was logged."""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        found = next(filter(None, map(line.search, lines)), None)
+    if found is None:
+        return None
+    return round(
+        (datetime.strptime(found["time"], "%Y-%m-%d %H:%M:%S,%f") - began).total_seconds(), 1
+    )
 
 
 def _mark_of(process: psutil.Process) -> str | None:

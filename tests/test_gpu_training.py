@@ -47,8 +47,10 @@ import json, os, signal, subprocess, sys, time
 attempt = os.environ["COOKBOOK_ATTEMPT_DIR"]
 
 def step(number, rank=0, loss=2.0, memory=1.5):
-    print(f"[rank{rank}]:[titan] - root - INFO - step: {number}  loss: {loss}  grad_norm: 1.0  "
-          f"memory: {memory}GiB(1.0%)  tps: 1,234  tflops: 1.00  mfu: 1.00%", flush=True)
+    now = time.strftime("%Y-%m-%d %H:%M:%S,000")
+    print(f"[rank{rank}]:[titan] {now} - root - INFO - step:  {number}  loss: {loss}  "
+          f"grad_norm: 1.0  memory: {memory}GiB(1.0%)  tps: 1,234  tflops: 1.00  mfu: 1.00%",
+          flush=True)
 """
 
 
@@ -83,6 +85,7 @@ def test_what_a_training_did_is_read_from_its_log(
         "for number in (1, 2, 3):\n"
         "    step(number, rank=0, loss=-1.0)\n"
         "    step(number, rank=1, loss=3.0 - number)\n"
+        "    time.sleep(2 * (number < 3))\n"
         "folder = attempt + '/ranks/x/attempt_0/0'\n"
         "os.makedirs(folder)\n"
         "sys.stdout = open(folder + '/stdout.log', 'w')\n"
@@ -91,6 +94,8 @@ def test_what_a_training_did_is_read_from_its_log(
     asked = job(tmp_path, options=PP2)
     outcome = train_one(asked)
     assert outcome.reason is None
+    # Both are logged by the second, so one may be missing.
+    assert outcome.start_seconds and 1 <= outcome.start_seconds < outcome.seconds - 1
     # With two stages on two ranks the second has the loss; the most memory may be another's.
     assert outcome.losses == [2.0, 1.0, 0.0]
     assert outcome.memory_gib == 7.25
