@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 from torchtitan.components.metrics import DeviceMemoryMonitor
-from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.protocols.train_spec import get_train_spec
 
-import cookbook.titan.stack_2026_02  # noqa: F401  (the hooks that every job of the cookbook has)
+import cookbook.titan.stack_2026_02  # noqa: F401  (as in every job of the cookbook)
 
 GIB = 2**30
 
 
 def _add_flavors() -> None:
+    flavors = get_train_spec("deepseek_v3").model_args
     for num_layers in (4, 8):
-        args = copy.deepcopy(deepseekv3_args["16B"])
+        args = copy.deepcopy(flavors["16B"])
         args.n_layers = num_layers
-        deepseekv3_args.setdefault(f"16B_{num_layers}layers", args)
+        flavors.setdefault(f"16B_{num_layers}layers", args)
 
 
 def _probe_every_log() -> None:

@@ -1,14 +1,14 @@
-"""In: a training process. Out: the cookbook's hooks in it, and an abort when it is torn down.
+"""Lets a training process abort when its interpreter shuts down.
 
 A stand-in, named by `--experimental.custom_import`, for a thread of PyArrow or gloo that is still
-at work when the interpreter goes; those abort now and then only.
+running at the shutdown; those abort only now and then.
 """
 
 from __future__ import annotations
 
 import os
 
-import cookbook.titan.stack_2026_02  # noqa: F401  (hooks)
+import cookbook.titan.stack_2026_02  # noqa: F401  (what a job imports here)
 
 
 class _Abort:

@@ -61,7 +61,7 @@ def launchers() -> dict[str, str]:
 
 
 def option_table() -> str:
-    """The table of the TorchTitan in this environment, as `stacks/<name>.json` holds it."""
+    """The table of the installed TorchTitan, as `cookbook/stack/tables/<name>.json` holds it."""
     command = [sys.executable, "-m", "cookbook.titan.stack_2026_02.option_table"]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 

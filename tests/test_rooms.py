@@ -22,6 +22,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("stack", "run", "titan"),
     ("base",),
 )
+# Modules beside the rooms, for scripts and jobs of the version before there were any.
+BESIDE = {"record", "supervisor"}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The rooms that do not depend on a stack, in the training process.
 TITAN_FLOORS = (("fake_world",), ("stack_2026_02",), ("any_stack",))
@@ -68,6 +70,9 @@ def name_of(path: Path) -> str:
 def test_imports_run_downwards(path: Path) -> None:
     own = name_of(path)
     if own == "cookbook":
+        return
+    assert room_of(own) in {*FLOOR_OF, *BESIDE}
+    if room_of(own) in BESIDE:
         return
     for name in imported(path):
         room, other = room_of(own), room_of(name)

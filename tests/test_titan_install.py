@@ -1,4 +1,4 @@
-"""What importing the stack's hooks does: refusals, options, the CPU in the place of a GPU."""
+"""Refusals before a model is built, the cookbook's options, and the CPU in the place of a GPU."""
 
 from __future__ import annotations
 
@@ -57,23 +57,33 @@ def test_options_of_the_published_script_are_understood() -> None:
 A2A = "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8"
 
 
+EP = "--parallelism.expert_parallel_degree=2"
+ETP = "--parallelism.expert_tensor_parallel_degree=2"
+DEEPEP = "--parallelism.expert_parallel_comm_backend=deepep"
+
+
 @pytest.mark.parametrize(
-    ("options", "ep", "etp", "words"),
+    ("options", "words"),
     [
-        ((A2A, "--parallelism.expert_parallel_comm_backend=deepep"), True, False, "standard"),
-        ((A2A,), False, False, "expert_parallel_degree > 1"),
-        ((A2A,), True, True, "expert_tensor_parallel_degree=1"),
+        ((A2A, EP, DEEPEP), "standard"),
+        ((A2A,), "expert_parallel_degree > 1"),
+        ((A2A, EP, ETP), "expert_tensor_parallel_degree=1"),
+        ((EP, DEEPEP), "setup.sh"),
     ],
 )
 def test_combinations_that_cannot_be_right_are_refused(
-    options: tuple[str, ...], ep: bool, etp: bool, words: str, caplog: Any
+    options: tuple[str, ...], words: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cookbook.titan.stack_2026_02.checks import check_job
+    from cookbook.titan.stack_2026_02 import checks
 
-    dims = SimpleNamespace(ep_enabled=ep, etp_enabled=etp)
+    # DeepEP counts as installed only where another reason is expected.
+    installed = None if words == "setup.sh" else object()
+    monkeypatch.setattr(checks, "find_spec", lambda name: installed)
     with pytest.raises(SystemExit):
-        check_job(parse(*options), dims)
+        checks.check_job(parse(*options))
     assert words in caplog.records[-1].message
+    checks.check_job(parse())
+    checks.check_job(parse(A2A, EP))
 
 
 def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
@@ -84,52 +94,6 @@ def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
         with pytest.raises(SystemExit):
             converter(config, SimpleNamespace(tp_enabled=False))
         assert "SM100" in caplog.records[-1].message
-
-
-@pytest.mark.parametrize(
-    ("asked", "found", "passes"),
-    [
-        (("bf16", "deepep", False), ("bf16", "deepep", False), True),
-        (("", "", False), ("bf16", "standard", False), True),
-        (("mxfp8", "deepep", False), ("bf16", "deepep", False), False),
-        (("bf16", "deepep", False), ("bf16", "standard", False), False),
-        (("mxfp8", "standard", False), ("mxfp8", "standard", True), False),
-        (("mxfp8", "mxfp8_a2a", True), ("mxfp8", "mxfp8-dispatch-forward", True), False),
-    ],
-)
-def test_what_was_asked_for_must_be_active(asked: Any, found: Any, passes: bool) -> None:
-    from cookbook.titan.stack_2026_02.activity import check
-
-    names = ("precision", "ep_backend", "emulated")
-    config = SimpleNamespace(
-        cookbook=SimpleNamespace(**dict(zip(names, asked, strict=True))),
-        parallelism=SimpleNamespace(expert_parallel_degree=2),
-    )
-    active = dict(zip(names, found, strict=True))
-    if passes:
-        check(config, active)
-    else:
-        with pytest.raises(SystemExit):
-            check(config, active)
-
-
-def test_stages_without_a_quantized_linear_layer_do_not_contradict_those_with_one() -> None:
-    from cookbook.titan.stack_2026_02.activity import _merged
-
-    def view(precision: str, backend: str | None, has_experts: bool = True) -> dict[str, Any]:
-        return {
-            "precision": precision,
-            "ep_backend": backend,
-            "emulated": False,
-            "has_experts": has_experts,
-        }
-
-    merged = _merged([view("mxfp8_linear", "deepep"), view("mxfp8", "deepep")])
-    assert (merged["precision"], merged["ep_backend"]) == ("mxfp8_linear", "deepep")
-    merged = _merged([view("bf16", None, has_experts=False), view("mxfp8", "standard")])
-    assert (merged["precision"], merged["ep_backend"]) == ("mxfp8", "standard")
-    merged = _merged([view("mxfp8", "standard"), view("bf16", "deepep")])
-    assert (merged["precision"], merged["ep_backend"]) == ("bf16 and mxfp8", "deepep and standard")
 
 
 def test_loss_keeps_its_value_and_scales_its_gradient() -> None:

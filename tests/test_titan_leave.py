@@ -26,7 +26,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(assets: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """One rank of `python -m torchtitan.train`, which aborts where its interpreter is torn down."""
+    """One rank of `python -m torchtitan.train`, which aborts when its interpreter shuts down."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -57,6 +57,7 @@ def train(assets: Path, out: Path, *options: str) -> subprocess.CompletedProcess
 def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_path: Path) -> None:
     ended = train(assets, tmp_path)
     assert ended.returncode == 0, ended.stderr[-2000:]
+    assert (ended.stdout + ended.stderr).count("cookbook active: ") == 1
     # Nothing of what it wrote is lost.
     assert "Process group destroyed" in ended.stdout + ended.stderr
     (events,) = tmp_path.glob("tb/**/events.*")
@@ -64,8 +65,8 @@ def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_pat
     assert [scalar.step for scalar in written] == [1]
 
 
-def test_a_run_that_fails_is_torn_down_as_ever(assets: Path, tmp_path: Path) -> None:
-    # Without the way out above the stand-in does abort, here after the error has been told.
+def test_a_run_that_fails_is_torn_down_by_python(assets: Path, tmp_path: Path) -> None:
+    # Without the early exit the stand-in does abort, here after the error was printed.
     ended = train(assets, tmp_path, "--training.dataset_path=/missing")
     assert ended.returncode < 0
     assert "/missing" in ended.stderr

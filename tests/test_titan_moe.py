@@ -100,23 +100,13 @@ def run_layer(
     """What `reference` returns, from this rank's part of the layer and whole again."""
     from torch.distributed.tensor import DTensor, Replicate
     from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
     from torchtitan.models.llama4.infra import parallelize
-    from torchtitan.models.moe import moe_deepep
 
-    import cookbook.titan.stack_2026_02.expert_parallel as corrected
+    from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
+    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
 
-    apply_moe_ep_tp = parallelize.apply_moe_ep_tp
-    if released:
-        released_forward = moe_deepep.DeepEPMoE.forward
-        apply_moe_ep_tp = apply_moe_ep_tp.__wrapped__
-        parallelize.ReordererSequenceParallel = corrected.RELEASED["reorderer"]
-        parallelize.RowwiseParallel = corrected.RELEASED["rowwise"]
-        parallelize.PrepareModuleInputOutput = corrected.RELEASED["prepare"]
-        DeepEPExpertParallel._token_dispatch = corrected.RELEASED["dispatch"]
-        DeepEPExpertParallel._token_combine = corrected.RELEASED["combine"]
-        assert released_forward.__module__ == "torchtitan.models.moe.moe_deepep"
-
+    unquantized = Precisions(dispatch_forward=False, combine_backward=False)
+    corrected = partial(apply_moe_ep_tp, unquantized)
     dims = ParallelDims(
         dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=RANKS, etp=1, world_size=RANKS
     )
@@ -125,7 +115,9 @@ def run_layer(
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
     model = SimpleNamespace(layers={"0": block})
-    apply_moe_ep_tp(
+    # TorchTitan's own function stays in its place when the cookbook is imported.
+    apply = parallelize.apply_moe_ep_tp if released else corrected
+    apply(
         model,
         tp_mesh=dims.get_optional_mesh("tp"),
         ep_mesh=dims.get_optional_mesh("ep"),
@@ -203,7 +195,7 @@ def test_layer_matches_plain_pytorch_when_compiled(moe_impl: str) -> None:
 
 
 def test_released_torchtitan_does_not() -> None:
-    """What the corrections are for; where this fails, TorchTitan has been mended."""
+    """What the corrections are for; where this fails, TorchTitan has been fixed."""
     expected = reference(False, False)
     layer = partial(run_layer, released=True)
     deepep = worst(run_ranks(layer, RANKS, "deepep", TP, False, False)[0], expected)

@@ -1,4 +1,4 @@
-"""In: words of a command line. Out: what the pinned TorchTitan's ConfigManager makes of it."""
+"""Reads a command line with the pinned TorchTitan's ConfigManager."""
 
 from __future__ import annotations
 

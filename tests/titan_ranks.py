@@ -1,4 +1,4 @@
-"""In: a function and a number of ranks. Out: what it returned in each of those processes."""
+"""Runs a function in the ranks of a gloo world and returns what it returned in each of them."""
 
 from __future__ import annotations
 

@@ -99,7 +99,12 @@ def build_parser() -> argparse.ArgumentParser:
     status = verb("status", "say how far each cell of a run is", "follow:show_status")
     status.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     logs = verb("logs", "print the log of a cell", "follow:show_logs")
-    logs.add_argument("cell", metavar="RUN/CELL", nargs="?", help="the newest run's running cell")
+    logs.add_argument(
+        "cell",
+        metavar="RUN/CELL",
+        nargs="?",
+        help="also CELL of the newest run, or RUN; without: the newest run's running cell",
+    )
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
     cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
     cancel.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")

@@ -10,7 +10,7 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.run.folder import CellFolder
-from cookbook.run.run import Run, find_run, is_run
+from cookbook.run.run import Run, find_run, is_run, run_names
 from cookbook.run.states import CellState, cancel_run, cell_states
 from cookbook.run.status import ENDED, OPEN, RUNNING
 from cookbook.verbs.watch import POLL_S, Watcher
@@ -71,11 +71,15 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 
 def _named_cell(name: str | None) -> tuple[Run, CellFolder]:
-    """RUN/CELL, RUN (its running cell) or nothing (of the newest run)."""
+    """RUN/CELL, CELL of the newest run, RUN (its running cell) or nothing (the newest run's)."""
     run_name, _, cell = (name or "").rpartition("/")
     if run_name and not is_run(Path(name or "")):
         run = find_run(run_name)
         return run, run.cell(cell)
+    if name and name not in (names := run_names()) and names:
+        newest = find_run(None)
+        if any(cell.name == name for cell in newest.cells):
+            return newest, newest.cell(name)
     run = find_run(name)
     states = cell_states(run)
     running = [state.cell for state in states if state.state == RUNNING]

@@ -1,4 +1,4 @@
-"""In: a random operation on a DTensor of CPU ranks. Out: other numbers for every shard of it.
+"""Random numbers for DTensors on CPU ranks, different ones for every shard.
 
 PyTorch keeps the shards of a DTensor apart by offsets into a CUDA generator and leaves CPU meshes
 alone: every rank would draw the same numbers, and with EP 2 the second half of the experts would
@@ -17,7 +17,7 @@ from torch.distributed.tensor import _random
 
 
 class ShardSeededTracker:
-    """Stands where DTensor looks for its tracker of random state.
+    """DTensor's tracker of random state, for CPU meshes.
 
     The numbers depend on the seed, on how many random operations came before, and on the shard;
     replicas of a shard draw the same ones.
@@ -44,6 +44,7 @@ class ShardSeededTracker:
 
 
 def seed_shards_apart() -> None:
-    # True of DTensor alone, and no longer of this process.
+    """Give every shard of a DTensor on a CPU mesh its own random numbers, in this process."""
+    # The tracker below is the support whose absence DTensor warns of.
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
     _random._rng_tracker = ShardSeededTracker()

@@ -1,12 +1,12 @@
-"""In: received tokens and the experts they go to. Out: rows grouped by expert, padded, and back.
+"""Groups received tokens by expert, pads the groups, and brings the rows back to their tokens.
 
 A grouped GEMM reads one group of rows per expert. MXFP8 scales run over 32 elements, and the weight
-gradient contracts over a group's rows, so that every group, an empty one too, is filled with zero
-rows up to a multiple of 32 (of 8 for BF16, as TorchTitan's standard path does).
+gradient contracts over a group's rows. So every group, also an empty one, is filled with zero rows
+up to a multiple of 32 (of 8 for BF16, as in TorchTitan's standard path).
 
-The sizes of the groups are known on the host, since DeepEP returns them there; from them follow all
-shapes, and nothing here waits for the device. Moving rows to their groups and back is one pass over
-the data each, with the routing score applied and the sum taken in float32 on the way.
+DeepEP returns the sizes of the groups on the host. All shapes follow from them, and nothing here
+waits for the device. Moving rows to their groups and back is one pass over the data each; the
+routing score is applied and the sum is taken in float32 in the same pass.
 """
 
 from __future__ import annotations

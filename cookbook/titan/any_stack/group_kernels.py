@@ -1,7 +1,7 @@
-"""In: rows on a GPU and a group plan. Out: the rows moved, weighted and summed, one pass each.
+"""Triton kernels that move, weight and sum the rows of a group plan on a GPU, in one pass each.
 
-Triton kernels of what `expert_groups` does with PyTorch operations on a CPU. Sums run in float32,
-in a fixed order and without atomics, so that they are the same in every run.
+`expert_groups` does the same with PyTorch operations on a CPU. Sums run in float32, in a fixed
+order and without atomics, so every run has the same ones.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def spread(
         return grouped
     by_row: Any = None
     if scores is not None:
-        # One more place takes what the copies for other ranks would write.
+        # The additional last place takes the scores of copies for other ranks.
         by_row = scores.new_zeros(rows.numel() + 1, dtype=torch.float32)
         places = torch.where(slots >= 0, slots, rows.numel()).view(-1).long()
         by_row.scatter_(0, places, scores.float().reshape(-1))

@@ -1,9 +1,9 @@
-"""In: a training process that has done its work. Out: the process gone, with status 0.
+"""Ends a training process that has done its work, with status 0 and without interpreter shutdown.
 
-Threads of PyArrow and gloo outlive the training. One that wants Python's lock while the interpreter
-is torn down is ended there and aborts the whole process: a job that has trained to its last step
-counts as failed (huggingface/datasets#7566, apache/arrow#45214, pytorch/pytorch#179291; seen here
-once, on a CPU). So there is no tearing down once all is closed.
+Threads of PyArrow and gloo outlive the training. A thread that takes the GIL during the shutdown
+can abort the process: a job that has trained to its last step then counts as failed
+(huggingface/datasets#7566, apache/arrow#45214, pytorch/pytorch#179291; seen here once, on a CPU).
+So once everything is closed, the process exits at once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 
 def leave_when_done() -> None:
-    """Have a process of `python -m torchtitan.train` end without its interpreter's end.
+    """Let `python -m torchtitan.train` end without interpreter shutdown; no other program.
 
-    TorchTitan destroys the process group last, and only where no exception was raised. What other
-    packages registered for the exit after this is called runs before.
+    Exit handlers that are registered after this one run before it.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None or spec.name != "torchtitan.train":
@@ -37,12 +36,14 @@ def leave_when_done() -> None:
         destroyed = True
 
     def leave() -> None:
-        # After an exception the status is Python's to set.
+        # After an exception Python sets the exit status.
         if destroyed and not hasattr(sys, "last_type"):
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
+    # No door: TorchTitan has no hook for the end of a run, and closes its parts after a failure
+    # too. What it does last, and after a success only, is to destroy the process group.
     dist.destroy_process_group = destroy_and_note
     atexit.register(leave)

@@ -1,8 +1,8 @@
-"""In: tokens that every tensor-parallel rank holds. Out: each rank's own share of them, and back.
+"""Splits an MoE layer's tokens over the tensor-parallel ranks, so that each is sent once.
 
 Under TP the input of an MoE layer is gathered along the sequence and its output is summed over the
 TP ranks. Each token must reach the experts once, so each rank sends only its share. The share is
-cut along the sequence, not along the folded batch x sequence: it then holds the very positions
+cut along the sequence, not along the folded batch x sequence. It then holds exactly the positions
 whose gradient this rank keeps when the gather is undone, and nothing has to be exchanged.
 """
 
@@ -59,7 +59,7 @@ def global_positions(local: torch.Tensor, share: Share, per_token: int = 1) -> t
 def gather_sequence(mine: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
     """The shares (batch, part, features) of all TP ranks, as (batch, length, features).
 
-    The gradient of the whole is taken to be the same on all TP ranks: each keeps its own positions.
+    All TP ranks must have the same gradient of the whole: each keeps its own positions of it.
     """
     shares = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)
     return shares.redistribute(placements=(Replicate(),)).to_local()
@@ -87,11 +87,11 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient_over_tp(scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """The same `scores`; their gradient, which each rank has for its own tokens only, is summed.
+    """The same `scores`, with their gradient summed over TP: each rank has that of its own tokens.
 
-    Every TP rank scores every token with the same gate but uses the scores of its own share, so
-    that its gradient of the gate is a part of the sum. Released TorchTitan 0.2.2 takes the part for
-    the whole, and the gates of the TP ranks drift apart (mended later, pytorch/torchtitan#2416).
-    The sum is taken here, where it is smallest: tokens x top k.
+    Every TP rank scores every token with the same gate but uses the scores of its own share only.
+    Its gradient of the gate is therefore one term of a sum. Released TorchTitan 0.2.2 uses the term
+    as if it were the sum, and the gates of the TP ranks drift apart (fixed later,
+    pytorch/torchtitan#2416). The sum is taken here, where it is smallest: tokens x top k.
     """
     return _SumGradient.apply(scores, tp_mesh)

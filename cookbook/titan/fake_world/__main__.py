@@ -1,13 +1,12 @@
-"""In: cells as JSON on standard input, one a line. Out: for each, what TorchTitan builds of it or
-raises.
+"""Builds cells in a fake world and says what TorchTitan builds of each, or what it raises.
 
     CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.fake_world
 
-TorchTitan's own Trainer is made in a fake world of the cell's size, from the cell's own argv, for
-the first rank of every pipeline stage. Parameters stay on the meta device, so that 671B fits
-anywhere. Each rank is built in a forked child, which has all imports at once and leaves nothing
-behind in the next. What stands in for something that only the job has is named in the answer's
-`not_exercised`.
+It reads cells from standard input, one JSON object a line, and answers each with one line.
+TorchTitan's own Trainer is made from the cell's own argv, in a fake world of the cell's size, for
+the first rank of every pipeline stage. Parameters stay on the meta device, so 671B fits anywhere.
+Each rank is built in a forked child, which inherits all imports and leaves nothing to the next one.
+The answer's `not_exercised` names every stand-in for something that only the job has.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def _answer_and_exit(request: dict[str, Any], rank: int, write_end: int) -> None
     try:
         # A signal meant for the parent ends the child the plain way.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # What tyro and the cookbook's hooks say before they exit is the reason to report.
+        # What tyro and the cookbook say before they exit is the reason to report.
         with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
             said = Path(folder) / "said"
             descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
@@ -186,7 +185,7 @@ def main() -> None:
     started = time.monotonic()
 
     import torch
-    import torchtitan.train  # noqa: F401  (binds the names that the hooks replace)
+    import torchtitan.train  # noqa: F401  (for the children, as is the next one)
 
     import cookbook.titan.stack_2026_02  # noqa: F401
     from cookbook.titan.fake_world.world import warm_up

@@ -1,7 +1,6 @@
-"""In: a Trainer on the meta device. Out: what of it decides memory and traffic, as plain numbers.
+"""Describes a Trainer on the meta device by what decides its memory and traffic, as plain numbers.
 
-Sizes come from the sharded model itself: how TP, EP and FSDP cut each parameter is not computed
-again.
+Sizes are read from the sharded model; how TP, EP and FSDP cut each parameter is not computed again.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
 from cookbook.titan.fake_world.world import Build
+from cookbook.titan.stack_2026_02.activity import observe_model, words
 
 _FSDP_DIMS = ("fsdp", "efsdp")
 # Inserted by wrappers around a module; the model's own names have none.
@@ -26,7 +26,12 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 def view_rank(build: Build) -> dict[str, Any]:
-    """Parts of the model on this rank, their parameters and layers, and the pipeline's order."""
+    """Parts of the model on this rank, their parameters and layers, and the pipeline's order.
+
+    `active` is what the first step of the job would find on this rank: `grouped_gemms`, null where
+    it holds no routed experts, and `linear_layers`, `bf16` where it holds no quantized layer. A
+    stage may hold none, so what another stage has quantized counts. Nothing was dispatched.
+    """
     trainer = build.trainer
     return {
         "parameters": build.parameters,
@@ -34,11 +39,20 @@ def view_rank(build: Build) -> dict[str, Any]:
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
         "model": _numbers(dataclasses.asdict(trainer.model_args)),
+        "active": _view_activity(trainer.model_parts),
         "mixed_precision": _is_mixed(trainer),
         "groups": _communicators(trainer.parallel_dims),
         "not_exercised": build.not_exercised,
         "warnings": build.warnings,
         **_pipeline(trainer),
+    }
+
+
+def _view_activity(model_parts: list[nn.Module]) -> dict[str, str | None]:
+    found = observe_model(model_parts)
+    return {
+        "grouped_gemms": words(found.grouped_gemms),
+        "linear_layers": words(found.linear_layers),
     }
 
 

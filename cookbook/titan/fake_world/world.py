@@ -1,14 +1,13 @@
-"""In: a cell's argv and one of its ranks. Out: TorchTitan's Trainer for it, parameters on the meta
-device.
+"""Builds TorchTitan's Trainer for one rank of a cell, with its parameters on the meta device.
 
-Everything replaced here is replaced in a process that builds one rank and ends.
+What is replaced here is replaced in a process that builds one rank and ends. The model's spec is
+the one that is registered, or TorchTitan's own, without tokenizer and data loader; what else is
+replaced has no door: it is PyTorch's, or is not looked up in the spec.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import importlib.machinery
 import logging
@@ -20,9 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
-import torchtitan.components.metrics as metrics
-import torchtitan.protocols.train_spec as train_spec
 from torchtitan.config import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer
 
 
@@ -80,7 +78,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     notes = ["kernels, collectives, torch.compile, weights and optimizer steps: none ran"]
     warnings = _Warnings()
     logging.getLogger().addHandler(warnings)
-    # What the cookbook's own hooks refuse with is read from standard error.
+    # What the cookbook itself refuses with is read from standard error.
     logging.getLogger().addHandler(logging.StreamHandler())
     config = ConfigManager().parse_args(
         [*request["argv"], f"--job.dump_folder={folder}", "--comm.mode=fake_backend"]
@@ -88,7 +86,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     # TorchTitan would do this itself, but always as rank 0.
     dist.init_process_group("fake", rank=rank, world_size=world)
     _keep_parameters_on_meta()
-    _keep_to_this_process()
+    _fake_new_groups()
     if request["compute_capability"] is not None:
         _pretend_capability(request["compute_capability"])
         notes.append(f"GPU: compute capability {request['compute_capability']} was pretended")
@@ -99,6 +97,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:
         notes.append("W&B: not contacted")
+    config.metrics.enable_wandb = config.metrics.enable_tensorboard = False
     if config.checkpoint.enable:
         notes.append("checkpoint: options read, nothing loaded or saved")
     trainer = Trainer(config)
@@ -142,9 +141,8 @@ def _is_ours(module: ModuleType) -> bool:
     return (getattr(module, "__name__", "") or "").split(".")[0] in ("torchtitan", "cookbook")
 
 
-def _keep_to_this_process() -> None:
-    """No logger that writes or calls home, no thread, no port."""
-    metrics._build_metric_logger = lambda *args, **kwargs: metrics.BaseLogger()
+def _fake_new_groups() -> None:
+    """Groups that are made later are fake too: no thread, no port, and nobody to wait for."""
     new_group = dist.new_group
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:
@@ -182,8 +180,13 @@ def _stand_in_for_deep_ep() -> None:
 def _without_data(model_name: str) -> dict[str, Any]:
     """Leave tokenizer and data loader out of the model's spec, and note TorchTitan's own counts."""
     counts: dict[str, Any] = {"flops": 0, "parameters": {}}
-    get_train_spec = train_spec.get_train_spec
     spec = get_train_spec(model_name)
+    spec.build_tokenizer_fn = None
+    spec.build_dataloader_fn = None
+    if get_train_spec(model_name) is not spec:
+        # A built-in spec is made anew for every call; a registered one is kept.
+        register_train_spec(model_name, spec)
+    # No door: the Trainer asks the arguments' class, and gives the whole model to nobody else.
     for args in {type(args) for args in spec.model_args.values()}:
         count = args.get_nparams_and_flops
 
@@ -194,17 +197,6 @@ def _without_data(model_name: str) -> dict[str, Any]:
             return total, flops
 
         args.get_nparams_and_flops = counted
-
-    def get_spec(name: str) -> Any:
-        found = get_train_spec(name)
-        return dataclasses.replace(
-            found,
-            model_args=copy.deepcopy(found.model_args),
-            build_tokenizer_fn=None,
-            build_dataloader_fn=None,
-        )
-
-    train_spec.get_train_spec = get_spec
     return counts
 
 

@@ -1,9 +1,8 @@
-"""The cookbook's hooks in a training process of stack 2026.02.
+"""The cookbook's part in a training process of stack 2026.02.
 
-Named by `--experimental.custom_import`, and imported a little before that with `.job_config`: after
-`torchtitan.train` has imported everything and before its Trainer exists, so the names replaced here
-are bound but not yet used.
-Nothing in site-packages is edited, and no other TorchTitan version is touched.
+TorchTitan imports it, before its Trainer exists, with `--job.custom_config_module` (`.job_config`)
+and `--experimental.custom_import` (this package). `spec.py` shows what enters TorchTitan by which
+door. Nothing in site-packages is edited, and any other version of TorchTitan is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""In: a machine without CUDA. Out: TorchTitan's modules bound to the CPU and gloo."""
+"""Binds TorchTitan to the CPU and gloo, on a machine without CUDA.
+
+No door: TorchTitan's modules take their device when they are imported, and it supports no CPU. So
+on such a machine the whole process is bound, whatever it trains.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,6 @@ import torchtitan.distributed.dual_pipe_v
 import torchtitan.distributed.parallel_dims
 import torchtitan.distributed.utils
 import torchtitan.models.deepseek_v3.model.args
-import torchtitan.models.llama4.infra.parallelize
 import torchtitan.models.moe.utils
 import torchtitan.tools.profiling
 import torchtitan.tools.utils
@@ -88,7 +91,7 @@ class CpuDevice(ModuleType):
 
 
 def prepare_cpu() -> None:
-    """Bind TorchTitan to the CPU; to be called once, before a Trainer exists."""
+    """Bind TorchTitan to the CPU; called once, before a Trainer exists."""
     device = CpuDevice("cookbook.titan.stack_2026_02.cpu.device")
     for holder in _DEVICE_HOLDERS:
         if hasattr(holder, "device_type"):
@@ -96,7 +99,7 @@ def prepare_cpu() -> None:
         if hasattr(holder, "device_module"):
             holder.device_module = device  # type: ignore[attr-defined]
 
-    # No peak is known for a CPU; without this its MFU would be printed as a part of an A100's.
+    # No peak is known for a CPU; TorchTitan would print its MFU as a part of an A100's peak.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
 
     # DeepSeek-V3 falls back to a Python loop over experts below SM90, and quantization hooks into
@@ -109,7 +112,6 @@ def prepare_cpu() -> None:
 
     seed_shards_apart()
     _histc_of_integers()
-    _sum_reduction_in_fsdp()
     _barrier_without_device_ids()
 
 
@@ -126,19 +128,11 @@ def _histc_of_integers() -> None:
     torch.histc = counting_histc
 
 
-def _sum_reduction_in_fsdp() -> None:
-    """TorchTitan ends apply_fsdp with a factor for NCCL's PREMUL_SUM, which gloo does not have."""
-    parallelize: Any = torchtitan.models.llama4.infra.parallelize
-    disable_division = parallelize.disable_fsdp_gradient_division
-
-    @wraps(disable_division)
-    def disable_division_and_sum(model: nn.Module) -> None:
-        disable_division(model)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-
-    parallelize.disable_fsdp_gradient_division = disable_division_and_sum
+def sum_gradients_in_fsdp(model: nn.Module) -> None:
+    """Let FSDP reduce by plain sums: gloo lacks PREMUL_SUM, which TorchTitan's factor needs."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _barrier_without_device_ids() -> None:

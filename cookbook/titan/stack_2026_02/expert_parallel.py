@@ -1,19 +1,18 @@
-"""In: TorchTitan's plan for MoE layers under TP and EP. Out: the same plan with the right sums.
+"""TorchTitan's plan for MoE layers under TP and EP, with the right sums.
 
-Names that `apply_moe_ep_tp` uses are replaced, and a hook is added to each router; what each
-changes, and why, is said where it is defined.
+`apply_moe_ep_tp` takes the place of TorchTitan's function of that name, and calls it with classes
+of this package under the names that it looks up. What each class corrects is said at the class.
 """
 
 from __future__ import annotations
 
 import warnings
-from functools import partial, wraps
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn as nn
-import torchtitan.distributed.expert_parallel as expert_parallel
-import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 import torchtitan.models.llama4.infra.parallelize as llama4_parallelize
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInputOutput,
     RowwiseParallel,
 )
-from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
+from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
 
 from cookbook.titan.any_stack.token_split import (
     Share,
@@ -30,24 +29,20 @@ from cookbook.titan.any_stack.token_split import (
     sum_gradient_over_tp,
     take_share,
 )
-from cookbook.titan.stack_2026_02 import activity, deepep
-
-# What was there before, for the tests and benchmarks that show what it computes.
-RELEASED: dict[str, Any] = {
-    "reorderer": expert_parallel.ReordererSequenceParallel,
-    "rowwise": llama4_parallelize.RowwiseParallel,
-    "prepare": llama4_parallelize.PrepareModuleInputOutput,
-    "dispatch": DeepEPExpertParallel._token_dispatch,
-    "combine": DeepEPExpertParallel._token_combine,
-}
+from cookbook.titan.stack_2026_02 import activity
+from cookbook.titan.stack_2026_02.quantized_a2a import (
+    Precisions,
+    QuantizedExpertParallel,
+    prepare_quantized_a2a,
+)
 
 
 class PartialOutputRowwiseParallel(RowwiseParallel):
     """The last linear layer of the shared experts, whose output is a term of a sum over TP ranks.
 
-    The gradient of every term is that of the sum, the same on all ranks. PyTorch 2.10 takes it for
-    a term too when it is not told otherwise, sums it, and the shared experts' gradients come out TP
-    times as large (pytorch/pytorch#172932, mended in 2.11).
+    The gradient of every term is that of the sum, the same on all ranks. Unless it is told so,
+    PyTorch 2.10 takes that gradient for a term too and sums it: the shared experts' gradients come
+    out TP times as large (pytorch/pytorch#172932, fixed in 2.11).
     """
 
     @staticmethod
@@ -70,8 +65,8 @@ class PartialOutputRowwiseParallel(RowwiseParallel):
 class PrepareMoE(PrepareModuleInputOutput):
     """Gathers an MoE layer's input along the sequence and sums its output over TP ranks.
 
-    A DeepEP layer does both itself, since its routed experts take no part in either: each rank
-    sends the share that it had before the gather, and gets that share back.
+    A DeepEP layer does both itself, since its routed experts need neither: each rank sends the
+    share that it had before the gather, and gets that share back.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -107,6 +102,22 @@ class SequenceShareReorderer(ParallelStyle):
         return module
 
 
+class _NotedDispatch:
+    """Notes that the standard backend sent tokens, for the report of the first step."""
+
+    def _token_dispatch(self, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        activity.dispatches.add("standard")
+        return super()._token_dispatch(mod, inputs, device_mesh)  # type: ignore[misc]
+
+
+class StandardExpertParallel(_NotedDispatch, ExpertParallel):
+    """TorchTitan's ExpertParallel, whose dispatch is noted."""
+
+
+class StandardExpertTensorParallel(_NotedDispatch, ExpertTensorParallel):
+    """TorchTitan's ExpertTensorParallel, whose dispatch is noted."""
+
+
 def _remember_length(moe: Any, inputs: tuple[torch.Tensor, ...]) -> None:
     """The reorderer sees folded tokens only; the MoE layer around it sees (batch, length, dim)."""
     moe.reorderer.cookbook_length = inputs[0].shape[1]
@@ -117,12 +128,9 @@ def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: A
     return sum_gradient_over_tp(top_scores, tp_mesh), experts, counts
 
 
-def correct_moe(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Hook the MoE layers of a model whose TP ranks each send a share of the tokens."""
-    for block in model.layers.values():
-        if not block.moe_enabled:
-            continue
-        moe = block.moe
+def _correct_gradients(layers: list[Any], tp_mesh: DeviceMesh) -> None:
+    """Hook MoE layers whose TP ranks each send a share of the tokens."""
+    for moe in layers:
         moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
         if moe.shared_experts is not None:
             activity.corrections.add("shared-expert-gradients-not-summed-over-tp")
@@ -131,52 +139,41 @@ def correct_moe(model: nn.Module, tp_mesh: DeviceMesh) -> None:
     activity.corrections.add("router-gradients-summed-over-tp")
 
 
-def _dispatch(self: Any, mod: Any, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> Any:
-    hidden_states, _, selected_experts_indices, top_scores, num_experts = inputs
-    grouped, sizes, self._state = deepep.dispatch_tokens(
-        hidden_states,
-        selected_experts_indices,
-        top_scores,
-        num_experts,
-        device_mesh.get_group(),
-        score_before_experts=self.score_before_experts,
-    )
-    return grouped, sizes
+def apply_moe_ep_tp(
+    precisions: Precisions, model: nn.Module, *, use_deepep: bool = False, **options: Any
+) -> None:
+    """Parallelize the MoE layers of `model` as TorchTitan does, corrected.
 
+    Args:
+        precisions: of the standard backend's two exchanges.
+        options: TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on.
+    """
+    layers = [block.moe for block in model.layers.values() if block.moe_enabled]
+    names: dict[str, Any] = {
+        "PrepareModuleInputOutput": PrepareMoE,
+        "ReordererSequenceParallel": SequenceShareReorderer,
+        "RowwiseParallel": PartialOutputRowwiseParallel,
+        "ExpertParallel": StandardExpertParallel,
+        "ExpertTensorParallel": StandardExpertTensorParallel,
+    }
+    if precisions.any:
+        prepare_quantized_a2a()
+        names["ExpertParallel"] = partial(QuantizedExpertParallel, precisions)
+    if use_deepep:
+        # Importable only where DeepEP is installed.
+        from cookbook.titan.stack_2026_02.deepep import PaddedExpertParallel, SplitMoE
 
-def _combine(self: Any, mod: Any, routed_output: torch.Tensor, device_mesh: DeviceMesh) -> Any:
-    state, self._state = self._state, None
-    return deepep.combine_tokens(routed_output, state)
-
-
-def _correct_apply(apply_moe_ep_tp: Any) -> Any:
-    @wraps(apply_moe_ep_tp)
-    def apply_and_correct(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("use_deepep"):
-            # Importable here only: without DeepEP installed the module raises.
-            from torchtitan.models.moe.moe_deepep import DeepEPMoE
-
-            DeepEPMoE.forward = deepep.forward
-        with warnings.catch_warnings():
-            # The DeepEP layer has no reorderer, which TorchTitan's plan names all the same.
-            warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
-            apply_moe_ep_tp(model, *args, **kwargs)
-        tp_mesh, ep_mesh, etp_mesh = (kwargs.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
-        # Only where EP borrows the TP ranks does each of them send tokens of its own.
-        if tp_mesh is not None and ep_mesh is not None and etp_mesh is None:
-            correct_moe(model, tp_mesh)
-
-    return apply_and_correct
-
-
-def correct_expert_parallel() -> None:
-    """Replace the names; both model families call `apply_moe_ep_tp` with keyword meshes."""
-    DeepEPExpertParallel._token_dispatch = _dispatch
-    DeepEPExpertParallel._token_combine = _combine
-    expert_parallel.ReordererSequenceParallel = SequenceShareReorderer
-    llama4_parallelize.ReordererSequenceParallel = SequenceShareReorderer
-    llama4_parallelize.RowwiseParallel = PartialOutputRowwiseParallel
-    llama4_parallelize.PrepareModuleInputOutput = PrepareMoE
-    corrected = _correct_apply(llama4_parallelize.apply_moe_ep_tp)
-    llama4_parallelize.apply_moe_ep_tp = corrected
-    deepseek_parallelize.apply_moe_ep_tp = corrected
+        names["DeepEPExpertParallel"] = PaddedExpertParallel
+        for moe in layers:
+            # These instances alone; FSDP changes a module's class in the same way.
+            moe.__class__ = SplitMoE
+    # No door: TorchTitan's function makes its plan of classes that it looks up by these names. It
+    # is used by other model families too, so that they get their own names back.
+    with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
+        # The DeepEP layer has no reorderer, which TorchTitan's plan names all the same.
+        warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
+        llama4_parallelize.apply_moe_ep_tp(model, use_deepep=use_deepep, **options)
+    tp_mesh, ep_mesh, etp_mesh = (options.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
+    # Only where EP borrows the TP ranks does each of them send tokens of its own.
+    if tp_mesh is not None and ep_mesh is not None and etp_mesh is None:
+        _correct_gradients(layers, tp_mesh)

@@ -1,8 +1,8 @@
-"""In: nothing. Out: the options that the cookbook adds to TorchTitan's own `JobConfig`.
+"""The options that the cookbook adds to TorchTitan's own `JobConfig`.
 
-Named by `--job.custom_config_module`. TorchTitan merges these dataclasses, section by section and
-field by field, into its own; only additions and widened choices stand here. There is no
-`from __future__ import annotations`, since TorchTitan and tyro read the types at run time.
+`--job.custom_config_module` names this module. TorchTitan merges these dataclasses, section by
+section and field by field, into its own, so only additions and widened choices are here. There is
+no `from __future__ import annotations`, since TorchTitan and tyro read the types at run time.
 """
 
 from dataclasses import dataclass, field
@@ -18,13 +18,16 @@ class Cookbook:
     """The name of the EP backend overlay, for the log and the report."""
 
     grouped_gemms: str = ""
-    """What must be active in the routed experts' grouped GEMMs; empty for anything."""
+    """What the precision declares for the routed experts' grouped GEMMs: `bf16`, `mxfp8`,
+    `mxfp8_wgrad_with_hp` or `fp8_rowwise`. The run ends at its first step where another is active;
+    empty declares nothing, here and in the next two."""
 
     linear_layers: str = ""
-    """What must be active in the linear layers; empty for anything."""
+    """What the precision declares for linear layers: `bf16`, `mx` or `float8`."""
 
     dispatch: str = ""
-    """How tokens must travel to their experts; empty for anything."""
+    """How the EP backend declares that tokens travel: `standard`, `deepep` or `mxfp8` (both
+    exchanges of the quantized all-to-all). Not checked with expert_parallel_degree 1."""
 
     emulated: bool = False
     """Whether the driver asked for emulated low precision (numerics only, never a speed-up)."""
@@ -85,7 +88,7 @@ class Quantize:
 @dataclass
 class JobConfig:
     cookbook: Cookbook = field(default_factory=Cookbook)
-    """What the driver asked for."""
+    """What the overlays declare, and their names."""
 
     model: Model = field(default_factory=Model)
     """What the cookbook adds to `model`."""

@@ -1,8 +1,7 @@
-"""In: `model.converters` entries for MXFP8. Out: a model whose GEMMs quantize as the recipe says.
+"""The model converters for MXFP8, `quantize.grouped_mm.mx` and `quantize.linear.mx`.
 
-TorchTitan's own converters of these names ignore `recipe_name` of the grouped GEMMs and refuse all
-GPUs below SM100, although TorchAO has both the recipe and an emulated mode. These take their places
-in TorchTitan's registry.
+TorchTitan's own converters of these names ignore `recipe_name` of the grouped GEMMs, and refuse all
+GPUs below SM100, although TorchAO has both the recipe and an emulated mode.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ class MXGroupedMMConverter(QuantizationConverter):
         self.recipe_name = options.recipe_name
         self.emulate = options.emulate
         if self.emulate:
+            # No door: TorchAO calls its emulation by name.
             scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d = emulated_weight_gradient
         # MXFP8 scales run over 32 elements, and the weight gradient's GEMM contracts over tokens.
         set_token_group_alignment_size_m(MXFP8_GROUP_ALIGNMENT_SIZE)
@@ -160,7 +160,11 @@ def _check_hardware(emulate: bool, option: str) -> None:
 
 
 def replace_mx_converters() -> None:
-    """Put both classes where TorchTitan looks converters up; its own stay unused."""
+    """Put both classes where TorchTitan looks converters up; its own stay unused.
+
+    No door: `register_model_converter` refuses a name that is taken, and recipes use TorchTitan's
+    names. A job of another model family does not come here.
+    """
     registry: dict[str, Any] = model_converter._registry_model_converter_cls
     for name, converter in (
         ("quantize.grouped_mm.mx", MXGroupedMMConverter),

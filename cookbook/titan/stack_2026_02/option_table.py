@@ -1,4 +1,4 @@
-"""In: the installed TorchTitan. Out: the table of its options and models, as `stacks/<name>.json`.
+"""Prints the table of the installed TorchTitan's options and models.
 
     python -m cookbook.titan.stack_2026_02.option_table > cookbook/stack/tables/2026.02.json
 
@@ -16,10 +16,9 @@ from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.models.deepseek_v3 import deepseekv3_args
 
-from cookbook.titan.stack_2026_02.flavors import add_flavors
 from cookbook.titan.stack_2026_02.job_config import JobConfig as CookbookJobConfig
+from cookbook.titan.stack_2026_02.model_args import flavors
 
 
 def option_table() -> dict[str, dict[str, Any]]:
@@ -65,8 +64,7 @@ def _members(kind: Any) -> list[Any]:
 
 
 def model_table() -> dict[str, dict[str, int]]:
-    """The sizes that layouts must divide, by flavor of deepseek_v3; unit: count."""
-    add_flavors()
+    """The counts that layouts must divide, by flavor of deepseek_v3."""
     return {
         flavor: {
             "n_layers": args.n_layers,
@@ -75,7 +73,7 @@ def model_table() -> dict[str, dict[str, int]]:
             "num_experts": args.moe_args.num_experts,
             "top_k": args.moe_args.top_k,
         }
-        for flavor, args in deepseekv3_args.items()
+        for flavor, args in flavors().items()
     }
 
 

@@ -1,24 +1,23 @@
-"""In: a model with quantizing weights. Out: checkpoints that hold plain tensors.
+"""Checkpoints that hold plain tensors, also of a model whose weights quantize themselves.
 
-TorchAO wraps the experts' weights in a tensor subclass that quantizes when it is multiplied; what
-it holds is the weight as it is. TorchTitan 0.2.2 saves the wrapper, and PyTorch, which loads
-weights only, refuses to read it: an MXFP8 run could not be resumed. Saved plain, a checkpoint can
-also be continued in another precision.
+TorchAO wraps the experts' weights in a tensor subclass that quantizes when it is multiplied; inside
+is the weight itself. The name `experts` matches the shared experts too, whose wrapper does nothing.
+TorchTitan 0.2.2 saves the wrapper, and PyTorch, which loads weights only, refuses to read it: an
+MXFP8 run could not be resumed. Saved plain, a checkpoint can also be continued in another
+precision.
 """
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
+import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpoint import ModelWrapper
+from torchao.prototype.moe_training.tensor import ScaledGroupedMMTensor
 
 
 def plain(value: Any) -> Any:
-    """The tensor inside of TorchAO's wrapper, on the same memory; anything else as it is."""
-    from torchao.prototype.moe_training.tensor import ScaledGroupedMMTensor
-
+    """The tensor inside TorchAO's wrapper, on the same memory; anything else unchanged."""
     if isinstance(value, ScaledGroupedMMTensor):
         return value._data
     if isinstance(value, DTensor) and isinstance(value._local_tensor, ScaledGroupedMMTensor):
@@ -26,12 +25,11 @@ def plain(value: Any) -> Any:
     return value
 
 
-def save_plain_weights() -> None:
-    """Unwrap where TorchTitan hands its model to the checkpointer, for saving and for loading."""
-    state_dict = ModelWrapper.state_dict
+def _unwrap(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, value in state.items():
+        state[name] = plain(value)
 
-    @wraps(state_dict)
-    def plain_state_dict(self: ModelWrapper) -> dict[str, Any]:
-        return {name: plain(value) for name, value in state_dict(self).items()}
 
-    ModelWrapper.state_dict = plain_state_dict
+def save_plain_weights(model: nn.Module) -> None:
+    """Unwrap the weights in the state dict of `model`, for saving and for loading."""
+    model.register_state_dict_post_hook(_unwrap)

@@ -1,10 +1,8 @@
-"""In: tokens for the experts of other ranks. Out: the same tokens there, sent in MXFP8.
+"""The EP backend `mxfp8_a2a`: TorchTitan's standard one, with TorchAO's quantized all-to-all.
 
-The EP backend `mxfp8_a2a`: TorchAO's quantized all-to-all in the places of the two exchanges of
-TorchTitan's standard backend. The dispatch sends MXFP8 in the forward and BF16 in the backward, the
-combine the other way around. What arrives is dequantized at once, so that every precision of the
-grouped GEMMs can follow; for MXFP8 ones this loses nothing, since a value that has been rounded to
-its block's scale is rounded to itself again.
+The dispatch sends MXFP8 in the forward and BF16 in the backward, the combine the other way around.
+What arrives is dequantized at once, so the grouped GEMMs may have any precision. MXFP8 ones lose
+nothing by this: a value that has been rounded to its block's scale is rounded to itself again.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class _Dispatch(a2a_dispatch._A2ADispatchMXFP8FwdHPBwd):
         received = a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward(
             ctx, tokens, output_splits, input_splits, group
         )
-        activity.dispatches.add("mxfp8-dispatch-forward")
+        activity.dispatches.add(activity.MXFP8_DISPATCH)
         return _dequantized(received)
 
     @staticmethod
@@ -94,7 +92,7 @@ class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         grads = a2a_combine._A2ACombineHPFwdMXFP8Bwd.backward(ctx, grad.contiguous())
-        activity.dispatches.add("mxfp8-combine-backward")
+        activity.dispatches.add(activity.MXFP8_COMBINE)
         return _dequantized(grads[0]), *grads[1:4]
 
 
@@ -153,7 +151,10 @@ class QuantizedExpertParallel(ExpertParallel):
 
 
 def prepare_quantized_a2a() -> None:
-    """Replace what TorchAO's exchange calls, where this machine lacks it."""
+    """Replace what TorchAO's exchange calls, where this machine lacks it.
+
+    No door: TorchAO's functions call their cast and their exchange by name.
+    """
     for module in (a2a_dispatch, a2a_combine):
         if emulated():
             module.triton_to_mxfp8_dim0 = _cast_with_operations

@@ -1,4 +1,4 @@
-"""In: the installed packages. Out: their versions, or a refusal where they are not known here."""
+"""The versions of the installed packages, and a refusal of those that are not known here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-# Every hook in this package replaces a name that exists, with this meaning, in these versions.
+# This package uses doors and names that exist, with the meaning that it expects, in these versions.
 TORCHTITAN = "0.2.2"
 TORCHAO = "0.16.0"
 
@@ -27,7 +27,7 @@ def installed(package: str) -> str | None:
 
 
 def check_versions() -> None:
-    """Refuse a TorchTitan or TorchAO that the hooks were not written for."""
+    """Refuse a TorchTitan or TorchAO that this package was not written for."""
     for package, known in (("torchtitan", TORCHTITAN), ("torchao", TORCHAO)):
         found = installed(package)
         if found is None or found.split("+")[0] != known:

@@ -1,9 +1,9 @@
-"""In: calls to `deep_ep.Buffer`. Out: the same results by plain collectives, on CPU ranks.
+"""`deep_ep.Buffer` by plain collectives, for tests on CPU ranks.
 
-Lets tests run TorchTitan's and the cookbook's DeepEP path in real processes without a GPU. Its
+With it TorchTitan's and the cookbook's DeepEP path runs in real processes without a GPU. Its
 contract is DeepEP's (commit 29d31c0): each token is sent once to every rank that holds one of its
-experts, tokens arrive ordered by source rank and then by position, experts that live elsewhere read
--1 with weight 0, and combine sums without weights. `test_titan_deepep.py` checks it against a
+experts, tokens arrive ordered by source rank and then by position, experts of other ranks read -1
+with weight 0, and combine sums without weights. `test_titan_stand_in.py` checks it against a
 reference.
 """
 
@@ -136,7 +136,7 @@ _operations: list[Any] = []
 
 
 def _run_torchtitan_operations_on_cpu() -> None:
-    """TorchTitan registers its two operations for CUDA alone; the same functions serve here."""
+    """TorchTitan registers its two operations for CUDA alone; the same functions work here."""
     if _operations:
         return
     from torchtitan.distributed.deepep import deepep

@@ -1,4 +1,4 @@
-"""In: nothing. Out: the events of `deep_ep.utils`, which plain collectives have no use for."""
+"""The events of `deep_ep.utils`, which plain collectives do not need."""
 
 from __future__ import annotations
 

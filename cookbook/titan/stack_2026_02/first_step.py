@@ -1,0 +1,161 @@
+"""Reports at the first step what is active, and holds the job to what its overlays declare.
+
+A precision declares how grouped GEMMs and linear layers quantize, an EP backend how tokens travel
+(`--cookbook.grouped_gemms` and so on). All ranks' observations are merged and compared with that,
+aspect by aspect. A difference ends the run with one line; otherwise one line and one file say what
+is active.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchtitan.components.metrics as metrics
+from torchtitan.tools.logging import logger
+
+from cookbook.base.files import write_whole
+from cookbook.titan.stack_2026_02 import activity
+from cookbook.titan.stack_2026_02.activity import ModelActivity, words
+from cookbook.titan.stack_2026_02.versions import refuse, versions
+
+# What may be declared, and by which overlay.
+_ASPECTS = {"grouped_gemms": "precision", "linear_layers": "precision", "dispatch": "ep_backend"}
+_KINDS = {"precision": "precision", "ep_backend": "EP backend"}
+
+
+@dataclass(frozen=True)
+class RankActivity:
+    """What one rank observed in its first step; `stage` is its place in the pipeline."""
+
+    stage: int
+    model: ModelActivity
+    dispatch: frozenset[str]
+    emulated: bool
+    corrections: frozenset[str]
+    node: str
+
+
+class FirstStepReport(metrics.MetricsProcessor):
+    """TorchTitan's metrics, with a report after the first step's optimizer."""
+
+    reported = False
+
+    def should_log(self, step: int) -> bool:
+        """Whether this step is logged: the first that every rank asks after each optimizer step."""
+        if not self.reported:
+            self.reported = True
+            self._report()
+        return super().should_log(step)
+
+    def _report(self) -> None:
+        """Gather what every rank found, check it, and log it once; a collective of all ranks."""
+        views: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(views, self._observe())
+        found = merge(views)
+        check(self.job_config, found)
+
+        rank = metrics._get_metrics_rank(self.parallel_dims, self.job_config)
+        if torch.distributed.get_rank() != rank:
+            return
+        on_gpu = torch.cuda.is_available()
+        labels = {kind: getattr(self.job_config.cookbook, kind) or None for kind in _KINDS}
+        active = {
+            **labels,
+            **found,
+            "device": "cuda" if on_gpu else "cpu",
+            "gpu": torch.cuda.get_device_name() if on_gpu else None,
+            "corrections": sorted(frozenset().union(*(view.corrections for view in views))),
+            "versions": versions(),
+        }
+        logger.info(f"cookbook active: {json.dumps(active)}")
+        attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
+        if attempt:
+            environment = active | {"nodes": sorted({view.node for view in views})}
+            path = Path(attempt) / "environment.json"
+            write_whole(path, json.dumps(environment, indent=2) + "\n")
+
+    def _observe(self) -> RankActivity:
+        assert self.model_parts is not None
+        model = activity.observe_model(self.model_parts)
+        pp_mesh = self.parallel_dims.get_optional_mesh("pp")
+        return RankActivity(
+            stage=0 if pp_mesh is None else pp_mesh.get_local_rank(),
+            model=model,
+            dispatch=activity.observe_dispatch(),
+            emulated=model.emulated or activity.casts_are_emulated(),
+            corrections=frozenset(activity.corrections),
+            node=socket.gethostname(),
+        )
+
+
+def build_metrics_processor(
+    job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
+) -> FirstStepReport:
+    """What TorchTitan's function of this name takes and returns, with the report."""
+    return FirstStepReport(job_config, parallel_dims, tag)
+
+
+def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
+    """What is active in the job; where ranks disagree, `a and b`.
+
+    Returns:
+        `grouped_gemms`, `linear_layers`, `dispatch` (each null where no rank has any), `emulated`.
+    """
+    return {
+        "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),
+        "linear_layers": words(_linear_layers(views)),
+        "dispatch": words(frozenset().union(*(view.dispatch for view in views))),
+        "emulated": any(view.emulated for view in views),
+    }
+
+
+def _linear_layers(views: Sequence[RankActivity]) -> frozenset[str]:
+    """The kinds of linear layers; `bf16` only where nothing is quantized, or ranks disagree.
+
+    A filter may leave no layer to quantize on one stage of a pipeline. Ranks of the same stage hold
+    the same layers and must agree.
+    """
+    kinds: frozenset[str] = frozenset().union(*(view.model.linear_layers for view in views))
+    by_stage = {(view.stage, view.model.linear_layers) for view in views}
+    if len(by_stage) > len({view.stage for view in views}):
+        return kinds
+    return kinds - {"bf16"} or kinds
+
+
+def check(job_config: Any, found: dict[str, Any]) -> None:
+    """End this rank where `found` is not what the job's overlays declare."""
+    declared = {
+        aspect: value for aspect in _ASPECTS if (value := getattr(job_config.cookbook, aspect))
+    }
+    if not declared:
+        return
+    if job_config.parallelism.expert_parallel_degree == 1:
+        # With one EP rank no token is sent, whatever the backend.
+        declared.pop("dispatch", None)
+    differences = [
+        f"{_declarer(job_config, _ASPECTS[aspect])} declares {aspect} {value}, "
+        f"but {found[aspect] or 'none'} is active"
+        for aspect, value in declared.items()
+        if found[aspect] != value
+    ]
+    emulated = job_config.cookbook.emulated
+    if emulated != found["emulated"]:
+        differences.append(
+            f"{_declarer(job_config, 'precision')} declares emulated {str(emulated).lower()}, "
+            f"but {str(found['emulated']).lower()} is active"
+        )
+    if differences:
+        remedy = "correct the overlay's active block or its options"
+        raise refuse("; ".join([*differences, remedy]))
+
+
+def _declarer(job_config: Any, kind: str) -> str:
+    """The overlay that a refusal names, `precision mine`; without a label its kind alone."""
+    return f"{_KINDS[kind]} {getattr(job_config.cookbook, kind)}".rstrip()

@@ -1,0 +1,60 @@
+"""TorchTitan's DeepSeek-V3 with the cookbook's parts: which door takes what.
+
+A registered spec wins over the built-in one of the same name, so a job with
+`--model.name=deepseek_v3` gets this one, and a job of another model family gets TorchTitan's own.
+A new part enters here: a function or a class in a file of its own, and one line below. Another
+attention, for example, is a `model_cls`.
+
+Some things have no door. Each is replaced in one place, which says why:
+
+- the names that `apply_moe_ep_tp` looks up: `expert_parallel.py`, while that function runs
+- the converters called `quantize.*.mx`: `mx.py`, when a job of this model starts
+- functions that TorchAO's emulation calls: `mx.py` and `quantized_a2a.py`, where a job uses them
+- PyTorch's switch that fills fresh memory: `deepep.py`, while DeepEP counts tokens
+- the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
+- the end of the process: `any_stack/leave.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchtitan.models import deepseek_v3
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+
+from cookbook.titan.stack_2026_02.first_step import build_metrics_processor
+from cookbook.titan.stack_2026_02.model_args import flavors
+from cookbook.titan.stack_2026_02.parallelize import parallelize
+from cookbook.titan.stack_2026_02.pipeline_loss import build_loss
+from cookbook.titan.stack_2026_02.versions import refuse
+
+MODEL = "deepseek_v3"
+
+
+def changed_spec() -> TrainSpec:
+    """TorchTitan's own spec but for the doors that are named here."""
+    return replace(
+        deepseek_v3.get_train_spec(),
+        # The flavor `proxy`; and a job's options are checked before its model is built.
+        model_args=flavors(),
+        # TP and EP with the right sums, DeepEP, the quantized all-to-all; checkpoints hold plain
+        # tensors.
+        parallelize_fn=parallelize,
+        # A pipeline's gradients are per token.
+        build_loss_fn=build_loss,
+        # The first step reports what is active, and holds the job to what its overlays declare.
+        build_metrics_processor_fn=build_metrics_processor,
+    )
+
+
+def register() -> None:
+    """Register the spec with TorchTitan, once in a process."""
+    try:
+        register_train_spec(MODEL, changed_spec())
+    except ValueError:
+        # TorchTitan takes a name once. A second import of this package changes nothing.
+        if get_train_spec(MODEL).parallelize_fn.__module__ != parallelize.__module__:
+            raise refuse(
+                f"another module has registered its own {MODEL} with TorchTitan; remove that, or "
+                f"leave out --experimental.custom_import={__package__}"
+            ) from None

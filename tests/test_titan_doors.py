@@ -1,0 +1,212 @@
+"""How the cookbook enters TorchTitan: by its spec, and with hardly a name replaced."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.titan_names import names, replaced
+from tests.titan_ranks import run_ranks
+from tests.titan_run import A2A, EP2, MXFP8, job, refused, train, write_assets
+
+pytestmark = pytest.mark.titan
+
+# What binds TorchTitan to the CPU.
+CPU_NAMES = {
+    "torch.distributed.barrier",
+    "torch.distributed.tensor._random._rng_tracker",
+    "torch.histc",
+    "torchtitan.components.metrics.device_module",
+    "torchtitan.components.metrics.device_type",
+    "torchtitan.distributed.dual_pipe_v.device_module",
+    "torchtitan.distributed.dual_pipe_v.device_type",
+    "torchtitan.distributed.parallel_dims.device_type",
+    "torchtitan.distributed.utils.device_module",
+    "torchtitan.distributed.utils.device_type",
+    "torchtitan.models.deepseek_v3.model.args.has_cuda_capability",
+    "torchtitan.models.moe.utils.generate_permute_indices",
+    "torchtitan.tools.profiling.device_module",
+    "torchtitan.tools.utils.device_module",
+    "torchtitan.tools.utils.device_type",
+    "torchtitan.tools.utils.get_peak_flops",
+}
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    yield folder
+
+
+def in_fresh_process(code: str) -> Any:
+    """What `code` prints as JSON."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+IMPORT_THE_STACK = """
+import importlib, json, sys, torch
+import torchtitan.train
+# Whatever the stack touches, or ever touched.
+for module in ("torchtitan.models.llama3", "torchtitan.models.llama4",
+               "torchtitan.models.deepseek_v3", "torchtitan.models.deepseek_v3.model.args",
+               "torchtitan.distributed.dual_pipe_v", "torchtitan.tools.profiling",
+               "torch.distributed.tensor._random",
+               "torchao.prototype.moe_training.scaled_grouped_mm",
+               "torchao.prototype.moe_training.ep.a2a_dispatch",
+               "torchao.prototype.moe_training.ep.a2a_combine",
+               "torchao.prototype.mx_formats.mx_linear", "torchao.float8.float8_linear"):
+    importlib.import_module(module)
+torch.cuda.is_available = lambda: {gpu}
+from tests.titan_names import names, replaced
+before = names()
+import cookbook.titan.stack_2026_02.job_config
+assert "cookbook.titan.stack_2026_02.mx" in sys.modules
+print(json.dumps(sorted(replaced(before))))
+"""
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [(True, set()), (False, CPU_NAMES)])
+def test_importing_the_stack_replaces_no_name_but_the_device(gpu: bool, expected: set[str]) -> None:
+    assert set(in_fresh_process(IMPORT_THE_STACK.format(gpu=gpu))) == expected
+
+
+IMPORT_ANY_STACK = """
+import importlib, json, pkgutil, sys, warnings
+import torch, torch.distributed.tensor._random, torch.distributed.tensor, triton
+from tests.titan_names import names, replaced
+before, filters = names(), list(warnings.filters)
+import cookbook.titan.any_stack as folder
+found = [module.name for module in pkgutil.iter_modules(folder.__path__)]
+for name in found:
+    importlib.import_module(f"{folder.__name__}.{name}")
+assert len(found) > 3 and warnings.filters == filters
+torchtitan = [name for name in sys.modules if name.split(".")[0] == "torchtitan"]
+print(json.dumps(sorted(replaced(before)) + torchtitan))
+"""
+
+
+def test_importing_what_fits_any_stack_does_nothing_and_needs_no_torchtitan() -> None:
+    assert in_fresh_process(IMPORT_ANY_STACK) == []
+
+
+# Replaced by these tests' runner, and by PyTorch for every optimizer.
+OTHERS = {
+    "torchtitan.components.metrics.MetricsProcessor.log",
+    "torchtitan.components.optimizer.OptimizersContainer.step",
+}
+
+
+def train_and_compare(argv: list[str]) -> dict[str, Any]:
+    before = names()
+    result = train(argv)
+    return result | {"replaced": replaced(before)}
+
+
+def test_a_job_gives_torchtitans_names_back(assets: Path, tmp_path: Path) -> None:
+    argv = job(assets, tmp_path, *EP2, *A2A, *MXFP8, steps=1)
+    for result in run_ranks(train_and_compare, 2, argv, seconds=200):
+        assert len(result["losses"]) == 1
+        assert result["replaced"] == {
+            # What an MXFP8 job needs until its end, on a CPU.
+            "torchao.prototype.moe_training.ep.a2a_combine.all_to_all_single",
+            "torchao.prototype.moe_training.ep.a2a_combine.triton_to_mxfp8_dim0",
+            "torchao.prototype.moe_training.ep.a2a_dispatch.all_to_all_single",
+            "torchao.prototype.moe_training.ep.a2a_dispatch.triton_to_mxfp8_dim0",
+            "torchao.prototype.moe_training.scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d",
+            "torchtitan.protocols.model_converter._registry_model_converter_cls[quantize.grouped_mm.mx]",
+            "torchtitan.protocols.model_converter._registry_model_converter_cls[quantize.linear.mx]",
+            # By TorchTitan's own function.
+            "torchtitan.models.moe.utils.TOKEN_GROUP_ALIGN_SIZE_M",
+            *OTHERS,
+        }
+
+
+def test_a_job_of_another_model_family_is_torchtitans_own(assets: Path, tmp_path: Path) -> None:
+    # It is held to no declaration either.
+    argv = job(assets, tmp_path, "--model.name=llama3", "--cookbook.grouped_gemms=mxfp8", steps=1)
+    (result,) = run_ranks(train_and_compare, 1, argv, seconds=200)
+    assert len(result["losses"]) == 1 and not result["ended"]
+    assert not [text for text in result["said"] if "cookbook active" in text]
+    assert result["replaced"] == OTHERS
+
+
+def test_without_its_options_the_stack_is_refused(assets: Path, tmp_path: Path) -> None:
+    argv = [word for word in job(assets, tmp_path, steps=1) if "custom_config_module" not in word]
+    reason = refused(1, argv)
+    assert "add --job.custom_config_module=cookbook.titan.stack_2026_02.job_config" in reason
+
+
+def test_the_spec_is_torchtitans_but_for_four_doors() -> None:
+    from torchtitan.models import deepseek_v3
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    import cookbook.titan.stack_2026_02  # noqa: F401
+
+    spec, released = get_train_spec("deepseek_v3"), deepseek_v3.get_train_spec()
+    changed = {name for name, value in vars(spec).items() if value != vars(released)[name]}
+    assert changed == {
+        "model_args",
+        "parallelize_fn",
+        "build_loss_fn",
+        "build_metrics_processor_fn",
+    }
+    ours = {
+        value.__module__.split(".")[0]
+        for name in changed - {"model_args"}
+        for value in [getattr(spec, name)]
+    }
+    assert ours == {"cookbook"}
+    # TorchTitan's flavors, with the same sizes, and one more.
+    assert set(spec.model_args) == {*released.model_args, "proxy"}
+    for name, args in released.model_args.items():
+        assert vars(spec.model_args[name]) == vars(args)
+        assert spec.model_args[name].moe_args is not args.moe_args
+    assert get_train_spec("llama3") is not get_train_spec("llama3")
+
+
+def test_the_spec_can_be_pickled_and_copied() -> None:
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    import cookbook.titan.stack_2026_02  # noqa: F401
+
+    spec = get_train_spec("deepseek_v3")
+    for twin in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
+        assert twin == spec and twin is not spec
+        assert twin.model_args["16B"] is not spec.model_args["16B"]
+
+
+REGISTER = """
+import json, torchtitan.train
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+{before}
+import importlib, sys
+import cookbook.titan.stack_2026_02
+spec = get_train_spec("deepseek_v3")
+for name in [name for name in sys.modules if name.startswith("cookbook.")]:
+    del sys.modules[name]
+import cookbook.titan.stack_2026_02.job_config
+print(json.dumps(get_train_spec("deepseek_v3") is spec))
+"""
+
+
+def test_a_second_import_registers_nothing() -> None:
+    assert in_fresh_process(REGISTER.format(before="")) is True
+
+
+def test_another_modules_spec_of_the_same_name_is_refused() -> None:
+    code = REGISTER.format(before="register_train_spec('deepseek_v3', get_train_spec('llama3'))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    refusal = done.stderr.splitlines()[-1]
+    assert refusal.startswith("cookbook refuses: another module has registered its own deepseek_v3")

@@ -1,0 +1,92 @@
+"""The fake world finds what a job's first step would find, without a table of names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.titan
+
+MX_GROUPED = ("--model.converters=quantize.grouped_mm.mx", "--quantize.grouped_mm.mx.fqns=experts")
+LINEAR = ("--quantize.linear.mx.filter_fqns=output,moe,attention",)
+FLOAT8 = (
+    "--model.converters=quantize.linear.float8,quantize.grouped_mm.float8",
+    "--quantize.linear.float8.recipe_name=rowwise",
+    "--quantize.linear.float8.filter_fqns=output,router.gate",
+    "--quantize.grouped_mm.float8.fqns=experts",
+)
+PP2 = ("--parallelism.pipeline_parallel_degree=2",)
+HP = ("--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp",)
+A2A = ("--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8",)
+
+# The GPU's generation, the options, and what the first rank of each stage finds.
+CASES: dict[str, tuple[float | None, tuple[str, ...], list[tuple[str | None, str]]]] = {
+    "bf16": (10.0, (), [("bf16", "bf16")]),
+    "mxfp8": (10.0, MX_GROUPED, [("mxfp8", "bf16")]),
+    "mxfp8, weight gradient in BF16": (10.0, (*MX_GROUPED, *HP), [("mxfp8_wgrad_with_hp", "bf16")]),
+    "float8": (9.0, FLOAT8, [("fp8_rowwise", "float8")]),
+    "emulated": (None, (*MX_GROUPED, "--quantize.grouped_mm.mx.emulate"), [("mxfp8", "bf16")]),
+    # The only dense layer, of which the filter leaves something, is on the first stage.
+    "linear layers of one stage": (
+        10.0,
+        ("--model.converters=quantize.linear.mx", *LINEAR, *PP2),
+        [("bf16", "mx"), ("bf16", "bf16")],
+    ),
+    # Below SM90 TorchTitan loops over the experts, and nothing quantizes.
+    "a loop over experts": (8.0, (), [("bf16", "bf16")]),
+}
+
+
+def request(capability: float | None, options: tuple[str, ...]) -> dict[str, Any]:
+    argv = [
+        "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
+        "--experimental.custom_import=cookbook.titan.stack_2026_02",
+        *("--model.name=deepseek_v3", "--model.flavor=debugmodel", "--training.seq_len=64"),
+        *("--parallelism.expert_parallel_degree=2", "--metrics.enable_tensorboard", *options),
+    ]
+    pp = 2 if PP2[0] in options else 1
+    gpu = {"compute_capability": capability}
+    return {"argv": argv, "world": 4, "pp": pp, "ranks_per_node": 4} | gpu
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    """All cases and a few more, built by one process."""
+    requests = {name: request(gpu, options) for name, (gpu, options, _) in CASES.items()}
+    requests["another family"] = request(10.0, ("--model.name=llama3",))
+    requests["refused"] = request(10.0, (*A2A, "--parallelism.expert_parallel_comm_backend=deepep"))
+    done = subprocess.run(
+        [sys.executable, "-m", "cookbook.titan.fake_world"],
+        input="".join(f"{json.dumps(one)}\n" for one in requests.values()),
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    _, *lines = done.stdout.splitlines()
+    assert len(lines) == len(requests), done.stderr[-3000:]
+    return dict(zip(requests, map(json.loads, lines), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_quantizes_is_seen(answers: dict[str, Any], case: str) -> None:
+    found = [view.get("active", view) for view in answers[case]["ranks"]]
+    names = ("grouped_gemms", "linear_layers")
+    assert found == [dict(zip(names, wanted, strict=True)) for wanted in CASES[case][2]]
+
+
+def test_another_model_family_is_built_without_data(answers: dict[str, Any]) -> None:
+    (view,) = answers["another family"]["ranks"]
+    assert view["parameters"]["total"] > 0, view
+    assert view["active"] == {"grouped_gemms": None, "linear_layers": "bf16"}
+
+
+def test_the_jobs_refusals_are_quoted(answers: dict[str, Any]) -> None:
+    (view,) = answers["refused"]["ranks"]
+    assert view["kind"] == "SystemExit"
+    assert view["error"].startswith("the MXFP8 all-to-all is a part of the standard backend")
