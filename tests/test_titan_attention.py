@@ -113,10 +113,13 @@ def test_a_tokenizer_without_an_end_token_is_refused() -> None:
         model.get_attention_masks(tokens_of(PACKINGS["no end"]), SimpleNamespace(eos_id=None))
 
 
-def config(attention: str = "flash_attention_4", context_parallel_degree: int = 1) -> Any:
+def config(
+    attention: str = "flash_attention_4", context_parallel_degree: int = 1, v_head_dim: int = 128
+) -> Any:
     return SimpleNamespace(
         model=SimpleNamespace(attention=attention),
         parallelism=SimpleNamespace(context_parallel_degree=context_parallel_degree),
+        v_head_dim=v_head_dim,
     )
 
 
@@ -125,6 +128,8 @@ def config(attention: str = "flash_attention_4", context_parallel_degree: int = 
     [
         (config(context_parallel_degree=2), None, "set it to 1"),
         (config(), "this one is SM80", "this one is SM80"),
+        (config(v_head_dim=64), None, "heads of 192/128 (queries and keys/values), this model has"),
+        (config("flavor", v_head_dim=64), None, None),
         (config("flavor"), "this one is SM80", None),
         (config("flavor", context_parallel_degree=2), None, None),
         (config(), None, None),
@@ -137,7 +142,8 @@ def test_what_cannot_be_is_refused_before_the_model_is_built(
     from cookbook.titan.stack_2026_02.attention import choose_attention
 
     monkeypatch.setattr(varlen_attention, "why_not", lambda: why_not)
-    args = SimpleNamespace(attn_type="sdpa")
+    dims = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": job.v_head_dim}
+    args = SimpleNamespace(attn_type="sdpa", **dims)
     if reason is None:
         choose_attention(args, job)
         # TorchTitan makes masks for this type alone.

@@ -122,12 +122,19 @@ def test_attended_length_is_that_of_the_mask(name: str) -> None:
     tokens = tokens_of(PACKINGS[name])
     mask = create_mask(block_mask(tokens).mask_mod, len(tokens), None, LENGTH, LENGTH, "cpu")
     attended = AttendedLength()
-    assert attended.mean() is None
+    assert attended.is_open
     attended.add(document_ends(tokens, EOS))
-    assert attended.mean() == pytest.approx(float(mask.sum() / tokens.numel()))
-    attended.add(document_ends(tokens, None))
+    assert attended.close() == pytest.approx(float(mask.sum() / tokens.numel()))
+    assert not attended.is_open
+    whole = AttendedLength()
+    assert whole.close() is None
+    whole.add(document_ends(tokens, None))
+    assert whole.close() == (LENGTH + 1) / 2
+    whole.add_whole(len(tokens), LENGTH)
+    assert whole.close() == (LENGTH + 1) / 2
+    attended.add_whole(len(tokens), LENGTH)
     causal = (LENGTH + 1) / 2
-    assert attended.mean() == pytest.approx((float(mask.sum() / tokens.numel()) + causal) / 2)
+    assert attended.close() == pytest.approx((float(mask.sum() / tokens.numel()) + causal) / 2)
 
 
 class Layer(torch.nn.Module):

@@ -13,23 +13,34 @@ import torch
 
 @dataclass
 class AttendedLength:
-    """How many keys the tokens of some batches attended to, summed where they are.
+    """How many keys the tokens of the first batches attended to, summed where they are.
 
     Attributes:
         keys: int64 scalar, on the device of the batches.
         tokens: how many tokens that was.
+        is_open: whether batches are still counted.
     """
 
     keys: torch.Tensor | int = 0
     tokens: int = 0
+    is_open: bool = True
 
     def add(self, ends: torch.Tensor) -> None:
         """Count a batch; nothing waits for the GPU."""
         self.keys = self.keys + attended_keys(ends)
         self.tokens += ends.numel()
 
-    def mean(self) -> float | None:
-        """Keys per token, waiting for the GPU; None where nothing was counted."""
+    def add_whole(self, sequences: int, length: int) -> None:
+        """Count sequences of one document each; nothing is computed on the GPU."""
+        self.keys = self.keys + sequences * (length * (length + 1) // 2)
+        self.tokens += sequences * length
+
+    def close(self) -> float | None:
+        """Keys per token, waiting for the GPU; None where nothing was counted.
+
+        Whoever counts stops here, so that the steps that follow pay nothing.
+        """
+        self.is_open = False
         return int(self.keys) / self.tokens if self.tokens else None
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from cookbook.titan.fake_world.world import Build
 from cookbook.titan.stack_2026_02.activity import observe_model, words
+from cookbook.titan.stack_2026_02.attention import chosen_attention
 
 _FSDP_DIMS = ("fsdp", "efsdp")
 # Inserted by wrappers around a module; the model's own names have none.
@@ -29,8 +30,9 @@ def view_rank(build: Build) -> dict[str, Any]:
     """Parts of the model on this rank, their parameters and layers, and the pipeline's order.
 
     `active` is what the first step of the job would find on this rank: `grouped_gemms`, null where
-    it holds no routed experts, and `linear_layers`, `bf16` where it holds no quantized layer. A
-    stage may hold none, so what another stage has quantized counts. Nothing was dispatched.
+    it holds no routed experts, `linear_layers`, `bf16` where it holds no quantized layer, and
+    `attention`. A stage may hold none, so what another stage has quantized counts. Nothing was
+    dispatched.
     """
     trainer = build.trainer
     return {
@@ -53,6 +55,7 @@ def _view_activity(model_parts: list[nn.Module]) -> dict[str, str | None]:
     return {
         "grouped_gemms": words(found.grouped_gemms),
         "linear_layers": words(found.linear_layers),
+        "attention": words(chosen_attention(model_parts)),
     }
 
 

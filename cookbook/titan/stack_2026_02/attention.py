@@ -7,7 +7,9 @@ of the mask that it replaces. Everything else of a layer is TorchTitan's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,10 +30,15 @@ from cookbook.titan.any_stack.documents import (
     document_bounds,
     document_ends,
 )
+from cookbook.titan.stack_2026_02.activity import words
 from cookbook.titan.stack_2026_02.versions import refuse
 
 FLAVOR = "flavor"
 FLASH_ATTENTION_4 = varlen_attention.FLASH_ATTENTION_4
+
+# Of queries and keys, and of values: DeepSeek-V3's. FlashAttention-4 takes other sizes, whose
+# gradients have been wrong on some GPUs; none of them was compared with a reference here.
+_HEAD_DIMS = (192, 128)
 
 # What TorchTitan's own kinds of attention are called where they ran, by their module.
 _OWN = {FlexAttentionWrapper: "flex", ScaledDotProductAttentionWrapper: "sdpa"}
@@ -43,11 +50,11 @@ _attended = AttendedLength()
 
 @dataclass(frozen=True)
 class AttentionActivity:
-    """What computed attention on one rank, and how many keys a token attended to on average.
+    """What computed attention on one rank, and how many tokens a token attended to on average.
 
     Attributes:
         kinds: `flash_attention_4` (on the CPU `flash_attention_4_reference`), `flex` or `sdpa`.
-        mean_attended_length: over the batches so far; None where no batch was seen.
+        mean_attended_length: over the first step's batches; None where the rank saw no mask.
     """
 
     kinds: frozenset[str]
@@ -55,8 +62,28 @@ class AttentionActivity:
 
 
 def observe_attention() -> AttentionActivity:
-    """What this rank did so far; waits for the GPU."""
-    return AttentionActivity(frozenset(_ran | varlen_attention.ran), _attended.mean())
+    """What this rank did in its first step; waits for the GPU. Later batches are not counted."""
+    return AttentionActivity(frozenset(_ran | varlen_attention.ran), _attended.close())
+
+
+def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
+    """What will compute attention in a model that has not run, in the same words."""
+    kinds = {**_OWN, DocumentAttentionKernel: FLASH_ATTENTION_4}
+    modules = (module for part in model_parts for module in part.modules())
+    return frozenset(kinds[type(module)] for module in modules if type(module) in kinds)
+
+
+def merge_attention(views: Sequence[AttentionActivity]) -> dict[str, Any]:
+    """`attention` (kinds; where ranks differ, `a and b`) and `mean_attended_length`, in tokens.
+
+    The mean of the ranks' means, since ranks have batches of one size; each is null where no rank
+    knows it.
+    """
+    means = [view.mean_attended_length for view in views if view.mean_attended_length is not None]
+    return {
+        "attention": words(frozenset().union(*(view.kinds for view in views))),
+        "mean_attended_length": round(fmean(means), 1) if means else None,
+    }
 
 
 def choose_attention(model_args: Any, job_config: Any) -> None:
@@ -70,13 +97,21 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
             "parallelism.context_parallel_degree > 1 cuts documents over several; set it to 1, or "
             "leave out model.attention"
         )
-    if reason := varlen_attention.why_not():
+    if reason := _wrong_heads(model_args) or varlen_attention.why_not():
         raise refuse(
             f"model.attention={FLASH_ATTENTION_4}: {reason}; leave it out, or set "
             f"model.attention={FLAVOR}"
         )
     # TorchTitan makes masks for this type; without it the model is never asked for any.
     model_args.attn_type = "flex"
+
+
+def _wrong_heads(model_args: Any) -> str | None:
+    found = (model_args.qk_nope_head_dim + model_args.qk_rope_head_dim, model_args.v_head_dim)
+    if found == _HEAD_DIMS:
+        return None
+    allowed, have = ("/".join(map(str, dims)) for dims in (_HEAD_DIMS, found))
+    return f"it is for heads of {allowed} (queries and keys/values), this model has {have}"
 
 
 class DocumentAttentionKernel(nn.Module):
@@ -169,16 +204,19 @@ class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
         The second, (batch, documents), is split by rows for a pipeline's microbatches, on every
         stage alike.
         """
-        by_document = self.model_args.attn_mask_type == "block_causal"
-        assert tokenizer.eos_id is not None or not by_document
-        ends = document_ends(input_batch, tokenizer.eos_id if by_document else None)
-        if self.training:
-            _attended.add(ends)
+        if self.training and _attended.is_open:
+            _attended.add(self._document_ends(input_batch, tokenizer))
         if not self.flash_attention_4:
             return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
+        ends = self._document_ends(input_batch, tokenizer)
         # Waits for the GPU, which has just been waited for: the step began with a sum over ranks.
         documents = int(ends.sum(dim=1).max())
         return document_bounds(ends, bounds_capacity(documents, ends.shape[1]))
+
+    def _document_ends(self, batch: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+        by_document = self.model_args.attn_mask_type == "block_causal"
+        assert tokenizer.eos_id is not None or not by_document
+        return document_ends(batch, tokenizer.eos_id if by_document else None)
 
     def forward(
         self,
@@ -193,7 +231,8 @@ class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
             torch._dynamo.mark_static(attention_masks, 0)
         else:
             _ran.add(self.own_attention)
-            if attention_masks is None and self.training and self.tok_embeddings is not None:
-                # Without a mask each sequence is one document.
-                _attended.add(document_ends(tokens, None))
+            if attention_masks is None and self.training and _attended.is_open:
+                # Without a mask each sequence is one document. Context parallelism gives a rank a
+                # part of each, which attends to the parts of the other ranks.
+                _attended.add_whole(len(tokens), self.model_args.max_seq_len)
         return super().forward(tokens, attention_masks, positions)
