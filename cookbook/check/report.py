@@ -35,6 +35,7 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
         "may_run": check.may_run,
         "summary": check.summary,
         "findings": [finding.as_mapping() for finding in check.findings],
+        "active": check.active or None,
         "built": bool(check.views),
         "build_seconds": check.built.seconds if check.built and check.views else None,
         "not_exercised": list(check.built.not_exercised) if check.built else None,
@@ -85,7 +86,7 @@ def render_text(name: str, checks: Sequence[CellCheck]) -> str:
     figures: dict[tuple[str, ...], str] = {}
     for check in checks:
         own = [finding for finding in check.findings if len(checks) == 1 or finding not in shared]
-        lines += ["", check.cell.name, *_findings(own)]
+        lines += ["", check.cell.name, *_findings(own), *_active(check)]
         block = (*_memory(check), *_work(check))
         if block and block in figures:
             lines.append(f"  memory and work: as {figures[block]}")
@@ -100,6 +101,12 @@ def _findings(findings: Iterable[Finding]) -> Iterator[str]:
     for finding in findings:
         yield f"  {finding.level + ':':<8} {finding}"
         yield f"           {finding.reference}"
+
+
+def _active(check: CellCheck) -> Iterator[str]:
+    if check.active:
+        words = (f"{key.replace('_', ' ')} {kind}" for key, kind in check.active.items())
+        yield f"  active: {', '.join(words)}"
 
 
 def _memory(check: CellCheck) -> Iterator[str]:
