@@ -1,4 +1,4 @@
-"""In: the files of the cookbook. Out: every cell that they can make, for tests to walk through."""
+"""Every cell that the files of the cookbook can make, for tests to walk through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a recipe and options. Out: a cell to check, also one that the driver would not let pass."""
+"""Makes cells to check, also some that the driver would not let pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: this checkout. Out: a copy of it whose setup.sh runs without a network.
+"""Copies this checkout so that its setup.sh runs without a network.
 
 The packages of the environment that runs the tests stand in for the index: the Python that setup.sh
 is given adds them to each environment that it makes, so that pip finds every pin in place.

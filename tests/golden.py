@@ -1,4 +1,4 @@
-"""In: nothing. Out: the recorded scripts and tables of the cookbook, renewed.
+"""Renews the recorded scripts and tables of the cookbook.
 
     python -m tests.golden        (or: make golden)
 

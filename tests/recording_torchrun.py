@@ -1,4 +1,4 @@
-"""In: a folder for programs. Out: a `torchrun` there that writes down how it was started.
+"""Makes a `torchrun` that writes down how it was started.
 
 The environment tells it where and how: TORCHRUN_RECORDS, the folder of records; TORCHRUN_SECONDS,
 how long it then "trains"; TORCHRUN_FAILS_ON, the node on which it ends with status 1.

@@ -1,4 +1,4 @@
-"""In: a folder, a number of nodes. Out: a real Slurm cluster on this machine, gone after the test.
+"""Starts a real Slurm cluster on this machine, which is gone after the test.
 
 Every node is a process namespace of its own, with its own host name, /etc/hosts and /dev/shm. So
 node names resolve inside jobs though the machine's /etc/hosts is never written, killing a node

@@ -1,4 +1,4 @@
-"""In: a folder, names of nodes. Out: the files there that make Slurm's daemons such a cluster."""
+"""Writes the files that make Slurm's daemons a cluster of some nodes on this machine."""
 
 from __future__ import annotations
 

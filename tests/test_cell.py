@@ -1,4 +1,4 @@
-"""In: every cell of the cookbook. Out: what the pinned TorchTitan makes of it, what is refused."""
+"""The pinned TorchTitan takes every cell of the cookbook as it was meant, or it is refused."""
 
 from __future__ import annotations
 

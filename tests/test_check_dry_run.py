@@ -1,4 +1,4 @@
-"""In: layouts, many of them wrong. Out: check and TorchTitan agree on what can be built.
+"""Layouts, many of them wrong: check and TorchTitan agree on what can be built.
 
 One subprocess builds them all; it is the one that `submit.py check` starts.
 """

@@ -1,4 +1,4 @@
-"""In: cells on known machines. Out: the memory and work that check predicts, beside known ones."""
+"""The memory and work that check predicts, beside known ones."""
 
 from __future__ import annotations
 

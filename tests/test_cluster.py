@@ -1,4 +1,4 @@
-"""In: cluster profiles. Out: what they hold, or one message that names file and key."""
+"""Cluster profiles are read, or refused with one message that names file and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: recipe and overlay files. Out: what they hold, or one message that names file and key."""
+"""Recipe and overlay files are read, or refused with one message that names file and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: results of a run. Out: whether the report says what happened, for people and programs."""
+"""The report says what happened, for people and for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: run directories as a run leaves them. Out: whether the figures are the right ones."""
+"""Run folders as a run leaves them give the right figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: cells on clusters. Out: what sbatch is told about their jobs, in the words it reads."""
+"""What sbatch is told about the jobs of cells, in the words that it reads."""
 
 from __future__ import annotations
 

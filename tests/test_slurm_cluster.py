@@ -1,4 +1,4 @@
-"""In: the test cluster. Out: proof that it is a real one, and that it leaves nothing behind."""
+"""The test cluster is a real one, and leaves nothing behind."""
 
 from __future__ import annotations
 

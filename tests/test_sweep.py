@@ -1,4 +1,4 @@
-"""In: sweep files and command lines. Out: their cells in order, or one message why not."""
+"""Sweep files and command lines become cells in order, or one message why not."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def answers() -> dict[str, Any]:
     requests["another family"] = request(10.0, ("--model.name=llama3",))
     requests["refused"] = request(10.0, (*A2A, "--parallelism.expert_parallel_comm_backend=deepep"))
     done = subprocess.run(
-        [sys.executable, "-m", "cookbook.titan.fake_world"],
+        [sys.executable, "-m", "cookbook.titan.fake_world", "cookbook.titan.stack_2026_02"],
         input="".join(f"{json.dumps(one)}\n" for one in requests.values()),
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"},
         capture_output=True,

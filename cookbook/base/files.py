@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -25,4 +26,6 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        # mkdir says that its folder exists, where that is a file.
+        number = errno.ENOTDIR if error.errno == errno.EEXIST else error.errno
+        raise OSError(number, os.strerror(number or 0), str(path)) from error

@@ -11,6 +11,7 @@ from cookbook.cells.finding import ERROR, WARNING, Finding
 from cookbook.cells.rules.refusals import refusals
 from cookbook.check.advice import advice
 from cookbook.check.advice_kernels import hints_from_model
+from cookbook.check.declared import undeclared
 from cookbook.check.dry_run import Built, build_cells
 from cookbook.check.memory import StageMemory, predict_memory, state_gib, verdict
 from cookbook.check.work import Work, count_work
@@ -117,7 +118,12 @@ def _with_build(cell: Cell, findings: list[Finding], built: Built) -> CellCheck:
         return CellCheck(cell, tuple(findings), built=built)
     if built.failure is not None:
         return CellCheck(cell, (*findings, _refusal(cell, built.failure)), built=built)
-    findings = [*findings, *_warnings(built), *hints_from_model(cell, built.views[0])]
+    findings = [
+        *undeclared(cell, built.views),
+        *findings,
+        *_warnings(built),
+        *hints_from_model(cell, built.views[0]),
+    ]
     stages = tuple(predict_memory(cell, view) for view in built.views)
     checked = CellCheck(
         cell, tuple(findings), stages, built.views, count_work(cell, built.views), built

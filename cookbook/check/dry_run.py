@@ -22,6 +22,7 @@ from typing import Any
 from cookbook.base.paths import ROOT
 from cookbook.cells.argv import train_argv
 from cookbook.cells.cell import Cell
+from cookbook.stack.stack import load_stack
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class DryRun:
         }
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cookbook.titan.fake_world"],
+                [sys.executable, "-m", "cookbook.titan.fake_world", load_stack().hooks],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """A stack: pinned packages, and the options and models that its TorchTitan knows.
 
 Read from `requirements.txt` and from `tables/<name>.json`, which is made from the installed
-TorchTitan (see `titan/stack_2026_02/option_table.py`). A second stack is a second pair of files.
+TorchTitan (see `option_table.py` of the stack's package in `titan/`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SET_BY_SCRIPTS = {
     "profiling.save_traces_folder": "it is in the attempt's folder",
     "profiling.save_memory_snapshot_folder": "it is in the attempt's folder",
     "job.custom_config_module": "add options to the stack's job_config.py in cookbook/titan",
-    "experimental.custom_import": "import the module in the stack's __init__.py in cookbook/titan",
+    "experimental.custom_import": "add it to the stack's spec.py in cookbook/titan",
     "cookbook.precision": "use --precision",
     "cookbook.ep_backend": "use --ep-backend",
     "cookbook.grouped_gemms": "set grouped_gemms in the precision's `active` block",

@@ -51,7 +51,7 @@ CELL=16b-mxfp8-mxfp8_a2a
 # A requeued job has the same id, hence the same folder and the same checkpoints: it resumes. To resume
 # an earlier job's run, pass its folder: CELL_DIR=runs/... sbatch train.sh
 CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b-${SLURM_JOB_ID:-local}/${CELL}}")"
-# Slurm would requeue for ever; a job that keeps losing nodes needs a person.
+# Slurm would requeue without end; a job that keeps losing nodes needs a person.
 if ((${SLURM_RESTART_COUNT:-0} > 3)); then
   fail "restarted ${SLURM_RESTART_COUNT} times, allowed: 3; see ${CELL_DIR}"
 fi

@@ -1,7 +1,8 @@
 """Builds cells in a fake world and says what TorchTitan builds of each, or what it raises.
 
-    CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.fake_world
+    CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.fake_world STACK
 
+STACK is the package that the cells' jobs import, `cookbook.titan.stack_2026_02` for one.
 It reads cells from standard input, one JSON object a line, and answers each with one line.
 TorchTitan's own Trainer is made from the cell's own argv, in a fake world of the cell's size, for
 the first rank of every pipeline stage. Parameters stay on the meta device, so 671B fits anywhere.
@@ -12,6 +13,7 @@ The answer's `not_exercised` names every stand-in for something that only the jo
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import select
@@ -177,7 +179,7 @@ def _requests(lines: TextIO) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def main() -> None:
+def main(stack: str) -> None:
     """Answer requests until there are no more."""
     # Whatever a library prints must not stand between the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -187,11 +189,11 @@ def main() -> None:
     import torch
     import torchtitan.train  # noqa: F401  (for the children, as is the next one)
 
-    import cookbook.titan.stack_2026_02  # noqa: F401
+    importlib.import_module(stack)
     from cookbook.titan.fake_world.world import warm_up
 
     torch.set_num_threads(1)
-    warm_up()
+    warm_up(stack)
     # Forked children share what is never collected.
     gc.collect()
     gc.freeze()
@@ -201,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -6,6 +6,7 @@ Sizes are read from the sharded model; how TP, EP and FSDP cut each parameter is
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -18,8 +19,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
 from cookbook.titan.fake_world.world import Build
-from cookbook.titan.stack_2026_02.activity import observe_model, words
-from cookbook.titan.stack_2026_02.attention import chosen_attention
 
 _FSDP_DIMS = ("fsdp", "efsdp")
 # Inserted by wrappers around a module; the model's own names have none.
@@ -41,7 +40,7 @@ def view_rank(build: Build) -> dict[str, Any]:
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
         "model": _numbers(dataclasses.asdict(trainer.model_args)),
-        "active": _view_activity(trainer.model_parts),
+        "active": _view_activity(trainer),
         "mixed_precision": _is_mixed(trainer),
         "groups": _communicators(trainer.parallel_dims),
         "not_exercised": build.not_exercised,
@@ -50,12 +49,17 @@ def view_rank(build: Build) -> dict[str, Any]:
     }
 
 
-def _view_activity(model_parts: list[nn.Module]) -> dict[str, str | None]:
-    found = observe_model(model_parts)
+def _view_activity(trainer: Any) -> dict[str, str | None]:
+    # The job's own stack says what its model has.
+    stack = trainer.job_config.experimental.custom_import
+    activity, attention = (
+        importlib.import_module(f"{stack}.{name}") for name in ("activity", "attention")
+    )
+    found = activity.observe_model(trainer.model_parts)
     return {
-        "grouped_gemms": words(found.grouped_gemms),
-        "linear_layers": words(found.linear_layers),
-        "attention": words(chosen_attention(model_parts)),
+        "grouped_gemms": activity.words(found.grouped_gemms),
+        "linear_layers": activity.words(found.linear_layers),
+        "attention": activity.words(attention.chosen_attention(trainer.model_parts)),
     }
 
 

@@ -37,7 +37,7 @@ class Build:
     not_exercised: list[str] = field(default_factory=list)
 
 
-def warm_up() -> None:
+def warm_up(stack: str) -> None:
     """Import in the parent what the children would each import again."""
     import torch.distributed._functional_collectives
     import torch.distributed.pipelining.schedules
@@ -45,9 +45,7 @@ def warm_up() -> None:
     import torchtitan.models.moe.moe  # noqa: F401
 
     # tyro reads the sources of all option classes, and remembers them.
-    ConfigManager().parse_args(
-        ["--job.custom_config_module=cookbook.titan.stack_2026_02.job_config"]
-    )
+    ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
     # A mesh checks its layout anew for every parameter that FSDP shards; it has a few layouts only.
     with contextlib.suppress(ImportError, AttributeError):
         from torch.distributed._mesh_layout import _MeshLayout

@@ -1,0 +1,163 @@
+"""Copy and edit, from end to end: everything renamed, then listed, checked, trained and reported.
+
+The real Trainer runs on the CPU; low precision is emulated there, and what is active is observed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.base.paths import ROOT
+from tests.cells import PRECISIONS
+from tests.conftest import copy_checkout
+from tests.submit import environment
+
+pytestmark = pytest.mark.titan
+
+# What each precision turns on: (grouped GEMMs, linear layers).
+TURNED_ON = {
+    "bf16": ("bf16", "bf16"),
+    "mxfp8": ("mxfp8", "bf16"),
+    "mxfp8_wgrad_hp": ("mxfp8_wgrad_with_hp", "bf16"),
+    "mxfp8_linear": ("mxfp8", "mx"),
+}
+# TorchAO computes FP8 rowwise on GPUs alone.
+NO_FLOAT8 = "my-float8 needs a GPU of compute capability 9.0, there is no CUDA GPU"
+
+
+class Copies:
+    """A checkout in which every recipe, overlay, cluster and sweep that a test uses is a copy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = copy_checkout(folder / "moe-cookbook")
+        shutil.rmtree(self.folder / "assets")
+        (self.folder / "assets").symlink_to(ROOT / "assets")
+        self.new("my-debug", "debug", "training:\n", "training:\n  # of mine\n")
+        self.new("my-machine", "local", "OMP_NUM_THREADS: 1", "OMP_NUM_THREADS: 2")
+        for name in PRECISIONS:
+            self.new(f"my-{name}", name, "description:", "optimizer: {lr: 4e-4}\ndescription:")
+        self.new("my-exchange", "standard", "description:", "optimizer: {eps: 1e-7}\ndescription:")
+        self.new("my-a2a", "mxfp8_a2a", "description:", "optimizer: {eps: 1e-7}\ndescription:")
+        self.sweep("all-of-mine", "precision: [" + ", ".join(f"my-{p}" for p in PRECISIONS) + "]")
+        self.sweep("varied", "precision: [my-bf16]", vary=True)
+
+    def new(self, name: str, source: str, line: str, change: str) -> None:
+        """Copy with `submit.py new`, and edit a line of the copy."""
+        done = self.run("new", name, "--from", source)
+        assert done.returncode == 0, done.stderr
+        (path,) = (self.folder / "recipes").rglob(f"{name}.yaml")
+        text = path.read_text(encoding="utf-8")
+        assert line in text
+        path.write_text(text.replace(line, change, 1), encoding="utf-8")
+
+    def sweep(self, name: str, precisions: str, vary: bool = False) -> None:
+        self.new(name, "smoke", "recipes: [debug]", "recipes: [my-debug]")
+        path = self.folder / "recipes" / "sweep" / f"{name}.yaml"
+        text = re.sub(r"(?m)^precision: .*", precisions, path.read_text(encoding="utf-8"))
+        text = re.sub(r"(?m)^ep_backend: .*", "ep_backend: [my-exchange]", text)
+        text = re.sub(r"(?m)^baseline: .*\n", "", text)
+        text += "options: {training.steps: 2}\n"
+        text += "vary: {lr_scheduler.min_lr_factor: [0.1, 0.2]}\n" if vary else ""
+        path.write_text(text, encoding="utf-8")
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(self.folder / "submit.py"), *words],
+            cwd=self.folder,
+            env=environment(self.folder / "runs"),
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+
+    def trained(self, *words: str) -> list[dict[str, Any]]:
+        """The cells of the report of what `submit.py WORDS` trained."""
+        done = self.run(*words, "--cluster", "my-machine")
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        report = self.run("report", "--format", "json")
+        cells: list[dict[str, Any]] = json.loads(report.stdout)["cells"]
+        return cells
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Copies:
+    return Copies(tmp_path_factory.mktemp("copies"))
+
+
+def test_copies_are_listed_and_shown(copies: Copies) -> None:
+    listed = copies.run("list").stdout
+    for name in ("my-debug", "my-machine", "my-exchange", "my-a2a", "all-of-mine", "varied"):
+        assert re.search(rf"(?m)^  {name} ", listed), listed
+    words = ("my-debug", "--precision", "my-float8", "--ep-backend", "my-exchange")
+    shown = copies.run("show", *words, "--cluster", "my-machine", "--origins")
+    assert "name: my-debug-my-float8-my-exchange" in shown.stdout
+    assert "recipes/precision/my-float8.yaml" in shown.stdout
+
+
+def test_copies_are_checked_by_what_they_turn_on(copies: Copies) -> None:
+    words = ("check", "all-of-mine", "--cluster", "my-machine", "--json")
+    cells = json.loads(copies.run(*words).stdout)["cells"]
+    assert [cell["precision"] for cell in cells] == [f"my-{name}" for name in PRECISIONS]
+    for cell in cells:
+        assert cell["built"] is cell["may_run"] is (cell["precision"] != "my-float8"), cell
+        if not cell["may_run"]:
+            assert cell["summary"] == NO_FLOAT8
+
+
+def test_copies_train_and_are_reported_under_their_own_names(copies: Copies) -> None:
+    cells = copies.trained("sweep", "all-of-mine", "--no-check")
+    assert [cell["name"] for cell in cells] == [
+        f"my-debug-my-{name}-my-exchange" for name in PRECISIONS
+    ]
+    for cell, name in zip(cells, PRECISIONS, strict=True):
+        if name == "float8":
+            assert (cell["status"], cell["reason"]) == ("refused", NO_FLOAT8)
+            continue
+        active = cell["active"]
+        assert (cell["status"], cell["steps"]) == ("finished", 2)
+        assert (active["precision"], active["ep_backend"]) == (f"my-{name}", "my-exchange")
+        assert (active["grouped_gemms"], active["linear_layers"]) == TURNED_ON[name]
+        assert active["dispatch"] == "standard"
+        assert active["emulated"] is (name != "bf16")
+
+
+def test_a_copied_sweep_varies_an_option(copies: Copies) -> None:
+    cells = copies.trained("sweep", "varied", "--no-check")
+    assert [cell["status"] for cell in cells] == ["finished", "finished"]
+    for cell, factor in zip(cells, ("0.1", "0.2"), strict=True):
+        assert cell["name"] == f"my-debug-my-bf16-my-exchange-min_lr_factor_{factor}"
+    # What varies is the learning rate at the end: the first steps are the same.
+    assert cells[0]["final_loss"] == cells[1]["final_loss"]
+
+
+def test_a_copied_quantized_exchange(copies: Copies) -> None:
+    words = ("--precision", "my-mxfp8", "--ep-backend", "my-a2a", "--set", "training.steps=1")
+    (cell,) = copies.trained("run", "my-debug", *words, "--no-check")
+    assert (cell["status"], cell["ep_backend"]) == ("finished", "my-a2a")
+    assert cell["active"]["dispatch"] == "mxfp8"
+
+
+def test_what_is_declared_and_not_built_is_refused_before_and_at_the_first_step(
+    copies: Copies,
+) -> None:
+    # One of the debug model's five MoE layers: no option says that the others stay as they are.
+    copies.new("my-part", "mxfp8", "fqns: [experts]", "fqns: [layers.3.moe.experts]")
+    words = ("my-debug", "--precision", "my-part", "--cluster", "my-machine")
+    said = "precision my-part declares grouped_gemms mxfp8, "
+    checked = copies.run("check", *words)
+    assert checked.returncode == 1
+    assert f"{said}and in the model that TorchTitan builds bf16 and mxfp8 is active" in " ".join(
+        checked.stdout.split()
+    )
+    ran = copies.run("run", *words, "--no-check", "--set", "training.steps=2")
+    assert ran.returncode == 1
+    status = copies.run("status").stdout
+    assert f"failed  {said}but bf16 and mxfp8 is active" in re.sub(r"job \d+ +", "", status)
