@@ -236,15 +236,17 @@ def kept_case(path: Path, device: str) -> tuple[Shape, torch.Tensor, Tensors]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="shapes whose name begins so")
-    parser.add_argument(
-        "--flex", nargs="*", default=["16B-8192-b4"], help="shapes that FlexAttention gets too"
-    )
-    parser.add_argument("--packings", nargs="+", default=list(PACKINGS), choices=list(PACKINGS))
-    parser.add_argument("--activations", type=Path, nargs="*", default=[])
-    parser.add_argument("--deterministic", action="store_true", help="as debug.deterministic does")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("-o", "--output", type=Path)
+    add_option = parser.add_argument
+    add_option("--only", default="", help="shapes whose name begins so")
+    add_option("--flex", nargs="*", default=["16B-8192-b4"], help="shapes that FlexAttention gets")
+    kinds = list(PACKINGS)
+    add_option("--packings", nargs="+", default=kinds, choices=kinds, help="kinds of documents")
+    kept = "files of bench.keep_attention"
+    add_option("--activations", type=Path, nargs="*", default=[], help=kept)
+    add_option("--deterministic", action="store_true", help="as debug.deterministic does")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    add_option("--device", default=here, choices=["cuda", "cpu"], help="cpu: small shapes, a trial")
+    add_option("-o", "--output", type=Path, help="write all results here, as JSON")
     options = parser.parse_args(argv)
     device = options.device
     if device == "cuda" and (reason := varlen.why_not()):

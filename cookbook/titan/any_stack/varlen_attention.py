@@ -126,7 +126,8 @@ def _backward(
 def _kernels() -> Any:
     """FlashAttention-4; imported at the first call, since that takes seconds."""
     # Compiling its kernels takes each process 6 to 10 s. Kept, in /tmp of the node by default, they
-    # are loaded in 0.03 s by the next job.
+    # are loaded in 0.03 s by the next job. Not on a shared file system: some have no file locks,
+    # and FlashAttention-4 fails without.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     return import_module("flash_attn.cute.interface")
 
