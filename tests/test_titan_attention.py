@@ -81,6 +81,18 @@ def test_model_is_the_same_as_with_flex_attention(
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+def test_scores_of_long_sequences_are_scaled_as_with_flex_attention(eager_flex: None) -> None:
+    """Beyond the length that RoPE was made for; the 16B and 671B at 8192 tokens are."""
+    tokens = tokens_of(PACKINGS["batch of 3"])
+    changes: dict[str, Any] = {"original_seq_len": LENGTH // 2, "mscale": 3.0}
+    own, model = build_model(small_args("flavor", **changes)), build_model(small_args(**changes))
+    assert model.layers["0"].attention.softmax_scale > 2 * 192**-0.5
+    found = loss_and_gradients(model, tokens, model.get_attention_masks(tokens, TOKENIZER))
+    expected = loss_and_gradients(own, tokens, block_mask(tokens))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 def test_a_flavor_without_documents_attends_to_the_whole_sequence() -> None:
     tokens = tokens_of(PACKINGS["batch of 3"])
     changes = {"attn_mask_type": "causal"}

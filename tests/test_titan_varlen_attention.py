@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,27 +234,6 @@ def test_a_gpu_that_cannot_run_it_is_told_why(
         assert varlen.why_not() is None
     else:
         assert reason in str(varlen.why_not())
-
-
-@pytest.mark.parametrize("chosen", [None, "0"])
-def test_compiled_kernels_are_kept_for_the_next_job(
-    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FlashAttention-4 reads the variable when it is imported; what the user has set stays."""
-    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-    package = tmp_path / "flash_attn/cute"
-    package.mkdir(parents=True)
-    (package / "interface.py").write_text(f"import os\nCACHE = os.environ.get('{name}')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    # Each is set first, so that it is as before when the test has ended.
-    for module in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        monkeypatch.setitem(sys.modules, module, None)
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setenv(name, chosen or "")
-    if chosen is None:
-        monkeypatch.delenv(name)
-    found = varlen._kernels().CACHE
-    assert found == (chosen or "1")
 
 
 def test_flops_are_those_of_one_document_a_sequence() -> None:
