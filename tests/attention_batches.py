@@ -20,6 +20,8 @@ PACKINGS: dict[str, list[list[int]]] = {
     "end first": [[0, 9]],
     "end last": [[9, LENGTH - 1]],
     "all ends": [list(range(LENGTH))],
+    # 17 documents, the last without an end; a sequence has room for 16 unless it needs more.
+    "more than the usual room": [list(range(16)), [3]],
     "batch of 3": [[7], list(range(LENGTH)), []],
     "batch of 4": [[0, 7], [], [6, 13, LENGTH - 1], [18]],
 }
