@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import Checkout, copy_checkout, write_wheel
+from tests.set_up import Checkout, copy_for_setup, write_wheel
 
 pytestmark = pytest.mark.titan
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    return copy_checkout(tmp_path)
+    return copy_for_setup(tmp_path)
 
 
 @pytest.fixture

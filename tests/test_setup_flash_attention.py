@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import WHEEL_FILES, Checkout, copy_checkout, write_wheel
+from tests.set_up import WHEEL_FILES, Checkout, copy_for_setup, write_wheel
 
 pytestmark = pytest.mark.titan
 
@@ -20,7 +20,7 @@ SITE = ".venv/lib/python*/site-packages"
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     """Versions that no machine has; no GPU, whatever this machine has."""
-    checkout = copy_checkout(tmp_path)
+    checkout = copy_for_setup(tmp_path)
     requirements = checkout.folder / "requirements.txt"
     pins = re.compile('^(.+)==.+( ; extra == "flash_attention")$', re.MULTILINE)
     requirements.write_text(pins.sub(r"\1==99.1\2", requirements.read_text()))

@@ -1,0 +1,124 @@
+"""Runs the setup.sh of a copy of this checkout without a network.
+
+The packages of the environment that runs the tests stand in for the index: the Python that setup.sh
+is given adds them to each environment that it makes, so that pip finds every pin in place. Wheels
+with little more than a name stand in for FlashAttention-4's packages, which few test machines have.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cookbook.install.flash_attention import flash_attention_pins
+from tests.checkout import copy_checkout
+
+
+@dataclass
+class Checkout:
+    """A copy of the checkout and the environment that its setup.sh runs in."""
+
+    folder: Path
+    python: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self, *options: str) -> list[str]:
+        return [str(self.folder / "setup.sh"), *options]
+
+    def variables(self) -> dict[str, str]:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PIP_", "HF_", "PYTHON", "CUDA", "TORCH_", "NVSHMEM"))
+        }
+        kept |= {"PIP_NO_INDEX": "1", "PYTHON": str(self.python), "TERM": "dumb"}
+        return kept | self.environment
+
+    def setup(self, *options: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*options),
+            cwd="/",
+            env=self.variables(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+            check=False,
+        )
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*options),
+            env=self.variables(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def exists(self, path: str) -> bool:
+        return (self.folder / path).exists()
+
+
+# The files by which FlashAttention-4's packages are recognized.
+_COMPILER = "nvidia_cutlass_dsl/dsl_packages/cutlass/_mlir/_mlir_libs/_cutlass_ir.{}.cp3.so"
+WHEEL_FILES = {
+    "flash-attn-4": ["flash_attn/cute/__init__.py"],
+    "nvidia-cutlass-dsl-libs-cu12": [_COMPILER.format("cu12")],
+    "nvidia-cutlass-dsl-libs-cu13": [_COMPILER.format("cu13")],
+}
+
+
+def write_wheel(folder: Path, name: str, version: str, files: Iterable[str] = ()) -> None:
+    """A wheel of a package that holds nothing but its version, and empty `files`."""
+    package = name.replace("-", "_")
+    about = f"{package}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{package}.py", f"VERSION = {version!r}\n")
+        for file in files:
+            wheel.writestr(file, "")
+        wheel.writestr(
+            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+PYTHON = """#!/bin/sh
+# Stands in for the index: environments made with it see the packages of the tests' own, pip too.
+if [ "$1 $2" = "-m venv" ]; then
+  "{real}" -m venv --without-pip "$3" || exit
+  for folder in "$3"/lib/python*/site-packages; do
+    echo "{packages}" >"$folder/stand-in.pth"
+  done
+  if [ -n "$HANG" ]; then
+    echo $$ >"$HANG"
+    exec sleep 600
+  fi
+else
+  exec "{real}" "$@"
+fi
+"""
+
+
+def copy_for_setup(tmp_path: Path) -> Checkout:
+    """A copy of the checkout, and a Python that its setup.sh makes environments with."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for pin in flash_attention_pins():
+        write_wheel(wheels, pin.name, pin.value, WHEEL_FILES.get(pin.name, ()))
+    python = tmp_path / "python"
+    packages = sysconfig.get_path("purelib")
+    python.write_text(PYTHON.format(real=sys.executable, packages=packages))
+    python.chmod(0o755)
+    folder = copy_checkout(tmp_path / "check out")
+    return Checkout(folder, python, {"PIP_FIND_LINKS": str(wheels)})
