@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 #
-# Makes this checkout ready to train: virtual environment, DeepEP, tokenizers, local corpus.
+# Makes this checkout ready to train: virtual environment, DeepEP, FlashAttention-4, tokenizers, local
+# corpus.
 # Run it on a login node or a laptop; `./setup.sh --help` says what it will do and how long it takes.
 
 set -euo pipefail
@@ -15,14 +16,17 @@ What it does, in this order; what is there already is left alone:
      own sources, in assets/local                                   seconds
   3. the DeepSeek tokenizers from the Hugging Face hub, in assets/hf  seconds, 15 MB
   4. DeepEP at its pin, where a CUDA toolkit is found               2 to 15 minutes
-  5. the doctor: is this machine ready, and what to do where not    under a second
+  5. FlashAttention-4 at its pins, for Hopper and Blackwell GPUs    a minute, 0.6 GB
+  6. the doctor: is this machine ready, and what to do where not    under a second
 
 Run it again at any time: it goes on where it was interrupted, and takes about
 a second where nothing is left to do. Its log is build/setup.log.
 
 options:
-  --local            only what a laptop needs: steps 1, 2 and 5
+  --local            only what runs on this machine alone need: steps 1, 2 and 6,
+                     and step 5 where this machine has such GPUs
   --no-deepep        leave out step 4
+  --no-flash-attention  leave out step 5
   --no-tokenizers    leave out step 3
   --arch LIST        build DeepEP for these GPUs, also where this machine has none:
                      10.0 for B200, 9.0 for H100 and H200, "9.0;10.0" for both
@@ -53,6 +57,7 @@ readonly TOKENIZERS=(deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/deepseek-moe-16b
 
 local_only=false
 want_deepep=true
+want_flash_attention=true
 want_tokenizers=true
 want_dev=false
 quiet=false
@@ -84,6 +89,7 @@ parse_options() {
     case "$1" in
       --local) local_only=true want_deepep=false want_tokenizers=false ;;
       --no-deepep) want_deepep=false ;;
+      --no-flash-attention) want_flash_attention=false ;;
       --no-tokenizers) want_tokenizers=false ;;
       --arch) arch="$2" && shift ;;
       --python) python="$2" && shift ;;
@@ -302,6 +308,24 @@ build_deepep() {
   esac
 }
 
+install_flash_attention() {
+  local status=0 plan command=(.venv/bin/python -m cookbook.install.flash_attention)
+  if "${local_only}"; then
+    command+=(--local)
+  fi
+  plan="$("${command[@]}" --plan)" || status=$?
+  case "${status}" in
+    0) ;;
+    3) "${quiet}" || "${local_only}" || say "${plan}" ;;
+    4)
+      changed=true
+      say "installing ${plan}; about a minute"
+      logged "${command[@]}" || failed "FlashAttention-4"
+      ;;
+    *) failed "FlashAttention-4" ;;
+  esac
+}
+
 main() {
   local repository status=0
   parse_options "$@"
@@ -332,6 +356,9 @@ main() {
   fi
   if "${want_deepep}"; then
     build_deepep
+  fi
+  if "${want_flash_attention}"; then
+    install_flash_attention
   fi
 
   if "${quiet}" && ! "${changed}"; then

@@ -39,6 +39,9 @@ ANSWERS = {
     ),
     SLURM_HISTORY: Answer(1, "", "Slurm accounting storage is disabled\n"),
 }
+# Where FlashAttention-4's compiler is, once for each CUDA major version.
+COMPILER = "site/nvidia_cutlass_dsl/dsl_packages/cutlass/_mlir/_mlir_libs"
+COMPILER_FILE = COMPILER + "/_cutlass_ir.cu{}.cpython-312-x86_64-linux-gnu.so"
 DRIVER_OPTIONS = 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n'
 LIMITS = "Limit                     Soft Limit           Hard Limit           Units\n"
 
@@ -115,7 +118,7 @@ def whole_node(tmp_path: Path) -> Node:
         node.write(f"checkout/assets/hf/A/{name}", "{}")
     node.write("checkout/assets/local/stamp.json", '{"bytes": {}}')
     for pin in read_pins():
-        if not pin.extra:
+        if pin.extra != "deepep":
             node.install(pin.name, pin.value)
     node.write("site/torch/version.py", "cuda: Optional[str] = '12.8'\n")
     node.write("site/torchao/_C_mxfp8.abi3.so", b"\x7fELF libcudart.so.12 ...")
@@ -125,6 +128,9 @@ def whole_node(tmp_path: Path) -> Node:
         "deep_ep", "1.2.1", direct_url__json=json.dumps({"vcs_info": {"commit_id": COMMIT}})
     )
     node.write("site/deep_ep_cpp.cpython-312.so", b"\x7fELF libnvshmem_host.so.3 ...")
+    node.write("site/flash_attn/cute/__init__.py")
+    for major in (12, 13):
+        node.write(COMPILER_FILE.format(major))
     node.write("root/proc/driver/nvidia/params", DRIVER_OPTIONS)
     node.write("root/proc/self/limits", LIMITS + "Max locked memory  unlimited  unlimited  bytes\n")
     for index in range(12):

@@ -1,7 +1,8 @@
 """Runs the setup.sh of a copy of this checkout without a network.
 
 The packages of the environment that runs the tests stand in for the index: the Python that setup.sh
-is given adds them to each environment that it makes, so that pip finds every pin in place.
+is given adds them to each environment that it makes, so that pip finds every pin in place. Wheels
+with little more than a name stand in for FlashAttention-4's packages, which few test machines have.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import os
 import subprocess
 import sys
 import sysconfig
+import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cookbook.install.flash_attention import flash_attention_pins
 from tests.checkout import copy_checkout
 
 
@@ -63,6 +67,32 @@ class Checkout:
         return (self.folder / path).exists()
 
 
+# The files by which FlashAttention-4's packages are recognized.
+_COMPILER = "nvidia_cutlass_dsl/dsl_packages/cutlass/_mlir/_mlir_libs/_cutlass_ir.{}.cp3.so"
+WHEEL_FILES = {
+    "flash-attn-4": ["flash_attn/cute/__init__.py"],
+    "nvidia-cutlass-dsl-libs-cu12": [_COMPILER.format("cu12")],
+    "nvidia-cutlass-dsl-libs-cu13": [_COMPILER.format("cu13")],
+}
+
+
+def write_wheel(folder: Path, name: str, version: str, files: Iterable[str] = ()) -> None:
+    """A wheel of a package that holds nothing but its version, and empty `files`."""
+    package = name.replace("-", "_")
+    about = f"{package}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{package}.py", f"VERSION = {version!r}\n")
+        for file in files:
+            wheel.writestr(file, "")
+        wheel.writestr(
+            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+
+
 PYTHON = """#!/bin/sh
 # Stands in for the index: environments made with it see the packages of the tests' own, pip too.
 if [ "$1 $2" = "-m venv" ]; then
@@ -82,8 +112,13 @@ fi
 
 def copy_for_setup(tmp_path: Path) -> Checkout:
     """A copy of the checkout, and a Python that its setup.sh makes environments with."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for pin in flash_attention_pins():
+        write_wheel(wheels, pin.name, pin.value, WHEEL_FILES.get(pin.name, ()))
     python = tmp_path / "python"
     packages = sysconfig.get_path("purelib")
     python.write_text(PYTHON.format(real=sys.executable, packages=packages))
     python.chmod(0o755)
-    return Checkout(copy_checkout(tmp_path / "check out"), python)
+    folder = copy_checkout(tmp_path / "check out")
+    return Checkout(folder, python, {"PIP_FIND_LINKS": str(wheels)})

@@ -194,6 +194,7 @@ def test_local_leaves_the_cluster_out(node: Node) -> None:
         "python",
         "pins",
         "compiler",
+        "flash attention",
         "gpus",
         "local corpus",
         "disk",

@@ -36,6 +36,8 @@ BLANK = Result(
     final_loss=None,
     speedup=None,
     published_tokens_per_second_per_gpu=None,
+    attention=None,
+    mean_attended_length=None,
     emulated=False,
     active=None,
 )
@@ -197,7 +199,8 @@ def test_json_has_the_promised_fields() -> None:
         "speedup",
         "published_tokens_per_second_per_gpu",
     }
-    assert promised | {"emulated", "active"} == set(first)
+    seen = {"attention", "mean_attended_length", "emulated", "active"}
+    assert promised | seen == set(first)
     assert first["tokens_per_second_per_gpu"] == 651.4
     assert second["tokens_per_second_per_gpu"] is None
     assert second["steps"] is None
@@ -220,3 +223,53 @@ def test_a_column_that_says_nothing_is_left_out() -> None:
     row = table_of(render_markdown(run_of(cell)))[cell.name]
     assert "MFU" not in row and "published" not in row
     assert row["final loss"] == "8.1235"
+
+
+def attending(cell: Result, attention: str | None, length: float | None) -> Result:
+    return replace(cell, attention=attention, mean_attended_length=length)
+
+
+def facts_of(text: str) -> list[str]:
+    head = text[: text.index("\n|")]
+    return [line for line in head.splitlines() if "attention" in line or "WARNING" in line]
+
+
+def test_attention_that_all_cells_share_is_said_once() -> None:
+    # A cell that has not begun knows nothing, and differs from none.
+    cells = [attending(BASELINE, "flex", 812.4), attending(DEEPEP, "flex", 812.3), FAILED]
+    text = render_markdown(run_of(*cells))
+    assert facts_of(text) == ["- attention: flex; a token attends to 812 tokens on average"]
+    assert not {"attention", "attended tokens"} & set(table_of(text)[BASELINE.name])
+    assert facts_of(render_markdown(run_of(BASELINE))) == []
+
+
+def test_kinds_of_attention_that_differ_are_a_column() -> None:
+    cells = [attending(BASELINE, "flex", 4096.5), attending(DEEPEP, "flash_attention_4", 4096.5)]
+    text = render_markdown(run_of(*cells))
+    assert facts_of(text) == ["- attention: a token attends to 4,096 tokens on average"]
+    rows = table_of(text)
+    assert [rows[cell.name]["attention"] for cell in cells] == ["flex", "flash_attention_4"]
+    assert "attended tokens" not in rows[BASELINE.name]
+
+
+def test_cells_on_other_masks_are_warned_of() -> None:
+    cells = [attending(BASELINE, "flex", 812.0), attending(DEEPEP, "flex", 2600.0)]
+    text = render_markdown(run_of(*cells, FAILED))
+    kind, warning = facts_of(text)
+    assert kind == "- attention: flex"
+    assert warning == (
+        "- WARNING: cells were trained on different masks: a token attends to 2,600 tokens in "
+        "671b-bf16-deepep and to 812 in 671b-bf16-standard; do not compare their speed"
+    )
+    rows = table_of(text)
+    assert [row["attended tokens"] for row in rows.values()] == ["812", "2,600", "-"]
+    # Another batch of the same corpus has another mean.
+    near = [attending(BASELINE, "flex", 812.0), attending(DEEPEP, "flex", 900.0)]
+    assert facts_of(render_markdown(run_of(*near))) == ["- attention: flex"]
+    assert table_of(render_markdown(run_of(*near)))[DEEPEP.name]["attended tokens"] == "900"
+
+
+def test_json_has_attention_by_cell() -> None:
+    report = json.loads(render_json(run_of(attending(BASELINE, "flex", 812.3), FAILED)))
+    found = [(cell["attention"], cell["mean_attended_length"]) for cell in report["cells"]]
+    assert found == [("flex", 812.3), (None, None)]

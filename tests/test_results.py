@@ -291,6 +291,35 @@ def test_emulation_seen_in_the_log_counts(run: Run) -> None:
     assert "emulated" in cell.reason
 
 
+ATTENTION = {"attention": "flex", "mean_attended_length": 812.3}
+
+
+def log_of(**active: Any) -> str:
+    line = f"cookbook active: {json.dumps(active)}\n"
+    return metrics_line(1) + line + metrics_line(2)
+
+
+def test_attention_is_what_the_job_said(run: Run) -> None:
+    run.add("base", log_of(**ATTENTION))
+    run.add("older", log_of(precision="bf16"))
+    run.add("odd", log_of(attention=["flex"], mean_attended_length="812"))
+    run.add("negative", log_of(attention="", mean_attended_length=-1))
+    found = [(cell.attention, cell.mean_attended_length) for cell in run.collect().cells]
+    assert found == [("flex", 812.3), (None, None), (None, None), (None, None)]
+
+
+def test_attention_by_a_reference_gets_no_speedup(run: Run) -> None:
+    run.add("base", log_of(**ATTENTION))
+    run.add("reference", log_of(attention="flash_attention_4_reference"))
+    run.add("kernels", log_of(attention="flash_attention_4"))
+    base, reference, kernels = run.collect().cells
+    assert (base.speedup, reference.speedup, kernels.speedup) == (1.0, None, 1.0)
+    assert reference.emulated and not kernels.emulated
+    assert reference.reason == (
+        "attention by a reference: the throughput says nothing about FlashAttention-4"
+    )
+
+
 def test_the_snapshot_stands_in_for_a_lost_line(run: Run) -> None:
     folder = run.add("base", metrics_line(1))
     (folder / "attempt-1" / "environment.json").write_text('{"gpu": "NVIDIA B200"}')

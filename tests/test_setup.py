@@ -9,12 +9,11 @@ import os
 import signal
 import subprocess
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.set_up import Checkout, copy_for_setup
+from tests.set_up import Checkout, copy_for_setup, write_wheel
 
 pytestmark = pytest.mark.titan
 
@@ -34,7 +33,16 @@ def ready(checkout: Checkout) -> Checkout:
 def test_help_says_what_and_touches_nothing(checkout: Checkout) -> None:
     result = checkout.setup("--help")
     assert result.returncode == 0
-    for word in ("minutes", "DeepEP", "tokenizers", "--local", "--arch", "--dev", "doctor"):
+    for word in (
+        "minutes",
+        "DeepEP",
+        "FlashAttention-4",
+        "tokenizers",
+        "--local",
+        "--arch",
+        "--dev",
+        "doctor",
+    ):
         assert word in result.stdout
     assert not checkout.exists("build") and not checkout.exists(".venv")
 
@@ -81,20 +89,6 @@ def test_dev_is_added_and_stays(ready: Checkout) -> None:
     assert "installing the pins" in ready.setup("--local", "--dev").stdout
     assert ready.setup("--local", "--dev", "--quiet").stdout == ""
     assert ready.setup("--local", "--quiet").stdout == ""
-
-
-def write_wheel(folder: Path, name: str, version: str) -> None:
-    """A wheel of a package that holds nothing but its version."""
-    about = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", f"VERSION = {version!r}\n")
-        wheel.writestr(
-            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-        wheel.writestr(
-            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{about}/RECORD", "")
 
 
 def test_changed_pins_are_enough(ready: Checkout, tmp_path: Path) -> None:

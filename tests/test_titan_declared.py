@@ -139,11 +139,13 @@ def test_stages_of_a_pipeline_are_merged(assets: Path, tmp_path: Path) -> None:
 
 def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: int = 0) -> Any:
     from cookbook.titan.stack_2026_02.activity import ModelActivity
+    from cookbook.titan.stack_2026_02.attention import AttentionActivity
     from cookbook.titan.stack_2026_02.first_step import RankActivity
 
     sets = [frozenset({word} if word else ()) for word in (grouped, linear, dispatch)]
     model = ModelActivity(sets[0], sets[1], emulated=False)
-    return RankActivity(stage, model, sets[2], False, frozenset(), "node")
+    attention = AttentionActivity(frozenset({"flex"}), None)
+    return RankActivity(stage, model, attention, sets[2], False, frozenset(), "node")
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_without_its_options_the_stack_is_refused(assets: Path, tmp_path: Path) 
     assert "add --job.custom_config_module=cookbook.titan.stack_2026_02.job_config" in reason
 
 
-def test_the_spec_is_torchtitans_but_for_four_doors() -> None:
+def test_the_spec_is_torchtitans_but_for_five_doors() -> None:
     from torchtitan.models import deepseek_v3
     from torchtitan.protocols.train_spec import get_train_spec
 
@@ -156,6 +156,7 @@ def test_the_spec_is_torchtitans_but_for_four_doors() -> None:
     spec, released = get_train_spec("deepseek_v3"), deepseek_v3.get_train_spec()
     changed = {name for name, value in vars(spec).items() if value != vars(released)[name]}
     assert changed == {
+        "model_cls",
         "model_args",
         "parallelize_fn",
         "build_loss_fn",

@@ -41,6 +41,17 @@ CASES: dict[str, tuple[float | None, tuple[str, ...], list[tuple[str | None, str
     "a loop over experts": (8.0, (), [("bf16", "bf16")]),
 }
 
+FLEX = ("--model.flavor=debugmodel_flex_attn",)
+FLASH = ("--model.attention=flash_attention_4",)
+COMPILED = ("--compile.enable", "--compile.components=model", "--activation_checkpoint.mode=full")
+TP2 = ("--parallelism.tensor_parallel_degree=2",)
+# The options, and what computes attention.
+ATTENTION: dict[str, tuple[tuple[str, ...], str]] = {
+    "FlexAttention": (FLEX, "flex"),
+    "FlashAttention-4": ((*FLEX, *FLASH, *COMPILED, *TP2), "flash_attention_4"),
+    "FlashAttention-4 in a pipeline": ((*FLASH, *PP2), "flash_attention_4"),
+}
+
 
 def request(capability: float | None, options: tuple[str, ...]) -> dict[str, Any]:
     argv = [
@@ -58,6 +69,8 @@ def request(capability: float | None, options: tuple[str, ...]) -> dict[str, Any
 def answers() -> dict[str, Any]:
     """All cases and a few more, built by one process."""
     requests = {name: request(gpu, options) for name, (gpu, options, _) in CASES.items()}
+    for name, (options, _) in ATTENTION.items():
+        requests[name] = request(9.0, options)
     requests["another family"] = request(10.0, ("--model.name=llama3",))
     requests["refused"] = request(10.0, (*A2A, "--parallelism.expert_parallel_comm_backend=deepep"))
     done = subprocess.run(
@@ -77,13 +90,24 @@ def answers() -> dict[str, Any]:
 def test_what_quantizes_is_seen(answers: dict[str, Any], case: str) -> None:
     found = [view.get("active", view) for view in answers[case]["ranks"]]
     names = ("grouped_gemms", "linear_layers")
-    assert found == [dict(zip(names, wanted, strict=True)) for wanted in CASES[case][2]]
+    assert found == [
+        dict(zip(names, wanted, strict=True)) | {"attention": "sdpa"} for wanted in CASES[case][2]
+    ]
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_is_seen_on_every_stage(answers: dict[str, Any], case: str) -> None:
+    views = answers[case]["ranks"]
+    assert [view["active"]["attention"] for view in views] == [ATTENTION[case][1]] * len(views)
+    notes = [note for view in views for note in view["not_exercised"] if "FlashAttention" in note]
+    assert len(notes) == (len(views) if "flash" in ATTENTION[case][1] else 0)
 
 
 def test_another_model_family_is_built_without_data(answers: dict[str, Any]) -> None:
     (view,) = answers["another family"]["ranks"]
     assert view["parameters"]["total"] > 0, view
-    assert view["active"] == {"grouped_gemms": None, "linear_layers": "bf16"}
+    nothing = {"grouped_gemms": None, "linear_layers": "bf16", "attention": "sdpa"}
+    assert view["active"] == nothing
 
 
 def test_the_jobs_refusals_are_quoted(answers: dict[str, Any]) -> None:

@@ -14,6 +14,9 @@ from cookbook.cells.recipe import Recipe
 from cookbook.run.record import CellRecord
 from cookbook.stack.options import Options
 
+# The option that chooses what computes attention.
+ATTENTION = "model.attention"
+
 
 @dataclass(frozen=True, eq=False)
 class Cell:
@@ -67,6 +70,16 @@ class Cell:
     def uses_deepep(self) -> bool:
         """Whether tokens travel by DeepEP."""
         return bool(self.options["parallelism.expert_parallel_comm_backend"] == "deepep")
+
+    @property
+    def uses_flash_attention(self) -> bool:
+        """Whether FlashAttention-4 computes attention; on the CPU its reference does."""
+        return bool(self.options[ATTENTION] == "flash_attention_4")
+
+    @property
+    def attends_by_reference(self) -> bool:
+        """Whether that reference runs: the same numbers, at a speed that means nothing."""
+        return self.uses_flash_attention and self.cluster.gpu is None
 
     @property
     def is_compiled(self) -> bool:

@@ -22,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     advice_run.tp_in_a_node,
     advice_kernels.deepep_within_a_node,
     advice_kernels.emulated_has_no_speed,
+    advice_kernels.reference_has_no_speed,
 )
 
 

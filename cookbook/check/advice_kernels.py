@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cookbook.cells.cell import Cell
+from cookbook.cells.cell import ATTENTION, Cell
 from cookbook.cells.finding import HINT, WARNING, Finding
 from cookbook.cells.rules.kernels import NVLINK_PEERS
-from cookbook.cells.rules.references import DEEPEP, TORCHAO, TORCHTITAN
+from cookbook.cells.rules.references import DEEPEP, FLASH_ATTENTION, TORCHAO, TORCHTITAN
 from cookbook.check.shapes import destinations, groups
 
 _BLOG = (
@@ -58,6 +58,20 @@ def emulated_has_no_speed(cell: Cell) -> Iterator[Finding]:
             "means nothing",
             "",
             f"{TORCHAO}/prototype/moe_training/README.md",
+        )
+
+
+def reference_has_no_speed(cell: Cell) -> Iterator[Finding]:
+    """On the CPU plain PyTorch stands in for FlashAttention-4."""
+    if cell.attends_by_reference:
+        yield Finding(
+            HINT,
+            "reference_has_no_speed",
+            ATTENTION,
+            "a reference computes attention on the CPU, document by document: its numerics are "
+            "right, its speed means nothing",
+            "",
+            f"{FLASH_ATTENTION}/interface.py",
         )
 
 

@@ -55,6 +55,17 @@ class CellCheck:
         return max(self.stages, key=lambda stage: stage.total, default=None)
 
     @property
+    def active(self) -> dict[str, str]:
+        """What TorchTitan built, over all stages; a stage with nothing quantized does not count."""
+        found: dict[str, str] = {}
+        for key in self.views[0]["active"] if self.views else ():
+            kinds = {view["active"][key] for view in self.views} - {None}
+            quantized = kinds - {"bf16"} or kinds
+            if quantized:
+                found[key] = " and ".join(sorted(quantized))
+        return found
+
+    @property
     def verdict(self) -> str | None:
         """`fits`, `tight` or `will not fit`; None without a GPU, or where nothing was built."""
         gpu = self.cell.cluster.gpu

@@ -67,15 +67,20 @@ def _attention(s: Shapes) -> LayerBytes:
     elements += s.sequence_tokens * s.dim
     softmax = 4.0 * s.tokens * s.heads
     # Selective recomputation sees only what is not compiled: every second matrix product and the
-    # attention itself.
+    # attention itself. FlashAttention-4 is an operator, which it sees in compiled code as well.
     matrix_products = s.q_lora + s.kv_lora + s.rope + queries + values + s.dim
-    selected = 0.0 if s.compiled else s.act * s.tokens * (matrix_products / 2 + out) + softmax
+    flash = s.padded_tokens is not None
+    selected = 0.0 if s.compiled else s.act * s.tokens * matrix_products / 2
+    if flash or not s.compiled:
+        selected += s.act * s.tokens * out + softmax
+    # The queries' gradients are summed in FP32, beside a row of two more numbers for each query.
+    summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads)
     return LayerBytes(
         input=0,
         saved=s.act * elements + softmax,
         selected=selected,
         selected_of_saved=selected,
-        temporary=s.act * s.tokens * (2 * queries + values + out),
+        temporary=s.act * s.tokens * (2 * queries + values + out) + summed,
         freed_again=tuple(float(s.act * s.tokens * e) for e in (queries, keys, values, out)),
     )
 

@@ -37,6 +37,7 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
         "may_run": check.may_run,
         "summary": check.summary,
         "findings": [finding.as_mapping() for finding in check.findings],
+        "active": check.active or None,
         "built": bool(check.views),
         "build_seconds": check.built.seconds if check.built and check.views else None,
         "not_exercised": list(check.built.not_exercised) if check.built else None,
@@ -95,10 +96,12 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
     for check in checks:
         own = [finding for finding in check.findings if len(checks) == 1 or finding not in shared]
         block = (*_memory(check), *_work(check))
-        if own or block:
+        active = [*_active(check)]
+        if own or active or block:
             lines += ["", check.cell.name]
         if own:
             lines.append(_findings(own, width))
+        lines += active
         if block and block in figures:
             lines.append(f"  memory and work: as {figures[block]}")
         else:
@@ -111,6 +114,12 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
 def _findings(findings: Iterable[Finding], width: int | None) -> str:
     rows = [[f"{finding.level}:", f"{finding}\n{finding.reference}"] for finding in findings]
     return text_table(rows, width=width, indent=2)
+
+
+def _active(check: CellCheck) -> Iterator[str]:
+    if check.active:
+        words = (f"{key.replace('_', ' ')} {kind}" for key, kind in check.active.items())
+        yield f"  active: {', '.join(words)}"
 
 
 def _memory(check: CellCheck) -> Iterator[str]:

@@ -13,6 +13,8 @@ from cookbook.cells.cell import Cell
 # training, before the bias of the auxiliary-loss-free balancing has settled, a fifth more is
 # common.
 UNEVEN_ROUTING = 1.2
+# Queries that one block of FlashAttention-4's backward takes.
+FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -23,6 +25,8 @@ class Shapes:
     `tokens` are those of the rank's data-parallel group member (all TP ranks work on the same
     ones), `sequence_tokens` those that one TP rank keeps between layers (sequence parallelism),
     `sent_rows` the (token, expert) pairs that it sends, `rows` those that its experts get.
+    `padded_tokens` are the rows of an FP32 sum that FlashAttention-4's backward makes; None where
+    TorchTitan's own attention runs.
     """
 
     tokens: int
@@ -52,6 +56,7 @@ class Shapes:
     compiled: bool
     loss_compiled: bool
     loss_parallel: bool
+    padded_tokens: int | None
 
 
 def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
@@ -106,7 +111,20 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
         compiled="model" in components,
         loss_compiled="loss" in components,
         loss_parallel=loss_parallel,
+        padded_tokens=padded_tokens(cell, batch) if cell.uses_flash_attention else None,
     )
+
+
+def padded_tokens(cell: Cell, sequences: int) -> int:
+    """The tokens of `sequences`, each document rounded up to a block.
+
+    Every sequence has room for a fixed number of documents (`bounds_capacity` in
+    titan/any_stack/documents.py), empty ones too.
+    """
+    length, gpu = cell.options["training.seq_len"], cell.cluster.gpu
+    documents = 1 << (max(length // 128, min(length, 16)) - 1).bit_length()
+    block = FLASH_BLOCK_SM90 if gpu and gpu.compute_capability < 10 else FLASH_BLOCK
+    return int(sequences * length + (sequences * documents + 1) * block)
 
 
 def groups(model: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -1,15 +1,25 @@
-"""The doctor's checks of the software: Python, pins, compiler, DeepEP, Weights & Biases."""
+"""The doctor's checks of the software: Python, pins, compiler, DeepEP, FlashAttention-4, W&B."""
 
 from __future__ import annotations
 
 import platform
+import re
 import sys
 import sysconfig
 from pathlib import Path
 
 from cookbook.doctor.check import Finding, check
+from cookbook.doctor.machine import OLDEST_DRIVER
 from cookbook.doctor.surroundings import Surroundings
 from cookbook.install.deepep import find_deepep, holds, torch_cuda
+from cookbook.install.flash_attention import PACKAGE as FLASH_ATTENTION
+from cookbook.install.flash_attention import (
+    compiler_versions,
+    differences,
+    flash_attention_pins,
+    has_kernels,
+    runs_on,
+)
 from cookbook.install.packages import find_distribution, package_folder
 from cookbook.stack.pins import read_pins, stack_name
 
@@ -115,6 +125,43 @@ def deepep(here: Surroundings) -> Finding:
             f"{rebuild}; torch must bring its NVSHMEM wheel",
         )
     return Finding("deepep", "ok", f"{built.version}, inter-node kernels")
+
+
+@check(local=True)
+def flash_attention(here: Surroundings) -> Finding | list[Finding]:
+    """FlashAttention-4 by its files, since an import takes seconds and a GPU driver."""
+    name = "flash attention"
+    models = [gpu.model for gpu in here.gpus]
+    if here.sends_jobs and here.cluster:
+        models = [here.cluster.gpu] if here.cluster.gpu else []
+    if models and not any(runs_on(model.compute_capability) for model in models):
+        return Finding(name, "not here", "FlashAttention-4 needs Hopper or Blackwell GPUs")
+    if not models and not here.trains_for_real:
+        # Nothing that runs from here would use it.
+        return []
+    pinned = flash_attention_pins(here.repository / "requirements.txt")
+    version = next(pin.value for pin in pinned if pin.name == FLASH_ATTENTION)
+    if find_distribution(FLASH_ATTENTION, here.site) is None:
+        found = "not installed: cells with model.attention=flash_attention_4 are refused"
+        return Finding(name, "warning", found, "run ./setup.sh")
+    if differing := differences(pinned, here.site):
+        return Finding(name, "problem", "; ".join(differing), "run ./setup.sh")
+    compilers = compiler_versions(here.site)
+    if not has_kernels(here.site) or not compilers:
+        lost = "compiler" if has_kernels(here.site) else "kernels"
+        remedy = "delete .venv, then run ./setup.sh"
+        return Finding(name, "problem", f"{version} without the files of its {lost}", remedy)
+    listed = " and ".join(map(str, compilers))
+    if not here.gpus:
+        return Finding(name, "ok", f"{version}, its compiler for CUDA {listed}")
+    driver = here.gpus[0].driver
+    branch = re.match("[0-9]+", driver)
+    number = int(branch[0]) if branch else 0
+    fitting = [major for major in compilers if OLDEST_DRIVER.get(str(major), number + 1) <= number]
+    if not fitting:
+        found = f"{version}: its compiler is for CUDA {listed}, which driver {driver} does not take"
+        return Finding(name, "problem", found, "update the driver")
+    return Finding(name, "ok", f"{version}, its compiler for CUDA {fitting[-1]} (driver {driver})")
 
 
 @check(local=False)

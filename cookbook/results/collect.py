@@ -32,6 +32,7 @@ from cookbook.run.states import CellState
 from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json
 
 _EMULATED_REASON = "emulated numerics: the throughput says nothing about real MXFP8"
+_REFERENCE_REASON = "attention by a reference: the throughput says nothing about FlashAttention-4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,12 @@ class Result:
     speedup: float | None
     """Throughput over the baseline cell's; 1.0 for the baseline itself."""
     published_tokens_per_second_per_gpu: float | None
+    attention: str | None
+    """What computed attention: `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU."""
+    mean_attended_length: float | None
+    """Tokens that a token attended to, on average over the first step: the mask's cost."""
     emulated: bool
+    """Whether software computed what a kernel would, so that only the loss counts."""
     active: dict[str, Any] | None
     """What the training process said was active, None until it did."""
 
@@ -128,7 +134,10 @@ def _collect_cell(
     measured = steps[warm_up(len(steps)) :]
     attempts = folder.attempts()
     active = next(filter(None, map(_read_attempt_active, reversed(attempts))), None)
-    emulated = record.emulated or bool((active or {}).get("emulated"))
+    observed = active or {}
+    attention = _text(observed.get("attention"))
+    by_reference = attention is not None and "reference" in attention
+    is_low_precision_emulated = record.emulated or bool(observed.get("emulated"))
     final_loss = steps[-1].loss if steps else None
     reasons = [state.reason, problem]
     status = None if state.state == UNKNOWN else state.state
@@ -138,8 +147,9 @@ def _collect_cell(
         found = find_reason(attempts[-1].path)
         reasons.append(found if found and found not in (state.reason or "") else None)
     reasons.append(_non_finite(steps))
-    if emulated and status != REFUSED:
-        reasons.append(_EMULATED_REASON)
+    if status != REFUSED:
+        reasons.append(_EMULATED_REASON if is_low_precision_emulated else None)
+        reasons.append(_REFERENCE_REASON if by_reference else None)
     result = Result(
         name=folder.name,
         recipe=record.recipe,
@@ -156,7 +166,9 @@ def _collect_cell(
         final_loss=final_loss if final_loss is not None and math.isfinite(final_loss) else None,
         speedup=None,
         published_tokens_per_second_per_gpu=record.published_tokens_per_second_per_gpu,
-        emulated=emulated,
+        attention=attention,
+        mean_attended_length=_length(observed.get("mean_attended_length")),
+        emulated=is_low_precision_emulated or by_reference,
         active=active,
     )
     setting = CellSetting(
@@ -168,6 +180,15 @@ def _collect_cell(
         raw_final_loss=final_loss,
     )
     return result, setting
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _length(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value < math.inf else None
 
 
 def _read(folder: CellFolder) -> tuple[CellRecord, str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from cookbook.base.tables import markdown_table
@@ -22,8 +22,14 @@ _HEADER = (
     "memory GiB",
     "final loss",
     "published",
+    "attention",
+    "attended tokens",
 )
+# Where all cells agree, the facts above the table say it.
+_WHERE_CELLS_DIFFER = ("attention", "attended tokens")
 _NUM_TEXT_COLUMNS = 2
+# Batches of one corpus differ by less; beyond this factor, masks are not the same.
+_SAME_MASK = 1.25
 _DONE_STATES = {"finished", "refused"}
 
 
@@ -85,9 +91,30 @@ def _facts(results: RunResults) -> list[str]:
         )
     if any(cell.emulated for cell in results.cells):
         lines.append(
-            "- emulated: low precision was computed in software; loss counts, speed doesn't"
+            "- emulated: software computed what a kernel would; loss counts, speed doesn't"
         )
-    return lines
+    return [*lines, *_attention(results.cells)]
+
+
+def _attention(cells: Sequence[Result]) -> Iterator[str]:
+    """What all cells share of their attention, and a warning where their masks differ."""
+    lengths = {cell.name: cell.mean_attended_length for cell in cells if cell.mean_attended_length}
+    kinds = {cell.attention for cell in cells if cell.attention}
+    shown = {_length(length) for length in lengths.values()}
+    shared = [*kinds] if len(kinds) == 1 else []
+    if len(shown) == 1:
+        shared.append(f"a token attends to {shown.pop()} tokens on average")
+    if shared:
+        yield f"- attention: {'; '.join(shared)}"
+    if not lengths:
+        return
+    least, most = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
+    if lengths[most] > _SAME_MASK * lengths[least]:
+        yield (
+            f"- WARNING: cells were trained on different masks: a token attends to "
+            f"{_length(lengths[most])} tokens in {most} and to {_length(lengths[least])} in "
+            f"{least}; do not compare their speed"
+        )
 
 
 def _row(cell: Result, setting: CellSetting) -> list[str]:
@@ -110,6 +137,8 @@ def _row(cell: Result, setting: CellSetting) -> list[str]:
         _number(cell.memory_gib, "{:.2f}"),
         _loss(cell.final_loss, setting.raw_final_loss),
         published,
+        cell.attention or _UNKNOWN,
+        _length(cell.mean_attended_length),
     ]
 
 
@@ -123,6 +152,10 @@ def _steps(cell: Result, setting: CellSetting) -> str:
 def _tokens(value: float | None) -> str:
     # A CPU's or a debug model's few tokens need their decimals.
     return _number(value, "{:,.0f}" if value is None or value >= 100 else "{:.3g}")
+
+
+def _length(value: float | None) -> str:
+    return _number(value, "{:,.0f}")
 
 
 def _tflops(value: float | None) -> str:
@@ -141,10 +174,12 @@ def _number(value: float | None, template: str) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     # A column that says nothing of any cell (MFU on a CPU) is left out; a terminal is narrow.
+    known = [{row[position] for row in rows} - {_UNKNOWN} for position in range(len(_HEADER))]
     kept = [
         position
-        for position in range(len(_HEADER))
-        if position < _NUM_TEXT_COLUMNS or any(row[position] != _UNKNOWN for row in rows)
+        for position, title in enumerate(_HEADER)
+        if position < _NUM_TEXT_COLUMNS
+        or len(known[position]) > (1 if title in _WHERE_CELLS_DIFFER else 0)
     ]
     align = "".join("l" if position < _NUM_TEXT_COLUMNS else "r" for position in kept)
     head = [_HEADER[position] for position in kept]

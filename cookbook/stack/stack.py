@@ -38,13 +38,15 @@ _SET_BY_SCRIPTS = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The counts of a model flavor that a layout must divide."""
+    """The sizes of a model flavor that a layout must divide, or a kernel must take."""
 
     n_layers: int
     n_heads: int
     vocab_size: int
     num_experts: int
     top_k: int
+    qk_head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True, eq=False)

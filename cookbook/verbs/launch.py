@@ -102,5 +102,7 @@ def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) ->
         text = f"refused: {cell.refused}" if cell.refused else f"{cell.steps} steps, {degrees}"
         if cell.emulated and not cell.refused:
             text += ", MXFP8 emulated (numerics only)"
+        if cell.attends_by_reference and not cell.refused:
+            text += ", FlashAttention-4's reference (numerics only)"
         rows.append([cell.name, text])
     return "\n".join([*lines, text_table(rows, width=width, indent=2)])

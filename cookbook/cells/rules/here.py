@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from cookbook.base.paths import ROOT
-from cookbook.cells.cell import Cell
+from cookbook.cells.cell import ATTENTION, Cell
 from cookbook.cells.finding import ERROR, Finding
 
 _SET_UP = "run: bash setup.sh"
@@ -30,7 +30,20 @@ def missing_here(cell: Cell) -> list[Finding]:
     if cell.cluster.container is None and (missing := missing_packages(cell)):
         names = ", ".join(missing)
         findings.append(Finding(ERROR, "packages", "", f"not installed: {names}", _SET_UP))
+    if cell.cluster.container is None and _lacks_flash_attention(cell):
+        reason = "FlashAttention-4 (flash-attn-4) is not installed"
+        remedy = f"{_SET_UP}, or set {ATTENTION}=flavor"
+        findings.append(Finding(ERROR, "packages", ATTENTION, reason, remedy))
     return findings
+
+
+def _lacks_flash_attention(cell: Cell) -> bool:
+    if not cell.uses_flash_attention or cell.attends_by_reference:
+        return False
+    # Its folder is in that of the older versions, whose code must not run here.
+    outer = importlib.util.find_spec("flash_attn")
+    folders = outer.submodule_search_locations if outer else None
+    return not any(Path(folder, "cute").is_dir() for folder in folders or ())
 
 
 def missing_files(cell: Cell) -> list[Finding]:

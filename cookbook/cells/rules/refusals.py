@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from cookbook.cells.cell import Cell
 from cookbook.cells.finding import Finding
-from cookbook.cells.rules import kernels, overlays, pipeline, values
+from cookbook.cells.rules import attention, kernels, overlays, pipeline, values
 from cookbook.cells.rules.layout import layout_findings
 
 Rule = Callable[[Cell], Iterator[Finding]]
@@ -29,6 +29,10 @@ RULES: tuple[Rule, ...] = (
     kernels.hooks_are_on,
     kernels.mxfp8_hardware,
     kernels.mxfp8_linear_compiles,
+    attention.flash_attention_gpu,
+    attention.flash_attention_heads,
+    attention.flash_attention_context_parallel,
+    attention.flash_attention_hooks,
     pipeline.enough_microbatches,
     pipeline.splittable_backward,
     pipeline.two_stages,

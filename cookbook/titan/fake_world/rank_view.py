@@ -29,8 +29,9 @@ def view_rank(build: Build, stack: str) -> dict[str, Any]:
     """Parts of the model on this rank, their parameters and layers, and the pipeline's order.
 
     `active` is what the first step of the job would find on this rank: `grouped_gemms`, null where
-    it holds no routed experts, and `linear_layers`, `bf16` where it holds no quantized layer. A
-    stage may hold none, so what another stage has quantized counts. Nothing was dispatched.
+    it holds no routed experts, `linear_layers`, `bf16` where it holds no quantized layer, and
+    `attention`. A stage may hold none, so what another stage has quantized counts. Nothing was
+    dispatched.
     """
     trainer = build.trainer
     return {
@@ -50,11 +51,14 @@ def view_rank(build: Build, stack: str) -> dict[str, Any]:
 
 def _view_activity(model_parts: list[nn.Module], stack: str) -> dict[str, str | None]:
     # What the job itself would look with.
-    activity = importlib.import_module(f"{stack}.activity")
+    activity, attention = (
+        importlib.import_module(f"{stack}.{name}") for name in ("activity", "attention")
+    )
     found = activity.observe_model(model_parts)
     return {
         "grouped_gemms": activity.words(found.grouped_gemms),
         "linear_layers": activity.words(found.linear_layers),
+        "attention": activity.words(attention.chosen_attention(model_parts)),
     }
 
 

@@ -23,6 +23,8 @@ from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer
 
+from cookbook.titan.any_stack.varlen_attention import FLASH_ATTENTION_4
+
 
 @dataclass
 class Build:
@@ -91,6 +93,8 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     if config.parallelism.expert_parallel_comm_backend == "deepep":
         _stand_in_for_deep_ep()
         notes.append("DeepEP: a stand-in was imported; its kernels and its network were not tried")
+    if config.model.attention == FLASH_ATTENTION_4:
+        notes.append("FlashAttention-4: its package was not looked for, its kernels did not run")
     counts = _without_data(config.model.name)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:

@@ -23,6 +23,11 @@ from torchtitan.tools.logging import logger
 from cookbook.base.files import write_whole
 from cookbook.titan.stack_2026_02 import activity
 from cookbook.titan.stack_2026_02.activity import ModelActivity, words
+from cookbook.titan.stack_2026_02.attention import (
+    AttentionActivity,
+    merge_attention,
+    observe_attention,
+)
 from cookbook.titan.stack_2026_02.versions import refuse, versions
 
 # What may be declared, and by which overlay.
@@ -36,6 +41,7 @@ class RankActivity:
 
     stage: int
     model: ModelActivity
+    attention: AttentionActivity
     dispatch: frozenset[str]
     emulated: bool
     corrections: frozenset[str]
@@ -69,6 +75,7 @@ class FirstStepReport(metrics.MetricsProcessor):
         active = {
             **labels,
             **found,
+            **merge_attention([view.attention for view in views]),
             "device": "cuda" if on_gpu else "cpu",
             "gpu": torch.cuda.get_device_name() if on_gpu else None,
             "corrections": sorted(frozenset().union(*(view.corrections for view in views))),
@@ -88,6 +95,7 @@ class FirstStepReport(metrics.MetricsProcessor):
         return RankActivity(
             stage=0 if pp_mesh is None else pp_mesh.get_local_rank(),
             model=model,
+            attention=observe_attention(),
             dispatch=activity.observe_dispatch(),
             emulated=model.emulated or activity.casts_are_emulated(),
             corrections=frozenset(activity.corrections),

@@ -34,6 +34,13 @@ class Cookbook:
 
 
 @dataclass
+class Model:
+    attention: Literal["flavor", "flash_attention_4"] = "flavor"
+    """What computes attention: what the flavor says (FlexAttention from 16B on, as published), or
+    FlashAttention-4 with the same mask. The log's `cookbook active` line says which one ran."""
+
+
+@dataclass
 class Parallelism:
     expert_parallel_a2a_dispatch_fwd_precision: Literal["default", "mxfp8"] = "default"
     """Precision of the tokens that the standard all-to-all sends to the experts in the forward."""
@@ -82,6 +89,9 @@ class Quantize:
 class JobConfig:
     cookbook: Cookbook = field(default_factory=Cookbook)
     """What the overlays declare, and their names."""
+
+    model: Model = field(default_factory=Model)
+    """What the cookbook adds to `model`."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     """What the cookbook adds to `parallelism`."""

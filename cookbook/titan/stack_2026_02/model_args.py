@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.moe import MoEArgs
 
+from cookbook.titan.stack_2026_02.attention import choose_attention
 from cookbook.titan.stack_2026_02.checks import check_job
 from cookbook.titan.stack_2026_02.mx import replace_mx_converters
 
@@ -25,6 +26,7 @@ class ModelArgs(DeepSeekV3ModelArgs):
         """Take over what the job's options say of the model; called before the model is built."""
         check_job(job_config)
         replace_mx_converters()
+        choose_attention(self, job_config)
         super().update_from_config(job_config, **kwargs)
 
 

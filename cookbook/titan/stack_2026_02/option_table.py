@@ -64,7 +64,7 @@ def _members(kind: Any) -> list[Any]:
 
 
 def model_table() -> dict[str, dict[str, int]]:
-    """The counts that layouts must divide, by flavor of deepseek_v3."""
+    """What layouts must divide and kernels must take, by flavor of deepseek_v3."""
     return {
         flavor: {
             "n_layers": args.n_layers,
@@ -72,6 +72,8 @@ def model_table() -> dict[str, dict[str, int]]:
             "vocab_size": args.vocab_size,
             "num_experts": args.moe_args.num_experts,
             "top_k": args.moe_args.top_k,
+            "qk_head_dim": args.qk_nope_head_dim + args.qk_rope_head_dim,
+            "v_head_dim": args.v_head_dim,
         }
         for flavor, args in flavors().items()
     }

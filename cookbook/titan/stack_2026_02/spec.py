@@ -2,8 +2,7 @@
 
 A registered spec wins over the built-in one of the same name, so a job with
 `--model.name=deepseek_v3` gets this one, and a job of another model family gets TorchTitan's own.
-A new part enters here: a function or a class in a file of its own, and one line below. Another
-attention, for example, is a `model_cls`.
+A new part enters here: a function or a class in a file of its own, and one line below.
 
 Some things have no door. Each is replaced in one place, which says why:
 
@@ -22,6 +21,7 @@ from dataclasses import replace
 from torchtitan.models import deepseek_v3
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
+from cookbook.titan.stack_2026_02.attention import DeepSeekV3ModelWithAttention
 from cookbook.titan.stack_2026_02.first_step import build_metrics_processor
 from cookbook.titan.stack_2026_02.model_args import flavors
 from cookbook.titan.stack_2026_02.parallelize import parallelize
@@ -35,6 +35,8 @@ def changed_spec() -> TrainSpec:
     """TorchTitan's own spec but for the doors that are named here."""
     return replace(
         deepseek_v3.get_train_spec(),
+        # Attention as a choice, and what mask it has.
+        model_cls=DeepSeekV3ModelWithAttention,
         # The flavor `proxy`; and a job's options are checked before its model is built.
         model_args=flavors(),
         # TP and EP with the right sums, DeepEP, the quantized all-to-all; checkpoints hold plain

@@ -48,4 +48,5 @@ def versions() -> dict[str, str | None]:
         "torchtitan": installed("torchtitan"),
         "torchao": installed("torchao"),
         "deep_ep": installed("deep_ep"),
+        "flash_attn_4": installed("flash-attn-4"),
     }

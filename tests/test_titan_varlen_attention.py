@@ -1,0 +1,250 @@
+"""The operator for attention within documents, against FlexAttention with TorchTitan's masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from cookbook.titan.any_stack import varlen_attention as varlen
+from cookbook.titan.any_stack.documents import (
+    AttendedLength,
+    bounds_capacity,
+    cumulative_lengths,
+    document_bounds,
+    document_ends,
+)
+from tests.attention_batches import (
+    EOS,
+    LENGTH,
+    PACKINGS,
+    SCALE,
+    block_mask,
+    flex,
+    random_inputs,
+    tokens_of,
+)
+
+pytestmark = [
+    pytest.mark.titan,
+    # What is not compiled says that it is slow.
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
+
+
+def cu_seqlens_of(tokens: torch.Tensor, capacity: int = LENGTH) -> torch.Tensor:
+    return cumulative_lengths(document_bounds(document_ends(tokens, EOS), capacity))
+
+
+def attend(inputs: Sequence[torch.Tensor], cu_seqlens: torch.Tensor) -> torch.Tensor:
+    batch, length = inputs[0].shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in inputs)
+    out = varlen.varlen_attention(q, k, v, cu_seqlens, length, SCALE)
+    return out.unflatten(0, (batch, length))
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_output_and_gradients_are_those_of_flex_attention(name: str) -> None:
+    tokens = tokens_of(PACKINGS[name])
+    *inputs, grad = random_inputs(len(tokens))
+    out = attend(inputs, cu_seqlens_of(tokens))
+    found = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+    for one, other in zip(found, flex(inputs, grad, tokens), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    for x in (*inputs, out):
+        assert x.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_bf16_is_computed_in_float32(dtype: torch.dtype, bound: float) -> None:
+    tokens = tokens_of(PACKINGS["batch of 4"])
+    *inputs, grad = random_inputs(len(tokens), dtype)
+    out = attend(inputs, cu_seqlens_of(tokens))
+    found = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+    precise = [x.detach().double().requires_grad_() for x in inputs]
+    for one, other in zip(found, flex(precise, grad.double(), tokens), strict=True):
+        assert one.dtype == dtype
+        # Only results are rounded, by a part of 0.0023 on average in BF16.
+        assert (one - other).norm() < bound * other.norm()
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    cu_seqlens = torch.tensor([0, 1, 3, 3], dtype=torch.int32)
+    *inputs, _ = random_inputs(1)
+    small = [x.detach()[0, :3, :1, :2].clone().requires_grad_() for x in inputs]
+    attention = partial(varlen.varlen_attention, cu_seqlens=cu_seqlens, max_seqlen=2, scale=0.7)
+    assert torch.autograd.gradcheck(attention, small)
+
+
+def test_the_operator_keeps_what_pytorch_asks_of_one() -> None:
+    *inputs, _ = random_inputs(1, torch.float32)
+    folded = [x.detach()[0].requires_grad_() for x in inputs]
+    cu_seqlens = torch.tensor([0, 7, 7, LENGTH], dtype=torch.int32)
+    operator = torch.ops.cookbook.varlen_attention.default
+    torch.library.opcheck(operator, (*folded, cu_seqlens, 13, SCALE))
+    _, lse = operator(*folded, cu_seqlens, 13, SCALE)
+    # Its gradient would be dropped in silence.
+    assert not lse.requires_grad
+
+
+def test_room_for_more_documents_changes_nothing() -> None:
+    tokens = tokens_of(PACKINGS["batch of 4"])
+    *inputs, _ = random_inputs(len(tokens))
+    short, long = cu_seqlens_of(tokens, 4), cu_seqlens_of(tokens, 64)
+    assert (len(short), len(long)) == (17, 4 * 64 + 1)
+    assert short.dtype == long.dtype == torch.int32
+    assert torch.equal(attend(inputs, short), attend(inputs, long))
+
+
+def test_every_batch_of_usual_documents_gets_the_same_room() -> None:
+    # A sequence of C4 has 19 documents of 8192 tokens.
+    assert {bounds_capacity(documents, 8192) for documents in range(65)} == {64}
+    assert bounds_capacity(65, 8192) == 128
+    assert bounds_capacity(8192, 8192) == 8192
+    assert {bounds_capacity(documents, 256) for documents in range(17)} == {16}
+    assert bounds_capacity(1, 1) == 1
+    assert all(bounds_capacity(n, LENGTH) >= n for n in range(LENGTH + 1))
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_attended_length_is_that_of_the_mask(name: str) -> None:
+    from torch.nn.attention.flex_attention import create_mask
+
+    tokens = tokens_of(PACKINGS[name])
+    mask = create_mask(block_mask(tokens).mask_mod, len(tokens), None, LENGTH, LENGTH, "cpu")
+    attended = AttendedLength()
+    assert attended.is_open
+    attended.add(document_ends(tokens, EOS))
+    assert attended.close() == pytest.approx(float(mask.sum() / tokens.numel()))
+    assert not attended.is_open
+    whole = AttendedLength()
+    assert whole.close() is None
+    whole.add(document_ends(tokens, None))
+    assert whole.close() == (LENGTH + 1) / 2
+    whole.add_whole(len(tokens), LENGTH)
+    assert whole.close() == (LENGTH + 1) / 2
+    attended.add_whole(len(tokens), LENGTH)
+    causal = (LENGTH + 1) / 2
+    assert attended.close() == pytest.approx((float(mask.sum() / tokens.numel()) + causal) / 2)
+
+
+class Layer(torch.nn.Module):
+    """Attention between two linear layers, as in a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.into(x).view(len(x), 2, 24).split(8, -1)
+        out = varlen.varlen_attention(q, k, v, cu_seqlens, len(x), 0.3)
+        result: torch.Tensor = self.out(out.flatten(1))
+        return result
+
+
+def _keep_attention(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = function == torch.ops.cookbook.varlen_attention.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_attention)}
+
+
+@pytest.mark.parametrize("compiled", ["no", "inside", "around"])
+@pytest.mark.parametrize(
+    ("recompute", "times"), [(None, 1), ({}, 2), (_SELECTIVE, 1)], ids=["none", "full", "selective"]
+)
+def test_recomputation_and_compile_change_no_gradient(
+    compiled: str, recompute: dict[str, Any] | None, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TorchTitan compiles the attention of an MoE layer inside, and a dense layer around."""
+    calls: list[None] = []
+    reference = varlen.reference_forward
+
+    def counted(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(None)
+        return reference(*args)
+
+    monkeypatch.setattr(varlen, "reference_forward", counted)
+
+    def gradients(call: Callable[..., Any], layer: torch.nn.Module) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, LENGTH * 16).view(LENGTH, 16).sin().requires_grad_()
+        loss = call(x, torch.tensor([0, 5, 5, 12, LENGTH], dtype=torch.int32)).square().sum()
+        return list(torch.autograd.grad(loss, [x, *layer.parameters()]))
+
+    plain = Layer()
+    expected = gradients(plain, plain)
+    calls.clear()
+
+    layer = Layer()
+    torch._dynamo.reset()
+    compile_ = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    call: Any = compile_(layer) if compiled == "inside" else layer
+    if recompute is not None:
+        call = partial(checkpoint, call, use_reentrant=False, **recompute)
+    if compiled == "around":
+        call = compile_(lambda x, cu_seqlens, inner=call: inner(x, cu_seqlens))
+    for one, other in zip(gradients(call, layer), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(calls) == times
+
+
+def test_what_ran_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "ran", set())
+    *inputs, _ = random_inputs(1)
+    attend(inputs, cu_seqlens_of(tokens_of(PACKINGS["no end"])))
+    assert varlen.ran == {"flash_attention_4_reference"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "found", "reason"),
+    [
+        (None, None, None),
+        ((9, 0), SimpleNamespace(), None),
+        ((10, 0), SimpleNamespace(), None),
+        ((10, 3), SimpleNamespace(), None),
+        ((8, 0), SimpleNamespace(), "this one is SM80"),
+        ((12, 0), SimpleNamespace(), "this one is SM120"),
+        ((9, 0), None, "flash-attn-4) is not installed"),
+        ((9, 0), ModuleNotFoundError(), "flash-attn-4) is not installed"),
+    ],
+)
+def test_a_gpu_that_cannot_run_it_is_told_why(
+    capability: Any, found: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_spec(name: str) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(varlen, "find_spec", find_spec)
+    if reason is None:
+        assert varlen.why_not() is None
+    else:
+        assert reason in str(varlen.why_not())
+
+
+def test_flops_are_those_of_one_document_a_sequence() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    *inputs, grad = random_inputs(2)
+    cu_seqlens = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32)
+    with FlopCounterMode(display=False) as counter:
+        out = attend(inputs, cu_seqlens)
+        forward = counter.get_total_flops()
+        torch.autograd.grad(out, inputs, grad)
+    # Half of a square of scores for each of 2 sequences and 2 heads, 2 operations for each product.
+    assert forward == 2 * 2 * (LENGTH**2 // 2) * 2 * (192 + 128)
+    assert counter.get_total_flops() == forward + 2 * 2 * (LENGTH**2 // 2) * 2 * (3 * 192 + 2 * 128)
