@@ -18,6 +18,7 @@ from cookbook.stack.argv import argv_of
 # What the hooks add to TorchTitan's options (`titan/stack_2026_02/job_config.py`).
 _OF_HOOKS = (
     "cookbook.",
+    "model.attention",
     "parallelism.expert_parallel_a2a_",
     "quantize.linear.mx.emulate",
     "quantize.grouped_mm.mx.emulate",
