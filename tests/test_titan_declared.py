@@ -143,7 +143,18 @@ def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: i
 
     sets = [frozenset({word} if word else ()) for word in (grouped, linear, dispatch)]
     model = ModelActivity(sets[0], sets[1], emulated=False)
-    return RankActivity(stage, model, sets[2], False, frozenset(), "node")
+    nothing: Any = frozenset()
+    return RankActivity(
+        stage,
+        model,
+        sets[2],
+        loss=nothing,
+        recomputation=nothing,
+        saved=nothing,
+        emulated=False,
+        corrections=nothing,
+        node="node",
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,12 @@ from cookbook.cells.recipe import Recipe
 from cookbook.run.record import CellRecord
 from cookbook.stack.options import Options
 
+# Options of the cookbook's own: the loss without whole logits, what selective recomputation saves.
+NUM_CHUNKS = "loss.num_chunks"
+SAVE_LIST = "activation_checkpoint.op_sac_save_list"
+# What that may name; the first three are TorchTitan's own list.
+SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
+
 
 @dataclass(frozen=True, eq=False)
 class Cell:
@@ -67,6 +73,15 @@ class Cell:
     def uses_deepep(self) -> bool:
         """Whether tokens travel by DeepEP."""
         return bool(self.options["parallelism.expert_parallel_comm_backend"] == "deepep")
+
+    @property
+    def saves(self) -> frozenset[str]:
+        """The operators whose outputs selective recomputation saves; empty in other modes."""
+        section = "activation_checkpoint"
+        by_operator = self.options[f"{section}.selective_ac_option"] == "op"
+        if self.options[f"{section}.mode"] != "selective" or not by_operator:
+            return frozenset()
+        return frozenset(self.options[SAVE_LIST] or SAVED_OPERATORS[:3])
 
     @property
     def is_compiled(self) -> bool:
