@@ -49,8 +49,8 @@ def view_rank(build: Build) -> dict[str, Any]:
 
 
 def _view_activity(trainer: Any) -> dict[str, str | None]:
-    # The job's own stack says what its model has.
-    stack = trainer.job_config.experimental.custom_import
+    # The job's own stack says what its model has; another module may import its hooks.
+    stack = trainer.job_config.job.custom_config_module.rpartition(".")[0]
     activity = importlib.import_module(f"{stack}.activity")
     found = activity.observe_model(trainer.model_parts)
     return {

@@ -21,6 +21,7 @@ from cookbook.titan.stack_2026_02 import activity
 # What an option may name. Operators that are not installed are passed over.
 OPERATORS = {
     "attention": (
+        "aten._scaled_dot_product_attention_math",
         "aten._scaled_dot_product_cudnn_attention",
         "aten._scaled_dot_product_efficient_attention",
         "aten._scaled_dot_product_flash_attention",
