@@ -119,7 +119,9 @@ GROUPED, MM = "aten._grouped_mm.default", "aten.mm.default"
 
 
 def recompute(
-    save: list[str], change: Callable[[nn.Module], nn.Module] = lambda layer: layer
+    save: list[str],
+    change: Callable[[nn.Module], nn.Module] = lambda layer: layer,
+    around: Callable[[nn.Module], nn.Module] = lambda layer: layer,
 ) -> tuple[Counter[str], list[torch.Tensor], set[str]]:
     """Forward and backward of a recomputed layer: what ran, its gradients, what it saved."""
     import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
@@ -135,6 +137,7 @@ def recompute(
     released = set(deepseek_parallelize._op_sac_save_list)
     apply_ac(save, model, config, op_sac_save_list=released)
     assert released == deepseek_parallelize._op_sac_save_list
+    model.layers["0"] = around(model.layers["0"])
     activity.saved.clear()
     x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
     with Computed() as computed:
@@ -178,6 +181,15 @@ def test_a_compiled_regions_grouped_gemms_are_saved_and_gradients_stay() -> None
     assert again[GROUPED] - calls[GROUPED] == 1
     # Inductor must not have written over what was saved.
     assert all(map(torch.equal, gradients, expected))
+
+
+def test_what_a_layer_without_experts_saves_says_nothing_of_the_others() -> None:
+    def compiled(layer: nn.Module) -> nn.Module:
+        return torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    # As TorchTitan compiles such a layer: with its recomputation, as one graph.
+    calls, _, saved = recompute(["attention", "grouped_mm"], around=compiled)
+    assert (calls[ATTENTION], calls[GROUPED], saved) == (1, 3, set())
 
 
 def test_the_names_are_those_of_the_driver() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torchtitan.distributed.activation_checkpoint as titan
+from torch._guards import TracingContext
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from cookbook.titan.stack_2026_02 import activity
@@ -62,7 +63,9 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator)
-        if is_saved:
+        # A layer without experts is compiled as a whole: asked while it is traced, of operators
+        # that layers with experts may compute again.
+        if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
 
