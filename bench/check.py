@@ -1,16 +1,19 @@
-"""In: nothing. Out: the time and memory that `submit.py check` takes, against its targets.
+"""Times `submit.py check` and measures its memory, against its targets.
 
 python bench/check.py        # 671B matrix of 4 cells; then one option changed; then the debug model
 """
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 _CLUSTER = ["--cluster", "soperator-b200"]
@@ -26,25 +29,13 @@ CASES = (
 
 def _resident_gib(pid: int) -> float:
     """Proportional memory of a process and its descendants: what they share counts once."""
-    parents: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        parents.setdefault(parent, []).append(int(path.parent.name))
-    total, waiting = 0, [pid]
-    while waiting:
-        one = waiting.pop()
-        waiting += parents.get(one, [])
-        try:
-            rollup = Path(f"/proc/{one}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        total += sum(
-            int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")
-        )
-    return total / 2**20
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+    return total / 2**30
 
 
 def run_case(words: list[str]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""In: loss curves of BF16 and MXFP8, some seeds of each. Out: a verdict by rule, and a figure.
+"""Judges by a rule whether the loss curves of MXFP8 are those of BF16, and draws them.
 
 The rule is a test of equivalence. A run's loss is its mean over the last tenth of the steps. The
 90% confidence interval of a precision's loss minus BF16's must lie inside plus or minus MARGIN of
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.files import write_whole
+from cookbook.base.tables import markdown_table
 
 PRECISIONS = ("bf16", "mxfp8_wgrad_hp", "mxfp8")
 SEEDS = (42, 43, 44, 45, 46)
@@ -118,25 +119,22 @@ def render(curves: Curves) -> str:
     """Markdown: the verdicts, then the loss of every run."""
     verdicts = judge(curves)
     head = ["precision", "seeds", "loss", "minus BF16", "90% interval", "allowed", "verdict"]
-    lines = [_row([*head, "curves apart"]), "| --- |" + " ---: |" * 5 + " --- | ---: |"]
     base = [last_tenth(curve) for curve in _of(curves, "bf16")]
     cells = ["bf16", str(len(base)), f"{statistics.fmean(base):.4f}", "", "", "", ""]
-    lines.append(_row([*cells, f"{curves_apart(curves, 'bf16'):.4f}"]))
+    rows = [[*cells, f"{curves_apart(curves, 'bf16'):.4f}"]]
     for found in verdicts:
         low, high = (found.difference + sign * found.half_width for sign in (-1, 1))
         cells = [found.precision, str(found.seeds), f"{found.loss:.4f}", f"{found.difference:+.4f}"]
         cells += [f"{low:+.4f} to {high:+.4f}", f"±{found.limit:.4f}", found.word]
         cells.append(f"{curves_apart(curves, found.precision):.4f}")
-        lines.append(_row(cells))
-    lines += ["", _row(["seed", *PRECISIONS]), "| ---: |" + " ---: |" * len(PRECISIONS)]
+        rows.append(cells)
+    judged = markdown_table([*head, "curves apart"], rows, "lrrrrrlr")
+    runs = []
     for seed in sorted({seed for _, seed in curves}):
         found_of = [curves.get((precision, seed)) for precision in PRECISIONS]
-        lines.append(_row([str(seed), *(f"{last_tenth(c):.4f}" if c else "" for c in found_of)]))
-    return "\n".join(lines) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        runs.append([str(seed), *(f"{last_tenth(c):.4f}" if c else "" for c in found_of)])
+    by_seed = markdown_table(["seed", *PRECISIONS], runs, "r" * (1 + len(PRECISIONS)))
+    return f"{judged}\n\n{by_seed}\n"
 
 
 def read_curves(out: Path) -> dict[tuple[str, int], list[float]]:

@@ -1,4 +1,4 @@
-"""In: nothing. Out: how long the driver takes, beside the time that it may take.
+"""Times the driver, beside the time that it may take.
 
     python bench/driver.py            # --help, list, and 1,000 cells expanded, checked and rendered
 

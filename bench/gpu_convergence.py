@@ -1,4 +1,4 @@
-"""In: a machine with GPUs. Out: loss curves of BF16 and MXFP8 on the proxy model, and a verdict.
+"""Trains the proxy model in BF16 and MXFP8 with five seeds each, and judges their loss curves.
 
     python -m bench.gpu_convergence train OUT [--text FOLDER] [--steps 1500] [--seconds 570]
     python -m bench.gpu_convergence draw OUT docs/convergence
@@ -13,23 +13,24 @@ The text is Python source: by default the corpus of set-up, else all that lies b
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from bench.cells import gpu_ids
 from bench.convergence_verdict import PRECISIONS, SEEDS, curve_name, draw, read_curve
+from bench.torchrun import Job
+from bench.training import Outcome, train_all
+from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
-from cookbook.base.gpus import visible_gpus
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import Cluster, load_cluster
+from cookbook.cells.expand import CellRequest, command_line_settings, expand_sweep
+from cookbook.cells.sweep import load_sweep
 from cookbook.install.corpus import make_corpus
-from cookbook.log.curve import collect_steps
-from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord
-
-ROOT = Path(__file__).resolve().parent.parent
-SUBMIT = [sys.executable, str(ROOT / "submit.py")]
+from cookbook.log.lines import StepMetrics
 
 
 def missing(out: Path, steps: int) -> list[tuple[str, int]]:
@@ -46,49 +47,66 @@ def missing(out: Path, steps: int) -> list[tuple[str, int]]:
     ]
 
 
+def cell_of(precision: str, seed: int, steps: int, assets: Path, words: Sequence[str]) -> Cell:
+    """The cell of `sweep convergence_proxy` with that precision, on one GPU of this machine."""
+    settings = [
+        f"training.steps={steps}",
+        f"debug.seed={seed}",
+        f"training.dataset_path={assets / 'corpus'}",
+        f"model.hf_assets_path={assets / 'tokenizer'}",
+        *words,
+    ]
+    request = CellRequest(
+        _one_gpu(load_cluster("local")),
+        precision=precision,
+        overrides=command_line_settings(settings),
+    )
+    (cell,) = expand_sweep(load_sweep("convergence_proxy"), request)
+    if cell.refused:
+        raise InputError(cell.name, cell.refused)
+    return replace(cell, name=curve_name(precision, seed))
+
+
+def _one_gpu(cluster: Cluster) -> Cluster:
+    return replace(cluster, gpus_per_node=1) if cluster.gpu else cluster
+
+
 def train(out: Path, text: Path | None, steps: int, seconds: float, words: Sequence[str]) -> int:
     """Run what is missing until all end or `seconds` have passed; write what there is of each."""
     deadline = time.monotonic() + seconds
     out.mkdir(parents=True, exist_ok=True)
     assets = out / "assets"
     make_corpus(assets, text)
-    gpus = max(len(visible_gpus()), 1)
-    running = {}
-    for number, (precision, seed) in enumerate(missing(out, steps)):
-        name = curve_name(precision, seed)
-        command = [
-            *(*SUBMIT, "run", "proxy", "--cluster", "local", "--precision", precision),
-            *("--set", f"training.steps={steps}", "--set", f"debug.seed={seed}"),
-            *("--set", f"training.dataset_path={assets / 'corpus'}"),
-            *("--set", f"model.hf_assets_path={assets / 'tokenizer'}"),
-            *words,
-        ]
-        environment = {**os.environ, "COOKBOOK_RUNS": str(out / "runs" / name)}
-        if visible_gpus():
-            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
-        with (out / f"{name}.log").open("w") as log:
-            process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-        running[name] = (process, environment)
-    while time.monotonic() < deadline and any(p.poll() is None for p, _ in running.values()):
-        time.sleep(10)
-        for name in running:  # what is there now is not lost if this machine is
-            _write_curve(out, name)
-    for name, (process, environment) in running.items():
-        if process.poll() is None:
-            subprocess.run([*SUBMIT, "cancel"], env=environment, check=False)
-            process.wait(60)
-        print(f"{name}: {_write_curve(out, name)} steps")
+    gpus = gpu_ids()
+    jobs = [
+        Job(
+            cell_of(precision, seed, steps, assets, words),
+            folder=out / "runs" / curve_name(precision, seed),
+            caches=out,
+            environment={"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {},
+        )
+        for number, (precision, seed) in enumerate(missing(out, steps))
+    ]
+
+    def note(job: Job, outcome: Outcome) -> None:
+        _write_curve(out, job, outcome.steps)
+        why = f": {outcome.reason}" if outcome.reason else ""
+        print(f"{job.cell.name}: {len(outcome.steps)} steps{why}", flush=True)
+
+    train_all(
+        jobs,
+        note,
+        deadline=deadline,
+        may_start=lambda job, running: True,
+        # What is there now is not lost if this machine is.
+        look=lambda job, done: _write_curve(out, job, done),
+    )
     return 1 if missing(out, steps) else 0
 
 
-def _write_curve(out: Path, name: str) -> int:
-    cells = sorted((out / "runs" / name).glob("*/proxy-*"))
-    steps = collect_steps(CellFolder(cells[-1]), CellRecord()) if cells else []
+def _write_curve(out: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
     lines = [f"{step.step},{step.loss},{step.grad_norm}\n" for step in steps]
-    write_whole(out / f"{name}.csv", "".join(["step,loss,grad_norm\n", *lines]))
-    return len(steps)
+    write_whole(out / f"{job.cell.name}.csv", "".join(["step,loss,grad_norm\n", *lines]))
 
 
 def main() -> int:
@@ -112,8 +130,10 @@ def main() -> int:
             sys.exit(f"draw needs the package {error.name}; run: ./setup.sh --local --dev")
         return 0
     out = arguments.out.resolve()
-    words = [word for setting in arguments.set for word in ("--set", setting)]
-    return train(out, arguments.text, arguments.steps, arguments.seconds, words)
+    try:
+        return train(out, arguments.text, arguments.steps, arguments.seconds, arguments.set)
+    except InputError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

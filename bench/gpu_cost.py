@@ -1,4 +1,4 @@
-"""In: two GPUs. Out: what padding groups and splitting tokens cost, as a part of a training step.
+"""Times on two GPUs what padding groups and splitting tokens cost, as a part of a training step.
 
     torchrun --nproc-per-node=2 -m bench.gpu_cost [--step-ms 1348.9] [-o cost.json]
 

@@ -1,4 +1,4 @@
-"""In: a machine with 4 GPUs. Out: memory measured in short real jobs, beside what check predicts.
+"""Measures the memory of short real jobs on 4 GPUs, beside what `check` predicts.
 
     python -m bench.gpu_memory -o memory.json            # measure; a minute or two for each job
     python -m bench.gpu_memory --table docs/memory.json  # predicted beside measured, anywhere
@@ -11,18 +11,15 @@ what each process's own allocator has reserved. The file is written after every 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.cells import first_gpu
 from bench.memory_points import (
     CPU_POINTS,
     POINTS,
@@ -33,89 +30,35 @@ from bench.memory_points import (
     key_of,
     predict,
 )
+from bench.torchrun import Job
+from bench.training import Outcome, train_all
 from cookbook.base.files import write_whole
-from cookbook.base.gpus import visible_gpus
-from cookbook.base.paths import LOCAL_ASSETS, ROOT
-from cookbook.cells.argv import train_argv
+from cookbook.base.paths import LOCAL_ASSETS
+from cookbook.base.tables import markdown_table
 from cookbook.cells.cell import Cell
 from cookbook.install.corpus import is_made, make_corpus
 
 LIMIT_S = 150
 
 
-class Job:
-    """One point as a running torchrun."""
+def result_of(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """The peaks over all ranks and steps."""
+    notes = [
+        json.loads(line)
+        for path in _probe(job.folder).glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    peaks = {
+        key: round(max(note[key] for note in notes if key in note), 2)
+        for key in ("reserved_gib", "active_gib", "device_gib", "retries")
+        if any(key in note for note in notes)
+    }
+    return peaks | {"seconds": outcome.seconds, "error": outcome.reason}
 
-    def __init__(self, point: Point, cell: Cell, folder: Path, cache: Path) -> None:
-        self.point, self.folder = point, folder
-        self.started = time.monotonic()
-        (folder / "probe").mkdir(parents=True)
-        environment = {
-            **os.environ,
-            **point.environment,
-            "MEMORY_PROBE_DIR": str(folder / "probe"),
-            "TMPDIR": str(folder),  # torchrun leaves its own there when it is stopped
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "TORCHINDUCTOR_CACHE_DIR": str(cache),
-            "WANDB_MODE": "disabled",
-        }
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={cell.world}", "-m", "torchtitan.train", *train_argv(cell)]
-        command.append(f"--job.dump_folder={folder / 'out'}")
-        with (folder / "log").open("w") as log:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    def is_over(self) -> bool:
-        """Whether it has ended; one that takes too long is ended here."""
-        if self._process.poll() is None and self.seconds > LIMIT_S:
-            self.stop()
-        return self._process.poll() is not None
-
-    def stop(self) -> None:
-        """End the job's processes, and no other's.
-
-        By torchrun itself: each of its workers leads a session of its own, which no signal to
-        torchrun's group reaches.
-        """
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=60)  # torchrun gives its workers 30 s
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def result(self) -> dict[str, Any]:
-        """The peaks over all ranks and steps."""
-        notes = [
-            json.loads(line)
-            for path in (self.folder / "probe").glob("*.jsonl")
-            for line in path.read_text().splitlines()
-        ]
-        log = (self.folder / "log").read_text(errors="replace")
-        code = self._process.returncode
-        peaks = {
-            key: round(max(note[key] for note in notes if key in note), 2)
-            for key in ("reserved_gib", "active_gib", "device_gib", "retries")
-            if any(key in note for note in notes)
-        }
-        error = None
-        if code:
-            words = [line for line in log.splitlines() if "Error" in line or "refuses" in line]
-            error = "out of memory" if "out of memory" in log else (words or [f"status {code}"])[-1]
-        return peaks | {"seconds": round(self.seconds, 1), "error": error and error[-300:]}
+def _probe(folder: Path) -> Path:
+    """Where the ranks of a job note their memory."""
+    return folder / "probe"
 
 
 def measure(
@@ -126,55 +69,53 @@ def measure(
     out: Path,
 ) -> None:
     """Run the points, as many at a time as `room` GiB a GPU allows; write `out` after each."""
-    gpus = visible_gpus()
-    content: dict[str, Any] = {
-        "gpu": vars(gpus[0]) if gpus else None,
-        "points": {},
-    }
-    waiting = list(range(len(points)))
-    running: dict[int, Job] = {}
+    gpu = cells[0].cluster.gpu
+    content: dict[str, Any] = {"gpu": vars(gpu) if gpu else None, "points": {}}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memory-") as temporary:
         folder = Path(temporary)
-        try:
-            while waiting or running:
-                for index in list(waiting):
-                    taken = sum(predicted[other] for other in running)
-                    crowd = running and (
-                        points[index].alone or any(points[i].alone for i in running)
-                    )
-                    if crowd or len(running) >= 3 or (running and taken + predicted[index] > room):
-                        continue
-                    waiting.remove(index)
-                    running[index] = Job(
-                        points[index], cells[index], folder / str(index), folder / "inductor"
-                    )
-                for index, job in list(running.items()):
-                    if not job.is_over():
-                        continue
-                    del running[index]
-                    result = job.result()
-                    content["points"][key_of(points[index])] = result
-                    content["seconds"] = round(time.monotonic() - begin, 1)
-                    write_whole(out, json.dumps(content, indent=1) + "\n")
-                    print(f"{key_of(points[index])}: {result}", flush=True)
-                time.sleep(0.2)
-        finally:
-            for job in running.values():
-                job.stop()
+        point_of: dict[Job, Point] = {}
+        needs: dict[Job, float] = {}
+        for number, (point, cell, gib) in enumerate(zip(points, cells, predicted, strict=True)):
+            own = folder / str(number)
+            _probe(own).mkdir(parents=True)
+            environment = {"MEMORY_PROBE_DIR": str(_probe(own))}
+            job = Job(cell, own, folder / "caches", LIMIT_S, environment)
+            point_of[job], needs[job] = point, gib
+
+        def may_start(job: Job, running: Sequence[Job]) -> bool:
+            if not running:
+                return True
+            is_alone = any(point_of[one].alone for one in (job, *running))
+            taken = sum(needs[one] for one in running)
+            return not is_alone and len(running) < 3 and taken + needs[job] <= room
+
+        def note(job: Job, outcome: Outcome) -> None:
+            name = key_of(point_of[job])
+            content["points"][name] = result_of(job, outcome)
+            content["seconds"] = round(time.monotonic() - begin, 1)
+            write_whole(out, json.dumps(content, indent=1) + "\n")
+            print(f"{name}: {content['points'][name]}", flush=True)
+
+        train_all(list(point_of), note, may_start=may_start)
 
 
 def print_table(comparisons: Sequence[Comparison]) -> None:
-    """Markdown."""
-    print("| job | predicted GiB | measured GiB | error | peak at | largest terms |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for row in comparisons:
-        largest = sorted(row.terms.items(), key=lambda term: -term[1])[:3]
-        terms = ", ".join(f"{name} {size:.1f}" for name, size in largest)
-        print(
-            f"| {row.name}{' (earlier)' if row.earlier else ''} | {row.predicted:.1f} | "
-            f"{row.measured:.1f} | {row.error:+.0%} | {row.moment} | {terms} |"
-        )
+    """Print the comparisons as Markdown."""
+    head = ["job", "predicted GiB", "measured GiB", "error", "peak at", "largest terms"]
+    print(markdown_table(head, map(_row, comparisons), "lrrrll"))
+
+
+def _row(one: Comparison) -> list[str]:
+    largest = sorted(one.terms.items(), key=lambda term: -term[1])[:3]
+    return [
+        one.name + (" (earlier)" if one.earlier else ""),
+        f"{one.predicted:.1f}",
+        f"{one.measured:.1f}",
+        f"{one.error:+.0%}",
+        one.moment,
+        ", ".join(f"{name} {size:.1f}" for name, size in largest),
+    ]
 
 
 def main() -> int:
@@ -220,16 +161,10 @@ def main() -> int:
 def _measure_all(points: Sequence[Point], cpu: bool, out: Path) -> None:
     if not is_made(LOCAL_ASSETS):
         make_corpus(LOCAL_ASSETS)
-    gpu: Mapping[str, Any] | None = None
-    if not cpu:
-        gpus = visible_gpus()
-        if len(gpus) < 4:
-            sys.exit(f"4 GPUs are needed, found {len(gpus)}; try --cpu")
-        gpu = vars(gpus[0])
-    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-        cells = [cell_of(point, Path(folder), gpu) for point in points]
-        answers = predict(points, cells)
-    room = gpu["memory_gib"] - 8 if gpu else 100.0
+    gpu = None if cpu else first_gpu(4, "--cpu")
+    cells = [cell_of(point, gpu) for point in points]
+    answers = predict(cells)
+    room = gpu.memory_gib - 8 if gpu else 100.0
     for point, answer in zip(points, answers, strict=True):
         if "error" in answer:
             print(

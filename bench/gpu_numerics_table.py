@@ -1,10 +1,11 @@
-"""In: the results of `bench.gpu_numerics`. Out: the tables of docs/numerics.md."""
+"""The tables of docs/numerics.md, made from the results of `bench.gpu_numerics`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from bench.gpu_cells import PARTS
+from bench.numerics_cases import PARTS
+from cookbook.base.tables import markdown_table
 
 Result = dict[str, Any]
 
@@ -45,7 +46,7 @@ def _noise(layout: str, variant: str, by_name: dict[str, Result]) -> float:
 
 
 def verdict(result: Result, by_name: dict[str, Result]) -> str:
-    if result["expected_to_fail"]:
+    if result["expected_to_fail"] and result["status"] != "not run":
         return "fails, as known" if result["status"] == "failed" else "did not fail"
     if result["status"] != "finished":
         return f"{result['status']}: {result['reason']}"
@@ -86,17 +87,16 @@ _HEAD = [
     "precision", "EP backend", "layout", "variant", "code", "steps", "last loss",
     "first grad norm", "largest relative difference", "bound", "verdict",
 ]  # fmt: skip
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
+_ALIGN = "lllllrrrrrl"
+_SPEED_HEAD = [
+    "EP backend", "code", "tokens/s/GPU", "over released DeepEP", "memory (GiB)", "status",
+]  # fmt: skip
 
 
 def render_report(results: list[Result], cpu: bool) -> str:
     """Markdown: versions, one table of numerics, one of throughput where there is one."""
     # Cells end in any order; the table has that of the matrix.
-    names = (cell.name for part in PARTS.values() for cell in part())
+    names = (case.name for part in PARTS.values() for case in part())
     order = {name: number for number, name in enumerate(names)}
     results = sorted(results, key=lambda result: order.get(result["name"], len(order)))
     by_name = {result["name"]: result for result in results}
@@ -109,23 +109,15 @@ def render_report(results: list[Result], cpu: bool) -> str:
         lines += [f"{active['gpu'] or active['device']}; {versions}", ""]
     numerics = [result for result in results if result["part"] != "throughput"]
     if numerics:
-        lines += _table(_HEAD, [_row(result, by_name) for result in numerics])
-        lines.append("")
+        lines += [
+            markdown_table(_HEAD, [_row(result, by_name) for result in numerics], _ALIGN),
+            "",
+        ]
     throughput = [result for result in results if result["part"] == "throughput"]
     if throughput:
         released = by_name.get("bf16-deepep-tp2-ep4-recompute-compile-16b-released", {})
-        lines += _table(
-            [
-                "EP backend",
-                "code",
-                "tokens/s/GPU",
-                "over released DeepEP",
-                "memory (GiB)",
-                "status",
-            ],
-            [_speed_row(result, released.get("tokens_per_second")) for result in throughput],
-        )
-        lines.append("")
+        rows = [_speed_row(result, released.get("tokens_per_second")) for result in throughput]
+        lines += [markdown_table(_SPEED_HEAD, rows, "llrrrl"), ""]
     return "\n".join(lines)
 
 

@@ -1,26 +1,19 @@
-"""In: recipes, layouts and what was measured of them. Out: the points whose memory is compared with
-what check predicts, as cells, and the comparison.
-"""
+"""The points whose memory is measured, as cells, and what `check` predicts of them beside it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from bench.cells import cell_on, this_machine
+from cookbook.base.gpus import Gpu
 from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.overlay import load_overlay
-from cookbook.cells.recipe import load_recipe
-from cookbook.cells.resolve import lay_out
 from cookbook.check.dry_run import build_cells
 from cookbook.check.memory import predict_memory
-from cookbook.stack.options import Options, Setting
+from cookbook.stack.options import Options
 from cookbook.stack.stack import Stack, load_stack
 
 STEPS = 4
@@ -113,7 +106,7 @@ CPU_POINTS = (
 )
 
 
-def cell_of(point: Point, folder: Path, gpu: Mapping[str, Any] | None) -> Cell:
+def cell_of(point: Point, gpu: Gpu | None) -> Cell:
     """The point as a cell of the cookbook's recipe, on a machine with such GPUs."""
     options: dict[str, Any] = {
         "training.local_batch_size": point.batch,
@@ -127,16 +120,12 @@ def cell_of(point: Point, folder: Path, gpu: Mapping[str, Any] | None) -> Cell:
     }
     if point.recipe == "deepseek_v3_16b":
         options |= {"parallelism.expert_parallel_degree": 4, "debug.moe_force_load_balance": True}
-    settings = {
-        name: Setting(value, "bench") for name, value in {**options, **point.options}.items()
-    }
-    # Not judged: the rules know no flavor of the probe's.
-    cell = lay_out(
-        load_recipe(point.recipe),
-        load_overlay("precision", point.precision),
-        load_overlay("ep_backend", point.ep_backend),
-        load_cluster(write_cluster(folder, gpu, point.ranks)),
-        layers=({}, {}, settings),
+    cell = cell_on(
+        this_machine(point.ranks, gpu, point.environment),
+        point.recipe,
+        point.precision,
+        point.ep_backend,
+        {**options, **point.options},
     )
     options_with_flavors = Options(_stack_with_flavors(), cell.options.settings)
     return dataclasses.replace(cell, options=options_with_flavors, hooks="bench.memory_probe")
@@ -154,32 +143,19 @@ def _stack_with_flavors() -> Stack:
     return dataclasses.replace(stack, models={"deepseek_v3": {**flavors, **fewer}})
 
 
-def write_cluster(folder: Path, gpu: Mapping[str, Any] | None, ranks: int) -> str:
-    """A profile of this machine, without the settings of any other."""
-    lines = ["description: bench", "scheduler: slurm", "nodes: 1", "emulate: true"]
-    if gpu:
-        lines += [f"gpus_per_node: {ranks}", f"gpu: {json.dumps(dict(gpu))}"]
-    else:
-        lines.append(f"ranks_per_node: {ranks}")
-    path = folder / f"bench{ranks}.yaml"
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
-
-
 def key_of(point: Point) -> str:
     """A point's name in the file and the table."""
     return f"{point.name}, batch {point.batch}"
 
 
-def predict(points: Sequence[Point], cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def predict(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """What check says of each, or why it cannot."""
     answers: list[dict[str, Any]] = []
-    for point, cell, built in zip(points, cells, build_cells(cells), strict=True):
+    for cell, built in zip(cells, build_cells(cells), strict=True):
         if not built.views:
             answers.append({"error": built.unavailable or str(built.failure)})
             continue
-        environment = {**cell.environment, **point.environment}
-        stages = [predict_memory(cell, view, environment) for view in built.views]
+        stages = [predict_memory(cell, view, cell.environment) for view in built.views]
         peak = max(stages, key=lambda stage: stage.reserved)
         terms = {name: round(size, 2) for name, size in peak.terms.items()}
         answers.append(
@@ -215,13 +191,10 @@ def compare(measured: Mapping[str, Any], points: Sequence[Point] = POINTS) -> li
         if not (result := run.get(key_of(point), {"error": "none"})).get("error")
         and result.get("reserved_gib")
     ]
-    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-        asked = list({key_of(point): point for point, _, _ in found}.values())
-        cells = [cell_of(point, Path(folder), measured["gpu"]) for point in asked]
-        answers = {
-            key_of(point): answer
-            for point, answer in zip(asked, predict(asked, cells), strict=True)
-        }
+    asked = list({key_of(point): point for point, _, _ in found}.values())
+    gpu = Gpu(**measured["gpu"]) if measured["gpu"] else None
+    predicted = predict([cell_of(point, gpu) for point in asked])
+    answers = {key_of(point): answer for point, answer in zip(asked, predicted, strict=True)}
     for name, answer in answers.items():
         if "error" in answer:
             raise RuntimeError(f"{name}: {answer['error']}")

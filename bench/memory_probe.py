@@ -1,4 +1,4 @@
-"""In: a training process. Out: what its allocator holds at every step, and two small flavors.
+"""Notes in a training process what its allocator holds at every step; adds two small flavors.
 
 Named by `--experimental.custom_import=bench.memory_probe`, in place of the stack's hooks, which it
 imports. The flavors are TorchTitan's 16B with fewer layers: the same layers, a shorter start.

@@ -1,4 +1,4 @@
-"""In: a real Slurm cluster of 32 nodes, started here. Out: the time to queue 100 jobs.
+"""Times how long it takes to queue 100 jobs, on a real Slurm cluster of 32 nodes started here.
 
 python -m bench.queue_jobs        target: under 15 s
 """

@@ -1,4 +1,4 @@
-"""In: how many ranks and steps. Out: the time that collect_results takes to read such a run's logs.
+"""Times how long collect_results takes to read the logs of a large run.
 
     python bench/read_logs.py            # 256 ranks x 1,500 steps, the 671B layout at PP 2
 

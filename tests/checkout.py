@@ -1,97 +1,30 @@
-"""Copies this checkout so that its setup.sh runs without a network.
-
-The packages of the environment that runs the tests stand in for the index: the Python that setup.sh
-is given adds them to each environment that it makes, so that pip finds every pin in place.
-"""
+"""Copies this checkout, for tests that change or install a part of it."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import sysconfig
-from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from cookbook.base.paths import ROOT
+
+# Packages that stand in for what needs a GPU; a folder for PYTHONPATH.
+STAND_IN = ROOT / "tests/stand_in"
 
 
-@dataclass
-class Checkout:
-    """A copy of the checkout and the environment that its setup.sh runs in."""
+def copy_checkout(folder: Path, assets: bool = False) -> Path:
+    """Copy what the scripts, the driver and set-up need into `folder`.
 
-    folder: Path
-    python: Path
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def command(self, *options: str) -> list[str]:
-        return [str(self.folder / "setup.sh"), *options]
-
-    def variables(self) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PIP_", "HF_", "PYTHON", "CUDA", "TORCH_", "NVSHMEM"))
-        }
-        kept |= {"PIP_NO_INDEX": "1", "PYTHON": str(self.python), "TERM": "dumb"}
-        return kept | self.environment
-
-    def setup(self, *options: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*options),
-            cwd="/",
-            env=self.variables(),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            timeout=timeout,
-            check=False,
-        )
-
-    def start(self, *options: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(*options),
-            env=self.variables(),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
-
-    def exists(self, path: str) -> bool:
-        return (self.folder / path).exists()
-
-
-PYTHON = """#!/bin/sh
-# Stands in for the index: environments made with it see the packages of the tests' own, pip too.
-if [ "$1 $2" = "-m venv" ]; then
-  "{real}" -m venv --without-pip "$3" || exit
-  for folder in "$3"/lib/python*/site-packages; do
-    echo "{packages}" >"$folder/stand-in.pth"
-  done
-  if [ -n "$HANG" ]; then
-    echo $$ >"$HANG"
-    exec sleep 600
-  fi
-else
-  exec "{real}" "$@"
-fi
-"""
-
-
-def copy_checkout(tmp_path: Path) -> Checkout:
-    folder = tmp_path / "check out"
-    folder.mkdir()
-    for name in ("setup.sh", "requirements.txt", "requirements-dev.txt"):
-        shutil.copy2(REPOSITORY / name, folder)
-    for name in ("cookbook", "recipes"):
-        shutil.copytree(
-            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    python = tmp_path / "python"
-    packages = sysconfig.get_path("purelib")
-    python.write_text(PYTHON.format(real=sys.executable, packages=packages))
-    python.chmod(0o755)
-    return Checkout(folder, python)
+    Args:
+        assets: whether the tokenizers and the corpus that set-up makes seem to be there.
+    """
+    for name in ("cookbook", "recipes", "templates"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*.sh"), *ROOT.glob("requirements*.txt")):
+        shutil.copy2(path, folder)
+    if assets:
+        for name in ("hf/DeepSeek-V3.1-Base", "hf/deepseek-moe-16b-base", "local/tokenizer"):
+            tokenizer = folder / "assets" / name / "tokenizer.json"
+            tokenizer.parent.mkdir(parents=True)
+            tokenizer.write_text("{}")
+        (folder / "assets/local/corpus").mkdir()
+    return folder

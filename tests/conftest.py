@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cookbook.base.paths import ROOT
+from tests.checkout import copy_checkout
 from tests.slurm_cluster import SlurmCluster, require_slurm
 
 # A shell's background job ignores interrupts, and so would all that the tests start and interrupt.
@@ -27,18 +26,4 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout in which the tokenizers that set-up downloads seem to be there."""
-    return copy_checkout(tmp_path_factory.mktemp("a checkout") / "moe-cookbook")
-
-
-def copy_checkout(folder: Path) -> Path:
-    """Copy what the scripts and the driver need into `folder`."""
-    for name in ("cookbook", "recipes", "templates"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (ROOT / "submit.py", ROOT / "requirements.txt", *ROOT.glob("train_*.sh")):
-        shutil.copy(path, folder)
-    for name in ("hf/DeepSeek-V3.1-Base", "hf/deepseek-moe-16b-base", "local/tokenizer"):
-        tokenizer = folder / "assets" / name / "tokenizer.json"
-        tokenizer.parent.mkdir(parents=True)
-        tokenizer.write_text("{}")
-    (folder / "assets/local/corpus").mkdir()
-    return folder
+    return copy_checkout(tmp_path_factory.mktemp("a checkout") / "moe-cookbook", assets=True)

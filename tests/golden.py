@@ -48,7 +48,13 @@ def golden_scripts() -> dict[str, str]:
         _cell("deepseek_v3_16b", "mxfp8", "standard", "h200-node", one_node),
         _cell("debug", "mxfp8", "standard", "local"),
     ]
-    return {f"{cell.name}-{cell.cluster.name}.sh": render_script(cell, _ROOT) for cell in cells}
+    # A profile that is outside recipes/ is named by its path.
+    return {
+        f"{cell.name}-{cell.cluster.name}.sh": render_script(cell, _ROOT).replace(
+            str(ROOT), str(_ROOT)
+        )
+        for cell in cells
+    }
 
 
 def launchers() -> dict[str, str]:

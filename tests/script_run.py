@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.packages import stack_packages
+
 _PROGRAMS = {
     "srun": """\
 printf '%s\\0' "$@" >"${RECORDS}/srun"
@@ -65,7 +67,12 @@ class ScriptRunner:
         for name, text in _PROGRAMS.items():
             _write_program(self.programs / name, text)
         # Scripts have Python check their words. Without one, all words pass: for tests of bash.
-        text = f'exec {python} "$@"\n' if python else _ANY_WORDS
+        packages = stack_packages(folder / "packages")
+        text = (
+            f'PYTHONPATH="{packages}:${{PYTHONPATH:-}}" exec {python} "$@"\n'
+            if python
+            else _ANY_WORDS
+        )
         _write_program(self.venv / "bin/python", text)
 
     def run(

@@ -1,8 +1,7 @@
-"""Starts commands as a user would, from this checkout or a copy of it, and returns how they end."""
+"""Starts commands as a user would, and returns how they end."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,13 +23,3 @@ def start(
     return subprocess.CompletedProcess(
         command, done.returncode, done.stdout.decode(), done.stderr.decode()
     )
-
-
-def copy_checkout(folder: Path) -> Path:
-    """A copy of what `submit.py list` reads, to change a part of it."""
-    copy = folder / "check out"
-    for name in ("cookbook", "recipes", "templates"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("submit.py", "requirements.txt"):
-        shutil.copy2(ROOT / name, copy)
-    return copy

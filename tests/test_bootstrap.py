@@ -15,7 +15,8 @@ import pytest
 
 from cookbook.install.packages import find_distribution, import_name
 from cookbook.stack.pins import read_pins
-from tests.start import copy_checkout, start
+from tests.checkout import copy_checkout
+from tests.start import start
 from tests.submit import ROOT
 
 # The tests' Python without any package, as a system's Python is before setup.sh has run.
@@ -80,7 +81,7 @@ class TestWithoutPackages:
         "module", ["no_such_module", "cookbook.no_such_module", "yaml.nothing"]
     )
     def test_a_fault_of_the_cookbook_keeps_its_traceback(self, tmp_path: Path, module: str) -> None:
-        copy = copy_checkout(tmp_path)
+        copy = copy_checkout(tmp_path / "check out")
         show = copy / "cookbook/verbs/show.py"
         text = show.read_text(encoding="utf-8")
         show.write_text(text.replace("import argparse\n", f"import argparse\nimport {module}\n"))
@@ -157,7 +158,7 @@ class TestEnvironment:
         assert Path(self.used(done)).resolve() == venv
 
     def test_without_venv_it_is_that_of_the_checkout(self, tmp_path: Path, venv: Path) -> None:
-        copy = copy_checkout(tmp_path)
+        copy = copy_checkout(tmp_path / "check out")
         (copy / ".venv").symlink_to(venv)
         done = start(
             [BASE_PYTHON, "submit.py", "doctor", "--json"], tmp_path, {"VENV": ""}, cwd=copy
@@ -180,7 +181,7 @@ class TestEnvironment:
             venv / "bin/python",
             f'#!/bin/sh\necho started >>"{count}"\nexec env -i "{BASE_PYTHON}" "$@"\n',
         )
-        copy = copy_checkout(tmp_path)
+        copy = copy_checkout(tmp_path / "check out")
         (copy / ".venv").symlink_to(venv)
         chosen = str(venv) if own else ""
         done = start([sys.executable, "submit.py", "list"], tmp_path, {"VENV": chosen}, cwd=copy)
@@ -240,7 +241,7 @@ class TestInterrupt:
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
     def test_later_ones_are_not_kept(self, tmp_path: Path, venv: Path) -> None:
-        copy = copy_checkout(tmp_path)
+        copy = copy_checkout(tmp_path / "check out")
         (copy / "cookbook/verbs/cli.py").write_text(
             "import signal\n"
             "def main(words):\n"

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.packages import stack_packages
 from tests.submit import environment, listing
 
 
 def _check_line(
     checkout: Path, *words: str, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    variables = environment(checkout / "runs")
+    packages = stack_packages(checkout.parent / "packages")
+    variables = environment(checkout / "runs", PYTHONPATH=packages)
     return subprocess.run(
         [sys.executable, str(checkout / "submit.py"), "check-line", *words],
         cwd=cwd or checkout,

@@ -151,6 +151,7 @@ def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) ->
         (SMALL, {TP: 8, EP: 1}, {"nodes": 1}, WARNING, "parameters_are_sharded"),
         (BIG, {TP: 16}, {}, WARNING, "tp_in_a_node"),
         (SMALL, {EP: 8}, {"nodes": 4}, WARNING, "fewer_nodes"),
+        (SMALL, {"training.dataset_path": "/nope"}, {}, WARNING, "files"),
         (SMALL, {EP: 8}, {"ep_backend": "deepep"}, HINT, "deepep_within_a_node"),
         (
             SMALL,
@@ -166,6 +167,11 @@ def test_doubtful_cells_are_told_of(
 ) -> None:
     found = judge(cell_of(recipe, options, **where))
     assert any((one.level, one.rule) == (level, rule) for one in found), found
+
+
+def test_the_recipes_own_tokenizers_are_no_advice() -> None:
+    for recipe in (BIG, SMALL):
+        assert not [one for one in judge(cell_of(recipe)) if one.rule == "files"]
 
 
 def test_deepep_between_nodes_of_four_is_refused() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.start import copy_checkout, start
+from tests.checkout import copy_checkout
+from tests.start import start
 from tests.submit import ROOT, environment
 
 SUBMIT = [sys.executable, "submit.py"]
@@ -85,7 +86,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 def checkout_beyond_ascii(folder: Path) -> Path:
     """A copy of the checkout, with such letters in a description and in an option."""
-    copy = copy_checkout(folder)
+    copy = copy_checkout(folder / "check out")
     recipe = copy / "recipes/debug.yaml"
     text = recipe.read_text(encoding="utf-8")
     text = text.replace('description: "', 'description: "Größe 名 ')

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import Checkout, copy_checkout
+from tests.set_up import Checkout, copy_for_setup
 
 pytestmark = pytest.mark.titan
 
@@ -81,7 +81,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    checkout = copy_checkout(tmp_path)
+    checkout = copy_for_setup(tmp_path)
     toolkit, headers = tmp_path / "cuda", tmp_path / "headers"
     (toolkit / "include/cccl").mkdir(parents=True)
     (toolkit / "lib64/stubs").mkdir(parents=True)

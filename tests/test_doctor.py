@@ -225,7 +225,9 @@ def test_lines_are_aligned_and_fit_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     # A list of network cards is one long word, which is not cut.
     findings = [finding for finding in node.findings().values() if finding.name != "network"]
-    findings[0] = replace(findings[0], name="first", state="problem", remedy="do this " * 30)
+    findings[0] = replace(
+        findings[0], name="first", state="problem", found="some words", remedy="do this " * 30
+    )
     for colour in (False, True):
         lines = render_findings(findings, colour).splitlines()
         assert max(map(display_width, lines)) <= min(columns, 100)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,11 @@ from bench.convergence_verdict import (
     read_curves,
     render,
 )
-from bench.gpu_convergence import missing
+from bench.gpu_convergence import cell_of, missing, train
+from bench.torchrun import Job
+from bench.training import Outcome
+from cookbook.base.errors import InputError
+from cookbook.log.lines import StepMetrics
 
 pytestmark = pytest.mark.bench
 
@@ -98,8 +104,9 @@ def test_whole_curves_are_kept_and_drawn(
     assert not (target / half.name).exists()
     assert "left out: mxfp8-seed43 has 99 of 200 steps" in capsys.readouterr().out
     verdict = (target / "verdict.md").read_text()
-    row = next(line for line in verdict.splitlines() if line.startswith("| mxfp8 |"))
-    *_, seeds, loss, distance, interval, limit, word, gap, _ = [*row.split(" | "), ""]
+    table = [[word.strip() for word in line.split("|")[1:-1]] for line in verdict.splitlines()]
+    (row,) = (row[1:] for row in table if row and row[0] == "mxfp8")
+    seeds, loss, distance, interval, limit, word, gap = row
     assert (seeds, limit, word) == ("4", "±0.0076", "equal")
     # The missing seed is the second lowest, so that the mean of the others is higher.
     assert float(loss) == pytest.approx(3.05275, abs=1e-4)
@@ -111,8 +118,8 @@ def test_whole_curves_are_kept_and_drawn(
     )
     assert gap.startswith("0.0000")
     # BF16's seeds are 0.001 to 0.004 from one another, 0.002 on average.
-    assert "| bf16 | 5 | 3.0525 |  |  |  |  | 0.0020 |" in verdict
-    assert "| 43 | 3.0515 | 3.0515 |  |" in verdict
+    assert ["bf16", "5", "3.0525", "", "", "", "", "0.0020"] in table
+    assert ["43", "3.0515", "3.0515", ""] in table
     first = (target / "curves.svg").read_bytes()
     draw(target, target)
     assert (target / "curves.svg").read_bytes() == first
@@ -125,3 +132,52 @@ def test_the_page_says_what_its_data_does() -> None:
     verdict = render(curves)
     assert (DOCS / "convergence/verdict.md").read_text() == verdict
     assert verdict in (DOCS / "convergence.md").read_text()
+
+
+def test_a_cell_is_that_of_the_sweep_on_one_gpu(tmp_path: Path) -> None:
+    cell = cell_of("mxfp8_wgrad_hp", 44, 30, tmp_path, ["optimizer.lr=1e-3"])
+    assert (cell.recipe.name, cell.ep_backend.name) == ("proxy", "standard")
+    assert cell.precision.name == "mxfp8_wgrad_hp"
+    assert (cell.steps, cell.options["debug.seed"]) == (30, 44)
+    assert cell.options["optimizer.lr"] == 1e-3
+    assert cell.options["training.dataset_path"] == str(tmp_path / "corpus")
+    assert cell.options["model.hf_assets_path"] == str(tmp_path / "tokenizer")
+    assert cell.cluster.gpu is None or cell.world == 1
+    with pytest.raises(InputError, match="has no option"):
+        cell_of("bf16", 42, 30, tmp_path, ["optimizer.rate=1"])
+
+
+def test_what_is_missing_is_trained_and_kept_as_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.gpu_convergence.make_corpus", lambda *_: None)
+    monkeypatch.setattr("bench.gpu_convergence.gpu_ids", lambda: ["4", "7"])
+    made = tmp_path / "mxfp8-seed42.csv"
+    made.write_text("step,loss,grad_norm\n1,4.0,1.0\n2,3.5,1.0\n")
+    asked: list[Job] = []
+
+    def train_all(
+        jobs: Sequence[Job],
+        note: Callable[[Job, Outcome], None],
+        look: Callable[[Job, Sequence[StepMetrics]], None],
+        **_: Any,
+    ) -> None:
+        asked.extend(jobs)
+        steps = [StepMetrics(0, 1, 4.0, 1.0), StepMetrics(0, 2, 3.0, 0.5)]
+        first, second, *others = jobs
+        look(first, steps[:1])
+        assert (tmp_path / f"{first.cell.name}.csv").read_text().count("\n") == 2
+        note(second, Outcome("stopped after 5 s", 5.0, steps[:1], None, None, []))
+        for job in (first, *others):
+            note(job, Outcome(None, 5.0, steps, None, None, []))
+
+    monkeypatch.setattr("bench.gpu_convergence.train_all", train_all)
+    assert train(tmp_path, None, 2, 60, []) == 1
+    names = [job.cell.name for job in asked]
+    assert len(names) == len(PRECISIONS) * len(SEEDS) - 1
+    assert "mxfp8-seed42" not in names
+    assert [job.environment["CUDA_VISIBLE_DEVICES"] for job in asked[:3]] == ["4", "7", "4"]
+    assert [curve_name(*key) for key in missing(tmp_path, 2)] == names[1:2]
+    curve = (tmp_path / f"{names[0]}.csv").read_text()
+    assert curve == "step,loss,grad_norm\n1,4.0,1.0\n2,3.0,0.5\n"
+    assert made.read_text().endswith("2,3.5,1.0\n")

@@ -1,22 +1,35 @@
-"""The benchmark of numerics without GPUs: its cells, its verdicts, its table, and its stopping."""
+"""The benchmark of numerics without GPUs: its cells, its verdicts and its table."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import gpu_numerics
-from bench.gpu_cells import PARTS, make_cell
+from bench.cells import this_machine
+from bench.gpu_numerics import job_of, run_cases
 from bench.gpu_numerics_table import difference, render_report, verdict
+from bench.numerics_cases import PARTS, Case
+from bench.torchrun import Job, released_argv
+from bench.training import Outcome
+from cookbook.base.gpus import Gpu
+from cookbook.cells.argv import train_argv
+from cookbook.log.lines import StepMetrics
+from cookbook.stack.stack import load_stack
+from tests.titan_config import parse
 
-ALL = [cell for part in PARTS.values() for cell in part()]
+ALL = [case for part in PARTS.values() for case in part()]
+# The cells and their options when docs/numerics.md was measured; options with TorchTitan's own
+# default are left out. A difference means that its tables no longer show what the command runs.
+MEASURED = json.loads((Path(__file__).parent / "gpu_numerics_cells.json").read_text())
+H200 = this_machine(4, Gpu("NVIDIA H200", 9.0, 139.8))
+# What the job says of itself, and where it reads and writes.
+OF_THE_JOB = {"job.description", "training.steps", "training.dataset_path", "model.hf_assets_path"}
+DECLARED = {"cookbook.grouped_gemms", "cookbook.linear_layers", "cookbook.dispatch"}
 
 
 def result(name: str, losses: list[float], **changes: Any) -> dict[str, Any]:
@@ -29,37 +42,66 @@ def result(name: str, losses: list[float], **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-def test_names_are_unique_and_references_exist() -> None:
-    names = [cell.name for cell in ALL]
-    assert len(set(names)) == len(names)
-    assert {cell.reference for cell in ALL} - {""} <= set(names)
-
-
-def test_matrix_holds_what_must_agree() -> None:
-    names = {cell.name for cell in PARTS["numerics"]()}
-    for layout in ("tp1-ep4", "tp2-ep4", "pp2-ep2"):
-        for variant in ("plain", "recompute", "compile", "recompute-compile"):
-            assert f"bf16-deepep-{layout}-{variant}" in names
-    for precision in ("mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear"):
-        for backend in ("standard", "deepep", "mxfp8_a2a"):
-            assert f"{precision}-{backend}-tp2-ep4-plain" in names
+def test_the_cells_are_those_that_were_measured() -> None:
+    defaults = {"reference": "", "bound": 1e-4, "released": False, "expected_to_fail": False}
+    defaults |= {"gpu_only": False, "seconds": 240, "rank": 0}
+    found = {}
+    for case in ALL:
+        rank = job_of(case, H200, Path("out"), 20).cell.record().loss_rank
+        attributes = {**vars(case), "rank": rank}
+        name = attributes.pop("name")
+        found[name] = {
+            key: value
+            for key, value in attributes.items()
+            if key not in defaults or value != defaults[key]
+        }
+    assert found == MEASURED["cells"]
+    assert len(found) == len(ALL)
 
 
 @pytest.mark.titan
-@pytest.mark.parametrize("cell", [c for c in ALL if not c.released], ids=lambda cell: cell.name)
-def test_torchtitan_understands_the_options(cell: Any, tmp_path: Path) -> None:
-    from torchtitan.config import ConfigManager
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_torchtitan_reads_the_options_that_were_measured(case: Case) -> None:
+    cell = job_of(case, H200, Path("out"), 20).cell
+    found = parse(released_argv(cell) if case.released else train_argv(cell))
+    assert found["training.steps"] == 20
+    assert found["training.dataset_path"] == "out/assets/corpus"
+    assert found["model.hf_assets_path"] == "out/assets/tokenizer"
+    defaults = {name: option.default for name, option in load_stack().options.items()}
+    ignored = OF_THE_JOB | DECLARED
+    if not found["checkpoint.enable"]:
+        ignored = ignored | {name for name in defaults if name.startswith("checkpoint.")}
+    set_to = {
+        name: value
+        for name, value in found.items()
+        if name not in ignored and value != defaults[name]
+    }
+    expected = dict(MEASURED["every"])
+    for axis in ("part", "layout", "variant", "backend", "precision"):
+        expected |= MEASURED[axis][getattr(case, axis)]
+    if not case.released:
+        expected |= {
+            "cookbook.precision": case.precision,
+            "cookbook.ep_backend": case.backend,
+            "job.custom_config_module": "cookbook.titan.stack_2026_02.job_config",
+            "experimental.custom_import": "cookbook.titan.stack_2026_02",
+        }
+    assert set_to == expected
 
-    command = gpu_numerics.torchrun_command(cell, tmp_path, 20, cpu=False)
-    config = ConfigManager().parse_args(command[command.index("torchtitan.train") + 1 :])
-    assert config.cookbook.precision == cell.precision
-    assert config.training.steps == 20
+
+def test_names_are_unique_and_references_exist() -> None:
+    names = [case.name for case in ALL]
+    assert len(set(names)) == len(names)
+    assert {case.reference for case in ALL} - {""} <= set(names)
 
 
-def test_released_cells_have_none_of_our_options() -> None:
-    for cell in ALL:
-        command = gpu_numerics.torchrun_command(cell, Path("out"), 20, cpu=False)
-        assert cell.released != any("cookbook" in word for word in command[10:])
+def test_what_a_gpu_can_compute_is_not_emulated() -> None:
+    (case,) = [one for one in ALL if one.name == "mxfp8-deepep-tp1-ep4-plain"]
+    b200 = this_machine(4, Gpu("NVIDIA B200", 10.0, 179.0))
+    for machine, emulated in ((H200, True), (b200, False), (this_machine(4, None), True)):
+        cell = job_of(case, machine, Path("out"), 20).cell
+        assert cell.emulated is emulated
+        assert ("--quantize.grouped_mm.mx.emulate" in train_argv(cell)) is emulated
 
 
 def test_verdicts() -> None:
@@ -97,32 +139,46 @@ def test_a_row_for_every_result_and_a_warning_on_a_cpu() -> None:
     assert len(widths) == 1
 
 
-def test_a_hanging_cell_is_stopped_with_its_workers(
+def test_what_has_a_result_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A torchrun that ignores being asked, and whose worker outlives it.
-    worker = f"import sys, time; sys.argv.append('{tmp_path}/runs/hangs'); time.sleep(300)"
-    parent = (
-        "import signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"subprocess.Popen([sys.executable, '-c', {worker!r}, '{tmp_path}/runs/hangs'])\n"
-        "time.sleep(300)"
-    )
-    monkeypatch.setattr(gpu_numerics, "torchrun_command", lambda *a: [sys.executable, "-c", parent])
-    monkeypatch.setattr(subprocess.Popen, "wait", _short_wait(subprocess.Popen.wait))
-    cell = make_cell("numerics", "bf16", "standard", "tp1-ep4", seconds=2)
-    object.__setattr__(cell, "name", "hangs")
-    results = gpu_numerics.run_cells([cell], tmp_path, 20, 1, 60, cpu=True)
-    assert results[0]["status"] == "failed"
-    assert re.match(r"stopped after \d+ s", results[0]["reason"])
-    assert json.loads((tmp_path / "results.json").read_text())["cells"]
-    time.sleep(0.2)
-    left = subprocess.run(["pgrep", "-f", f"{tmp_path}/runs/hangs"], capture_output=True)
-    assert left.returncode == 1, left.stdout
+    cases = PARTS["fault"]()
+    asked: list[str] = []
 
+    def train_all(
+        jobs: Sequence[Job],
+        note: Callable[[Job, Outcome], None],
+        deadline: float,
+        may_start: Callable[[Job, Sequence[Job]], bool],
+    ) -> list[Job]:
+        asked[:] = [job.cell.name for job in jobs]
+        assert may_start(jobs[0], jobs[:1]) and not may_start(jobs[0], jobs[:2])
+        for number, job in enumerate(jobs[:3]):
+            speeds = (1.0, 10.0, 30.0, 50.0)
+            steps = [
+                StepMetrics(0, step, 5.0 - step, 0.5, tokens_per_second=speed)
+                for step, speed in enumerate(speeds, 1)
+            ]
+            reason = "RuntimeError: no" if number == 1 else None
+            note(
+                job,
+                Outcome(reason, 9.0, steps, {"gpu": "H200", "versions": {}}, 70.5, ["torchrun"]),
+            )
+            assert len(json.loads((tmp_path / "results.json").read_text())["cells"])
+        return list(jobs[3:])
 
-def _short_wait(wait: Any) -> Any:
-    def short(self: Any, timeout: float | None = None) -> Any:
-        return wait(self, None if timeout is None else min(timeout, 1))
-
-    return short
+    monkeypatch.setattr(gpu_numerics, "train_all", train_all)
+    names = [case.name for case in cases]
+    (first, failed, _, not_run, *_) = run_cases(cases, H200, tmp_path, 4, 2, 60)
+    assert asked == names
+    assert (first["name"], first["status"]) == (names[0], "finished")
+    # The median of the later half.
+    assert (first["tokens_per_second"], first["memory_gib"]) == (40.0, 70.5)
+    assert first["losses"] == [4.0, 3.0, 2.0, 1.0]
+    assert (failed["status"], failed["reason"]) == ("failed", "RuntimeError: no")
+    assert (not_run["status"], not_run["reason"]) == ("not run", "no time left")
+    # Also where it was to fail.
+    assert [case.name for case in cases if case.expected_to_fail] == names[3:4]
+    assert verdict(not_run, {}) == "not run: no time left"
+    run_cases(cases, H200, tmp_path, 4, 2, 60)
+    assert asked == [names[1], *names[3:]]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.submit import ROOT, Answer, broken_corpus, environment, submit
@@ -136,14 +137,11 @@ def test_the_process_says_what_was_active(smoke: tuple[Path, Answer]) -> None:
 
 def _processes_of(folder: Path) -> list[int]:
     """Whatever was started for the run in `folder`: it names the folder on its command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if os.fsencode(folder) in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(folder) in word for word in process.info["cmdline"] or [])
+    ]
 
 
 def _until(condition: Any, seconds: float, what: str) -> None:

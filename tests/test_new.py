@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.cells import EP_BACKENDS, PRECISIONS
-from tests.conftest import copy_checkout
+from tests.checkout import copy_checkout
 from tests.submit import environment, listing
 
 
@@ -18,7 +18,7 @@ class Checkout:
     """A checkout of one's own, whose recipes a test may add to."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = copy_checkout(folder)
+        self.folder = copy_checkout(folder, assets=True)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

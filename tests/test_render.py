@@ -32,11 +32,11 @@ from cookbook.script.launcher import render_launcher
 from cookbook.script.render import render_script
 from cookbook.stack.options import Setting
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, STACK, Point, walked
+from tests.checkout import STAND_IN
 from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers
 from tests.script_run import ScriptRunner, Start
 from tests.test_stack import ANY_TEXT, NASTY, NOT_HERE, TEXTS
 from tests.titan_config import parse, typed
-from tests.titan_ranks import STAND_IN
 
 CHECKED_IN = {name: (ROOT / name).read_text(encoding="utf-8") for name in LAUNCHERS}
 CELLS = {str(point): point.cell() for point in POINTS}

@@ -140,8 +140,8 @@ def _run_json(folder: Path, text: str, name: str = "mine") -> Path:
     ("text", "message"),
     [
         ('{"run": "smoke-1", "scheduler": "local"', "run.json: cannot be read"),
-        ("[]", "run.json: found list, allowed: an object"),
-        ("null", "run.json: found NoneType, allowed: an object"),
+        ("[]", "run.json: found [], allowed: a JSON object"),
+        ("null", "run.json: found null, allowed: a JSON object"),
         ("[" * 100_000, "run.json: cannot be read"),
         ("\0\1", "run.json: cannot be read"),
         ('{"scheduler": "local"}', "run.json: cells: is not a list of names"),

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import Checkout, copy_checkout
+from tests.set_up import Checkout, copy_for_setup
 
 pytestmark = pytest.mark.titan
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    return copy_checkout(tmp_path)
+    return copy_for_setup(tmp_path)
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import Checkout, copy_checkout
+from tests.set_up import Checkout, copy_for_setup
 
 pytestmark = pytest.mark.titan
 
 
 @pytest.fixture
 def ready(tmp_path: Path) -> Checkout:
-    checkout = copy_checkout(tmp_path)
+    checkout = copy_for_setup(tmp_path)
     result = checkout.setup("--local")
     assert result.returncode == 0, result.stdout
     return checkout

@@ -14,7 +14,7 @@ import pytest
 from cookbook.cells.recipe import load_recipe
 from cookbook.stack.argv import argv_of
 from cookbook.stack.stack import load_stack
-from tests.conftest import copy_checkout
+from tests.checkout import copy_checkout
 from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
 from tests.slurm_cluster import SlurmCluster
 
@@ -234,7 +234,7 @@ def test_a_copy_of_the_cookbook_uses_its_own_files(
     slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
 ) -> None:
     # A path with a space, submitted from elsewhere by its absolute name.
-    copy = copy_checkout(tmp_path / "my cookbook")
+    copy = copy_checkout(tmp_path / "my cookbook", assets=True)
     shutil.copy(copy / "train_16b.sh", copy / "mine.sh")
     (copy / "below").mkdir()
     for script, arguments, folder in (

@@ -17,7 +17,7 @@ import pytest
 
 from cookbook.base.paths import ROOT
 from tests.cells import PRECISIONS
-from tests.conftest import copy_checkout
+from tests.checkout import copy_checkout
 from tests.submit import environment
 
 pytestmark = pytest.mark.titan
@@ -37,7 +37,7 @@ class Copies:
     """A checkout in which every recipe, overlay, cluster and sweep that a test uses is a copy."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = copy_checkout(folder / "moe-cookbook")
+        self.folder = copy_checkout(folder / "moe-cookbook", assets=True)
         shutil.rmtree(self.folder / "assets")
         (self.folder / "assets").symlink_to(ROOT / "assets")
         self.new("my-debug", "debug", "training:\n", "training:\n  # of mine\n")

@@ -9,13 +9,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-STAND_IN = Path(__file__).parent / "stand_in"
+from tests.checkout import STAND_IN
 
 _PRELOADED = [
     "torch",

@@ -85,14 +85,14 @@ def _varied(sweep: Sweep, request: CellRequest) -> Iterator[Settings]:
         yield dict(zip(axes, values, strict=True))
 
 
-def command_line_settings(words: Sequence[str]) -> Settings:
-    """`--set SECTION.KEY=VALUE` words as settings."""
+def command_line_settings(words: Sequence[str], flag: str = "--set") -> Settings:
+    """SECTION.KEY=VALUE words as settings; errors name the `flag` that they stand after."""
     settings = {}
     for word in words:
         name, equals, text = word.partition("=")
-        place = f"--set {name}"
+        place = f"{flag} {name}"
         if not equals:
-            raise InputError(place, "has no value", "write --set SECTION.KEY=VALUE")
+            raise InputError(place, "has no value", f"write {flag} SECTION.KEY=VALUE")
         option = load_stack().setting(place, name)
         settings[name] = Setting(option.parse(place, text), place)
     return settings

@@ -12,6 +12,7 @@ Rule = Callable[[Cell], Iterator[Finding]]
 
 # In the order of the output.
 RULES: tuple[Rule, ...] = (
+    advice_run.paths_are_here,
     advice_run.fewer_nodes,
     advice_kernels.router_gradient,
     advice_run.pipeline_bubble,

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from cookbook.cells.cell import Cell
 from cookbook.cells.finding import HINT, WARNING, Finding
 from cookbook.cells.layout import DEGREES
+from cookbook.cells.rules.here import missing_files
 from cookbook.cells.rules.pipeline import microbatches
 from cookbook.cells.rules.references import PIPELINING, TORCHTITAN
 
 # Throughput runs are short; a longer run is there to learn something.
 _LONG_RUN = 200
+
+
+def paths_are_here(cell: Cell) -> Iterator[Finding]:
+    """A path that was typed may have a slip; the recipes' own are made by setup.sh."""
+    for finding in missing_files(cell):
+        if cell.options.settings[finding.option].place.startswith("--set"):
+            yield replace(finding, level=WARNING, reason=f"{finding.reason}, seen from here")
 
 
 def fewer_nodes(cell: Cell) -> Iterator[Finding]:

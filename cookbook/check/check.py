@@ -66,7 +66,7 @@ class CellCheck:
         if self.errors:
             return str(self.errors[0])
         if self.peak is None:
-            return "by the rules, it may run"
+            return "by the rules; TorchTitan did not build it"
         words = f"needs {self.peak.total:.0f} GiB a GPU"
         gpu = self.cell.cluster.gpu
         return f"{self.verdict}: {words} of {gpu.memory_gib:.0f}" if gpu else words

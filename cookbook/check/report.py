@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+from cookbook.base.tables import text_table
 from cookbook.cells.finding import Finding
 from cookbook.check.check import CellCheck
 from cookbook.check.memory import state_gib
@@ -66,27 +68,37 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
     }
 
 
-def render_text(name: str, checks: Sequence[CellCheck]) -> str:
-    """A line for every cell, what all cells share, then each in detail."""
+def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None) -> str:
+    """A line for every cell, what all cells share, then each in detail.
+
+    Args:
+        width: columns that sentences are wrapped to; None wraps nothing.
+    """
     first = checks[0].cell
     cluster = first.cluster
-    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}"]
-    width = max(len(check.cell.name) for check in checks)
-    for check in checks:
-        may = "may run" if check.may_run else "REFUSED"
-        lines.append(f"  {check.cell.name:<{width}}  {may}  {check.summary}")
+    verdicts = [
+        [check.cell.name, "may run" if check.may_run else "REFUSED", check.summary]
+        for check in checks
+    ]
+    lines = [
+        f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}",
+        text_table(verdicts, width=width, indent=2),
+    ]
     shared = [
         finding
         for finding in checks[0].findings
         if all(finding in check.findings for check in checks)
     ]
     if len(checks) > 1 and shared:
-        lines += ["", "every cell", *_findings(shared)]
+        lines += ["", "every cell", _findings(shared, width)]
     figures: dict[tuple[str, ...], str] = {}
     for check in checks:
         own = [finding for finding in check.findings if len(checks) == 1 or finding not in shared]
-        lines += ["", check.cell.name, *_findings(own)]
         block = (*_memory(check), *_work(check))
+        if own or block:
+            lines += ["", check.cell.name]
+        if own:
+            lines.append(_findings(own, width))
         if block and block in figures:
             lines.append(f"  memory and work: as {figures[block]}")
         else:
@@ -96,43 +108,39 @@ def render_text(name: str, checks: Sequence[CellCheck]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _findings(findings: Iterable[Finding]) -> Iterator[str]:
-    for finding in findings:
-        yield f"  {finding.level + ':':<8} {finding}"
-        yield f"           {finding.reference}"
+def _findings(findings: Iterable[Finding], width: int | None) -> str:
+    rows = [[f"{finding.level}:", f"{finding}\n{finding.reference}"] for finding in findings]
+    return text_table(rows, width=width, indent=2)
 
 
 def _memory(check: CellCheck) -> Iterator[str]:
-    if not check.stages:
+    if not check.stages or check.peak is None:
         return
-    ranks = [f"rank {stage.rank}" for stage in check.stages]
     names = {name: None for stage in check.stages for name in stage.terms}
-    largest = check.peak.largest if check.peak else ""
-    yield f"  memory, GiB a GPU{'':<15}" + "".join(f"{rank:>10}" for rank in ranks)
+    rows = [["memory, GiB a GPU", *(f"rank {stage.rank}" for stage in check.stages), ""]]
     for name in names:
         sizes = [stage.terms.get(name, 0.0) for stage in check.stages]
-        mark = "  largest" if name == largest else ""
-        yield f"    {name:<28}" + "".join(f"{size:10.1f}" for size in sizes) + mark
-    for title, sizes in (
-        ("reserved (`memory` in the log)", [stage.reserved for stage in check.stages]),
-        ("CUDA, NCCL, DeepEP", [stage.outside for stage in check.stages]),
-        ("total", [stage.total for stage in check.stages]),
-    ):
-        yield f"    {title:<28}"[:34].ljust(32) + "".join(f"{size:10.1f}" for size in sizes)
+        rows.append(_row(f"  {name}", sizes, "largest" if name == check.peak.largest else ""))
+    rows += [
+        _row("  reserved (`memory` in the log)", [stage.reserved for stage in check.stages]),
+        _row("  CUDA, NCCL, DeepEP", [stage.outside for stage in check.stages]),
+        _row("  total", [stage.total for stage in check.stages]),
+    ]
+    yield text_table(rows, align="l" + "r" * len(check.stages), indent=2)
     gpu = check.cell.cluster.gpu
     moments = {stage.moment: None for stage in check.stages}
     of = f"{check.verdict} in {gpu.memory_gib:g}" if gpu else "no GPU to fit into"
     yield f"    {of}; the peak is at {' or '.join(moments)}"
-    state = [
-        f"rank {stage.rank}: {_billions(view)} B parameters, {state_gib(view):.1f} GiB with "
-        "gradients and Adam"
-        for stage, view in zip(check.stages, check.views, strict=True)
-    ]
-    yield "    " + "; ".join(state)
+    for stage, view in zip(check.stages, check.views, strict=True):
+        state = f"{state_gib(view):.1f} GiB with gradients and Adam"
+        yield f"    rank {stage.rank}: {_billions(view)} B parameters, {state}"
 
 
-def _billions(view: object) -> str:
-    assert isinstance(view, dict)
+def _row(title: str, sizes: Iterable[float], mark: str = "") -> list[str]:
+    return [title, *(f"{size:.1f}" for size in sizes), mark]
+
+
+def _billions(view: Mapping[str, Any]) -> str:
     count = sum(unit["local"] for part in view["parts"] for unit in part["units"])
     return f"{count / 1e9:.3f}"
 
@@ -143,21 +151,23 @@ def _work(check: CellCheck) -> Iterator[str]:
         return
     yield "  work"
     yield (
-        f"    {work.parameters / 1e9:.1f} B parameters, "
-        f"{work.active_parameters / 1e9:.1f} B active; "
-        f"{work.flops_per_token / 1e9:.1f} GFLOP a token (TorchTitan's count); "
-        f"{work.tokens_per_step:,} tokens a step"
+        f"    {work.parameters / 1e9:.1f} B parameters, {work.active_parameters / 1e9:.1f} B "
+        f"active; {work.flops_per_token / 1e9:.1f} GFLOP a token (TorchTitan's count)"
     )
-    yield f"    {work.flops_per_gpu_step / 1e12:,.0f} TFLOP a GPU and step; it sends, in GiB:"
-    yield f"    {'':<16}{'NVLink':>10}{'InfiniBand':>12}"
+    yield (
+        f"    {work.tokens_per_step:,} tokens and {work.flops_per_gpu_step / 1e12:,.0f} TFLOP a "
+        "GPU in a step, which sends, in GiB:"
+    )
     active = f"ep/{check.cell.ep_backend.name}"
     titles = {"fsdp": "FSDP", "tp": "TP", "pp": "PP"} | {
         f"ep/{name}": f"EP {name}" for name in EP_BACKENDS
     }
+    rows = [["", "NVLink", "InfiniBand", ""]]
     for kind, title in titles.items():
         sent = work.traffic[kind]
-        mark = "  this cell" if kind == active else ""
-        yield f"    {title:<16}{sent.nvlink / _GIB:10.1f}{sent.infiniband / _GIB:12.1f}{mark}"
+        sizes = [sent.nvlink / _GIB, sent.infiniband / _GIB]
+        rows.append(_row(title, sizes, "this cell" if kind == active else ""))
+    yield text_table(rows, align="lrr", indent=4)
 
 
 def _limits(check: CellCheck) -> Iterator[str]:

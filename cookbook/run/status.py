@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from cookbook.base.errors import InputError
@@ -97,5 +98,6 @@ def read_json(path: Path) -> dict[str, Any]:
         words = error.strerror if isinstance(error, OSError) else error
         raise InputError(shown_path(path), f"cannot be read: {words}") from None
     if not isinstance(content, dict):
-        raise InputError(shown_path(path), f"found {type(content).__name__}, allowed: an object")
+        found = shorten(json.dumps(content), 40, placeholder=" ...")
+        raise InputError(shown_path(path), f"found {found}, allowed: a JSON object")
     return content

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cookbook.base.errors import unknown_name
+from cookbook.base.tables import terminal_width
 from cookbook.cells.cell import Cell
 from cookbook.cells.finding import WARNING
 from cookbook.cells.names import names_in
@@ -30,7 +31,10 @@ def check(arguments: argparse.Namespace) -> int:
         cell = requested_cell(arguments)
         name, cells = cell.recipe.short_name, [cell]
     checks = check_cells(cells, build=not arguments.rules_only)
-    print(render_json(checks) if arguments.json else render_text(name, checks), end="")
+    if arguments.json:
+        print(render_json(checks), end="")
+    else:
+        print(render_text(name, checks, terminal_width()), end="")
     return 0 if all(one.may_run for one in checks) else 1
 
 

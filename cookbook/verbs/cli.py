@@ -92,7 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
             "--dry-run", action="store_true", help="show the cells, submit nothing"
         )
         launched.add_argument(
-            "--no-check", action="store_true", help="submit what check would refuse"
+            "--no-check",
+            action="store_true",
+            help="submit without trying memory and TorchTitan; broken rules refuse all the same",
         )
         launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
 

@@ -46,7 +46,8 @@ def list_all(arguments: argparse.Namespace) -> int:
         print(f"{title}:")
         for _ in names:
             print(next(lines))
-    for problem in problems:
+    # A file that several others build on is named once.
+    for problem in dict.fromkeys(problems):
         print(f"submit.py: left out: {problem}", file=sys.stderr)
     return 2 if problems else 0
 

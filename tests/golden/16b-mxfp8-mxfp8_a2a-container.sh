@@ -138,7 +138,7 @@ fi
 JOB=("${VENV}/bin/python" -m cookbook.job)
 ANSWER="$(
   "${JOB[@]}" begin "${CELL_DIR}" --cell="${CELL}" --recipe=deepseek_v3_16b \
-    --precision=mxfp8 --ep-backend=mxfp8_a2a --cluster=/work/main/tests/clusters/container.yaml \
+    --precision=mxfp8 --ep-backend=mxfp8_a2a --cluster=/shared/moe-cookbook/tests/clusters/container.yaml \
     --nodes="${NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
 )"
 read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"

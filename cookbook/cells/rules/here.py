@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 from cookbook.base.paths import ROOT
@@ -27,17 +26,20 @@ def missing_packages(cell: Cell) -> list[str]:
 
 def missing_here(cell: Cell) -> list[Finding]:
     """Packages and files that are not there; the packages of a container are its own."""
-    findings = [*_missing_files(cell)]
+    findings = missing_files(cell)
     if cell.cluster.container is None and (missing := missing_packages(cell)):
         names = ", ".join(missing)
         findings.append(Finding(ERROR, "packages", "", f"not installed: {names}", _SET_UP))
     return findings
 
 
-def _missing_files(cell: Cell) -> Iterator[Finding]:
+def missing_files(cell: Cell) -> list[Finding]:
+    """Paths in the options at which there is nothing, on this machine."""
+    findings = []
     for name, (file, remedy) in _PATHS.items():
         value = cell.options[name]
         # As the job, which runs in the checkout's folder, would find it.
         if value and not (ROOT / value / file).exists():
             found = Path(value) / file
-            yield Finding(ERROR, "files", name, f"{found} is not there", remedy)
+            findings.append(Finding(ERROR, "files", name, f"{found} is not there", remedy))
+    return findings

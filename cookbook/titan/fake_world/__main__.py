@@ -33,7 +33,8 @@ def build_cell(request: dict[str, Any]) -> dict[str, Any]:
     """Build the first rank of every pipeline stage, each in a child.
 
     Args:
-        request: `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU ranks).
+        request: `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU ranks),
+            and `stack`, the package that the cells' jobs import.
 
     Returns:
         `ranks`, each with what `rank_view.view_rank` returns or an `error`; `seconds`,
@@ -139,7 +140,7 @@ def _build_rank(request: dict[str, Any], rank: int, folder: str, said: Path) -> 
 
     try:
         build = build_trainer(request, rank, folder)
-        return {"rank": rank} | view_rank(build)
+        return {"rank": rank} | view_rank(build, request["stack"])
     except SystemExit:
         return _failed(rank, _last_words(said.read_text(errors="replace")), "SystemExit")
     except BaseException as error:
@@ -199,7 +200,7 @@ def main(stack: str) -> None:
     gc.freeze()
     print(json.dumps({"ready_s": round(time.monotonic() - started, 2)}), file=answers, flush=True)
     for request in _requests(sys.stdin):
-        print(json.dumps(build_cell(request)), file=answers, flush=True)
+        print(json.dumps(build_cell({**request, "stack": stack})), file=answers, flush=True)
 
 
 if __name__ == "__main__":

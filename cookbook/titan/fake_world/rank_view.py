@@ -25,7 +25,7 @@ _FSDP_DIMS = ("fsdp", "efsdp")
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
-def view_rank(build: Build) -> dict[str, Any]:
+def view_rank(build: Build, stack: str) -> dict[str, Any]:
     """Parts of the model on this rank, their parameters and layers, and the pipeline's order.
 
     `active` is what the first step of the job would find on this rank: `grouped_gemms`, null where
@@ -39,7 +39,7 @@ def view_rank(build: Build) -> dict[str, Any]:
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
         "model": _numbers(dataclasses.asdict(trainer.model_args)),
-        "active": _view_activity(trainer),
+        "active": _view_activity(trainer.model_parts, stack),
         "mixed_precision": _is_mixed(trainer),
         "groups": _communicators(trainer.parallel_dims),
         "not_exercised": build.not_exercised,
@@ -48,11 +48,10 @@ def view_rank(build: Build) -> dict[str, Any]:
     }
 
 
-def _view_activity(trainer: Any) -> dict[str, str | None]:
-    # The job's own stack says what its model has; another module may import its hooks.
-    stack = trainer.job_config.job.custom_config_module.rpartition(".")[0]
+def _view_activity(model_parts: list[nn.Module], stack: str) -> dict[str, str | None]:
+    # What the job itself would look with.
     activity = importlib.import_module(f"{stack}.activity")
-    found = activity.observe_model(trainer.model_parts)
+    found = activity.observe_model(model_parts)
     return {
         "grouped_gemms": activity.words(found.grouped_gemms),
         "linear_layers": activity.words(found.linear_layers),

@@ -1,0 +1,129 @@
+"""The cells whose speed `bench.gpu_throughput` compares, by name; a new one is a line of CELLS.
+
+A cell for one measurement is named on the command line instead: another one's name and options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.cells import cell_on
+from cookbook.base.errors import InputError, unknown_name
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import Cluster
+from cookbook.cells.expand import command_line_settings
+from cookbook.cells.names import check_name
+
+GPUS, CPU_RANKS = 4, 2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a cell trains.
+
+    Attributes:
+        options: over the recipe's and those of every cell below.
+        released: TorchTitan as it is, without the cookbook's hooks; on a CPU it needs them.
+    """
+
+    ep_backend: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "bf16"
+    recipe: str = "deepseek_v3_16b"
+    released: bool = False
+
+
+_TP2 = {"parallelism.tensor_parallel_degree": 2}
+_REAL = {"debug.moe_force_load_balance": False}
+_NOT_RECOMPUTED = {"activation_checkpoint.mode": "none", "training.local_batch_size": 2}
+
+CELLS: dict[str, Trained] = {
+    # The published options, in the code that was published.
+    "released-standard": Trained("standard", released=True),
+    "released-deepep": Trained("deepep", released=True),
+    "released-deepep-real": Trained("deepep", _REAL, released=True),
+    "standard": Trained("standard"),
+    "deepep": Trained("deepep"),
+    "deepep-real": Trained("deepep", _REAL),
+    "standard-tp2": Trained("standard", _TP2),
+    "deepep-tp2": Trained("deepep", _TP2),
+    "deepep-no-recompute": Trained("deepep", _NOT_RECOMPUTED),
+    "deepep-float8": Trained("deepep", precision="float8"),
+}
+
+# One node's share of the recipes: EP within it, a batch that full recomputation leaves room for.
+_EVERY = {
+    "parallelism.expert_parallel_degree": 4,
+    "training.local_batch_size": 4,
+    "training.dataset": "c4_test",
+    "debug.moe_force_load_balance": True,
+    "checkpoint.enable": False,
+    "metrics.enable_tensorboard": False,
+    "comm.trace_buf_size": 0,
+}
+# Over the recipe's options, to try the benchmark out on a CPU in seconds.
+_TINY = {
+    "parallelism.expert_parallel_degree": CPU_RANKS,
+    "training.seq_len": 128,
+    "training.local_batch_size": 2,
+    "compile.enable": False,
+}
+
+
+def choose(names: Sequence[str], defined: Sequence[Sequence[str]]) -> dict[str, Trained]:
+    """The cells called `names`, in that order.
+
+    Args:
+        defined: cells besides CELLS: a name, the cell that it varies, SECTION.KEY=VALUE words.
+
+    Raises:
+        InputError: a name or an option that does not exist, a name that is taken or not used.
+    """
+    known = dict(CELLS)
+    for name, *words in defined:
+        place = f"--cell {name}"
+        if check_name(place, name) in known:
+            raise InputError(place, "there is a cell of this name", "choose another")
+        if not words or words[0] not in known:
+            raise unknown_name(place, "cell", words[0] if words else "", known)
+        base, settings = known[words[0]], command_line_settings(words[1:], f"{place}:")
+        changed = {key: setting.value for key, setting in settings.items()}
+        known[name] = replace(base, options={**base.options, **changed})
+    for name in names:
+        if name not in known:
+            raise unknown_name("cells", "cell", name, known)
+        if names.count(name) > 1:
+            raise InputError("cells", f"{name} is named twice")
+    for name, *_ in defined:
+        if name not in names:
+            raise InputError(f"--cell {name}", "is not among the cells to train", "name it there")
+    return {name: known[name] for name in names}
+
+
+def cell_of(
+    name: str, trained: Trained, machine: Cluster, text: Path, tokenizer: Path, steps: int
+) -> Cell:
+    """What `name` trains on `machine`; on a CPU the debug model with the cell's own options."""
+    on_cpu = machine.gpu is None
+    options = {
+        **_EVERY,
+        **(_TINY if on_cpu else {}),
+        **trained.options,
+        "training.dataset_path": str(text),
+        "model.hf_assets_path": str(tokenizer),
+        "training.steps": steps,
+    }
+    recipe = "debug" if on_cpu else trained.recipe
+    return cell_on(machine, recipe, trained.precision, trained.ep_backend, options, name)
+
+
+def seq_len_of(cells: Mapping[str, Trained], machine: Cluster) -> int:
+    """The length of the sequences, which all of the cells must share."""
+    made = [cell_of(name, one, machine, Path(), Path(), 1) for name, one in cells.items()]
+    lengths = {cell.options["training.seq_len"] for cell in made}
+    if len(lengths) > 1:
+        raise ValueError(f"sequences of {sorted(lengths)} tokens cannot be compared")
+    return int(lengths.pop())
