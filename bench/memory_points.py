@@ -30,6 +30,20 @@ _PP2 = {"parallelism.pipeline_parallel_degree": 2, "parallelism.expert_parallel_
 _INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 _TP2 = {"parallelism.tensor_parallel_degree": 2}
 _EIGHT = {"model.flavor": "16B_8layers"}
+_CHUNKED = {"loss.num_chunks": 8}
+_SAVED = {
+    **_BY_OPERATION,
+    "activation_checkpoint.op_sac_save_list": ["attention", "communication", "grouped_mm"],
+}
+_FOUR: dict[str, Any] = {"model.flavor": "16B_4layers", "parallelism.expert_parallel_degree": 2}
+_OF_FOUR: dict[str, dict[str, Any]] = {
+    "full": _FULL,
+    "full chunked": {**_FULL, **_CHUNKED},
+    "selective op chunked": {**_BY_OPERATION, **_CHUNKED},
+    "saved chunked": {**_SAVED, **_CHUNKED},
+    "none chunked": {**_NONE, **_CHUNKED},
+    "full chunked eager loss": {**_FULL, **_CHUNKED, "compile.components": ["model"]},
+}
 _DEBUG = {"model.flavor": "debugmodel", "training.seq_len": 4096, **_EAGER}
 
 
@@ -79,6 +93,10 @@ POINTS = (
         environment=_EXPANDABLE,
     ),
     Point("16B full DeepEP expandable", 4, _FULL, "deepep", environment=_EXPANDABLE, alone=True),
+    *(
+        Point(f"4 layers {name}", 4, {**_FOUR, **options}, ranks=2, environment=_EXPANDABLE)
+        for name, options in _OF_FOUR.items()
+    ),
 )
 _TINY = {"model.flavor": "debugmodel", "training.seq_len": 128, **_EAGER}
 _TINY |= {"parallelism.expert_parallel_degree": 2}

@@ -19,6 +19,8 @@ from cookbook.stack.argv import argv_of
 _OF_HOOKS = (
     "cookbook.",
     "model.attention",
+    "activation_checkpoint.op_sac_save_list",
+    "loss.",
     "parallelism.expert_parallel_a2a_",
     "quantize.linear.mx.emulate",
     "quantize.grouped_mm.mx.emulate",

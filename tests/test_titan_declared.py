@@ -144,8 +144,19 @@ def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: i
 
     sets = [frozenset({word} if word else ()) for word in (grouped, linear, dispatch)]
     model = ModelActivity(sets[0], sets[1], emulated=False)
-    attention = AttentionActivity(frozenset({"flex"}), None)
-    return RankActivity(stage, model, attention, sets[2], False, frozenset(), "node")
+    nothing: Any = frozenset()
+    return RankActivity(
+        stage,
+        model,
+        AttentionActivity(frozenset({"flex"}), None),
+        sets[2],
+        loss=nothing,
+        recomputation=nothing,
+        saved=nothing,
+        emulated=False,
+        corrections=nothing,
+        node="node",
+    )
 
 
 @pytest.mark.parametrize(

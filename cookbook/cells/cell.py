@@ -16,6 +16,11 @@ from cookbook.stack.options import Options
 
 # The option that chooses what computes attention.
 ATTENTION = "model.attention"
+# Options of the cookbook's own: the loss without whole logits, what selective recomputation saves.
+NUM_CHUNKS = "loss.num_chunks"
+SAVE_LIST = "activation_checkpoint.op_sac_save_list"
+# What that may name; the first three are TorchTitan's own list.
+SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +85,15 @@ class Cell:
     def attends_by_reference(self) -> bool:
         """Whether that reference runs: the same numbers, at a speed that means nothing."""
         return self.uses_flash_attention and self.cluster.gpu is None
+
+    @property
+    def saves(self) -> frozenset[str]:
+        """The operators whose outputs selective recomputation saves; empty in other modes."""
+        section = "activation_checkpoint"
+        by_operator = self.options[f"{section}.selective_ac_option"] == "op"
+        if self.options[f"{section}.mode"] != "selective" or not by_operator:
+            return frozenset()
+        return frozenset(self.options[SAVE_LIST] or SAVED_OPERATORS[:3])
 
     @property
     def is_compiled(self) -> bool:

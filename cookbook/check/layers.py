@@ -69,9 +69,11 @@ def _attention(s: Shapes) -> LayerBytes:
     # Selective recomputation sees only what is not compiled: every second matrix product and the
     # attention itself. FlashAttention-4 is an operator, which it sees in compiled code as well.
     matrix_products = s.q_lora + s.kv_lora + s.rope + queries + values + s.dim
+    selected = 0.0
+    if not s.compiled and "mm" in s.saves:
+        selected += s.act * s.tokens * matrix_products / 2
     flash = s.padded_tokens is not None
-    selected = 0.0 if s.compiled else s.act * s.tokens * matrix_products / 2
-    if flash or not s.compiled:
+    if (flash or not s.compiled) and "attention" in s.saves:
         selected += s.act * s.tokens * out + softmax
     # The queries' gradients are summed in FP32, beside a row of two more numbers for each query.
     summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads)
@@ -94,7 +96,10 @@ def _activations(s: Shapes) -> int:
 
 def _dense(s: Shapes) -> LayerBytes:
     hidden = float(s.act * s.tokens * s.dense_hidden)
-    selected = hidden if s.compiled else 1.5 * hidden
+    # Compiled with its recomputation, as one graph.
+    selected = 0.0
+    if "mm" in s.saves:
+        selected = hidden if s.compiled else 1.5 * hidden
     return LayerBytes(
         input=0,
         saved=_activations(s) * hidden + s.act * s.sequence_tokens * s.dim,
@@ -114,6 +119,13 @@ def _moe(s: Shapes) -> LayerBytes:
     # One row a (token, expert) pair; under TP the standard path fills rows for all tokens.
     sent = float(s.act * s.sent_rows * s.dim)
     all_rows = float(s.tokens * s.top_k * s.dim)
+    # The outputs of gate and up are saved without recomputation too, as inputs of what follows.
+    gate_up = saved_out = 0.0
+    if "grouped_mm" in s.saves:
+        gate_up = 2.0 * s.act * s.rows * s.expert_hidden
+        saved_out = float(s.act * s.rows * s.dim)
+    shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
+    sends = "communication" in s.saves
     if s.deepep:
         received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
         grouped = float(s.act * s.rows * s.dim)
@@ -121,8 +133,8 @@ def _moe(s: Shapes) -> LayerBytes:
             input=0,
             # The experts' outputs are kept for the gradient of their scores.
             saved=router + shared + experts + grouped,
-            selected=received + s.act * s.sent_tokens * s.dim,
-            selected_of_saved=0,
+            selected=gate_up + saved_out + (received + s.act * s.sent_tokens * s.dim) * sends,
+            selected_of_saved=gate_up + saved_out,
             temporary=max(
                 2 * received + s.act * s.tokens * s.dim,
                 2 * grouped + 3 * s.act * s.rows * s.expert_hidden,
@@ -145,8 +157,8 @@ def _moe(s: Shapes) -> LayerBytes:
     return LayerBytes(
         input=0,
         saved=router + shared + experts + weighted,
-        selected=exchanged + (0 if s.compiled else shared / 4),
-        selected_of_saved=0 if s.compiled else shared / 4,
+        selected=exchanged * sends + shared_mm + gate_up + saved_out,
+        selected_of_saved=shared_mm + gate_up,
         temporary=max(sum(freed), backward),
         freed=freed,
         freed_again=(weighted,),

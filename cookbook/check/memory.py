@@ -142,14 +142,17 @@ def _state(cell: Cell, view: Mapping[str, Any]) -> dict[str, float]:
 def _kept(view: Mapping[str, Any], layers: RankLayers, shapes: Shapes) -> dict[str, float]:
     """What forwards leave for their backwards, and what a pipeline keeps from step to step."""
     hidden = shapes.sequence_tokens * shapes.dim * shapes.act
-    logits = shapes.tokens * shapes.vocab * shapes.act
+    output = shapes.tokens * shapes.vocab * shapes.act
+    if shapes.loss_tokens is not None:
+        # Hidden states in the place of logits; the loss of each microbatch has its gradients.
+        output = shapes.tokens * shapes.dim * shapes.act + int(_loss_gradients(shapes))
     if view["num_stages"] == 1:
         return {"activations": float(layers.kept(0))}
     in_flight: Sequence[Sequence[int]] = view["in_flight"]
     kept = max(
         sum(
             count * (layers.kept(index) + (0 if part["head"] else hidden))
-            + (max(count - 1, 0) * logits if part["head"] else 0)
+            + (max(count - 1, 0) * output if part["head"] else 0)
             for index, (count, part) in enumerate(zip(counts, view["parts"], strict=True))
         )
         for counts in in_flight
@@ -177,6 +180,8 @@ def _loss(
     """From the output layer to the gradient of its input."""
     if not any(part["head"] for part in view["parts"]):
         return {}
+    if shapes.loss_tokens is not None:
+        return _chunked_loss(view, shapes, layers, expandable)
     elements = float(shapes.tokens * shapes.vocab)
     weight = sum(unit["gathered"] for unit in _units(view) if unit["name"] == "output")
     terms = {"logits and loss": elements * _loss_bytes(view, shapes)}
@@ -187,6 +192,34 @@ def _loss(
     if not expandable:
         terms["layers' freed blocks"] = layers.freed_in_forward(elements * shapes.act)
     return terms
+
+
+def _chunked_loss(
+    view: Mapping[str, Any], shapes: Shapes, layers: RankLayers, expandable: bool
+) -> dict[str, float]:
+    """The same where the logits of a chunk exist at a time (titan/any_stack/chunked_loss.py)."""
+    assert shapes.loss_tokens is not None
+    chunk = float(shapes.loss_tokens * shapes.vocab)
+    # Eager, the passes over a chunk make three tensors in FP32.
+    logits = chunk * (shapes.act if shapes.loss_compiled else shapes.act + 12)
+    gradients = _loss_gradients(shapes)
+    # Backward has no logits any more, and writes the scaled gradients in the model's precision.
+    terms = {"logits and loss": gradients + max(logits, gradients / 4 * shapes.act)}
+    if view["mixed_precision"] and view["num_stages"] == 1:
+        terms["output layer"] = float(shapes.vocab * shapes.dim * shapes.act)
+    hidden = 3.0 * shapes.sequence_tokens
+    if shapes.sequence_tokens < shapes.tokens:
+        # Gathered over the TP ranks, which share the vocabulary.
+        hidden += shapes.tokens
+    terms["last hidden states"] = hidden * shapes.dim * shapes.act
+    if not expandable:
+        terms["layers' freed blocks"] = layers.freed_in_forward(chunk * shapes.act)
+    return terms
+
+
+def _loss_gradients(shapes: Shapes) -> float:
+    """Of hidden states and output layer, in FP32, which the loss in chunks takes in its forward."""
+    return 4.0 * (shapes.tokens + shapes.vocab) * shapes.dim
 
 
 def _loss_bytes(view: Mapping[str, Any], shapes: Shapes) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cells.cell import Cell
+from cookbook.cells.cell import NUM_CHUNKS, Cell
 
 # With real routing some ranks get more tokens than others; the fullest one decides. Early in
 # training, before the bias of the auxiliary-loss-free balancing has settled, a fifth more is
@@ -24,9 +24,10 @@ class Shapes:
 
     `tokens` are those of the rank's data-parallel group member (all TP ranks work on the same
     ones), `sequence_tokens` those that one TP rank keeps between layers (sequence parallelism),
-    `sent_rows` the (token, expert) pairs that it sends, `rows` those that its experts get.
-    `padded_tokens` are the rows of an FP32 sum that FlashAttention-4's backward makes; None where
-    TorchTitan's own attention runs.
+    `sent_rows` the (token, expert) pairs that it sends, `rows` those that its experts get. `saves`
+    are the operators whose outputs selective recomputation saves; `loss_tokens` are those whose
+    logits exist at a time, None for all. `padded_tokens` are the rows of an FP32 sum that
+    FlashAttention-4's backward makes; None where TorchTitan's own attention runs.
     """
 
     tokens: int
@@ -54,6 +55,8 @@ class Shapes:
     ep: int
     deepep: bool
     compiled: bool
+    saves: frozenset[str]
+    loss_tokens: int | None
     loss_compiled: bool
     loss_parallel: bool
     padded_tokens: int | None
@@ -72,7 +75,10 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
     ]
     tokens = batch * options["training.seq_len"] // layout.cp
     components = options["compile.components"] if options["compile.enable"] else []
+    chunked = options[NUM_CHUNKS] > 0
     loss_parallel = layout.tp > 1 and not options["parallelism.disable_loss_parallel"]
+    # The loss in chunks multiplies with this rank's part of the output layer in any case.
+    vocab_is_cut = loss_parallel or chunked
     # EP takes ranks of TP where ETP is 1: each TP rank then sends its share of the tokens.
     shares = layout.tp if layout.ep > 1 and layout.etp == 1 else 1
     top_k, experts = model["moe_args.top_k"], model["moe_args.num_experts"]
@@ -105,10 +111,12 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
         num_experts=experts,
         top_k=top_k,
         score_first=model["moe_args.score_before_experts"],
-        vocab=model["vocab_size"] // (layout.tp if loss_parallel else 1),
+        vocab=model["vocab_size"] // (layout.tp if vocab_is_cut else 1),
         ep=layout.ep,
         deepep=cell.uses_deepep,
         compiled="model" in components,
+        saves=cell.saves,
+        loss_tokens=-(-tokens // options[NUM_CHUNKS]) if options[NUM_CHUNKS] else None,
         loss_compiled="loss" in components,
         loss_parallel=loss_parallel,
         padded_tokens=padded_tokens(cell, batch) if cell.uses_flash_attention else None,

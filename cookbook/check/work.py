@@ -114,13 +114,10 @@ def _traffic(cell: Cell, view: Mapping[str, Any]) -> dict[str, Traffic]:
     shapes = shapes_of(cell, view)
     layers = [layer for part in view["parts"] for layer in part["layers"]]
     microbatches = view["num_microbatches"] * view["gradient_accumulation_steps"]
-    mode = cell.options["activation_checkpoint.mode"]
-    by_operation = mode == "selective" and (
-        cell.options["activation_checkpoint.selective_ac_option"] == "op"
-    )
-    # Each layer runs forward once more where it is recomputed; kept by operation, what came over
+    # Each layer runs forward once more where it is recomputed; saved by operator, what came over
     # the network is not sent again.
-    again = [layer["recomputed"] and not by_operation for layer in layers]
+    is_saved = "communication" in cell.saves
+    again = [layer["recomputed"] and not is_saved for layer in layers]
     moe = [repeated for layer, repeated in zip(layers, again, strict=True) if layer["moe"]]
     traffic = {
         "fsdp": _fsdp(cell, view, shapes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cookbook.cells.cell import Cell
+from cookbook.cells.cell import NUM_CHUNKS, SAVE_LIST, Cell
 from cookbook.cells.finding import ERROR, Finding
 from cookbook.cells.layout import DEGREES
 from cookbook.cells.rules.layout import DEEPEP_SIZES
@@ -78,6 +78,15 @@ def hooks_are_on(cell: Cell) -> Iterator[Finding]:
             "DeepEP under TP counts every token once for each TP rank where it is not corrected"
         )
         yield Finding(ERROR, "hooks_are_on", _CUSTOM_IMPORT, reason, remedy, reference)
+    for name in (NUM_CHUNKS, SAVE_LIST):
+        if cell.options[name]:
+            yield Finding(
+                ERROR,
+                "hooks_are_on",
+                name,
+                "TorchTitan takes this option from the cookbook's hooks alone",
+                f"{remedy}, or leave the option out",
+            )
     if cell.uses_deepep and MX & set(cell.options["model.converters"]):
         reason = (
             "MXFP8 needs expert groups padded to 32 rows, which DeepEP's path lacks uncorrected"

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 
 from cookbook.cells.cell import Cell
 from cookbook.cells.finding import Finding
-from cookbook.cells.rules import attention, kernels, overlays, pipeline, values
+from cookbook.cells.rules import (
+    attention,
+    kernels,
+    overlays,
+    pipeline,
+    recomputation,
+    values,
+)
 from cookbook.cells.rules.layout import layout_findings
 
 Rule = Callable[[Cell], Iterator[Finding]]
@@ -21,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     values.bounds,
     values.dataset,
     values.kept_checkpoints,
+    recomputation.save_list,
     overlays.hardware,
     overlays.needs,
     overlays.declaration,

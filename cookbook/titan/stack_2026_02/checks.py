@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+from cookbook.titan.stack_2026_02.recomputation import OPERATORS
 from cookbook.titan.stack_2026_02.versions import refuse
 
 
@@ -16,6 +17,7 @@ def check_job(job_config: Any) -> None:
             f"--experimental.custom_import={__package__} needs the cookbook's options; add "
             f"--job.custom_config_module={__package__}.job_config"
         )
+    check_save_list(job_config.activation_checkpoint)
     options = job_config.parallelism
     backend = options.expert_parallel_comm_backend
     if backend == "deepep" and find_spec("deep_ep") is None:
@@ -35,3 +37,18 @@ def check_job(job_config: Any) -> None:
                 "the MXFP8 all-to-all needs parallelism.expert_parallel_degree > 1 and "
                 "parallelism.expert_tensor_parallel_degree=1"
             )
+
+
+def check_save_list(options: Any) -> None:
+    """End this rank where selective recomputation is to save what nobody knows, or does not run."""
+    found = options.op_sac_save_list
+    if unknown := [name for name in found if name not in OPERATORS]:
+        raise refuse(
+            f"activation_checkpoint.op_sac_save_list: found {unknown[0]!r}, allowed: "
+            f"{', '.join(OPERATORS)}"
+        )
+    if found and (options.mode != "selective" or options.selective_ac_option != "op"):
+        raise refuse(
+            "activation_checkpoint.op_sac_save_list is for activation_checkpoint.mode=selective "
+            "with activation_checkpoint.selective_ac_option=op; set them, or leave the list out"
+        )

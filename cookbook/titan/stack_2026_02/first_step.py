@@ -28,6 +28,7 @@ from cookbook.titan.stack_2026_02.attention import (
     merge_attention,
     observe_attention,
 )
+from cookbook.titan.stack_2026_02.recomputation import observe_recomputation
 from cookbook.titan.stack_2026_02.versions import refuse, versions
 
 # What may be declared, and by which overlay.
@@ -43,6 +44,9 @@ class RankActivity:
     model: ModelActivity
     attention: AttentionActivity
     dispatch: frozenset[str]
+    loss: frozenset[str]
+    recomputation: frozenset[str]
+    saved: frozenset[str]
     emulated: bool
     corrections: frozenset[str]
     node: str
@@ -97,6 +101,9 @@ class FirstStepReport(metrics.MetricsProcessor):
             model=model,
             attention=observe_attention(),
             dispatch=activity.observe_dispatch(),
+            loss=frozenset(activity.losses),
+            recomputation=observe_recomputation(self.model_parts),
+            saved=frozenset(activity.saved),
             emulated=model.emulated or activity.casts_are_emulated(),
             corrections=frozenset(activity.corrections),
             node=socket.gethostname(),
@@ -114,12 +121,16 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     """What is active in the job; where ranks disagree, `a and b`.
 
     Returns:
-        `grouped_gemms`, `linear_layers`, `dispatch` (each null where no rank has any), `emulated`.
+        `grouped_gemms`, `linear_layers`, `dispatch`, `loss`, `recomputation`, what it `saved` (each
+        null where no rank has any), `emulated`.
     """
     return {
         "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),
         "linear_layers": words(_linear_layers(views)),
         "dispatch": words(frozenset().union(*(view.dispatch for view in views))),
+        "loss": words(frozenset().union(*(view.loss for view in views))),
+        "recomputation": words(frozenset().union(*(view.recomputation for view in views))),
+        "saved": words(frozenset().union(*(view.saved for view in views))),
         "emulated": any(view.emulated for view in views),
     }
 

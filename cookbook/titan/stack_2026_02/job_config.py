@@ -41,6 +41,23 @@ class Model:
 
 
 @dataclass
+class ActivationCheckpoint:
+    op_sac_save_list: list[str] = field(default_factory=list)
+    """What `mode=selective` with `selective_ac_option=op` saves instead of computing it again, of
+    `attention`, `communication` (dispatch and combine), `grouped_mm` (the routed experts' GEMMs)
+    and `mm` (every second other GEMM, where it is not compiled); empty is TorchTitan's own list,
+    all of these but `grouped_mm`. The log's `cookbook active` line says what was saved."""
+
+
+@dataclass
+class Loss:
+    num_chunks: int = 0
+    """Into how many chunks the tokens of a batch are cut, so that the logits of one chunk exist at
+    a time (8 is a good number, as in later TorchTitan); 0 is TorchTitan's own loss over whole
+    logits. The gradients are those of the same loss."""
+
+
+@dataclass
 class Parallelism:
     expert_parallel_a2a_dispatch_fwd_precision: Literal["default", "mxfp8"] = "default"
     """Precision of the tokens that the standard all-to-all sends to the experts in the forward."""
@@ -92,6 +109,12 @@ class JobConfig:
 
     model: Model = field(default_factory=Model)
     """What the cookbook adds to `model`."""
+
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    """What the cookbook adds to `activation_checkpoint`."""
+
+    loss: Loss = field(default_factory=Loss)
+    """How the loss is computed; later TorchTitan has this section too."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     """What the cookbook adds to `parallelism`."""

@@ -10,19 +10,34 @@ import torch
 import torch.nn as nn
 import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 
+from cookbook.titan.stack_2026_02.chunked_loss import (
+    HandingOnColwiseParallel,
+    hand_on,
+    keep_gathered,
+)
 from cookbook.titan.stack_2026_02.cpu import sum_gradients_in_fsdp
 from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
 from cookbook.titan.stack_2026_02.plain_checkpoint import save_plain_weights
 from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+from cookbook.titan.stack_2026_02.recomputation import apply_ac
 
 
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
     """`parallelize_deepseekv3`, also for one stage of a pipeline."""
-    moe = partial(apply_moe_ep_tp, Precisions.of(job_config))
-    # No door: TorchTitan calls this function by its name, after the TP of the other layers and
-    # before recomputation, compile and FSDP wrap the layers.
-    with patch.object(deepseek_parallelize, "apply_moe_ep_tp", moe):
+    # No door: TorchTitan calls these functions by their names, the first after the TP of the other
+    # layers, the second before compile and FSDP wrap the layers.
+    names: dict[str, Any] = {
+        "apply_moe_ep_tp": partial(apply_moe_ep_tp, Precisions.of(job_config)),
+        "apply_ac": partial(apply_ac, job_config.activation_checkpoint.op_sac_save_list),
+    }
+    if job_config.loss.num_chunks:
+        hand_on(model)
+        # No door: the class of which TorchTitan's plan for TP makes the output layer's part.
+        names["ColwiseParallel"] = HandingOnColwiseParallel
+    with patch.multiple(deepseek_parallelize, **names):
         model = deepseek_parallelize.parallelize_deepseekv3(model, parallel_dims, job_config)
+    if job_config.loss.num_chunks:
+        keep_gathered(model)
     save_plain_weights(model)
     if not torch.cuda.is_available():
         sum_gradients_in_fsdp(model)

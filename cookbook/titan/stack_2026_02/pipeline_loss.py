@@ -8,20 +8,21 @@ to the maximal norm (pytorch/torchtitan#2972).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torchtitan.components.loss import build_cross_entropy_loss
 
 from cookbook.titan.stack_2026_02 import activity
-
-LossFunction = Callable[..., torch.Tensor]
+from cookbook.titan.stack_2026_02.chunked_loss import LossFunction, build_chunked_loss
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
-    """TorchTitan's cross entropy, summed over tokens; under PP its gradient is per token."""
-    loss_fn: LossFunction = build_cross_entropy_loss(job_config, **kwargs)
+    """The cross-entropy, summed over tokens; under PP its gradient is per token."""
+    if num_chunks := job_config.loss.num_chunks:
+        loss_fn = _noted(f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config))
+    else:
+        loss_fn = _noted("cross_entropy", build_cross_entropy_loss(job_config, **kwargs))
     parallel_dims = kwargs.get("parallel_dims")
     if parallel_dims is None or not parallel_dims.pp_enabled:
         return loss_fn
@@ -32,6 +33,16 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
         return scale_gradient(loss_fn(*args, **kwargs), factor)
 
     return scaled_loss
+
+
+def _noted(name: str, loss_fn: LossFunction) -> LossFunction:
+    """`loss_fn`, which notes for the report of the first step that it ran."""
+
+    def noted_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        activity.losses.add(name)
+        return loss_fn(*args, **kwargs)
+
+    return noted_loss
 
 
 def scale_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ A new part enters here: a function or a class in a file of its own, and one line
 Some things have no door. Each is replaced in one place, which says why:
 
 - the names that `apply_moe_ep_tp` looks up: `expert_parallel.py`, while that function runs
+- the names that `parallelize_deepseekv3` looks up: `parallelize.py`, while that function runs
 - the converters called `quantize.*.mx`: `mx.py`, when a job of this model starts
 - functions that TorchAO's emulation calls: `mx.py` and `quantized_a2a.py`, where a job uses them
 - PyTorch's switch that fills fresh memory: `deepep.py`, while DeepEP counts tokens

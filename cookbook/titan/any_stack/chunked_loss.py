@@ -1,0 +1,188 @@
+"""The cross-entropy of an output layer, computed for a chunk of tokens at a time.
+
+The logits of a batch are the largest tensor of a training step: tokens x vocabulary, and their
+gradient as much again. Here they exist for one chunk only. Each chunk's gradients are taken at
+once, while its logits are there, so that nothing is computed twice and the backward of the loss
+merely scales them. Liger-Kernel's fused linear cross-entropy and later TorchTitan's
+`ChunkedLossWrapper` work the same way. The products are cuBLAS's, what lies between them is two
+passes over the chunk's logits, which torch.compile fuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """What a TP rank holds of the vocabulary: its rows of the weight begin with word `first`."""
+
+    first: int
+    group: dist.ProcessGroup
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    num_chunks: int,
+    shard: VocabularyShard | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The cross-entropy of the logits `hidden @ weight.T`, summed over tokens.
+
+    Args:
+        hidden: (batch, length, dim). Under TP all ranks have the same; its gradient is this rank's
+            term of a sum over them.
+        weight: (vocabulary, dim), of the same type as `hidden`; under TP this rank's rows.
+        labels: (batch, length); tokens with the label -100 count for nothing.
+        num_chunks: into how many chunks the tokens are cut; the last may be shorter.
+        shard: where the vocabulary is cut over TP ranks.
+        backend: of torch.compile, for the passes over the logits; None runs them eagerly.
+
+    Returns:
+        A scalar, the same on all TP ranks; in float32, or float64 where `hidden` is.
+    """
+    if hidden.dtype != weight.dtype:
+        raise TypeError(f"hidden states are {hidden.dtype}, the output layer is {weight.dtype}")
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    if len(hidden) != len(labels):
+        raise ValueError(f"{len(hidden)} tokens have {len(labels)} labels")
+    chunks = _Chunks(-(-len(hidden) // num_chunks), shard, backend)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunks)
+        return loss
+    return chunks.run(hidden, weight, labels)
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums over numbers of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """How the tokens are cut: into chunks of `size`, and the rest."""
+
+    size: int
+    shard: VocabularyShard | None
+    backend: str | None
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        hidden_grad: torch.Tensor | None = None,
+        weight_grad: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The loss; where they are given, the gradients are written, whatever they held before."""
+        statistics, turn_into_gradient = _passes(self.backend)
+        columns = labels if self.shard is None else labels - self.shard.first
+        loss = torch.zeros((), dtype=precise(hidden.dtype), device=hidden.device)
+        buffer = hidden.new_empty(min(self.size, len(hidden)), len(weight))
+        for start in range(0, len(hidden), self.size):
+            rows = slice(start, start + self.size)
+            chunk = hidden[rows]
+            logits = buffer[: len(chunk)]
+            torch.mm(chunk, weight.t(), out=logits)
+            lse, target = self._over_ranks(statistics(logits, columns[rows]))
+            ignored = labels[rows] == IGNORE_INDEX
+            loss += (lse - target).masked_fill(ignored, 0).sum()
+            if hidden_grad is None or weight_grad is None:
+                continue
+            # Nothing is likely under an infinite sum: an ignored token's gradient is zero.
+            turn_into_gradient(logits, columns[rows], lse.masked_fill(ignored, torch.inf))
+            _multiply(hidden_grad[rows], logits, weight, add=False)
+            _multiply(weight_grad, logits.t(), chunk, add=start > 0)
+        return loss
+
+    def _over_ranks(self, statistics: torch.Tensor) -> torch.Tensor:
+        """Statistics of the whole vocabulary, from those of each rank's part of it."""
+        if self.shard is None:
+            return statistics
+        tokens = statistics.shape[-1]
+        parts = statistics.new_empty(2 * self.shard.group.size(), tokens)
+        dist.all_gather_into_tensor(parts, statistics, group=self.shard.group)
+        lse, target = parts.view(-1, 2, tokens).unbind(1)
+        return torch.stack([lse.logsumexp(0), target.sum(0)])
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        chunks: _Chunks,
+    ) -> torch.Tensor:
+        # In float32 until they are scaled, so that they are rounded once, as those of one product.
+        grads = [
+            torch.empty_like(x, dtype=precise(x.dtype), memory_format=torch.contiguous_format)
+            for x in (hidden, weight)
+        ]
+        ctx.dtype = hidden.dtype
+        ctx.save_for_backward(*grads)
+        return chunks.run(hidden, weight, labels, *grads)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Into new tensors: a second backward of a retained graph finds the gradients unchanged.
+        hidden_grad, weight_grad = (
+            torch.mul(grad, grad_loss, out=torch.empty_like(grad, dtype=ctx.dtype))
+            for grad in ctx.saved_tensors
+        )
+        return hidden_grad, weight_grad, None, None
+
+
+def _statistics(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The first pass over the logits of a chunk (tokens, words).
+
+    Args:
+        columns: (tokens,), where each label's logit is; outside where this rank does not have it.
+
+    Returns:
+        (2, tokens): the logarithm of the sum of exponentials, and the label's logit or 0.
+    """
+    words = logits.shape[-1]
+    values = logits.to(precise(logits.dtype))
+    top = values.amax(-1, keepdim=True)
+    lse = top.squeeze(-1) + (values - top).exp().sum(-1).log()
+    target = values.gather(-1, columns.clamp(0, words - 1).unsqueeze(-1)).squeeze(-1)
+    return torch.stack([lse, target.where((columns >= 0) & (columns < words), 0)])
+
+
+def _turn_into_gradient(logits: torch.Tensor, columns: torch.Tensor, lse: torch.Tensor) -> None:
+    """The second pass: each logit becomes the derivative of the loss by it."""
+    probabilities = (logits.to(precise(logits.dtype)) - lse.unsqueeze(-1)).exp()
+    # A comparison and no scatter, which would not be fused.
+    words = torch.arange(logits.shape[-1], device=logits.device)
+    logits.copy_(probabilities - (words == columns.unsqueeze(-1)).to(probabilities.dtype))
+
+
+@functools.cache
+def _passes(backend: str | None) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+    """Both passes, compiled for each shape: of chunks there are one or two."""
+    if backend is None:
+        return _statistics, _turn_into_gradient
+    first: Callable[..., torch.Tensor] = torch.compile(_statistics, backend=backend, dynamic=False)
+    second: Callable[..., None] = torch.compile(_turn_into_gradient, backend=backend, dynamic=False)
+    return first, second
+
+
+def _multiply(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool) -> None:
+    """Write `left @ right` to `out`, or add it; summed in the type of `out`."""
+    if left.is_cuda and left.dtype != out.dtype:
+        # cuBLAS multiplies in BF16 and sums in float32; autograd and the CPU do not have this.
+        torch.addmm(out, left, right, beta=int(add), out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=int(add), out=out)

@@ -1,0 +1,102 @@
+"""Selective recomputation with a list of what to save that a recipe states.
+
+TorchTitan's `selective_ac_option=op` looks every operator up in one list of its own, which lacks
+grouped GEMMs. The list sees an operator in a compiled region too, as long as Inductor calls it: the
+grouped GEMMs, DeepEP's dispatch and combine, and FlashAttention-4. It does not see what Inductor
+writes itself or gives a buffer to write to: FlexAttention and the dense GEMMs of an MoE layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torchtitan.distributed.activation_checkpoint as titan
+from torch._guards import TracingContext
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+from cookbook.titan.stack_2026_02 import activity
+
+# What an option may name. Operators that are not installed are passed over.
+OPERATORS = {
+    "attention": (
+        "aten._scaled_dot_product_attention_math",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "cookbook.varlen_attention",
+    ),
+    "communication": (
+        "_c10d_functional.all_to_all_single",
+        "_c10d_functional.reduce_scatter_tensor",
+        "deepep.combine",
+        "deepep.dispatch",
+    ),
+    "grouped_mm": ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2"),
+    # TorchTitan saves every second one.
+    "mm": ("aten.mm",),
+}
+
+
+def kinds_of_operators() -> dict[Any, str]:
+    """What each known operator is for, by operator."""
+    found: dict[Any, str] = {torch._higher_order_ops.flex_attention: "attention"}
+    for kind, names in OPERATORS.items():
+        for name in names:
+            namespace, _, operator = name.partition(".")
+            packet = getattr(getattr(torch.ops, namespace), operator, None)
+            if packet is not None:
+                found[packet.default] = kind
+    return found
+
+
+class SaveList(set[Any]):
+    """Operators to save, which notes for the report of the first step what it was asked for."""
+
+    def __init__(self, operators: Iterable[Any]) -> None:
+        super().__init__(operators)
+        self._kinds = kinds_of_operators()
+
+    def __contains__(self, operator: object) -> bool:
+        is_saved = super().__contains__(operator)
+        # A layer without experts is compiled as a whole: asked while it is traced, of operators
+        # that layers with experts may compute again.
+        if is_saved and TracingContext.try_get() is None:
+            activity.saved.add(self._kinds.get(operator, str(operator)))
+        return is_saved
+
+
+def apply_ac(save: list[str], model: nn.Module, ac_config: Any, **options: Any) -> None:
+    """Wrap the layers of `model` as TorchTitan does.
+
+    Args:
+        save: kinds of operators that selective recomputation saves; empty for TorchTitan's own.
+        options: TorchTitan's own, `op_sac_save_list` and so on.
+    """
+    operators: set[Any] = options.pop("op_sac_save_list")
+    if save:
+        kinds = kinds_of_operators()
+        # What TorchTitan lists beyond these kinds, as the maximum that scales FP8, stays.
+        operators = {operator for operator in operators if operator not in kinds}
+        operators |= {operator for operator, kind in kinds.items() if kind in save}
+    titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)
+
+
+def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
+    """How the layers of this rank are recomputed: `none`, `full`, `selective`."""
+    if (budget := torch._functorch.config.activation_memory_budget) < 1:
+        return frozenset({f"memory_budget {budget:g}"})
+    layers = [layer for part in model_parts for layer in part.get_submodule("layers").children()]
+    return frozenset(_recomputation(layer) for layer in layers)
+
+
+def _recomputation(layer: nn.Module) -> str:
+    for module in layer.modules():
+        if isinstance(module, CheckpointWrapper):
+            # A functools.partial; what it calls gets no context where everything is recomputed.
+            return "selective" if "context_fn" in module.checkpoint_fn.keywords else "full"
+    return "none"

@@ -1,0 +1,243 @@
+"""Selective recomputation by operator: what is saved, and that nothing else changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.titan_ranks import run_ranks
+from tests.titan_run import DEEPEP, EP2, EP4, PP2, TP2, active, job, train, write_assets
+
+pytestmark = pytest.mark.titan
+
+FULL = ("--activation_checkpoint.mode=full",)
+SELECTIVE = (
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=op",
+)
+SAVE = (*SELECTIVE, "--activation_checkpoint.op_sac_save_list=attention,communication,grouped_mm")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    yield folder
+
+
+def count_and_train(argv: list[str]) -> dict[str, Any]:
+    """Train, and count how often rows were exchanged and grouped GEMMs ran."""
+    calls: Counter[str] = Counter()
+    exchange = dist.all_to_all_single
+
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        calls["exchanges"] += 1
+        return exchange(*args, **kwargs)
+
+    # DeepEP's stand-in sends by it.
+    dist.all_to_all_single = all_to_all_single
+    return train(argv) | {"calls": dict(calls)}
+
+
+def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any]:
+    """Losses and norms of the last rank, which has them under PP too; and what all ranks said."""
+    results = run_ranks(count_and_train, ranks, job(assets, out, *options), seconds=200)
+    assert not any(result["ended"] for result in results), results[0]["said"][-3:]
+    return dict(results[-1]) | {"said": [text for result in results for text in result["said"]]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "saved"),
+    [
+        pytest.param(2, (*EP2, *DEEPEP), "communication and grouped_mm", id="deepep"),
+        pytest.param(4, (*EP4, *TP2, *DEEPEP), "communication and grouped_mm", id="deepep, tp 2"),
+        pytest.param(4, (*EP2, *PP2), "communication and grouped_mm", id="standard, pp 2"),
+    ],
+)
+def test_losses_are_bit_equal_to_full_recomputation(
+    assets: Path, tmp_path: Path, ranks: int, options: tuple[str, ...], saved: str
+) -> None:
+    full = trained(assets, tmp_path / "a", ranks, *options, *FULL)
+    selective = trained(assets, tmp_path / "b", ranks, *options, *SAVE)
+    assert selective["losses"] == full["losses"]
+    assert selective["grad_norms"] == full["grad_norms"]
+    assert (active(full)["recomputation"], active(full)["saved"]) == ("full", None)
+    found = active(selective)
+    assert (found["recomputation"], found["saved"]) == ("selective", saved)
+    if "--parallelism.expert_parallel_comm_backend=deepep" in options:
+        # What forward sent is not sent again.
+        nothing_again = trained(assets, tmp_path / "c", ranks, *options)
+        assert nothing_again["losses"] == full["losses"]
+        sent = [run["calls"]["exchanges"] for run in (nothing_again, selective, full)]
+        assert 0 < sent[0] == sent[1] < sent[2]
+
+
+def test_without_a_list_torchtitans_own_holds(assets: Path, tmp_path: Path) -> None:
+    found = active(trained(assets, tmp_path, 2, *EP2, *SELECTIVE))
+    assert (found["recomputation"], found["saved"]) == ("selective", "communication and mm")
+
+
+class Computed(TorchDispatchMode):
+    """How often each operator has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As the modes of checkpointing: without this, torch.compile does not compile below it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Layer(nn.Module):
+    """One GEMM, attention and a grouped GEMM, whose outputs something else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = (nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        self.experts = nn.Parameter(torch.randn(2, 16, 16, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.w2(self.w1(x).sin()).sin().view(1, 1, -1, 16)
+        out = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        rows = out.view(-1, 16).sin()
+        offsets = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)
+        return torch._grouped_mm(rows, self.experts, offs=offsets).sin()
+
+
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+GROUPED, MM = "aten._grouped_mm.default", "aten.mm.default"
+
+
+def recompute(
+    save: list[str],
+    change: Callable[[nn.Module], nn.Module] = lambda layer: layer,
+    around: Callable[[nn.Module], nn.Module] = lambda layer: layer,
+) -> tuple[Counter[str], list[torch.Tensor], set[str]]:
+    """Forward and backward of a recomputed layer: what ran, its gradients, what it saved."""
+    import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
+    from torchtitan.config.job_config import ActivationCheckpoint
+
+    from cookbook.titan.stack_2026_02 import activity
+    from cookbook.titan.stack_2026_02.recomputation import apply_ac
+
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": change(Layer())})
+    config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
+    released = set(deepseek_parallelize._op_sac_save_list)
+    apply_ac(save, model, config, op_sac_save_list=released)
+    assert released == deepseek_parallelize._op_sac_save_list
+    model.layers["0"] = around(model.layers["0"])
+    activity.saved.clear()
+    x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    with Computed() as computed:
+        model.layers["0"](x).sum().backward()
+    assert x.grad is not None
+    grads = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+    return computed.calls, grads, set(activity.saved)
+
+
+@pytest.mark.parametrize(
+    ("save", "again"),
+    [
+        (["communication"], {ATTENTION: 2, GROUPED: 4}),
+        (["attention"], {ATTENTION: 1, GROUPED: 4}),
+        (["grouped_mm"], {ATTENTION: 2, GROUPED: 3}),
+        (["attention", "grouped_mm"], {ATTENTION: 1, GROUPED: 3}),
+    ],
+)
+def test_what_is_named_is_computed_once(save: list[str], again: dict[str, int]) -> None:
+    # Backward of the grouped GEMM is two more of them.
+    calls, gradients, saved = recompute(save)
+    assert {name: calls[name] for name in again} == again
+    assert saved == set(save) - {"communication"}
+    nothing_saved = recompute(["communication"])[1]
+    assert all(map(torch.equal, gradients, nothing_saved))
+
+
+def test_every_second_gemm_is_saved_where_gemms_are_named() -> None:
+    without, with_gemms = recompute(["attention"])[0], recompute(["attention", "mm"])[0]
+    assert without[MM] - with_gemms[MM] == 1
+
+
+def test_a_compiled_regions_grouped_gemms_are_saved_and_gradients_stay() -> None:
+    def compiled(layer: nn.Module) -> nn.Module:
+        layer.compile(fullgraph=True)
+        return layer
+
+    calls, gradients, saved = recompute(["attention", "grouped_mm"], compiled)
+    again, expected, _ = recompute(["communication"], compiled)
+    assert "grouped_mm" in saved
+    assert again[GROUPED] - calls[GROUPED] == 1
+    # It was compiled: Inductor gives a GEMM a buffer to write to, which no list of operators sees.
+    assert again[MM] == 0 < again["aten.mm.out"]
+    # Inductor must not have written over what was saved.
+    assert all(map(torch.equal, gradients, expected))
+
+
+def test_what_a_layer_without_experts_saves_says_nothing_of_the_others() -> None:
+    def compiled(layer: nn.Module) -> nn.Module:
+        return torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    # As TorchTitan compiles such a layer: with its recomputation, as one graph.
+    calls, gradients, saved = recompute(["attention", "grouped_mm"], around=compiled)
+    assert (calls[ATTENTION], calls[GROUPED], saved) == (1, 3, set())
+    assert all(map(torch.equal, gradients, recompute(["attention"])[1]))
+
+
+def test_the_names_are_those_of_the_driver() -> None:
+    from cookbook.cells.cell import SAVED_OPERATORS
+    from cookbook.titan.stack_2026_02.recomputation import OPERATORS, kinds_of_operators
+
+    assert set(OPERATORS) == set(SAVED_OPERATORS) == set(kinds_of_operators().values())
+
+
+def test_every_operator_of_torchtitans_list_is_known() -> None:
+    """But for what it keeps for FP8, and what needs a switch of Inductor that it does not set."""
+    import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
+
+    from cookbook.titan.stack_2026_02.recomputation import kinds_of_operators
+
+    unknown = deepseek_parallelize._op_sac_save_list - set(kinds_of_operators())
+    assert {str(operator) for operator in unknown} == {
+        "aten.max.default",
+        "inductor_compiled_code",
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "save", "said"),
+    [
+        ("selective", ["atention"], "found 'atention', allowed: attention, communication"),
+        ("full", ["attention"], "is for activation_checkpoint.mode=selective"),
+        ("selective", ["attention"], ""),
+        ("full", [], ""),
+    ],
+)
+def test_a_list_that_cannot_be_meant_ends_the_job(
+    mode: str, save: list[str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cookbook.titan.stack_2026_02.checks import check_save_list
+
+    options = SimpleNamespace(mode=mode, selective_ac_option="op", op_sac_save_list=save)
+    if not said:
+        check_save_list(options)
+        return
+    with pytest.raises(SystemExit):
+        check_save_list(options)
+    assert said in caplog.text
