@@ -10,7 +10,7 @@ from cookbook.profile.profile import Profile
 from cookbook.profile.rank import RankProfile
 from cookbook.profile.report import HOST, QUEUED
 
-_LEFT, _RIGHT, _TOP = 180, 20, 56
+_LEFT, _RIGHT, _TOP = 210, 20, 56
 _WIDTH, _BAR, _GAP = 1000, 34, 18
 _LEGEND_COLUMNS, _LEGEND_ROW = 3, 20
 # Narrower parts have no room for their number.

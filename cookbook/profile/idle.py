@@ -17,7 +17,7 @@ from cookbook.profile.host import NOTHING, Host
 PYTHON = "Python, in no operation"
 _BLOCKED = re.compile(r"Synchronize|Memcpy")
 # Modules, numbers of regions and the hashes of graphs would make each cause a different one.
-_PARTICULAR = re.compile(r"\s*\(.*\)|\s+for \S+|(?<=\w)#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
+_PARTICULAR = re.compile(r"\s+\(.*\)|\s+for \S+|(?<=[\w)])#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
 
 
 @dataclass

@@ -47,7 +47,7 @@ class TraceStream:
             words = getattr(error, "strerror", None) or str(error)
             raise InputError(shown_path(self.path), f"cannot be read: {words}") from None
         except UnicodeDecodeError:
-            raise self._broken("is not text") from None
+            raise InputError(shown_path(self.path), "is not text: no trace") from None
         except RecursionError:
             raise self._broken("is nested too deeply") from None
 

@@ -126,13 +126,15 @@ def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
     """The traces of a run, a cell or a folder by rank, or one file; and what to call them."""
     path = Path(name)
     run_name, _, cell_name = name.rpartition("/")
-    if os.path.isfile(name):  # noqa: PTH113  (answers for names that are too long too)
+    # These, unlike Path's, answer for names that are too long for the file system too.
+    if os.path.isfile(name):  # noqa: PTH113
         return shown_path(path), path
-    if os.path.isdir(name) and not is_run(path):  # noqa: PTH112
+    is_folder = os.path.isdir(name)  # noqa: PTH112
+    if is_folder and not is_run(path):
         cell = CellFolder(path)
         traces = cell_traces(cell) if cell.attempts() else folder_traces(path)
         return shown_path(path), traces or folder_traces(path)
-    if name in run_names() or is_run(path):
+    if name in run_names() or is_folder:
         return _of_run(find_run(name), None)
     if run_name in run_names():
         return _of_run(find_run(run_name), cell_name)
