@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, JobError
+from cookbook.profile import profile as profile_module
 from cookbook.profile.figure import render_svg
 from cookbook.profile.find import cell_traces, choose_ranks, folder_traces
 from cookbook.profile.profile import Profile, make_profile
@@ -24,7 +26,7 @@ DEEPEP = "void deep_ep::intranode::combine<__nv_bfloat16, 4>(int4*)"
 def _rank(rank: int, world: int, stages: int, compute: float) -> TraceFile:
     """Computes for `compute` us of 10 ms, then is in an all-reduce to the end."""
     pipeline = [rank % (world // stages) + stage * (world // stages) for stage in range(stages)]
-    trace = TraceFile(rank, world, groups=[("mesh_pp", pipeline)] if stages > 1 else [])
+    trace = TraceFile(rank, world, pipeline=pipeline)
     trace.step(7, 0, 10_000).kernel(GEMM, 0, compute, launched=0)
     return trace.collective("allreduce", "default_pg", compute, 10_000, launched=0)
 
@@ -186,6 +188,21 @@ def test_the_pictures_bars_are_the_steps(tmp_path: Path) -> None:
     texts = [text.text or "" for text in picture.iter(f"{SVG}text")]
     assert "a < b & c: where a step goes" in texts
     assert "stage 0, rank 3 (slowest)" in texts and "dense GEMMs" in texts
+
+
+def test_a_pipeline_of_all_ranks_has_no_group_of_its_own(tmp_path: Path) -> None:
+    traces = _write(tmp_path, 12, 12)
+    assert _ranks(choose_ranks(traces, None)) == [*range(12)]
+    profile = make_profile("x", choose_ranks(traces, "3,4"))
+    assert [rank.stage for rank in profile.ranks] == [3, 4]
+
+
+def test_a_reader_that_is_killed_ends_the_work_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_module, "profile_rank", lambda path: os._exit(9))
+    with pytest.raises(JobError, match="was killed, perhaps for its memory"):
+        make_profile("x", choose_ranks(_write(tmp_path, 2), None))
 
 
 def test_a_broken_trace_among_several_is_named(tmp_path: Path) -> None:

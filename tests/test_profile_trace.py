@@ -16,7 +16,7 @@ from tests.traces import GEMM, TraceFile
 
 
 def _trace() -> TraceFile:
-    trace = TraceFile(rank=3, world=8, groups=[("mesh_pp", [3, 7]), ("mesh_ep", [0, 1, 2, 3])])
+    trace = TraceFile(rank=3, world=8, pipeline=[3, 7], groups=[("mesh_ep", [0, 1, 2, 3])])
     trace.step(7, 0, 1_000).op("aten::mm", 10, 20)
     for number in range(50):
         trace.kernel(GEMM, 100 + 10 * number, 109.5 + 10 * number, launched=15)
@@ -126,5 +126,5 @@ def test_a_rank_that_the_trace_does_not_name_is_its_files(tmp_path: Path) -> Non
 
 
 def test_a_later_stage_is_its_place_in_the_pipelines_group(tmp_path: Path) -> None:
-    trace = TraceFile(rank=7, world=8, groups=[("mesh_pp", [3, 7])]).kernel(GEMM, 0, 1)
+    trace = TraceFile(rank=7, world=8, pipeline=[3, 7]).kernel(GEMM, 0, 1)
     assert read_trace(trace.write(tmp_path)).stage == 1

@@ -24,10 +24,15 @@ class TraceFile:
         world: int = 1,
         gpu: str | None = "NVIDIA H200",
         groups: Sequence[tuple[str, Sequence[int]]] = (),
+        pipeline: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.events: list[dict[str, Any]] = []
         self._correlation = 0
+        meshes = [("default_pg", range(world)), ("mesh_tp", [rank]), *groups]
+        # PyTorch gives a mesh of all ranks no group of its own.
+        if [*pipeline] != [*range(world)]:
+            meshes.append(("mesh_pp", pipeline or [rank]))
         self.header: dict[str, Any] = {
             "schemaVersion": 1,
             "deviceProperties": [{"id": 0, "name": gpu}] if gpu else [],
@@ -37,7 +42,7 @@ class TraceFile:
                 "world_size": world,
                 "pg_config": [
                     {"pg_name": str(number), "pg_desc": name, "ranks": list(ranks)}
-                    for number, (name, ranks) in enumerate([("default_pg", range(world)), *groups])
+                    for number, (name, ranks) in enumerate(meshes)
                 ],
             },
             "record_shapes": 1,

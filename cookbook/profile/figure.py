@@ -28,7 +28,6 @@ def render_svg(profile: Profile) -> str:
     height = bars + 24 + _LEGEND_ROW * -(-len(titles) // _LEGEND_COLUMNS)
     longest = max(rank.step_ms for rank in ranks) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    several = len({rank.stage for rank in profile.ranks}) > 1
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
@@ -38,8 +37,7 @@ def render_svg(profile: Profile) -> str:
     ]
     for row, (rank, bar, (_, said)) in enumerate(zip(ranks, parts, shown, strict=True)):
         top = _TOP + row * (_BAR + _GAP)
-        stage = f"stage {rank.stage}, " if several else ""
-        name = f"{stage}rank {rank.rank}" + (f" ({said})" if said else "")
+        name = profile.name(rank) + (f" ({said})" if said else "")
         lines.append(f'<text x="10" y="{top + 21}">{escape(name)}</text>')
         lines += _bar(bar, top, scale)
     for number, (title, colour) in enumerate(titles.items()):

@@ -65,7 +65,7 @@ def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
         if len(traces) <= MOST_TRACES:
             return list(traces.values())
         first = min(traces)
-        stages = read_header(traces[first]).group_ranks("mesh_pp") or [first]
+        stages = read_header(traces[first]).pipeline or [first]
         return [traces[rank] for rank in stages if rank in traces]
     if asked == "all":
         return list(traces.values())

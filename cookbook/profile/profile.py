@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, JobError
 from cookbook.profile.rank import RankProfile, profile_rank
 from cookbook.profile.waits import waits_for_others
 
@@ -24,6 +26,16 @@ class Profile:
     source: str
     ranks: tuple[RankProfile, ...]
     waited: tuple[Mapping[str, float] | None, ...]
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether ranks of several pipeline stages were read."""
+        return len({rank.stage for rank in self.ranks}) > 1
+
+    def name(self, rank: RankProfile) -> str:
+        """`rank 128`, and its stage where there are several."""
+        number = "?" if rank.rank is None else rank.rank
+        return f"stage {rank.stage}, rank {number}" if self.has_stages else f"rank {number}"
 
     def shown(self) -> list[tuple[int, str]]:
         """The ranks of a report: index and what each is.
@@ -49,13 +61,20 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
 
     Raises:
         InputError: a trace cannot be read.
+        JobError: a process that read one was killed.
     """
     if len(paths) == 1:
         ranks = [profile_rank(paths[0])]
     else:
         workers = min(len(paths), len(os.sched_getaffinity(0)))
-        with ProcessPoolExecutor(workers) as pool:
-            found = list(pool.map(_profile_or_error, paths))
+        try:
+            with ProcessPoolExecutor(workers, initializer=_end_quietly) as pool:
+                found = list(pool.map(_profile_or_error, paths))
+        except BrokenProcessPool:
+            raise JobError(
+                f"{source}: a process that read a trace was killed, perhaps for its memory; "
+                "read fewer at a time: --ranks"
+            ) from None
         ranks = []
         for one in found:
             if not isinstance(one, RankProfile):
@@ -63,6 +82,11 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
             ranks.append(one)
     ranks.sort(key=lambda rank: (rank.stage or 0, rank.rank or 0))
     return Profile(source, tuple(ranks), tuple(waits_for_others(ranks)))
+
+
+def _end_quietly() -> None:
+    """An interrupt ends the whole command; its readers need not each show where they were."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _profile_or_error(path: Path) -> RankProfile | tuple[str, str, str]:

@@ -33,12 +33,6 @@ def render_text(profile: Profile, width: int | None = None) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def rank_name(rank: RankProfile) -> str:
-    """`stage 1, rank 128`; the stage only where there are several."""
-    name = f"rank {rank.rank}" if rank.rank is not None else rank.path.name
-    return f"stage {rank.stage}, {name}" if rank.stage else name
-
-
 def _heading(profile: Profile) -> str:
     first = profile.ranks[0]
     device = first.gpu or ("GPU" if first.on_gpu else "CPU")
@@ -50,12 +44,9 @@ def _heading(profile: Profile) -> str:
 def _steps(profile: Profile) -> str:
     shown = profile.shown()
     ranks = [profile.ranks[index] for index, _ in shown]
-    several = len({rank.stage for rank in profile.ranks}) > 1
     rows = [["ms a step, share"]]
     for rank, (_, said) in zip(ranks, shown, strict=True):
-        stage = f"stage {rank.stage}, " if several else ""
-        name = f"rank {rank.rank}" if rank.rank is not None else "rank ?"
-        rows[0] += [f"{stage}{name}", said]
+        rows[0] += [profile.name(rank), said]
     for category in CATEGORIES:
         if any(category.name in rank.counted for rank in ranks):
             exposed = ", exposed" if category.kind == COMMUNICATION else ""
@@ -97,7 +88,7 @@ def _communication(profile: Profile, width: int | None) -> str:
                 waiting = f"up to {_ms(rank.beyond_fastest[name])} beyond the fastest call"
             else:
                 waiting = "not known"
-            title = f"{BY_NAME[name].title}, {rank_name(rank)}"
+            title = f"{BY_NAME[name].title}, {profile.name(rank)}"
             rows.append([title, _ms(busy), _ms(busy - exposed), _ms(exposed), waiting])
     return text_table(rows, align="lrrrl", width=width) if len(rows) > 1 else ""
 
@@ -110,7 +101,7 @@ def _gemms(profile: Profile, width: int | None) -> str:
             if rate := rank.gemms.get(name):
                 rows.append(
                     [
-                        f"{BY_NAME[name].title}, {rank_name(rank)}",
+                        f"{BY_NAME[name].title}, {profile.name(rank)}",
                         _ms(rate.ms),
                         f"{rate.tflops:,.3g}" if rate.tflops is not None else "-",
                         f"{rate.peak_share:.0%}" if rate.peak_share is not None else "-",
@@ -126,7 +117,7 @@ def _idle(profile: Profile, width: int | None) -> str:
         rank = profile.ranks[index]
         for cause, ms in list(rank.causes.items())[:_MOST_CAUSES]:
             if ms >= _LEAST_CAUSE * rank.step_ms:
-                rows.append([rank_name(rank), _ms(ms), cause])
+                rows.append([profile.name(rank), _ms(ms), cause])
     if not rows:
         return ""
     head = ["the host meanwhile", "ms", "was in"]
@@ -142,7 +133,7 @@ def _notes(profile: Profile) -> Iterator[str]:
         if share > _MOST_UNKNOWN:
             most = ", ".join(f"{name[:60]} ({_ms(ms)} ms)" for name, _, ms in rank.unknown[:5])
             yield (
-                f"{rank_name(rank)}: {share:.1%} of the step is in kernels that no rule knows: "
+                f"{profile.name(rank)}: {share:.1%} of the step is in kernels that no rule knows: "
                 f"{most}; add rules to cookbook/profile/kernels.py"
             )
     if not all(rank.on_gpu for rank in ranks):

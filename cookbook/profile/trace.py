@@ -120,11 +120,23 @@ class Trace:
 
     @property
     def stage(self) -> int | None:
-        """The rank's place in its pipeline; 0 where there is no pipeline, None where unknown."""
-        if "pg_config" not in self._distributed or self.rank is None:
-            return None
-        ranks = self.group_ranks("mesh_pp")
-        return ranks.index(self.rank) if self.rank in ranks else 0
+        """The rank's place in its pipeline; 0 where there is none, None where that is not known."""
+        ranks = self.pipeline
+        return ranks.index(self.rank) if self.rank in ranks else None
+
+    @property
+    def pipeline(self) -> list[int]:
+        """The ranks of this rank's pipeline, its own alone without one; empty where unknown."""
+        groups = self._distributed.get("pg_config")
+        named = [group for group in groups or () if isinstance(group, dict)]
+        meshes = {str(group.get("pg_desc")) for group in named}
+        if not any(mesh.startswith("mesh_") for mesh in meshes):
+            return []
+        if "mesh_pp" not in meshes:
+            # A mesh that spans all ranks has no group of its own.
+            world = self._distributed.get("world_size")
+            return list(range(world)) if isinstance(world, int) else []
+        return self.group_ranks("mesh_pp") or ([] if self.rank is None else [self.rank])
 
     def group_ranks(self, description: str) -> list[int]:
         """The ranks of this rank's process group of that description; empty where none is known.
