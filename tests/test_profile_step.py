@@ -92,6 +92,7 @@ def test_steps_are_the_devices_where_the_host_runs_ahead(tmp_path: Path) -> None
     trace.kernel(GEMM, 3_000, 7_000, launched=100)
     trace.kernel(POINTWISE, 7_000, 11_000, launched=4_100)
     profile = _profiled(trace, tmp_path)
+    assert profile.each_step_ms == pytest.approx((4, 4))
     assert profile.steps == (7, 8)
     assert profile.step_ms == pytest.approx(4)
     assert profile.counted == pytest.approx({"dense_gemms": 2, "pointwise": 2})
@@ -101,8 +102,12 @@ def test_steps_are_the_devices_where_the_host_runs_ahead(tmp_path: Path) -> None
 def test_kernels_outside_the_steps_are_left_out(tmp_path: Path) -> None:
     trace = TraceFile().step(7, 10_000, 12_000)
     trace.kernel(GEMM, 8_000, 9_000, launched=7_900).kernel(GEMM, 10_000, 11_000, launched=10_000)
+    # Of what runs over the beginning, only the part within it counts.
+    trace.kernel(POINTWISE, 9_500, 10_500, launched=7_900)
+    trace.kernel(GEMM, 12_500, 14_000, launched=12_400)
     profile = _profiled(trace, tmp_path)
-    assert profile.counted == pytest.approx({"dense_gemms": 1})
+    assert profile.step_ms == pytest.approx(2)
+    assert profile.busy == pytest.approx({"dense_gemms": 1, "pointwise": 0.5})
 
 
 def test_without_a_step_the_whole_trace_is_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,7 @@ class RankProfile:
     on_gpu: bool
     steps: tuple[int, ...]
     step_ms: float
+    each_step_ms: tuple[float, ...]
     counted: Mapping[str, float]
     busy: Mapping[str, float]
     idle_host_ms: float
@@ -129,6 +131,7 @@ def profile_rank(path: Path) -> RankProfile:
         on_gpu=trace.on_gpu,
         steps=tuple(step.number for step in trace.steps),
         step_ms=(end - start) / count / 1000,
+        each_step_ms=tuple((last - first) / 1000 for first, last in itertools.pairwise(windows)),
         counted=a_step(division.counted),
         busy=a_step(division.busy),
         idle_host_ms=idle.host / count / 1000,

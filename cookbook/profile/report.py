@@ -177,6 +177,7 @@ def _rank_json(rank: RankProfile, waited: Any) -> dict[str, Any]:
         "trace": shown_path(rank.path),
         "steps": list(rank.steps),
         "step_ms": rank.step_ms,
+        "each_step_ms": list(rank.each_step_ms),
         "accounted": rank.accounted,
         "compute_ms": rank.compute_ms,
         "exposed_communication_ms": rank.exposed_ms,
