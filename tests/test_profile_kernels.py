@@ -138,6 +138,12 @@ def test_a_collective_belongs_to_what_its_group_is_for(
         ),
         ("copies", "void at::native::elementwise_kernel<128, 2>", ("fsdp::chunk_cat",)),
         ("loss", "void cunn_SoftMaxForward<4, float>", ("aten::_log_softmax",)),
+        (
+            "loss",
+            "triton_red_fused_exp_sum_0",
+            ("Torch-Compiled Region: 0/0", "ChunkedCrossEntropy"),
+        ),
+        ("dense_gemms", "nvjet_tst_256x128", ("aten::mm", "_ChunkedCrossEntropyBackward")),
         ("attention", "nvjet_tst_128x64", ("aten::bmm", "aten::_scaled_dot_product_attention")),
         ("copies", "multi_tensor_apply_kernel<CopyFunctor>", ("aten::_foreach_copy_",)),
         ("quantization", "triton_poi_fused_x", ("torchao::mxfp8_quantize",)),

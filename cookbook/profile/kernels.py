@@ -190,7 +190,8 @@ RULES = (
     # --- Loss. Eager: aten::_log_softmax and nll_loss, forward and backward; compiled: Inductor's
     # kernels hold those names; `_softmax` alone is the router's.
     Rule("loss", kernel=r"(?i)log_?softmax|nll_loss|cross_entropy"),
-    Rule("loss", operation=r"(?i)log_softmax|nll_loss|cross_entropy"),
+    # Also what a loss in chunks launches, but for its GEMMs.
+    Rule("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),
     # --- Moving rows to their experts and back. TorchTitan: _fill_indices_kernel and indexing;
     # the cookbook: _spread_kernel, _collect_kernel, _dot_kernel; DeepEP's permutation.
     Rule("moving_rows", kernel=r"_fill_indices_kernel|^_(spread|collect|dot)_kernel"),
