@@ -185,6 +185,13 @@ def test_a_cpus_operations_are_its_work(tmp_path: Path) -> None:
     assert profile.causes["_c10d_functional::wait_tensor"] == pytest.approx(1)
 
 
+def test_of_two_operations_that_start_together_the_longer_encloses(tmp_path: Path) -> None:
+    trace = TraceFile(gpu=None).step(7, 0, 3_000)
+    trace.op("aten::mm", 0, 1_000).op("aten::linear", 0, 3_000)
+    profile = _profiled(trace, tmp_path)
+    assert profile.counted == pytest.approx({"dense_gemms": 1, "pointwise": 2})
+
+
 def test_a_grouped_gemm_on_a_cpu_counts_once_although_it_is_made_of_others(tmp_path: Path) -> None:
     trace = TraceFile(gpu=None).step(7, 0, 1_000)
     dims = [[64, 32], [2, 32, 16]]
