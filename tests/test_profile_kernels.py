@@ -14,6 +14,7 @@ KERNELS = {
         "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_0",
         "kernel_cutlass_flash_bwd_sm100FlashAttentionBackwardSm100_object_at__tensor000",
         "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_5_64x128x128_4x1x1",
         "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>(Flash_fwd_params)",
     ],
     "grouped_gemms": [
@@ -151,6 +152,9 @@ def test_a_collective_belongs_to_what_its_group_is_for(
         # Of a GEMM's operation only what casts is not a GEMM.
         ("quantization", "to_mxfp8_dim1_kernel", ("aten::_scaled_grouped_mm",)),
         (NO_WORK, "_c10d_functional::wait_tensor", ("_c10d_functional::wait_tensor",)),
+        ("pp", "gloo:recv", ("gloo:recv",)),
+        ("ep", "aten::view", ("aten::view", "gloo:all_to_all")),
+        ("communication", "gloo:all_reduce", ("gloo:all_reduce",)),
         (NO_WORK, "MulBackward0", ("MulBackward0",)),
         ("other", "CompiledFunctionBackward", ("CompiledFunctionBackward",)),
     ],

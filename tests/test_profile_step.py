@@ -77,6 +77,12 @@ def test_a_host_that_waited_for_the_gpu_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_an_operation_is_no_call_of_cuda_for_its_name(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 4_000).kernel(GEMM, 3_000, 4_000, launched=2_900)
+    trace.op("custom::attend", 0, 2_950).add("cuda_runtime", "cudaMalloc", 1_000, 2_000, 100)
+    assert _profiled(trace, tmp_path).causes == pytest.approx({"custom::attend": 2.9})
+
+
 def test_the_launching_thread_is_the_one_that_is_asked(tmp_path: Path) -> None:
     trace = TraceFile().step(7, 0, 4_000).kernel(GEMM, 0, 1_000, launched=0)
     trace.op("aten::main_thread_waits", 0, 4_000)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 
 from cookbook.profile.trace import Trace
 
 NOTHING = -1
+# CUDA's runtime and driver: cudaMemcpyAsync, cuLaunchKernel.
+_CALL = re.compile(r"cu(da)?[A-Z]")
 
 
 class Host:
@@ -57,7 +60,7 @@ class Host:
     def operation(self, event: int) -> int:
         """The operation that `event` is or lies in, not a call of CUDA; NOTHING for none."""
         names, host = self.trace.names, self.trace.host
-        while event != NOTHING and names[host.name[event]].startswith(("cuda", "cu")):
+        while event != NOTHING and _CALL.match(names[host.name[event]]):
             event = self.parent[event]
         return event
 

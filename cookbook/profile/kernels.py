@@ -38,7 +38,7 @@ CATEGORIES = (
     Category("quantization", "quantization", COMPUTE, "#f1ce63"),
     Category("loss", "loss", COMPUTE, "#499894"),
     Category("optimizer", "optimizer and gradient norm", COMPUTE, "#86bcb6"),
-    Category("copies", "copies (FSDP in and out, memory)", COMPUTE, "#d4a6c8"),
+    Category("copies", "copies and casts, FSDP's packing", COMPUTE, "#d4a6c8"),
     Category("pointwise", "pointwise, norms, reductions", COMPUTE, "#a0cbe8"),
     Category("other", "other (no rule knows the name)", COMPUTE, "#79706e"),
     Category("ep", "EP communication", COMMUNICATION, "#e15759"),
@@ -108,7 +108,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-_NCCL = r"^nccl|^gloo:"
+_NCCL = r"^nccl"
 _GATHERS = r"all_?gather|reduce_?scatter"
 
 # The first that takes a kernel decides.
@@ -133,13 +133,12 @@ RULES = (
     Rule("ep", kernel=_NCCL, collective=r"all_?to_?all"),
     Rule("pp", kernel=_NCCL, collective=r"send|recv"),
     # Outside FSDP's annotations only DTensor's redistribution over TP gathers and scatters.
-    Rule("tp", kernel=r"^nccl", collective=_GATHERS, group=r"^default_pg$"),
+    Rule("tp", kernel=_NCCL, collective=_GATHERS, group=r"^default_pg$"),
     # Asynchronous TP: PyTorch's collectives over symmetric memory.
     Rule("tp", kernel=r"multimem_\w+_kernel|one_shot_all_reduce|two_shot_all_reduce"),
     # Gloo's thread on a CPU: it records the collective, and no group.
-    Rule("ep", kernel=r"^gloo:all_to_all"),
-    Rule("pp", kernel=r"^gloo:(send|recv)"),
     Rule("ep", inside=r"^gloo:all_to_all"),
+    Rule("pp", inside=r"^gloo:(send|recv)"),
     Rule("communication", inside=r"^gloo:"),
     Rule("communication", kernel=_NCCL),
     # --- On a CPU: the main thread only waits in these, while its gloo thread works; autograd's own
@@ -154,8 +153,8 @@ RULES = (
     # FlashAttention-4: CuTe DSL kernels, FlashAttentionForwardSm90, FlashAttentionBackwardSm100,
     # FlashAttentionBackwardPreprocess / Postprocess; FlashAttention-2 in PyTorch: flash_fwd_kernel.
     Rule("attention", kernel=r"(?i)flash_?att(entio)?n|flash_(fwd|bwd)|fmha"),
-    # cuDNN's attention.
-    Rule("attention", kernel=r"cudnn.*(sdpa|attention)", operation=r"(?i)attention"),
+    # cuDNN: cudnn_generated_fort_native_sdpa_sm90_flash_fprop and _bprop.
+    Rule("attention", kernel=r"^cudnn\w*_sdpa_"),
     # Whatever an operation of attention launches: also attention that is written out in products,
     # on a CPU for one. The cookbook's own operation is varlen_attention.
     Rule("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
