@@ -34,6 +34,7 @@ VERBS: dict[str, list[str]] = {
     "logs": [],
     "cancel": [],
     "report": [],
+    "profile": ["debug"],
 }
 
 

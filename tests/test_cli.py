@@ -17,7 +17,7 @@ from tests.cells import STACK
 from tests.submit import ROOT, environment, listing, submit
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
-VERBS += ["check", "check-line", "doctor"]
+VERBS += ["check", "check-line", "doctor", "profile"]
 RECIPE = "name: mine\ndescription: mine\nnodes: 1\nmodel: {name: deepseek_v3, flavor: debugmodel}\n"
 CLUSTER = "description: mine\nscheduler: slurm\nranks_per_node: 2\n"
 SWEEP = "description: mine\nrecipes: [debug]\n"

@@ -13,6 +13,7 @@ from cookbook.base.gpus import (
     InstalledGpu,
     installed_gpus,
     parse_nvidia_smi,
+    peak_tflops,
     select_visible,
     visible_gpus,
 )
@@ -155,3 +156,20 @@ def test_the_environment_selects_and_every_gpu_stays_installed(
         assert installed_gpus() == PAIR
     finally:
         visible_gpus.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "peak"),
+    [
+        ("NVIDIA H200", 16, 989),
+        ("NVIDIA H100 80GB HBM3", 16, 989),
+        ("NVIDIA H100 PCIe", 16, 756),
+        ("NVIDIA B200", 8, 4500),
+        ("NVIDIA GB200", 16, 2500),
+        ("NVIDIA A100-SXM4-80GB", 8, None),
+        ("NVIDIA H200", 32, None),
+        ("NVIDIA L4", 16, None),
+    ],
+)
+def test_the_peak_is_the_cards_for_the_format(name: str, bits: int, peak: float | None) -> None:
+    assert peak_tflops(name, bits) == peak

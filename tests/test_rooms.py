@@ -17,7 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("verbs",),
     ("submit",),
     ("job",),
-    ("script", "check", "results", "doctor"),
+    ("script", "check", "results", "profile", "doctor"),
     ("cells", "log", "install"),
     ("stack", "run", "titan"),
     ("base",),

@@ -118,3 +118,24 @@ def visible_gpus() -> tuple[Gpu, ...]:
 def has_slurm() -> bool:
     """Whether jobs can be handed to Slurm from here."""
     return shutil.which("sbatch") is not None
+
+
+# Dense, in TFLOP/s, by bits of an input's element; the 16-bit ones are TorchTitan 0.2.2's. Of the
+# names that are found in a GPU's, the first counts.
+_PEAKS: tuple[tuple[str, dict[int, float]], ...] = (
+    ("GB200", {16: 2500.0, 8: 5000.0}),
+    ("B200", {16: 2250.0, 8: 4500.0}),
+    ("H200", {16: 989.0, 8: 1979.0}),
+    ("H100 NVL", {16: 835.0, 8: 1671.0}),
+    ("H100 PCIe", {16: 756.0, 8: 1513.0}),
+    ("H100", {16: 989.0, 8: 1979.0}),
+    ("A100", {16: 312.0}),
+)
+
+
+def peak_tflops(name: str, bits: int) -> float | None:
+    """The most TFLOP/s of a matrix product on the GPU called `name`; None where not known here."""
+    for model, peaks in _PEAKS:
+        if model in name:
+            return peaks.get(bits)
+    return None

@@ -1,7 +1,7 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
 <cell>/cell.yaml, train.sh, status.json, job.json, job/, checkpoint/
-       attempt-<k>/train.log, environment.json, ranks/, tb/
+       attempt-<k>/train.log, environment.json, ranks/, tb/, profile_traces/
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ class Attempt:
     def environment(self) -> Path:
         """What the training process said of itself: versions, GPUs, nodes, what was active."""
         return self.path / "environment.json"
+
+    @property
+    def traces(self) -> Path:
+        """What TorchTitan's profiler wrote, in a folder for each step that ended a trace."""
+        return self.path / "profile_traces"
 
     def rank_logs(self, local_rank: int) -> list[list[Path]]:
         """The standard outputs of a local rank, node by node, each node's in order of restarts."""

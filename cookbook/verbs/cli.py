@@ -21,6 +21,7 @@ examples:
   python submit.py run deepseek_v3_16b --precision mxfp8 --set training.steps=100
   python submit.py logs -f                        follow the newest run
   python submit.py report                         its results
+  python submit.py profile debug                  where a step goes
 """
 # Their output is saved and used again; files of the cookbook are UTF-8.
 _PRINT_A_FILE = frozenset({"show", "render"})
@@ -88,15 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     sweep.add_argument("sweep", metavar="SWEEP")
     for launched in (run, sweep):
         _cell_options(launched)
-        launched.add_argument(
-            "--dry-run", action="store_true", help="show the cells, submit nothing"
-        )
-        launched.add_argument(
-            "--no-check",
-            action="store_true",
-            help="submit without trying memory and TorchTitan; broken rules refuse all the same",
-        )
-        launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
+        _launch_options(launched)
 
     status = verb("status", "say how far each cell of a run is", "follow:show_status")
     status.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
@@ -113,10 +106,31 @@ def build_parser() -> argparse.ArgumentParser:
     report = verb("report", "print the results of a run", "report:show_report")
     report.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     report.add_argument("--format", choices=("md", "json"), default="md")
+    profile = verb("profile", "print where a training step goes", "profile:profile")
+    profile.add_argument(
+        "target",
+        metavar="RECIPE-or-TRACE",
+        help="a recipe, trained for a few steps; or RUN, RUN/CELL, a folder, or rank0_trace.json",
+    )
+    profile.add_argument("--ranks", metavar="R,R,...", help="whose traces to read, or: all")
+    profile.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
+    _launch_options(profile)
+    _cell_options(profile)
     doctor = verb("doctor", "say whether this machine is ready, and what to do", "doctor:doctor")
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     doctor.add_argument("--json", action="store_true")
     return parser
+
+
+def _launch_options(launched: argparse.ArgumentParser) -> None:
+    launched.add_argument("--dry-run", action="store_true", help="show the cells, submit nothing")
+    launched.add_argument(
+        "--no-check",
+        action="store_true",
+        help="submit without trying memory and TorchTitan; broken rules refuse all the same",
+    )
+    launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
 
 
 def _cell_options(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,16 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
+    run = start_run(name, cells, arguments)
+    return _wait(run) if isinstance(run, Run) else run
+
+
+def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
+    """Submit the cells, saying what will run; the exit status where there is nothing to wait for.
+
+    Args:
+        arguments: with `dry_run`, `no_check` and `detach`.
+    """
     cells = [_refused_here(cell, arguments.dry_run) for cell in cells]
     if not arguments.no_check:
         # A dry run answers at once, by the rules alone; `check` tells all.
@@ -54,10 +64,11 @@ def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> 
     if arguments.detach:
         print(f"follow it: python submit.py status {run.name}")
         return 0
-    return _wait(run)
+    return run
 
 
-def _wait(run: Run) -> int:
+def watch_run(run: Run) -> bool:
+    """Show the progress until all has ended; False where the user stopped watching."""
     try:
         watch(run)
     except KeyboardInterrupt:
@@ -69,6 +80,12 @@ def _wait(run: Run) -> int:
             f"To stop them:\n"
             f"  python submit.py cancel {run.name}"
         )
+        return False
+    return True
+
+
+def _wait(run: Run) -> int:
+    if not watch_run(run):
         return 130
     states = print_report(run, "md")
     failed = [cell for cell, state in states.items() if state == FAILED]

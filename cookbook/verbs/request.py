@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from cookbook.base.errors import named_at
 from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import default_cluster, load_cluster
 from cookbook.cells.expand import CellRequest, command_line_settings, expand_sweep
 from cookbook.cells.sweep import Sweep, load_sweep, sweep_of_recipe
+from cookbook.stack.options import Settings
 
 
-def requested_cell(arguments: argparse.Namespace) -> Cell:
-    """The one cell of a recipe."""
-    (cell,) = expand_sweep(sweep_of_recipe(arguments.recipe), _request(arguments))
+def requested_cell(arguments: argparse.Namespace, settings: Settings | None = None) -> Cell:
+    """The one cell of a recipe; `settings` stand over the recipe's, and under the user's own."""
+    request = _request(arguments)
+    request = replace(request, overrides={**(settings or {}), **request.overrides})
+    (cell,) = expand_sweep(sweep_of_recipe(arguments.recipe), request)
     return cell
 
 

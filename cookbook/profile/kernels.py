@@ -1,0 +1,230 @@
+"""The table that says what a kernel is for: which name, operation or process group means what.
+
+The only place that knows names of kernels. A kernel that no rule takes is counted as `other`, and
+the report says so: add a rule here.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+@dataclass(frozen=True)
+class Category:
+    """What a moment of a step is counted as.
+
+    Attributes:
+        kind: `compute` or `communication`.
+        colour: of its part in a picture.
+    """
+
+    name: str
+    title: str
+    kind: str
+    colour: str
+
+
+# In the order of the report. Where several run at once, the moment is counted for the first.
+CATEGORIES = (
+    Category("attention", "attention", COMPUTE, "#4e79a7"),
+    Category("grouped_gemms", "grouped GEMMs", COMPUTE, "#59a14f"),
+    Category("dense_gemms", "dense GEMMs", COMPUTE, "#8cd17d"),
+    Category("moving_rows", "moving rows", COMPUTE, "#b6992d"),
+    Category("quantization", "quantization", COMPUTE, "#f1ce63"),
+    Category("loss", "loss", COMPUTE, "#499894"),
+    Category("optimizer", "optimizer and gradient norm", COMPUTE, "#86bcb6"),
+    Category("copies", "copies and casts, FSDP's packing", COMPUTE, "#d4a6c8"),
+    Category("pointwise", "pointwise, norms, reductions", COMPUTE, "#a0cbe8"),
+    Category("other", "other (no rule knows the name)", COMPUTE, "#79706e"),
+    Category("ep", "EP communication", COMMUNICATION, "#e15759"),
+    Category("tp", "TP communication", COMMUNICATION, "#f28e2b"),
+    Category("cp", "CP communication", COMMUNICATION, "#ffbe7d"),
+    Category("pp", "PP send and receive", COMMUNICATION, "#ff9d9a"),
+    Category("fsdp", "FSDP communication", COMMUNICATION, "#b07aa1"),
+    Category("reductions", "all-reduce of norm, loss, counts", COMMUNICATION, "#9d7660"),
+    Category("communication", "communication of an unknown group", COMMUNICATION, "#d37295"),
+)
+BY_NAME = {category.name: category for category in CATEGORIES}
+# Not a category: an operation of the host that only waits, or calls others. It is no work itself.
+NO_WORK = "no work"
+GEMMS = ("grouped_gemms", "dense_gemms")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a kernel comes from; text that is not known is empty.
+
+    Attributes:
+        kernel: the kernel's name; on a CPU the operation's.
+        operation: the innermost operation of the host that launched it.
+        inside: what encloses that operation in the same thread, from the inside out.
+        collective: NCCL's word for it (`allgather`, `all_to_allv`), as PyTorch records it.
+        group: the description of its process group (`mesh_ep`).
+    """
+
+    kernel: str
+    operation: str = ""
+    inside: tuple[str, ...] = ()
+    collective: str = ""
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Takes a kernel to a category where every pattern that is given is found."""
+
+    category: str
+    kernel: str = ""
+    operation: str = ""
+    inside: str = ""
+    collective: str = ""
+    group: str = ""
+
+    def takes(self, source: Source) -> bool:
+        """Whether every pattern is found in its part of `source`."""
+        return (
+            _found(self.kernel, (source.kernel,))
+            and _found(self.operation, (source.operation,))
+            and _found(self.collective, (source.collective,))
+            and _found(self.group, (source.group,))
+            and _found(self.inside, source.inside)
+        )
+
+
+def _found(pattern: str, texts: Iterable[str]) -> bool:
+    if not pattern:
+        return True
+    search = _compiled(pattern).search
+    return any(search(text) for text in texts)
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+_NCCL = r"^nccl"
+_GATHERS = r"all_?gather|reduce_?scatter"
+
+# The first that takes a kernel decides.
+RULES = (
+    # --- Communication. Meshes are TorchTitan's (parallel_dims.py). One that spans all ranks uses
+    # PyTorch's `default_pg`: there FSDP's own annotations and the kind of collective decide.
+    # DeepEP: deep_ep::intranode, internode, internode_ll, layout; and NVSHMEM's barrier.
+    Rule("ep", kernel=r"\bdeep_ep::|\bnvshmem"),
+    # TorchAO's quantized all-to-all: a Triton kernel over symmetric memory.
+    Rule("ep", kernel=r"_mxfp8_all_to_all_v_kernel"),
+    Rule("ep", kernel=_NCCL, group=r"^mesh_ep$"),
+    Rule("cp", kernel=_NCCL, group=r"^mesh_cp$"),
+    Rule("pp", kernel=_NCCL, group=r"^mesh_pp$", collective=r"send|recv|coalesced"),
+    # The gradient norm's last step; a pipeline's ranks add their parts up.
+    Rule("reductions", kernel=_NCCL, group=r"^mesh_pp$"),
+    Rule("tp", kernel=_NCCL, group=r"^mesh_e?tp$"),
+    # HSDP adds gradients up over the replicas.
+    Rule("fsdp", kernel=_NCCL, inside=r"^FSDP::"),
+    Rule("fsdp", kernel=_NCCL, group=r"^mesh_(e?fsdp|dp_shard\w*)$", collective=_GATHERS),
+    # Loss, gradient norm, tokens by expert: over meshes fsdp, loss, batch, or all ranks.
+    Rule("reductions", kernel=_NCCL, collective=r"all_?reduce|barrier|broadcast"),
+    Rule("ep", kernel=_NCCL, collective=r"all_?to_?all"),
+    Rule("pp", kernel=_NCCL, collective=r"send|recv"),
+    # Outside FSDP's annotations only DTensor's redistribution over TP gathers and scatters.
+    Rule("tp", kernel=_NCCL, collective=_GATHERS, group=r"^default_pg$"),
+    # Asynchronous TP: PyTorch's collectives over symmetric memory.
+    Rule("tp", kernel=r"multimem_\w+_kernel|one_shot_all_reduce|two_shot_all_reduce"),
+    # Gloo's thread on a CPU: it records the collective, and no group.
+    Rule("ep", inside=r"^gloo:all_to_all"),
+    Rule("pp", inside=r"^gloo:(send|recv)"),
+    Rule("communication", inside=r"^gloo:"),
+    Rule("communication", kernel=_NCCL),
+    # --- On a CPU: the main thread only waits in these, while its gloo thread works; autograd's own
+    # part of a node is its hooks, FSDP's above all.
+    Rule(NO_WORK, kernel=r"^_c10d_functional::wait_tensor$"),
+    Rule(NO_WORK, kernel=r"^autograd::engine::|^(?!Compiled)\w+Backward\d*$|^RegisterPost"),
+    # Python that an operation calls: DTensor, and other subclasses of tensors.
+    Rule(NO_WORK, kernel=r"^Python(Subclass|TLSSnapshot|Dispatcher)$"),
+    Rule("communication", kernel=r"^(_?c10d(_functional(_autograd)?)?)::"),
+    # --- Attention. FlexAttention: Inductor's template kernels.
+    Rule("attention", kernel=r"flex_attention|flex_decoding"),
+    # FlashAttention-4: CuTe DSL kernels, FlashAttentionForwardSm90, FlashAttentionBackwardSm100,
+    # FlashAttentionBackwardPreprocess / Postprocess; FlashAttention-2 in PyTorch: flash_fwd_kernel.
+    Rule("attention", kernel=r"(?i)flash_?att(entio)?n|flash_(fwd|bwd)|fmha"),
+    # cuDNN: cudnn_generated_fort_native_sdpa_sm90_flash_fprop and _bprop.
+    Rule("attention", kernel=r"^cudnn\w*_sdpa_"),
+    # Whatever an operation of attention launches: also attention that is written out in products,
+    # on a CPU for one. The cookbook's own operation is varlen_attention.
+    Rule("attention", inside=r"(?i)scaled_?dot_?product|flex_?attention|varlen_attention"),
+    # --- Optimizer and gradient norm: before the GEMMs and copies that the same steps are made of.
+    Rule("optimizer", inside=r"^Optimizer\.(step|zero_grad)#"),
+    # Fused AdamW, and the norms and scaling of clip_grad_norm_ (multi_tensor_apply, _foreach_*).
+    # FSDP's copies of lists of tensors are made the same way.
+    Rule("copies", operation=r"^aten::_foreach_copy_"),
+    Rule("optimizer", kernel=r"multi_tensor_apply|FusedAdam|FusedSgd"),
+    Rule("optimizer", operation=r"^aten::(_foreach_|_fused_adam|linalg_vector_norm)"),
+    # --- Quantization, before the GEMMs, whose operations launch some of it.
+    # TorchAO: MXFP8 casts (CUDA and Triton), scales in the blocked layout, FP8 rowwise casts.
+    Rule("quantization", kernel=r"mxfp8_quantize|to_mxfp8_dim|mx_block(_rearrange|ed_layout)"),
+    Rule("quantization", kernel=r"triton_scale_swizzle|scale_swizzle|_dequant_mxfp8|nvfp4"),
+    Rule("quantization", kernel=r"_triton_fp8_(per_group|rowwise)|fp8_blockwise_\w*quant"),
+    Rule("quantization", kernel=r"^_?to_fp8_(row|col)|^_amax_|^_scale_(atomic|reduction)"),
+    Rule("quantization", operation=r"torchao::\w*(quantize|to_mx|swizzle|fp8|rearrange)"),
+    # The same, fused by Inductor: a largest absolute value, then a clamp to the format's range.
+    Rule("quantization", kernel=r"^triton_\w*(amax\w*clamp|clamp\w*amax|float8)"),
+    # --- Grouped GEMMs: CUTLASS kernels of aten::_grouped_mm, and the kernel that fills in their
+    # problem sizes; TorchTitan's for-loop over experts is dense.
+    Rule("grouped_gemms", inside=r"^aten::_(scaled_)?grouped_mm"),
+    Rule("grouped_gemms", kernel=r"(?i)grouped_?mm|GroupProblemShape|grouped_?gemm|group_gemm"),
+    Rule("grouped_gemms", operation=r"(?i)grouped_mm"),
+    # --- Dense GEMMs. cuBLAS: nvjet_* (Hopper, Blackwell), sm90_xmma_gemm, ampere_*gemm, split-K's
+    # reduction, matrix times vector; CUTLASS; Inductor's templates; FBGEMM's FP8 rowwise.
+    Rule("dense_gemms", kernel=r"^nvjet_|(?i:gemm)|^triton_tem_\w*mm|cublasLt|splitKreduce"),
+    Rule("dense_gemms", kernel=r"\bgemv|gemv2|gemvx|f8f8bf16|_scaled_mm"),
+    Rule("dense_gemms", operation=r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$"),
+    # On a CPU: oneDNN's.
+    Rule("dense_gemms", kernel=r"^(mkldnn|onednn)::|mkldnn_linear"),
+    # --- Loss. Eager: aten::_log_softmax and nll_loss, forward and backward; compiled: Inductor's
+    # kernels hold those names; `_softmax` alone is the router's.
+    Rule("loss", kernel=r"(?i)log_?softmax|nll_loss|cross_entropy"),
+    # Also what a loss in chunks launches, but for its GEMMs.
+    Rule("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),
+    # --- Moving rows to their experts and back. TorchTitan: _fill_indices_kernel and indexing;
+    # the cookbook: _spread_kernel, _collect_kernel, _dot_kernel; DeepEP's permutation.
+    Rule("moving_rows", kernel=r"_fill_indices_kernel|^_(spread|collect|dot)_kernel"),
+    Rule("moving_rows", kernel=r"permute_(fwd|bwd)?_?kernel|_exchange_row_offsets|unpermute"),
+    # The embedding's gather and its backward are no experts' rows.
+    Rule("pointwise", operation=r"^aten::embedding"),
+    Rule("pointwise", kernel=r"embedding|^aten::embedding"),
+    # aten::sort, argsort, topk (radix sorts of CUB), histc, cumsum, index, gather, scatter_add,
+    # index_put and their backward.
+    Rule("moving_rows", kernel=r"(?i)radix_?sort|\bsort|histogram|histc|bincount|kthvalue|topk"),
+    Rule("moving_rows", kernel=r"index_elementwise|indexing_backward|indexFunc|index_(put|add)"),
+    Rule("moving_rows", kernel=r"(?i)gather|scatter"),
+    Rule("moving_rows", kernel=r"^triton_\w*_(index|sort|cumsum)(_|$)"),
+    Rule(
+        "moving_rows",
+        operation=r"^aten::(sort|argsort|topk|histc|bincount|cumsum|index|index_\w+|_index_put_impl_"
+        r"|gather|scatter\w*|repeat_interleave|index_select|take)$",
+    ),
+    # --- Copies: FSDP packs and unpacks parameters and gradients; the driver's copies and fills.
+    Rule("copies", operation=r"^fsdp::|split_with_sizes_copy|^aten::_?chunk_cat"),
+    Rule("copies", kernel=r"^Mem(cpy|set)\b|CatArrayBatchedCopy|chunk_cat|split_with_sizes_copy"),
+    Rule("copies", operation=r"^aten::(copy_|_to_copy|clone|contiguous|cat|fill_|zero_)$"),
+    # --- What remains of the model: norms, RoPE, activations, residuals, casts, the router.
+    # Inductor's fused kernels (poi: pointwise, red and per: reductions), and PyTorch's own.
+    Rule("pointwise", kernel=r"^triton_(poi|red|per|for|spl)_"),
+    Rule("pointwise", kernel=r"\bat::native::|\bat_cuda_detail::|\bcub::|\bthrust::"),
+    # On a CPU: every other operation of PyTorch, by its own name.
+    Rule("pointwise", kernel=r"^(aten|prims|torch|autograd|mkl|fsdp)::"),
+)
+
+
+def category_of(source: Source) -> str:
+    """The name of the category that `source` belongs to, or `NO_WORK`."""
+    for rule in RULES:
+        if rule.takes(source):
+            return rule.category
+    return "other"

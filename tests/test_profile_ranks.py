@@ -1,0 +1,220 @@
+"""Several ranks' traces: which are read, which are shown, and who waited for whom."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.errors import InputError, JobError
+from cookbook.profile import profile as profile_module
+from cookbook.profile.figure import render_svg
+from cookbook.profile.find import cell_traces, choose_ranks, folder_traces
+from cookbook.profile.profile import Profile, make_profile
+from cookbook.profile.report import render_text
+from cookbook.run.folder import CellFolder
+from tests.traces import ALL_GATHER, GEMM, NCCL, TraceFile
+
+SVG = "{http://www.w3.org/2000/svg}"
+DEEPEP = "void deep_ep::intranode::combine<__nv_bfloat16, 4>(int4*)"
+
+
+def _rank(rank: int, world: int, stages: int, compute: float) -> TraceFile:
+    """Computes for `compute` us of 10 ms, then is in an all-reduce to the end."""
+    pipeline = [rank % (world // stages) + stage * (world // stages) for stage in range(stages)]
+    trace = TraceFile(rank, world, pipeline=pipeline)
+    trace.step(7, 0, 10_000).kernel(GEMM, 0, compute, launched=0)
+    return trace.collective("allreduce", "default_pg", compute, 10_000, launched=0)
+
+
+def _write(folder: Path, world: int, stages: int = 1) -> dict[int, Path]:
+    for rank in range(world):
+        _rank(rank, world, stages, 4_000 + 1_000 * (rank * 3 % 5)).write(folder)
+    return folder_traces(folder)
+
+
+def _ranks(paths: Sequence[Path]) -> list[int]:
+    return [int(path.name.removeprefix("rank").partition("_")[0]) for path in paths]
+
+
+def _waited(profile: Profile, category: str) -> list[float]:
+    assert all(waited is not None for waited in profile.waited)
+    return [waited[category] for waited in profile.waited if waited is not None]
+
+
+def test_few_traces_are_all_read_and_of_many_one_of_each_stage(tmp_path: Path) -> None:
+    few, many = _write(tmp_path / "few", 8, 2), _write(tmp_path / "many", 12, 2)
+    assert _ranks(choose_ranks(few, None)) == [*range(8)]
+    assert _ranks(choose_ranks(many, None)) == [0, 6]
+    assert _ranks(choose_ranks(many, "all")) == [*range(12)]
+    assert _ranks(choose_ranks(many, "11, 2,2")) == [2, 11]
+
+
+@pytest.mark.parametrize("asked", ["", "one", "12", "-1", "0-3", "²"])
+def test_a_rank_that_left_no_trace_is_refused(tmp_path: Path, asked: str) -> None:
+    with pytest.raises(InputError, match=r"--ranks: found .*allowed: all, or some of 0, 1"):
+        choose_ranks(_write(tmp_path, 2), asked)
+
+
+def test_the_newest_attempt_and_its_last_step_are_read(tmp_path: Path) -> None:
+    cell = CellFolder(tmp_path / "cell")
+    for attempt, step in ((0, 90), (1, 8), (1, 16), (1, 9)):
+        folder = cell.path / f"attempt-{attempt}" / "profile_traces" / f"iteration_{step}"
+        _rank(0, 1, 1, 1_000).write(folder)
+    (cell.path / "attempt-2").mkdir()
+    (trace,) = cell_traces(cell).values()
+    assert trace.parts[-4:-1] == ("attempt-1", "profile_traces", "iteration_16")
+    with pytest.raises(InputError, match="holds no trace"):
+        folder_traces(cell.path / "attempt-2")
+
+
+def test_of_each_stage_the_first_the_slowest_and_the_fastest_are_shown(tmp_path: Path) -> None:
+    traces = _write(tmp_path, 8, 2)
+    profile = make_profile("x", choose_ranks(traces, None))
+    # Compute by rank: 4, 7, 5, 8, 6, 4, 7, 5 ms.
+    shown = [(profile.ranks[index].rank, said) for index, said in profile.shown()]
+    assert shown == [(0, "fastest"), (3, "slowest"), (4, ""), (6, "slowest"), (5, "fastest")]
+    assert [profile.ranks[index].stage for index, _ in profile.shown()] == [0, 0, 1, 1, 1]
+    text = render_text(profile)
+    assert "stage 1, rank 6  slowest" in text
+
+
+def test_the_last_rank_to_come_waits_for_nobody(tmp_path: Path) -> None:
+    for rank, late in enumerate((4_000, 9_000)):
+        trace = TraceFile(rank, 2).step(7, 0, 10_000).kernel(GEMM, 0, late, launched=0)
+        trace.collective("allreduce", "default_pg", late, 10_000, launched=0).write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    # The last takes 1 ms, which is what the call costs; the first is in it for 6.
+    assert _waited(profile, "reductions") == pytest.approx([5, 0])
+    assert "5.0 for other ranks" in render_text(profile)
+
+
+def test_hidden_waiting_is_not_exposed(tmp_path: Path) -> None:
+    for rank, duration in enumerate((8_000, 2_000)):
+        trace = TraceFile(rank, 2).step(7, 0, 10_000)
+        trace.collective("_allgather_base", "mesh_fsdp", 0, duration, launched=0, name=ALL_GATHER)
+        # Half of it is under a GEMM.
+        trace.kernel(GEMM, 0, duration / 2, launched=0).write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    assert _waited(profile, "fsdp") == pytest.approx([3, 0])
+
+
+def test_the_nth_call_is_matched_with_the_nth_of_the_same_step(tmp_path: Path) -> None:
+    # Each rank is late once: in step 7 the first, in step 8 the second.
+    for rank, durations in enumerate(((1_000, 3_000), (4_000, 1_000))):
+        trace = TraceFile(rank, 2)
+        for index, duration in enumerate(durations):
+            start = 10_000 * index
+            trace.step(7 + index, start, start + 10_000)
+            trace.kernel(DEEPEP, start, start + duration, launched=start)
+        trace.write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    # Milliseconds a step, of two.
+    assert _waited(profile, "ep") == pytest.approx([1, 1.5])
+
+
+def test_calls_of_which_the_ranks_made_unequally_many_are_not_matched(tmp_path: Path) -> None:
+    for rank in range(2):
+        trace = TraceFile(rank, 2).step(7, 0, 10_000)
+        for call in range(rank + 1):
+            trace.kernel(DEEPEP, 1_000 * call, 1_000 * call + 500, launched=0)
+        trace.write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    assert profile.waited == (None, None)
+
+
+def test_ranks_of_other_expert_groups_are_not_matched(tmp_path: Path) -> None:
+    for rank, duration in enumerate((1_000, 3_000)):
+        trace = TraceFile(rank, 4, groups=[("mesh_ep", [rank, rank + 2])]).step(7, 0, 10_000)
+        trace.kernel(DEEPEP, 0, duration, launched=0).write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    assert profile.waited == (None, None)
+
+
+def test_a_single_rank_gives_an_upper_limit_of_the_waiting(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 10_000)
+    for start, duration in ((0, 1_000), (2_000, 1_000), (4_000, 3_000)):
+        trace.collective("all_to_allv", "mesh_ep", start, start + duration, launched=0)
+    # A larger one is no slower call of the same kind.
+    trace.collective("all_to_allv", "mesh_ep", 8_000, 10_000, launched=0, elements=9_999)
+    profile = make_profile("x", [trace.write(tmp_path)])
+    assert profile.waited == (None,)
+    assert profile.ranks[0].beyond_fastest == {"ep": pytest.approx(2)}
+    text = render_text(profile)
+    assert "up to 2.0 beyond the fastest call" in text and "upper limit" in text
+
+
+def test_the_report_says_what_no_rule_knows(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 10_000).kernel("colleagues_kernel", 0, 600, launched=0)
+    profile = make_profile("x", [trace.kernel(GEMM, 600, 10_000, launched=0).write(tmp_path)])
+    assert "6.0% of the step is in kernels that no rule knows: colleagues_kernel" in render_text(
+        profile
+    )
+
+
+def test_a_small_unknown_part_is_not_worth_a_note(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 10_000).kernel("colleagues_kernel", 0, 400, launched=0)
+    profile = make_profile("x", [trace.kernel(GEMM, 400, 10_000, launched=0).write(tmp_path)])
+    assert "no rule knows:" not in render_text(profile)
+
+
+def test_lines_fit_into_the_terminal(tmp_path: Path) -> None:
+    trace = TraceFile(gpu=None).op("aten::mm", 0, 10)
+    profile = make_profile("x", [trace.write(tmp_path)])
+    assert max(map(len, render_text(profile, 80).splitlines())) <= 80
+    assert "a CPU has no kernels" in render_text(profile)
+
+
+def test_the_pictures_bars_are_the_steps(tmp_path: Path) -> None:
+    traces = _write(tmp_path, 8, 2)
+    profile = make_profile("a < b & c", choose_ranks(traces, None))
+    picture = ET.fromstring(render_svg(profile))
+    bars = [rect for rect in picture.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    by_row: dict[str, list[ET.Element]] = {}
+    for bar in bars:
+        by_row.setdefault(bar.attrib["y"], []).append(bar)
+    assert len(by_row) == 5
+    widths = [sum(float(bar.attrib["width"]) for bar in row) for row in by_row.values()]
+    # All steps take 10 ms, and so all bars are as long as the widest.
+    assert widths == pytest.approx([widths[0]] * 5, abs=0.1) and widths[0] > 700
+    for row in by_row.values():
+        edges = [(float(bar.attrib["x"]), float(bar.attrib["width"])) for bar in row]
+        for (x, width), (following, _) in itertools.pairwise(edges):
+            assert following == pytest.approx(x + width, abs=0.02)
+    texts = [text.text or "" for text in picture.iter(f"{SVG}text")]
+    assert "a < b & c: where a step goes" in texts
+    assert "stage 0, rank 3 (slowest)" in texts and "dense GEMMs" in texts
+
+
+def test_a_pipeline_of_all_ranks_has_no_group_of_its_own(tmp_path: Path) -> None:
+    traces = _write(tmp_path, 12, 12)
+    assert _ranks(choose_ranks(traces, None)) == [*range(12)]
+    profile = make_profile("x", choose_ranks(traces, "3,4"))
+    assert [rank.stage for rank in profile.ranks] == [3, 4]
+
+
+def test_a_reader_that_is_killed_ends_the_work_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_module, "profile_rank", lambda path: os._exit(9))
+    with pytest.raises(JobError, match="was killed, perhaps for its memory"):
+        make_profile("x", choose_ranks(_write(tmp_path, 2), None))
+
+
+def test_a_broken_trace_among_several_is_named(tmp_path: Path) -> None:
+    traces = _write(tmp_path, 3)
+    traces[1].write_text("{")
+    with pytest.raises(InputError, match=r"rank1_trace\.json"):
+        make_profile("x", choose_ranks(traces, None))
+
+
+def test_nccl_kernels_without_a_record_are_matched_by_their_name(tmp_path: Path) -> None:
+    for rank, duration in enumerate((2_000, 5_000)):
+        trace = TraceFile(rank, 2).step(7, 0, 10_000)
+        trace.kernel(NCCL, 0, duration, launched=0).write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    assert _waited(profile, "communication") == pytest.approx([0, 3])

@@ -1,0 +1,209 @@
+"""Where a step goes, on small traces with known answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cookbook.profile.rank import RankProfile, profile_rank
+from tests.traces import ALL_GATHER, AUTOGRAD, GEMM, POINTWISE, TraceFile
+
+DEEPEP = "void deep_ep::intranode::dispatch<4, 768, 8192>(int4*, float*, int*)"
+GROUPED = "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<GroupProblemShape>>"
+
+
+def _profiled(trace: TraceFile, folder: Path) -> RankProfile:
+    profile = profile_rank(trace.write(folder))
+    total = sum(profile.counted.values()) + profile.idle_host_ms + profile.idle_queued_ms
+    assert total == pytest.approx(profile.step_ms), "the parts are not the step"
+    return profile
+
+
+def test_each_moment_is_counted_once(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 10_000)
+    # A GEMM for 4 ms; an all-gather beside it, of which 1 ms sticks out; then 2 ms of DeepEP alone.
+    trace.kernel(GEMM, 1_000, 5_000, launched=500)
+    trace.note("FSDP::all_gather (layers.3)", 590, 620)
+    trace.collective("_allgather_base", "mesh_fsdp", 3_000, 6_000, launched=600, name=ALL_GATHER)
+    trace.kernel(DEEPEP, 6_000, 8_000, launched=700)
+    profile = _profiled(trace, tmp_path)
+    assert profile.step_ms == pytest.approx(10)
+    assert profile.counted == pytest.approx({"dense_gemms": 4, "fsdp": 1, "ep": 2})
+    assert profile.hidden == pytest.approx({"dense_gemms": 0, "fsdp": 2, "ep": 0})
+    assert (profile.compute_ms, profile.exposed_ms) == pytest.approx((4, 3))
+    assert profile.idle_host_ms + profile.idle_queued_ms == pytest.approx(3)
+
+
+def test_of_two_kernels_at_once_the_moment_goes_to_the_first_category(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 4_000)
+    trace.kernel(POINTWISE, 0, 3_000, launched=0).kernel(GEMM, 1_000, 4_000, launched=0)
+    profile = _profiled(trace, tmp_path)
+    assert profile.counted == pytest.approx({"dense_gemms": 3, "pointwise": 1})
+    assert profile.hidden == pytest.approx({"dense_gemms": 0, "pointwise": 2})
+
+
+def test_two_kernels_of_one_category_at_once_count_once(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 4_000)
+    trace.kernel(GEMM, 0, 3_000, launched=0).kernel(GEMM, 1_000, 4_000, launched=0)
+    profile = _profiled(trace, tmp_path)
+    assert (profile.counted, profile.busy) == ({"dense_gemms": 4}, {"dense_gemms": 4})
+
+
+def test_idle_time_is_the_hosts_until_it_launches_and_then_the_queues(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 10_000)
+    trace.kernel(GEMM, 0, 2_000, launched=0)
+    # Idle from 2 to 6 ms: launched at 5; the host was in the data loader.
+    trace.note("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 2_500, 4_900)
+    trace.kernel(GEMM, 6_000, 7_000, launched=5_000)
+    # Idle from 7 to 9 ms, although launched at 5.1: it waited for an event.
+    trace.kernel(POINTWISE, 9_000, 10_000, launched=5_100)
+    profile = _profiled(trace, tmp_path)
+    assert profile.idle_host_ms == pytest.approx(3)
+    assert profile.idle_queued_ms == pytest.approx(3)
+    assert profile.causes == pytest.approx({"enumerate(DataLoader)": 3})
+
+
+def test_a_host_that_waited_for_the_gpu_is_named(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 8_000)
+    trace.kernel(GEMM, 0, 2_000, launched=0)
+    trace.op("aten::_local_scalar_dense", 100, 2_100)
+    trace.add("cuda_runtime", "cudaStreamSynchronize", 200, 2_050, 100)
+    trace.op("aten::add", 2_200, 6_000)
+    trace.kernel(GEMM, 6_000, 8_000, launched=5_900)
+    profile = _profiled(trace, tmp_path)
+    assert profile.causes == pytest.approx(
+        {"had waited for the GPU in aten::_local_scalar_dense": 3.9}
+    )
+
+
+def test_an_operation_is_no_call_of_cuda_for_its_name(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 4_000).kernel(GEMM, 3_000, 4_000, launched=2_900)
+    trace.op("custom::attend", 0, 2_950).add("cuda_runtime", "cudaMalloc", 1_000, 2_000, 100)
+    assert _profiled(trace, tmp_path).causes == pytest.approx({"custom::attend": 2.9})
+
+
+def test_the_launching_thread_is_the_one_that_is_asked(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 4_000).kernel(GEMM, 0, 1_000, launched=0)
+    trace.op("aten::main_thread_waits", 0, 4_000)
+    trace.op("deepep::dispatch", 900, 2_900, thread=AUTOGRAD)
+    trace.kernel(DEEPEP, 3_000, 4_000, launched=2_800, thread=AUTOGRAD)
+    profile = _profiled(trace, tmp_path)
+    assert profile.causes == pytest.approx({"deepep::dispatch": 1.8})
+
+
+def test_steps_are_the_devices_where_the_host_runs_ahead(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 4_000).step(8, 4_000, 8_000)
+    # The device was busy with step 6 until 3 ms, does step 7 until 7 and step 8 until 11.
+    trace.kernel(GEMM, 3_000, 7_000, launched=100)
+    trace.kernel(POINTWISE, 7_000, 11_000, launched=4_100)
+    profile = _profiled(trace, tmp_path)
+    assert profile.each_step_ms == pytest.approx((4, 4))
+    assert profile.steps == (7, 8)
+    assert profile.step_ms == pytest.approx(4)
+    assert profile.counted == pytest.approx({"dense_gemms": 2, "pointwise": 2})
+    assert profile.idle_host_ms == pytest.approx(0)
+
+
+def test_kernels_outside_the_steps_are_left_out(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 10_000, 12_000)
+    trace.kernel(GEMM, 8_000, 9_000, launched=7_900).kernel(GEMM, 10_000, 11_000, launched=10_000)
+    # Of what runs over the beginning, only the part within it counts.
+    trace.kernel(POINTWISE, 9_500, 10_500, launched=7_900)
+    trace.kernel(GEMM, 12_500, 14_000, launched=12_400)
+    profile = _profiled(trace, tmp_path)
+    assert profile.step_ms == pytest.approx(2)
+    assert profile.busy == pytest.approx({"dense_gemms": 1, "pointwise": 0.5})
+
+
+def test_without_a_step_the_whole_trace_is_one(tmp_path: Path) -> None:
+    trace = TraceFile().kernel(GEMM, 1_000, 2_000, launched=500)
+    profile = _profiled(trace.kernel(GEMM, 4_000, 5_000, launched=500), tmp_path)
+    assert profile.steps == ()
+    assert profile.step_ms == pytest.approx(4)
+
+
+def test_a_kernel_that_no_rule_knows_is_other(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 10_000)
+    trace.kernel("colleagues_kernel", 0, 2_000, launched=0)
+    profile = _profiled(trace.kernel(GEMM, 2_000, 10_000, launched=0), tmp_path)
+    assert profile.counted["other"] == pytest.approx(2)
+    assert profile.accounted == pytest.approx(0.8)
+    assert [name for name, _, _ in profile.unknown] == ["colleagues_kernel"]
+
+
+def test_a_gemms_share_of_the_peak_follows_from_its_shapes(tmp_path: Path) -> None:
+    trace = TraceFile().step(7, 0, 10_000)
+    half = ["c10::BFloat16", "c10::BFloat16"]
+    trace.op("aten::mm", 0, 100, Input_Dims=[[4096, 2048], [2048, 1024]], Input_type=half)
+    # Two kernels of one operation: its work counts once.
+    trace.kernel(GEMM, 1_000, 1_040, launched=10)
+    trace.kernel("void cublasLt::splitKreduce_kernel<32>", 1_040, 1_060, launched=20)
+    # No shapes: its time is not part of the rate.
+    trace.op("aten::bmm", 100, 200).kernel(GEMM, 2_000, 3_000, launched=110)
+    grouped = [[8192, 2048], [4, 2048, 1408], [4]]
+    trace.op("aten::_grouped_mm", 200, 300, Input_Dims=grouped, Input_type=[*half, "int"])
+    trace.kernel(GROUPED, 3_000, 3_100, launched=210)
+    profile = _profiled(trace, tmp_path)
+    dense, experts = profile.gemms["dense_gemms"], profile.gemms["grouped_gemms"]
+    work = 2 * 4096 * 2048 * 1024
+    assert dense.tflops == pytest.approx(work / 60e-6 / 1e12)
+    assert dense.peak_share == pytest.approx(work / 60e-6 / 989e12)
+    assert (dense.ms, dense.known_ms) == pytest.approx((1.06, 0.06))
+    assert experts.tflops == pytest.approx(2 * 8192 * 2048 * 1408 / 100e-6 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("operation", "dims", "kind", "flops", "bits"),
+    [
+        ("aten::addmm", [[64], [128, 32], [32, 64]], "BFloat16", 2 * 128 * 32 * 64, 16),
+        ("aten::bmm", [[5, 128, 32], [5, 32, 64]], "float", 2 * 5 * 128 * 32 * 64, 32),
+        ("aten::_scaled_mm", [[128, 32], [32, 64], []], "Float8_e4m3fn", 2 * 128 * 32 * 64, 8),
+        # A weight gradient: the groups share the inner dimension out.
+        ("aten::_grouped_mm", [[64, 1000], [1000, 32], [4]], "BFloat16", 2 * 64 * 1000 * 32, 16),
+        ("aten::_scaled_grouped_mm", [[9, 8], [4, 8, 6]], "Float8_e4m3fn", 2 * 9 * 8 * 6, 8),
+    ],
+)
+def test_flops_by_operation(
+    tmp_path: Path, operation: str, dims: list[list[int]], kind: str, flops: float, bits: int
+) -> None:
+    trace = TraceFile(gpu="NVIDIA B200").step(7, 0, 100)
+    types = [f"c10::{kind}"] * len(dims)
+    trace.op(operation, 0, 10, Input_Dims=dims, Input_type=types)
+    profile = _profiled(trace.kernel(GEMM, 20, 30, launched=5), tmp_path)
+    (rate,) = profile.gemms.values()
+    assert rate.tflops == pytest.approx(flops / 10e-6 / 1e12)
+    peak = {16: 2250e12, 8: 4500e12}.get(bits)
+    assert rate.peak_share == (pytest.approx(flops / 10e-6 / peak) if peak else None)
+
+
+def test_a_cpus_operations_are_its_work(tmp_path: Path) -> None:
+    trace = TraceFile(gpu=None).step(7, 0, 10_000)
+    # 4 ms, of which 3 in the product itself; then gloo's thread while the main one waits.
+    trace.op("aten::linear", 0, 4_000).op("aten::mm", 1_000, 4_000)
+    trace.op("_c10d_functional::wait_tensor", 4_000, 8_000)
+    trace.note("gloo:all_to_all", 5_000, 8_000, thread=AUTOGRAD)
+    trace.op("aten::view", 5_100, 5_200, thread=AUTOGRAD)
+    profile = _profiled(trace, tmp_path)
+    assert not profile.on_gpu
+    assert profile.counted == pytest.approx({"pointwise": 1, "dense_gemms": 3, "ep": 3})
+    assert (profile.idle_host_ms, profile.idle_queued_ms) == pytest.approx((3, 0))
+    assert profile.causes["_c10d_functional::wait_tensor"] == pytest.approx(1)
+
+
+def test_of_two_operations_that_start_together_the_longer_encloses(tmp_path: Path) -> None:
+    trace = TraceFile(gpu=None).step(7, 0, 3_000)
+    trace.op("aten::mm", 0, 1_000).op("aten::linear", 0, 3_000)
+    profile = _profiled(trace, tmp_path)
+    assert profile.counted == pytest.approx({"dense_gemms": 1, "pointwise": 2})
+
+
+def test_a_grouped_gemm_on_a_cpu_counts_once_although_it_is_made_of_others(tmp_path: Path) -> None:
+    trace = TraceFile(gpu=None).step(7, 0, 1_000)
+    dims = [[64, 32], [2, 32, 16]]
+    trace.op("aten::_grouped_mm", 0, 1_000, Input_Dims=dims)
+    trace.op("aten::mm", 100, 500, Input_Dims=[[32, 32], [32, 16]])
+    trace.op("aten::mm", 500, 900, Input_Dims=[[32, 32], [32, 16]])
+    profile = _profiled(trace, tmp_path)
+    assert profile.counted == pytest.approx({"grouped_gemms": 1})
+    assert profile.gemms["grouped_gemms"].tflops == pytest.approx(2 * 64 * 32 * 16 / 1e-3 / 1e12)
