@@ -17,7 +17,7 @@ from cookbook.cells.cluster import Cluster
 from cookbook.cells.expand import command_line_settings
 from cookbook.cells.names import check_name
 
-GPUS, CPU_RANKS = 4, 2
+CPU_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ CELLS: dict[str, Trained] = {
 
 # One node's share of the recipes: EP within it, a batch that full recomputation leaves room for.
 _EVERY = {
-    "parallelism.expert_parallel_degree": 4,
     "training.local_batch_size": 4,
     "training.dataset": "c4_test",
     "debug.moe_force_load_balance": True,
@@ -66,7 +65,6 @@ _EVERY = {
 }
 # Over the recipe's options, to try the benchmark out on a CPU in seconds.
 _TINY = {
-    "parallelism.expert_parallel_degree": CPU_RANKS,
     "training.seq_len": 128,
     "training.local_batch_size": 2,
     "compile.enable": False,
@@ -109,6 +107,7 @@ def cell_of(
     """What `name` trains on `machine`; on a CPU the debug model with the cell's own options."""
     on_cpu = machine.gpu is None
     options = {
+        "parallelism.expert_parallel_degree": machine.ranks_per_node,
         **_EVERY,
         **(_TINY if on_cpu else {}),
         **trained.options,

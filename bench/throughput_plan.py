@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.cells import first_gpu, this_machine
 from bench.corpora import Corpus, make_corpora
-from bench.throughput_cells import CELLS, CPU_RANKS, GPUS, Trained, cell_of, choose, seq_len_of
+from bench.throughput_cells import CELLS, CPU_RANKS, Trained, cell_of, choose, seq_len_of
 from bench.torchrun import Job, released_argv
 from cookbook.base.errors import InputError
 from cookbook.base.paths import LOCAL_ASSETS
@@ -54,6 +54,7 @@ class Plan:
         return {
             "device": self.machine.device,
             "gpu": self.machine.gpu.name if self.machine.gpu else None,
+            "ranks": self.machine.ranks_per_node,
             "commit": commit(),
             "warm_up": self.warm_up,
             "steps": self.steps,
@@ -93,6 +94,7 @@ def read_plan(description: str, words: Sequence[str] | None = None) -> Plan:
     parser.add_argument("--repeats", type=int, default=3, help="rounds on each corpus")
     parser.add_argument("--warm-up", type=int, default=5, help="steps that are not measured")
     parser.add_argument("--steps", type=int, default=15, help="steps that are measured")
+    parser.add_argument("--gpus", type=int, default=4, help="of this machine; EP is over all")
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     asked = parser.parse_args(words)
@@ -108,7 +110,7 @@ def read_plan(description: str, words: Sequence[str] | None = None) -> Plan:
     if asked.device == "cpu":
         machine = this_machine(CPU_RANKS, None)
     else:
-        machine = this_machine(GPUS, first_gpu(GPUS, "--device cpu"), _ENVIRONMENT)
+        machine = this_machine(asked.gpus, first_gpu(asked.gpus, "--device cpu"), _ENVIRONMENT)
     try:
         cells = choose(asked.cells, asked.defined)
         seq_len = seq_len_of(cells, machine)

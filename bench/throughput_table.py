@@ -19,7 +19,8 @@ def render_report(content: Mapping[str, Any]) -> str:
     if content["device"] == "cpu":
         lines += ["**Tried out on a CPU with the debug model: not a result.**", ""]
     else:
-        lines += [f"{content['gpu']}; {content['steps']} steps after {content['warm_up']}", ""]
+        gpus = f"{content['ranks']} x {content['gpu']}"
+        lines += [f"{gpus}; {content['steps']} steps after {content['warm_up']}", ""]
     for corpus in content["corpora"]:
         rounds = [one for one in content["rounds"] if one["corpus"] == corpus["name"]]
         if rounds:

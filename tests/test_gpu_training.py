@@ -259,7 +259,7 @@ def test_the_released_titan_lacks_just_what_is_left_out() -> None:
     # Of these, a list without items has no words.
     empty = {name for name in names if _default(name) == []}
     lost = names - set(parse([]))
-    assert names - kept - empty == lost | {"quantize.grouped_mm.mx.recipe_name"}
+    assert names - kept - empty == lost - empty | {"quantize.grouped_mm.mx.recipe_name"}
 
 
 def _default(name: str) -> Any:
