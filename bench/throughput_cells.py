@@ -38,6 +38,11 @@ class Trained:
 
 _TP2 = {"parallelism.tensor_parallel_degree": 2}
 _REAL = {"debug.moe_force_load_balance": False}
+# For two GPUs: the same layers, fewer of them.
+_EIGHT_LAYERS = {
+    "model.flavor": "16B_8layers",
+    "experimental.custom_import": "bench.memory_probe",
+}
 _NOT_RECOMPUTED = {"activation_checkpoint.mode": "none", "training.local_batch_size": 2}
 
 CELLS: dict[str, Trained] = {
@@ -51,6 +56,7 @@ CELLS: dict[str, Trained] = {
     "standard-tp2": Trained("standard", _TP2),
     "deepep-tp2": Trained("deepep", _TP2),
     "deepep-no-recompute": Trained("deepep", _NOT_RECOMPUTED),
+    "deepep-8layers": Trained("deepep", _EIGHT_LAYERS),
     "deepep-float8": Trained("deepep", precision="float8"),
 }
 
