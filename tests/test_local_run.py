@@ -214,12 +214,14 @@ def test_a_cell_that_fails_says_why(tmp_path: Path) -> None:
     assert "Traceback" not in answer.stdout + answer.stderr
     (cell,) = _report(runs)["cells"]
     assert cell["status"] == "failed"
-    assert "DatasetGenerationError" in cell["reason"]
+    # The rank that builds the cache wraps the parser's error; another may be first.
+    words_of_cause = re.compile("DatasetGenerationError|ValueError: Trailing data")
+    assert words_of_cause.search(cell["reason"]), cell["reason"]
     assert cell["reason"] in answer.stdout, answer.stdout
     status = _submit("status", runs=runs).stdout
-    assert " failed" in status and "DatasetGenerationError" in status
+    assert " failed" in status and words_of_cause.search(status)
     log = _submit("logs", runs=runs)
-    assert log.status == 0 and "DatasetGenerationError" in log.stdout
+    assert log.status == 0 and words_of_cause.search(log.stdout)
 
 
 def test_what_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
