@@ -63,8 +63,10 @@ class Point:
 
 
 def _smaller_layout(recipe: Recipe, cluster: Cluster) -> Mapping[str, Setting]:
-    world = cluster.nodes * cluster.ranks_per_node
-    if cluster.nodes >= recipe.nodes or cluster.scheduler == "local":
+    nodes = min(recipe.nodes, cluster.nodes)
+    world = nodes * cluster.ranks_per_node
+    ep = recipe.settings["parallelism.expert_parallel_degree"].value
+    if cluster.scheduler == "local" or (nodes == recipe.nodes and world % ep == 0):
         return {}
     degrees = {
         "parallelism.pipeline_parallel_degree": 1,
