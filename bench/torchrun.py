@@ -84,6 +84,7 @@ def environment_of(job: Job, attempt: Attempt) -> dict[str, str]:
         "HF_DATASETS_CACHE": str(caches / "datasets"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(caches / "flash_attention"),
         "WANDB_MODE": "disabled",
         **cell.environment,
         **job.environment,

@@ -231,7 +231,8 @@ def test_the_variables_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     # The overlay's own, and the benchmark's.
     assert found["NVSHMEM_IB_ENABLE_IBGDA"] == "1"
     assert found["MINE"] == "1"
-    for cache in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_DATASETS_CACHE"):
+    caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_DATASETS_CACHE")
+    for cache in (*caches, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
         assert found[cache] == other[cache]
         assert found[cache].startswith(str(tmp_path))
     assert str(ROOT / "tests" / "stand_in") not in found["PYTHONPATH"]
