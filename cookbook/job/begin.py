@@ -22,6 +22,7 @@ from cookbook.cells.recipe import load_recipe
 from cookbook.cells.resolve import published_number
 from cookbook.cells.rules.here import missing_here
 from cookbook.cells.rules.refusals import refusals
+from cookbook.job.resume import find_checkpoint, prepare
 from cookbook.log.failure import find_reason
 from cookbook.run.folder import CellFolder
 from cookbook.run.run import is_run, new_record, write_run
@@ -108,10 +109,12 @@ def begin(start: Start, supervised: bool) -> str:
         The attempt's number, TorchTitan's LOG_RANK, and the local ranks that the log shows.
     """
     cell = judge(start)
+    found = find_checkpoint(start.folder, cell)
     record = cell.record()
     attempt = start.folder.next_attempt()
     if not supervised:
         _note(start.folder, cell, attempt.number)
+    prepare(start.folder, attempt, cell, found)
     ranks = sorted({0, record.loss_rank})
     local = sorted({rank % record.ranks_per_node for rank in ranks})
     return " ".join([str(attempt.number), _joined(ranks), _joined(local)])
