@@ -168,7 +168,10 @@ def _collect_cell(
         memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=final_loss if final_loss is not None and math.isfinite(final_loss) else None,
         speedup=None,
-        published_tokens_per_second_per_gpu=record.published_tokens_per_second_per_gpu,
+        # What was published is for the cell as it was first asked for.
+        published_tokens_per_second_per_gpu=None
+        if record.changes
+        else record.published_tokens_per_second_per_gpu,
         attention=attention,
         mean_attended_length=_length(observed.get("mean_attended_length")),
         emulated=is_low_precision_emulated or by_reference,

@@ -1,7 +1,7 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
 <cell>/cell.yaml, train.sh, status.json, job.json, job/, checkpoint/, checkpoint-damaged/
-       attempt-<k>/train.log, environment.json, resume.json, ranks/, tb/, profile_traces/
+       attempt-<k>/train.log, train.sh, environment.json, resume.json, ranks/, tb/, profile_traces/
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ class Attempt:
     def log(self) -> Path:
         """What torchrun printed: the lines of the shown ranks of every node."""
         return self.path / "train.log"
+
+    @property
+    def script(self) -> Path:
+        """The script that ran, where a later attempt has another."""
+        return self.path / "train.sh"
 
     @property
     def environment(self) -> Path:
