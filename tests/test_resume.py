@@ -232,16 +232,14 @@ def _options(**values: object) -> Unchecked:
 
 def test_each_attempt_is_read_with_the_layout_that_it_had(tmp_path: Path) -> None:
     """With another pipeline, another rank knows the loss."""
-    record = CellRecord(nodes=1, ranks_per_node=2).changed(
-        1, CellRecord(nodes=2, ranks_per_node=2, options=_pipeline(2))
-    )
+    first = CellRecord(nodes=2, ranks_per_node=2, options=_pipeline(2))
+    record = first.changed(1, CellRecord(nodes=1, ranks_per_node=2, options=_pipeline(1)))
     folder = CellFolder(tmp_path)
-    for attempt, lines in enumerate(
-        [
-            ["[rank0]:step:  1  loss:  5.0", "[rank0]:step:  2  loss:  4.0"],
-            ["[rank0]:step:  2  loss: -2.0", "[rank2]:step:  2  loss:  3.0"],
-        ]
-    ):
+    printed = [
+        ["[rank0]:step:  1  loss: -2.0", "[rank2]:step:  1  loss:  5.0"],
+        ["[rank0]:step:  2  loss:  3.0"],
+    ]
+    for attempt, lines in enumerate(printed):
         (tmp_path / f"attempt-{attempt}").mkdir()
         log = tmp_path / f"attempt-{attempt}" / "train.log"
         log.write_text("".join(f"{line}  tps: 1\n" for line in lines))

@@ -6,12 +6,14 @@ import json
 import os
 import pickle
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cookbook.base.errors import InputError
+from cookbook.base.schema import Unchecked
 from cookbook.cells.argv import train_argv
 from cookbook.job.__main__ import CHECKED
 from cookbook.job.__main__ import main as job
@@ -265,3 +267,33 @@ def test_the_check_of_a_line_moves_nothing(cell: Begun, monkeypatch: pytest.Monk
     save(cell.saved, 8, states=())
     with pytest.raises(InputError, match="step-8: holds the model without"):
         cell.begin()
+
+
+def test_a_script_started_again_by_hand_keeps_what_was_asked_first(cell: Begun) -> None:
+    cell.begin()
+    record = cell.folder / "cell.yaml"
+    first = yaml.safe_load(record.read_text())
+    assert "changes" not in first
+    cell.begin("--training.steps=30", attempt=1)
+    cell.begin("--training.steps=30", attempt=2)
+    content = yaml.safe_load(record.read_text())
+    assert content.pop("changes") == [{"attempt": 1, "options": {"training.steps": 30}}]
+    assert content == first and first["options"]["training.steps"] == 20
+
+
+def test_what_the_scripts_add_to_every_job_is_no_change(cell: Begun) -> None:
+    """`submit.py` records a cell without the words by which a script starts the cookbook."""
+    asked = Point("debug", "bf16", "standard", "local").cell().record()
+    options = {**asked.options, "checkpoint.enable": True, "training.steps": 20}
+    replace(asked, options=Unchecked(options)).write(cell.folder / "cell.yaml")
+    before = (cell.folder / "cell.yaml").read_text()
+    (cell.folder / "attempt-0").mkdir()
+    cell.begin(attempt=1)
+    assert (cell.folder / "cell.yaml").read_text() == before
+
+
+def test_a_record_that_nobody_can_read_stops_no_job(cell: Begun) -> None:
+    (cell.folder / "attempt-0").mkdir(parents=True)
+    (cell.folder / "cell.yaml").write_text("{")
+    cell.begin(attempt=1)
+    assert yaml.safe_load((cell.folder / "cell.yaml").read_text())["name"] == NAME
