@@ -199,7 +199,7 @@ def test_json_has_the_promised_fields() -> None:
         "speedup",
         "published_tokens_per_second_per_gpu",
     }
-    seen = {"attention", "mean_attended_length", "emulated", "active"}
+    seen = {"attention", "mean_attended_length", "emulated", "active", "resumptions"}
     assert promised | seen == set(first)
     assert first["tokens_per_second_per_gpu"] == 651.4
     assert second["tokens_per_second_per_gpu"] is None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cookbook.base.schema import Unchecked, Words
 from cookbook.cells.cluster import Cluster
 from cookbook.cells.environment import exported
 from cookbook.cells.layout import Layout, layout_of
+from cookbook.cells.names import reference
 from cookbook.cells.overlay import Overlay
 from cookbook.cells.recipe import Recipe
 from cookbook.run.record import CellRecord
@@ -131,4 +133,18 @@ class Cell:
             baseline=self.baseline,
             environment=Words(self.environment),
             options=Unchecked(self.options.values),
+            files=Words(self._own_files()),
         )
+
+    def _own_files(self) -> Iterator[tuple[str, str]]:
+        """The parts that are the user's own files, for whoever makes the cell again."""
+        paths = {
+            "recipe": self.recipe.path,
+            "precision": self.precision.path,
+            "ep_backend": self.ep_backend.path,
+            "cluster": self.cluster.path,
+        }
+        for key, path in paths.items():
+            name = reference("" if key == "recipe" else key, path)
+            if name != path.stem:
+                yield key, name

@@ -18,6 +18,7 @@ from pathlib import Path
 from cookbook.base.command import run_command
 from cookbook.base.errors import InputError
 from cookbook.job.begin import Start, begin, end, judge, note_refusal
+from cookbook.job.resume import find_checkpoint
 from cookbook.run.folder import CellFolder
 
 # The script must not go on, and nothing is wrong.
@@ -58,6 +59,7 @@ def main(words: Sequence[str]) -> int:
     try:
         if os.environ.get("COOKBOOK_CHECK"):
             cell = judge(start)
+            find_checkpoint(folder, cell)
             verdict = f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}"
             print(verdict, file=sys.stderr)
             return CHECKED

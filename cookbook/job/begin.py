@@ -22,8 +22,10 @@ from cookbook.cells.recipe import load_recipe
 from cookbook.cells.resolve import published_number
 from cookbook.cells.rules.here import missing_here
 from cookbook.cells.rules.refusals import refusals
+from cookbook.job.resume import find_checkpoint, prepare
 from cookbook.log.failure import find_reason
 from cookbook.run.folder import CellFolder
+from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import is_run, new_record, write_run
 from cookbook.run.status import (
     FAILED,
@@ -108,10 +110,12 @@ def begin(start: Start, supervised: bool) -> str:
         The attempt's number, TorchTitan's LOG_RANK, and the local ranks that the log shows.
     """
     cell = judge(start)
+    found = find_checkpoint(start.folder, cell)
     record = cell.record()
     attempt = start.folder.next_attempt()
     if not supervised:
         _note(start.folder, cell, attempt.number)
+    prepare(start.folder, attempt, cell, found)
     ranks = sorted({0, record.loss_rank})
     local = sorted({rank % record.ranks_per_node for rank in ranks})
     return " ".join([str(attempt.number), _joined(ranks), _joined(local)])
@@ -131,7 +135,7 @@ def _note(folder: CellFolder, cell: Cell, attempt: int) -> None:
             f"try CELL_DIR={shown_path(folder.path / cell.name)}",
         )
     job_id = os.environ.get("SLURM_JOB_ID")
-    cell.record().write(folder.record)
+    _recorded(folder, cell, attempt).write(folder.record)
     write_status(folder, Status(RUNNING, attempt, started=time.time()))
     if job_id:
         write_job(folder, job_id)
@@ -144,6 +148,22 @@ def _note(folder: CellFolder, cell: Cell, attempt: int) -> None:
             cells=[folder.name],
         )
         write_run(run, record)
+
+
+def _recorded(folder: CellFolder, cell: Cell, attempt: int) -> CellRecord:
+    """The cell's record, with the first one kept where the cell goes on in its folder."""
+    asked = cell.record()
+    if attempt == 0:
+        return asked
+    try:
+        first = read_record(folder.record)
+    except InputError:
+        # It is not there, or nobody can read it.
+        return asked
+    names = ("recipe", "precision", "ep_backend", "cluster", "ranks_per_node")
+    if any(getattr(first, name) != getattr(asked, name) for name in names):
+        return asked
+    return first.changed(attempt, asked)
 
 
 def note_refusal(folder: CellFolder, reason: str) -> None:

@@ -13,7 +13,7 @@ def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
     """The loss rank's steps over all attempts, rising: the cell's loss curve."""
     steps: list[StepMetrics] = []
     for attempt in cell.attempts():
-        for metrics in _attempt_steps(attempt, record):
+        for metrics in _attempt_steps(attempt, record.as_of(attempt.number)):
             while steps and steps[-1].step >= metrics.step:
                 steps.pop()
             steps.append(metrics)

@@ -27,6 +27,7 @@ from cookbook.log.failure import find_reason
 from cookbook.log.lines import StepMetrics, read_active, read_peak_memory
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
+from cookbook.run.resumption import Resumption, read_resumptions
 from cookbook.run.run import Run, RunRecord
 from cookbook.run.states import CellState
 from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json
@@ -66,6 +67,8 @@ class Result:
     """Whether software computed what a kernel would, so that only the loss counts."""
     active: dict[str, Any] | None
     """What the training process said was active, None until it did."""
+    resumptions: tuple[Resumption, ...] = ()
+    """Where its attempts continued, and which damaged checkpoints they passed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +168,15 @@ def _collect_cell(
         memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=final_loss if final_loss is not None and math.isfinite(final_loss) else None,
         speedup=None,
-        published_tokens_per_second_per_gpu=record.published_tokens_per_second_per_gpu,
+        # What was published is for the cell as it was first asked for.
+        published_tokens_per_second_per_gpu=None
+        if record.changes
+        else record.published_tokens_per_second_per_gpu,
         attention=attention,
         mean_attended_length=_length(observed.get("mean_attended_length")),
         emulated=is_low_precision_emulated or by_reference,
         active=active,
+        resumptions=tuple(read_resumptions(attempts)),
     )
     setting = CellSetting(
         total_steps=record.steps,

@@ -42,6 +42,12 @@ def render_markdown(results: RunResults) -> str:
         for cell in results.cells
         if cell.reason
     ]
+    notes += [
+        f"- {cell.name}: {line}"
+        for cell in results.cells
+        for resumption in cell.resumptions
+        for line in resumption.lines
+    ]
     if notes:
         parts.append("\n".join(notes))
     parts.append(

@@ -1,7 +1,7 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
-<cell>/cell.yaml, train.sh, status.json, job.json, job/, checkpoint/
-       attempt-<k>/train.log, environment.json, ranks/, tb/, profile_traces/
+<cell>/cell.yaml, train.sh, status.json, job.json, job/, checkpoint/, checkpoint-damaged/
+       attempt-<k>/train.log, train.sh, environment.json, resume.json, ranks/, tb/, profile_traces/
 """
 
 from __future__ import annotations
@@ -25,9 +25,19 @@ class Attempt:
         return self.path / "train.log"
 
     @property
+    def script(self) -> Path:
+        """The script that ran, where a later attempt has another."""
+        return self.path / "train.sh"
+
+    @property
     def environment(self) -> Path:
         """What the training process said of itself: versions, GPUs, nodes, what was active."""
         return self.path / "environment.json"
+
+    @property
+    def resumption(self) -> Path:
+        """Where it continued, and what it passed over: `run.resumption` reads and writes it."""
+        return self.path / "resume.json"
 
     @property
     def traces(self) -> Path:

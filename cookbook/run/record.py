@@ -9,9 +9,12 @@ from typing import Any
 
 import yaml
 
+from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.schema import Unchecked, Words, fill
 from cookbook.base.yamlfile import read_yaml
+
+_OF_SCRIPTS = ("job.custom_config_module", "experimental.custom_import", "job.description")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class CellRecord:
         published_tokens_per_second_per_gpu: only where the cell is just what was published.
         baseline: the cell that speed-ups are against.
         options: TorchTitan's options that are set, by dotted name.
+        files: paths of the user's own YAML files, by `recipe`, `precision`, `ep_backend` and
+            `cluster`; what is not here is in `recipes/` under its name.
+        changes: what later attempts were asked to do otherwise, in order: the first `attempt` that
+            does, its `nodes` where they differ, and the `options` that do, null for one that is no
+            longer set. All that stands above is what was asked first.
     """
 
     name: str | None = None
@@ -44,24 +52,72 @@ class CellRecord:
     baseline: str | None = None
     environment: Words = field(default_factory=Words)
     options: Unchecked = field(default_factory=Unchecked)
+    files: Words = field(default_factory=Words)
+    changes: tuple[Unchecked, ...] = ()
 
     @property
     def world(self) -> int:
-        """Ranks of the job."""
-        return self.nodes * self.ranks_per_node
+        """Ranks of the job, of its newest attempt."""
+        newest = self.newest
+        return newest.nodes * newest.ranks_per_node
 
     @property
     def steps(self) -> int | None:
-        """Training steps that were asked for."""
-        return self._count("training.steps")
+        """Training steps that were asked for, most recently."""
+        return self.newest._count("training.steps")
 
     @property
     def loss_rank(self) -> int:
         """The global rank that prints the real loss: the first of the last pipeline stage."""
-        degree = self._count("parallelism.pipeline_parallel_degree") or 1
+        newest = self.newest
+        degree = newest._count("parallelism.pipeline_parallel_degree") or 1
         # This schedule's last stage is on the rank that has the first one.
-        v_shaped = self.options.get("parallelism.pipeline_parallel_schedule") == "ZBVZeroBubble"
-        return 0 if v_shaped else self.world // degree * (degree - 1)
+        v_shaped = newest.options.get("parallelism.pipeline_parallel_schedule") == "ZBVZeroBubble"
+        return 0 if v_shaped else newest.world // degree * (degree - 1)
+
+    @property
+    def newest(self) -> CellRecord:
+        """The record with all changes made, and none left."""
+        return self.as_of(None) if self.changes else self
+
+    def as_of(self, attempt: int | None) -> CellRecord:
+        """The record as it was for `attempt` (None: the newest), with no changes left."""
+        nodes, options = self.nodes, dict(self.options)
+        for change in self.changes:
+            if attempt is None or change["attempt"] <= attempt:
+                nodes = change.get("nodes", nodes)
+                options |= change.get("options", {})
+        kept = {name: value for name, value in options.items() if value is not None}
+        return dataclasses.replace(self, nodes=nodes, options=Unchecked(kept), changes=())
+
+    def changed(self, attempt: int, asked: CellRecord) -> CellRecord:
+        """This record, with what `attempt` is `asked` to do otherwise than those before it."""
+        before = self.as_of(attempt - 1)
+        change: dict[str, Any] = {}
+        if asked.nodes != before.nodes:
+            change["nodes"] = asked.nodes
+        names = {**before.asked_options, **asked.asked_options}
+        options = {
+            name: asked.options.get(name)
+            for name in names
+            if asked.options.get(name) != before.options.get(name)
+        }
+        if options:
+            change["options"] = options
+        # A change for this attempt that is there already was never tried.
+        kept = [one for one in self.changes if one["attempt"] < attempt]
+        if change:
+            kept.append(Unchecked(attempt=attempt, **change))
+        return dataclasses.replace(self, changes=tuple(kept))
+
+    @property
+    def asked_options(self) -> dict[str, Any]:
+        """The options but for those by which every script starts the cookbook's own part."""
+        return {
+            name: value
+            for name, value in self.options.items()
+            if not name.startswith("cookbook.") and name not in _OF_SCRIPTS
+        }
 
     def as_yaml(self) -> str:
         """The content of `cell.yaml`."""
@@ -69,6 +125,10 @@ class CellRecord:
             name: dict(value) if isinstance(value, dict) else value
             for name, value in dataclasses.asdict(self).items()
         }
+        content["changes"] = [dict(change) for change in self.changes]
+        for name in ("files", "changes"):
+            if not content[name]:
+                del content[name]
         text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
         return text
 
@@ -89,7 +149,13 @@ def read_record(path: Path) -> CellRecord:
     Keys that are not known here are another version's, and left out.
     """
     file = read_yaml(path)
-    return fill(CellRecord, file, beside=[key.partition(".")[0] for key in file.content])
+    record = fill(CellRecord, file, beside=[key.partition(".")[0] for key in file.content])
+    for change in record.changes:
+        of_change = {"attempt": int, "nodes": int, "options": dict}
+        wrong = [key for key, kind in of_change.items() if not isinstance(change.get(key), kind)]
+        if "attempt" in wrong or any(change.get(key) is not None for key in wrong):
+            raise InputError(file.place("changes"), f"{wrong[0]} is missing or of another kind")
+    return record
 
 
 def shown_with_places(record: CellRecord, places: dict[str, str]) -> CellRecord:

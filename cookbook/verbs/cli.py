@@ -19,6 +19,7 @@ examples:
   python submit.py sweep matrix --dry-run         what would run, and why not
   python submit.py sweep matrix                   queue it (on this machine where there is no Slurm)
   python submit.py run deepseek_v3_16b --precision mxfp8 --set training.steps=100
+  python submit.py run --resume RUN --set training.steps=200
   python submit.py logs -f                        follow the newest run
   python submit.py report                         its results
   python submit.py profile debug                  where a step goes
@@ -83,8 +84,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ...",
     )
 
-    run = verb("run", "train one cell", "launch:run_cell")
-    run.add_argument("recipe", metavar="RECIPE")
+    run = verb("run", "train one cell, or go on with one that has ended", "resume:run")
+    run.add_argument("recipe", metavar="RECIPE", nargs="?")
+    run.add_argument(
+        "--resume",
+        metavar="RUN[/CELL]",
+        help="go on from its newest checkpoint, with --set and --nodes as you name them",
+    )
     sweep = verb("sweep", "train every cell of a sweep", "launch:run_sweep")
     sweep.add_argument("sweep", metavar="SWEEP")
     for launched in (run, sweep):

@@ -10,6 +10,7 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.run.folder import CellFolder
+from cookbook.run.resumption import read_resumptions
 from cookbook.run.run import Run, find_run, is_run, run_names
 from cookbook.run.states import CellState, cancel_run, cell_states
 from cookbook.run.status import ENDED, OPEN, RUNNING
@@ -29,6 +30,10 @@ def show_status(arguments: argparse.Namespace) -> int:
         )
     if rows:
         print(text_table(rows, width=terminal_width()))
+    for cell in run.cells:
+        for resumption in read_resumptions(cell.attempts()):
+            for line in resumption.lines:
+                print(f"{cell.name}: {line}")
     return 0
 
 

@@ -34,7 +34,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
     run = start_run(name, cells, arguments)
-    return _wait(run) if isinstance(run, Run) else run
+    return wait_for(run) if isinstance(run, Run) else run
 
 
 def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
@@ -43,7 +43,7 @@ def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -
     Args:
         arguments: with `dry_run`, `no_check` and `detach`.
     """
-    cells = [_refused_here(cell, arguments.dry_run) for cell in cells]
+    cells = [refused_here(cell, arguments.dry_run) for cell in cells]
     if not arguments.no_check:
         # A dry run answers at once, by the rules alone; `check` tells all.
         cells = refuse_by_check(cells, build=not arguments.dry_run)
@@ -57,14 +57,17 @@ def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -
     from cookbook.submit.executor import submit_run
 
     run = create_run(name, cells)
-    job_ids = submit_run(run, cells)
+    return run if say_submitted(run, submit_run(run, cells), arguments.detach) else 0
+
+
+def say_submitted(run: Run, job_ids: Sequence[str], is_detached: bool) -> bool:
+    """Say where the jobs are; whether somebody is to wait for them."""
     kind = "Slurm job" if run.scheduler == "slurm" else "process"
     shown = ", ".join(job_ids[:8]) + (", ..." if len(job_ids) > 8 else "")
     print(f"submitted as {kind} {shown}: {shown_path(run.folder)}\n", flush=True)
-    if arguments.detach:
+    if is_detached:
         print(f"follow it: python submit.py status {run.name}")
-        return 0
-    return run
+    return not is_detached
 
 
 def watch_run(run: Run) -> bool:
@@ -84,7 +87,8 @@ def watch_run(run: Run) -> bool:
     return True
 
 
-def _wait(run: Run) -> int:
+def wait_for(run: Run) -> int:
+    """Watch the run to its end, and print its report; the exit status."""
     if not watch_run(run):
         return 130
     states = print_report(run, "md")
@@ -94,7 +98,7 @@ def _wait(run: Run) -> int:
     return 0 if set(states.values()) <= {FINISHED, REFUSED} else 1
 
 
-def _refused_here(cell: Cell, is_dry: bool) -> Cell:
+def refused_here(cell: Cell, is_dry: bool) -> Cell:
     """The job trains with this very environment and these files, unless it has a container."""
     missing = [] if cell.refused else missing_here(cell)
     # Whoever plans for a cluster from elsewhere need not have its tokenizers.

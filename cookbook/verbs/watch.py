@@ -67,7 +67,8 @@ class Watcher:
         """The newest step of any attempt, and what the last one does."""
         phase = None
         for attempt in reversed(attempts):
-            tail = cell.tails.setdefault(attempt.log, LogTail(attempt.log, cell.record.loss_rank))
+            rank = cell.record.as_of(attempt.number).loss_rank
+            tail = cell.tails.setdefault(attempt.log, LogTail(attempt.log, rank))
             newest = tail.read()
             if attempt is attempts[-1]:
                 phase = newest.phase

@@ -1,0 +1,258 @@
+"""`run --resume`: which ended cells go on, what is written of it, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cookbook.base.errors import InputError, JobError
+from cookbook.base.schema import Unchecked
+from cookbook.cells.cell import Cell
+from cookbook.log.curve import collect_steps
+from cookbook.run.folder import CellFolder
+from cookbook.run.record import CellRecord, read_record
+from cookbook.run.run import Run
+from cookbook.run.status import (
+    FAILED,
+    QUEUED,
+    RUNNING,
+    Status,
+    read_job,
+    read_status,
+    write_job,
+    write_status,
+)
+from cookbook.stack.options import Setting
+from cookbook.submit import executor
+from cookbook.submit.create import create_run
+from cookbook.submit.resume import resume_cells
+from tests.cells import CLUSTER_FILES, Point
+from tests.saved import FILES, cut, save
+from tests.submit import Answer, submit
+
+(CPU_NODES,) = [str(path) for path in CLUSTER_FILES if path.stem == "cpu-nodes"]
+NAME = "debug-bf16-standard"
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that runs go to."""
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def _cell(**options: object) -> Cell:
+    cell = Point("debug", "bf16", "standard", CPU_NODES).cell()
+    settings = {"checkpoint.enable": True, **options}
+    return replace(
+        cell,
+        options=cell.options.over({name: Setting(value, "") for name, value in settings.items()}),
+    )
+
+
+def _ended(*cells: Cell, steps: tuple[int, ...] = (2, 4)) -> Run:
+    """A run on two CPU nodes whose cells failed after their first attempt saved `steps`."""
+    run = create_run("mine", cells)
+    for folder in run.cells:
+        write_status(folder, Status(FAILED, 0, "a node was lost", 1))
+        (folder.path / "attempt-0").mkdir()
+        for step in steps:
+            save(folder.path / "checkpoint", step)
+    return run
+
+
+def _resume(run: Run, *words: str, cell: str = "") -> Answer:
+    name = f"{run.name}/{cell}" if cell else run.name
+    return submit("run", "--resume", name, *words, "--dry-run", runs=run.folder.parent)
+
+
+def _content(folder: CellFolder) -> dict[str, bytes]:
+    paths = [path for path in folder.path.rglob("*") if path.is_file()]
+    return {str(path): path.read_bytes() for path in paths}
+
+
+def test_a_dry_run_says_where_each_cell_goes_on_and_writes_nothing() -> None:
+    run = _ended(_cell())
+    before = _content(run.cells[0])
+    cut(run.cells[0].path / "checkpoint/step-4" / FILES[0])
+    answer = _resume(run)
+    assert answer.status == 0, answer
+    assert f"  {NAME} passes over step-4: __0_0.distcp has 999 of" in answer.stdout
+    assert f"  {NAME} continues after step 2 of 8" in answer.stdout
+    assert _content(run.cells[0]).keys() == before.keys()
+
+
+def test_a_path_and_one_cell_of_several_may_be_named() -> None:
+    run = _ended(_cell(), replace(_cell(), name="other"))
+    for words in (f"{run.name}/other", f"{run.folder}/other", f"{run.name}/other/"):
+        answer = submit("run", "--resume", words, "--dry-run", runs=run.folder.parent)
+        assert answer.status == 0 and "other continues after step 4" in answer.stdout, answer
+        assert NAME not in answer.stdout
+    answer = submit("run", "--resume", f"{run.name}/othr", "--dry-run", runs=run.folder.parent)
+    assert answer.status == 2 and "did you mean 'other'?" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["debug"], "goes on with the cell's own recipe, found 'debug'"),
+        (["--precision=mxfp8"], "goes on with the cell's own precision, found 'mxfp8'"),
+        (["--ep-backend=deepep"], "goes on with the cell's own ep backend"),
+        (["--cluster=local"], "goes on with the cell's own cluster, found 'local'"),
+        (["--set=training.step=9"], "nearest: training.steps"),
+        (["--set=training.steps=4"], "has made all of its 4 steps; ask for more: --set training"),
+        (["--set=checkpoint.enable=false"], "checkpoint.enable: is off, so nothing is loaded"),
+        (["--nodes=3"], "--nodes: found 3, allowed: 1 to 2 on cluster cpu-nodes"),
+        (["--nodes=2"], "2 data-parallel ranks read the texts, and now there are 4"),
+        (["--set=parallelism.expert_parallel_degree=3"], "3 does not divide"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_nothing_written(words: list[str], said: str) -> None:
+    run = _ended(_cell())
+    before = _content(run.cells[0])
+    answer = _resume(run, *words)
+    assert answer.status == 2 and said in answer.stderr, answer
+    assert answer.stderr.count("\n") == 1
+    assert _content(run.cells[0]) == before
+
+
+@pytest.mark.parametrize("state", [RUNNING, QUEUED])
+def test_what_has_not_ended_is_refused(state: str) -> None:
+    run = _ended(_cell())
+    write_status(run.cells[0], Status(state, 0))
+    answer = _resume(run)
+    assert answer.status == 2
+    assert f"{NAME}: is {state}; wait for its end, or: python submit.py cancel" in answer.stderr
+
+
+def test_a_cell_without_checkpoint_and_one_of_the_model_alone_are_refused() -> None:
+    answer = _resume(_ended(_cell(), steps=()))
+    assert answer.status == 2 and "has no whole checkpoint in" in answer.stderr
+    run = _ended(_cell(), steps=(2,))
+    save(run.cells[0].path / "checkpoint", 6, states=())
+    answer = _resume(run)
+    assert answer.status == 2
+    assert "step-6: holds the model without optimizer" in answer.stderr
+    assert "to continue after step 2, move it away: mv " in answer.stderr
+
+
+def test_the_others_of_a_run_go_on_where_one_cannot() -> None:
+    run = _ended(_cell(), replace(_cell(), name="other"), replace(_cell(), name="third"))
+    save(run.cell("other").path / "checkpoint", 8)
+    answer = _resume(run)
+    assert answer.status == 0
+    assert re.search("other is left out: .* has made all of its 8 steps", answer.stderr)
+    assert "other" not in answer.stdout
+    for name in (NAME, "third"):
+        assert f"{name} continues after step 4 of 8" in answer.stdout
+
+
+def test_other_nodes_go_on_where_the_texts_are_divided_as_before() -> None:
+    run = _ended(_cell())
+    answer = _resume(run, "--nodes=2", "--set=parallelism.tensor_parallel_degree=2")
+    assert answer.status == 0, answer
+    assert "2 node(s) x 2 CPU ranks" in answer.stdout and "TP 2" in answer.stdout
+    anew = "--set=checkpoint.exclude_from_loading=dataloader"
+    assert _resume(run, "--nodes=2", anew).status == 0
+
+
+def _longer(steps: int, nodes: int) -> Cell:
+    return replace(_cell(**{"training.steps": steps}), nodes=nodes)
+
+
+def _submitted(monkeypatch: pytest.MonkeyPatch, answers: list[str]) -> None:
+    def sbatch(script: Path, root: Path) -> str:
+        if not answers:
+            raise JobError("sbatch: error: the partition is down")
+        return answers.pop(0)
+
+    monkeypatch.setattr(executor, "sbatch", sbatch)
+
+
+def test_the_record_keeps_what_was_asked_first_and_each_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = _ended(_cell())
+    (folder,) = run.cells
+    first = yaml.safe_load(folder.record.read_text())
+    ran = folder.script.read_text()
+    write_job(folder, "7")
+    _submitted(monkeypatch, ["11", "12", "13"])
+    assert resume_cells(run, [_longer(12, 1)]) == ["11"]
+    assert read_status(folder).state == QUEUED
+    job = read_job(folder)
+    assert job and job.job_id == "11"
+    assert (folder.path / "attempt-0/train.sh").read_text() == ran
+    # Attempt 1 never began; the next request takes its place.
+    assert resume_cells(run, [_longer(20, 2)]) == ["12"]
+    (folder.path / "attempt-1").mkdir()
+    assert resume_cells(run, [_longer(30, 2)]) == ["13"]
+
+    content = yaml.safe_load(folder.record.read_text())
+    assert content.pop("changes") == [
+        {"attempt": 1, "nodes": 2, "options": {"training.steps": 20}},
+        {"attempt": 2, "options": {"training.steps": 30}},
+    ]
+    assert content == first
+    record = read_record(folder.record)
+    assert (record.steps, record.world) == (30, 4)
+    assert [record.as_of(attempt).steps for attempt in (0, 1, 2, 3)] == [8, 20, 30, 30]
+    assert [record.as_of(attempt).world for attempt in (0, 1, 2)] == [2, 4, 4]
+
+
+def test_a_failed_submission_leaves_the_cell_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _ended(_cell(), replace(_cell(), name="other"))
+    write_job(run.cell("other"), "7")
+    before = {path.name: path.read_bytes() for path in run.cell("other").path.glob("*.*")}
+    _submitted(monkeypatch, ["11"])
+    with pytest.raises(JobError, match="other: sbatch: error: the partition is down"):
+        resume_cells(run, [_longer(12, 1), replace(_longer(12, 1), name="other")])
+    assert {path.name: path.read_bytes() for path in run.cell("other").path.glob("*.*")} == before
+    # The first one is queued.
+    assert read_status(run.cell(NAME)).state == QUEUED
+    assert read_record(run.cell(NAME).record).steps == 12
+
+
+def test_an_option_that_is_no_longer_set_is_null() -> None:
+    first = CellRecord(nodes=1, options=_options(a=1, b=2))
+    record = first.changed(1, CellRecord(nodes=1, options=_options(a=1, c=[3])))
+    assert record.changes == ({"attempt": 1, "options": {"b": None, "c": [3]}},)
+    assert record.newest.options == {"a": 1, "c": [3]}
+    assert record.as_of(0) == first
+    assert first.changed(1, first) == first
+
+
+def _options(**values: object) -> Unchecked:
+    return Unchecked(values)
+
+
+def test_each_attempt_is_read_with_the_layout_that_it_had(tmp_path: Path) -> None:
+    """With another pipeline, another rank knows the loss."""
+    first = CellRecord(nodes=2, ranks_per_node=2, options=_pipeline(2))
+    record = first.changed(1, CellRecord(nodes=1, ranks_per_node=2, options=_pipeline(1)))
+    folder = CellFolder(tmp_path)
+    printed = [
+        ["[rank0]:step:  1  loss: -2.0", "[rank2]:step:  1  loss:  5.0"],
+        ["[rank0]:step:  2  loss:  3.0"],
+    ]
+    for attempt, lines in enumerate(printed):
+        (tmp_path / f"attempt-{attempt}").mkdir()
+        log = tmp_path / f"attempt-{attempt}" / "train.log"
+        log.write_text("".join(f"{line}  tps: 1\n" for line in lines))
+    assert [(step.step, step.loss) for step in collect_steps(folder, record)] == [(1, 5), (2, 3)]
+
+
+def _pipeline(degree: int) -> Unchecked:
+    return _options(**{"parallelism.pipeline_parallel_degree": degree})
+
+
+def test_broken_changes_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "cell.yaml"
+    for changes in ("[{}]", "[{attempt: x}]", "[{attempt: 1, nodes: a}]", "[1]"):
+        path.write_text(f"name: a\nchanges: {changes}\n")
+        with pytest.raises(InputError, match="changes"):
+            read_record(path)
