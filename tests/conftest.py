@@ -27,3 +27,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout in which the tokenizers that set-up downloads seem to be there."""
     return copy_checkout(tmp_path_factory.mktemp("a checkout") / "moe-cookbook", assets=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers: a file's tests stay together, and those on Slurm share one cluster."""
+    for item in items:
+        group = "slurm" if item.get_closest_marker("slurm") else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
