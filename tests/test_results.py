@@ -266,6 +266,18 @@ def test_what_cannot_be_compared_has_no_speedup(
     assert run.collect().cells[1].speedup is None
 
 
+@pytest.mark.parametrize("state", ["failed", "cancelled", "running", "queued"])
+@pytest.mark.parametrize("name", ["base", "other"])
+def test_only_cells_that_finished_have_a_speedup(run: Run, name: str, state: str) -> None:
+    log = metrics_line(1) + metrics_line(2)
+    for cell in ("base", "other"):
+        run.add(cell, log, state=state if cell == name else "finished")
+    base, other = run.collect().cells
+    assert (base.speedup, other.speedup) == (None if name == "base" else 1.0, None)
+    # What was measured is still shown.
+    assert other.tokens_per_second_per_gpu == 100
+
+
 def test_no_baseline_throughput_no_speedup(run: Run) -> None:
     run.add("base", state="failed")
     run.add("other", metrics_line(1) + metrics_line(2))
