@@ -21,6 +21,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
+from cookbook.run.submitting import mark_submitting
 
 LOGS = Path(__file__).parent / "logs"
 PP = "parallelism.pipeline_parallel_degree"
@@ -371,6 +372,7 @@ def test_a_reason_is_not_said_twice(run: Run) -> None:
 
 def test_cells_that_never_ran_appear(run: Run) -> None:
     run.add("queued", state="queued")
+    mark_submitting(run.folder)
     run.add("refused", state=None, refused="needs SM100", emulated=True)
     run.add("unknown", state=None)
     run.add("gone")

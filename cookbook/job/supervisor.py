@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from cookbook.base.errors import JobError
-from cookbook.job.begin import ended
+from cookbook.job.begin import ended, restarts
 from cookbook.run.folder import CellFolder
 from cookbook.run.status import (
     CANCELLED,
@@ -25,6 +25,7 @@ from cookbook.run.status import (
     RUNNING,
     Status,
     read_status,
+    write_job,
     write_status,
 )
 
@@ -46,6 +47,7 @@ class Supervisor:
         # `cancel` and Slurm's end of a job come as SIGTERM.
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
+        self._note_job()
         failed = []
         for cell in [CellFolder(Path(folder)) for folder in self.folders]:
             if read_status(cell).state in (FINISHED, REFUSED):
@@ -57,9 +59,16 @@ class Supervisor:
         if failed:
             raise JobError(f"failed: {', '.join(failed)}")
 
+    def _note_job(self) -> None:
+        """Note the job where its submitter was killed before it could."""
+        job_id = os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID")
+        for cell in [CellFolder(Path(folder)) for folder in self.folders]:
+            if job_id and not cell.job.exists():
+                write_job(cell, job_id)
+
     def _run_cell(self, cell: CellFolder) -> int:
         attempt, started = cell.next_attempt().number, time.time()
-        write_status(cell, Status(RUNNING, attempt, started=started))
+        write_status(cell, Status(RUNNING, attempt, started=started, restarts=restarts()))
         # A session of its own, so that a signal reaches all that the script started.
         self.process = subprocess.Popen(
             ["bash", str(cell.script)],
@@ -70,12 +79,9 @@ class Supervisor:
             self._stop(self.signal_number, None)
         code = self.process.wait()
         self.process = None
-        if self.signal_number:
-            reason = signal.Signals(self.signal_number).name
-            status = Status(CANCELLED, attempt, reason, code, started, time.time())
-        else:
-            status = ended(cell, attempt, started, code)
-        write_status(cell, status)
+        # Told to stop, it may have got to its end all the same.
+        told = signal.Signals(self.signal_number).name if self.signal_number and code else ""
+        write_status(cell, ended(cell, attempt, started, code, told))
         return code
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

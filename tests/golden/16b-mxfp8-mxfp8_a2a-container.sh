@@ -147,7 +147,11 @@ export LOG_RANK
 export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
 mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
 if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
-  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
+  # Told to stop, bash would end with the status of whatever came before, which is mostly 0.
+  TOLD=""
+  trap 'TOLD=SIGTERM; exit 143' TERM
+  trap 'TOLD=SIGINT; exit 130' INT
+  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$? --signal="${TOLD}"' EXIT
 fi
 
 # The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
