@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ class Supervisor:
         self.signal_number = 0
 
     def __call__(self) -> None:
-        """Run the cells; raises JobError where one failed, so that the job fails as well."""
+        """Run the cells and exit with status 0; JobError where one failed: the job fails as well."""
         # `cancel` and Slurm's end of a job come as SIGTERM.
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
@@ -58,6 +59,9 @@ class Supervisor:
                 failed.append(cell.name)
         if failed:
             raise JobError(f"failed: {', '.join(failed)}")
+        # Returning, submitit would write down that nothing was returned. Nobody reads it, and on a
+        # full disk the job would fail of it.
+        sys.exit(0)
 
     def _note_job(self) -> None:
         """Note the job where its submitter was killed before it could."""
