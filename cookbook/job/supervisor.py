@@ -44,7 +44,7 @@ class Supervisor:
         self.signal_number = 0
 
     def __call__(self) -> None:
-        """Run the cells and exit with status 0; JobError where one failed: the job fails as well."""
+        """Run the cells, then exit with status 0; JobError where one failed: the job fails too."""
         # `cancel` and Slurm's end of a job come as SIGTERM.
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
@@ -83,8 +83,8 @@ class Supervisor:
             self._stop(self.signal_number, None)
         code = self.process.wait()
         self.process = None
-        # Told to stop, it may have got to its end all the same.
-        told = signal.Signals(self.signal_number).name if self.signal_number and code else ""
+        # Told to stop, it may end well, at a checkpoint: that is no end of the cell.
+        told = signal.Signals(self.signal_number).name if self.signal_number else ""
         write_status(cell, ended(cell, attempt, started, code, told))
         return code
 
