@@ -254,3 +254,43 @@ def killed_after_sbatch(profile: Path) -> None:
 
     with patch.object(executor, "sbatch", answered):
         submit_run(run, cells)
+
+
+def test_a_restart_of_slurmctld_ends_no_watcher_and_no_report(
+    small: SlurmCluster, cell: Cell
+) -> None:
+    run = started(cell, "sleep 50\n")
+    until(lambda: only(run).state == "running", 30)
+    words = [sys.executable, str(ROOT / "submit.py")]
+    watcher = subprocess.Popen(
+        [*words, "status", run.name, "--watch"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        small.kill_controller()
+        try:
+            found = only(run)
+            assert (found.state, found.is_known) == ("running", False)
+            report = subprocess.run([*words, "report", run.name], capture_output=True, text=True)
+            assert report.returncode == 0 and "Slurm does not answer" in report.stdout
+            assert watcher.poll() is None
+        finally:
+            small.start_controller()
+        shown, _ = watcher.communicate(timeout=120)
+        assert watcher.returncode == 0, shown
+        assert "cell-0: finished" in shown and "Traceback" not in shown
+    finally:
+        watcher.kill()
+        watcher.communicate()
+
+
+def test_a_job_of_another_user_is_seen(small: SlurmCluster, cell: Cell) -> None:
+    others = Words({"hold": True, "uid": "65534"})
+    run = started(replace(cell, cluster=replace(cell.cluster, sbatch=others)), "sleep 300\n")
+    job = job_of(run)
+    assert (small.job_field(job, "UserId") or "").endswith("(65534)")
+    assert said(run) == ("queued", "JobHeldUser")
+    small.run("scancel", job)
+    assert said(run) == ("cancelled", None)

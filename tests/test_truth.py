@@ -132,6 +132,27 @@ def test_a_state_follows_from_both_and_stays_when_slurm_forgets(
         assert only(run) == found
 
 
+def test_accounting_does_not_word_an_end_anew(slurm: Slurm, run: Run) -> None:
+    slurm.says("TIMEOUT", "TimeLimit")
+    found = only(run)
+    slurm.forgets()
+    sacct = Path(slurm.path) / "sacct"
+    sacct.write_text("#!/bin/sh\necho '4711|TIMEOUT|0:0'\n")
+    sacct.chmod(0o755)
+    assert only(run) == found
+
+
+def test_a_users_own_squeue_settings_hide_no_job(
+    slurm: Slurm, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Path(slurm.path) / "squeue"
+    hides = '[[ -z "${SQUEUE_PARTITION:-}" ]] || exit 0\n'
+    program.write_text(program.read_text().replace("cat ", hides + "cat "))
+    monkeypatch.setenv("SQUEUE_PARTITION", "hidden")
+    slurm.says("RUNNING")
+    assert only(run).state == "running"
+
+
 def test_the_end_of_an_earlier_start_is_not_kept(slurm: Slurm, run: Run) -> None:
     slurm.says("FAILED", "NonZeroExitCode")
     assert only(run).state == "failed"

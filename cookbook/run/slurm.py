@@ -15,6 +15,8 @@ WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSP
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED"})
 SUCCEEDED = frozenset({"COMPLETED"})
 STOPPED = frozenset({"CANCELLED"})
+# Of an enclosing job, and a user's own defaults: SQUEUE_PARTITION would hide jobs.
+_OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # Without a width, squeue cuts fields.
 _WIDTH = 64
 
@@ -29,14 +31,14 @@ class JobInfo:
 
 
 def submit_environment() -> dict[str, str]:
-    """The environment without what an enclosing job left in it, which would change the new job.
+    """The environment without what would change a new job, or what is seen of one.
 
     SLURM_CONF says where Slurm is, so it stays.
     """
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "SBATCH_", "SRUN_")) or name == "SLURM_CONF"
+        if not name.startswith(_OTHERS) or name == "SLURM_CONF"
     }
 
 

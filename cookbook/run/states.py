@@ -129,9 +129,10 @@ def _slurm_state(
             return _state(cell, FAILED, _NEVER_SUBMITTED, status, job)
         return _state(cell, status.state, status.reason, status, job)
     info, kept = infos.get(job.job_id), _kept(cell, job, status)
-    if info is None and kept is not None:
+    if kept is not None and (info is None or _is_same_end(info, kept)):
+        # Accounting words the reason otherwise than the controller did.
         info = kept
-    elif info is not None and info != kept and info.state not in slurm.WAITING | slurm.ACTIVE:
+    elif info is not None and info.state not in slurm.WAITING | slurm.ACTIVE:
         # A full disk, or a colleague's run.
         with contextlib.suppress(OSError):
             write_end(cell, End(job.job_id, info.restarts, info.state, info.reason))
@@ -160,6 +161,10 @@ def _kept(cell: CellFolder, job: Job, status: Status) -> slurm.JobInfo | None:
     if end is None or end.job_id != job.job_id or end.restarts < status.restarts:
         return None
     return slurm.JobInfo(end.state, end.reason, end.restarts)
+
+
+def _is_same_end(info: slurm.JobInfo, kept: slurm.JobInfo) -> bool:
+    return info.state == kept.state and info.restarts <= kept.restarts
 
 
 def _by_slurm(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
