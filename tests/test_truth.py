@@ -14,6 +14,7 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.job.stop import stopped_as
+from cookbook.run import states
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import CellState, cancel_run, cell_states
 from cookbook.run.status import QUEUED, RUNNING, Status, write_job, write_status
@@ -233,6 +234,32 @@ def test_a_cell_that_nobody_submits_does_not_wait_for_ever(
         submitter.wait()
         found = only(run)
         assert found.state == "failed" and "never submitted" in (found.reason or "")
+
+
+def test_a_job_that_was_not_noted_is_found_by_all(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(tmp_path, "slurm", Status(QUEUED), job=None)
+    batch = run.cells[0].submission
+    batch.parent.mkdir()
+    batch.touch()
+    # What squeue shows is by what it is asked for.
+    program = Path(slurm.path) / "squeue"
+    found = f"[[ \" $* \" != *Command* ]] || {{ echo '4711|{batch.resolve()}|'; exit 0; }}\n"
+    program.write_text(program.read_text().replace("cat ", found + "cat "))
+    slurm.says("PENDING", "Priority")
+
+    def not_theirs(*words: object) -> None:
+        raise PermissionError
+
+    # A colleague, who may not write there, sees it as well.
+    monkeypatch.setattr(states, "write_job", not_theirs)
+    for _ in range(2):
+        assert (only(run).state, only(run).job_id) == ("queued", "4711")
+    assert not run.cells[0].job.exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", f"{slurm.path}:/usr/bin:/bin")
+    assert only(run).job_id == "4711" and run.cells[0].job.exists()
 
 
 def test_a_submitter_elsewhere_is_given_ten_minutes(tmp_path: Path) -> None:

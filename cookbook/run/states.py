@@ -87,30 +87,39 @@ def _slurm_states(run: Run) -> list[CellState]:
     # Asked before it is looked: no submitter at work means that no further job is to come.
     is_open = is_submitting(run.folder)
     infos: Mapping[str, slurm.JobInfo] = {}
-    silence = None
+    silence, lost = None, {}
     try:
-        _find_lost_jobs(run, [cell for cell in unsettled if before[cell][1] is None])
-        infos = slurm.job_infos(job.job_id for cell in unsettled if (job := _read(cell)[1]))
+        lost = _lost_jobs(run, [cell for cell in unsettled if before[cell][1] is None])
+        jobs = [before[cell][1] or lost.get(cell) for cell in unsettled]
+        infos = slurm.job_infos(job.job_id for job in jobs if job)
     except JobError as error:
         silence = str(error)
-    # Read again: the last word that a job wrote before Slurm saw its end is there now.
-    return [_slurm_state(run, cell, *_read(cell), infos, silence, is_open) for cell in run.cells]
+    states = []
+    for cell in run.cells:
+        # Read again: the last word that a job wrote before Slurm saw its end is there now.
+        status, job = _read(cell)
+        job = job or before[cell][1] or lost.get(cell)
+        states.append(_slurm_state(run, cell, status, job, infos, silence, is_open))
+    return states
 
 
 _SETTLED = frozenset({FINISHED, REFUSED})
 
 
-def _find_lost_jobs(run: Run, cells: list[CellFolder]) -> None:
-    """Note the jobs whose submitter was killed before it could: Slurm knows their batch files."""
+def _lost_jobs(run: Run, cells: list[CellFolder]) -> dict[CellFolder, Job]:
+    """The jobs whose submitter was killed before it noted them: Slurm knows their batch files."""
     waiting = [cell for cell in cells if _read(cell)[0].state == QUEUED]
     if not waiting:
-        return
+        return {}
     found = slurm.jobs_by_script([cell.submission for cell in waiting], run.folder.stat().st_uid)
+    jobs = {}
     for cell in waiting:
         if job_id := found.get(cell.submission):
+            jobs[cell] = Job(job_id, cell.submission.stat().st_mtime)
             # In another user's run it can't be noted, and is found again at the next look.
             with contextlib.suppress(OSError):
                 write_job(cell, job_id)
+    return jobs
 
 
 def _slurm_state(
