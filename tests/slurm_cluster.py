@@ -204,6 +204,15 @@ class SlurmCluster:
         self._start_node(name)
         self.wait_idle((name,), timeout)
 
+    def kill_controller(self) -> None:
+        """End slurmctld; jobs go on, and no command gets an answer."""
+        self._kill("slurmctld")
+
+    def start_controller(self) -> None:
+        """Start slurmctld, with the jobs that it knew."""
+        self._spawn("slurmctld", self._on_machine("controller-0", "slurmctld", "-D", "-i"))
+        self._until(self._answers, 20, "slurmctld")
+
     def node_states(self) -> dict[str, str]:
         """Each node's short state, for example `idle`, `alloc`, `down*`."""
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
@@ -249,8 +258,7 @@ class SlurmCluster:
         munged += [f"--seed-file={self.folder}/munge.seed", f"--log-file={self.folder}/log/munged"]
         self._spawn("munged", munged)
         self._until(self._munge_socket.exists, 10, "munged")
-        self._spawn("slurmctld", self._on_machine("controller-0", "slurmctld", "-D", "-i"))
-        self._until(self._answers, 20, "slurmctld")
+        self.start_controller()
         for name in self.node_names:
             self._start_node(name)
         self.wait_idle()

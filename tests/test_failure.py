@@ -29,6 +29,51 @@ def test_the_reason_of_a_hang() -> None:
     assert "ALLTOALL_BASE" in reason
 
 
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
+GLOO += "Timed out waiting 5000ms for recv operation to complete"
+NCCL = "[rank{0}]:[E1120 18:40:01.123456789 ProcessGroupNCCL.cpp:688] [Rank {0}] Watchdog caught "
+NCCL += "collective operation timeout: WorkNCCL(SeqNum=4711, OpType=ALLTOALL_BASE)"
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"),
+    [
+        (
+            "[rank{0}]: Traceback (most recent call last):\n[rank{0}]: RuntimeError: " + GLOO,
+            f"RuntimeError: {GLOO}",
+        ),
+        (NCCL, "Watchdog caught collective operation timeout"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("world", "hung", "expected"),
+    [
+        (4, {2}, "hang: no word from rank 2; rank "),
+        (2, {0}, "hang: no word from rank 0; rank 1: "),
+        (16, {3, 11}, "hang: no word from rank 3, 11; rank "),
+        # Most were ended before they came to speak: who hung is not to be known.
+        (16, set(range(1, 16)), "hang, seen by rank 0: "),
+    ],
+)
+def test_a_hang_is_not_blamed_on_the_rank_that_reports_it(
+    tmp_path: Path, form: str, shown: str, world: int, hung: set[int], expected: str
+) -> None:
+    victims = [rank for rank in range(world) if rank not in hung]
+    for rank in range(world):
+        # Eight ranks a node; which node has which ranks does not follow from torchrun's folders.
+        folder = tmp_path / f"ranks/4711_0_{'ab'[rank // 8]}/attempt_0/{rank % 8}"
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text("step: 1\n")
+        said = form.format(rank) if rank in victims else "a warning\n"
+        (folder / "stderr.log").write_text(said + "\n")
+    first = f"  rank : {victims[0]} (local_rank: {victims[0] % 8})"
+    summary = ["Root Cause (first observed failure):", first]
+    shows_0 = f"[rank0]:{form.format(0)}\n" if 0 in victims else ""
+    (tmp_path / "train.log").write_text(shows_0 + "\n".join(summary) + "\n  exitcode : 1\n====\n")
+    reason = find_reason(tmp_path)
+    assert reason is not None and reason.startswith(expected) and shown[:40] in reason
+
+
 def test_a_good_log_gives_no_reason(tmp_path: Path) -> None:
     assert find_reason(LOGS / "tp1_16b_colour.log") is None
     assert find_reason(tmp_path) is None

@@ -21,6 +21,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
+from cookbook.run.submitting import mark_submitting
 
 LOGS = Path(__file__).parent / "logs"
 PP = "parallelism.pipeline_parallel_degree"
@@ -266,6 +267,18 @@ def test_what_cannot_be_compared_has_no_speedup(
     assert run.collect().cells[1].speedup is None
 
 
+@pytest.mark.parametrize("state", ["failed", "cancelled", "running", "queued"])
+@pytest.mark.parametrize("name", ["base", "other"])
+def test_only_cells_that_finished_have_a_speedup(run: Run, name: str, state: str) -> None:
+    log = metrics_line(1) + metrics_line(2)
+    for cell in ("base", "other"):
+        run.add(cell, log, state=state if cell == name else "finished")
+    base, other = run.collect().cells
+    assert (base.speedup, other.speedup) == (None if name == "base" else 1.0, None)
+    # What was measured is still shown.
+    assert other.tokens_per_second_per_gpu == 100
+
+
 def test_no_baseline_throughput_no_speedup(run: Run) -> None:
     run.add("base", state="failed")
     run.add("other", metrics_line(1) + metrics_line(2))
@@ -359,6 +372,7 @@ def test_a_reason_is_not_said_twice(run: Run) -> None:
 
 def test_cells_that_never_ran_appear(run: Run) -> None:
     run.add("queued", state="queued")
+    mark_submitting(run.folder)
     run.add("refused", state=None, refused="needs SM100", emulated=True)
     run.add("unknown", state=None)
     run.add("gone")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT, runs_folder
 from cookbook.cells.cell import Cell
+from cookbook.run import status as run_status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import find_run, read_run, run_names
@@ -226,6 +229,21 @@ def test_status_and_job_read_back(tmp_path: Path) -> None:
     write_job(cell, "4711")
     job = read_job(cell)
     assert job is not None and job.job_id == "4711" and job.queued > 1e9
+
+
+def test_the_last_word_is_whole_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = CellFolder(tmp_path)
+    write_status(cell, Status(FAILED, 3, "a long reason, longer than all that comes after", 1))
+
+    def is_full(*words: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(cell.status))
+
+    monkeypatch.setattr(run_status, "write_whole", is_full)
+    for status in (Status(QUEUED), Status(FAILED, 4, "another")):
+        write_status(cell, status)
+        assert read_status(cell) == status
 
 
 def test_attempts_are_in_order_and_the_next_one_follows(tmp_path: Path) -> None:

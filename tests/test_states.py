@@ -6,8 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from cookbook.run.processes import local_job_lives
 from cookbook.run.run import Run, RunRecord
-from cookbook.run.states import local_job_lives
 
 
 def test_a_process_lives_from_its_first_moment_to_its_last(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.run.run import read_run
+from cookbook.run.submitting import mark_submitting
 from cookbook.verbs.progress import CellProgress
 from cookbook.verbs.watch import Watcher
 from tests.test_results import Run, metrics_line
@@ -39,7 +40,9 @@ def test_the_newest_attempt_on_the_rank_with_the_loss_counts(tmp_path: Path) -> 
 
 def test_a_cell_without_a_log_or_a_record_is_shown(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    (run.add("a", state="queued") / "cell.yaml").write_text("[")
+    folder = run.add("a", state="queued")
+    (folder / "cell.yaml").write_text("[")
+    mark_submitting(run.folder)
     found = _only(_watcher(run))
     assert (found.state, found.step, found.total_steps, found.phase) == ("queued", None, None, None)
 

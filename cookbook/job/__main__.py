@@ -1,7 +1,7 @@
 """What the rendered scripts call.
 
     python -m cookbook.job begin CELL_FOLDER --cell NAME ... -- WORDS -- WORDS OF THE SBATCH LINE
-    python -m cookbook.job end CELL_FOLDER --exit-status N
+    python -m cookbook.job end CELL_FOLDER --exit-status N --signal NAME
 
 Environment: COOKBOOK_SUPERVISED where a supervisor notes the run; COOKBOOK_CHECK where `begin` is
 to end with its verdict, before anything is written (`submit.py check-line` sets it).
@@ -37,12 +37,13 @@ def main(words: Sequence[str]) -> int:
     ended = commands.add_parser("end")
     ended.add_argument("folder", type=Path)
     ended.add_argument("--exit-status", type=int, required=True)
+    ended.add_argument("--signal", default="", help="that the script was told to stop with")
     # argparse would take TorchTitan's words for its own.
     own, train, line = _parts(words)
     arguments = parser.parse_args(own)
     folder = CellFolder(arguments.folder)
     if arguments.command == "end":
-        end(folder, arguments.exit_status)
+        end(folder, arguments.exit_status, arguments.signal)
         return 0
     start = Start(
         folder=folder,

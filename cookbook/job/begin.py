@@ -23,6 +23,7 @@ from cookbook.cells.resolve import published_number
 from cookbook.cells.rules.here import missing_here
 from cookbook.cells.rules.refusals import refusals
 from cookbook.job.resume import find_checkpoint, prepare
+from cookbook.job.stop import stopped_as
 from cookbook.log.failure import find_reason
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
@@ -136,7 +137,7 @@ def _note(folder: CellFolder, cell: Cell, attempt: int) -> None:
         )
     job_id = os.environ.get("SLURM_JOB_ID")
     _recorded(folder, cell, attempt).write(folder.record)
-    write_status(folder, Status(RUNNING, attempt, started=time.time()))
+    write_status(folder, Status(RUNNING, attempt, started=time.time(), restarts=restarts()))
     if job_id:
         write_job(folder, job_id)
     if not is_run(run):
@@ -172,16 +173,36 @@ def note_refusal(folder: CellFolder, reason: str) -> None:
     write_status(folder, replace(status, state=FAILED, reason=reason))
 
 
-def end(folder: CellFolder, exit_code: int) -> None:
-    """Note how the script ended."""
+def end(folder: CellFolder, exit_code: int, signal_name: str = "") -> None:
+    """Note how the script ended, and the signal that it was told to stop with."""
     status = read_status(folder)
-    write_status(folder, ended(folder, status.attempt, status.started, exit_code))
+    write_status(folder, ended(folder, status.attempt, status.started, exit_code, signal_name))
 
 
-def ended(folder: CellFolder, attempt: int, started: float | None, exit_code: int) -> Status:
-    """The last status of an attempt, by how its script ended and what it said."""
+def restarts() -> int:
+    """How often Slurm has requeued this job."""
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isascii() and count.isdecimal() else 0
+
+
+def ended(
+    folder: CellFolder,
+    attempt: int,
+    started: float | None,
+    exit_code: int,
+    signal_name: str = "",
+) -> Status:
+    """The last status of an attempt, by how its script ended and what it said.
+
+    Args:
+        signal_name: the signal that it was told to stop with, such as SIGTERM; empty for none.
+    """
+    last = Status(FINISHED, attempt, None, exit_code, started, time.time(), restarts())
+    if signal_name:
+        state, reason = stopped_as(signal_name, started)
+        return replace(last, state=state, reason=reason)
     if exit_code == 0:
-        return Status(FINISHED, attempt, None, 0, started, time.time())
+        return last
     reason = f"exit status {exit_code}"
     if exit_code < 0:
         reason = f"ended by {signal.Signals(-exit_code).name}"
@@ -191,4 +212,4 @@ def ended(folder: CellFolder, attempt: int, started: float | None, exit_code: in
         reason = noted.reason
     elif logs and (found := find_reason(logs[0])):
         reason = found
-    return Status(FAILED, attempt, reason, exit_code, started, time.time())
+    return replace(last, state=FAILED, reason=reason)

@@ -10,13 +10,14 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 from cookbook.base.errors import JobError
-from cookbook.job.begin import ended
+from cookbook.job.begin import ended, restarts
 from cookbook.run.folder import CellFolder
 from cookbook.run.status import (
     CANCELLED,
@@ -25,6 +26,7 @@ from cookbook.run.status import (
     RUNNING,
     Status,
     read_status,
+    write_job,
     write_status,
 )
 
@@ -42,10 +44,11 @@ class Supervisor:
         self.signal_number = 0
 
     def __call__(self) -> None:
-        """Run the cells; raises JobError where one failed, so that the job fails as well."""
+        """Run the cells, then exit with status 0; JobError where one failed: the job fails too."""
         # `cancel` and Slurm's end of a job come as SIGTERM.
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
+        self._note_job()
         failed = []
         for cell in [CellFolder(Path(folder)) for folder in self.folders]:
             if read_status(cell).state in (FINISHED, REFUSED):
@@ -56,10 +59,20 @@ class Supervisor:
                 failed.append(cell.name)
         if failed:
             raise JobError(f"failed: {', '.join(failed)}")
+        # Returning, submitit would write down that nothing was returned. Nobody reads it, and on a
+        # full disk the job would fail of it.
+        sys.exit(0)
+
+    def _note_job(self) -> None:
+        """Note the job where its submitter was killed before it could."""
+        job_id = os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID")
+        for cell in [CellFolder(Path(folder)) for folder in self.folders]:
+            if job_id and not cell.job.exists():
+                write_job(cell, job_id)
 
     def _run_cell(self, cell: CellFolder) -> int:
         attempt, started = cell.next_attempt().number, time.time()
-        write_status(cell, Status(RUNNING, attempt, started=started))
+        write_status(cell, Status(RUNNING, attempt, started=started, restarts=restarts()))
         # A session of its own, so that a signal reaches all that the script started.
         self.process = subprocess.Popen(
             ["bash", str(cell.script)],
@@ -70,12 +83,9 @@ class Supervisor:
             self._stop(self.signal_number, None)
         code = self.process.wait()
         self.process = None
-        if self.signal_number:
-            reason = signal.Signals(self.signal_number).name
-            status = Status(CANCELLED, attempt, reason, code, started, time.time())
-        else:
-            status = ended(cell, attempt, started, code)
-        write_status(cell, status)
+        # Told to stop, it may end well, at a checkpoint: that is no end of the cell.
+        told = signal.Signals(self.signal_number).name if self.signal_number else ""
+        write_status(cell, ended(cell, attempt, started, code, told))
         return code
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cookbook.log.hang import TIMED_OUT, silent_ranks
 from cookbook.log.text import ESCAPES, RANK, blocks, plain_text
 
 _MAX_CHARACTERS = 240
@@ -134,6 +135,10 @@ def find_reason(path: Path) -> str | None:
         key=lambda item: (item[1].weight, item[0] if item[1].weight == _SCRIPT else -item[0]),
     )
     text = f"rank {best.rank}: {best.text}" if best.rank is not None else best.text
+    if TIMED_OUT.search(best.text):
+        silent = ", ".join(map(str, silent_ranks(log.parent)))
+        # Who reports a time-out is the victim of a rank that did not come.
+        text = f"hang: no word from rank {silent}; {text}" if silent else f"hang, seen by {text}"
     return plain_text(text, _MAX_CHARACTERS)
 
 

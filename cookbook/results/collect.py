@@ -9,8 +9,8 @@ How the figures are made:
 - Memory is the peak over all ranks, steps and attempts.
 - A resumed attempt goes back to its checkpoint, so its first step replaces that step and all
   later ones of the attempts before it.
-- Speed-up needs a baseline cell of the same recipe and device with a throughput, and no emulated
-  numerics on either side.
+- Speed-up needs a baseline cell of the same recipe and device with a throughput. Both must have
+  finished, without emulated numerics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cookbook.run.record import CellRecord, read_record
 from cookbook.run.resumption import Resumption, read_resumptions
 from cookbook.run.run import Run, RunRecord
 from cookbook.run.states import CellState
-from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json
+from cookbook.run.status import FAILED, FINISHED, REFUSED, UNKNOWN, read_json
 
 _EMULATED_REASON = "emulated numerics: the throughput says nothing about real MXFP8"
 _REFERENCE_REASON = "attention by a reference: the throughput says nothing about FlashAttention-4"
@@ -111,7 +111,9 @@ def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
             continue
         device = settings[baseline.name].device
         comparable = cell.recipe == baseline.recipe and setting.device == device
-        if comparable and not cell.emulated and not baseline.emulated:
+        # The median of a few steps is no result: a cell that failed may have been slow, or broken.
+        measured = cell.status == FINISHED == baseline.status
+        if comparable and measured and not cell.emulated and not baseline.emulated:
             speedup = _ratio(cell.tokens_per_second_per_gpu, baseline.tokens_per_second_per_gpu)
             cells[position] = replace(cell, speedup=speedup)
         settings[cell.name] = replace(

@@ -1,6 +1,6 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
-<cell>/cell.yaml, train.sh, status.json, job.json, job/, checkpoint/, checkpoint-damaged/
+<cell>/cell.yaml, train.sh, status.json, job.json, end.json, job/, checkpoint/, checkpoint-damaged/
        attempt-<k>/train.log, train.sh, environment.json, resume.json, ranks/, tb/, profile_traces/
 """
 
@@ -88,13 +88,23 @@ class CellFolder:
 
     @property
     def job(self) -> Path:
-        """The job's id; written by the one who submits it alone."""
+        """The job's id; written by the one who submits it, and by the job where that failed."""
         return self.path / "job.json"
+
+    @property
+    def end(self) -> Path:
+        """How Slurm said that the job ended; written by whoever saw it, since Slurm forgets."""
+        return self.path / "end.json"
 
     @property
     def job_files(self) -> Path:
         """submitit's files, and what the batch step printed."""
         return self.path / "job"
+
+    @property
+    def submission(self) -> Path:
+        """The batch file, by which Slurm knows the job where its id was not noted."""
+        return self.job_files / "submission.sh"
 
     def attempts(self) -> list[Attempt]:
         """The attempts so far, in order."""

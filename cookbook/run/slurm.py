@@ -15,26 +15,30 @@ WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSP
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED"})
 SUCCEEDED = frozenset({"COMPLETED"})
 STOPPED = frozenset({"CANCELLED"})
+# Of an enclosing job, and a user's own defaults: SQUEUE_PARTITION would hide jobs.
+_OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
+# Without a width, squeue cuts fields.
+_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job's state, in Slurm's words, and why it is in it; `exit_code` where it has ended."""
+    """A job's state and why it is in it, in Slurm's words, and how often it was requeued."""
 
     state: str
     reason: str
-    nodes: str = ""
+    restarts: int = 0
 
 
 def submit_environment() -> dict[str, str]:
-    """The environment without what an enclosing job left in it, which would change the new job.
+    """The environment without what would change a new job, or what is seen of one.
 
     SLURM_CONF says where Slurm is, so it stays.
     """
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "SBATCH_", "SRUN_")) or name == "SLURM_CONF"
+        if not name.startswith(_OTHERS) or name == "SLURM_CONF"
     }
 
 
@@ -76,20 +80,44 @@ def job_infos(job_ids: Iterable[str]) -> dict[str, JobInfo]:
     return infos
 
 
+def jobs_by_script(scripts: Iterable[Path], uid: int) -> dict[Path, str]:
+    """The newest job of each of these batch files, among the jobs of the user `uid`."""
+    named = {str(script.resolve()): script for script in scripts}
+    lines = _squeue(f"--user={uid}", f"--Format=JobID:{_WIDTH}|,Command:4096|")
+    found: dict[Path, str] = {}
+    for job_id, command in sorted(lines, key=lambda line: int(line[0])):
+        if command in named:
+            found[named[command]] = job_id
+    return found
+
+
+def is_own(folder: Path) -> bool:
+    """Whether jobs that this user may always see belong to the run in `folder`."""
+    return os.getuid() in (0, folder.stat().st_uid)
+
+
 def _from_squeue(wanted: set[str]) -> dict[str, JobInfo]:
-    # All of the user's jobs at once: an id that squeue forgot is an error for all the others.
-    answer = _run(["squeue", "--me", "--states=all", "--noheader", "--format=%i|%T|%r|%N"])
-    if answer.returncode:
+    # By id and not by user: a colleague's run is to be seen as well.
+    fields = ",".join(f"{name}:{_WIDTH}|" for name in ("JobID", "State", "Reason", "RestartCnt"))
+    lines = _squeue(f"--jobs={','.join(sorted(wanted))}", f"--Format={fields}")
+    return {
+        job_id: JobInfo(state, "" if reason == "None" else reason, int(restarts))
+        for job_id, state, reason, restarts in lines
+        if job_id in wanted
+    }
+
+
+def _squeue(*options: str) -> list[list[str]]:
+    """The fields of each job that squeue shows."""
+    answer = _run(["squeue", "--states=all", "--noheader", *options])
+    # Of one id that it forgot, squeue makes an error; of one among several, nothing.
+    if answer.returncode and "Invalid job id" not in answer.stderr:
         raise JobError(
             f"squeue: {answer.stderr.strip() or 'no answer'}; the cluster's state is not known now"
         )
-    infos = {}
-    for line in answer.stdout.splitlines():
-        job_id, _, rest = line.partition("|")
-        if job_id in wanted and rest.count("|") >= 2:
-            state, reason, nodes = rest.split("|", 2)
-            infos[job_id] = JobInfo(state, "" if reason == "None" else reason, nodes)
-    return infos
+    return [
+        [field.strip() for field in line.split("|")[:-1]] for line in answer.stdout.splitlines()
+    ]
 
 
 def _from_sacct(wanted: set[str]) -> dict[str, JobInfo]:

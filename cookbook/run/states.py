@@ -1,21 +1,19 @@
-"""The state of each cell of a run: from its status file and from what the scheduler knows.
+"""The state of each cell of a run: derived here alone, from its files and from the scheduler.
 
-Neither alone is enough: a job that was killed wrote no last word, and Slurm forgets a finished job
-after minutes where accounting is off.
+Neither is enough: a job that was killed wrote no last word, and Slurm forgets a finished job after
+minutes where accounting is off. So an end that Slurm tells is kept in the cell's folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, JobError
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
+from cookbook.run.processes import local_job_lives, run_processes, stop_processes, trains
 from cookbook.run.run import Run
 from cookbook.run.status import (
     CANCELLED,
@@ -27,16 +25,25 @@ from cookbook.run.status import (
     REFUSED,
     RUNNING,
     UNKNOWN,
+    End,
     Job,
     Status,
+    read_end,
     read_job,
     read_status,
+    write_end,
+    write_job,
 )
+from cookbook.run.submitting import is_submitting
 
 
 @dataclass(frozen=True)
 class CellState:
-    """The state of a cell and why; `started` and `ended` in seconds since the epoch."""
+    """The state of a cell and why; `started` and `ended` in seconds since the epoch.
+
+    Attributes:
+        is_known: False where Slurm did not answer, so that this is only the job's own last word.
+    """
 
     cell: str
     state: str
@@ -45,20 +52,19 @@ class CellState:
     attempt: int
     started: float | None
     ended: float | None
+    is_known: bool = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the cell has ended for good, for all that can be known."""
+        return self.state not in OPEN and self.is_known
 
 
 def cell_states(run: Run) -> list[CellState]:
     """The state of every cell of `run`, in its order."""
-    records = {cell: _read(cell) for cell in run.cells}
-    open_jobs = [
-        job.job_id
-        for status, job in records.values()
-        if job is not None and status.state not in (FINISHED, REFUSED)
-    ]
     if run.scheduler == "slurm":
-        infos = slurm.job_infos(open_jobs)
-        return [_slurm_state(cell, *record, infos) for cell, record in records.items()]
-    return [_local_state(run, cell, *record) for cell, record in records.items()]
+        return _slurm_states(run)
+    return [_local_state(run, cell, *_read(cell)) for cell in run.cells]
 
 
 def _read(cell: CellFolder) -> tuple[Status, Job | None]:
@@ -73,43 +79,148 @@ def _read(cell: CellFolder) -> tuple[Status, Job | None]:
         return replace(status, reason=status.reason or str(error)), None
 
 
+def _slurm_states(run: Run) -> list[CellState]:
+    before = {cell: _read(cell) for cell in run.cells}
+    unsettled = [cell for cell, (status, _) in before.items() if status.state not in _SETTLED]
+    if not unsettled:
+        return [_state(cell, s.state, s.reason, s, job) for cell, (s, job) in before.items()]
+    # Asked before it is looked: no submitter at work means that no further job is to come.
+    is_open = is_submitting(run.folder)
+    infos: Mapping[str, slurm.JobInfo] = {}
+    silence, lost = None, {}
+    try:
+        lost = _lost_jobs(run, [cell for cell in unsettled if before[cell][1] is None])
+        jobs = [before[cell][1] or lost.get(cell) for cell in unsettled]
+        infos = slurm.job_infos(job.job_id for job in jobs if job)
+    except JobError as error:
+        silence = str(error)
+    states = []
+    for cell in run.cells:
+        # Read again: the last word that a job wrote before Slurm saw its end is there now.
+        status, job = _read(cell)
+        job = job or before[cell][1] or lost.get(cell)
+        states.append(_slurm_state(run, cell, status, job, infos, silence, is_open))
+    return states
+
+
+_SETTLED = frozenset({FINISHED, REFUSED})
+
+
+def _lost_jobs(run: Run, cells: list[CellFolder]) -> dict[CellFolder, Job]:
+    """The jobs whose submitter was killed before it noted them: Slurm knows their batch files."""
+    waiting = [cell for cell in cells if _read(cell)[0].state == QUEUED]
+    if not waiting:
+        return {}
+    found = slurm.jobs_by_script([cell.submission for cell in waiting], run.folder.stat().st_uid)
+    jobs = {}
+    for cell in waiting:
+        if job_id := found.get(cell.submission):
+            jobs[cell] = Job(job_id, cell.submission.stat().st_mtime)
+            # In another user's run it can't be noted, and is found again at the next look.
+            with contextlib.suppress(OSError):
+                write_job(cell, job_id)
+    return jobs
+
+
 def _slurm_state(
-    cell: CellFolder, status: Status, job: Job | None, infos: Mapping[str, slurm.JobInfo]
+    run: Run,
+    cell: CellFolder,
+    status: Status,
+    job: Job | None,
+    infos: Mapping[str, slurm.JobInfo],
+    silence: str | None,
+    is_submitted: bool,
 ) -> CellState:
-    state, reason = status.state, status.reason
-    info = infos.get(job.job_id) if job else None
-    if state in (FINISHED, REFUSED) or job is None:
-        pass
-    elif info is None:
-        if state in OPEN:
-            state = FAILED
-            reason = f"job {job.job_id} is gone, and neither Slurm nor the job said how it ended"
-    elif info.state in slurm.WAITING:
-        state, reason = QUEUED, info.reason
-    elif info.state in slurm.ACTIVE:
-        state = state if state in ENDED else RUNNING
-    elif info.state in slurm.STOPPED:
-        state, reason = CANCELLED, None
-    elif info.state in slurm.SUCCEEDED:
+    if status.state in _SETTLED:
+        return _state(cell, status.state, status.reason, status, job)
+    if job is None:
+        if status.state == QUEUED and silence is None and not is_submitted:
+            return _state(cell, FAILED, _NEVER_SUBMITTED, status, job)
+        return _state(cell, status.state, status.reason, status, job)
+    info, kept = infos.get(job.job_id), _kept(cell, job, status)
+    if kept is not None and (info is None or _is_same_end(info, kept)):
+        # Accounting words the reason otherwise than the controller did.
+        info = kept
+    elif info is not None and info.state not in slurm.WAITING | slurm.ACTIVE:
+        # A full disk, or a colleague's run.
+        with contextlib.suppress(OSError):
+            write_end(cell, End(job.job_id, info.restarts, info.state, info.reason))
+    if info is not None:
+        return _state(cell, *_by_slurm(status, info), status, job)
+    if silence is not None:
+        words = f"Slurm does not answer ({silence}); this is the job's own last word"
+        reason = "; ".join(filter(None, [status.reason, words]))
+        return replace(_state(cell, status.state, reason, status, job), is_known=False)
+    if status.state not in OPEN:
+        return _state(cell, status.state, status.reason, status, job)
+    if not slurm.is_own(run.folder):
+        # Slurm may hide the jobs of others.
+        reason = f"Slurm shows no job {job.job_id} of the run's owner; the job said {status.state}"
+        return _state(cell, UNKNOWN, reason, status, job)
+    reason = f"job {job.job_id} is gone, and neither Slurm nor the job said how it ended"
+    return _state(cell, FAILED, reason, status, job)
+
+
+_NEVER_SUBMITTED = "never submitted: submit.py was ended before it came to this cell; start it anew"
+
+
+def _kept(cell: CellFolder, job: Job, status: Status) -> slurm.JobInfo | None:
+    """The end of this job that somebody saw; None where the job has written since, requeued."""
+    end = read_end(cell)
+    if end is None or end.job_id != job.job_id or end.restarts < status.restarts:
+        return None
+    return slurm.JobInfo(end.state, end.reason, end.restarts)
+
+
+def _is_same_end(info: slurm.JobInfo, kept: slurm.JobInfo) -> bool:
+    return info.state == kept.state and info.restarts <= kept.restarts
+
+
+def _by_slurm(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
+    """The state and its reason; what the job wrote before it was requeued is of no account."""
+    said = status if info.restarts <= status.restarts else replace(status, state=QUEUED)
+    if info.state in slurm.WAITING:
+        return QUEUED, info.reason
+    if info.state == "COMPLETING" and said is not status:
+        return QUEUED, "requeued"
+    if info.state in slurm.ACTIVE:
+        # An end is one when Slurm has seen it too: until then the job may be requeued.
+        return RUNNING, "Slurm: COMPLETING" if said.state in ENDED else None
+    if info.state in slurm.STOPPED:
+        return CANCELLED, None
+    if info.state in slurm.SUCCEEDED:
         # The script's exit status is the job's: its last word may only not have been written.
-        state, reason = FINISHED, None
-    else:
-        # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows better than the job why it was ended.
-        known = state == FAILED and info.state == "FAILED"
-        reason = reason if known else " ".join(["Slurm:", info.state, info.reason]).strip()
-        state = FAILED
-    return _state(cell, state, reason, status, job)
+        return FINISHED, None
+    if said.state == FAILED and info.state == "FAILED" and said.reason:
+        return FAILED, said.reason
+    # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows better than the job why it was ended.
+    return FAILED, " ".join(["Slurm:", info.state, info.reason]).strip()
 
 
 def _local_state(run: Run, cell: CellFolder, status: Status, job: Job | None) -> CellState:
     state, reason = status.state, status.reason
     if state in OPEN and job is not None and not local_job_lives(run, job.job_id):
+        left = run_processes(run)
         # The last word may have come between the two looks.
         status, _ = _read(cell)
         state, reason = status.state, status.reason
-        if state in OPEN:
+        training = [one for one in left if trains(one, cell)]
+        if state in OPEN and any(one.is_supervisor for one in left):
+            pass
+        elif state in OPEN and training:
+            reason = (
+                f"process {job.job_id} was killed, {len(training)} of its processes go on; "
+                f"stop them: python submit.py cancel {run.name}"
+            )
+        elif state in OPEN:
             state = FAILED
             reason = f"process {job.job_id} is gone: killed, or the machine was restarted"
+    elif state == QUEUED and job is None and not is_submitting(run.folder):
+        # The mark goes after the last job was noted, which may have been since the look.
+        status, job = _read(cell)
+        state, reason = status.state, status.reason
+        if state == QUEUED and job is None:
+            state, reason = FAILED, _NEVER_SUBMITTED
     return _state(cell, state, reason, status, job)
 
 
@@ -127,29 +238,18 @@ def _state(
     )
 
 
-def local_job_lives(run: Run, job_id: str) -> bool:
-    """Whether the process still runs this very run, and not something else under the same id."""
-    process = Path("/proc") / job_id
-    try:
-        command = (process / "cmdline").read_bytes()
-        if not command:
-            # One that has just been started has no words yet; one that has ended, none any more.
-            return (process / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-    return os.fsencode(run.folder.resolve()) in command
-
-
 def cancel_run(run: Run) -> list[str]:
-    """Ask the scheduler to stop what still waits or runs; the names of those cells."""
-    active = [state for state in cell_states(run) if state.state not in ENDED and state.job_id]
+    """Ask the scheduler to stop what still waits or runs; the names of those cells.
+
+    Raises:
+        JobError: Slurm does not answer, so nothing may have been stopped.
+    """
+    active = [state for state in cell_states(run) if not state.has_ended and state.job_id]
     jobs = sorted({state.job_id for state in active if state.job_id})
     if run.scheduler == "slurm":
         if jobs:
             slurm.scancel(jobs)
     else:
         for job_id in jobs:
-            # It may have ended since the look.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(job_id), signal.SIGTERM)
+            stop_processes(run, job_id)
     return [state.cell for state in active]

@@ -1,7 +1,11 @@
-"""A cell's two small files: the job writes `status.json`, its submitter `job.json`."""
+"""A cell's small files: the job writes `status.json`, its submitter `job.json`.
+
+Whoever sees the job's end in Slurm writes `end.json`, since Slurm forgets.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -35,6 +39,8 @@ class Status:
     exit_code: int | None = None
     started: float | None = None
     ended: float | None = None
+    restarts: int = 0
+    """How often Slurm had requeued the job when it wrote this."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,16 @@ class Job:
 
     job_id: str
     queued: float
+
+
+@dataclass(frozen=True)
+class End:
+    """How Slurm said that a job ended, in its words, after so many requeues."""
+
+    job_id: str
+    restarts: int
+    state: str
+    reason: str
 
 
 def read_status(cell: CellFolder) -> Status:
@@ -55,6 +71,7 @@ def read_status(cell: CellFolder) -> Status:
         "exit_code": (int, type(None)),
         "started": _Number,
         "ended": _Number,
+        "restarts": (int,),
     }
     known = {name: value for name, value in content.items() if name in allowed}
     for name, value in known.items():
@@ -68,8 +85,17 @@ def read_status(cell: CellFolder) -> Status:
 
 
 def write_status(cell: CellFolder, status: Status) -> None:
-    """Write the cell's status."""
-    write_whole(cell.status, json.dumps(asdict(status), indent=1) + "\n")
+    """Write the cell's status, also where the disk is full: the last word must not be lost."""
+    text = json.dumps(asdict(status), indent=1) + "\n"
+    try:
+        write_whole(cell.status, text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # The old file has its block already. One write of a few hundred bytes, then the cut.
+        with cell.status.open("r+b", buffering=0) as file:
+            file.write(text.encode())
+            file.truncate()
 
 
 def read_job(cell: CellFolder) -> Job | None:
@@ -88,6 +114,23 @@ def read_job(cell: CellFolder) -> Job | None:
 def write_job(cell: CellFolder, job_id: str) -> None:
     """Note that the cell was submitted as `job_id`, now."""
     write_whole(cell.job, json.dumps(asdict(Job(job_id, time.time()))) + "\n")
+
+
+def read_end(cell: CellFolder) -> End | None:
+    """How the cell's job was last seen to have ended; None where nobody saw it."""
+    try:
+        content = read_json(cell.end)
+        end = End(**{name: content[name] for name in ("job_id", "restarts", "state", "reason")})
+    except (InputError, KeyError):
+        return None
+    words = (end.job_id, end.state, end.reason)
+    is_whole = isinstance(end.restarts, int) and all(isinstance(word, str) for word in words)
+    return end if is_whole else None
+
+
+def write_end(cell: CellFolder, end: End) -> None:
+    """Keep how the cell's job was seen to have ended."""
+    write_whole(cell.end, json.dumps(asdict(end)) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

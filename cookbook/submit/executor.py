@@ -23,9 +23,11 @@ from cookbook.base.paths import ROOT
 from cookbook.cells.cell import Cell
 from cookbook.job.supervisor import Supervisor
 from cookbook.run.folder import CellFolder
+from cookbook.run.processes import RUN_VARIABLE
 from cookbook.run.run import Run
 from cookbook.run.slurm import sbatch
 from cookbook.run.status import FAILED, Status, write_job, write_status
+from cookbook.run.submitting import end_submitting
 from cookbook.script.header import option_word, sbatch_options
 
 _WRITTEN_FOR = "1.5.4"
@@ -38,6 +40,7 @@ class CellSlurmExecutor(SlurmExecutor):
     def __init__(self, folder: CellFolder, cell: Cell) -> None:
         super().__init__(folder=folder.job_files)
         self.cell = cell
+        self.cell_folder = folder
         # submitit waits 0.2 s between submissions; sbatch takes its own time.
         self._throttling = 0.0
 
@@ -65,9 +68,10 @@ class CellSlurmExecutor(SlurmExecutor):
         )
 
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
-        script = self.folder / "submission.sh"
+        # By this path a job is found whose submitter was killed before it could note its id.
+        script = self.cell_folder.submission
         script.write_text(self._make_submission_file_text(command, ""), encoding="utf-8")
-        job_id = sbatch(script, ROOT)
+        job_id = sbatch(script.resolve(), ROOT)
         return submitit.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
 
 
@@ -77,6 +81,7 @@ class RunLocalExecutor(LocalExecutor):
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
+            RUN_VARIABLE: str(self.folder.parent.resolve()),
             "PYTHONPATH": _python_path(),
             "VENV": sys.prefix,
             "SUBMITIT_EXECUTOR": "local",
@@ -122,7 +127,13 @@ def submit_run(run: Run, cells: Sequence[Cell]) -> list[str]:
             f"submitit is {submitit.__version__}, this executor is written for {_WRITTEN_FOR}; "
             "run: bash setup.sh"
         )
-    cells = [cell for cell in cells if not cell.refused]
+    try:
+        return _submit_cells(run, [cell for cell in cells if not cell.refused])
+    finally:
+        end_submitting(run.folder)
+
+
+def _submit_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     if run.scheduler == "local":
         folders = [run.cell(cell.name) for cell in cells]
         job_id: str = RunLocalExecutor(run.folder / "job").submit(Supervisor(folders)).job_id

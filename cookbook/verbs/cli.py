@@ -99,6 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     status = verb("status", "say how far each cell of a run is", "follow:show_status")
     status.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
+    status.add_argument(
+        "-w", "--watch", action="store_true", help="go on to the end, then report, as `run` does"
+    )
     logs = verb("logs", "print the log of a cell", "follow:show_logs")
     logs.add_argument(
         "cell",

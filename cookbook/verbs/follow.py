@@ -13,13 +13,15 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.resumption import read_resumptions
 from cookbook.run.run import Run, find_run, is_run, run_names
 from cookbook.run.states import CellState, cancel_run, cell_states
-from cookbook.run.status import ENDED, OPEN, RUNNING
-from cookbook.verbs.watch import POLL_S, Watcher
+from cookbook.run.status import ENDED, RUNNING
+from cookbook.verbs.watch import POLL_S, Watcher, wait_for
 
 
 def show_status(arguments: argparse.Namespace) -> int:
-    """Print a line for each cell: state, job, step, reason."""
+    """Print a line for each cell: state, job, step, reason; or watch on, as `run` does."""
     run = find_run(arguments.run)
+    if arguments.watch:
+        return wait_for(run)
     print(f"{run.name} ({run.scheduler})")
     rows = []
     for state, progress in Watcher(run).look():
@@ -41,7 +43,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
     """Print the log of a cell's last attempt; with -f, go on until the cell has ended."""
     run, cell = _named_cell(arguments.cell)
     log = cell.newest_log()
-    while log is None and arguments.follow and _state(run, cell).state in OPEN:
+    while log is None and arguments.follow and not _state(run, cell).has_ended:
         time.sleep(POLL_S[run.scheduler])
         log = cell.newest_log()
     if log is None:
@@ -54,7 +56,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         # The log is read every second; the scheduler is not to be asked as often.
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
-            ended = _state(run, cell).state not in OPEN
+            ended = _state(run, cell).has_ended
         offset = _print_from(log, offset)
         if ended:
             return 0

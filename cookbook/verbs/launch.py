@@ -12,12 +12,10 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.cells.cell import Cell
 from cookbook.cells.rules.here import missing_here
 from cookbook.run.run import Run
-from cookbook.run.status import FAILED, FINISHED, REFUSED
 from cookbook.submit.create import create_run
 from cookbook.verbs.check import refuse_by_check
-from cookbook.verbs.report import print_report
 from cookbook.verbs.request import requested_cell, requested_sweep
-from cookbook.verbs.watch import watch
+from cookbook.verbs.watch import wait_for
 
 
 def run_cell(arguments: argparse.Namespace) -> int:
@@ -66,36 +64,8 @@ def say_submitted(run: Run, job_ids: Sequence[str], is_detached: bool) -> bool:
     shown = ", ".join(job_ids[:8]) + (", ..." if len(job_ids) > 8 else "")
     print(f"submitted as {kind} {shown}: {shown_path(run.folder)}\n", flush=True)
     if is_detached:
-        print(f"follow it: python submit.py status {run.name}")
+        print(f"follow it: python submit.py status --watch {run.name}")
     return not is_detached
-
-
-def watch_run(run: Run) -> bool:
-    """Show the progress until all has ended; False where the user stopped watching."""
-    try:
-        watch(run)
-    except KeyboardInterrupt:
-        print(
-            f"\nThe jobs go on. To follow them:\n"
-            f"  python submit.py status {run.name}\n"
-            f"  python submit.py logs {run.name} -f\n"
-            f"  python submit.py report {run.name}\n"
-            f"To stop them:\n"
-            f"  python submit.py cancel {run.name}"
-        )
-        return False
-    return True
-
-
-def wait_for(run: Run) -> int:
-    """Watch the run to its end, and print its report; the exit status."""
-    if not watch_run(run):
-        return 130
-    states = print_report(run, "md")
-    failed = [cell for cell, state in states.items() if state == FAILED]
-    for cell in failed:
-        print(f"{cell} failed; its log: python submit.py logs {run.name}/{cell}")
-    return 0 if set(states.values()) <= {FINISHED, REFUSED} else 1
 
 
 def refused_here(cell: Cell, is_dry: bool) -> Cell:

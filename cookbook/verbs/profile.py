@@ -24,8 +24,9 @@ from cookbook.run.run import Run, find_run, is_run, run_names
 from cookbook.run.states import cell_states
 from cookbook.run.status import FINISHED
 from cookbook.stack.options import Setting
-from cookbook.verbs.launch import start_run, watch_run
+from cookbook.verbs.launch import start_run
 from cookbook.verbs.request import requested_cell
+from cookbook.verbs.watch import watch_run
 
 # TorchTitan's profiler skips steps, warms up, and records the last ones of every `profile_freq`.
 # Compilation and the allocator's growth are over by then.

@@ -20,7 +20,8 @@ from cookbook.run.run import Run, find_run, is_run, run_names
 from cookbook.run.states import CellState, cell_states
 from cookbook.run.status import ENDED, OPEN, REFUSED
 from cookbook.verbs.check import refuse_by_check
-from cookbook.verbs.launch import describe_plan, refused_here, run_cell, say_submitted, wait_for
+from cookbook.verbs.launch import describe_plan, refused_here, run_cell, say_submitted
+from cookbook.verbs.watch import wait_for
 
 # What a cell is, and its checkpoints are of.
 _OF_THE_CELL = ("recipe", "precision", "ep_backend", "cluster")
@@ -94,7 +95,7 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     # On this machine one process trains all cells in turn.
     names = {folder.name for folder in (run.cells if run.scheduler == "local" else folders)}
     for state in cell_states(run):
-        if state.cell in names and state.state not in ENDED:
+        if state.cell in names and (state.state not in ENDED or not state.is_known):
             raise InputError(f"{run.name}/{state.cell}", *_not_ended(run, state))
 
 

@@ -14,8 +14,9 @@ from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run
 from cookbook.run.states import CellState, cell_states
-from cookbook.run.status import OPEN, RUNNING
+from cookbook.run.status import FAILED, FINISHED, REFUSED, RUNNING
 from cookbook.verbs.progress import CellProgress, Progress
+from cookbook.verbs.report import print_report
 
 POLL_S = {"local": 1.0, "slurm": 5.0}
 
@@ -56,7 +57,7 @@ class Watcher:
             tokens_per_second=step.tokens_per_second if step else None,
             loss=step.loss if step else None,
             elapsed=end - state.started if state.started else None,
-            phase=phase.value if phase and is_running and phase != Phase.TRAINING else None,
+            phase=_doing(state, phase),
             left=self._left(cell, attempts, step) if is_running else None,
             emulated=cell.record.emulated,
         )
@@ -90,6 +91,14 @@ class Watcher:
         return (total - step.step) * (now - seen[2]) / steps if steps else None
 
 
+def _doing(state: CellState, phase: Phase | None) -> str | None:
+    """What a cell does that makes no steps yet, or that nobody can say it now."""
+    if not state.is_known:
+        return "Slurm does not answer"
+    is_named = phase and state.state == RUNNING and phase != Phase.TRAINING
+    return phase.value if phase and is_named else None
+
+
 def watch(run: Run) -> None:
     """Show progress until every cell has ended."""
     progress, watcher = Progress(sys.stdout), Watcher(run)
@@ -97,11 +106,40 @@ def watch(run: Run) -> None:
         while True:
             cells = watcher.look()
             progress.update([cell for _, cell in cells])
-            if all(state.state not in OPEN for state, _ in cells):
+            # Where Slurm does not answer, the jobs go on, and so does this.
+            if all(state.has_ended for state, _ in cells):
                 return
             time.sleep(POLL_S[run.scheduler])
     finally:
         progress.close()
+
+
+def watch_run(run: Run) -> bool:
+    """Show the progress until all has ended; False where the user stopped watching."""
+    try:
+        watch(run)
+    except KeyboardInterrupt:
+        print(
+            f"\nThe jobs go on. To follow them:\n"
+            f"  python submit.py status {run.name} --watch\n"
+            f"  python submit.py logs {run.name} -f\n"
+            f"  python submit.py report {run.name}\n"
+            f"To stop them:\n"
+            f"  python submit.py cancel {run.name}"
+        )
+        return False
+    return True
+
+
+def wait_for(run: Run) -> int:
+    """Show progress to the end, then the report; the exit status, 130 where the user left."""
+    if not watch_run(run):
+        return 130
+    states = print_report(run, "md")
+    failed = [cell for cell, state in states.items() if state == FAILED]
+    for cell in failed:
+        print(f"{cell} failed; its log: python submit.py logs {run.name}/{cell}")
+    return 0 if set(states.values()) <= {FINISHED, REFUSED} else 1
 
 
 def _record(cell: CellFolder) -> CellRecord:

@@ -147,7 +147,11 @@ export LOG_RANK
 export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
 mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
 if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
-  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$?' EXIT
+  # Told to stop, bash would end with the status of whatever came before, which is mostly 0.
+  TOLD=""
+  trap 'TOLD=SIGTERM; exit 143' TERM
+  trap 'TOLD=SIGINT; exit 130' INT
+  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$? --signal="${TOLD}"' EXIT
 fi
 
 # The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
@@ -205,5 +209,6 @@ echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short
 echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
 echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
 
+# A log that can't be written, as on a full disk, fails no training.
 "${SRUN[@]}" "${TORCHRUN[@]}" -m torchtitan.train "${TRAIN_ARGS[@]}" 2>&1 |
-  tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log"
+  { tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; }

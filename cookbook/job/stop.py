@@ -1,0 +1,54 @@
+"""Why a job was told to stop: the signal is always the same, so Slurm's line in its log says it."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from cookbook.run.status import CANCELLED, FAILED, QUEUED
+
+# slurmstepd writes it to the batch step's standard error before it sends the signal. The time is
+# local, without a zone.
+_TOLD = re.compile(
+    r"^slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ([\dT:-]+)"
+    r" (?:DUE TO ([A-Z ]+) )?\*",
+    re.MULTILINE,
+)
+_ENDS = {
+    "TIME LIMIT": (FAILED, "Slurm: TIMEOUT"),
+    "NODE FAILURE": (FAILED, "Slurm: NODE_FAIL"),
+    "PREEMPTION": (FAILED, "Slurm: PREEMPTED"),
+    # It starts again, and the next attempt writes what becomes of it.
+    "JOB REQUEUE": (QUEUED, "requeued"),
+}
+_OWN_LOG = Path("/proc/self/fd/2")
+_TAIL_BYTES = 1 << 16
+
+
+def stopped_as(signal_name: str, started: float | None, log: Path = _OWN_LOG) -> tuple[str, str]:
+    """The state and the reason of a job that got this signal.
+
+    Args:
+        started: seconds since the epoch; a requeued job's log holds the lines of earlier attempts.
+        log: the batch step's standard error, by default this process's own.
+    """
+    return _ENDS.get(_told(log, started or 0.0) or "", (CANCELLED, signal_name))
+
+
+def _told(log: Path, started: float) -> str | None:
+    """What Slurm said of the end in `log`; None where it said nothing since `started`."""
+    try:
+        # A terminal or a pipe can't be read back.
+        if not log.is_file():
+            return None
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return None
+    for at, why in reversed(_TOLD.findall(text)):
+        # Whole seconds, of another machine's clock.
+        if time.mktime(time.strptime(at, "%Y-%m-%dT%H:%M:%S")) >= started - 5:
+            return str(why)
+    return None

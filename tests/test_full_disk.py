@@ -1,0 +1,98 @@
+"""A disk that fills up while a cell trains costs its logs, and not what is said of its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cookbook.script.render import render_script
+from tests.cells import Point
+from tests.submit import ROOT
+
+# More than a disk of this size holds; the training itself writes nothing else and ends well.
+_TORCHRUN = """\
+#!/bin/bash
+echo "[rank0]: step 1"
+head -c 4M /dev/zero >"${DISK}/runs/a-file-of-somebody-else"
+for i in {1..2000}; do echo "[rank0]: a line of the log, the last step is far away ${i}"; done
+exit "${TORCHRUN_STATUS:-0}"
+"""
+_IN_A_JOB = """
+import sys
+from pathlib import Path
+from cookbook.job.supervisor import Supervisor
+from cookbook.run.folder import CellFolder
+from cookbook.run.status import Status, write_status
+cell = CellFolder(Path(sys.argv[1]))
+write_status(cell, Status("queued"))
+Supervisor([cell])()
+"""
+
+
+@pytest.fixture
+def _is_root() -> None:
+    if os.geteuid() == 0:
+        return
+    if os.environ.get("CI") == "true":
+        pytest.fail("a disk of its own needs root, which CI must have", pytrace=False)
+    pytest.skip("a disk of its own needs root")
+
+
+@pytest.mark.usefixtures("_is_root")
+@pytest.mark.parametrize(("status", "state"), [(0, "finished"), (1, "failed")])
+@pytest.mark.parametrize("is_supervised", [False, True])
+def test_a_full_disk_changes_nothing_of_the_end(
+    tmp_path: Path, is_supervised: bool, status: int, state: str
+) -> None:
+    disk, binaries = tmp_path / "disk", tmp_path / "venv" / "bin"
+    disk.mkdir()
+    binaries.mkdir(parents=True)
+    for name, text in (
+        ("torchrun", _TORCHRUN),
+        ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
+    ):
+        (binaries / name).write_text(text)
+        (binaries / name).chmod(0o755)
+    script = tmp_path / "train.sh"
+    script.write_text(render_script(Point("debug", "bf16", "standard", "local").cell()))
+    cell = disk / "runs" / "r" / "a"
+    job = [str(script)]
+    command = ["bash", *job]
+    if is_supervised:
+        command = [sys.executable, "-c", _IN_A_JOB, str(cell)]
+    # The mount is this process's own, and gone with it.
+    shell = (
+        'mount -t tmpfs -o size=256k disk "${DISK}" && mkdir -p "${CELL_DIR}" && '
+        'cp "$1" "${CELL_DIR}/train.sh" && shift && "$@"; echo "code=$?"; '
+        'cat "${CELL_DIR}/status.json"'
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", shell, "bash", str(script), *command],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "DISK": str(disk),
+            "CELL_DIR": str(cell),
+            "COOKBOOK_RUNS": str(disk / "runs"),
+            "VENV": str(tmp_path / "venv"),
+            "PATH": f"{binaries}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "TORCHRUN_STATUS": str(status),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    words, _, found = done.stdout.rpartition("code=")
+    code, _, written = found.partition("\n")
+    assert json.loads(written)["state"] == state, done
+    assert int(code) == status, done
+    if not is_supervised:
+        assert "Traceback" not in done.stderr + words
+        # The job's own log is elsewhere, and whole.
+        assert "far away 2000" in words

@@ -1,0 +1,296 @@
+"""What is said of a job agrees with a real Slurm, and stays when Slurm has forgotten the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from cookbook.base.schema import Words
+from cookbook.cells.cell import Cell
+from cookbook.run.run import Run, read_run
+from cookbook.run.slurm import WAITING, sbatch
+from cookbook.run.states import CellState, cancel_run, cell_states
+from cookbook.submit import executor
+from cookbook.submit.create import create_run
+from cookbook.submit.executor import submit_run
+from tests.cells import Point
+from tests.recording_torchrun import install_recording_torchrun
+from tests.slurm_cluster import Settings, SlurmCluster, require_slurm
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).resolve().parent.parent
+CLUSTER = """
+description: a CPU node of the test cluster
+scheduler: slurm
+nodes: 1
+ranks_per_node: 2
+emulate: true
+cpus_per_task: 2
+exclusive: false
+partition: main
+time: "00:10:00"
+"""
+_FORGET_S = 5
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Two nodes of a Slurm that forgets an ended job in seconds."""
+    require_slurm()
+    settings = Settings(min_job_age=_FORGET_S, requeue_delay=5, kill_wait=5)
+    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=2, settings=settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _at_the_cluster(
+    small: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, small.env[name])
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    yield
+    small.cancel_all()
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Cell:
+    profile = tmp_path / "one-node.yaml"
+    profile.write_text(CLUSTER)
+    return Point("debug", "bf16", "standard", str(profile)).cell()
+
+
+def started(cell: Cell, *bodies: str) -> Run:
+    """A run of a cell for each of `bodies`, which stand in for the cells' train.sh; submitted."""
+    cells = [replace(cell, name=f"cell-{number}") for number in range(len(bodies))]
+    run = create_run("truth", cells)
+    for one, body in zip(run.cells, bodies, strict=True):
+        one.script.write_text(body)
+    submit_run(run, cells)
+    return run
+
+
+def by_hand(small: SlurmCluster, checkout: Path, tmp_path: Path, *options: str) -> tuple[str, Run]:
+    """The job and the run of a script that was started by hand, once its torchrun is there."""
+    binaries, records = tmp_path / "venv" / "bin", tmp_path / "records"
+    install_recording_torchrun(binaries)
+    python = binaries / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    job = small.submit(
+        checkout / "train_16b.sh",
+        "--parallelism.expert_parallel_degree=8",
+        options=["--nodes=1", *options],
+        cwd=tmp_path,
+        env={
+            "VENV": str(tmp_path / "venv"),
+            "TORCHRUN_RECORDS": str(records),
+            "TORCHRUN_SECONDS": "600",
+        },
+    )
+    until(lambda: any(records.glob("*.json")), 60)
+    (folder,) = (tmp_path / "runs").iterdir()
+    return job, read_run(folder)
+
+
+def until(condition: Callable[[], Any], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.1)
+
+
+def until_forgotten(small: SlurmCluster, job: str) -> None:
+    until(lambda: small.job_field(job, "JobState") is None, 60)
+
+
+def only(run: Run) -> CellState:
+    (state,) = cell_states(run)
+    return state
+
+
+def said(run: Run) -> tuple[str, str | None]:
+    state = only(run)
+    return state.state, state.reason
+
+
+def job_of(run: Run) -> str:
+    job = only(run).job_id
+    assert job is not None
+    return job
+
+
+def test_a_cancelled_script_is_cancelled_also_when_nobody_looked(
+    small: SlurmCluster, checkout: Path, tmp_path: Path
+) -> None:
+    job, run = by_hand(small, checkout, tmp_path)
+    assert said(run) == ("running", None)
+    small.run("scancel", job)
+    until_forgotten(small, job)
+    assert said(run) == ("cancelled", "SIGTERM")
+
+
+def test_a_requeued_script_waits_and_runs_again_and_can_be_cancelled(
+    small: SlurmCluster, checkout: Path, tmp_path: Path
+) -> None:
+    job, run = by_hand(small, checkout, tmp_path)
+    small.run("scontrol", "requeue", job)
+    seen = set()
+    while small.job_field(job, "JobState") != "RUNNING":
+        seen.add(only(run).state)
+    # `queued` alone while it completes, waits and starts; `running` before and after.
+    assert seen <= {"queued", "running"} and "queued" in seen
+    assert cancel_run(run) == ["16b-bf16-standard"]
+    small.wait(job, {"CANCELLED"})
+    assert only(run).state == "cancelled"
+
+
+def test_a_requeue_is_no_end_to_those_who_follow(small: SlurmCluster, cell: Cell) -> None:
+    # Trains for longer than a look takes, and takes its time to end.
+    run = started(cell, "trap 'sleep 2; exit 1' TERM\nfor i in {1..300}; do sleep 0.2; done\n")
+    until(lambda: only(run).state == "running", 30)
+    words = [sys.executable, str(ROOT / "submit.py")]
+    watching = [*words, "status", run.name, "--watch"], [*words, "logs", "-f", run.name]
+    followers = [
+        subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for line in watching
+    ]
+    try:
+        time.sleep(2)
+        job = job_of(run)
+        small.run("scontrol", "requeue", job)
+        states = []
+        while small.job_field(job, "Restarts") != "1" or only(run).state != "running":
+            states.append(only(run).state)
+        assert set(states) <= {"queued", "running"}
+        time.sleep(6)
+        assert [follower.poll() for follower in followers] == [None, None]
+        cancel_run(run)
+        shown, _ = followers[0].communicate(timeout=60)
+        followers[1].communicate(timeout=60)
+        assert followers[0].returncode == 1 and "cell-0: cancelled" in shown
+        # What `run` prints at its end, `status --watch` prints as well.
+        assert f"# {run.name}" in shown
+    finally:
+        for follower in followers:
+            follower.kill()
+            follower.communicate()
+
+
+def test_what_was_seen_of_an_end_stays_when_slurm_forgets(small: SlurmCluster, cell: Cell) -> None:
+    limit = replace(cell, cluster=replace(cell.cluster, time="00:01:00"))
+    # SIGKILL is the end of a supervisor that Slurm could not stop otherwise: no last word.
+    run = started(limit, "sleep 300\n", "kill -9 $PPID; sleep 300\n")
+    first, second = (state.job_id or "" for state in cell_states(run))
+    small.wait(second, timeout=60)
+    killed = cell_states(run)[1]
+    assert killed.state == "failed" and "Slurm: FAILED" in (killed.reason or "")
+    small.wait(first, {"TIMEOUT"}, timeout=150)
+    until_forgotten(small, first)
+    # Of the first, nobody saw the end but the job itself.
+    assert [(state.state, state.reason) for state in cell_states(run)] == [
+        ("failed", "Slurm: TIMEOUT"),
+        ("failed", killed.reason),
+    ]
+
+
+def test_a_cancelled_job_that_never_started_stays_cancelled(
+    small: SlurmCluster, cell: Cell
+) -> None:
+    held = replace(cell, cluster=replace(cell.cluster, sbatch=Words({"hold": True})))
+    run = started(held, "sleep 300\n")
+    job = job_of(run)
+    assert only(run).state == "queued"
+    assert small.job_field(job, "JobState") in WAITING
+    cancel_run(run)
+    small.wait(job, {"CANCELLED"})
+    assert said(run) == ("cancelled", None)
+    until_forgotten(small, job)
+    assert said(run) == ("cancelled", None)
+
+
+def test_a_job_whose_id_was_not_noted_is_found_again(
+    small: SlurmCluster, cell: Cell, tmp_path: Path
+) -> None:
+    program = """
+import sys
+from pathlib import Path
+from tests.test_slurm_truth import killed_after_sbatch
+killed_after_sbatch(Path(sys.argv[1]))
+"""
+    profile = str(cell.cluster.path)
+    done = subprocess.run([sys.executable, "-c", program, profile], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    (folder,) = (tmp_path / "runs").iterdir()
+    first, second = cell_states(read_run(folder))
+    assert small.job_field(first.job_id or "", "JobState") in ("PENDING", "RUNNING")
+    assert first.state in ("queued", "running")
+    assert second.state == "failed" and "never submitted" in (second.reason or "")
+    assert cancel_run(read_run(folder)) == ["cell-0"]
+    small.wait(first.job_id or "", {"CANCELLED"})
+
+
+def killed_after_sbatch(profile: Path) -> None:
+    """Submit two cells, as submit.py does, and be killed when sbatch has answered for the first."""
+    cell = Point("debug", "bf16", "standard", str(profile)).cell()
+    cells = [replace(cell, name=f"cell-{number}") for number in range(2)]
+    run = create_run("truth", cells)
+
+    def answered(script: Path, folder: Path) -> str:
+        sbatch(script, folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with patch.object(executor, "sbatch", answered):
+        submit_run(run, cells)
+
+
+def test_a_restart_of_slurmctld_ends_no_watcher_and_no_report(
+    small: SlurmCluster, cell: Cell
+) -> None:
+    run = started(cell, "sleep 50\n")
+    until(lambda: only(run).state == "running", 30)
+    words = [sys.executable, str(ROOT / "submit.py")]
+    watcher = subprocess.Popen(
+        [*words, "status", run.name, "--watch"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        small.kill_controller()
+        try:
+            found = only(run)
+            assert (found.state, found.is_known) == ("running", False)
+            report = subprocess.run([*words, "report", run.name], capture_output=True, text=True)
+            assert report.returncode == 0 and "Slurm does not answer" in report.stdout
+            assert watcher.poll() is None
+        finally:
+            small.start_controller()
+        shown, _ = watcher.communicate(timeout=120)
+        assert watcher.returncode == 0, shown
+        assert "cell-0: finished" in shown and "Traceback" not in shown
+    finally:
+        watcher.kill()
+        watcher.communicate()
+
+
+def test_a_job_of_another_user_is_seen(small: SlurmCluster, cell: Cell) -> None:
+    others = Words({"hold": True, "uid": "65534"})
+    run = started(replace(cell, cluster=replace(cell.cluster, sbatch=others)), "sleep 300\n")
+    job = job_of(run)
+    assert (small.job_field(job, "UserId") or "").endswith("(65534)")
+    assert said(run) == ("queued", "JobHeldUser")
+    small.run("scancel", job)
+    assert said(run) == ("cancelled", None)

@@ -1,0 +1,161 @@
+"""What is stopped on this machine is said to be, and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cookbook.run.run import Run
+from cookbook.run.states import cancel_run, cell_states
+from cookbook.script.render import render_script
+from cookbook.submit import executor
+from cookbook.submit.create import create_run
+from cookbook.submit.executor import submit_run
+from tests.cells import Point
+from tests.submit import ROOT
+
+CELL = Point("debug", "bf16", "standard", "local")
+
+
+def until(condition: Callable[[], Any], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGTERM, 0)]
+)
+def test_a_script_that_is_stopped_is_cancelled(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    binaries, cell = tmp_path / "venv" / "bin", tmp_path / "runs" / "r" / "a"
+    binaries.mkdir(parents=True)
+    # torchrun may end well of it, having saved a checkpoint.
+    end = "trap 'exit 0' TERM\n" if status == 0 else ""
+    torchrun = f"#!/bin/bash\n{end}echo trains\nfor i in {{1..600}}; do sleep 0.1; done\n"
+    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    for name, text in (("torchrun", torchrun), ("python", python)):
+        (binaries / name).write_text(text)
+        (binaries / name).chmod(0o755)
+    script = tmp_path / "train.sh"
+    script.write_text(render_script(CELL.cell()))
+    process = subprocess.Popen(
+        ["bash", str(script)],
+        cwd=ROOT,
+        env={**os.environ, "VENV": str(tmp_path / "venv"), "CELL_DIR": str(cell)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    log = cell / "attempt-0" / "train.log"
+    until(lambda: log.exists() and "trains" in log.read_text())
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=20) == (status or 143)
+    said = json.loads((cell / "status.json").read_text())
+    assert (said["state"], said["reason"]) == ("cancelled", number.name)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A run whose script has started two ranks, as processes of their own."""
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    cell = CELL.cell()
+    run = create_run("stopped", [cell])
+    run.cells[0].script.write_text("sleep 300 &\nsleep 300 &\ntouch $CELL_DIR/started\nwait\n")
+    submit_run(run, [cell])
+    until((run.cells[0].path / "started").exists)
+    yield run
+    for process in processes(run):
+        process.kill()
+
+
+def processes(run: Run) -> list[psutil.Process]:
+    """All that the run has started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("COOKBOOK_RUN") == str(run.folder):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def supervisor(run: Run) -> psutil.Process:
+    (found,) = (one for one in processes(run) if "submitit.core._submit" in one.cmdline())
+    return found
+
+
+def printed(run: Run) -> psutil.Process:
+    (state,) = cell_states(run)
+    return psutil.Process(int(state.job_id or 0))
+
+
+def test_a_run_whose_printed_process_was_killed_goes_on_and_can_be_cancelled(run: Run) -> None:
+    printed(run).kill()
+    until(lambda: len(processes(run)) == 4)
+    (state,) = cell_states(run)
+    assert (state.state, state.reason) == ("running", None)
+    assert cancel_run(run) == [run.cells[0].name]
+    until(lambda: not processes(run))
+    (state,) = cell_states(run)
+    assert (state.state, state.reason) == ("cancelled", "SIGTERM")
+
+
+def test_ranks_that_nobody_supervises_are_named_and_can_be_cancelled(run: Run) -> None:
+    # An editor of the log, and another run's training.
+    log = run.cells[0].path / "started"
+    other = {**os.environ, "COOKBOOK_RUN": f"{run.folder}-2"}
+    strangers = [
+        subprocess.Popen(["tail", "-f", str(log)], stdout=subprocess.DEVNULL),
+        subprocess.Popen(["sleep", "300"], env=other),
+    ]
+    try:
+        for process in (supervisor(run), printed(run)):
+            process.kill()
+        until(lambda: len(processes(run)) == 3)
+        (state,) = cell_states(run)
+        assert state.state == "running" and f"cancel {run.name}" in (state.reason or "")
+        cancel_run(run)
+        until(lambda: not processes(run))
+        (state,) = cell_states(run)
+        assert state.state == "failed" and "is gone" in (state.reason or "")
+        assert cancel_run(run) == []
+        assert [stranger.poll() for stranger in strangers] == [None, None]
+    finally:
+        for stranger in strangers:
+            stranger.kill()
+            stranger.wait()
+
+
+def test_a_job_notes_itself_where_its_submitter_could_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    # As if it were killed once the process is started.
+    monkeypatch.setattr(executor, "write_job", lambda cell, job_id: None)
+    cell = CELL.cell()
+    run = create_run("stopped", [cell])
+    run.cells[0].script.write_text("sleep 300\n")
+    try:
+        (job_id,) = submit_run(run, [cell])
+        until(lambda: cell_states(run)[0].state == "running")
+        assert cell_states(run)[0].job_id == job_id
+        assert cancel_run(run) == [cell.name]
+        until(lambda: not processes(run))
+        assert cell_states(run)[0].state == "cancelled"
+    finally:
+        for process in processes(run):
+            process.kill()
