@@ -12,7 +12,7 @@ import pytest
 from bench import throughput_plan
 from bench.cells import this_machine
 from bench.corpora import Corpus
-from bench.throughput_cells import CELLS, Trained, choose, seq_len_of
+from bench.throughput_cells import CELLS, Trained, cell_of, choose, seq_len_of
 from bench.throughput_plan import Plan
 from bench.torchrun import Job, released_argv, torchrun_command
 from cookbook.base.errors import InputError
@@ -139,3 +139,10 @@ def test_sequences_of_two_lengths_are_not_compared(monkeypatch: pytest.MonkeyPat
     assert seq_len_of(choose(["standard", "deepep"], []), H200) == 8192
     with pytest.raises(ValueError, match=r"\[4096, 8192\]"):
         seq_len_of(choose(["standard", "shorter"], []), H200)
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_experts_are_divided_among_all_gpus_of_the_machine(gpus: int) -> None:
+    machine = this_machine(gpus, Gpu("NVIDIA H200", 9.0, 139.8))
+    cell = cell_of("deepep", CELLS["deepep"], machine, Path("text"), Path("tokenizer"), 13)
+    assert (cell.world, cell.layout.ep) == (gpus, gpus)

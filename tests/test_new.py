@@ -144,3 +144,13 @@ def test_one_broken_file_does_not_hide_the_others(own: Checkout) -> None:
     assert len(problems) == 2
     assert problems[0].startswith("submit.py: left out: recipes/broken.yaml:2:1: YAML syntax: ")
     assert problems[1].startswith("submit.py: left out: recipes/precision/odd.yaml:2: neeed: unkn")
+
+
+def test_a_synonym_that_two_files_have_is_named_once_for_each(own: Checkout) -> None:
+    text = (own.folder / "recipes/precision/mxfp8.yaml").read_text(encoding="utf-8")
+    (own.folder / "recipes/precision/mine.yaml").write_text(text, encoding="utf-8")
+    done = own.run("list")
+    problems = done.stderr.splitlines()
+    assert done.returncode == 2
+    # Sweeps that name one of them say the same.
+    assert len(problems) == len(set(problems)) == 2, problems
