@@ -38,6 +38,8 @@ class Checkout:
             if not name.startswith(("PIP_", "HF_", "PYTHON", "CUDA", "TORCH_", "NVSHMEM"))
         }
         kept |= {"PIP_NO_INDEX": "1", "PYTHON": str(self.python), "TERM": "dumb"}
+        # The tests look for lines; pytest-xdist gives its workers a narrow terminal.
+        kept["COLUMNS"] = "120"
         return kept | self.environment
 
     def setup(self, *options: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

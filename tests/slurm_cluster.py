@@ -204,9 +204,13 @@ class SlurmCluster:
         self._start_node(name)
         self.wait_idle((name,), timeout)
 
-    def kill_controller(self) -> None:
-        """End slurmctld; jobs go on, and no command gets an answer."""
-        self._kill("slurmctld")
+    def stop_controller(self) -> None:
+        """End slurmctld; jobs go on, and no command gets an answer.
+
+        As an administrator would: killed, it may forget a job that it has just started.
+        """
+        self.run("scontrol", "shutdown", "slurmctld")
+        self._processes["slurmctld"].wait(timeout=30)
 
     def start_controller(self) -> None:
         """Start slurmctld, with the jobs that it knew."""

@@ -269,7 +269,7 @@ def test_a_restart_of_slurmctld_ends_no_watcher_and_no_report(
         text=True,
     )
     try:
-        small.kill_controller()
+        small.stop_controller()
         try:
             found = only(run)
             assert (found.state, found.is_known) == ("running", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -77,20 +78,25 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     submit_run(run, [cell])
     until((run.cells[0].path / "started").exists)
     yield run
-    for process in processes(run):
-        process.kill()
+    kill(processes(run))
 
 
 def processes(run: Run) -> list[psutil.Process]:
     """All that the run has started."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get("COOKBOOK_RUN") == str(run.folder):
+        # It may end at any of these looks.
+        with contextlib.suppress(psutil.Error):
+            belongs = process.environ().get("COOKBOOK_RUN") == str(run.folder)
+            if belongs and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except psutil.Error:
-            continue
-    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+    return found
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def supervisor(run: Run) -> psutil.Process:
@@ -157,5 +163,4 @@ def test_a_job_notes_itself_where_its_submitter_could_not(
         until(lambda: not processes(run))
         assert cell_states(run)[0].state == "cancelled"
     finally:
-        for process in processes(run):
-            process.kill()
+        kill(processes(run))

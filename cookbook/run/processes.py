@@ -16,6 +16,8 @@ from cookbook.run.run import Run
 RUN_VARIABLE = "COOKBOOK_RUN"
 _CELL_VARIABLE = "CELL_DIR"
 _SUPERVISOR = b"submitit.core._submit"
+# Linux, include/linux/sched.h.
+_PF_EXITING = 0x4
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ def local_job_lives(run: Run, job_id: str) -> bool:
     try:
         command = (process / "cmdline").read_bytes()
         if not command:
-            # One that has just been started has no words yet; one that has ended, none any more.
-            return (process / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+            # One that has just been started has no words yet; one that ends, none any more.
+            return not _ends(_stat(process))
     except OSError:
         return False
     return os.fsencode(run.folder.resolve()) in command
@@ -80,7 +82,17 @@ def local_job_lives(run: Run, job_id: str) -> bool:
 def start_time(pid: int) -> str | None:
     """When the process was started, in ticks since the machine's own start; None if it is gone."""
     try:
-        fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = _stat(Path("/proc") / str(pid))
     except OSError:
         return None
-    return None if fields[0] in "ZX" else fields[19]
+    return None if _ends(fields) else fields[19]
+
+
+def _stat(process: Path) -> list[str]:
+    """The fields of proc(5)'s stat from the third on: state, ppid, pgrp, session..."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
+
+
+def _ends(fields: list[str]) -> bool:
+    # A killed process gives its memory back first, and is a zombie only then.
+    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
