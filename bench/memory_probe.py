@@ -1,31 +1,22 @@
-"""Notes in a training process what its allocator holds at every step; adds two small flavors.
+"""Notes in a training process what its allocator holds at every step; adds short flavors.
 
 Named by `--experimental.custom_import=bench.memory_probe`, in place of the stack's hooks, which it
-imports. The flavors are TorchTitan's 16B with fewer layers: the same layers, a shorter start.
+imports.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from typing import Any
 
 import torch
 from torchtitan.components.metrics import DeviceMemoryMonitor
-from torchtitan.protocols.train_spec import get_train_spec
 
 import cookbook.titan.stack_2026_02  # noqa: F401  (as in every job of the cookbook)
+from bench.short_flavors import add_flavors
 
 GIB = 2**30
-
-
-def _add_flavors() -> None:
-    flavors = get_train_spec("deepseek_v3").model_args
-    for num_layers in (4, 8):
-        args = copy.deepcopy(flavors["16B"])
-        args.n_layers = num_layers
-        flavors.setdefault(f"16B_{num_layers}layers", args)
 
 
 def _probe_every_log() -> None:
@@ -48,5 +39,5 @@ def _probe_every_log() -> None:
     DeviceMemoryMonitor.get_peak_stats = read_and_note
 
 
-_add_flavors()
+add_flavors()
 _probe_every_log()

@@ -38,10 +38,16 @@ def exchange() -> dict[str, Any]:
     values, experts, weights = tokens_of(rank)
     per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(experts, EXPERTS)
     received, local, local_weights, counts, handle, _ = buffer.dispatch(
-        values, experts, weights, per_rank, per_rdma_rank, in_rank, per_expert
+        values,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_rdma_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=experts,
+        topk_weights=weights,
     )
     doubled, back_weights, _ = buffer.combine(2 * received, handle, topk_weights=local_weights)
-    again, *_ = buffer.dispatch(values, None, None, None, None, None, None, handle=handle)
+    again, *_ = buffer.dispatch(values, handle=handle)
     return {
         "received": received, "local": local, "weights": local_weights, "counts": counts,
         "doubled": doubled, "back_weights": back_weights, "again": again,

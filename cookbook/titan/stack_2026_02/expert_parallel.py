@@ -161,12 +161,11 @@ def apply_moe_ep_tp(
         names["ExpertParallel"] = partial(QuantizedExpertParallel, precisions)
     if use_deepep:
         # Importable only where DeepEP is installed.
-        from cookbook.titan.stack_2026_02.deepep import PaddedExpertParallel, SplitMoE
+        from cookbook.titan.stack_2026_02.deepep import PaddedExpertParallel, correct
 
         names["DeepEPExpertParallel"] = PaddedExpertParallel
         for moe in layers:
-            # These instances alone; FSDP changes a module's class in the same way.
-            moe.__class__ = SplitMoE
+            correct(moe)
     # No door: TorchTitan's function makes its plan of classes that it looks up by these names. It
     # is used by other model families too, so that they get their own names back.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():

@@ -33,6 +33,9 @@ OPERATORS = {
     "communication": (
         "_c10d_functional.all_to_all_single",
         "_c10d_functional.reduce_scatter_tensor",
+        "cookbook.deepep_combine",
+        "cookbook.deepep_dispatch",
+        # Of TorchTitan as released.
         "deepep.combine",
         "deepep.dispatch",
     ),

@@ -54,7 +54,7 @@ class Buffer:
         return Config()
 
     def get_dispatch_layout(
-        self, topk_idx: torch.Tensor, num_experts: int
+        self, topk_idx: torch.Tensor, num_experts: int, **streams: Any
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
         num_ranks = self.group.size()
         chosen = torch.zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool)
@@ -72,17 +72,20 @@ class Buffer:
     def dispatch(
         self,
         x: torch.Tensor,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        num_tokens_per_rank: torch.Tensor | None,
-        num_tokens_per_rdma_rank: torch.Tensor | None,
-        is_token_in_rank: torch.Tensor | None,
-        num_tokens_per_expert: torch.Tensor | None,
         handle: Handle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        async_finish: bool = False,
         **streams: Any,
     ) -> tuple[Any, ...]:
+        event = EventOverlap()
         if handle is not None:
-            return self._send(x, handle), None, None, None, None, EventOverlap()
+            received = self._send(x, handle)
+            return _later(event, async_finish, received), None, None, None, None, event
         assert topk_idx is not None and topk_weights is not None
         assert is_token_in_rank is not None and num_tokens_per_expert is not None
         assert topk_weights.dtype == torch.float32 and x.is_contiguous()
@@ -101,14 +104,23 @@ class Buffer:
         local.masked_fill_(elsewhere, -1)
         weights = self._send(topk_weights, handle).masked_fill_(elsewhere, 0)
         counts = [int((local == expert).sum()) for expert in range(experts_per_rank)]
-        return self._send(x, handle), local, weights, counts, handle, EventOverlap()
+        received = _later(event, async_finish, self._send(x, handle))
+        return received, local, weights, counts, handle, event
 
     def combine(
-        self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None, **_: Any
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None = None,
+        async_finish: bool = False,
+        **streams: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         assert x.is_contiguous()
-        weights = None if topk_weights is None else self._return(topk_weights, handle)
-        return self._return(x, handle), weights, EventOverlap()
+        event = EventOverlap()
+        weights = None
+        if topk_weights is not None:
+            weights = _later(event, async_finish, self._return(topk_weights, handle))
+        return _later(event, async_finish, self._return(x, handle)), weights, event
 
     def _send(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         received = rows.new_empty(sum(handle.receive_counts), rows.shape[1])
@@ -130,6 +142,16 @@ class Buffer:
         total = torch.zeros(handle.num_tokens, rows.shape[1], dtype=exact)
         total.index_add_(0, handle.sent, returned.to(exact))
         return total.to(rows.dtype)
+
+
+def _later(event: EventOverlap, is_later: bool, values: torch.Tensor) -> torch.Tensor:
+    """A tensor that holds `values` once somebody has waited for `event`."""
+    if not is_later:
+        return values
+    arriving = torch.full_like(values, torch.nan)
+    # As a kernel writes: autograd counts no change of the tensor.
+    event.arrivals.append(lambda: arriving.data.copy_(values))
+    return arriving
 
 
 _operations: list[Any] = []
