@@ -1,8 +1,9 @@
-"""DeepSeek-V3's flavors, whose first use checks a job's options; and the flavor `proxy`.
+"""DeepSeek-V3's flavors, whose first use checks a job's options; two of them the cookbook's.
 
 TorchTitan's own flavors are a debug model of 6 narrow layers, and then 16B parameters, which take
-eight GPUs. `proxy` is large enough to learn and fits on one GPU: what a precision does to the loss
-shows on it in minutes.
+four GPUs at the least. `proxy` is large enough to learn and fits on one GPU: what a precision does
+to the loss shows on it in minutes. `16B_8layers` is the 16B with 8 of its 27 layers, for the speed
+of its kernels on two GPUs.
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ PROXY = ModelArgs(
 
 
 def flavors() -> dict[str, ModelArgs]:
-    """TorchTitan's flavors of deepseek_v3 and `proxy`, by name; TorchTitan's own stay untouched."""
+    """TorchTitan's flavors of deepseek_v3 and the cookbook's; TorchTitan's own stay untouched."""
     found = {
         name: ModelArgs(**{part.name: deepcopy(getattr(args, part.name)) for part in fields(args)})
         for name, args in deepseekv3_args.items()
     }
-    return found | {"proxy": deepcopy(PROXY)}
+    shorter = deepcopy(found["16B"])
+    shorter.n_layers = 8
+    return found | {"proxy": deepcopy(PROXY), "16B_8layers": shorter}

@@ -10,7 +10,6 @@ Some things have no door. Each is replaced in one place, which says why:
 - the names that `parallelize_deepseekv3` looks up: `parallelize.py`, while that function runs
 - the converters called `quantize.*.mx`: `mx.py`, when a job of this model starts
 - functions that TorchAO's emulation calls: `mx.py` and `quantized_a2a.py`, where a job uses them
-- PyTorch's switch that fills fresh memory: `deepep.py`, while DeepEP counts tokens
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
 - the end of the process: `any_stack/leave.py`
 """
@@ -38,7 +37,7 @@ def changed_spec() -> TrainSpec:
         deepseek_v3.get_train_spec(),
         # Attention as a choice, and what mask it has.
         model_cls=DeepSeekV3ModelWithAttention,
-        # The flavor `proxy`; and a job's options are checked before its model is built.
+        # The cookbook's flavors; and a job's options are checked before its model is built.
         model_args=flavors(),
         # TP and EP with the right sums, DeepEP, the quantized all-to-all; checkpoints hold plain
         # tensors.
