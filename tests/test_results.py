@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from cookbook.base.errors import InputError
-from cookbook.log.curve import collect_steps
-from cookbook.log.lines import StepMetrics
-from cookbook.results.collect import Result, RunResults, collect_results, warm_up
+from cookbook.log.curve import CurveStep, collect_steps
+from cookbook.results.collect import collect_results
+from cookbook.results.result import Result, RunResults
+from cookbook.results.speed import warm_up
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import read_run
@@ -101,7 +102,7 @@ class Run:
         return cell
 
 
-def _steps(folder: Path) -> list[StepMetrics]:
+def _steps(folder: Path) -> list[CurveStep]:
     return collect_steps(CellFolder(folder), CellRecord())
 
 

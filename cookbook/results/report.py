@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from cookbook.base.tables import markdown_table
-from cookbook.results.collect import CellSetting, Result, RunResults
+from cookbook.results.result import CellSetting, Result, RunResults
 
 _UNKNOWN = "-"
 _HEADER = (

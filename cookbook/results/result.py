@@ -1,0 +1,84 @@
+"""What the results of a run are: plain data, for the report, the page and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cookbook.log.curve import CurveStep
+from cookbook.results.loss import LossVerdict
+from cookbook.results.speed import SpeedUp, Throughput
+from cookbook.run.resumption import Resumption
+from cookbook.run.run import RunRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one cell of a run came to; a value that is not known is None, never 0."""
+
+    name: str
+    recipe: str | None
+    precision: str | None
+    ep_backend: str | None
+    status: str | None
+    """queued, running, finished, failed, cancelled or refused."""
+    reason: str | None
+    steps: int | None
+    """The last step reached."""
+    tokens_per_second_per_gpu: float | None
+    tflops_per_gpu: float | None
+    mfu: float | None
+    """Percent of the BF16 peak, also for quantized cells; None on a CPU, which has no peak here."""
+    memory_gib: float | None
+    final_loss: float | None
+    """Loss of the last step; None, with the reason saying so, where it is NaN or infinite."""
+    speedup: float | None
+    """Throughput over the baseline cell's; 1.0 for the baseline itself."""
+    published_tokens_per_second_per_gpu: float | None
+    attention: str | None
+    """What computed attention: `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU."""
+    mean_attended_length: float | None
+    """Tokens that a token attended to, on average over the first step: the mask's cost."""
+    emulated: bool
+    """Whether software computed what a kernel would, so that only the loss counts."""
+    active: dict[str, Any] | None
+    """What the training process said was active, None until it did."""
+    resumptions: tuple[Resumption, ...] = ()
+    """Where its attempts continued, and which damaged checkpoints they passed over."""
+    throughput: Throughput | None = None
+    """Spread, stalls and number of the steps behind `tokens_per_second_per_gpu`."""
+    speed: SpeedUp | None = None
+    """`speedup` with its interval; None for the baseline itself."""
+    loss: LossVerdict | None = None
+    """Whether the whole loss curve is the baseline's; None for the baseline itself."""
+    loss_last_tenth: LossVerdict | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CellSetting:
+    """What a reader must know about a cell to judge its Result."""
+
+    total_steps: int | None
+    device: str | None
+    stand_in_for: str | None
+    """The recipe that was asked for, where this machine runs another in its stead."""
+    baseline: str | None
+    published_speedup: float | None
+    raw_final_loss: float | None
+    """As in Result, but NaN and infinity kept."""
+    tokens_per_step_per_gpu: float | None = None
+    """Divided by `tokens_per_second` of a CurveStep: the seconds that a step took."""
+    world: int = 1
+    """GPUs, or ranks, of the newest attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResults:
+    """A run's cells in run order with what the run was."""
+
+    run: RunRecord
+    cells: tuple[Result, ...]
+    settings: Mapping[str, CellSetting]
+    curves: Mapping[str, Sequence[CurveStep]] = field(default_factory=dict)
+    """Every logged step of each cell's loss rank, rising, with its attempt."""
