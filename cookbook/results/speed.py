@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cookbook.log.curve import CurveStep
-from cookbook.results.interval import LEAST_VALUES, Spread, batches, spread_about
+from cookbook.results.interval import (
+    LEAST_VALUES,
+    Spread,
+    batch_spread,
+    batches,
+    correlation,
+    spread_about,
+)
 
 LEVEL = 0.95
 # A logged interval is a stall where it took this many times as long as the median one.
@@ -111,7 +118,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        spread = spread_about(ratio, parts)
+        spread = batch_spread(ratio, parts, _alike(own, reference, ratio), num)
     return _speed_up(ratio, spread, STEPS, num)
 
 
@@ -125,6 +132,21 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
         return None
     mean = statistics.fmean(ratios)
     return _speed_up(mean, spread_about(mean, ratios), REPEATS, len(ratios))
+
+
+def _alike(own: Sequence[float], reference: Sequence[float], ratio: float) -> float:
+    """How alike following steps are: of their ratio, or of each cell's own where they do not pair.
+
+    Of the signs alone, as a median has it: a stall says no more than another slow step.
+    """
+    if len(own) == len(reference):
+        ratios = [math.log(one / other) for one, other in zip(own, reference, strict=True)]
+        return correlation([math.copysign(1, one - ratio) for one in ratios])
+    centres = (statistics.median(own), statistics.median(reference))
+    return max(
+        correlation([math.copysign(1, one - centre) for one in speeds])
+        for speeds, centre in zip((own, reference), centres, strict=True)
+    )
 
 
 def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> SpeedUp:
