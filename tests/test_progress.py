@@ -97,6 +97,24 @@ def test_at_80_columns_there_are_bar_step_and_time_left() -> None:
     assert line.startswith("671b-mxfp8_wgrad_hp-mxfp8_a2a  running    ██") and "1:15 left" in line
 
 
+def test_a_sparkline_shows_where_steps_were_slow() -> None:
+    speeds = (800.0, 800.0, 100.0, 800.0, 0.0, 400.0)
+    cell = replace(LEFT, speeds=speeds)
+    (_, line) = render_progress([cell], columns=80)
+    assert line == (
+        "671b-bf16-deepep  running         ██▂█▁▅  step 5/20  859 tokens/s/GPU  1:15 left"
+    )
+    (_, wide) = render_progress([cell], columns=130)
+    assert "██▂█▁▅  ███" in wide and "loss 3.9168" in wide
+    assert "##.#_" in render_progress([cell], 80, is_unicode=False)[1]
+    # The newest ones, as many as there is room for.
+    (_, many) = render_progress([replace(cell, speeds=(0.0,) * 20 + (5.0,) * 20)], columns=80)
+    assert "███████████  step" in many and "▁" not in many
+    # Of one step, and of a cell that makes none, there is nothing to see.
+    assert "█  step" not in render_progress([replace(cell, speeds=(800.0,))], columns=80)[1]
+    assert "▂" not in render_progress([replace(cell, state="finished")], columns=130)[1]
+
+
 def test_before_its_first_step_a_cell_says_what_it_does() -> None:
     cell = CellProgress("a", "running", total_steps=20, elapsed=40.0, phase="compiling")
     assert render_progress([cell])[1] == "a  running    compiling  0:40"
@@ -145,6 +163,7 @@ def test_colours_mark_what_went_wrong_and_what_is_emulated(monkeypatch: pytest.M
             st.none() | st.sampled_from(["loading", "first step"]),
             st.none() | st.floats(0, 1e7),
             st.booleans(),
+            st.lists(st.floats(0, 1e7), max_size=25).map(tuple),
         ),
         max_size=12,
     ),

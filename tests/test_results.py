@@ -322,6 +322,16 @@ def test_attention_is_what_the_job_said(run: Run) -> None:
     assert found == [("flex", 812.3), (None, None), (None, None), (None, None)]
 
 
+def test_other_texts_are_not_compared(run: Run) -> None:
+    run.add("base", log_of(mean_attended_length=812.0))
+    run.add("near", log_of(mean_attended_length=900.0))
+    run.add("far", log_of(mean_attended_length=2600.0))
+    run.add("unsaid", log_of())
+    _, near, far, unsaid = run.collect().cells
+    assert (near.speedup, far.speedup, unsaid.speedup) == (1.0, None, 1.0)
+    assert (near.loss is None, far.loss is None, unsaid.loss is None) == (False, True, False)
+
+
 def test_attention_by_a_reference_gets_no_speedup(run: Run) -> None:
     run.add("base", log_of(**ATTENTION))
     run.add("reference", log_of(attention="flash_attention_4_reference"))

@@ -13,6 +13,9 @@ from cookbook.base.tables import display_width
 
 _STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
 _SHORTEST_BAR, _LONGEST_BAR = 8, 20
+# Speed and loss; where they do not stand beside both graphs, the bar goes.
+_FIGURES_COLUMNS = 33
+_SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _CLEAR_LINE, _CLEAR_BELOW, _PLAIN = "\x1b[K", "\x1b[J", "\x1b[0m"
 _COLOURS = {
     "failed": "\x1b[31m",
@@ -40,6 +43,8 @@ class CellProgress:
     left: float | None = None
     """Seconds to the last step, at the pace of the steps seen so far."""
     emulated: bool = False
+    speeds: tuple[float, ...] = ()
+    """Tokens/s/GPU of the newest steps, the last one last: the sparkline."""
 
 
 def render_progress(
@@ -172,15 +177,17 @@ def _total_left(cells: Sequence[CellProgress]) -> float | None:
 
 
 def _cell_line(cell: CellProgress, name_columns: int, columns: int, is_unicode: bool) -> str:
-    """Name and state always; then what fits whole, the bar in what is left."""
+    """Name and state always; then what fits whole, sparkline and bar in what is left."""
     line = cell.name + " " * (name_columns - display_width(cell.name)) + f"  {cell.state:<9}"
     room = columns - display_width(line)
     essential = _fitting([*_steps(cell), *_left(cell)], room)
     room -= sum(display_width(figure) + 2 for figure in essential)
-    has_bar = cell.state == "running" and bool(cell.total_steps and cell.step)
-    has_bar = has_bar and room >= _SHORTEST_BAR + 2
-    if has_bar:
-        room -= _SHORTEST_BAR + 2
+    is_running, graph = cell.state == "running", _SHORTEST_BAR + 2
+    has_sparks = is_running and len(cell.speeds) > 1 and room >= graph
+    has_bar = is_running and bool(cell.total_steps and cell.step) and room >= graph
+    # `step 5/20` says what the bar does, so the bar is what a narrow line can spare.
+    has_bar = has_bar and (not has_sparks or room >= 2 * graph + _FIGURES_COLUMNS)
+    room -= graph * (has_sparks + has_bar)
     others = _fitting(_figures(cell), room)
     room -= sum(display_width(figure) + 2 for figure in others)
     steps = essential[: len(_steps(cell))]
@@ -188,6 +195,10 @@ def _cell_line(cell: CellProgress, name_columns: int, columns: int, is_unicode: 
     if has_bar and cell.total_steps:
         length = min(_LONGEST_BAR, _SHORTEST_BAR + room)
         figures.insert(0, _bar((cell.step or 0) / cell.total_steps, length, is_unicode))
+        room -= length - _SHORTEST_BAR
+    if has_sparks:
+        length = min(_LONGEST_BAR, _SHORTEST_BAR + room)
+        figures.insert(0, _sparkline(cell.speeds, length, is_unicode))
     return "".join([line, *(f"  {figure}" for figure in figures)]).rstrip()
 
 
@@ -231,6 +242,15 @@ def _bar(fraction: float, length: int, is_unicode: bool) -> str:
     full = round(min(1.0, max(0.0, fraction)) * length)
     done, left = ("█", "░") if is_unicode else ("#", ".")
     return done * full + left * (length - full)
+
+
+def _sparkline(speeds: Sequence[float], length: int, is_unicode: bool) -> str:
+    """The newest speeds, a column each, from 0 to the highest: a stall is a dip."""
+    newest = speeds[-length:]
+    levels = _SPARKS if is_unicode else _ASCII_SPARKS
+    top = max(newest) or 1.0
+    drawn = [levels[round(max(0.0, speed / top) * (len(levels) - 1))] for speed in newest]
+    return "".join(drawn).rjust(length)
 
 
 def _coloured(line: str, cell: CellProgress) -> str:
