@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from cookbook.base.tables import display_width
-from cookbook.results.collect import CellSetting, Result, RunResults
 from cookbook.results.report import render_json, render_markdown
+from cookbook.results.result import CellSetting, Result, RunResults
 from cookbook.run.run import RunRecord
 
 SETTING = CellSetting(
@@ -200,6 +200,8 @@ def test_json_has_the_promised_fields() -> None:
         "published_tokens_per_second_per_gpu",
     }
     seen = {"attention", "mean_attended_length", "emulated", "active", "resumptions"}
+    seen |= {"throughput", "speed", "loss", "loss_last_tenth", "repeats"}
+    seen |= {"gpu_hours", "cost_per_billion_tokens"}
     assert promised | seen == set(first)
     assert first["tokens_per_second_per_gpu"] == 651.4
     assert second["tokens_per_second_per_gpu"] is None

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 from cookbook.log.lines import StepMetrics, read_log
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 
 
-def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
+@dataclass(frozen=True, slots=True)
+class CurveStep(StepMetrics):
+    """A metrics line, and the attempt that made it."""
+
+    attempt: int = 0
+
+
+_FIGURES = [field.name for field in fields(StepMetrics)]
+
+
+def collect_steps(cell: CellFolder, record: CellRecord) -> list[CurveStep]:
     """The loss rank's steps over all attempts, rising: the cell's loss curve."""
-    steps: list[StepMetrics] = []
+    steps: list[CurveStep] = []
     for attempt in cell.attempts():
         for metrics in _attempt_steps(attempt, record.as_of(attempt.number)):
             while steps and steps[-1].step >= metrics.step:
                 steps.pop()
-            steps.append(metrics)
+            figures = {name: getattr(metrics, name) for name in _FIGURES}
+            steps.append(CurveStep(**figures, attempt=attempt.number))
     return steps
 
 

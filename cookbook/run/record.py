@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.schema import Unchecked, Words, fill
 from cookbook.base.yamlfile import read_yaml
 
+_SHARING = ("tensor", "context", "pipeline")
 _OF_SCRIPTS = ("job.custom_config_module", "experimental.custom_import", "job.description")
 
 
@@ -27,6 +29,7 @@ class CellRecord:
         refused: why the cell does not run.
         published_tokens_per_second_per_gpu: only where the cell is just what was published.
         baseline: the cell that speed-ups are against.
+        repeat_of: the cell that this one repeats, None for the first of them; the `repeat`-th.
         options: TorchTitan's options that are set, by dotted name.
         files: paths of the user's own YAML files, by `recipe`, `precision`, `ep_backend` and
             `cluster`; what is not here is in `recipes/` under its name.
@@ -50,6 +53,8 @@ class CellRecord:
     published_tokens_per_second_per_gpu: float | None = None
     published_source: str | None = None
     baseline: str | None = None
+    repeat_of: str | None = None
+    repeat: int = 1
     environment: Words = field(default_factory=Words)
     options: Unchecked = field(default_factory=Unchecked)
     files: Words = field(default_factory=Words)
@@ -74,6 +79,20 @@ class CellRecord:
         # This schedule's last stage is on the rank that has the first one.
         v_shaped = newest.options.get("parallelism.pipeline_parallel_schedule") == "ZBVZeroBubble"
         return 0 if v_shaped else newest.world // degree * (degree - 1)
+
+    @property
+    def tokens_per_step_per_gpu(self) -> float | None:
+        """Tokens of a step as TorchTitan's `tps` counts them: shared among TP, CP and PP ranks."""
+        newest = self.newest
+        length = newest._count("training.seq_len")
+        local = newest._count("training.local_batch_size")
+        total = newest._count("training.global_batch_size")
+        if length is not None and total is not None:
+            return total * length / newest.world
+        if length is None or local is None:
+            return None
+        degrees = [newest._count(f"parallelism.{name}_parallel_degree") or 1 for name in _SHARING]
+        return local * length / math.prod(degrees)
 
     @property
     def newest(self) -> CellRecord:

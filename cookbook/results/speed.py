@@ -1,0 +1,180 @@
+"""How fast a cell trained, and by how much two differ, with what chance does to both."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cookbook.log.curve import CurveStep
+from cookbook.results.interval import (
+    LEAST_VALUES,
+    Spread,
+    batch_spread,
+    batches,
+    correlation,
+    spread_about,
+)
+
+LEVEL = 0.95
+# A logged interval is a stall where it took this many times as long as the median one.
+STALL = 1.5
+
+FASTER, SLOWER, NOISE = "faster", "slower", "inside the noise"
+STEPS, REPEATS = "steps", "repeats"
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Tokens/s/GPU over the logged steps after each attempt's warm-up."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    mean: float
+    """All tokens over all seconds, so that stalls count."""
+    num_steps: int
+    """Logged steps that are measured."""
+    warm_up_steps: int
+    """Logged steps that are left out before them, over all attempts."""
+    stalls: tuple[int, ...]
+    """The logged steps that took 1.5 times as long as the median one, or more."""
+    stall_share: float
+    """Part of the measured time that stalls took beyond the median: 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """Throughput over that of a reference cell, with its 95% confidence interval."""
+
+    ratio: float
+    low: float | None
+    """None, as `high` and `verdict`, where the steps are too few for an interval."""
+    high: float | None
+    verdict: str | None
+    """faster, slower, or inside the noise: then the interval holds 1."""
+    basis: str
+    """What the interval is over: `steps` of one run each, or paired `repeats` of both."""
+    num: int
+    """How many of them; of steps, those of the cell that has fewer."""
+
+
+def warm_up(num_steps: int) -> int:
+    """How many of the first logged steps throughput leaves out: a quarter, but 1 to 10."""
+    return min(10, max(1, num_steps // 4))
+
+
+def measured_steps(curve: Sequence[CurveStep]) -> list[CurveStep]:
+    """The steps after warm-up, which every attempt has: it compiles and allocates anew."""
+    kept: list[CurveStep] = []
+    for attempt in dict.fromkeys(step.attempt for step in curve):
+        steps = [step for step in curve if step.attempt == attempt]
+        kept += steps[warm_up(len(steps)) :]
+    return kept
+
+
+def speeds_of(curve: Sequence[CurveStep]) -> list[float]:
+    """Tokens/s/GPU of the measured steps that have one."""
+    return [speed for _, speed in _with_speed(measured_steps(curve))]
+
+
+def measure(*curves: Sequence[CurveStep]) -> Throughput | None:
+    """The throughput over the curves of one cell; None where no step is measured."""
+    kept = [step for curve in curves for step in measured_steps(curve)]
+    steps = _with_speed(kept)
+    if not steps:
+        return None
+    speeds = [speed for _, speed in steps]
+    median = statistics.median(speeds)
+    several = speeds if len(speeds) > 1 else speeds * 2
+    lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
+    stalls = [(step, speed) for step, speed in steps if speed * STALL <= median]
+    lost = sum(1 / speed - 1 / median for _, speed in stalls)
+    return Throughput(
+        median=median,
+        lower_quartile=lower,
+        upper_quartile=upper,
+        mean=statistics.harmonic_mean(speeds),
+        num_steps=len(steps),
+        warm_up_steps=sum(map(len, curves)) - len(kept),
+        stalls=tuple(step for step, _ in stalls),
+        stall_share=lost / sum(1 / speed for speed in speeds),
+    )
+
+
+def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
+    """The ratio of the medians of two runs' speeds, step by step in order.
+
+    The same batch of both holds the same texts, so what these cost does not widen the interval.
+    """
+    if not own or not reference:
+        return None
+    ratio = math.log(statistics.median(own) / statistics.median(reference))
+    spread = None
+    num = min(len(own), len(reference))
+    if num >= LEAST_VALUES:
+        parts = [
+            math.log(statistics.median(one) / statistics.median(other))
+            for one, other in zip(batches(own), batches(reference), strict=True)
+        ]
+        spread = batch_spread(ratio, parts, _alike(own, reference, ratio), num)
+    return _speed_up(ratio, spread, STEPS, num)
+
+
+def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
+    """The speed-up from (own, reference) throughputs of repeats, at least two pairs.
+
+    Each pair was measured close in time and in turned order, so a drift of the machine is in none.
+    """
+    ratios = [math.log(own / reference) for own, reference in pairs]
+    if len(ratios) < 2:
+        return None
+    mean = statistics.fmean(ratios)
+    return _speed_up(mean, spread_about(mean, ratios), REPEATS, len(ratios))
+
+
+def _alike(own: Sequence[float], reference: Sequence[float], ratio: float) -> float:
+    """How alike following steps are: of their ratio, or of each cell's own where they do not pair.
+
+    Of the signs alone, as a median has it: a stall says no more than another slow step.
+    """
+    if len(own) == len(reference):
+        ratios = [math.log(one / other) for one, other in zip(own, reference, strict=True)]
+        return correlation([math.copysign(1, one - ratio) for one in ratios])
+    centres = (statistics.median(own), statistics.median(reference))
+    return max(
+        correlation([math.copysign(1, one - centre) for one in speeds])
+        for speeds, centre in zip((own, reference), centres, strict=True)
+    )
+
+
+def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
+    """The speed-up from the throughputs of repeats that were not measured in turn.
+
+    At least two of each; what chance does is one variance for both.
+    """
+    logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
+    ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+    freedom = len(own) + len(reference) - 2
+    squares = sum(statistics.variance(found) * (len(found) - 1) for found in logs)
+    error = math.sqrt(squares / freedom * (1 / len(own) + 1 / len(reference)))
+    return _speed_up(ratio, Spread(error, freedom), REPEATS, min(len(own), len(reference)))
+
+
+def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> SpeedUp:
+    if spread is None:
+        return SpeedUp(math.exp(ratio), None, None, None, basis, num)
+    half = spread.half_width(LEVEL)
+    low, high = math.exp(ratio - half), math.exp(ratio + half)
+    verdict = FASTER if low > 1 else SLOWER if high < 1 else NOISE
+    return SpeedUp(math.exp(ratio), low, high, verdict, basis, num)
+
+
+def _with_speed(steps: Iterable[CurveStep]) -> list[tuple[int, float]]:
+    """The steps that have a speed, and it."""
+    return [
+        (step.step, step.tokens_per_second)
+        for step in steps
+        if step.tokens_per_second is not None and 0 < step.tokens_per_second < math.inf
+    ]
