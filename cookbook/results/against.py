@@ -41,14 +41,7 @@ def _compared(results: RunResults, cell: Result, baseline: Result) -> Result:
         cell = replace(cell, speedup=found.ratio if found else None)
         if cell.name != baseline.name:
             cell = replace(cell, speed=found)
-    # Of unequal batches the same step is at another place in the texts.
-    if cell.name != baseline.name and _batch(own) == _batch(base):
+    if cell.name != baseline.name and own.batch == base.batch:
         whole, last = judge_curves(losses_of(curve), losses_of(reference))
         cell = replace(cell, loss=whole, loss_last_tenth=last)
     return cell
-
-
-def _batch(setting: CellSetting) -> float | None:
-    """Tokens of a step, over all ranks."""
-    tokens = setting.tokens_per_step_per_gpu
-    return tokens * setting.world if tokens is not None else None

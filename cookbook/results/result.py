@@ -71,6 +71,14 @@ class CellSetting:
     """Divided by `tokens_per_second` of a CurveStep: the seconds that a step took."""
     world: int = 1
     """GPUs, or ranks, of the newest attempt."""
+    published_source: str | None = None
+    """Where the published numbers are from."""
+
+    @property
+    def batch(self) -> float | None:
+        """Tokens of a step, over all ranks: of unequal batches a step is elsewhere in the texts."""
+        tokens = self.tokens_per_step_per_gpu
+        return tokens * self.world if tokens is not None else None
 
 
 @dataclass(frozen=True, slots=True)
