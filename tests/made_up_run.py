@@ -142,6 +142,7 @@ def _environment(precision: str, ep_backend: str) -> dict[str, Any]:
         "emulated": False,
         "device": "cuda",
         "gpu": "NVIDIA B200",
+        "driver": "570.86.15",
         "grouped_gemms": precision,
         "linear_layers": "bf16",
         "dispatch": ep_backend,

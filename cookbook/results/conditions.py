@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError
@@ -28,10 +28,12 @@ class Conditions:
     Attributes:
         shared: what all cells that are known have in common.
         differing: a row for each fact in which two cells differ, a column for each cell.
+        is_known: whether there is a cell of which anything is known.
     """
 
     shared: tuple[tuple[str, str], ...]
     differing: Table | None
+    is_known: bool = True
 
 
 def configuration(run: Run) -> Conditions:
@@ -46,7 +48,7 @@ def environment(run: Run) -> Conditions:
     if run.record.commit is None:
         return conditions
     commit = (("commit of the cookbook", run.record.commit), *conditions.shared)
-    return Conditions(commit, conditions.differing)
+    return replace(conditions, shared=commit)
 
 
 def _compare(title: str, cells: Mapping[str, Facts]) -> Conditions:
@@ -59,7 +61,7 @@ def _compare(title: str, cells: Mapping[str, Facts]) -> Conditions:
         else:
             differing.append((name, *values))
     if not differing:
-        return Conditions(tuple(shared), None)
+        return Conditions(tuple(shared), None, is_known=any(cells.values()))
     table = Table((title, *cells), tuple(differing), "l" * (1 + len(cells)))
     return Conditions(tuple(shared), table)
 

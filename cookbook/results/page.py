@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import html
+import re
 from collections.abc import Mapping, Sequence
 
 import jinja2
@@ -32,13 +33,20 @@ from cookbook.results.tables import (
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
+    return environment
+
+
+def _breakable(text: str) -> Markup:
+    """A name such as `model.flash_attention` that may go on in the next line after a dot or so."""
+    return Markup(re.sub(r"([._/-])", r"\1<wbr>", html.escape(text, quote=True)))
 
 
 def render_page(

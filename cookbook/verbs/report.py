@@ -41,11 +41,12 @@ def print_report(run: Run, form: str) -> dict[str, str]:
         if form == "html":
             raise
     else:
-        kept = shown_path(run.folder / PAGE)
+        page = shown_path(run.folder / PAGE)
         if form == "html":
-            print(kept)
-        beside = MARKDOWN if missing else f"{MARKDOWN}, {FIGURES}/"
-        print(f"submit.py: kept: {kept} (and {beside})", file=sys.stderr)
+            print(page)
+        elif form == "md":
+            beside = MARKDOWN if missing else f"{MARKDOWN} and {FIGURES}/"
+            print(f"\nAs a page: {page}, with {beside} beside it")
         if missing:
             print(f"submit.py: {missing}", file=sys.stderr)
     return {state.cell: state.state for state in states}

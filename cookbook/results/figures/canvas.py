@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,13 @@ class Size:
 # The second is for a phone: a figure that is scaled down to its width could not be read.
 WIDE = Size("wide", 760, 12.0)
 NARROW = Size("narrow", 352, 11.0)
+
+
+def drawing_style() -> AbstractContextManager[None]:
+    """What holds while a figure is drawn: a `$` in a cell's name begins no formula."""
+    import matplotlib
+
+    return matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"})
 
 
 class Canvas:
@@ -90,7 +98,7 @@ class Canvas:
         import matplotlib
 
         file = io.StringIO()
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+        with matplotlib.rc_context({"svg.hashsalt": salt}):
             self.figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
         return _slim(file.getvalue(), self.size.width, self.height)
 

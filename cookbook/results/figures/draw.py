@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cookbook.results.figures.canvas import NARROW, WIDE, Canvas, Size
+from cookbook.results.figures.canvas import NARROW, WIDE, Canvas, Size, drawing_style
 from cookbook.results.figures.loss import draw_difference, draw_last, draw_whole
 from cookbook.results.figures.memory import draw_memory
 from cookbook.results.figures.series import Series, all_series
@@ -58,8 +58,8 @@ _PLANS = (
     _Plan(
         "loss",
         "Loss",
-        "Every logged step, pale, with its centred running mean over a fortieth of the steps; "
-        "the inset shows the last 10%. Of curves that meet, the first one is the widest.",
+        "Every logged step. Of many steps pale, with the centred running mean over a fortieth of "
+        "them. The inset shows the last 10%. Of curves that meet, the first one is the widest.",
         draw_whole,
     ),
     _Plan(
@@ -71,8 +71,8 @@ _PLANS = (
     _Plan(
         "loss-difference",
         "Loss against the baseline",
-        "At each step that both logged, pale, with its running mean. The band is the margin within "
-        f"which losses count as equivalent, ±{MARGIN:.2%}.",
+        "At each step that both logged; of many steps pale, with the running mean. The band is "
+        f"the margin within which losses count as equivalent, ±{MARGIN:.2%}.",
         partial(draw_difference, margin=MARGIN),
     ),
     _Plan(
@@ -101,19 +101,20 @@ def draw_figures(results: RunResults) -> list[Drawing]:
         ModuleNotFoundError: where Matplotlib is not installed.
     """
     cells = all_series(results)
-    drawings = []
-    for plan in _PLANS:
-        wide, narrow = plan.draw(cells, WIDE), plan.draw(cells, NARROW)
-        if wide is None or narrow is None:
-            continue
-        drawings.append(
-            Drawing(
-                plan.name,
-                plan.title,
-                plan.caption,
-                wide.svg(f"{plan.name}-wide"),
-                narrow.svg(f"{plan.name}-narrow"),
-                wide.png(),
-            )
-        )
-    return drawings
+    with drawing_style():
+        found = [_draw(plan, cells) for plan in _PLANS]
+    return [drawing for drawing in found if drawing is not None]
+
+
+def _draw(plan: _Plan, cells: Sequence[Series]) -> Drawing | None:
+    wide, narrow = plan.draw(cells, WIDE), plan.draw(cells, NARROW)
+    if wide is None or narrow is None:
+        return None
+    return Drawing(
+        plan.name,
+        plan.title,
+        plan.caption,
+        wide.svg(f"{plan.name}-wide"),
+        narrow.svg(f"{plan.name}-narrow"),
+        wide.png(),
+    )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from cookbook.results.figures import theme
 from cookbook.results.figures.canvas import Canvas, Size, quiet_axes, spread, thin
 from cookbook.results.figures.series import Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _INSET, _ZOOM = 0.1, 0.3
 # Points of all lines of a figure together: SVGs stay below 100 KB, and a line has two a pixel.
@@ -18,6 +19,10 @@ _MOST_POINTS = 3600
 # Fewer steps than this are shown as they are; of more, a running mean shows what the noise hides.
 _FEW_STEPS = 120
 _FEWEST_IN_INSET = 4
+# Left, bottom, width and height as shares of the axes.
+_INSET_BOX = (0.38, 0.42, 0.6, 0.5)
+# Ticks and their labels stand below its frame.
+_INSET_FOOT = 0.12
 
 
 def draw_whole(cells: Sequence[Series], size: Size) -> Canvas | None:
@@ -29,7 +34,8 @@ def draw_whole(cells: Sequence[Series], size: Size) -> Canvas | None:
     _lines(axes, cells, 0.0, _MOST_POINTS * 2 // 3)
     _label(canvas, axes, cells, size)
     if _num_last(cells, _INSET) >= _FEWEST_IN_INSET:
-        inset = axes.inset_axes((0.38, 0.4, 0.6, 0.56))
+        _make_room(axes, cells)
+        inset = axes.inset_axes(_INSET_BOX)
         quiet_axes(inset, size)
         inset.set_facecolor(theme.GROUND.light)
         for side in ("top", "right", "left", "bottom"):
@@ -45,7 +51,8 @@ def draw_whole(cells: Sequence[Series], size: Size) -> Canvas | None:
 
 def draw_last(cells: Sequence[Series], size: Size) -> Canvas | None:
     """The last 30% of the steps, where curves that part can be seen to."""
-    cells = [cell for cell in cells if len(cell.losses[0]) > 1]
+    last = max((cell.losses[0][-1] for cell in cells if cell.losses[0]), default=0)
+    cells = [cell for cell in cells if _num_after(cell, (1 - _ZOOM) * last) > 1]
     if not cells or _num_last(cells, _ZOOM) < _FEWEST_IN_INSET:
         return None
     canvas, axes = _axes(cells, size, "loss", 280)
@@ -131,6 +138,17 @@ def _lines(axes: Axes, cells: Sequence[Series], start: float, most: int) -> None
         axes.set_xlim(start * last, last)
 
 
+def _make_room(axes: Axes, cells: Sequence[Series]) -> None:
+    """Raise the upper end of the axes until the inset covers no part of a curve."""
+    first, last = axes.get_xlim()
+    left = first + (_INSET_BOX[0] - 0.06) * (last - first)
+    below = [v for cell in cells for s, v in zip(*cell.losses, strict=True) if s >= left]
+    low, high = axes.get_ylim()
+    if below:
+        needed = low + (max(below) - low) / (_INSET_BOX[1] - _INSET_FOOT)
+        axes.set_ylim(low, max(high, needed))
+
+
 def _width(number: int, num: int) -> float:
     """The first line is the widest, so that those above leave its edges to be seen."""
     return 1.3 + (3.2 * (1 - number / (num - 1)) if num > 1 else 0.3)
@@ -155,7 +173,8 @@ def _line(
     if len(steps) <= _FEW_STEPS:
         axes.plot(*thin(steps[begin:], values[begin:], most), gid=cell.name, **style)
         return list(values[begin:])
-    axes.plot(*thin(steps[begin:], values[begin:], most), color=cell.colour, lw=0.6, alpha=0.22)
+    raw: dict[str, Any] = {"color": cell.colour, "linewidth": 0.6, "alpha": 0.22, "gid": cell.name}
+    axes.plot(*thin(steps[begin:], values[begin:], most), **raw)
     half = max(len(steps) // 80, 2)
     middles = range(max(half, begin), len(steps) - half)
     every = max(1, len(middles) // 160)
@@ -166,9 +185,13 @@ def _line(
 
 
 def _num_last(cells: Sequence[Series], share: float) -> int:
-    """The least number of losses that a cell has in that last part of the steps."""
+    """The most losses that a cell has in that last part of the steps."""
     last = max(cell.losses[0][-1] for cell in cells)
-    return min(sum(step > (1 - share) * last for step in cell.losses[0]) for cell in cells)
+    return max(_num_after(cell, (1 - share) * last) for cell in cells)
+
+
+def _num_after(cell: Series, first: float) -> int:
+    return sum(step > first for step in cell.losses[0])
 
 
 def _difference(cell: Series, base: Series) -> list[tuple[int, float]]:
@@ -203,6 +226,7 @@ def _label(canvas: Canvas, axes: Axes, cells: Sequence[Series], size: Size) -> N
 
 def _end(axes: Axes, cell: Series) -> float:
     """The height in pixels from the bottom at which the cell's line ends; the baseline is 0."""
-    ys = [line.get_ydata() for line in axes.get_lines() if line.get_gid() == cell.name]
-    y = float(list(ys[0])[-1]) if ys else 0.0
-    return float(axes.transData.transform((0, y))[1])
+    lines = [line for line in axes.get_lines() if line.get_gid() == cell.name]
+    ends = [list(ys)[-1] for line in lines if len(ys := line.get_ydata())]
+    # Of a line and its running mean, the mean was drawn last.
+    return float(axes.transData.transform((0, ends[-1] if ends else 0.0))[1])

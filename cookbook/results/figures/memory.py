@@ -20,7 +20,7 @@ def draw_memory(cells: Sequence[Series], size: Size) -> Canvas | None:
     most = max(max(cell.memory_gib or 0.0, cell.capacity_gib or 0.0) for cell in cells)
     each = _NAME + _BAR + _GAP
     canvas = Canvas(size, 8 + each * len(cells) + _BOTTOM)
-    axes = canvas.axes(4, 8, size.width - 8.0, each * len(cells))
+    axes = canvas.axes(4, 8, size.width - 20.0, each * len(cells))
     axes.set(xlim=(0, most * 1.01), ylim=(each * len(cells), 0), yticks=[])
     axes.grid(axis="x", color=theme.GRID.light, linewidth=0.8)
     axes.locator_params(axis="x", nbins=4 if size.is_narrow else 7)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING
 
 from cookbook.results.figures import theme
 from cookbook.results.figures.canvas import Canvas, Size, thin
 from cookbook.results.figures.series import Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _STRIP, _NAME, _GAP, _BOTTOM = 74.0, 18.0, 12.0, 42.0
 _MOST_POINTS = 3200

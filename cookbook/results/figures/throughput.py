@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from cookbook.results.figures import theme
 from cookbook.results.figures.canvas import Canvas, Size
 from cookbook.results.figures.series import Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _BAR, _OUTLINE, _NAME, _GAP = 16.0, 14.0, 18.0, 16.0
 _BOTTOM = 44.0
@@ -25,7 +26,7 @@ def draw_throughput(cells: Sequence[Series], size: Size) -> Canvas | None:
         return None
     heights = [_height(cell) for cell in cells]
     canvas = Canvas(size, 8 + sum(heights) + _BOTTOM)
-    width = size.width - 8.0
+    width = size.width - 20.0
     axes = canvas.axes(4, 8, width, sum(heights))
     axes.set(xlim=(0, max(numbers) * 1.02), ylim=(sum(heights), 0), yticks=[])
     axes.grid(axis="x", color=theme.GRID.light, linewidth=0.8)

@@ -1,0 +1,333 @@
+"""What `report` writes beside what it prints: files, figures and a page, from the logs alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.yamlfile import shown_path
+from cookbook.results.collect import collect_results
+from cookbook.results.conditions import configuration, environment
+from cookbook.results.figures.draw import NAMES
+from cookbook.results.headlines import headlines, partly_finished
+from cookbook.results.keep import keep_report
+from cookbook.results.result import RunResults
+from cookbook.results.speed import FASTER, NOISE, STEPS, SpeedUp
+from cookbook.results.tables import loss_table, published_table, speed_table
+from cookbook.run.run import Run, read_run
+from cookbook.run.states import cell_states
+from tests.made_up_run import RESTART_STEP, RESTARTED, STALL_STEP, STALLED, make_run
+from tests.submit import ROOT, submit
+
+FIGURE_BYTES = 100_000
+PAGE_BYTES = 2_000_000
+BASE = "671b-bf16-standard"
+
+
+def results_of(folder: Path) -> tuple[Run, RunResults]:
+    run = read_run(folder)
+    return run, collect_results(run, cell_states(run))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four cells of 1,500 steps, with a report."""
+    folder = make_run(tmp_path_factory.mktemp("full"))
+    answer = submit("report", runs=folder.parent, timeout=120)
+    assert (answer.status, answer.stderr) == (0, ""), answer
+    (folder / "printed").write_text(answer.stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def partly(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of which one cell is at its end, with a report."""
+    folder = make_run(tmp_path_factory.mktemp("partly"), steps=60, partly=True)
+    keep_report(*results_of(folder))
+    return folder
+
+
+def test_files_are_small_and_whole(full: Path) -> None:
+    assert (full / "report.html").stat().st_size < PAGE_BYTES
+    found = sorted(path.name for path in (full / "figures").iterdir())
+    assert found == sorted(f"{name}.{suffix}" for name in NAMES for suffix in ("png", "svg"))
+    for path in (full / "figures").iterdir():
+        assert 1_000 < path.stat().st_size < FIGURE_BYTES, path.name
+        if path.suffix == ".svg":
+            assert path.read_text().startswith("<svg ") and path.read_text().endswith("</svg>\n")
+        else:
+            assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_printed_begins_the_file_and_says_where_the_page_is(full: Path) -> None:
+    printed, _, where = (full / "printed").read_text().rpartition("\n\nAs a page: ")
+    text = (full / "report.md").read_text()
+    assert text.startswith(printed) and printed.startswith(f"# {full.name}")
+    assert where.startswith(f"{shown_path(full / 'report.html')}, ")
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert pictures == [f"figures/{name}.svg" for name in NAMES]
+    assert all((full / picture).is_file() for picture in pictures)
+
+
+def test_the_page_needs_nothing_else(full: Path) -> None:
+    page = (full / "report.html").read_text()
+    # Names of XML, and where the published numbers are from.
+    links = set(re.findall(r"https?://[^\"'<> )]+", page))
+    assert links == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+        "https://example.org/article",
+    }
+    assert not re.search(r"@import|url\((?!#)|<(script|img|iframe)[^>]* src=", page)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_json_is_alone_on_standard_output_and_html_is_the_path(partly: Path) -> None:
+    answer = submit("report", "--format", "json", runs=partly.parent)
+    assert json.loads(answer.stdout)["run"] == partly.name and answer.stderr == ""
+    answer = submit("report", "--format", "html", runs=partly.parent)
+    assert answer.stdout == f"{shown_path(partly / 'report.html')}\n" and answer.stderr == ""
+
+
+def test_a_cell_without_a_log_has_no_number(partly: Path) -> None:
+    rows = {row[0]: row for row in _rows((partly / "report.html").read_text(), "table-cells")}
+    waiting = rows["671b-mxfp8-deepep"]
+    assert waiting[2:] == ["-/60", *["-"] * 6, "918 (1.41x)"]
+    published = _rows((partly / "report.html").read_text(), "table-published")
+    assert published[3] == ["671b-mxfp8-deepep", "918", "+41.0%", "-", "-", "-", "-"]
+    # Without an end there is no speed-up, of any cell but what was published.
+    assert [row[4] for row in published] == ["baseline", "-", "-", "-"]
+
+
+def test_a_run_without_a_step_has_tables_of_dashes_and_no_figure(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=60)
+    for log in folder.glob("*/attempt-*"):
+        shutil.rmtree(log)
+    for cell in folder.glob("671b-*"):
+        status = {"state": "running", "reason": None}
+        (cell / "status.json").write_text(json.dumps(status))
+        record = (cell / "cell.yaml").read_text()
+        (cell / "cell.yaml").write_text(re.sub(r"published_.*\n", "", record))
+    keep_report(*results_of(folder))
+    page = (folder / "report.html").read_text()
+    assert "partly finished: 0 of 4 cells finished" in page and "<figure" not in page
+    assert "no cell has come to its first step" in page
+    assert not (folder / "figures").exists()
+    for row in _rows(page, "table-cells"):
+        assert not re.search(r"\d", "".join(row[3:])), row
+
+
+def _rows(page: str, table: str) -> list[list[str]]:
+    body = page[page.index(f'<table id="{table}"') :]
+    body = body[body.index("<tbody>") : body.index("</tbody>")]
+    return [
+        [re.sub(r"<[^>]+>", "", cell).strip() for cell in re.findall(r"<t[dh].*?</t[dh]>", row)]
+        for row in body.replace("\n", " ").split("</tr>")[:-1]
+    ]
+
+
+def test_every_number_in_the_figures_is_in_the_logs(full: Path) -> None:
+    """The labels of the bars are the medians and peaks of the results, and nothing else."""
+    _, results = results_of(full)
+    svg = (full / "figures" / "throughput.svg").read_text()
+    said = [text for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg) if ", " in text]
+    measured = [f"{cell.tokens_per_second_per_gpu:,.0f}" for cell in results.cells]
+    gains = ["", *(f"{100 * ((cell.speedup or 0) - 1):+.1f}%" for cell in results.cells[1:])]
+    expected = [
+        f"{tokens}, {gain or 'baseline'}" for tokens, gain in zip(measured, gains, strict=True)
+    ]
+    assert sorted(said) == sorted([*expected, "published 859, +32.0%", "published 918, +41.0%"])
+    svg = (full / "figures" / "memory.svg").read_text()
+    for cell in results.cells:
+        assert f"{cell.memory_gib:.4g} GiB of 178" in svg
+
+
+def test_stalls_and_restarts_are_marked(full: Path) -> None:
+    svg = (full / "figures" / "step-time.svg").read_text()
+    assert svg.count(">restart<") == 1 and "1 restart<" in svg
+    _, results = results_of(full)
+    by_name = {cell.name: cell for cell in results.cells}
+    throughput = by_name[f"671b-{STALLED}"].throughput
+    assert throughput is not None and STALL_STEP in throughput.stalls
+    assert f"{len(throughput.stalls)} stalls" in svg
+    curve = results.curves[f"671b-{RESTARTED}"]
+    assert next(step.step for step in curve if step.attempt == 1) == RESTART_STEP
+    # Its rows say what the later attempt does, not what it replaced.
+    assert len(curve) == 1500
+
+
+def test_without_matplotlib_the_report_says_what_to_install(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "runs", steps=30)
+    (tmp_path / "hidden" / "matplotlib").mkdir(parents=True)
+    lost = 'raise ModuleNotFoundError("No module named \'matplotlib\'", name="matplotlib")\n'
+    (tmp_path / "hidden" / "matplotlib" / "__init__.py").write_text(lost)
+    variables = {"PYTHONPATH": str(tmp_path / "hidden")}
+    answer = submit("report", runs=folder.parent, variables=variables)
+    assert answer.status == 0 and "| 671b-bf16-deepep" in answer.stdout
+    remedy = "the package matplotlib is not installed here; run: ./setup.sh"
+    (line,) = answer.stderr.splitlines()
+    assert line == f"submit.py: no figures: {remedy}"
+    assert remedy in (folder / "report.md").read_text()
+    assert remedy in (folder / "report.html").read_text()
+    assert not (folder / "figures").exists()
+    assert "figures/" not in answer.stdout
+
+
+def test_a_figure_that_is_no_longer_true_goes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=60)
+    keep_report(*results_of(folder))
+    (folder / "figures" / "mine.png").write_bytes(b"mine")
+    assert (folder / "figures" / "loss-difference.svg").is_file()
+    for path in folder.glob(f"{BASE}/attempt-*/train.log"):
+        path.unlink()
+    keep_report(*results_of(folder))
+    left = {path.name for path in (folder / "figures").iterdir()}
+    assert not {"loss-difference.svg", "loss-difference.png"} & left
+    assert {"loss.svg", "loss.png", "mine.png"} <= left
+    assert "loss-difference" not in (folder / "report.md").read_text()
+
+
+def test_what_a_run_says_is_text_and_no_markup(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=60)
+    evil = '<script>alert("1")</script> & $x_1$ ok'
+    run, results = results_of(folder)
+    cells = (replace(results.cells[0], reason=evil), *results.cells[1:])
+    names = {cell.name: cell.name for cell in cells} | {cells[1].name: "a<b>&$x_1$"}
+    cells = tuple(replace(cell, name=names[cell.name]) for cell in cells)
+    results = replace(
+        results,
+        cells=cells,
+        settings={names[name]: setting for name, setting in results.settings.items()},
+        curves={names[name]: curve for name, curve in results.curves.items()},
+    )
+    keep_report(run, results)
+    page = (folder / "report.html").read_text()
+    assert page.count("<script>") == 1 and "&lt;script&gt;alert" in page
+    # A dollar sign begins no formula.
+    assert "a&lt;b&gt;&amp;$x_1$</text>" in (folder / "figures" / "loss.svg").read_text()
+
+
+def test_an_old_run_and_one_without_cells_have_a_page(tmp_path: Path) -> None:
+    folder = tmp_path / "matrix-20261121-192057"
+    shutil.copytree(ROOT / "tests" / "old_run", folder)
+    keep_report(*results_of(folder))
+    assert "finished, emulated" in (folder / "report.html").read_text()
+    for cell in folder.glob("debug-*"):
+        shutil.rmtree(cell)
+    record = json.loads((folder / "run.json").read_text()) | {"cells": []}
+    (folder / "run.json").write_text(json.dumps(record))
+    keep_report(*results_of(folder))
+    assert "<h1>" in (folder / "report.html").read_text()
+
+
+def test_conditions_show_what_differs_and_share_the_rest(full: Path) -> None:
+    run = read_run(full)
+    found = configuration(run)
+    assert found.differing is not None
+    rows = {row[0]: row[1:] for row in found.differing.rows}
+    assert rows["precision"] == ("bf16", "bf16", "mxfp8", "mxfp8")
+    assert rows["quantize.grouped_mm.mx.recipe_name"] == ("-", "-", "mxfp8", "mxfp8")
+    assert all(len(set(row)) > 1 for row in rows.values())
+    shared = dict(found.shared)
+    assert shared["nodes"] == "32" and shared["training.seq_len"] == "8192"
+    assert not shared.keys() & rows.keys()
+    found = environment(run)
+    shared = dict(found.shared)
+    assert shared["commit of the cookbook"] == "33acf20"
+    assert (shared["torch"], shared["gpu"], shared["driver"]) == (
+        "2.10.0+cu128",
+        "NVIDIA B200",
+        "570.86.15",
+    )
+    assert found.differing is not None
+    rows = {row[0]: row[1:] for row in found.differing.rows}
+    assert rows["nodes"][0] == "32: worker-0 to worker-31"
+    assert rows["nodes"][1] == "32: worker-1 to worker-32"
+    assert rows["deep_ep"] == ("-", "1.2.1+29d31c0", "-", "1.2.1+29d31c0")
+
+
+def test_a_restart_elsewhere_shows_the_newest_environment(full: Path, tmp_path: Path) -> None:
+    folder = tmp_path / full.name
+    shutil.copytree(full, folder)
+    newest = folder / f"671b-{RESTARTED}" / "attempt-1" / "environment.json"
+    content = json.loads(newest.read_text()) | {"nodes": ["worker-7"]}
+    newest.write_text(json.dumps(content))
+    found = environment(read_run(folder)).differing
+    assert found is not None
+    assert next(row for row in found.rows if row[0] == "nodes")[4] == "worker-7"
+
+
+def test_headlines_name_the_fastest_and_the_verdicts(full: Path) -> None:
+    _, results = results_of(full)
+    fastest, losses = headlines(results)
+    assert fastest.startswith("Fastest: 671b-mxfp8-deepep at 92")
+    assert f"over {BASE} (95% interval +4" in fastest
+    assert losses == (
+        "Loss of 671b-bf16-deepep, 671b-mxfp8-standard and 671b-mxfp8-deepep: "
+        "equivalent to the baseline's within ±0.25%."
+    )
+    assert partly_finished(results) is None
+
+
+def test_headlines_do_not_call_noise_a_gain(full: Path) -> None:
+    _, results = results_of(full)
+    base, one, two, three = results.cells
+    near = SpeedUp(1.01, 0.99, 1.03, NOISE, STEPS, 30)
+    first = replace(one, speedup=1.01, speed=near)
+    lines = headlines(replace(results, cells=(base, first)))
+    assert lines[0].endswith("(95% interval -1.0% to +3.0%): inside the noise.")
+    # Two cells whose intervals overlap are not told apart.
+    second = replace(two, speedup=1.4, speed=SpeedUp(1.4, 1.3, 1.5, FASTER, STEPS, 30))
+    third = replace(three, speedup=1.41, speed=SpeedUp(1.41, 1.32, 1.5, FASTER, STEPS, 30))
+    lines = headlines(replace(results, cells=(base, second, third)))
+    assert lines[1] == f"{two.name} may be as fast (+40.0%): the two intervals overlap."
+    slow = replace(one, speedup=0.9, speed=SpeedUp(0.9, 0.88, 0.92, "slower", STEPS, 30))
+    lines = headlines(replace(results, cells=(base, slow)))
+    assert lines[0].startswith(f"No cell is faster than the baseline {BASE}")
+    few = replace(one, speedup=1.3, speed=SpeedUp(1.3, None, None, None, STEPS, 4))
+    lines = headlines(replace(results, cells=(base, few)))
+    assert "+30.0%" in lines[0] and "(too few steps for an interval)" in lines[0]
+
+
+def test_tables_hold_intervals_and_verdicts(full: Path) -> None:
+    _, results = results_of(full)
+    speed, loss, published = speed_table(results), loss_table(results), published_table(results)
+    assert speed is not None and loss is not None and published is not None
+    rows = {row[0]: dict(zip(speed.head, row, strict=True)) for row in speed.rows}
+    assert rows[BASE]["speed-up"] == "baseline" and rows[BASE]["verdict"] == "-"
+    row = rows["671b-mxfp8-deepep"]
+    # Both attempts warm up.
+    assert (row["steps measured"], row["warm-up left out"]) == ("1,480", "20")
+    assert row["verdict"] == "faster" and re.fullmatch(
+        r"\+4\d\.\d% to \+4\d\.\d%", row["95% interval"]
+    )
+    assert [row[:2] for row in loss.rows[:2]] == [
+        ("671b-bf16-deepep", "whole"),
+        ("671b-bf16-deepep", "last tenth"),
+    ]
+    assert all(row[-1] == "equivalent" for row in loss.rows) and len(loss.rows) == 6
+    assert published.rows[3][-1] == "1.00"
+
+
+def test_a_run_of_many_cells_stays_small(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=400)
+    run, results = results_of(folder)
+    cells = tuple(
+        replace(cell, name=f"{cell.name}-{number}") for number in range(4) for cell in results.cells
+    )
+    results = replace(
+        results,
+        cells=cells,
+        settings={cell.name: results.settings[cell.name[:-2]] for cell in cells},
+        curves={cell.name: results.curves[cell.name[:-2]] for cell in cells},
+    )
+    keep_report(run, results)
+    for path in (folder / "figures").iterdir():
+        assert path.stat().st_size < FIGURE_BYTES, path.name
+    assert (folder / "report.html").stat().st_size < PAGE_BYTES
