@@ -1,9 +1,6 @@
 """Judges by a rule whether the loss curves of MXFP8 are those of BF16, and draws them.
 
-The rule is a test of equivalence. A run's loss is its mean over the last tenth of the steps. The
-90% confidence interval of a precision's loss minus BF16's must lie inside plus or minus MARGIN of
-BF16's: two one-sided t-tests at 5% each. What chance does is one variance, pooled over the seeds of
-every precision, so that a few seeds of one tell of the others too.
+The rule is `cookbook.results.loss`'s for repeated runs, over the last tenth of the steps.
 """
 
 from __future__ import annotations
@@ -12,51 +9,18 @@ import csv
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from cookbook.base.files import write_whole
 from cookbook.base.tables import markdown_table
+from cookbook.results.loss import MARGIN, LossVerdict, judge_repeats
 
 PRECISIONS = ("bf16", "mxfp8_wgrad_hp", "mxfp8")
 SEEDS = (42, 43, 44, 45, 46)
 
-# DeepSeek-V3 (arXiv:2412.19437, section 3.3) holds FP8 training to BF16 by this relative distance.
-MARGIN = 0.0025
-
 Curves = Mapping[tuple[str, int], Sequence[float]]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How far a precision's loss is from BF16's.
-
-    Attributes:
-        seeds: how many runs of it there are.
-        loss: mean of their losses.
-        difference: that, minus BF16's.
-        half_width: of the 90% confidence interval of the difference.
-        limit: what the interval must lie within, on both sides of 0.
-    """
-
-    precision: str
-    seeds: int
-    loss: float
-    difference: float
-    half_width: float
-    limit: float
-
-    @property
-    def word(self) -> str:
-        if not math.isfinite(self.difference):
-            return "different"
-        if abs(self.difference) + self.half_width <= self.limit:
-            return "equal"
-        if abs(self.difference) - self.half_width > self.limit:
-            return "different"
-        return "undecided"
 
 
 def curve_name(precision: str, seed: int) -> str:
@@ -69,25 +33,15 @@ def read_curve(path: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-def judge(curves: Curves) -> list[Verdict]:
-    """The verdict on each precision but BF16, by the rule above."""
-    from scipy.stats import t
-
-    losses = {p: [last_tenth(curve) for curve in _of(curves, p)] for p in PRECISIONS}
-    base = statistics.fmean(losses["bf16"])
-    finite = [found for found in losses.values() if all(map(math.isfinite, found))]
-    freedom = sum(len(found) - 1 for found in finite)
-    if freedom < 1:
+def judge(curves: Curves) -> dict[str, LossVerdict]:
+    """The verdict on each precision but BF16, over the last tenth of the steps."""
+    runs = {
+        precision: [dict(enumerate(curve, 1)) for curve in _of(curves, precision)]
+        for precision in PRECISIONS
+    }
+    if max(map(len, runs.values())) < 2:
         raise SystemExit("no precision has two curves: what chance does is not known")
-    squares = sum(statistics.variance(found) * (len(found) - 1) for found in finite if found[1:])
-    width = float(t.ppf(0.95, freedom)) * math.sqrt(squares / freedom)
-    verdicts = []
-    for precision in PRECISIONS[1:]:
-        found = losses[precision]
-        mean = statistics.fmean(found)
-        half = width * math.sqrt(1 / len(found) + 1 / len(losses["bf16"]))
-        verdicts.append(Verdict(precision, len(found), mean, mean - base, half, MARGIN * base))
-    return verdicts
+    return {name: last for name, (_, last) in judge_repeats(runs, "bf16").items()}
 
 
 def last_tenth(curve: Sequence[float]) -> float:
@@ -117,16 +71,19 @@ def smooth(values: Sequence[float], width: int = 25) -> list[float]:
 
 def render(curves: Curves) -> str:
     """Markdown: the verdicts, then the loss of every run."""
-    verdicts = judge(curves)
     head = ["precision", "seeds", "loss", "minus BF16", "90% interval", "allowed", "verdict"]
     base = [last_tenth(curve) for curve in _of(curves, "bf16")]
     cells = ["bf16", str(len(base)), f"{statistics.fmean(base):.4f}", "", "", "", ""]
     rows = [[*cells, f"{curves_apart(curves, 'bf16'):.4f}"]]
-    for found in verdicts:
-        low, high = (found.difference + sign * found.half_width for sign in (-1, 1))
-        cells = [found.precision, str(found.seeds), f"{found.loss:.4f}", f"{found.difference:+.4f}"]
-        cells += [f"{low:+.4f} to {high:+.4f}", f"±{found.limit:.4f}", found.word]
-        cells.append(f"{curves_apart(curves, found.precision):.4f}")
+    for name, found in judge(curves).items():
+        loss = statistics.fmean(last_tenth(curve) for curve in _of(curves, name))
+        # Where a loss is no number there is no difference of them either.
+        low, high, limit = (
+            math.nan if x is None else x for x in (found.low, found.high, found.limit)
+        )
+        cells = [name, str(found.runs), f"{loss:.4f}", f"{(low + high) / 2:+.4f}"]
+        cells += [f"{low:+.4f} to {high:+.4f}", f"±{limit:.4f}", found.verdict]
+        cells.append(f"{curves_apart(curves, name):.4f}")
         rows.append(cells)
     judged = markdown_table([*head, "curves apart"], rows, "lrrrrrlr")
     runs = []

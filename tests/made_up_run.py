@@ -25,10 +25,11 @@ RESTARTED, RESTART_STEP = "mxfp8-deepep", 901
 STALLED, STALL_STEP = "bf16-deepep", 500
 
 
-def make_run(runs: Path, steps: int = 1500, partly: bool = False) -> Path:
+def make_run(runs: Path, steps: int = 1500, partly: bool = False, repeats: int = 1) -> Path:
     """Write a run below `runs`.
 
     Args:
+        repeats: how often each cell was trained.
         partly: one cell has finished, one runs, one has failed, one waits.
     """
     folder = runs / NAME
@@ -36,11 +37,16 @@ def make_run(runs: Path, steps: int = 1500, partly: bool = False) -> Path:
     if partly:
         words = ("finished", "running", "failed", "queued")
         states = dict(zip(_TOKENS, words, strict=True))
+    cells = [f"671b-{pair}" for pair in _TOKENS]
     shared = random.Random(1)
     noise = [shared.gauss(0, 0.05) for _ in range(steps)]
     for number, (pair, state) in enumerate(states.items()):
         done = {"finished": steps, "running": steps // 3, "failed": steps // 2, "queued": 0}[state]
         _make_cell(folder / f"671b-{pair}", number, pair, state, steps, noise[:done])
+        for repeat in range(2, repeats + 1):
+            name = f"671b-{pair}-r{repeat}"
+            _make_cell(folder / name, number + 4 * repeat, pair, state, steps, noise[:done], repeat)
+            cells.append(name)
     record = {
         "run": NAME,
         "sweep": "matrix",
@@ -52,14 +58,20 @@ def make_run(runs: Path, steps: int = 1500, partly: bool = False) -> Path:
         "scheduler": "local",
         "stack": "2026.02",
         "baseline": "671b-bf16-standard",
-        "cells": [f"671b-{pair}" for pair in _TOKENS],
+        "cells": cells,
     }
     _write(folder / "run.json", json.dumps(record, indent=1))
     return folder
 
 
 def _make_cell(
-    folder: Path, number: int, pair: str, state: str, steps: int, noise: list[float]
+    folder: Path,
+    number: int,
+    pair: str,
+    state: str,
+    steps: int,
+    noise: list[float],
+    repeat: int = 1,
 ) -> None:
     precision, _, ep_backend = pair.partition("-")
     options: dict[str, Any] = {
@@ -88,6 +100,8 @@ def _make_cell(
         "published_source": "https://example.org/article" if pair in _PUBLISHED else None,
         "baseline": "671b-bf16-standard",
         "options": options,
+        "repeat": repeat,
+        "repeat_of": f"671b-{pair}" if repeat > 1 else None,
     }
     _write(folder / "cell.yaml", yaml.safe_dump(record))
     reason = "rank 7: CUDA out of memory" if state == "failed" else None

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from bench.convergence_verdict import (
-    MARGIN,
     PRECISIONS,
     SEEDS,
     Curves,
@@ -24,6 +23,7 @@ from bench.torchrun import Job
 from bench.training import Outcome
 from cookbook.base.errors import InputError
 from cookbook.log.lines import StepMetrics
+from cookbook.results.loss import MARGIN, LossVerdict
 
 pytestmark = pytest.mark.bench
 
@@ -43,40 +43,47 @@ def curves(shift: float, scatter: float, seeds: int = len(SEEDS)) -> Curves:
     return found
 
 
+def half_width(verdict: LossVerdict) -> float:
+    assert verdict.low is not None and verdict.high is not None
+    return (verdict.high - verdict.low) / 2
+
+
 @pytest.mark.parametrize(
     ("shift", "scatter", "word"),
     [
-        (0.0, 0.0, "equal"),
-        (0.005, 0.0005, "equal"),
+        (0.0, 0.0, "equivalent"),
+        (0.005, 0.0005, "equivalent"),
         (-0.02, 0.001, "different"),
         # Near enough on average, but so few seeds say too little.
-        (0.0, 0.02, "undecided"),
-        (0.005, 0.003, "undecided"),
+        (0.0, 0.02, "cannot tell"),
+        (0.005, 0.003, "cannot tell"),
     ],
 )
 def test_the_interval_decides(shift: float, scatter: float, word: str) -> None:
-    high_precision, mxfp8 = judge(curves(shift, scatter))
-    assert high_precision.difference == 0.0
-    assert mxfp8.word == word
+    found = judge(curves(shift, scatter))
+    assert found["mxfp8_wgrad_hp"].difference == 0.0
+    mxfp8 = found["mxfp8"]
+    assert mxfp8.verdict == word
     assert mxfp8.difference == pytest.approx(shift)
     # The mean of BF16 over its last tenth, steps 180 to 199.
     assert mxfp8.limit == pytest.approx(MARGIN * 3.0525)
     # Five values evenly spaced have the variance 2.5 times the step's square; t(12) is 1.782.
-    assert mxfp8.half_width == pytest.approx(1.782 * (2.5 * 2 / 5) ** 0.5 * scatter, rel=1e-3)
+    assert half_width(mxfp8) == pytest.approx(1.782 * (2.5 * 2 / 5) ** 0.5 * scatter, rel=1e-3)
 
 
 def test_one_run_is_judged_by_what_chance_does_to_the_others() -> None:
-    found = judge(curves(0.0, 0.001, seeds=1))[1]
-    assert found.seeds == 1
+    found = judge(curves(0.0, 0.001, seeds=1))["mxfp8"]
+    assert found.runs == 1
     # Variance 2.5e-6 from two groups of five, t(8) is 1.860; means over one and five.
-    assert found.half_width == pytest.approx(1.860 * (2.5 * 1.2) ** 0.5 * 0.001, rel=1e-3)
+    assert half_width(found) == pytest.approx(1.860 * (2.5 * 1.2) ** 0.5 * 0.001, rel=1e-3)
 
 
 def test_a_loss_that_is_no_number_is_different() -> None:
     broken = dict(curves(0.0, 0.001))
     broken["mxfp8", SEEDS[0]] = [float("nan")] * STEPS
-    high_precision, mxfp8 = judge(broken)
-    assert (high_precision.word, mxfp8.word) == ("equal", "different")
+    words = {name: verdict.verdict for name, verdict in judge(broken).items()}
+    assert words == {"mxfp8_wgrad_hp": "equivalent", "mxfp8": "different"}
+    assert "different" in render(broken)
 
 
 def test_without_a_second_seed_nothing_is_judged() -> None:
@@ -107,7 +114,7 @@ def test_whole_curves_are_kept_and_drawn(
     table = [[word.strip() for word in line.split("|")[1:-1]] for line in verdict.splitlines()]
     (row,) = (row[1:] for row in table if row and row[0] == "mxfp8")
     seeds, loss, distance, interval, limit, word, gap = row
-    assert (seeds, limit, word) == ("4", "±0.0076", "equal")
+    assert (seeds, limit, word) == ("4", "±0.0076", "equivalent")
     # The missing seed is the second lowest, so that the mean of the others is higher.
     assert float(loss) == pytest.approx(3.05275, abs=1e-4)
     assert float(distance) == pytest.approx(0.00025, abs=1e-4)

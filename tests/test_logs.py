@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,39 @@ def test_no_text_is_too_odd(text: str) -> None:
     parse_line(text)
     parse_line(f"step: 1 loss: {text}")
     parse_active(f"cookbook active: {text}")
+
+
+COLOURED = (
+    "[titan] 2026-11-20 18:29:22,279 - root - INFO - \x1b[31mstep:  7  \x1b[32mloss:  9.00000  "
+    "\x1b[38;2;180;60;0mgrad_norm:  1.0000  \x1b[38;2;54;234;195mmemory: 76.13GiB(54.46%)  "
+    "\x1b[34mtps: 1,213,388  \x1b[36mtflops: 1,287.90  \x1b[35mmfu: N/A\x1b[39m"
+)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_whole_log_is_read_as_its_lines_are(data: st.DataObject) -> None:
+    """Lines in TorchTitan's own form take a shorter way, which must say the same."""
+    lines = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        line = data.draw(st.sampled_from([PLAIN, COLOURED]))
+        if data.draw(st.booleans()):
+            place = data.draw(st.integers(0, len(line)))
+            end = place + data.draw(st.integers(0, 2))
+            line = line[:place] + data.draw(st.sampled_from([*"0123456789.,-% ", ""])) + line[end:]
+        lines.append(line)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "train.log"
+        log.write_text("".join(f"{line}\n" for line in lines))
+        found = [parse_line(line) for line in lines]
+        assert list(read_log(log)) == [metrics for metrics in found if metrics is not None]
+        of_rank_0 = [metrics for metrics in found if metrics is not None and metrics.rank == 0]
+        assert list(read_log(log, 0)) == of_rank_0
+
+
+def test_thousands_separators_and_no_mfu() -> None:
+    found = parsed(COLOURED)
+    assert (found.tokens_per_second, found.tflops, found.mfu) == (1213388, 1287.9, None)
 
 
 ODD = [

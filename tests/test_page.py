@@ -331,3 +331,15 @@ def test_a_run_of_many_cells_stays_small(tmp_path: Path) -> None:
     for path in (folder / "figures").iterdir():
         assert path.stat().st_size < FIGURE_BYTES, path.name
     assert (folder / "report.html").stat().st_size < PAGE_BYTES
+
+
+def test_repeats_are_a_table_and_one_cell(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=60, repeats=3)
+    keep_report(*results_of(folder))
+    page = (folder / "report.html").read_text()
+    assert len(_rows(page, "table-cells")) == 4
+    repeats = _rows(page, "table-repeats")
+    assert [row[1] for row in repeats[:3]] == [BASE, f"{BASE}-r2", f"{BASE}-r3"]
+    assert len(repeats) == 12
+    assert [row[9] for row in _rows(page, "table-speed")] == ["-", *["3 repeats"] * 3]
+    assert f"{BASE}-r2" not in page[page.index('<section id="configuration">') :]

@@ -200,7 +200,8 @@ def test_json_has_the_promised_fields() -> None:
         "published_tokens_per_second_per_gpu",
     }
     seen = {"attention", "mean_attended_length", "emulated", "active", "resumptions"}
-    seen |= {"throughput", "speed", "loss", "loss_last_tenth"}
+    seen |= {"throughput", "speed", "loss", "loss_last_tenth", "repeats"}
+    seen |= {"gpu_hours", "cost_per_billion_tokens"}
     assert promised | seen == set(first)
     assert first["tokens_per_second_per_gpu"] == 651.4
     assert second["tokens_per_second_per_gpu"] is None

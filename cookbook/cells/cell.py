@@ -36,6 +36,7 @@ class Cell:
         refused: why the cell cannot run.
         published: tokens/s/GPU that somebody published for just this cell.
         left_out: options of the sweep that are made for the recipe asked for.
+        repeat_of: the cell that this one repeats, None for the first of them; the `repeat`-th.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Cell:
     published: float | None = None
     baseline: str | None = None
     left_out: tuple[str, ...] = ()
+    repeat_of: str | None = None
+    repeat: int = 1
 
     @property
     def world(self) -> int:
@@ -131,6 +134,8 @@ class Cell:
             published_tokens_per_second_per_gpu=self.published,
             published_source=source if self.published else None,
             baseline=self.baseline,
+            repeat_of=self.repeat_of,
+            repeat=self.repeat,
             environment=Words(self.environment),
             options=Unchecked(self.options.values),
             files=Words(self._own_files()),

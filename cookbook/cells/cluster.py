@@ -57,6 +57,7 @@ class Cluster:
     source: tuple[str, ...] = ()
     rendezvous_port: int = 29500
     container: Container | None = None
+    price_per_gpu_hour: float | None = None
 
     @property
     def ranks_per_node(self) -> int:

@@ -63,6 +63,25 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
     return [replace(cell, baseline=baselines.get(groups[name])) for name, cell in cells.items()]
 
 
+def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
+    """Every cell `num_repeats` times, in the order to train them: A B, then B A, then A B, ...
+
+    So each cell of a round is next to the others of it, and a machine that gets slower from run to
+    run slows both sides of a comparison alike. Repeats are cells of their own: `<cell>-r2`, ...
+    Cells that are refused are not repeated.
+    """
+    found = list(cells)
+    taken = {cell.name for cell in cells}
+    for repeat in range(2, num_repeats + 1):
+        again = [cell for cell in cells if not cell.refused]
+        for cell in again if repeat % 2 else reversed(again):
+            name = f"{cell.name}-r{repeat}"
+            if name in taken:
+                raise InputError(f"--repeat {num_repeats}", f"the sweep has a cell {name} already")
+            found.append(replace(cell, name=name, repeat_of=cell.name, repeat=repeat))
+    return found
+
+
 def _asked_pairs(sweep: Sweep, request: CellRequest) -> Iterable[Pair]:
     """The sweep's pairs, with the axis that the command line names held to that one value."""
     pairs: dict[str, Pair] = {}

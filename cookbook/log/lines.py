@@ -33,6 +33,17 @@ _MAX_NUMBER_CHARACTERS = 40
 # Starts with literal text, which makes the search five times faster than a word boundary would;
 # besides, a colour's `m` stands right before the key.
 _PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
+# The line as TorchTitan 0.2.2 and 0.3.0 print it, read four times faster than key by key. What
+# does not match to the letter is read by `parse_line`, which says the same of what does.
+_COLOUR = rb"(?:\x1b\[[0-9;]*m)?"
+_DECIMAL = rb"([0-9]{1,12}(?:\.[0-9]{1,12})?)"
+_THOUSANDS = rb"([0-9]{1,3}(?:,[0-9]{3}){0,4}(?:\.[0-9]{1,12})?)"
+_PLAIN_LINE = re.compile(
+    rb"(?:\[rank([0-9]{1,7})\]:)?\[titan\] [-0-9:, ]{23} - root - INFO - "
+    rb"%(c)bstep: {1,2}([0-9]{1,12})  %(c)bloss: {1,8}%(n)b  %(c)bgrad_norm: {1,8}%(n)b  "
+    rb"%(c)bmemory: {1,8}%(n)bGiB\(%(n)b%%\)  %(c)btps: %(t)b  %(c)btflops: %(t)b  "
+    rb"%(c)bmfu: (?:%(n)b%%|N/A)%(c)b" % {b"c": _COLOUR, b"n": _DECIMAL, b"t": _THOUSANDS}
+)
 _ACTIVE = "cookbook active: "
 # Some 60,000 lines: 250 steps with all 256 ranks on the console. It is read in about 0.05 s.
 _LOOK_BACK_BYTES = 16 << 20
@@ -233,8 +244,24 @@ def _parse_bytes(line: bytes, rank: int | None) -> StepMetrics | None:
         return None
     if rank is not None and b"[rank%d]:" % rank not in line:
         return None
-    metrics = parse_line(line.decode("utf-8", "replace"))
+    plain = _PLAIN_LINE.fullmatch(line)
+    metrics = _plain_metrics(plain) if plain else parse_line(line.decode("utf-8", "replace"))
     return metrics if metrics is not None and (rank is None or metrics.rank == rank) else None
+
+
+def _plain_metrics(found: re.Match[bytes]) -> StepMetrics:
+    prefix, step, loss, norm, memory, percent, speed, tflops, mfu = found.groups()
+    return StepMetrics(
+        None if prefix is None else int(prefix),
+        int(step),
+        float(loss),
+        float(norm),
+        float(memory),
+        float(percent),
+        float(speed.replace(b",", b"")),
+        float(tflops.replace(b",", b"")),
+        None if mfu is None else float(mfu),
+    )
 
 
 def _metrics_text(text: str, rank: str | None) -> tuple[str, bool]:

@@ -26,6 +26,7 @@ from cookbook.log.curve import CurveStep, collect_steps
 from cookbook.log.failure import find_reason
 from cookbook.log.lines import StepMetrics, read_active, read_peak_memory
 from cookbook.results.against import against_baseline
+from cookbook.results.cost import cost_per_billion_tokens, gpu_hours
 from cookbook.results.result import CellSetting, Result, RunResults
 from cookbook.results.speed import measure, measured_steps
 from cookbook.run.folder import Attempt, CellFolder
@@ -106,6 +107,8 @@ def _result(
         active=active,
         resumptions=tuple(read_resumptions(attempts)),
         throughput=throughput,
+        gpu_hours=gpu_hours(folder, record),
+        cost_per_billion_tokens=cost_per_billion_tokens(record, throughput),
     )
 
 
@@ -122,6 +125,7 @@ def _setting(
         tokens_per_step_per_gpu=record.tokens_per_step_per_gpu,
         world=record.world,
         published_source=record.published_source,
+        repeat_of=record.repeat_of,
     )
 
 

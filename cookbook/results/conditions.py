@@ -38,12 +38,12 @@ class Conditions:
 
 def configuration(run: Run) -> Conditions:
     """The options of every cell, of its newest attempt; an option that is not set is a dash."""
-    return _compare("option", {cell.name: _asked(_read(cell)) for cell in run.cells})
+    return _compare("option", {cell.name: _asked(_read(cell)) for cell in _cells(run)})
 
 
 def environment(run: Run) -> Conditions:
     """Versions, GPUs, driver and nodes, as the newest attempt's training process saw them."""
-    found = {cell.name: _seen(cell) for cell in run.cells}
+    found = {cell.name: _seen(cell) for cell in _cells(run)}
     conditions = _compare("what", {name: facts for name, facts in found.items() if facts})
     if run.record.commit is None:
         return conditions
@@ -64,6 +64,11 @@ def _compare(title: str, cells: Mapping[str, Facts]) -> Conditions:
         return Conditions(tuple(shared), None, is_known=any(cells.values()))
     table = Table((title, *cells), tuple(differing), "l" * (1 + len(cells)))
     return Conditions(tuple(shared), table)
+
+
+def _cells(run: Run) -> list[CellFolder]:
+    """The cells without their further repeats, which differ in nothing that was asked."""
+    return [cell for cell in run.cells if (record := _read(cell)) is None or not record.repeat_of]
 
 
 def _read(cell: CellFolder) -> CellRecord | None:

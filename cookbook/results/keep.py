@@ -14,13 +14,7 @@ from cookbook.results.page import render_page
 from cookbook.results.report import render_markdown
 from cookbook.results.result import RunResults
 from cookbook.results.table import Table
-from cookbook.results.tables import (
-    LOSS_LEGEND,
-    SPEED_LEGEND,
-    loss_table,
-    published_table,
-    speed_table,
-)
+from cookbook.results.tables import measured_tables, published_table
 from cookbook.run.run import Run
 
 MARKDOWN, PAGE, FIGURES = "report.md", "report.html", "figures"
@@ -82,10 +76,8 @@ def _markdown(
             f"![{drawing.title}]({FIGURES}/{drawing.name}.svg)",
             drawing.caption,
         ]
-    if (speed := speed_table(results)) is not None:
-        parts += ["## Speed", speed.markdown(), SPEED_LEGEND]
-    if (loss := loss_table(results)) is not None:
-        parts += ["## Loss verdicts", loss.markdown(), LOSS_LEGEND]
+    for title, table, legend in measured_tables(results):
+        parts += [f"## {title}", table.markdown(), legend]
     for title, found in conditions.items():
         parts.append(f"## {title}")
         if found.differing is not None:

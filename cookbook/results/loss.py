@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cookbook.log.lines import StepMetrics
-from cookbook.results.interval import LEAST_VALUES, Spread, batch_spread
+from cookbook.results.interval import LEAST_VALUES, Spread, batch_spread, batches, correlation
 
 # DeepSeek-V3 (arXiv:2412.19437, section 3.3) holds FP8 training to BF16 by this relative distance.
 MARGIN = 0.0025
@@ -127,12 +127,14 @@ def _judge_one(window: str, own: Losses, reference: Losses, steps: Sequence[int]
         reason = "the loss is no number"
         return LossVerdict(window, DIFFERENT, None, None, None, None, num, 1, reason)
     gaps = [own[step] - reference[step] for step in steps]
-    spread = batch_spread(gaps, statistics.fmean)
-    if spread is None:
+    if num < LEAST_VALUES:
         reason = f"{num} steps that both logged, {LEAST_VALUES} are needed"
         return LossVerdict(window, CANNOT_TELL, None, None, None, None, num, 1, reason)
     limit = MARGIN * statistics.fmean(reference[step] for step in steps)
-    difference, half = statistics.fmean(gaps), spread.half_width(LEVEL)
+    difference = statistics.fmean(gaps)
+    parts = [statistics.fmean(batch) for batch in batches(gaps)]
+    alike = correlation([gap - difference for gap in gaps])
+    half = batch_spread(difference, parts, alike, num).half_width(LEVEL)
     verdict = word_of(difference, half, limit)
     low, high = difference - half, difference + half
     return LossVerdict(window, verdict, difference, low, high, limit, num, 1)

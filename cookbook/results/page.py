@@ -22,13 +22,7 @@ from cookbook.results.figures.draw import Drawing
 from cookbook.results.headlines import headlines, partly_finished
 from cookbook.results.report import LEGEND, facts, notes, summary_table
 from cookbook.results.result import RunResults
-from cookbook.results.tables import (
-    LOSS_LEGEND,
-    SPEED_LEGEND,
-    loss_table,
-    published_table,
-    speed_table,
-)
+from cookbook.results.tables import measured_tables, published_table
 
 
 @functools.cache
@@ -41,6 +35,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = _breakable
+    environment.filters["slug"] = lambda title: title.lower().replace(" ", "-")
     return environment
 
 
@@ -76,14 +71,7 @@ def render_page(
             summary=summary_table(results),
             notes=notes(results),
             legend=LEGEND,
-            measured=[
-                (title, table, legend)
-                for title, table, legend in (
-                    ("Speed", speed_table(results), SPEED_LEGEND),
-                    ("Loss", loss_table(results), LOSS_LEGEND),
-                )
-                if table is not None
-            ],
+            measured=measured_tables(results),
             figures=[_figure(drawing) for drawing in drawings],
             conditions=conditions,
             colours={

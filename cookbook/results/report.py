@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from cookbook.base.jsontext import json_text
 from cookbook.results.headlines import partly_finished
-from cookbook.results.result import CellSetting, Result, RunResults
+from cookbook.results.result import SAME_MASK, CellSetting, Result, RunResults
 from cookbook.results.table import UNKNOWN, Table
 
 _HEADER = (
@@ -28,8 +27,6 @@ _HEADER = (
 # Where all cells agree, the facts above the table say it.
 _WHERE_CELLS_DIFFER = ("attention", "attended tokens")
 _NUM_TEXT_COLUMNS = 2
-# Batches of one corpus differ by less; beyond this factor, masks are not the same.
-_SAME_MASK = 1.25
 _DONE_STATES = {"finished", "refused"}
 LEGEND = (
     "tokens/s/GPU, TFLOPs and MFU: median of the logged steps after warm-up (their first\n"
@@ -73,7 +70,7 @@ def render_json(results: RunResults) -> str:
         "cells": [asdict(cell) for cell in results.cells],
         "baseline": results.run.baseline,
     }
-    return json.dumps(_finite(report), indent=2, allow_nan=False) + "\n"
+    return json_text(report)
 
 
 def facts(results: RunResults) -> list[str]:
@@ -122,7 +119,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
     if not lengths:
         return
     least, most = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
-    if lengths[most] > _SAME_MASK * lengths[least]:
+    if lengths[most] > SAME_MASK * lengths[least]:
         yield (
             f"WARNING: cells were trained on different masks: a token attends to "
             f"{_length(lengths[most])} tokens in {most} and to {_length(lengths[least])} in "
@@ -205,11 +202,3 @@ def summary_table(results: RunResults) -> Table:
 
 def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,6 +12,20 @@ from cookbook.results.speed import SpeedUp, Throughput
 from cookbook.run.resumption import Resumption
 from cookbook.run.run import RunRecord
 
+# Batches of one corpus differ by less; beyond this factor, masks are not the same.
+SAME_MASK = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """One of several runs of a cell; `name` is its folder's."""
+
+    name: str
+    status: str | None
+    steps: int | None
+    tokens_per_second_per_gpu: float | None
+    final_loss: float | None
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -53,6 +67,12 @@ class Result:
     loss: LossVerdict | None = None
     """Whether the whole loss curve is the baseline's; None for the baseline itself."""
     loss_last_tenth: LossVerdict | None = None
+    gpu_hours: float | None = None
+    """Of all attempts (and repeats), from TorchTitan's first line to its last; None on a CPU."""
+    cost_per_billion_tokens: float | None = None
+    """At this speed with its stalls, by the cluster's `price_per_gpu_hour`."""
+    repeats: tuple[Repeat, ...] = ()
+    """The runs behind these figures, in order, where the sweep repeats its cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +93,8 @@ class CellSetting:
     """GPUs, or ranks, of the newest attempt."""
     published_source: str | None = None
     """Where the published numbers are from."""
+    repeat_of: str | None = None
+    """The cell that this one repeats."""
 
     @property
     def batch(self) -> float | None:
@@ -89,4 +111,5 @@ class RunResults:
     cells: tuple[Result, ...]
     settings: Mapping[str, CellSetting]
     curves: Mapping[str, Sequence[CurveStep]] = field(default_factory=dict)
-    """Every logged step of each cell's loss rank, rising, with its attempt."""
+    """Every logged step of each folder's loss rank, rising, with its attempt: by name of the cell,
+    and for its further repeats by those in `Result.repeats`."""

@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cookbook.log.curve import CurveStep
-from cookbook.results.interval import LEAST_VALUES, Spread, batches, spread_about
+from cookbook.results.interval import (
+    LEAST_VALUES,
+    Spread,
+    batch_spread,
+    batches,
+    correlation,
+    spread_about,
+)
 
 LEVEL = 0.95
 # A logged interval is a stall where it took this many times as long as the median one.
@@ -72,9 +79,9 @@ def speeds_of(curve: Sequence[CurveStep]) -> list[float]:
     return [speed for _, speed in _with_speed(measured_steps(curve))]
 
 
-def measure(curve: Sequence[CurveStep]) -> Throughput | None:
-    """The throughput of a curve; None where no step of it is measured."""
-    kept = measured_steps(curve)
+def measure(*curves: Sequence[CurveStep]) -> Throughput | None:
+    """The throughput over the curves of one cell; None where no step is measured."""
+    kept = [step for curve in curves for step in measured_steps(curve)]
     steps = _with_speed(kept)
     if not steps:
         return None
@@ -90,7 +97,7 @@ def measure(curve: Sequence[CurveStep]) -> Throughput | None:
         upper_quartile=upper,
         mean=statistics.harmonic_mean(speeds),
         num_steps=len(steps),
-        warm_up_steps=len(curve) - len(kept),
+        warm_up_steps=sum(map(len, curves)) - len(kept),
         stalls=tuple(step for step, _ in stalls),
         stall_share=lost / sum(1 / speed for speed in speeds),
     )
@@ -111,7 +118,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        spread = spread_about(ratio, parts)
+        spread = batch_spread(ratio, parts, _alike(own, reference, ratio), num)
     return _speed_up(ratio, spread, STEPS, num)
 
 
@@ -125,6 +132,34 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
         return None
     mean = statistics.fmean(ratios)
     return _speed_up(mean, spread_about(mean, ratios), REPEATS, len(ratios))
+
+
+def _alike(own: Sequence[float], reference: Sequence[float], ratio: float) -> float:
+    """How alike following steps are: of their ratio, or of each cell's own where they do not pair.
+
+    Of the signs alone, as a median has it: a stall says no more than another slow step.
+    """
+    if len(own) == len(reference):
+        ratios = [math.log(one / other) for one, other in zip(own, reference, strict=True)]
+        return correlation([math.copysign(1, one - ratio) for one in ratios])
+    centres = (statistics.median(own), statistics.median(reference))
+    return max(
+        correlation([math.copysign(1, one - centre) for one in speeds])
+        for speeds, centre in zip((own, reference), centres, strict=True)
+    )
+
+
+def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
+    """The speed-up from the throughputs of repeats that were not measured in turn.
+
+    At least two of each; what chance does is one variance for both.
+    """
+    logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
+    ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+    freedom = len(own) + len(reference) - 2
+    squares = sum(statistics.variance(found) * (len(found) - 1) for found in logs)
+    error = math.sqrt(squares / freedom * (1 / len(own) + 1 / len(reference)))
+    return _speed_up(ratio, Spread(error, freedom), REPEATS, min(len(own), len(reference)))
 
 
 def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> SpeedUp:

@@ -14,10 +14,24 @@ SPEED_LEGEND = (
     f"{STALL:g} times the median step or more; the share is the time that stalls took beyond the "
     "median. A speed-up whose interval holds 0% is inside the noise."
 )
+REPEATS_LEGEND = (
+    "Every cell was trained several times in turn. A speed-up and its interval are over the pairs "
+    "of repeats; figures over the steps show the first repeat."
+)
 LOSS_LEGEND = (
     f"Mean loss minus the baseline's over the steps that both logged, with its {LOSS_LEVEL:.0%} "
     "interval. Equivalent: the interval lies within the margin. Different: it lies outside."
 )
+
+
+def measured_tables(results: RunResults) -> list[tuple[str, Table, str]]:
+    """Title, table and legend of what was measured, each where there is something to show."""
+    tables = (
+        ("Speed", speed_table(results), SPEED_LEGEND),
+        ("Repeats", repeats_table(results), REPEATS_LEGEND),
+        ("Loss verdicts", loss_table(results), LOSS_LEGEND),
+    )
+    return [(title, table, legend) for title, table, legend in tables if table is not None]
 
 
 def published_table(results: RunResults) -> Table | None:
@@ -55,11 +69,32 @@ def speed_table(results: RunResults) -> Table | None:
             "stalls' share",
             "speed-up",
             f"{LEVEL:.0%} interval",
+            "over",
             "verdict",
+            "GPU hours",
+            "cost per 10^9 tokens",
         ),
         rows=tuple(_speed(cell, results.settings[cell.name]) for cell in cells),
-        align="lrrrrrrrrl",
+        align="lrrrrrrrrllrr",
+    ).without_unknown()
+
+
+def repeats_table(results: RunResults) -> Table | None:
+    """Each repeat of each cell; None where the sweep does not repeat its cells."""
+    rows = tuple(
+        (
+            cell.name,
+            repeat.name,
+            repeat.status or "unknown",
+            tokens_text(repeat.tokens_per_second_per_gpu),
+            UNKNOWN if repeat.final_loss is None else f"{repeat.final_loss:.4f}",
+        )
+        for cell in results.cells
+        for repeat in cell.repeats
     )
+    if not rows:
+        return None
+    return Table(("cell", "repeat", "status", "tokens/s/GPU", "final loss"), rows, "lllrr")
 
 
 def loss_table(results: RunResults) -> Table | None:
@@ -106,7 +141,10 @@ def _speed(cell: Result, setting: CellSetting) -> tuple[str, ...]:
         f"{found.stall_share:.1%}",
         "baseline" if cell.name == setting.baseline else _gain(cell.speedup),
         _interval(cell),
+        f"{cell.speed.num:,} {cell.speed.basis}" if cell.speed else UNKNOWN,
         verdict or UNKNOWN,
+        UNKNOWN if cell.gpu_hours is None else f"{cell.gpu_hours:,.1f}",
+        UNKNOWN if cell.cost_per_billion_tokens is None else f"{cell.cost_per_billion_tokens:,.0f}",
     )
 
 

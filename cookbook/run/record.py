@@ -29,6 +29,7 @@ class CellRecord:
         refused: why the cell does not run.
         published_tokens_per_second_per_gpu: only where the cell is just what was published.
         baseline: the cell that speed-ups are against.
+        repeat_of: the cell that this one repeats, None for the first of them; the `repeat`-th.
         options: TorchTitan's options that are set, by dotted name.
         files: paths of the user's own YAML files, by `recipe`, `precision`, `ep_backend` and
             `cluster`; what is not here is in `recipes/` under its name.
@@ -52,6 +53,8 @@ class CellRecord:
     published_tokens_per_second_per_gpu: float | None = None
     published_source: str | None = None
     baseline: str | None = None
+    repeat_of: str | None = None
+    repeat: int = 1
     environment: Words = field(default_factory=Words)
     options: Unchecked = field(default_factory=Unchecked)
     files: Words = field(default_factory=Words)

@@ -65,6 +65,16 @@ class Run:
         """`slurm` or `local`."""
         return self.record.scheduler
 
+    @property
+    def job_files(self) -> Path:
+        """submitit's files of a job that runs all cells."""
+        return self.folder / "job"
+
+    @property
+    def submission(self) -> Path:
+        """Its batch file in Slurm, by which it is known where its id was not noted."""
+        return self.job_files / "submission.sh"
+
     def cell(self, name: str) -> CellFolder:
         """The folder of the cell called `name`."""
         for cell in self.cells:

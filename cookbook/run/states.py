@@ -7,7 +7,8 @@ minutes where accounting is off. So an end that Slurm tells is kept in the cell'
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from cookbook.base.errors import InputError, JobError
@@ -94,16 +95,23 @@ def _slurm_states(run: Run) -> list[CellState]:
         infos = slurm.job_infos(job.job_id for job in jobs if job)
     except JobError as error:
         silence = str(error)
-    states = []
-    for cell in run.cells:
-        # Read again: the last word that a job wrote before Slurm saw its end is there now.
-        status, job = _read(cell)
-        job = job or before[cell][1] or lost.get(cell)
-        states.append(_slurm_state(run, cell, status, job, infos, silence, is_open))
-    return states
+    # Read again: the last word that a job wrote before Slurm saw its end is there now.
+    after = {cell: _read(cell) for cell in run.cells}
+    jobs_of = {cell: job or before[cell][1] or lost.get(cell) for cell, (_, job) in after.items()}
+    shared = _shared(jobs_of.values())
+    return [
+        _slurm_state(run, cell, after[cell][0], job, infos, silence, is_open, shared)
+        for cell, job in jobs_of.items()
+    ]
 
 
 _SETTLED = frozenset({FINISHED, REFUSED})
+
+
+def _shared(jobs: Iterable[Job | None]) -> frozenset[str]:
+    """The ids of the jobs that run several cells in turn."""
+    counts = Counter(job.job_id for job in jobs if job)
+    return frozenset(job_id for job_id, count in counts.items() if count > 1)
 
 
 def _lost_jobs(run: Run, cells: list[CellFolder]) -> dict[CellFolder, Job]:
@@ -111,11 +119,15 @@ def _lost_jobs(run: Run, cells: list[CellFolder]) -> dict[CellFolder, Job]:
     waiting = [cell for cell in cells if _read(cell)[0].state == QUEUED]
     if not waiting:
         return {}
-    found = slurm.jobs_by_script([cell.submission for cell in waiting], run.folder.stat().st_uid)
+    # Of cells that share an allocation there is one batch file.
+    scripts = {
+        cell: cell.submission if cell.submission.exists() else run.submission for cell in waiting
+    }
+    found = slurm.jobs_by_script(sorted(set(scripts.values())), run.folder.stat().st_uid)
     jobs = {}
-    for cell in waiting:
-        if job_id := found.get(cell.submission):
-            jobs[cell] = Job(job_id, cell.submission.stat().st_mtime)
+    for cell, script in scripts.items():
+        if job_id := found.get(script):
+            jobs[cell] = Job(job_id, script.stat().st_mtime)
             # In another user's run it can't be noted, and is found again at the next look.
             with contextlib.suppress(OSError):
                 write_job(cell, job_id)
@@ -130,6 +142,7 @@ def _slurm_state(
     infos: Mapping[str, slurm.JobInfo],
     silence: str | None,
     is_submitted: bool,
+    shared: frozenset[str],
 ) -> CellState:
     if status.state in _SETTLED:
         return _state(cell, status.state, status.reason, status, job)
@@ -146,7 +159,8 @@ def _slurm_state(
         with contextlib.suppress(OSError):
             write_end(cell, End(job.job_id, info.restarts, info.state, info.reason))
     if info is not None:
-        return _state(cell, *_by_slurm(status, info), status, job)
+        judge = _in_turn if job.job_id in shared else _by_slurm
+        return _state(cell, *judge(status, info), status, job)
     if silence is not None:
         words = f"Slurm does not answer ({silence}); this is the job's own last word"
         reason = "; ".join(filter(None, [status.reason, words]))
@@ -195,6 +209,16 @@ def _by_slurm(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
         return FAILED, said.reason
     # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows better than the job why it was ended.
     return FAILED, " ".join(["Slurm:", info.state, info.reason]).strip()
+
+
+def _in_turn(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
+    """The state of a cell whose job also runs others: what the job wrote of it, if it is over."""
+    said = status if info.restarts <= status.restarts else replace(status, state=QUEUED)
+    if said.state in ENDED:
+        return said.state, said.reason
+    if said.state == QUEUED and info.state in slurm.ACTIVE:
+        return QUEUED, "waits for its turn in the allocation"
+    return _by_slurm(status, info)
 
 
 def _local_state(run: Run, cell: CellFolder, status: Status, job: Job | None) -> CellState:

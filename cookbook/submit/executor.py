@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import submitit
@@ -22,7 +23,6 @@ from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
 from cookbook.cells.cell import Cell
 from cookbook.job.supervisor import Supervisor
-from cookbook.run.folder import CellFolder
 from cookbook.run.processes import RUN_VARIABLE
 from cookbook.run.run import Run
 from cookbook.run.slurm import sbatch
@@ -35,12 +35,18 @@ _LOCAL_DAYS = 30
 
 
 class CellSlurmExecutor(SlurmExecutor):
-    """Submits one cell: the same sbatch options as its script's header, and the supervisor."""
+    """Submits the supervisor with the sbatch options of a cell's script.
 
-    def __init__(self, folder: CellFolder, cell: Cell) -> None:
-        super().__init__(folder=folder.job_files)
-        self.cell = cell
-        self.cell_folder = folder
+    Args:
+        script: the batch file to write; beside it submitit's files and the job's log.
+        title: what the batch file says that it runs.
+        job_name: the cell's where None.
+    """
+
+    def __init__(self, script: Path, cell: Cell, title: str, job_name: str | None = None) -> None:
+        super().__init__(folder=script.parent)
+        self.script, self.cell = script, cell
+        self.title, self.job_name = title, job_name
         # submitit waits 0.2 s between submissions; sbatch takes its own time.
         self._throttling = 0.0
 
@@ -50,12 +56,12 @@ class CellSlurmExecutor(SlurmExecutor):
         return 2
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        options = sbatch_options(self.cell) | {"output": str(self.folder / "%j.log")}
+        options = sbatch_options(self.cell, self.job_name) | {"output": str(self.folder / "%j.log")}
         lines = [f"#SBATCH {option_word(name, value)}" for name, value in options.items()]
         return "\n".join(
             [
                 "#!/bin/bash",
-                f"# Runs {self.cell.name}/train.sh under the cookbook's supervisor.",
+                f"# Runs {self.title} under the cookbook's supervisor.",
                 *lines,
                 "export SUBMITIT_EXECUTOR=slurm",
                 f"export PYTHONPATH={shlex.quote(_python_path())}",
@@ -69,9 +75,9 @@ class CellSlurmExecutor(SlurmExecutor):
 
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
         # By this path a job is found whose submitter was killed before it could note its id.
-        script = self.cell_folder.submission
-        script.write_text(self._make_submission_file_text(command, ""), encoding="utf-8")
-        job_id = sbatch(script.resolve(), ROOT)
+        text = self._make_submission_file_text(command, "")
+        self.script.write_text(text, encoding="utf-8")
+        job_id = sbatch(self.script.resolve(), ROOT)
         return submitit.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
 
 
@@ -113,8 +119,11 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
-def submit_run(run: Run, cells: Sequence[Cell]) -> list[str]:
+def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
     """Submit every cell of `run` that is not refused: one sbatch call each, or one local job.
+
+    Args:
+        one_allocation: one sbatch call for all; the cells run in turn, on the same nodes.
 
     Returns:
         The job ids, in the order of submission.
@@ -128,7 +137,11 @@ def submit_run(run: Run, cells: Sequence[Cell]) -> list[str]:
             "run: bash setup.sh"
         )
     try:
-        return _submit_cells(run, [cell for cell in cells if not cell.refused])
+        cells = [cell for cell in cells if not cell.refused]
+        # Alone in its allocation a cell is anyway.
+        if run.scheduler == "slurm" and one_allocation and len(cells) > 1:
+            return [_submit_together(run, cells)]
+        return _submit_cells(run, cells)
     finally:
         end_submitting(run.folder)
 
@@ -136,7 +149,7 @@ def submit_run(run: Run, cells: Sequence[Cell]) -> list[str]:
 def _submit_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     if run.scheduler == "local":
         folders = [run.cell(cell.name) for cell in cells]
-        job_id: str = RunLocalExecutor(run.folder / "job").submit(Supervisor(folders)).job_id
+        job_id: str = RunLocalExecutor(run.job_files).submit(Supervisor(folders)).job_id
         for folder in folders:
             write_job(folder, job_id)
         return [job_id]
@@ -144,10 +157,27 @@ def _submit_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     for number, cell in enumerate(cells):
         folder = run.cell(cell.name)
         try:
-            job_ids.append(CellSlurmExecutor(folder, cell).submit(Supervisor([folder])).job_id)
+            title = f"{cell.name}/train.sh"
+            executor = CellSlurmExecutor(folder.submission, cell, title)
+            job_ids.append(executor.submit(Supervisor([folder])).job_id)
         except JobError as error:
             for left in cells[number:]:
                 write_status(run.cell(left.name), Status(FAILED, reason=f"not queued: {error}"))
             raise JobError(f"{cell.name}: {error}") from None
         write_job(folder, job_ids[-1])
     return job_ids
+
+
+def _submit_together(run: Run, cells: Sequence[Cell]) -> str:
+    folders = [run.cell(cell.name) for cell in cells]
+    title = f"the train.sh of {len(cells)} cells in turn"
+    executor = CellSlurmExecutor(run.submission, cells[0], title, job_name=run.record.sweep)
+    try:
+        job_id: str = executor.submit(Supervisor(folders)).job_id
+    except JobError as error:
+        for folder in folders:
+            write_status(folder, Status(FAILED, reason=f"not queued: {error}"))
+        raise
+    for folder in folders:
+        write_job(folder, job_id)
+    return job_id

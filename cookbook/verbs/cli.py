@@ -93,6 +93,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sweep = verb("sweep", "train every cell of a sweep", "launch:run_sweep")
     sweep.add_argument("sweep", metavar="SWEEP")
+    sweep.add_argument(
+        "--one-allocation",
+        action="store_true",
+        help="train the cells one after another in one Slurm job, on the same nodes",
+    )
+    sweep.add_argument(
+        "--repeat",
+        metavar="N",
+        type=int,
+        default=1,
+        help="train every cell N times, in the order A B B A; the report pairs them",
+    )
     for launched in (run, sweep):
         _cell_options(launched)
         _launch_options(launched)
@@ -115,6 +127,26 @@ def build_parser() -> argparse.ArgumentParser:
     report = verb("report", "print the results of a run, and make its page", "report:show_report")
     report.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     report.add_argument("--format", choices=("md", "json", "html"), default="md")
+    compare = verb(
+        "compare",
+        "compare the cells of runs; status 1 where one is slower than the first run's",
+        "compare:compare",
+    )
+    compare.add_argument("runs", metavar="RUN", nargs="+", help="names or folders of runs")
+    compare.add_argument(
+        "--with",
+        dest="other",
+        choices=("published",),
+        help="compare with the published numbers, and not with the first run",
+    )
+    compare.add_argument(
+        "--tolerance",
+        metavar="PERCENT",
+        type=float,
+        default=5.0,
+        help="how much slower a cell may be (default: 5)",
+    )
+    compare.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     profile = verb("profile", "print where a training step goes", "profile:profile")
     profile.add_argument(
         "target",

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cookbook.base.errors import InputError
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cells.cell import Cell
+from cookbook.cells.expand import in_rounds
 from cookbook.cells.rules.here import missing_here
 from cookbook.run.run import Run
 from cookbook.submit.create import create_run
@@ -21,21 +23,39 @@ from cookbook.verbs.watch import wait_for
 def run_cell(arguments: argparse.Namespace) -> int:
     """Train one cell."""
     cell = requested_cell(arguments)
-    return _launch(cell.recipe.short_name, [cell], arguments)
+    run = start_run(cell.recipe.short_name, [cell], arguments)
+    return wait_for(run) if isinstance(run, Run) else run
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Train every cell of a sweep that can run."""
     sweep, cells = requested_sweep(arguments)
-    return _launch(sweep.name, cells, arguments)
-
-
-def _launch(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
-    run = start_run(name, cells, arguments)
+    if arguments.repeat < 1:
+        raise InputError("--repeat", f"found {arguments.repeat}, allowed: 1 and up")
+    if arguments.one_allocation:
+        refuse_unlike_sizes(cells)
+    run = start_run(sweep.name, cells, arguments, arguments.repeat, arguments.one_allocation)
     return wait_for(run) if isinstance(run, Run) else run
 
 
-def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -> Run | int:
+def refuse_unlike_sizes(cells: Sequence[Cell]) -> None:
+    """Raise where cells do not fill one allocation alike."""
+    nodes = sorted({cell.nodes for cell in cells})
+    if len(nodes) > 1:
+        raise InputError(
+            "--one-allocation",
+            f"the cells ask for {', '.join(map(str, nodes))} nodes",
+            "name one number with --nodes",
+        )
+
+
+def start_run(
+    name: str,
+    cells: Sequence[Cell],
+    arguments: argparse.Namespace,
+    num_repeats: int = 1,
+    one_allocation: bool = False,
+) -> Run | int:
     """Submit the cells, saying what will run; the exit status where there is nothing to wait for.
 
     Args:
@@ -46,6 +66,10 @@ def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -
         # A dry run answers at once, by the rules alone; `check` tells all.
         cells = refuse_by_check(cells, build=not arguments.dry_run)
     print(describe_plan(name, cells, terminal_width()))
+    cells = in_rounds(cells, num_repeats)
+    if num_repeats > 1:
+        order = ", ".join(cell.name for cell in cells if not cell.refused)
+        print(f"  each {num_repeats} times, in this order: {order}")
     if arguments.dry_run:
         return 0
     if all(cell.refused for cell in cells):
@@ -55,7 +79,9 @@ def start_run(name: str, cells: Sequence[Cell], arguments: argparse.Namespace) -
     from cookbook.submit.executor import submit_run
 
     run = create_run(name, cells)
-    return run if say_submitted(run, submit_run(run, cells), arguments.detach) else 0
+    return (
+        run if say_submitted(run, submit_run(run, cells, one_allocation), arguments.detach) else 0
+    )
 
 
 def say_submitted(run: Run, job_ids: Sequence[str], is_detached: bool) -> bool:

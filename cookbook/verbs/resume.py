@@ -92,10 +92,13 @@ def _named(name: str) -> tuple[Run, Sequence[CellFolder]]:
 
 
 def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
-    # On this machine one process trains all cells in turn.
-    names = {folder.name for folder in (run.cells if run.scheduler == "local" else folders)}
-    for state in cell_states(run):
-        if state.cell in names and (state.state not in ENDED or not state.is_known):
+    states = cell_states(run)
+    names = {folder.name for folder in folders}
+    # On this machine, or in one allocation, a job trains several cells in turn.
+    jobs = {state.job_id for state in states if state.cell in names and state.job_id}
+    for state in states:
+        is_open = state.state not in ENDED or not state.is_known
+        if is_open and (state.cell in names or state.job_id in jobs):
             raise InputError(f"{run.name}/{state.cell}", *_not_ended(run, state))
 
 

@@ -159,8 +159,8 @@ if [[ "${RESOLVED}" != 127.* ]]; then
 fi
 # Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
 RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
-# New for each attempt: a worker that is left over from the last one must not join this one.
-RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"
+# New for each attempt of each cell: a worker that is left over from the last one must not join this one.
+RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}_${CELL}"
 
 TRAIN_ARGS+=(
   # Checkpoints belong to the cell, everything else to this attempt.

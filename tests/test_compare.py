@@ -1,0 +1,240 @@
+"""Runs beside one another, and what a comparison's exit status says."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.submit import Answer, submit
+from tests.test_results import Run, metrics_line
+
+
+def log_of(tps: float, steps: int = 40, seed: int = 0, length: float | None = None) -> str:
+    random_ = random.Random(seed)
+    lines = [
+        metrics_line(step, tps=f"{tps * random_.gauss(1, 0.01):.1f}", loss=f"{3 + 9 / step:.5f}")
+        for step in range(1, steps + 1)
+    ]
+    active = {"gpu": "NVIDIA B200"} | ({"mean_attended_length": length} if length else {})
+    return f"cookbook active: {json.dumps(active)}\n" + "".join(lines)
+
+
+class Two:
+    """Two runs, `old` and `new`, and the command that compares them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs = {name: Run(folder / name) for name in ("old", "new")}
+        for name, run in self.runs.items():
+            run.folder = folder / name
+
+    def add(self, run: str, cell: str, log: str, **more: Any) -> None:
+        self.runs[run].add(cell, log, **more)
+
+    def compare(self, *words: str, names: tuple[str, ...] = ("old", "new")) -> Answer:
+        for name in names:
+            run = self.runs[name]
+            content = {
+                "run": name,
+                "scheduler": "local",
+                "cells": run.cells,
+                "cluster": f"{name}-cluster",
+                "stack": "2026.02",
+            }
+            (run.folder / "run.json").write_text(json.dumps(content))
+        return submit("compare", *names, *words, runs=self.folder)
+
+    def as_json(self, *words: str) -> dict[str, Any]:
+        answer = self.compare("--json", *words)
+        found: dict[str, Any] = json.loads(answer.stdout)
+        assert answer.status == (0 if found["is_fast_enough"] else 1)
+        return found
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Two:
+    return Two(tmp_path)
+
+
+def of_new(found: dict[str, Any], cell: str = "a") -> dict[str, Any]:
+    (row,) = (row for row in found["cells"] if (row["run"], row["cell"]) == ("new", cell))
+    return dict(row)
+
+
+def test_cells_of_the_same_name_stand_beside_one_another(two: Two) -> None:
+    for cell, old, new in (("a", 100, 110), ("b", 200, 200)):
+        two.add("old", cell, log_of(old))
+        two.add("new", cell, log_of(new, seed=3))
+    two.add("new", "only-here", log_of(10))
+    answer = two.compare()
+    assert (answer.status, answer.stderr) == (0, "")
+    rows = [line.split("|")[1:-1] for line in answer.stdout.splitlines() if line.startswith("|")]
+    table = [[word.strip() for word in row] for row in rows]
+    names = [" ".join(row[:2]) for row in table[2:]]
+    assert names == ["a old", "a new", "b old", "b new"]
+    row = dict(zip(table[0], table[3], strict=True))
+    assert row["speed"] == "faster" and row["loss"] == "equivalent"
+    assert 1.08 < float(row["over reference"].rstrip("x")) < 1.12
+    assert dict(zip(table[0], table[5], strict=True))["speed"] == "inside the noise"
+    assert "reference: old; a cell may be 5% slower" in answer.stdout
+    assert "- differs: cluster: old-cluster in old, new-cluster in new" in answer.stdout
+    assert "stack" not in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("speed", "words", "status"),
+    [
+        (96, (), 0),
+        (94, (), 1),
+        (94, ("--tolerance", "7"), 0),
+        (98, ("--tolerance", "1"), 1),
+        (200, ("--tolerance", "0"), 0),
+    ],
+)
+def test_the_exit_status_says_whether_a_cell_is_slower_than_allowed(
+    two: Two, speed: float, words: tuple[str, ...], status: int
+) -> None:
+    two.add("old", "a", log_of(100))
+    two.add("old", "b", log_of(100))
+    two.add("new", "a", log_of(100))
+    two.add("new", "b", log_of(speed))
+    answer = two.compare(*words)
+    assert answer.status == status
+    said = f"slower than allowed: b in new, by {100 - speed:.1f}%"
+    assert (said in answer.stdout) == bool(status)
+    assert "a in new" not in answer.stdout
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled", "queued"])
+def test_a_cell_that_did_not_finish_is_not_fast_enough(two: Two, state: str) -> None:
+    two.add("old", "a", log_of(100))
+    two.add("new", "a", log_of(300), state=state)
+    row = of_new(two.as_json())
+    assert (row["speed"], row["is_slower"]) == (None, True)
+    assert row["reason"].startswith("is ")
+
+
+def test_what_the_reference_did_not_finish_is_no_standard(two: Two) -> None:
+    two.add("old", "a", log_of(300), state="failed")
+    two.add("old", "b", log_of(100))
+    two.add("new", "a", log_of(100))
+    two.add("new", "b", log_of(100))
+    found = two.as_json()
+    assert found["is_fast_enough"]
+    assert of_new(found)["reason"] == "in old it is failed"
+
+
+@pytest.mark.parametrize(
+    ("other", "length", "reason"),
+    [
+        ({"recipe": "proxy"}, None, "recipe proxy, and debug in old"),
+        ({"device": "cpu"}, None, "ran on cpu, and on cuda in old"),
+        ({"emulated": True}, None, "emulated numerics have no speed"),
+        ({}, 2600.0, "other texts: a token attends to 2,600 tokens, and to 812 in old"),
+    ],
+)
+def test_what_cannot_be_compared_says_why(
+    two: Two, other: dict[str, Any], length: float | None, reason: str
+) -> None:
+    two.add("old", "a", log_of(100, length=812.0))
+    two.add("new", "a", log_of(10, length=length), **other)
+    answer = two.compare()
+    assert answer.status == 2
+    assert answer.stderr == (
+        f"submit.py: compare old and new: there is nothing to compare: {reason}\n"
+    )
+    two.add("old", "b", log_of(100))
+    two.add("new", "b", log_of(100))
+    assert f"- a in new: {reason}\n" in two.compare().stdout
+
+
+def test_repeats_of_both_runs_are_compared_by_how_far_they_are_apart(two: Two) -> None:
+    for run, speeds in (("old", (100, 102)), ("new", (110, 112))):
+        for number, speed in enumerate(speeds, 1):
+            again = {} if number == 1 else {"repeat_of": "a", "repeat": number}
+            two.add(run, "a" if number == 1 else "a-r2", log_of(speed), **again)
+    speed = of_new(two.as_json())["speed"]
+    assert (speed["basis"], speed["num"]) == ("repeats", 2)
+    # Two degrees of freedom: t is 4.303; the logarithms' variance is about 1.8e-4 a run.
+    assert speed["high"] - speed["low"] == pytest.approx(1.1 * 2 * 4.303 * 0.0134, rel=0.1)
+
+
+def test_losses_are_compared_where_batches_are_alike(two: Two) -> None:
+    batch = {"training.steps": 40, "training.seq_len": 64, "training.local_batch_size": 2}
+    two.add("old", "a", log_of(100), options=batch)
+    two.add("old", "b", log_of(100), options=batch)
+    two.add("new", "a", log_of(100), options=batch)
+    two.add("new", "b", log_of(100), options=batch | {"training.local_batch_size": 4})
+    found = two.as_json()
+    assert of_new(found)["loss"]["verdict"] == "equivalent"
+    assert of_new(found)["loss_last_tenth"]["verdict"] == "cannot tell"
+    assert of_new(found, "b")["loss"] is None
+
+
+def test_with_published(two: Two) -> None:
+    number = "published_tokens_per_second_per_gpu"
+    two.add("new", "a", log_of(859), **{number: 859.0})
+    two.add("new", "b", log_of(500), **{number: 651.0})
+    two.add("new", "c", log_of(1))
+    answer = two.compare("--with", "published", "--json", names=("new",))
+    found = json.loads(answer.stdout)
+    assert [row["cell"] for row in found["cells"]] == ["a", "b"]
+    assert found["reference"] == "published"
+    a, b = found["cells"]
+    assert a["reference_tokens_per_second_per_gpu"] == 859.0
+    assert a["speed"]["ratio"] == pytest.approx(1.0, abs=0.01)
+    assert (a["is_slower"], b["is_slower"], answer.status) == (False, True, 1)
+
+
+def test_nothing_to_compare_is_an_error(two: Two, tmp_path: Path) -> None:
+    two.add("old", "a", log_of(100))
+    two.add("new", "b", log_of(100))
+    for words, names, said in (
+        ((), ("old",), "compare old: names one run; name another one, or: --with published"),
+        ((), ("old", "new"), "there is nothing to compare: no cell is in both"),
+        (("--with", "published"), ("new",), "no cell is just what was published"),
+        (("--tolerance", "-1"), ("old", "new"), "--tolerance: found -1, allowed: 0 to 100 percent"),
+    ):
+        answer = two.compare(*words, names=names)
+        assert (answer.status, answer.stdout) == (2, "")
+        assert said in answer.stderr and answer.stderr.count("\n") == 1
+
+
+def timed(step: int, minute: int) -> str:
+    return metrics_line(step, tps="1000").replace("18:29:22", f"18:{minute:02}:00")
+
+
+def test_gpu_hours_and_cost(two: Two, tmp_path: Path) -> None:
+    profile = tmp_path / "priced.yaml"
+    text = (Path(__file__).parent.parent / "recipes/cluster/soperator-b200.yaml").read_text()
+    profile.write_text(text.replace("# price_per_gpu_hour: 4.50", "price_per_gpu_hour: 3.60"))
+    # Two attempts, of 30 and of 15 minutes, on 2 ranks: 1.5 GPU hours.
+    first = "".join(timed(step, minute) for step, minute in ((1, 0), (2, 10), (3, 30)))
+    second = "".join(timed(step, minute) for step, minute in ((3, 40), (4, 45), (5, 55)))
+    run = two.runs["old"]
+    run.add("a", first, second, cluster="priced", files={"cluster": str(profile)})
+    run.add("cpu", first, device="cpu", cluster="priced", files={"cluster": str(profile)})
+    run.add("gone", first, cluster="nowhere")
+    run.add("unpriced", first, cluster="soperator-b200")
+    a, cpu, gone, unpriced = run.collect().cells
+    assert a.gpu_hours == pytest.approx(1.5)
+    # 1,000 tokens/s/GPU: 1e9 tokens take 277.8 GPU hours of 3.60.
+    assert a.cost_per_billion_tokens == pytest.approx(1000)
+    assert (cpu.gpu_hours, cpu.cost_per_billion_tokens) == (None, None)
+    assert gone.gpu_hours == pytest.approx(1.0)
+    assert gone.cost_per_billion_tokens is None and unpriced.cost_per_billion_tokens is None
+
+
+@pytest.mark.parametrize("price", [0, -1, "free"])
+def test_a_price_is_a_number_above_0(price: object, tmp_path: Path) -> None:
+    profile = tmp_path / "priced.yaml"
+    text = (Path(__file__).parent.parent / "recipes/cluster/local.yaml").read_text()
+    profile.write_text(f"{text}\n{yaml.safe_dump({'price_per_gpu_hour': price})}")
+    answer = submit("run", "debug", "--dry-run", "--cluster", str(profile), runs=tmp_path)
+    assert answer.status == 2
+    assert "price_per_gpu_hour: found" in answer.stderr and "above 0" in answer.stderr

@@ -1,0 +1,209 @@
+"""How loss curves are judged, and how often the verdict is wrong on curves whose truth is known."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Callable
+from itertools import combinations
+
+import pytest
+
+from cookbook.base.paths import ROOT
+from cookbook.log.curve import CurveStep
+from cookbook.results.loss import (
+    CANNOT_TELL,
+    DIFFERENT,
+    EQUIVALENT,
+    LAST_TENTH,
+    MARGIN,
+    WHOLE,
+    judge_curves,
+    judge_repeats,
+    losses_of,
+)
+
+DRAWS = 1000
+Curve = dict[int, float]
+Draw = Callable[[random.Random], tuple[Curve, Curve]]
+
+
+def falling(num: int, every: int = 1) -> Curve:
+    """A loss that falls from 11 to about 3; logged at the first step and every few."""
+    steps = [step for step in range(1, num + 1) if step == 1 or step % every == 0]
+    return {step: 2.5 + 8.5 / math.sqrt(step) for step in steps}
+
+
+def moved(
+    random_: random.Random, curve: Curve, shift: float, sigma: float = 0.01, alike: float = 0.5
+) -> Curve:
+    """The curve times 1 + `shift`, with noise that is alike from one logged step to the next."""
+    state, found = random_.gauss(0, 1), {}
+    for step, loss in curve.items():
+        found[step] = loss * (1 + shift) + sigma * state
+        state = alike * state + math.sqrt(1 - alike**2) * random_.gauss(0, 1)
+    return found
+
+
+def both_logged(num: int, shift: float, sigma: float, alike: float) -> Draw:
+    base = falling(num)
+    return lambda random_: (moved(random_, base, shift, sigma, alike), base)
+
+
+def other_interval(num: int, shift: float, sigma: float, alike: float) -> Draw:
+    """One logs every step, the other every fifth."""
+    base, thin = falling(num), falling(num, every=5)
+
+    def draw(random_: random.Random) -> tuple[Curve, Curve]:
+        own = moved(random_, base, shift, sigma, alike)
+        return {step: own[step] for step in thin}, base
+
+    return draw
+
+
+def after_restart(num: int, shift: float, sigma: float, alike: float) -> Draw:
+    """The run was cut, and went on with other chance."""
+    base = falling(num)
+
+    def draw(random_: random.Random) -> tuple[Curve, Curve]:
+        own = moved(random_, base, shift, sigma, alike)
+        again = moved(random_, base, shift, sigma, alike)
+        cut = random_.randint(1, num)
+        return {step: (own if step < cut else again)[step] for step in own}, base
+
+    return draw
+
+
+@pytest.mark.parametrize("kind", [both_logged, other_interval, after_restart])
+@pytest.mark.parametrize(
+    ("num", "window", "sigma", "alike"), [(300, 0, 0.01, 0.6), (900, 1, 0.01, 0.3)]
+)
+def test_at_the_limit_either_verdict_is_wrong_5_times_in_100_at_most(
+    kind: Callable[[int, float, float, float], Draw],
+    num: int,
+    window: int,
+    sigma: float,
+    alike: float,
+) -> None:
+    sides = [kind(num, side * MARGIN, sigma, alike) for side in (1, -1)]
+    random_ = random.Random(7)
+    words = [judge_curves(*random_.choice(sides)(random_))[window].verdict for _ in range(DRAWS)]
+    # 5%, and two standard errors of 1,000 draws.
+    assert words.count(EQUIVALENT) <= 64
+    assert words.count(DIFFERENT) <= 64
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize(("shift", "word"), [(0.0, EQUIVALENT), (3 * MARGIN, DIFFERENT)])
+def test_what_is_clear_is_said(window: int, shift: float, word: str) -> None:
+    random_, draw = random.Random(7), both_logged(1500, shift, 0.015, 0.3)
+    found = [judge_curves(*draw(random_))[window].verdict for _ in range(100)]
+    assert found.count(word) >= 90
+
+
+def test_the_figures_of_a_verdict() -> None:
+    base = dict.fromkeys(range(1, 301), 4.0)
+    random_ = random.Random(1)
+    own = {step: 4.002 + random_.gauss(0, 0.001) for step in base}
+    whole, last = judge_curves(own, base)
+    assert (whole.window, last.window) == (WHOLE, LAST_TENTH)
+    assert (whole.num_steps, last.num_steps) == (300, 30)
+    assert whole.limit == pytest.approx(0.01)
+    assert whole.difference == pytest.approx(0.002, rel=0.1)
+    assert whole.low is not None and whole.high is not None
+    assert whole.low < (whole.difference or 0.0) < whole.high
+    assert (whole.verdict, whole.runs, whole.reason) == (EQUIVALENT, 1, None)
+
+
+def test_a_difference_at_the_end_is_seen_there() -> None:
+    base = falling(1500)
+    own = {step: loss * (1.01 if step > 1350 else 1.0) for step, loss in base.items()}
+    whole, last = judge_curves(own, base)
+    assert (whole.verdict, last.verdict) == (CANNOT_TELL, DIFFERENT)
+
+
+def test_differences_that_cancel_are_no_equivalence() -> None:
+    base = falling(1000)
+    own = {step: loss * (1.01 if step < 400 else 0.99) for step, loss in base.items()}
+    assert judge_curves(own, base)[0].verdict != EQUIVALENT
+
+
+def test_only_steps_that_both_logged_count() -> None:
+    base, thin = falling(1500), falling(1500, every=10)
+    whole, last = judge_curves(thin, base)
+    assert (whole.num_steps, last.num_steps) == (151, 15)
+    assert (whole.difference, whole.verdict, last.verdict) == (0.0, EQUIVALENT, EQUIVALENT)
+    # Every tenth and every seventh: every 70th, and the first.
+    assert judge_curves(falling(1500, every=7), thin)[0].num_steps == 22
+
+
+def test_too_few_common_steps_tell_nothing() -> None:
+    whole, last = judge_curves(falling(100), falling(100))
+    assert whole.verdict == EQUIVALENT
+    assert (last.verdict, last.difference, last.low, last.limit) == (CANNOT_TELL, None, None, None)
+    assert last.reason == "10 steps that both logged, 15 are needed"
+    assert judge_curves({}, falling(100))[0].reason == "0 steps that both logged, 15 are needed"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_different(bad: float) -> None:
+    base = falling(200)
+    broken = base | dict.fromkeys(range(190, 201), bad)
+    assert [found.verdict for found in judge_curves(broken, base)] == [DIFFERENT, DIFFERENT]
+    assert judge_curves(broken, base)[0].reason == "the loss is no number"
+    assert [found.verdict for found in judge_curves(base, broken)] == [CANNOT_TELL] * 2
+
+
+def test_steps_without_a_loss_are_left_out() -> None:
+    steps = [CurveStep(0, 1, 3.0), CurveStep(0, 2, None), CurveStep(0, 3, math.nan)]
+    assert list(losses_of(steps)) == [1, 3]
+
+
+def test_several_runs_are_judged_by_their_means() -> None:
+    base = dict.fromkeys(range(1, 101), 4.0)
+    up, down = ({step: loss + by for step, loss in base.items()} for by in (0.001, -0.001))
+    far = {step: loss + 0.02 for step, loss in base.items()}
+    found = judge_repeats({"base": [up, down], "own": [base], "far": [far, far]}, "base")
+    assert list(found) == ["own", "far"]
+    own, far_one = found["own"][0], found["far"][1]
+    assert (own.verdict, own.runs) == (EQUIVALENT, 1)
+    assert own.difference == pytest.approx(0.0)
+    # Variance 2e-6 of the base and 0 of the far cell: 1e-6 over two degrees, t(2) is 2.920.
+    assert own.high == pytest.approx(2.920 * (1e-6 * (1 + 1 / 2)) ** 0.5, rel=1e-3)
+    assert (far_one.verdict, far_one.runs) == (DIFFERENT, 2)
+    alone = judge_repeats({"base": [base], "own": [base]}, "base")["own"][0]
+    assert (alone.verdict, alone.reason) == (CANNOT_TELL, "no cell has two runs")
+
+
+def test_repeats_at_the_limit_are_called_wrongly_5_times_in_100_at_most() -> None:
+    random_ = random.Random(3)
+    words = []
+    for _ in range(DRAWS):
+        runs = {
+            name: [
+                dict.fromkeys(range(1, 11), 4 * (1 + shift) + random_.gauss(0, 0.003))
+                for _ in range(4)
+            ]
+            for name, shift in (("base", 0.0), ("own", MARGIN))
+        }
+        words.append(judge_repeats(runs, "base")["own"][0].verdict)
+    assert words.count(EQUIVALENT) / DRAWS <= 0.064
+    assert words.count(DIFFERENT) / DRAWS <= 0.064
+    assert words.count(CANNOT_TELL) > 0.8 * DRAWS
+
+
+def test_of_the_same_training_with_other_seeds_none_is_called_different() -> None:
+    """Real curves: five seeds of BF16, and of MXFP8, which are equivalent by all of them."""
+    curves = {}
+    for path in sorted((ROOT / "docs/convergence").glob("*.csv")):
+        with path.open(newline="") as file:
+            curves[path.stem] = {
+                int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)
+            }
+    seeds = [curve for name, curve in curves.items() if name.startswith("bf16-")]
+    pairs = [*combinations(seeds, 2)]
+    pairs += [(curves[f"mxfp8-seed{s}"], curves[f"bf16-seed{s}"]) for s in range(42, 47)]
+    assert len(pairs) == 15
+    for own, base in pairs:
+        assert DIFFERENT not in [found.verdict for found in judge_curves(own, base)]

@@ -1,0 +1,160 @@
+"""Cells that a sweep trains several times: their order, and what becomes of their figures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.errors import InputError
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.expand import CellRequest, expand_sweep, in_rounds
+from cookbook.cells.sweep import load_sweep
+from cookbook.results.report import render_json
+from cookbook.run.run import read_run
+from cookbook.run.states import cell_states
+from cookbook.verbs.launch import refuse_unlike_sizes
+from tests.submit import submit
+from tests.test_results import Run, metrics_line
+
+
+def smoke() -> list[Cell]:
+    return expand_sweep(load_sweep("smoke"), CellRequest(load_cluster("soperator-b200"), nodes=1))
+
+
+def test_rounds_turn_their_order() -> None:
+    cells = smoke()[:2]
+    names = [cell.name for cell in in_rounds(cells, 3)]
+    a, b = (cell.name for cell in cells)
+    assert names == [a, b, f"{b}-r2", f"{a}-r2", f"{a}-r3", f"{b}-r3"]
+    assert in_rounds(cells, 1) == cells
+    last = in_rounds(cells, 3)[-1]
+    assert (last.repeat_of, last.repeat, last.baseline) == (b, 3, a)
+    assert (last.record().repeat_of, last.record().repeat) == (b, 3)
+    assert in_rounds(cells, 3)[0].record().repeat_of is None
+
+
+def test_what_is_refused_is_shown_once(tmp_path: Path) -> None:
+    answer = submit(
+        *("sweep", "smoke", "--cluster", "local", "--dry-run", "--repeat", "2"), runs=tmp_path
+    )
+    assert answer.status == 0
+    order = answer.stdout.partition("each 2 times, in this order: ")[2].splitlines()[0]
+    assert order.split(", ") == [
+        "debug-bf16-standard",
+        "debug-mxfp8-standard",
+        "debug-mxfp8-standard-r2",
+        "debug-bf16-standard-r2",
+    ]
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_a_number_of_repeats_is_at_least_one(number: str, tmp_path: Path) -> None:
+    words = ("sweep", "smoke", "--cluster", "local", "--dry-run", f"--repeat={number}")
+    answer = submit(*words, runs=tmp_path)
+    assert (answer.status, answer.stdout) == (2, "")
+    assert answer.stderr == f"submit.py: --repeat: found {number}, allowed: 1 and up\n"
+
+
+def test_a_cell_that_is_called_like_a_repeat_is_an_error() -> None:
+    first = smoke()[0]
+    with pytest.raises(InputError, match=f"has a cell {first.name}-r2 already"):
+        in_rounds([first, replace(first, name=f"{first.name}-r2")], 2)
+
+
+def test_cells_of_one_allocation_are_of_one_size() -> None:
+    cells = smoke()
+    refuse_unlike_sizes(cells)
+    with pytest.raises(InputError, match="the cells ask for 1, 2 nodes; name one number"):
+        refuse_unlike_sizes([cells[0], replace(cells[1], nodes=2)])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def log_of(tps: float, loss: float = 3.0, steps: int = 20) -> str:
+    return "".join(metrics_line(s, tps=f"{tps:g}", loss=f"{loss}") for s in range(1, steps + 1))
+
+
+def add(
+    run: Run, name: str, *speeds: float, losses: tuple[float, ...] = (), **cell: object
+) -> None:
+    for number, speed in enumerate(speeds, 1):
+        folder = name if number == 1 else f"{name}-r{number}"
+        again = {} if number == 1 else {"repeat_of": name, "repeat": number}
+        loss = losses[number - 1] if losses else 3.0
+        run.add(folder, log_of(speed, loss), **again, **cell)  # type: ignore[arg-type]
+
+
+def test_repeats_are_one_cell_with_a_speed_up_over_pairs(run: Run) -> None:
+    add(run, "base", 100, 110, 120)
+    add(run, "fast", 150, 165, 183)
+    base, fast = run.collect().cells
+    assert (base.name, fast.name) == ("base", "fast")
+    assert [one.name for one in fast.repeats] == ["fast", "fast-r2", "fast-r3"]
+    assert [one.tokens_per_second_per_gpu for one in fast.repeats] == [150, 165, 183]
+    assert fast.tokens_per_second_per_gpu == 165
+    assert fast.throughput is not None and fast.throughput.num_steps == 45
+    # 1.5, 1.5 and 1.525: the noise between runs, not that between steps, which is none here.
+    assert fast.speed is not None and fast.speed.low is not None and fast.speed.high is not None
+    assert fast.speedup == fast.speed.ratio == pytest.approx((1.5 * 1.5 * 1.525) ** (1 / 3))
+    assert (fast.speed.basis, fast.speed.num) == ("repeats", 3)
+    assert fast.speed.high - fast.speed.low == pytest.approx(2 * 4.303 * 0.025 / 3, rel=0.02)
+    assert base.speedup == 1.0 and base.speed is None
+
+
+def test_one_pair_alone_is_judged_by_its_steps(run: Run) -> None:
+    add(run, "base", 100, 100)
+    run.add("fast", log_of(150))
+    run.add("fast-r2", log_of(150), state="failed", reason="out of memory", repeat_of="fast")
+    fast = run.collect().cells[1]
+    assert (fast.status, fast.reason) == ("failed", "repeat 2: out of memory")
+    assert fast.speed is not None
+    assert (fast.speed.basis, fast.speed.num) == ("steps", 15)
+    assert fast.speedup == pytest.approx(1.5)
+
+
+def test_what_all_repeats_say_is_said_once(run: Run) -> None:
+    add(run, "base", 100, 100, emulated=True)
+    (cell,) = run.collect().cells
+    assert cell.emulated and cell.reason is not None
+    assert cell.reason.count("emulated") == 1
+    assert cell.speedup is None
+
+
+def test_losses_of_repeats_are_judged_by_how_far_these_are_apart(run: Run) -> None:
+    add(run, "base", 100, 100, losses=(3.0, 3.001))
+    add(run, "near", 100, 100, losses=(3.0, 3.001))
+    add(run, "far", 100, 100, losses=(3.1, 3.101))
+    cells = {cell.name: cell for cell in run.collect().cells}
+    near, far = cells["near"], cells["far"]
+    assert near.loss is not None and far.loss is not None and far.loss_last_tenth is not None
+    assert (near.loss.verdict, near.loss.runs) == ("equivalent", 2)
+    assert (far.loss.verdict, far.loss_last_tenth.verdict) == ("different", "different")
+    assert cells["base"].loss is None
+
+
+def test_cells_of_unequal_batches_have_no_verdict_on_their_loss(run: Run) -> None:
+    batch = {"training.steps": 20, "training.seq_len": 64, "training.local_batch_size": 2}
+    add(run, "base", 100, options=batch)
+    add(run, "same", 100, options=batch)
+    add(run, "larger", 100, options=batch | {"training.local_batch_size": 4})
+    base, same, larger = run.collect().cells
+    assert same.loss is not None and same.loss.verdict == "equivalent"
+    assert larger.loss is None and larger.speedup == 1.0
+    assert base.loss is None
+
+
+def test_the_report_holds_each_repeat_once(run: Run) -> None:
+    add(run, "base", 100, 110)
+    results = run.collect()
+    report = json.loads(render_json(results))
+    (cell,) = report["cells"]
+    assert [one["name"] for one in cell["repeats"]] == ["base", "base-r2"]
+    assert set(results.curves) == {"base", "base-r2"}
+    assert [state.cell for state in cell_states(read_run(run.folder))] == ["base", "base-r2"]
