@@ -6,7 +6,7 @@ from cookbook.results.loss import LEVEL as LOSS_LEVEL
 from cookbook.results.loss import LossVerdict
 from cookbook.results.report import tokens_text
 from cookbook.results.result import CellSetting, Result, RunResults
-from cookbook.results.speed import LEVEL, STALL
+from cookbook.results.speed import LEVEL, STALL, STEPS
 from cookbook.results.table import UNKNOWN, Table
 
 SPEED_LEGEND = (
@@ -69,7 +69,7 @@ def speed_table(results: RunResults) -> Table | None:
             "stalls' share",
             "speed-up",
             f"{LEVEL:.0%} interval",
-            "over",
+            "interval over",
             "verdict",
             "GPU hours",
             "cost per 10^9 tokens",
@@ -141,7 +141,7 @@ def _speed(cell: Result, setting: CellSetting) -> tuple[str, ...]:
         f"{found.stall_share:.1%}",
         "baseline" if cell.name == setting.baseline else _gain(cell.speedup),
         _interval(cell),
-        f"{cell.speed.num:,} {cell.speed.basis}" if cell.speed else UNKNOWN,
+        _basis(cell),
         verdict or UNKNOWN,
         UNKNOWN if cell.gpu_hours is None else f"{cell.gpu_hours:,.1f}",
         UNKNOWN if cell.cost_per_billion_tokens is None else f"{cell.cost_per_billion_tokens:,.0f}",
@@ -164,6 +164,12 @@ def _loss(cell: Result, found: LossVerdict) -> tuple[str, ...]:
         UNKNOWN if found.limit is None else f"±{number(found.limit, '')}",
         found.verdict + (f": {found.reason}" if found.reason else ""),
     )
+
+
+def _basis(cell: Result) -> str:
+    if cell.speed is None:
+        return UNKNOWN
+    return cell.speed.basis if cell.speed.basis == STEPS else f"{cell.speed.num} repeats"
 
 
 def _interval(cell: Result) -> str:

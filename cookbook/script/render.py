@@ -1,6 +1,6 @@
 """Renders the script that trains a cell.
 
-The only module that uses Jinja. Templates lay out; every decision is taken in Python, and every
+The only module that renders scripts. Templates lay out; every decision is taken in Python, and every
 value passes the `shquote` filter, so that what stands in YAML reaches torchrun's argv unchanged.
 """
 
