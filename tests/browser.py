@@ -26,6 +26,10 @@ _FIGURES = """() => [...document.querySelectorAll('figure')].map(figure => {
     box: svg ? box(svg) : null,
     scale: svg ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 0,
     ground: svg ? getComputedStyle(svg.querySelector('path')).fill : null,
+    colours: svg ? [...svg.querySelectorAll('path, rect, use')].flatMap(mark => {
+      const style = getComputedStyle(mark);
+      return [style.fill, style.stroke];
+    }) : [],
     marks: svg ? svg.querySelectorAll('path').length : 0,
     texts: svg ? [...svg.querySelectorAll('text')].map(text => ({
       text: text.textContent,

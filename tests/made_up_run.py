@@ -15,6 +15,11 @@ from typing import Any
 
 import yaml
 
+from cookbook.results.collect import collect_results
+from cookbook.results.result import RunResults
+from cookbook.run.run import Run, read_run
+from cookbook.run.states import cell_states
+
 NAME = "matrix-20261120-182922"
 _TOKENS = {"bf16-standard": 655, "bf16-deepep": 853, "mxfp8-standard": 701, "mxfp8-deepep": 922}
 _PUBLISHED = {"bf16-standard": 651, "bf16-deepep": 859, "mxfp8-deepep": 918}
@@ -62,6 +67,12 @@ def make_run(runs: Path, steps: int = 1500, partly: bool = False, repeats: int =
     }
     _write(folder / "run.json", json.dumps(record, indent=1))
     return folder
+
+
+def results_of(folder: Path) -> tuple[Run, RunResults]:
+    """The run in `folder` and its results."""
+    run = read_run(folder)
+    return run, collect_results(run, cell_states(run))
 
 
 def _make_cell(

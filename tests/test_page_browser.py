@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cookbook.results.figures import theme
 from tests.browser import chromium, opened
 from tests.made_up_run import make_run
 from tests.submit import ROOT, submit
@@ -88,6 +89,9 @@ def test_every_figure_is_there_and_nobody_is_asked(
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_texts_are_legible(browser: Browser, page: Path, width: int, scheme: str) -> None:
+    light = {rgb(colour.light) for colour in theme.ALL}
+    dark = {rgb(colour.dark) for colour in theme.ALL}
+    other_theme = dark - light if scheme == "light" else light - dark
     with opened(browser, page, width, color_scheme=scheme) as seen:
         assert seen.page.evaluate("document.documentElement.scrollWidth") == width
         for figure in seen.figures():
@@ -97,6 +101,7 @@ def test_texts_are_legible(browser: Browser, page: Path, width: int, scheme: str
                 assert text["pixels"] * figure["scale"] >= SMALLEST, text
                 assert contrast(text["colour"], figure["ground"]) >= CONTRAST, text
                 assert is_within(text["box"], figure["box"]), text
+            assert not set(figure["colours"]) & other_theme, figure["name"]
             for one, other in combinations(figure["texts"], 2):
                 assert not overlap(one["box"], other["box"]), (figure["name"], one, other)
         small = seen.page.evaluate(
@@ -130,6 +135,11 @@ def test_a_click_on_a_heading_sorts(browser: Browser, full: Path) -> None:
         assert seen.column("table-published", 2) == ["651", "859", "918", "-"]
         published.click()
         assert seen.column("table-published", 2) == ["918", "859", "651", "-"]
+        # As numbers, not as words.
+        seen.page.locator("#table-speed thead th", has_text="stalls").first.locator(
+            "button"
+        ).click()
+        assert seen.column("table-speed", 6) == ["4", "6", "8", "10"]
         tables, sortable = (
             seen.page.locator(what).count() for what in ("table", "table:has(thead button)")
         )
@@ -176,6 +186,11 @@ def test_a_figure_by_itself_follows_the_theme(browser: Browser, full: Path) -> N
             fill = "getComputedStyle(document.querySelector('path')).fill"
             grounds.append(luminance(seen.page.evaluate(fill)))
     assert grounds[0] == pytest.approx(1) and grounds[1] < 0.02
+
+
+def rgb(colour: str) -> str:
+    """`#0a6ebd` as a browser says it."""
+    return f"rgb({', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))})"
 
 
 def luminance(colour: str) -> float:

@@ -39,7 +39,7 @@ CELLS = (
 )
 # Cells beyond those take a colour again, with another dash.
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-_ALL = (GROUND, INK, QUIET, GRID, BAND, ALARM, *CELLS)
+ALL = (GROUND, INK, QUIET, GRID, BAND, ALARM, *CELLS)
 
 
 def colour_of(position: int) -> Colour:
@@ -59,7 +59,7 @@ def dark_rules(root: str = "") -> str:
     """
     rules = "".join(
         f'{root}[style*="{part}: {colour.light}"]{{{part}:{colour.dark}!important}}'
-        for colour in _ALL
+        for colour in ALL
         for part in ("fill", "stroke")
     )
     return f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
