@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_labels_are_apart_and_inside_and_in_order(wanted: list[float]) -> None:
     places = spread(wanted, 15, 0, 100)
     assert all(-1e-6 <= place <= 100 + 1e-6 for place in places)
     ordered = sorted(places)
-    pairs = zip(ordered, ordered[1:], strict=False)
+    pairs = pairwise(ordered)
     assert all(after - before > 15 - 1e-6 for before, after in pairs)
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     assert [places[index] for index in order] == ordered
