@@ -64,7 +64,7 @@ def test_the_login_node_never_waits_for_torch_or_submitit(runs: Path, words: lis
     program = (
         "import sys\nfrom cookbook.verbs.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'torchtitan', 'submitit', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'torchtitan', 'submitit', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
     )
     done = subprocess.run(

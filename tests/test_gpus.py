@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.base import gpus
 from cookbook.base.gpus import (
     NVIDIA_SMI,
     Gpu,
@@ -173,3 +174,28 @@ def test_the_environment_selects_and_every_gpu_stays_installed(
 )
 def test_the_peak_is_the_cards_for_the_format(name: str, bits: int, peak: float | None) -> None:
     assert peak_tflops(name, bits) == peak
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC\n"
+            "GCC version:  gcc version 12.3.0\n",
+            "535.183.01",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n",
+            "580.159.04",
+        ),
+        ("GCC version:  gcc version 12.3.0\n", None),
+        (None, None),
+    ],
+)
+def test_the_drivers_version_is_the_kernels_word(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, version: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "version")
+    assert gpus.driver_version() == version

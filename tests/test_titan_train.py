@@ -66,6 +66,7 @@ def test_backends_agree_and_say_so(assets: Path, tmp_path: Path) -> None:
         "saved": None,
         "device": "cpu",
         "gpu": None,
+        "driver": None,
         "corrections": [],
     }
 

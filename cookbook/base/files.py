@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write `text` to `path` through a temporary file beside it, so that no reader sees a part.
+def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
+    """Write `content` to `path` through a temporary file beside it, so that no reader sees a part.
 
     Raises:
         OSError: with `path` as its file name, also where the disk is full.
@@ -18,8 +18,8 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             os.chmod(temporary, mode)
             os.replace(temporary, path)
         except BaseException:

@@ -13,12 +13,14 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 NVIDIA_SMI = (
     "nvidia-smi",
     "--query-gpu=name,compute_cap,memory.total,driver_version,uuid",
     "--format=csv,noheader,nounits",
 )
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,15 @@ def visible_gpus() -> tuple[Gpu, ...]:
     """The models of the GPUs that a program started here finds, in CUDA's order."""
     visible = select_visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     return tuple(gpu.model for gpu in visible)
+
+
+def driver_version() -> str | None:
+    """The version of the loaded NVIDIA driver; None where there is none. Costs no process."""
+    try:
+        found = re.search(r"Kernel Module(?: for \S+)?\s+([0-9][0-9.]*)", _DRIVER.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def has_slurm() -> bool:

@@ -124,6 +124,7 @@ def _setting(
         raw_final_loss=steps[-1].loss if steps else None,
         tokens_per_step_per_gpu=record.tokens_per_step_per_gpu,
         world=record.world,
+        published_source=record.published_source,
         repeat_of=record.repeat_of,
     )
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from cookbook.base.jsontext import json_text
-from cookbook.base.tables import markdown_table
+from cookbook.results.headlines import partly_finished
 from cookbook.results.result import SAME_MASK, CellSetting, Result, RunResults
+from cookbook.results.table import UNKNOWN, Table
 
-_UNKNOWN = "-"
 _HEADER = (
     "cell",
     "status",
@@ -28,31 +28,38 @@ _HEADER = (
 _WHERE_CELLS_DIFFER = ("attention", "attended tokens")
 _NUM_TEXT_COLUMNS = 2
 _DONE_STATES = {"finished", "refused"}
+LEGEND = (
+    "tokens/s/GPU, TFLOPs and MFU: median of the logged steps after warm-up (their first\n"
+    "quarter, 1 to 10 steps). Memory: peak over all ranks and steps. A dash, or no column:\n"
+    "not known."
+)
 
 
 def render_markdown(results: RunResults) -> str:
     """The report as Markdown whose table also reads well in a terminal."""
-    rows = [_row(cell, results.settings[cell.name]) for cell in results.cells]
-    parts = [f"# {results.run.run}", "\n".join(_facts(results)), _table(rows)]
-    notes = [
-        f"- {cell.name} ({cell.status or 'status unknown'}): {_one_line(cell.reason)}"
+    parts = [
+        f"# {results.run.run}",
+        "\n".join(f"- {fact}" for fact in facts(results)),
+        summary_table(results).markdown(),
+    ]
+    if said := notes(results):
+        parts.append("\n".join(f"- {note}" for note in said))
+    parts.append(LEGEND)
+    return "\n\n".join(parts) + "\n"
+
+
+def notes(results: RunResults) -> list[str]:
+    """What the table has no room for: why a cell ended as it did, and where it continued."""
+    return [
+        f"{cell.name} ({cell.status or 'status unknown'}): {_one_line(cell.reason)}"
         for cell in results.cells
         if cell.reason
-    ]
-    notes += [
-        f"- {cell.name}: {line}"
+    ] + [
+        f"{cell.name}: {line}"
         for cell in results.cells
         for resumption in cell.resumptions
         for line in resumption.lines
     ]
-    if notes:
-        parts.append("\n".join(notes))
-    parts.append(
-        "tokens/s/GPU, TFLOPs and MFU: median of the logged steps after warm-up (their first\n"
-        "quarter, 1 to 10 steps). Memory: peak over all ranks and steps. A dash, or no column:\n"
-        "not known."
-    )
-    return "\n\n".join(parts) + "\n"
 
 
 def render_json(results: RunResults) -> str:
@@ -66,36 +73,36 @@ def render_json(results: RunResults) -> str:
     return json_text(report)
 
 
-def _facts(results: RunResults) -> list[str]:
+def facts(results: RunResults) -> list[str]:
     """The list above the table: what ran where, and what a reader must not take for more."""
     started = f", started {results.run.created}" if results.run.created else ""
     by = f" by {results.run.user}" if results.run.user else ""
     lines = [
-        f"- sweep: {results.run.sweep or _UNKNOWN}{started}{by}",
-        f"- cluster: {results.run.cluster or _UNKNOWN}, stack: {results.run.stack or _UNKNOWN}, "
-        f"commit: {results.run.commit or _UNKNOWN}",
+        f"sweep: {results.run.sweep or UNKNOWN}{started}{by}",
+        f"cluster: {results.run.cluster or UNKNOWN}, stack: {results.run.stack or UNKNOWN}, "
+        f"commit: {results.run.commit or UNKNOWN}",
     ]
     if results.run.baseline:
-        lines.append(f"- baseline: {results.run.baseline}")
+        lines.append(f"baseline: {results.run.baseline}")
+    if unfinished := partly_finished(results):
+        lines.append(unfinished)
     stand_ins = {
-        (cell.recipe or _UNKNOWN, setting.stand_in_for): None
+        (cell.recipe or UNKNOWN, setting.stand_in_for): None
         for cell in results.cells
         if (setting := results.settings[cell.name]).stand_in_for
     }
     for recipe, asked in stand_ins:
         lines.append(
-            f"- stand-in: {recipe} ran instead of {asked}, which does not fit here; "
+            f"stand-in: {recipe} ran instead of {asked}, which does not fit here; "
             f"the published numbers are {asked}'s"
         )
     devices = {results.settings[cell.name].device for cell in results.cells}
     if "cpu" in devices:
         lines.append(
-            "- device: cpu; throughput is a CPU figure, says nothing about GPUs and has no MFU"
+            "device: cpu; throughput is a CPU figure, says nothing about GPUs and has no MFU"
         )
     if any(cell.emulated for cell in results.cells):
-        lines.append(
-            "- emulated: software computed what a kernel would; loss counts, speed doesn't"
-        )
+        lines.append("emulated: software computed what a kernel would; loss counts, speed doesn't")
     return [*lines, *_attention(results.cells)]
 
 
@@ -108,13 +115,13 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
     if len(shown) == 1:
         shared.append(f"a token attends to {shown.pop()} tokens on average")
     if shared:
-        yield f"- attention: {'; '.join(shared)}"
+        yield f"attention: {'; '.join(shared)}"
     if not lengths:
         return
     least, most = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
     if lengths[most] > SAME_MASK * lengths[least]:
         yield (
-            f"- WARNING: cells were trained on different masks: a token attends to "
+            f"WARNING: cells were trained on different masks: a token attends to "
             f"{_length(lengths[most])} tokens in {most} and to {_length(lengths[least])} in "
             f"{least}; do not compare their speed"
         )
@@ -125,7 +132,7 @@ def _row(cell: Result, setting: CellSetting) -> list[str]:
     speedup = _number(cell.speedup, "{:.2f}x")
     if cell.speedup is not None and cell.name == setting.baseline:
         speedup = "baseline"
-    published = _tokens(cell.published_tokens_per_second_per_gpu)
+    published = tokens_text(cell.published_tokens_per_second_per_gpu)
     if setting.published_speedup is not None and cell.name != setting.baseline:
         published += f" ({setting.published_speedup:.2f}x)"
     mfu = _number(cell.mfu, "{:.1f}%")
@@ -133,14 +140,14 @@ def _row(cell: Result, setting: CellSetting) -> list[str]:
         cell.name,
         f"{status}, emulated" if cell.emulated and status != "refused" else status,
         _steps(cell, setting),
-        _tokens(cell.tokens_per_second_per_gpu),
+        tokens_text(cell.tokens_per_second_per_gpu),
         speedup,
         _tflops(cell.tflops_per_gpu),
         mfu,
         _number(cell.memory_gib, "{:.2f}"),
         _loss(cell.final_loss, setting.raw_final_loss),
         published,
-        cell.attention or _UNKNOWN,
+        cell.attention or UNKNOWN,
         _length(cell.mean_attended_length),
     ]
 
@@ -148,11 +155,12 @@ def _row(cell: Result, setting: CellSetting) -> list[str]:
 def _steps(cell: Result, setting: CellSetting) -> str:
     """`20` where all is done, else how far it came: `7/20`."""
     if cell.status in _DONE_STATES or setting.total_steps is None:
-        return _UNKNOWN if cell.steps is None else f"{cell.steps:,}"
-    return f"{_UNKNOWN if cell.steps is None else f'{cell.steps:,}'}/{setting.total_steps:,}"
+        return UNKNOWN if cell.steps is None else f"{cell.steps:,}"
+    return f"{UNKNOWN if cell.steps is None else f'{cell.steps:,}'}/{setting.total_steps:,}"
 
 
-def _tokens(value: float | None) -> str:
+def tokens_text(value: float | None) -> str:
+    """Tokens/s, or a dash."""
     # A CPU's or a debug model's few tokens need their decimals.
     return _number(value, "{:,.0f}" if value is None or value >= 100 else "{:.3g}")
 
@@ -172,21 +180,24 @@ def _loss(value: float | None, raw: float | None) -> str:
 
 
 def _number(value: float | None, template: str) -> str:
-    return _UNKNOWN if value is None else template.format(value)
+    return UNKNOWN if value is None else template.format(value)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    # A column that says nothing of any cell (MFU on a CPU) is left out; a terminal is narrow.
-    known = [{row[position] for row in rows} - {_UNKNOWN} for position in range(len(_HEADER))]
+def summary_table(results: RunResults) -> Table:
+    """A row for each cell; a column that says nothing of any of them (MFU on a CPU) is left out."""
+    rows = [_row(cell, results.settings[cell.name]) for cell in results.cells]
+    known = [{row[position] for row in rows} - {UNKNOWN} for position in range(len(_HEADER))]
     kept = [
         position
         for position, title in enumerate(_HEADER)
         if position < _NUM_TEXT_COLUMNS
         or len(known[position]) > (1 if title in _WHERE_CELLS_DIFFER else 0)
     ]
-    align = "".join("l" if position < _NUM_TEXT_COLUMNS else "r" for position in kept)
-    head = [_HEADER[position] for position in kept]
-    return markdown_table(head, [[row[position] for position in kept] for row in rows], align)
+    return Table(
+        head=tuple(_HEADER[position] for position in kept),
+        rows=tuple(tuple(row[position] for position in kept) for row in rows),
+        align="".join("l" if position < _NUM_TEXT_COLUMNS else "r" for position in kept),
+    )
 
 
 def _one_line(text: str | None) -> str:

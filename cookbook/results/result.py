@@ -91,6 +91,8 @@ class CellSetting:
     """Divided by `tokens_per_second` of a CurveStep: the seconds that a step took."""
     world: int = 1
     """GPUs, or ranks, of the newest attempt."""
+    published_source: str | None = None
+    """Where the published numbers are from."""
     repeat_of: str | None = None
     """The cell that this one repeats."""
 

@@ -1,7 +1,8 @@
 """Renders the script that trains a cell.
 
-The only module that uses Jinja. Templates lay out; every decision is taken in Python, and every
-value passes the `shquote` filter, so that what stands in YAML reaches torchrun's argv unchanged.
+The only module that renders scripts. Templates lay out; every decision is taken in Python, and
+every value passes the `shquote` filter, so that what stands in YAML reaches torchrun's argv
+unchanged.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.results.collect import collect_results
+from cookbook.results.keep import FIGURES, MARKDOWN, PAGE, keep_report
 from cookbook.results.report import render_json, render_markdown
 from cookbook.run.run import Run, find_run
 from cookbook.run.states import cell_states
@@ -20,15 +21,32 @@ def show_report(arguments: argparse.Namespace) -> int:
 
 
 def print_report(run: Run, form: str) -> dict[str, str]:
-    """Print the results in `form` (md or json), keep report.md, and return the cells' states."""
+    """Print the results in `form`, keep them as files, and return the cells' states.
+
+    Args:
+        form: md, json, or html, which prints where the page is.
+    """
     states = cell_states(run)
     results = collect_results(run, states)
-    text = render_markdown(results)
-    print(render_json(results) if form == "json" else text, end="", flush=True)
-    path = run.folder / "report.md"
+    # Before the figures, which take some seconds.
+    if form != "html":
+        text = render_json(results) if form == "json" else render_markdown(results)
+        print(text, end="", flush=True)
     try:
-        write_whole(path, text)
+        missing = keep_report(run, results)
     except OSError as error:
         # A colleague's run, or a full disk: what was asked for has been printed.
+        path = Path(error.filename or run.folder / MARKDOWN)
         print(f"submit.py: not kept: {shown_path(path)}: {error.strerror}", file=sys.stderr)
+        if form == "html":
+            raise
+    else:
+        page = shown_path(run.folder / PAGE)
+        if form == "html":
+            print(page)
+        elif form == "md":
+            beside = MARKDOWN if missing else f"{MARKDOWN} and {FIGURES}/"
+            print(f"\nAs a page: {page}, with {beside} beside it")
+        if missing:
+            print(f"submit.py: {missing}", file=sys.stderr)
     return {state.cell: state.state for state in states}

@@ -21,6 +21,7 @@ import torchtitan.components.metrics as metrics
 from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
+from cookbook.base.gpus import driver_version
 from cookbook.titan.stack_2026_02 import activity
 from cookbook.titan.stack_2026_02.activity import ModelActivity, words
 from cookbook.titan.stack_2026_02.attention import (
@@ -82,6 +83,7 @@ class FirstStepReport(metrics.MetricsProcessor):
             **merge_attention([view.attention for view in views]),
             "device": "cuda" if on_gpu else "cpu",
             "gpu": torch.cuda.get_device_name() if on_gpu else None,
+            "driver": driver_version() if on_gpu else None,
             "corrections": sorted(frozenset().union(*(view.corrections for view in views))),
             "versions": versions(),
         }

@@ -1,0 +1,130 @@
+"""The figures of a report: nothing is lost, covered, or too large."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cookbook.log.curve import CurveStep
+from cookbook.results.figures.canvas import NARROW, WIDE, Size, drawing_style, spread, thin
+from cookbook.results.figures.loss import draw_difference, draw_whole
+from cookbook.results.figures.series import Series, short_labels
+from cookbook.results.keep import keep_report
+from tests.made_up_run import make_run, results_of
+
+FIGURE_BYTES = 100_000
+PAGE_BYTES = 2_000_000
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(NUMBERS, max_size=400), st.integers(8, 100))
+def test_a_thinned_line_keeps_its_ends_and_peaks(values: list[float], most: int) -> None:
+    steps = list(range(len(values)))
+    kept, shown = thin(steps, values, most)
+    assert len(kept) <= most + 2 and list(kept) == sorted(set(kept))
+    assert [values[int(step)] for step in kept] == list(shown)
+    if values:
+        assert (min(shown), max(shown)) == (min(values), max(values))
+        assert (kept[0], kept[-1]) == (steps[0], steps[-1])
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=6))
+def test_labels_are_apart_and_inside_and_in_order(wanted: list[float]) -> None:
+    places = spread(wanted, 15, 0, 100)
+    assert all(-1e-6 <= place <= 100 + 1e-6 for place in places)
+    ordered = sorted(places)
+    pairs = pairwise(ordered)
+    assert all(after - before > 15 - 1e-6 for before, after in pairs)
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    assert [places[index] for index in order] == ordered
+
+
+def test_labels_leave_out_what_all_names_begin_with() -> None:
+    assert short_labels(["671b-bf16-deepep", "671b-mxfp8-deepep"]) == [
+        "bf16-deepep",
+        "mxfp8-deepep",
+    ]
+    assert short_labels(["671b-mxfp8-a", "671b-mxfp8_wgrad_hp-a"]) == [
+        "mxfp8-a",
+        "mxfp8_wgrad_hp-a",
+    ]
+    assert short_labels(["debug", "debug-2"]) == ["debug", "debug-2"]
+    assert short_labels(["a-b"]) == ["a-b"] and short_labels([]) == []
+
+
+def series(name: str, losses: list[float], position: int = 0) -> Series:
+    steps = [CurveStep(0, step, loss) for step, loss in enumerate(losses, 1)]
+    nothing = dict.fromkeys(
+        ("tokens", "tokens_low", "tokens_high", "speedup", "published", "published_speedup")
+    )
+    return Series(
+        name=name,
+        label=name,
+        position=position,
+        status="finished",
+        note=None,
+        is_baseline=position == 0,
+        is_comparable=position > 0,
+        steps=steps,
+        times=(),
+        restarts=(),
+        memory_gib=None,
+        capacity_gib=None,
+        **nothing,
+    )
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=lambda size: size.name)
+@pytest.mark.parametrize("end", [0.1, 3.0, 8.0, 20.0])
+def test_the_inset_covers_no_curve(size: Size, end: float) -> None:
+    losses = [8.0 + (end - 8.0) * step / 99 for step in range(100)]
+    with drawing_style():
+        canvas = draw_whole([series("a", losses)], size)
+    assert canvas is not None
+    (axes,) = canvas.figure.axes
+    (inset,) = axes.child_axes
+    canvas.figure.canvas.draw()
+    box = inset.get_tightbbox()
+    assert box is not None
+    for step, loss in enumerate(losses, 1):
+        x, y = axes.transData.transform((step, loss))
+        assert not (box.x0 < x < box.x1 and box.y0 < y), (step, box)
+
+
+def test_differences_are_in_percent_within_their_band() -> None:
+    base = series("base", [2.0] * 50)
+    above = series("above", [2.01] * 50, position=1)
+    with drawing_style():
+        canvas = draw_difference([base, above], WIDE, margin=0.0025)
+    assert canvas is not None
+    (axes,) = canvas.figure.axes
+    (line,) = [line for line in axes.get_lines() if line.get_gid() == "above"]
+    assert list(line.get_ydata()) == pytest.approx([0.5] * 50)
+    low, high = axes.get_ylim()
+    assert low < -0.25 and high > 0.5
+    assert "±0.25%" in canvas.svg("a")
+    # Without a baseline there is nothing to be different from.
+    assert draw_difference([replace(above, position=0)], WIDE) is None
+
+
+def test_a_run_of_many_cells_stays_small(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=400)
+    run, results = results_of(folder)
+    cells = tuple(
+        replace(cell, name=f"{cell.name}-{number}") for number in range(4) for cell in results.cells
+    )
+    results = replace(
+        results,
+        cells=cells,
+        settings={cell.name: results.settings[cell.name[:-2]] for cell in cells},
+        curves={cell.name: results.curves[cell.name[:-2]] for cell in cells},
+    )
+    keep_report(run, results)
+    for path in (folder / "figures").iterdir():
+        assert path.stat().st_size < FIGURE_BYTES, path.name
+    assert (folder / "report.html").stat().st_size < PAGE_BYTES
