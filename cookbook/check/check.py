@@ -13,8 +13,8 @@ from cookbook.check.advice import advice
 from cookbook.check.advice_kernels import hints_from_model
 from cookbook.check.declared import undeclared
 from cookbook.check.dry_run import Built, build_cells
-from cookbook.check.memory import StageMemory, predict_memory, state_gib, verdict
-from cookbook.check.work import Work, count_work
+from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
+from cookbook.predict.work import Work, count_work
 
 _TRAINER = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
 # Warnings of TorchTitan's that say nothing about whether and how the cell runs.

@@ -9,8 +9,8 @@ from typing import Any
 from cookbook.base.tables import text_table
 from cookbook.cells.finding import Finding
 from cookbook.check.check import CellCheck
-from cookbook.check.memory import state_gib
-from cookbook.check.work import EP_BACKENDS
+from cookbook.predict.memory import state_gib
+from cookbook.predict.work import EP_BACKENDS
 
 _GIB = 2**30
 

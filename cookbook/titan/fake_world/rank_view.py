@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
+from cookbook.titan.any_stack.arguments import flat_numbers
+from cookbook.titan.fake_world.in_flight import in_flight
 from cookbook.titan.fake_world.world import Build
 
 _FSDP_DIMS = ("fsdp", "efsdp")
@@ -39,7 +41,7 @@ def view_rank(build: Build, stack: str) -> dict[str, Any]:
         "flops_per_token": build.flops_per_token,
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
-        "model": _numbers(dataclasses.asdict(trainer.model_args)),
+        "model": flat_numbers(dataclasses.asdict(trainer.model_args)),
         "active": _view_activity(trainer.model_parts, stack),
         "mixed_precision": _is_mixed(trainer),
         "groups": _communicators(trainer.parallel_dims),
@@ -127,17 +129,6 @@ def _sizes(parameter: nn.Parameter) -> tuple[int, int, int]:
     return parameter.to_local().numel(), gathered, shards
 
 
-def _numbers(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The model's arguments, nested ones by dotted name."""
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            flat.update(_numbers(value, f"{prefix}{name}."))
-        elif isinstance(value, int | float | str | bool) or value is None:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
 def _is_mixed(trainer: Any) -> bool:
     """Whether parameters are gathered in the low precision; without FSDP they stay as they are."""
     return any(
@@ -166,32 +157,5 @@ def _pipeline(trainer: Any) -> dict[str, Any]:
         "stages": stages,
         "num_stages": num_stages,
         "num_microbatches": schedule._n_microbatches,
-        "in_flight": _in_flight(order[rank] if order else [], stages),
+        "in_flight": in_flight(order[rank] if order else [], stages),
     }
-
-
-def _in_flight(actions: list[Any], stages: list[int]) -> list[list[int]]:
-    """The largest counts of started and unfinished microbatches, a count for each stage.
-
-    More than one list where one stage has most at one time and another at another.
-    """
-    live = dict.fromkeys(stages, 0)
-    seen: set[tuple[int, ...]] = set()
-    flat = [part for action in actions if action for part in (action.sub_actions or (action,))]
-    for action in flat:
-        kind = action.computation_type.name
-        if kind == "FORWARD":
-            live[action.stage_index] += 1
-            seen.add(tuple(live[stage] for stage in stages))
-        # Where the backward comes in two halves, the second one frees.
-        elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
-            live[action.stage_index] -= 1
-    largest = [
-        counts
-        for counts in seen
-        if not any(
-            other != counts and all(a >= b for a, b in zip(other, counts, strict=True))
-            for other in seen
-        )
-    ]
-    return [list(counts) for counts in sorted(largest)] or [[1] * len(stages)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.cells.cell import Cell
-from cookbook.check.shapes import Shapes, destinations, groups, shapes_of
+from cookbook.predict.shapes import Shapes, destinations, groups, shapes_of
 
 # MXFP8: a byte an element and a byte of scale for 32 of them.
 _MXFP8_BYTES = 1 + 1 / 32
