@@ -57,6 +57,8 @@ CELLS: dict[str, Trained] = {
     "deepep-tp2": Trained("deepep", _TP2),
     "deepep-no-recompute": Trained("deepep", _NOT_RECOMPUTED),
     "deepep-8layers": Trained("deepep", _EIGHT_LAYERS),
+    "standard-8layers": Trained("standard", _EIGHT_LAYERS),
+    "float8-8layers": Trained("deepep", _EIGHT_LAYERS, precision="float8"),
     "deepep-float8": Trained("deepep", precision="float8"),
 }
 

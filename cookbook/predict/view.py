@@ -82,6 +82,11 @@ def count_views(cell: Cell, model: Mapping[str, Any] | None = None) -> tuple[dic
     return tuple(views)
 
 
+def pipeline_actions(cell: Cell, view: Mapping[str, Any]) -> Actions | None:
+    """The schedule's actions, of whoever has the view of one rank; None without a pipeline."""
+    return _actions(cell, view["num_stages"])
+
+
 def stage_layers(
     num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[int]]:

@@ -52,7 +52,8 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
         )
         for index in stages_of(0)
     ]
-    if issubclass(schedule_class, PipelineScheduleSingle):
+    is_single = issubclass(schedule_class, PipelineScheduleSingle)
+    if is_single:
         order = schedule_class(stages[0], n_microbatches=microbatches)._get_pipeline_order()
     else:
         # Sends and receives are not asked for: they take time that grows with the schedule.
@@ -67,15 +68,30 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
             for part in (action.sub_actions or (action,))
             if part.computation_type.name in _KINDS
         ]
-        actions.append(
-            [[a.stage_index, _KINDS[a.computation_type.name], a.microbatch_index] for a in flat]
-        )
+        listed = [
+            [a.stage_index, _KINDS[a.computation_type.name], a.microbatch_index] for a in flat
+        ]
+        actions.append(_renumbered(listed) if is_single else listed)
         held.append(in_flight(flat, stages_of(rank)))
     return {
         "stages": [stages_of(rank) for rank in range(ranks)],
         "in_flight": held,
         "actions": actions,
     }
+
+
+def _renumbered(actions: list[list[Any]]) -> list[list[Any]]:
+    """The same with forwards and backwards counted from 0.
+
+    `Schedule1F1B._get_pipeline_order` of torch 2.10 counts the last rank's forwards from 1, which
+    would make it wait for one that never comes; a rank with one stage takes microbatches in order.
+    """
+    counts = dict.fromkeys(_KINDS.values(), 0)
+    numbered = []
+    for stage, kind, _ in actions:
+        numbered.append([stage, kind, counts[kind]])
+        counts[kind] += 1
+    return numbered
 
 
 def main() -> None:
