@@ -15,6 +15,7 @@ from cookbook.predict.step import StepTime, predict_step
 from cookbook.predict.view import count_views
 
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
+_BATCH, _MODE = "training.local_batch_size", "activation_checkpoint.mode"
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,13 @@ class Candidate:
 
 @dataclass
 class Found:
-    """What a search came to, also where it was interrupted: the candidates looked at so far."""
+    """What a search came to, also where it was interrupted: the candidates looked at so far.
+
+    `larger` layouts need no less memory than one that does not fit.
+    """
 
     candidates: list[Candidate] = field(default_factory=list)
+    larger: int = 0
     interrupted: bool = False
 
     def ranked(self) -> list[Candidate]:
@@ -68,16 +73,43 @@ def search(
     documents: Documents | None = None,
     on_progress: Callable[[Found], None] = lambda found: None,
 ) -> Found:
-    """Look at every cell; Ctrl-C ends it, and what was found is kept."""
+    """Look at every cell; Ctrl-C ends it, and what was found is kept.
+
+    A layout with a larger batch, or with less computed again, than one that does not fit is not
+    looked at: it needs no less. It is counted.
+    """
     found = Found()
     counted: dict[str, tuple[Mapping[str, Any], ...]] = {}
+    too_large: dict[str, int] = {}
     try:
         for cell in cells:
-            found.candidates.append(evaluate(cell, documents, counted))
+            batch = cell.options[_BATCH]
+            keys = [_structure(cell, mode) for mode in {_mode(cell), "full"}]
+            if any(too_large.get(key, batch + 1) <= batch for key in keys):
+                found.larger += 1
+                continue
+            candidate = evaluate(cell, documents, counted)
+            if candidate.verdict == TOO_LARGE:
+                too_large[_structure(cell, _mode(cell))] = batch
+            found.candidates.append(candidate)
             on_progress(found)
     except KeyboardInterrupt:
         found.interrupted = True
     return found
+
+
+def _mode(cell: Cell) -> str:
+    return " ".join([cell.options[_MODE], *sorted(cell.saves)])
+
+
+def _structure(cell: Cell, mode: str) -> str:
+    """All that is set, but for the batch and what is computed again."""
+    rest = [
+        (name, value)
+        for name, value in sorted(cell.options.values.items())
+        if name != _BATCH and not name.startswith("activation_checkpoint.")
+    ]
+    return json.dumps([cell.pair, mode, rest], default=str)
 
 
 def evaluate(

@@ -7,7 +7,7 @@ test holds every rank of many layouts against what TorchTitan itself builds in t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,9 @@ def _feed_forward(unit: str, dim: int, hidden: int) -> Iterator[Parameter]:
     yield Parameter(unit, (hidden, dim), 0)
 
 
-def unit_sizes(parameters: list[Parameter], layout: Layout, experts: int) -> list[dict[str, Any]]:
+def unit_sizes(
+    parameters: Iterable[Parameter], layout: Layout, experts: int
+) -> list[dict[str, Any]]:
     """FSDP modules with the elements that the first rank of a stage stores, and gathers.
 
     Args:

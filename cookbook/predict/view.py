@@ -17,7 +17,6 @@ from cookbook.cells.layout import Layout
 from cookbook.cells.rules.layout import STAGES_PER_RANK
 from cookbook.predict.actions import Actions, actions_of
 from cookbook.predict.parameters import (
-    Parameter,
     embedding_parameters,
     head_parameters,
     is_moe,
@@ -148,16 +147,24 @@ def _part(
     stage: int,
     again: Iterator[bool],
 ) -> dict[str, Any]:
-    parameters: list[Parameter] = []
+    layout, experts = cell.layout, model["moe_args.num_experts"]
     is_last = stage == len(splits) - 1
+    units = []
     if stage == 0:
-        parameters += embedding_parameters(model)
+        units += unit_sizes(embedding_parameters(model), layout, experts)
+    # Layers of a kind are cut alike: one of each is enough.
+    alike: dict[bool, list[dict[str, Any]]] = {}
     for layer in splits[stage]:
-        parameters += layer_parameters(model, layer)
+        kind = is_moe(model, layer)
+        if kind not in alike:
+            alike[kind] = unit_sizes(layer_parameters(model, layer), layout, experts)
+        for unit in alike[kind]:
+            rest = unit["name"].split(".", 2)[2:]
+            units.append({**unit, "name": ".".join(["layers", str(layer), *rest])})
     if is_last:
-        parameters += head_parameters(model)
+        units += unit_sizes(head_parameters(model), layout, experts)
     return {
-        "units": unit_sizes(parameters, cell.layout, model["moe_args.num_experts"]),
+        "units": units,
         "layers": [
             {"id": layer, "moe": is_moe(model, layer), "recomputed": next(again)}
             for layer in splits[stage]
@@ -203,11 +210,17 @@ def _groups(layout: Layout) -> dict[str, int]:
 
 def _counts(model: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
     """TorchTitan's counts of the whole model: parameters, FLOPs of a token."""
-    layers = [one for layer in range(model["n_layers"]) for one in layer_parameters(model, layer)]
+    dense = min(model["n_dense_layers"], model["n_layers"])
+    layers = [
+        (one, count)
+        for first, count in ((0, dense), (dense, model["n_layers"] - dense))
+        for one in layer_parameters(model, first)
+        if count
+    ]
     embedding = sum(one.numel for one in embedding_parameters(model))
     head = sum(one.numel for one in head_parameters(model))
-    experts = sum(one.numel for one in layers if one.is_expert)
-    rest = sum(one.numel for one in layers if not one.is_expert) + head
+    experts = sum(one.numel * count for one, count in layers if one.is_expert)
+    rest = head + sum(one.numel * count for one, count in layers if not one.is_expert)
     chosen = experts * model["moe_args.top_k"] // model["moe_args.num_experts"]
     width = model["qk_nope_head_dim"] + model["qk_rope_head_dim"] + model["v_head_dim"]
     attention = model["n_layers"] * model["n_heads"] * width * seq_len
