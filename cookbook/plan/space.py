@@ -36,6 +36,13 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
     },
     "none": {_MODE: "none"},
 }
+_WORKERS = "training.dataloader.num_workers"
+# A process that tokenizes beside the training.
+_WORKER: dict[str, Any] = {
+    _WORKERS: 1,
+    "training.dataloader.prefetch_factor": 2,
+    "training.dataloader.persistent_workers": True,
+}
 OVERLAYS = ("precision", "ep_backend")
 # Local batches without a pipeline; and microbatches of a pipeline, beside the recipe's own.
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
@@ -108,12 +115,20 @@ class Space:
         """Recomputation, attention, the loss, and any other option that the user varies."""
         ways = [{}] if _MODE in self.varied else list(RECOMPUTATION.values())
         others = {name: values for name, values in self.varied.items() if name not in _STRUCTURE}
-        if ATTENTION not in self.varied and self._has_flash_attention():
-            others[ATTENTION] = ["flash_attention_4"]
-        if NUM_CHUNKS not in self.varied:
-            others[NUM_CHUNKS] = [self.base.options[NUM_CHUNKS] or 8]
+        others |= self._means()
         for way, values in itertools.product(ways, itertools.product(*others.values())):
             yield {**chosen, **way, **dict(zip(others, values, strict=True))}
+
+    def _means(self) -> dict[str, list[Any]]:
+        """What always pays where it can be had (docs/performance.md): one value each."""
+        means: dict[str, list[Any]] = {}
+        if ATTENTION not in self.varied and self._has_flash_attention():
+            means[ATTENTION] = ["flash_attention_4"]
+        if NUM_CHUNKS not in self.varied:
+            means[NUM_CHUNKS] = [self.base.options[NUM_CHUNKS] or 8]
+        if not _WORKER.keys() & self.varied.keys() and not self.base.options[_WORKERS]:
+            means |= {name: [value] for name, value in _WORKER.items()}
+        return means
 
     def _has_flash_attention(self) -> bool:
         gpu = self.base.cluster.gpu
