@@ -11,12 +11,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 
-Action = tuple[int, str, int]
+# Stage, kind and microbatch.
+Action = Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Actions:
 
     stages: tuple[list[int], ...]
     in_flight: tuple[list[list[int]], ...]
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[list[Action], ...]
     microbatches: range
 
 
@@ -65,9 +68,7 @@ def actions_of(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
     return Actions(
         stages=tuple(answer["stages"]),
         in_flight=tuple(answer["in_flight"]),
-        actions=tuple(
-            tuple((stage, kind, index) for stage, kind, index in one) for one in answer["actions"]
-        ),
+        actions=tuple(answer["actions"]),
         microbatches=range(microbatches),
     )
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.cells.cell import Cell
-from cookbook.predict.actions import Actions
 from cookbook.predict.documents import Documents, documents_of, slowest_attended_tokens
 from cookbook.predict.exchange import Links
 from cookbook.predict.hardware import Hardware, hardware_of
@@ -22,7 +21,7 @@ from cookbook.predict.kernels import Kernels, Terms, add, scaled
 from cookbook.predict.layer_time import LayerTimes
 from cookbook.predict.pipeline import play
 from cookbook.predict.shapes import Shapes, shapes_of
-from cookbook.predict.view import count_views, pipeline_actions
+from cookbook.predict.view import count_views
 
 OPTIMIZER, COPIES = "optimizer and gradient norm", "copies and casts, FSDP's packing"
 FSDP, BUBBLE, HOST, TEXT = "FSDP, exposed", "pipeline bubble", "host", "texts"
@@ -56,6 +55,16 @@ class StepTime:
     def largest(self) -> str:
         """The cause that takes most."""
         return max(self.terms_ms, key=lambda name: self.terms_ms[name])
+
+    def as_mapping(self) -> dict[str, Any]:
+        """For JSON; units are in the names."""
+        return {
+            "rank": self.rank,
+            "step_ms": round(self.step_ms, 1),
+            "tokens_per_second_per_gpu": round(self.tokens_per_second_per_gpu, 1),
+            "recomputed_ms": round(self.recomputed_ms, 1),
+            "terms_ms": {name: round(time_ms, 1) for name, time_ms in self.terms_ms.items()},
+        }
 
     @property
     def exposed_ms(self) -> float:
@@ -94,8 +103,7 @@ def predict_step(
     links = Links(cell, hardware, shapes)
     times = LayerTimes(cell, kernels, links, views[0])
     rounds = views[0]["gradient_accumulation_steps"]
-    actions = pipeline_actions(cell, views[0])
-    worked, again, rank, bubble = _worked(views, times, links, actions)
+    worked, again, rank, bubble = _worked(views, times, links)
     view = views[rank]
     terms = scaled(worked, rounds)
     terms[BUBBLE] = rounds * bubble
@@ -119,10 +127,10 @@ def predict_step(
 
 
 def _worked(
-    views: Sequence[Mapping[str, Any]], times: LayerTimes, links: Links, actions: Actions | None
+    views: Sequence[Mapping[str, Any]], times: LayerTimes, links: Links
 ) -> tuple[Terms, float, int, float]:
     """All microbatches of the busiest rank, what of it is done again, the rank, its bubble."""
-    if actions is None:
+    if views[0]["num_stages"] == 1:
         (only,) = views[0]["parts"]
         return add(*times.part(only)), times.again_ms(only), 0, 0.0
     parts = {
@@ -137,7 +145,7 @@ def _worked(
         halves = {"I": backward * 2 / 3, "W": backward / 3}
         for kind, time_ms in {"F": forward, "B": backward, **halves}.items():
             durations[stage, kind] = time_ms
-    played = play(actions.actions, durations, len(parts) - 1, links.stage_ms())
+    played = play([view["actions"] for view in views], durations, len(parts) - 1, links.stage_ms())
     view = views[played.busiest]
     count = view["num_microbatches"]
     done = [terms for part in view["parts"] for terms in times.part(part)]

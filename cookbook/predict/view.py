@@ -75,15 +75,11 @@ def count_views(cell: Cell, model: Mapping[str, Any] | None = None) -> tuple[dic
                 "parts": [_part(cell, model, splits, stage, again) for stage in stages],
                 "stages": stages,
                 "in_flight": actions.in_flight[rank] if actions else [[1]],
+                "actions": actions.actions[rank] if actions else [],
                 **shared,
             }
         )
     return tuple(views)
-
-
-def pipeline_actions(cell: Cell, view: Mapping[str, Any]) -> Actions | None:
-    """The schedule's actions, of whoever has the view of one rank; None without a pipeline."""
-    return _actions(cell, view["num_stages"])
 
 
 def stage_layers(

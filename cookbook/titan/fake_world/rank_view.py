@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from cookbook.titan.any_stack.arguments import flat_numbers
 from cookbook.titan.fake_world.in_flight import in_flight
+from cookbook.titan.fake_world.schedules import rank_actions
 from cookbook.titan.fake_world.world import Build
 
 _FSDP_DIMS = ("fsdp", "efsdp")
@@ -142,9 +143,17 @@ def _communicators(parallel_dims: Any) -> dict[str, int]:
 
 
 def _pipeline(trainer: Any) -> dict[str, Any]:
-    """Which stages this rank holds, and how many microbatches of each are in flight at once."""
+    """Which stages this rank holds, what it does in which order, and how many microbatches of each
+    stage are in flight at once.
+    """
     if not trainer.parallel_dims.pp_enabled:
-        return {"stages": [0], "num_stages": 1, "num_microbatches": 1, "in_flight": [[1]]}
+        return {
+            "stages": [0],
+            "num_stages": 1,
+            "num_microbatches": 1,
+            "in_flight": [[1]],
+            "actions": [],
+        }
     schedule = trainer.pp_schedule
     if isinstance(schedule, PipelineScheduleMulti):
         stages = [stage.stage_index for stage in schedule._stages]
@@ -153,9 +162,11 @@ def _pipeline(trainer: Any) -> dict[str, Any]:
     else:
         stages, num_stages = [schedule._stage.stage_index], schedule._num_stages
         rank, order = schedule._stage.group_rank, schedule._get_pipeline_order()
+    own = order[rank] if order else []
     return {
         "stages": stages,
         "num_stages": num_stages,
         "num_microbatches": schedule._n_microbatches,
-        "in_flight": in_flight(order[rank] if order else [], stages),
+        "in_flight": in_flight(own, stages),
+        "actions": rank_actions(own, not isinstance(schedule, PipelineScheduleMulti)),
     }

@@ -59,39 +59,31 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
         # Sends and receives are not asked for: they take time that grows with the schedule.
         schedule_class._prepare_schedule_with_comms = lambda self, actions, format="": None
         order = schedule_class(stages, n_microbatches=microbatches).pipeline_order
-    actions, held = [], []
-    for rank in range(ranks):
-        flat = [
-            part
-            for action in order[rank]
-            if action
-            for part in (action.sub_actions or (action,))
-            if part.computation_type.name in _KINDS
-        ]
-        listed = [
-            [a.stage_index, _KINDS[a.computation_type.name], a.microbatch_index] for a in flat
-        ]
-        actions.append(_renumbered(listed) if is_single else listed)
-        held.append(in_flight(flat, stages_of(rank)))
     return {
         "stages": [stages_of(rank) for rank in range(ranks)],
-        "in_flight": held,
-        "actions": actions,
+        "in_flight": [in_flight(order[rank], stages_of(rank)) for rank in range(ranks)],
+        "actions": [rank_actions(order[rank], is_single) for rank in range(ranks)],
     }
 
 
-def _renumbered(actions: list[list[Any]]) -> list[list[Any]]:
-    """The same with forwards and backwards counted from 0.
+def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
+    """What a rank computes, in order: [stage, kind, microbatch].
 
-    `Schedule1F1B._get_pipeline_order` of torch 2.10 counts the last rank's forwards from 1, which
-    would make it wait for one that never comes; a rank with one stage takes microbatches in order.
+    Args:
+        is_single: a rank has one stage. It takes microbatches in order, but torch 2.10's
+            `Schedule1F1B._get_pipeline_order` counts the last rank's forwards from 1, which would
+            make it wait for one that never comes: they are counted anew.
     """
     counts = dict.fromkeys(_KINDS.values(), 0)
-    numbered = []
-    for stage, kind, _ in actions:
-        numbered.append([stage, kind, counts[kind]])
-        counts[kind] += 1
-    return numbered
+    found: list[list[Any]] = []
+    for action in order:
+        for part in (action.sub_actions or (action,)) if action else ():
+            kind = _KINDS.get(part.computation_type.name)
+            if kind is not None:
+                microbatch = counts[kind] if is_single else part.microbatch_index
+                found.append([part.stage_index, kind, microbatch])
+                counts[kind] += 1
+    return found
 
 
 def main() -> None:
