@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
+from cookbook.cells.cell import Cell
 from cookbook.plan.describe import degrees
 from cookbook.plan.search import Candidate, Found
 
@@ -14,12 +15,13 @@ _MOST_POINTS, _LABELS = 4000, 6
 _GREY, _FRONT, _RECIPE = "#b8c4d0", "#d1495b", "#00798c"
 
 
-def render_svg(found: Found, base: Candidate) -> str:
+def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
     """The picture; layouts that do not fit have no place in it."""
     ranked = found.ranked()
-    speeds = [speed for one in (*ranked, base) if (speed := _speed(one))]
-    sizes = [one.memory.total for one in (*ranked, base)]
-    gpu = base.cell.cluster.gpu
+    shown = [*ranked, *([recipe] if recipe else [])]
+    speeds = [_speed(one) for one in shown]
+    sizes = [one.memory.total for one in shown]
+    gpu = base.cluster.gpu
     most_gib = max([*sizes, gpu.memory_gib if gpu else 0.0]) * 1.02
     most_speed = max([*speeds, 1.0]) * 1.08
 
@@ -32,7 +34,7 @@ def render_svg(found: Found, base: Candidate) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         f'width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="10" y="22" font-size="15">{escape(base.cell.recipe.name)}: '
+        f'<text x="10" y="22" font-size="15">{escape(base.recipe.name)}: '
         "predicted speed against memory</text>",
         *_axes(most_gib, most_speed),
     ]
@@ -52,9 +54,10 @@ def render_svg(found: Found, base: Candidate) -> str:
                 f'<text x="{x - 6}" y="{y - 8 - 14 * (_LABELS - place) / 3:.0f}" '
                 f'text-anchor="end">{escape(words)}</text>'
             )
-    x, y = at(base)
-    lines.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{_RECIPE}"/>')
-    lines.append(f'<text x="{x - 8}" y="{y + 16}" text-anchor="end">the recipe as it is</text>')
+    if recipe is not None:
+        x, y = at(recipe)
+        lines.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{_RECIPE}"/>')
+        lines.append(f'<text x="{x - 8}" y="{y + 16}" text-anchor="end">the recipe as it is</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 

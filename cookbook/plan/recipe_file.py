@@ -19,7 +19,7 @@ from cookbook.plan.search import Candidate
 _WIDTH = 100
 
 
-def write_recipe(path: Path, candidate: Candidate, base: Candidate) -> None:
+def write_recipe(path: Path, candidate: Candidate, base: Cell) -> None:
     """Write `candidate` to `path`.
 
     Raises:
@@ -33,7 +33,7 @@ def write_recipe(path: Path, candidate: Candidate, base: Candidate) -> None:
     write_whole(path, render_recipe(path.stem, candidate, base))
 
 
-def render_recipe(name: str, candidate: Candidate, base: Candidate) -> str:
+def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
     """The text of the file."""
     cell, step = candidate.cell, candidate.step
     recipe = cell.recipe
@@ -50,8 +50,6 @@ def render_recipe(name: str, candidate: Candidate, base: Candidate) -> str:
             f"{candidate.memory.total:.0f} GiB a GPU, limited by {step.largest} "
             f"({step.terms_ms[step.largest] / step.step_ms:.0%} of a step).",
         ]
-    if base.step is not None:
-        lines.append(f"# {recipe.name} itself: {base.step.tokens_per_second_per_gpu:,.0f}.")
     lines += [
         "",
         f'name: "{name}"',
@@ -61,7 +59,7 @@ def render_recipe(name: str, candidate: Candidate, base: Candidate) -> str:
     if recipe.stand_in:
         lines.append(f"stand_in: {recipe.stand_in}")
     for section, content in _sections(cell).items():
-        lines += ["", f"{section}:", *_lines(section, content, base.cell, 1)]
+        lines += ["", f"{section}:", *_lines(section, content, base, 1)]
     return "\n".join(lines) + "\n"
 
 

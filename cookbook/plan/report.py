@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from cookbook.base.tables import text_table
+from cookbook.cells.cell import Cell
 from cookbook.plan.describe import as_mapping, degrees, recomputation, times
 from cookbook.plan.explain import Walk
 from cookbook.plan.search import FITS, TIGHT, Candidate, Found
@@ -15,38 +16,46 @@ _HEAD = ["", "tokens/s/GPU", "", "layout", "batch", "recomputation", "precision+
 _HEAD += ["GiB", "exposed", "bubble", "limited by"]
 
 
-def render_json(found: Found, base: Candidate, best: int, walk: Walk | None) -> str:
+def render_json(
+    found: Found, base: Cell, recipe: Candidate | None, best: int, walk: Walk | None
+) -> str:
     """`{"layouts", "recipe", "best", "front", "walk"}`."""
     content = {
-        "cluster": base.cell.cluster.name,
-        "nodes": base.cell.nodes,
+        "cluster": base.cluster.name,
+        "nodes": base.nodes,
         "interrupted": found.interrupted,
         "layouts": _counts(found),
-        "recipe": as_mapping(base),
-        "best": [as_mapping(one, base) for one in found.ranked()[:best]],
-        "front": [as_mapping(one, base) for one in found.front()],
+        "recipe": as_mapping(recipe) if recipe else None,
+        "best": [as_mapping(one, recipe) for one in found.ranked()[:best]],
+        "front": [as_mapping(one, recipe) for one in found.front()],
         "walk": walk.as_mapping() if walk else None,
     }
     return json.dumps(content, indent=2) + "\n"
 
 
-def render_text(found: Found, base: Candidate, best: int, documents: Documents, total: int) -> str:
+def render_text(
+    found: Found,
+    base: Cell,
+    recipe: Candidate | None,
+    best: int,
+    documents: Documents,
+    total: int,
+) -> str:
     """The best layouts, below the recipe's own."""
     counts = _counts(found)
-    cell = base.cell
     ranked = found.ranked()
     lines = [
-        f"{cell.recipe.short_name} on {cell.nodes} node(s) x {cell.cluster.ranks}: "
+        f"{base.recipe.short_name} on {base.nodes} node(s) x {base.cluster.ranks}: "
         f"{counts['looked_at']:,} of {total:,} layouts{_cut(found)}; {counts['fit']:,} fit, "
         f"{counts['tight']:,} are tight, {counts['too_large']:,} do not fit",
         f"documents of {documents.mean_tokens:,.0f} tokens on average; "
         "predicted, not measured (docs/time.md)",
         "",
     ]
-    rows = [_HEAD, _row("recipe", base, None)]
-    rows += [_row(str(place), one, base) for place, one in enumerate(ranked[:best], 1)]
+    rows = [_HEAD, *([_row("recipe", recipe, None)] if recipe else [])]
+    rows += [_row(str(place), one, recipe) for place, one in enumerate(ranked[:best], 1)]
     lines.append(text_table(rows, align="rrrlrllrrrl"))
-    if not ranked:
+    if not ranked and not counts["fit"]:
         lines.append("no layout fits; use more nodes, or vary what --set holds")
     unknown = {one.unknown for one in found.candidates if one.unknown}
     lines += [f"left out, since {reason}" for reason in sorted(unknown)]
@@ -92,9 +101,9 @@ def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
     ]
 
 
-def published_lines(base: Candidate, best: Sequence[Candidate]) -> list[str]:
+def published_lines(base: Cell, best: Sequence[Candidate]) -> list[str]:
     """How far the best is from what was published for the recipe, pair by pair."""
-    published = base.cell.recipe.published_numbers
+    published = base.recipe.published_numbers
     if not published or not best or best[0].step is None:
         return []
     speed = best[0].step.tokens_per_second_per_gpu

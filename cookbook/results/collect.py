@@ -25,6 +25,7 @@ from cookbook.base.errors import InputError
 from cookbook.log.curve import collect_steps
 from cookbook.log.failure import find_reason
 from cookbook.log.lines import StepMetrics, read_active, read_peak_memory
+from cookbook.results.expected import expected_step
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.resumption import Resumption, read_resumptions
@@ -69,6 +70,9 @@ class Result:
     """What the training process said was active, None until it did."""
     resumptions: tuple[Resumption, ...] = ()
     """Where its attempts continued, and which damaged checkpoints they passed over."""
+    predicted_tokens_per_second_per_gpu: float | None = None
+    predicted_largest: str | None = None
+    """The term of the predicted step that takes most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ def _collect_cell(
     by_reference = attention is not None and "reference" in attention
     is_low_precision_emulated = record.emulated or bool(observed.get("emulated"))
     final_loss = steps[-1].loss if steps else None
+    expected = expected_step(folder.name, record)
     reasons = [state.reason, problem]
     status = None if state.state == UNKNOWN else state.state
     if status is None and record.refused:
@@ -179,6 +184,10 @@ def _collect_cell(
         emulated=is_low_precision_emulated or by_reference,
         active=active,
         resumptions=tuple(read_resumptions(attempts)),
+        predicted_tokens_per_second_per_gpu=expected.tokens_per_second_per_gpu
+        if expected
+        else None,
+        predicted_largest=expected.largest if expected else None,
     )
     setting = CellSetting(
         total_steps=record.steps,

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from cookbook.base.tables import markdown_table
 from cookbook.results.collect import CellSetting, Result, RunResults
+from cookbook.results.expected import MARGIN, shortfall
 
 _UNKNOWN = "-"
 _HEADER = (
@@ -22,6 +23,7 @@ _HEADER = (
     "memory GiB",
     "final loss",
     "published",
+    "predicted",
     "attention",
     "attended tokens",
 )
@@ -48,6 +50,7 @@ def render_markdown(results: RunResults) -> str:
         for resumption in cell.resumptions
         for line in resumption.lines
     ]
+    notes += _slower_than_predicted(results.cells)
     if notes:
         parts.append("\n".join(notes))
     parts.append(
@@ -56,6 +59,18 @@ def render_markdown(results: RunResults) -> str:
         "not known."
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _slower_than_predicted(cells: Sequence[Result]) -> Iterator[str]:
+    for cell in cells:
+        predicted = cell.predicted_tokens_per_second_per_gpu
+        missing = shortfall(cell.tokens_per_second_per_gpu, predicted)
+        if missing is not None:
+            yield (
+                f"- {cell.name}: {missing:.0%} slower than predicted ({_tokens(predicted)} "
+                f"tokens/s/GPU; within {MARGIN:.0%} is usual); look first at "
+                f"{cell.predicted_largest}: submit.py profile"
+            )
 
 
 def render_json(results: RunResults) -> str:
@@ -143,6 +158,7 @@ def _row(cell: Result, setting: CellSetting) -> list[str]:
         _number(cell.memory_gib, "{:.2f}"),
         _loss(cell.final_loss, setting.raw_final_loss),
         published,
+        _tokens(cell.predicted_tokens_per_second_per_gpu),
         cell.attention or _UNKNOWN,
         _length(cell.mean_attended_length),
     ]

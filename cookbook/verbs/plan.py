@@ -12,6 +12,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.cells.cell import Cell
 from cookbook.cells.expand import command_line_settings
+from cookbook.cells.rules.refusals import refusals
 from cookbook.plan.explain import Walk, walk
 from cookbook.plan.figure import render_svg
 from cookbook.plan.recipe_file import write_recipe
@@ -20,16 +21,16 @@ from cookbook.plan.search import Candidate, Found, evaluate, search
 from cookbook.plan.space import space_of
 from cookbook.predict.documents import Documents, documents_of, parse_documents
 from cookbook.predict.hardware import hardware_of
-from cookbook.verbs.request import requested_cell
+from cookbook.predict.view import model_of
+from cookbook.verbs.request import unjudged_cell
 
 _BAR, _EVERY_SECONDS = 24, 0.2
 
 
 def plan(arguments: argparse.Namespace) -> int:
     """Search, print what was found, and write what was asked for; 1 where nothing fits."""
-    base = requested_cell(arguments)
-    # What cannot be answered is said before anything is searched.
-    hardware_of(base)
+    base = unjudged_cell(arguments)
+    _answer_by_refusal(base)
     documents = (
         parse_documents("--documents", arguments.documents)
         if arguments.documents
@@ -40,19 +41,19 @@ def plan(arguments: argparse.Namespace) -> int:
     cells = list(space_of(base, arguments.vary, asked, overlays).cells())
     if not cells:
         raise InputError("--vary", "leaves no layout that the rules allow", "vary more")
-    recipe = evaluate(base, documents)
+    recipe = None if refusals(base) else evaluate(base, documents)
     found = search(cells, documents, _Progress(len(cells)))
     ranked = found.ranked()
-    way = _walk(arguments.explain, recipe, ranked, documents) if arguments.explain else None
+    way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else None
     if arguments.output and ranked:
-        write_recipe(Path(arguments.output), ranked[0], recipe)
+        write_recipe(Path(arguments.output), ranked[0], base)
     if arguments.figure:
-        write_whole(Path(arguments.figure), render_svg(found, recipe))
+        write_whole(Path(arguments.figure), render_svg(found, base, recipe))
     if arguments.json:
-        print(render_json(found, recipe, arguments.best, way), end="")
+        print(render_json(found, base, recipe, arguments.best, way), end="")
     else:
-        print(render_text(found, recipe, arguments.best, documents, len(cells)), end="")
-        for line in published_lines(recipe, ranked):
+        print(render_text(found, base, recipe, arguments.best, documents, len(cells)), end="")
+        for line in published_lines(base, ranked):
             print(line)
         if way:
             print(f"\n{way.render()}", end="")
@@ -61,15 +62,25 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0 if ranked and not found.interrupted else 1
 
 
-def _walk(
-    words: str, recipe: Candidate, ranked: list[Candidate], documents: Documents
-) -> Walk | None:
+def _answer_by_refusal(base: Cell) -> None:
+    """What cannot be answered is said before anything is searched.
+
+    Raises:
+        InputError: a model that is not counted, a GPU without facts, too few nodes' worth of them.
+    """
+    model_of(base)
+    hardware_of(base)
+
+
+def _walk(words: str, base: Cell, ranked: list[Candidate], documents: Documents) -> Walk | None:
     """FROM,TO: places in the table; 0 is the recipe."""
     places = words.split(",")
-    known: list[Cell] = [recipe.cell, *(one.cell for one in ranked)]
+    known: list[Cell] = [base, *(one.cell for one in ranked)]
     if len(places) != 2 or not all(place.isdigit() for place in places):
         raise InputError("--explain", f"found {words!r}, allowed: FROM,TO, as 0,1")
     start, end = map(int, places)
+    if 0 in (start, end) and refusals(base):
+        raise InputError("--explain", "the recipe's own layout cannot run here", "as 1,2")
     if max(start, end) >= len(known):
         raise InputError(
             "--explain", f"found {max(start, end)}, allowed: 0 (the recipe) to {len(known) - 1}"
