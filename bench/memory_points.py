@@ -12,7 +12,7 @@ from bench.cells import cell_on, this_machine
 from cookbook.base.gpus import Gpu
 from cookbook.cells.cell import Cell
 from cookbook.check.dry_run import build_cells
-from cookbook.check.memory import predict_memory
+from cookbook.predict.memory import predict_memory
 from cookbook.stack.options import Options
 from cookbook.stack.stack import Stack, load_stack
 

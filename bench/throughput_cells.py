@@ -39,10 +39,7 @@ class Trained:
 _TP2 = {"parallelism.tensor_parallel_degree": 2}
 _REAL = {"debug.moe_force_load_balance": False}
 # For two GPUs: the same layers, fewer of them.
-_EIGHT_LAYERS = {
-    "model.flavor": "16B_8layers",
-    "experimental.custom_import": "bench.memory_probe",
-}
+_EIGHT_LAYERS = {"model.flavor": "16B_8layers"}
 _EIGHT_LAYERS_RELEASED = {**_EIGHT_LAYERS, "experimental.custom_import": "bench.short_flavors"}
 _NOT_RECOMPUTED = {"activation_checkpoint.mode": "none", "training.local_batch_size": 2}
 
@@ -58,9 +55,10 @@ CELLS: dict[str, Trained] = {
     "deepep-tp2": Trained("deepep", _TP2),
     "deepep-no-recompute": Trained("deepep", _NOT_RECOMPUTED),
     "deepep-8layers": Trained("deepep", _EIGHT_LAYERS),
-    "deepep-8layers-float8": Trained("deepep", _EIGHT_LAYERS, precision="float8"),
     "released-standard-8layers": Trained("standard", _EIGHT_LAYERS_RELEASED, released=True),
     "released-deepep-8layers": Trained("deepep", _EIGHT_LAYERS_RELEASED, released=True),
+    "standard-8layers": Trained("standard", _EIGHT_LAYERS),
+    "float8-8layers": Trained("deepep", _EIGHT_LAYERS, precision="float8"),
     "deepep-float8": Trained("deepep", precision="float8"),
 }
 

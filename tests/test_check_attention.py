@@ -10,9 +10,9 @@ import pytest
 
 from cookbook.base.schema import Words
 from cookbook.check.check import CellCheck, check_cells
-from cookbook.check.layers import layer_bytes
 from cookbook.check.report import render_json, render_text
-from cookbook.check.shapes import FLASH_BLOCK, Shapes, padded_tokens, shapes_of
+from cookbook.predict.layers import layer_bytes
+from cookbook.predict.shapes import FLASH_BLOCK, Shapes, padded_tokens, shapes_of
 from tests.check_cells import cell_of, h200, with_options
 
 pytestmark = pytest.mark.titan

@@ -68,9 +68,9 @@ def term(check: CellCheck, name: str) -> float:
 
 
 def test_logits_of_a_chunk_and_gradients_in_fp32(checks: dict[str, CellCheck]) -> None:
-    from cookbook.check.layers import RankLayers
-    from cookbook.check.memory import _chunked_loss
-    from cookbook.check.shapes import shapes_of
+    from cookbook.predict.layers import RankLayers
+    from cookbook.predict.memory import _chunked_loss
+    from cookbook.predict.shapes import shapes_of
 
     def logits(name: str) -> float:
         check = checks[name]

@@ -14,8 +14,8 @@ import pytest
 from bench.memory_points import compare
 from cookbook.cells.cell import Cell
 from cookbook.check.check import CellCheck, check_cells
-from cookbook.check.memory import verdict
-from cookbook.check.shapes import destinations
+from cookbook.predict.memory import verdict
+from cookbook.predict.shapes import destinations
 from tests.check_cells import cell_of, h200
 
 pytestmark = pytest.mark.titan

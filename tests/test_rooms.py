@@ -16,8 +16,9 @@ PACKAGE = ROOT / "cookbook"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("verbs",),
     ("submit",),
-    ("job",),
+    ("job", "plan"),
     ("script", "check", "results", "profile", "doctor"),
+    ("predict",),
     ("cells", "log", "install"),
     ("stack", "run", "titan"),
     ("base",),

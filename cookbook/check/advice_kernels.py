@@ -9,7 +9,7 @@ from cookbook.cells.cell import ATTENTION, Cell
 from cookbook.cells.finding import HINT, WARNING, Finding
 from cookbook.cells.rules.kernels import NVLINK_PEERS
 from cookbook.cells.rules.references import DEEPEP, FLASH_ATTENTION, TORCHAO, TORCHTITAN
-from cookbook.check.shapes import destinations, groups
+from cookbook.predict.shapes import destinations, groups
 
 _BLOG = (
     "https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-"

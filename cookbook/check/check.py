@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from cookbook.base.errors import InputError
 from cookbook.cells.cell import Cell
 from cookbook.cells.finding import ERROR, WARNING, Finding
 from cookbook.cells.rules.refusals import refusals
@@ -13,8 +14,9 @@ from cookbook.check.advice import advice
 from cookbook.check.advice_kernels import hints_from_model
 from cookbook.check.declared import undeclared
 from cookbook.check.dry_run import Built, build_cells
-from cookbook.check.memory import StageMemory, predict_memory, state_gib, verdict
-from cookbook.check.work import Work, count_work
+from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
+from cookbook.predict.step import StepTime, predict_step
+from cookbook.predict.work import Work, count_work
 
 _TRAINER = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
 # Warnings of TorchTitan's that say nothing about whether and how the cell runs.
@@ -29,7 +31,7 @@ _ROUTINE = (
 @dataclass(frozen=True)
 class CellCheck:
     """All that a check found out about one cell; `stages` and `work` are empty where it was not
-    built.
+    built. `no_step` says why the time of its step is not known.
     """
 
     cell: Cell
@@ -38,6 +40,8 @@ class CellCheck:
     views: tuple[Mapping[str, Any], ...] = ()
     work: Work | None = None
     built: Built | None = None
+    step: StepTime | None = None
+    no_step: str = ""
 
     @property
     def errors(self) -> list[Finding]:
@@ -125,13 +129,23 @@ def _with_build(cell: Cell, findings: list[Finding], built: Built) -> CellCheck:
         *hints_from_model(cell, built.views[0]),
     ]
     stages = tuple(predict_memory(cell, view) for view in built.views)
-    checked = CellCheck(
-        cell, tuple(findings), stages, built.views, count_work(cell, built.views), built
+    checked = replace(
+        _with_step(cell, built),
+        findings=tuple(findings),
+        stages=stages,
+        work=count_work(cell, built.views),
     )
     shortage = _shortage(checked)
-    if shortage is None:
-        return checked
-    return CellCheck(cell, (shortage, *findings), stages, built.views, checked.work, built)
+    return checked if shortage is None else replace(checked, findings=(shortage, *findings))
+
+
+def _with_step(cell: Cell, built: Built) -> CellCheck:
+    """What was built, with its time where the model knows it."""
+    checked = CellCheck(cell, (), views=built.views, built=built)
+    try:
+        return replace(checked, step=predict_step(cell, built.views))
+    except InputError as error:
+        return replace(checked, no_step=str(error))
 
 
 def _not_tried(reason: str) -> Finding:

@@ -9,8 +9,8 @@ from typing import Any
 from cookbook.base.tables import text_table
 from cookbook.cells.finding import Finding
 from cookbook.check.check import CellCheck
-from cookbook.check.memory import state_gib
-from cookbook.check.work import EP_BACKENDS
+from cookbook.predict.memory import state_gib
+from cookbook.predict.work import EP_BACKENDS
 
 _GIB = 2**30
 
@@ -66,6 +66,8 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
         if first
         else None,
         "work": check.work.as_mapping() if check.work else None,
+        "step": check.step.as_mapping() if check.step else None,
+        "no_step": check.no_step or None,
     }
 
 
@@ -95,7 +97,7 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
     figures: dict[tuple[str, ...], str] = {}
     for check in checks:
         own = [finding for finding in check.findings if len(checks) == 1 or finding not in shared]
-        block = (*_memory(check), *_work(check))
+        block = (*_memory(check), *_work(check), *_step(check))
         active = [*_active(check)]
         if own or active or block:
             lines += ["", check.cell.name]
@@ -103,7 +105,7 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
             lines.append(_findings(own, width))
         lines += active
         if block and block in figures:
-            lines.append(f"  memory and work: as {figures[block]}")
+            lines.append(f"  memory, work and time: as {figures[block]}")
         else:
             figures[block] = check.cell.name
             lines += block
@@ -176,6 +178,22 @@ def _work(check: CellCheck) -> Iterator[str]:
         sent = work.traffic[kind]
         sizes = [sent.nvlink / _GIB, sent.infiniband / _GIB]
         rows.append(_row(title, sizes, "this cell" if kind == active else ""))
+    yield text_table(rows, align="lrr", indent=4)
+
+
+def _step(check: CellCheck) -> Iterator[str]:
+    step = check.step
+    if step is None:
+        if check.no_step:
+            yield f"  time: not predicted: {check.no_step}"
+        return
+    yield (
+        f"  time, predicted (docs/time.md): {step.step_ms:,.0f} ms a step, "
+        f"{step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU; milliseconds of rank {step.rank}:"
+    )
+    terms = sorted(step.terms_ms.items(), key=lambda item: -item[1])
+    rows = [[name, f"{time_ms:,.0f}", f"{time_ms / step.step_ms:.0%}"] for name, time_ms in terms]
+    rows.append(["of these computed or sent again", f"{step.recomputed_ms:,.0f}", ""])
     yield text_table(rows, align="lrr", indent=4)
 
 

@@ -27,6 +27,7 @@ from cookbook.log.failure import find_reason
 from cookbook.log.lines import StepMetrics, read_active, read_peak_memory
 from cookbook.results.against import against_baseline
 from cookbook.results.cost import cost_per_billion_tokens, gpu_hours
+from cookbook.results.expected import expected_step
 from cookbook.results.result import CellSetting, Result, RunResults
 from cookbook.results.speed import measure, measured_steps
 from cookbook.run.folder import Attempt, CellFolder
@@ -71,6 +72,7 @@ def _result(
     by_reference = attention is not None and "reference" in attention
     is_low_precision_emulated = record.emulated or bool(observed.get("emulated"))
     final_loss = steps[-1].loss if steps else None
+    expected = expected_step(folder.name, record)
     reasons = [state.reason, problem]
     status = None if state.state == UNKNOWN else state.state
     if status is None and record.refused:
@@ -109,6 +111,10 @@ def _result(
         throughput=throughput,
         gpu_hours=gpu_hours(folder, record),
         cost_per_billion_tokens=cost_per_billion_tokens(record, throughput),
+        predicted_tokens_per_second_per_gpu=expected.tokens_per_second_per_gpu
+        if expected
+        else None,
+        predicted_largest=expected.largest if expected else None,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from cookbook.base.jsontext import json_text
+from cookbook.results.expected import MARGIN, shortfall
 from cookbook.results.headlines import partly_finished
 from cookbook.results.result import SAME_MASK, CellSetting, Result, RunResults
 from cookbook.results.table import UNKNOWN, Table
@@ -21,6 +22,7 @@ _HEADER = (
     "memory GiB",
     "final loss",
     "published",
+    "predicted",
     "attention",
     "attended tokens",
 )
@@ -51,15 +53,31 @@ def render_markdown(results: RunResults) -> str:
 def notes(results: RunResults) -> list[str]:
     """What the table has no room for: why a cell ended as it did, and where it continued."""
     return [
-        f"{cell.name} ({cell.status or 'status unknown'}): {_one_line(cell.reason)}"
-        for cell in results.cells
-        if cell.reason
-    ] + [
-        f"{cell.name}: {line}"
-        for cell in results.cells
-        for resumption in cell.resumptions
-        for line in resumption.lines
+        *(
+            f"{cell.name} ({cell.status or 'status unknown'}): {_one_line(cell.reason)}"
+            for cell in results.cells
+            if cell.reason
+        ),
+        *(
+            f"{cell.name}: {line}"
+            for cell in results.cells
+            for resumption in cell.resumptions
+            for line in resumption.lines
+        ),
+        *_slower_than_predicted(results.cells),
     ]
+
+
+def _slower_than_predicted(cells: Sequence[Result]) -> Iterator[str]:
+    for cell in cells:
+        predicted = cell.predicted_tokens_per_second_per_gpu
+        missing = shortfall(cell.tokens_per_second_per_gpu, predicted)
+        if missing is not None:
+            yield (
+                f"{cell.name}: {missing:.0%} slower than predicted ({tokens_text(predicted)} "
+                f"tokens/s/GPU; within {MARGIN:.0%} is usual); look first at "
+                f"{cell.predicted_largest}: submit.py profile"
+            )
 
 
 def render_json(results: RunResults) -> str:
@@ -147,6 +165,7 @@ def _row(cell: Result, setting: CellSetting) -> list[str]:
         _number(cell.memory_gib, "{:.2f}"),
         _loss(cell.final_loss, setting.raw_final_loss),
         published,
+        tokens_text(cell.predicted_tokens_per_second_per_gpu),
         cell.attention or UNKNOWN,
         _length(cell.mean_attended_length),
     ]

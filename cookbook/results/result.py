@@ -71,6 +71,9 @@ class Result:
     """Of all attempts (and repeats), from TorchTitan's first line to its last; None on a CPU."""
     cost_per_billion_tokens: float | None = None
     """At this speed with its stalls, by the cluster's `price_per_gpu_hour`."""
+    predicted_tokens_per_second_per_gpu: float | None = None
+    predicted_largest: str | None = None
+    """The term of the predicted step that takes most."""
     repeats: tuple[Repeat, ...] = ()
     """The runs behind these figures, in order, where the sweep repeats its cells."""
 

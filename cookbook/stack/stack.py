@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cookbook.base.errors import InputError, nearest, unknown_name
 from cookbook.base.paths import REQUIREMENTS
@@ -51,13 +52,17 @@ class ModelSizes:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """A pinned set of packages and the options its TorchTitan understands."""
+    """A pinned set of packages and the options its TorchTitan understands.
+
+    `model_args` are all arguments of every flavor, by dotted name.
+    """
 
     name: str
     pins: Mapping[str, str]
     options: Mapping[str, Option]
     models: Mapping[str, Mapping[str, ModelSizes]]
     datasets: tuple[str, ...]
+    model_args: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     @functools.cached_property
     def sections(self) -> frozenset[str]:
@@ -117,4 +122,4 @@ def load_stack(name: str | None = None) -> Stack:
         for model, flavors in table["models"].items()
     }
     pins = {pin.name: pin.value for pin in read_pins(REQUIREMENTS)}
-    return Stack(name, pins, options, models, tuple(table["datasets"]))
+    return Stack(name, pins, options, models, tuple(table["datasets"]), table["model_args"])

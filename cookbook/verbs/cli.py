@@ -77,6 +77,29 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _cell_options(check)
 
+    plan = verb("plan", "print the fastest layouts of a recipe that fit, predicted", "plan:plan")
+    plan.add_argument("recipe", metavar="RECIPE")
+    plan.add_argument(
+        "--vary",
+        metavar="KEY=V,V,...",
+        action="append",
+        default=[],
+        help="an option, precision or ep_backend, with the values to try; --set holds one",
+    )
+    plan.add_argument("--best", metavar="N", type=int, default=10, help="how many to print (10)")
+    plan.add_argument("--documents", metavar="MEAN:MEDIAN", help="tokens of the texts' documents")
+    plan.add_argument(
+        "--explain",
+        metavar="FROM,TO",
+        nargs="?",
+        const="0,1",
+        help="walk from one layout to another, term by term; 0 is the recipe (0,1)",
+    )
+    plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
+    plan.add_argument("--figure", metavar="FILE.svg", help="draw memory against speed")
+    plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    _cell_options(plan)
+
     line = verb("check-line", "say whether an sbatch line's job may run", "check_line:check_line")
     line.add_argument(
         "line",

@@ -9,6 +9,8 @@ from cookbook.base.errors import named_at
 from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import default_cluster, load_cluster
 from cookbook.cells.expand import CellRequest, command_line_settings, expand_sweep
+from cookbook.cells.overlay import load_overlay
+from cookbook.cells.resolve import lay_out
 from cookbook.cells.sweep import Sweep, load_sweep, sweep_of_recipe
 from cookbook.stack.options import Settings
 
@@ -19,6 +21,27 @@ def requested_cell(arguments: argparse.Namespace, settings: Settings | None = No
     request = replace(request, overrides={**(settings or {}), **request.overrides})
     (cell,) = expand_sweep(sweep_of_recipe(arguments.recipe), request)
     return cell
+
+
+def unjudged_cell(arguments: argparse.Namespace) -> Cell:
+    """The one cell of a recipe before the rules judge it: its layout may not fit the cluster."""
+    request = _request(arguments)
+    sweep = sweep_of_recipe(arguments.recipe)
+    precision, ep_backend = sweep.pairs[0]
+    if request.precision is not None:
+        with named_at("--precision"):
+            precision = load_overlay("precision", request.precision)
+    if request.ep_backend is not None:
+        with named_at("--ep-backend"):
+            ep_backend = load_overlay("ep_backend", request.ep_backend)
+    return lay_out(
+        sweep.recipes[0],
+        precision,
+        ep_backend,
+        request.cluster,
+        nodes=request.nodes,
+        layers=({}, {}, request.overrides),
+    )
 
 
 def requested_sweep(arguments: argparse.Namespace) -> tuple[Sweep, list[Cell]]:

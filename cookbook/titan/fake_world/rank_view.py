@@ -18,6 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
+from cookbook.titan.any_stack.arguments import flat_numbers
+from cookbook.titan.fake_world.in_flight import in_flight
+from cookbook.titan.fake_world.schedules import rank_actions
 from cookbook.titan.fake_world.world import Build
 
 _FSDP_DIMS = ("fsdp", "efsdp")
@@ -39,7 +42,7 @@ def view_rank(build: Build, stack: str) -> dict[str, Any]:
         "flops_per_token": build.flops_per_token,
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
-        "model": _numbers(dataclasses.asdict(trainer.model_args)),
+        "model": flat_numbers(dataclasses.asdict(trainer.model_args)),
         "active": _view_activity(trainer.model_parts, stack),
         "mixed_precision": _is_mixed(trainer),
         "groups": _communicators(trainer.parallel_dims),
@@ -127,17 +130,6 @@ def _sizes(parameter: nn.Parameter) -> tuple[int, int, int]:
     return parameter.to_local().numel(), gathered, shards
 
 
-def _numbers(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The model's arguments, nested ones by dotted name."""
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            flat.update(_numbers(value, f"{prefix}{name}."))
-        elif isinstance(value, int | float | str | bool) or value is None:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
 def _is_mixed(trainer: Any) -> bool:
     """Whether parameters are gathered in the low precision; without FSDP they stay as they are."""
     return any(
@@ -151,9 +143,17 @@ def _communicators(parallel_dims: Any) -> dict[str, int]:
 
 
 def _pipeline(trainer: Any) -> dict[str, Any]:
-    """Which stages this rank holds, and how many microbatches of each are in flight at once."""
+    """Which stages this rank holds, what it does in which order, and how many microbatches of each
+    stage are in flight at once.
+    """
     if not trainer.parallel_dims.pp_enabled:
-        return {"stages": [0], "num_stages": 1, "num_microbatches": 1, "in_flight": [[1]]}
+        return {
+            "stages": [0],
+            "num_stages": 1,
+            "num_microbatches": 1,
+            "in_flight": [[1]],
+            "actions": [],
+        }
     schedule = trainer.pp_schedule
     if isinstance(schedule, PipelineScheduleMulti):
         stages = [stage.stage_index for stage in schedule._stages]
@@ -162,36 +162,11 @@ def _pipeline(trainer: Any) -> dict[str, Any]:
     else:
         stages, num_stages = [schedule._stage.stage_index], schedule._num_stages
         rank, order = schedule._stage.group_rank, schedule._get_pipeline_order()
+    own = order[rank] if order else []
     return {
         "stages": stages,
         "num_stages": num_stages,
         "num_microbatches": schedule._n_microbatches,
-        "in_flight": _in_flight(order[rank] if order else [], stages),
+        "in_flight": in_flight(own, stages),
+        "actions": rank_actions(own, not isinstance(schedule, PipelineScheduleMulti)),
     }
-
-
-def _in_flight(actions: list[Any], stages: list[int]) -> list[list[int]]:
-    """The largest counts of started and unfinished microbatches, a count for each stage.
-
-    More than one list where one stage has most at one time and another at another.
-    """
-    live = dict.fromkeys(stages, 0)
-    seen: set[tuple[int, ...]] = set()
-    flat = [part for action in actions if action for part in (action.sub_actions or (action,))]
-    for action in flat:
-        kind = action.computation_type.name
-        if kind == "FORWARD":
-            live[action.stage_index] += 1
-            seen.add(tuple(live[stage] for stage in stages))
-        # Where the backward comes in two halves, the second one frees.
-        elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
-            live[action.stage_index] -= 1
-    largest = [
-        counts
-        for counts in seen
-        if not any(
-            other != counts and all(a >= b for a, b in zip(other, counts, strict=True))
-            for other in seen
-        )
-    ]
-    return [list(counts) for counts in sorted(largest)] or [[1] * len(stages)]

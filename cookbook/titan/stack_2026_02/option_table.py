@@ -17,6 +17,7 @@ from typing import Any
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from cookbook.titan.any_stack.arguments import flat_numbers
 from cookbook.titan.stack_2026_02.job_config import JobConfig as CookbookJobConfig
 from cookbook.titan.stack_2026_02.model_args import flavors
 
@@ -79,11 +80,17 @@ def model_table() -> dict[str, dict[str, int]]:
     }
 
 
+def argument_table() -> dict[str, dict[str, Any]]:
+    """All arguments of the flavors, which memory and time are counted from."""
+    return {flavor: flat_numbers(dataclasses.asdict(args)) for flavor, args in flavors().items()}
+
+
 def main() -> None:
     """Print the table."""
     table = {
         "options": option_table(),
         "models": {"deepseek_v3": model_table()},
+        "model_args": {"deepseek_v3": argument_table()},
         "datasets": list(DATASETS),
     }
     print(json.dumps(table, indent=1))

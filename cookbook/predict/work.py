@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.cells.cell import Cell
-from cookbook.check.shapes import Shapes, destinations, groups, shapes_of
+from cookbook.predict.shapes import Shapes, destinations, groups, shapes_of
 
 # MXFP8: a byte an element and a byte of scale for 32 of them.
-_MXFP8_BYTES = 1 + 1 / 32
+MXFP8_BYTES = 1 + 1 / 32
 EP_BACKENDS = ("standard", "deepep", "mxfp8_a2a")
 
 
@@ -61,14 +61,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """A communicator: its size, and how many of its members share a node."""
 
     size: int
     in_node: int
 
     @classmethod
-    def of(cls, size: int, stride: int, ranks_per_node: int) -> _Group:
+    def of(cls, size: int, stride: int, ranks_per_node: int) -> Group:
         """Members are `stride` ranks apart."""
         return cls(size, max(1, min(size, ranks_per_node // stride)))
 
@@ -133,14 +133,14 @@ def _traffic(cell: Cell, view: Mapping[str, Any]) -> dict[str, Traffic]:
 
 def _fsdp(cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> Traffic:
     layout, per_node = cell.layout, cell.cluster.ranks_per_node
-    dense = _Group.of(layout.dp_shard * layout.cp, layout.tp, per_node)
-    experts = _Group.of(
+    dense = Group.of(layout.dp_shard * layout.cp, layout.tp, per_node)
+    experts = Group.of(
         max(layout.dp_shard * layout.cp * layout.tp // (layout.ep * layout.etp), 1),
         layout.ep * layout.etp,
         per_node,
     )
     stage = layout.dp_shard * layout.cp * layout.tp
-    replicas = _Group.of(layout.dp_replicate, stage, per_node)
+    replicas = Group.of(layout.dp_replicate, stage, per_node)
     pipelined = layout.pp > 1
     policy = cell.options["parallelism.fsdp_reshard_after_forward"]
     resharded = policy == "always" or (policy == "default" and not pipelined)
@@ -163,7 +163,7 @@ def _tp(cell: Cell, shapes: Shapes, view: Mapping[str, Any], again: Sequence[boo
     head.
     """
     layout = cell.layout
-    group = _Group.of(layout.tp, 1, cell.cluster.ranks_per_node)
+    group = Group.of(layout.tp, 1, cell.cluster.ranks_per_node)
     one = group.gather(shapes.tokens * shapes.dim * shapes.act)
     ends = sum(2 * part["embedding"] + 2 * part["head"] for part in view["parts"])
     return one.times(8 * len(again) + 4 * sum(again) + ends)
@@ -183,12 +183,12 @@ def _exchange(
 ) -> tuple[Traffic, Traffic]:
     """One MoE layer's dispatches and combines in a step, and what recomputation adds."""
     layout = cell.layout
-    group = _Group.of(layout.ep, layout.etp, cell.cluster.ranks_per_node)
+    group = Group.of(layout.ep, layout.etp, cell.cluster.ranks_per_node)
     if layout.ep == 1:
         return Traffic(), Traffic()
-    high, low = float(shapes.act), _MXFP8_BYTES
+    high, low = float(shapes.act), MXFP8_BYTES
     if backend == "deepep":
-        one = _deepep(cell, view, shapes, group)
+        one = deepep_traffic(cell, view, shapes, group)
         return one.times(4), one.times(2)
     elements = float(shapes.sent_rows * shapes.dim)
     widths = [high] * 4
@@ -198,7 +198,7 @@ def _exchange(
     return group.all_to_all(elements * sum(widths)), group.all_to_all(elements * sum(widths[:2]))
 
 
-def _deepep(cell: Cell, view: Mapping[str, Any], shapes: Shapes, group: _Group) -> Traffic:
+def deepep_traffic(cell: Cell, view: Mapping[str, Any], shapes: Shapes, group: Group) -> Traffic:
     """A token crosses the network once for each other node, and NVLink once for each other rank."""
     nodes = max(shapes.ep // group.in_node, 1)
     forced = cell.options["debug.moe_force_load_balance"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.cells.cell import Cell
-from cookbook.check.layers import RankLayers
-from cookbook.check.shapes import Shapes, shapes_of
+from cookbook.predict.layers import RankLayers
+from cookbook.predict.shapes import Shapes, shapes_of
 
 GIB = 2**30
 

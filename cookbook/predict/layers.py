@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.cells.cell import Cell
-from cookbook.check.shapes import Shapes
+from cookbook.predict.shapes import Shapes
 
 
 @dataclass(frozen=True)

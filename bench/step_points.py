@@ -1,0 +1,102 @@
+"""The points whose steps were measured, as cells, and what the model predicts of them beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.cells import cell_on, this_machine
+from bench.throughput_cells import CELLS, Trained, cell_of
+from cookbook.base.gpus import Gpu
+from cookbook.base.paths import ROOT
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import load_cluster
+from cookbook.predict.documents import C4, LOCAL, Documents
+from cookbook.predict.step import StepTime, predict_step
+from cookbook.predict.view import count_views
+
+POINTS = ROOT / "docs/time.json"
+H200 = Gpu("NVIDIA H200", 9.0, 139.8)
+DOCUMENTS: dict[str, Documents] = {"short": C4, "long": LOCAL}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured step, or one that is predicted before it is.
+
+    Attributes:
+        group: which machine, and which run.
+        cell: a cell of `bench/throughput_cells.py`, or a recipe.
+        fitted: the fact that the point was used to fit; empty for one that was held out.
+        measured: tokens/s/GPU; None where it was not measured yet.
+    """
+
+    group: str
+    name: str
+    cell: str
+    documents: str = "short"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    gpus: int = 4
+    precision: str = "bf16"
+    ep_backend: str = "deepep"
+    released: bool = False
+    fitted: str = ""
+    measured: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A point with what the model says of it."""
+
+    point: Point
+    predicted: StepTime
+
+    @property
+    def error(self) -> float | None:
+        """Of the step's time, as a part of the measured one."""
+        if self.point.measured is None:
+            return None
+        return self.point.measured / self.predicted.tokens_per_second_per_gpu - 1
+
+
+def read_points(path: Path = POINTS) -> list[Point]:
+    """The points of the data file, in its order."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return [Point(**one) for one in content["points"]]
+
+
+def compare(points: list[Point]) -> Iterator[Comparison]:
+    """Each point with its prediction."""
+    for point in points:
+        cell = cell_of_point(point)
+        views = count_views(cell, model_of_point(cell))
+        yield Comparison(point, predict_step(cell, views, DOCUMENTS[point.documents]))
+
+
+def cell_of_point(point: Point) -> Cell:
+    """The point as a cell."""
+    if point.cell in CELLS:
+        base = CELLS[point.cell]
+        trained = Trained(
+            point.ep_backend, {**base.options, **point.options}, point.precision, base.recipe
+        )
+        machine = this_machine(point.gpus, H200)
+        cell = cell_of(point.name, trained, machine, Path(), Path(), 10)
+    else:
+        cluster = load_cluster("soperator-b200")
+        cell = cell_on(cluster, point.cell, point.precision, point.ep_backend, point.options)
+    # What TorchTitan computes without the cookbook's corrections.
+    return replace(cell, hooks="") if point.released else cell
+
+
+def model_of_point(cell: Cell) -> dict[str, Any] | None:
+    """The arguments of a flavor that `bench/memory_probe.py` adds; None for the stack's own."""
+    name, _, rest = str(cell.options["model.flavor"]).partition("_")
+    if not rest.endswith("layers"):
+        return None
+    model = dict(cell.options.stack.model_args["deepseek_v3"][name])
+    return model | {"n_layers": int(rest.removesuffix("layers"))}

@@ -1,0 +1,1 @@
+"""The fastest layouts of a recipe that fit, by predicted time and memory."""

@@ -1,0 +1,72 @@
+"""What a layout is, in a few words each, and what it comes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cookbook.cells.cell import ATTENTION, Cell
+from cookbook.plan.search import Candidate
+
+
+def degrees(cell: Cell) -> str:
+    """`TP 2, PP 2 (2 stages a rank), EP 32`."""
+    layout = cell.layout
+    words = [f"TP {layout.tp}", f"PP {layout.pp}"]
+    if layout.pp > 1:
+        words[-1] += f" {schedule(cell)}"
+    return ", ".join([*words, f"EP {layout.ep}"])
+
+
+def schedule(cell: Cell) -> str:
+    """`1F1B`, or `Interleaved1F1B/4` with the layers of a stage where they are set."""
+    name = cell.options["parallelism.pipeline_parallel_schedule"]
+    layers = cell.options["parallelism.pipeline_parallel_layers_per_stage"]
+    return f"{name}/{layers}" if layers else str(name)
+
+
+def recomputation(cell: Cell) -> str:
+    """`full`, `none`, or what selective recomputation saves."""
+    mode = cell.options["activation_checkpoint.mode"]
+    if cell.saves:
+        return f"saves {', '.join(sorted(cell.saves))}"
+    if mode == "selective":
+        return f"every {cell.options['activation_checkpoint.selective_ac_option']}."
+    return str(mode)
+
+
+def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str, Any]:
+    """For programs; what is not known is null. Units are in the names."""
+    cell, step = candidate.cell, candidate.step
+    layout = cell.layout
+    tokens = step.tokens_per_gpu * cell.world if step else None
+    return {
+        "precision": cell.precision.name,
+        "ep_backend": cell.ep_backend.name,
+        "tensor_parallel_degree": layout.tp,
+        "pipeline_parallel_degree": layout.pp,
+        "pipeline_parallel_schedule": schedule(cell) if layout.pp > 1 else None,
+        "expert_parallel_degree": layout.ep,
+        "local_batch_size": cell.options["training.local_batch_size"],
+        "recomputation": recomputation(cell),
+        "attention": cell.options[ATTENTION],
+        "verdict": candidate.verdict,
+        "memory_gib": round(candidate.memory.total, 1),
+        "memory_largest": candidate.memory.largest,
+        "step_ms": round(step.step_ms, 1) if step else None,
+        "tokens_per_step": round(tokens) if tokens else None,
+        "tokens_per_second_per_gpu": round(step.tokens_per_second_per_gpu, 1) if step else None,
+        "times_the_recipe": times(candidate, base),
+        "exposed_ms": round(step.exposed_ms, 1) if step else None,
+        "bubble_ms": round(step.terms_ms.get("pipeline bubble", 0.0), 1) if step else None,
+        "limited_by": step.largest if step else None,
+        "terms_ms": {name: round(ms, 1) for name, ms in step.terms_ms.items()} if step else None,
+        "unknown": candidate.unknown or None,
+    }
+
+
+def times(candidate: Candidate, base: Candidate | None) -> float | None:
+    """How many times as fast as `base` it is predicted to be."""
+    if base is None or base.step is None or candidate.step is None:
+        return None
+    ratio = candidate.step.tokens_per_second_per_gpu / base.step.tokens_per_second_per_gpu
+    return round(ratio, 2)

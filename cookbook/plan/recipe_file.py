@@ -1,0 +1,101 @@
+"""Writes a layout as a recipe whose comments say what was changed, and what is predicted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cookbook.base.errors import InputError
+from cookbook.base.files import write_whole
+from cookbook.base.yamlfile import shown_path
+from cookbook.cells.cell import Cell
+from cookbook.cells.names import check_name
+from cookbook.plan.describe import degrees, recomputation
+from cookbook.plan.search import Candidate
+
+_WIDTH = 100
+
+
+def write_recipe(path: Path, candidate: Candidate, base: Cell) -> None:
+    """Write `candidate` to `path`.
+
+    Raises:
+        InputError: a name that recipes cannot have, or one that is taken.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        raise InputError(f"-o {path}", "is not the name of a YAML file", "as recipes/mine.yaml")
+    check_name(f"-o {path}", path.stem)
+    if path.exists():
+        raise InputError(shown_path(path), "exists already", "choose another name")
+    write_whole(path, render_recipe(path.stem, candidate, base))
+
+
+def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
+    """The text of the file."""
+    cell, step = candidate.cell, candidate.step
+    recipe = cell.recipe
+    lines = [
+        f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
+        "#",
+        "# Predicted, not measured (docs/time.md). Run it with:",
+        f"#     python submit.py run {name} --precision {cell.precision.name} "
+        f"--ep-backend {cell.ep_backend.name}",
+    ]
+    if step is not None:
+        lines += [
+            f"# {step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
+            f"{candidate.memory.total:.0f} GiB a GPU, limited by {step.largest} "
+            f"({step.terms_ms[step.largest] / step.step_ms:.0%} of a step).",
+        ]
+    lines += [
+        "",
+        f'name: "{name}"',
+        f'description: "{recipe.short_name} as planned: {degrees(cell)}"',
+        f"nodes: {cell.nodes}",
+    ]
+    if recipe.stand_in:
+        lines.append(f"stand_in: {recipe.stand_in}")
+    for section, content in _sections(cell).items():
+        lines += ["", f"{section}:", *_lines(section, content, base, 1)]
+    return "\n".join(lines) + "\n"
+
+
+def _sections(cell: Cell) -> dict[str, dict[str, Any]]:
+    """The recipe's own options, nested as in a file; overlays and cluster add theirs."""
+    theirs = {
+        **cell.cluster.settings,
+        **cell.ep_backend.settings,
+        **cell.precision.settings,
+        **(cell.precision.emulated or {}),
+    }
+    nested: dict[str, dict[str, Any]] = {}
+    for name, value in cell.options.values.items():
+        if name in theirs or (value is None and cell.options.stack.options[name].default is None):
+            continue
+        at = nested
+        *sections, key = name.split(".")
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = value
+    return nested
+
+
+def _lines(place: str, content: Mapping[str, Any], base: Cell, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for key, value in content.items():
+        name = f"{place}.{key}"
+        if isinstance(value, dict):
+            yield f"{indent}{key}:"
+            yield from _lines(name, value, base, depth + 1)
+            continue
+        if base.options[name] != value:
+            yield f"{indent}# {base.recipe.name}: {_scalar(base.options[name])}"
+        yield f"{indent}{key}: {_scalar(value)}"
+
+
+def _scalar(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=_WIDTH * 10)
+    return text.removesuffix("...\n").strip()

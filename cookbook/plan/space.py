@@ -1,0 +1,220 @@
+"""The layouts that a search looks at: a recipe's cell with every combination of some axes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cookbook.base.errors import InputError, unknown_name
+from cookbook.cells.cell import ATTENTION, NUM_CHUNKS, SAVE_LIST, Cell
+from cookbook.cells.layout import DEGREES
+from cookbook.cells.overlay import load_overlay
+from cookbook.cells.resolve import lay_out
+from cookbook.cells.rules.refusals import refusals
+from cookbook.predict.view import model_of
+from cookbook.stack.options import Setting, Settings
+
+_SCHEDULE = "parallelism.pipeline_parallel_schedule"
+_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
+_BATCH = "training.local_batch_size"
+_MODE, _BY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+# Ways to recompute, by name: options that belong together.
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "full": {_MODE: "full"},
+    "saves attention, communication": {
+        _MODE: "selective",
+        _BY: "op",
+        SAVE_LIST: ["attention", "communication"],
+    },
+    "saves attention, communication, grouped_mm": {
+        _MODE: "selective",
+        _BY: "op",
+        SAVE_LIST: ["attention", "communication", "grouped_mm"],
+    },
+    "none": {_MODE: "none"},
+}
+_WORKERS = "training.dataloader.num_workers"
+# A process that tokenizes beside the training.
+_WORKER: dict[str, Any] = {
+    _WORKERS: 1,
+    "training.dataloader.prefetch_factor": 2,
+    "training.dataloader.persistent_workers": True,
+}
+OVERLAYS = ("precision", "ep_backend")
+# Local batches without a pipeline; and microbatches of a pipeline, beside the recipe's own.
+_BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
+_MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
+_FLASH_CAPABILITY = 9.0
+
+
+@dataclass(frozen=True)
+class Space:
+    """A recipe's cell, and what is tried of each axis.
+
+    Attributes:
+        base: the cell as it was asked for.
+        varied: the values of options that the user varies, or holds, by option.
+        overlays: names of precisions, and of EP backends.
+    """
+
+    base: Cell
+    varied: Mapping[str, Sequence[Any]]
+    overlays: Mapping[str, Sequence[str]]
+
+    def cells(self) -> Iterator[Cell]:
+        """Every layout that the rules allow, each once."""
+        for pair in itertools.product(*(self.overlays[kind] for kind in OVERLAYS)):
+            start = self._with_overlays(*pair)
+            seen = set()
+            for chosen in self._combinations():
+                settings = {name: Setting(value, "plan") for name, value in chosen.items()}
+                key = tuple(sorted((name, str(value)) for name, value in chosen.items()))
+                if key in seen:
+                    continue
+                seen.add(key)
+                cell = replace(start, options=start.options.over(settings))
+                if not refusals(cell):
+                    yield replace(cell, name=f"{start.name}-{len(seen)}")
+
+    def _with_overlays(self, precision: str, ep_backend: str) -> Cell:
+        base = self.base
+        if (precision, ep_backend) == (base.precision.name, base.ep_backend.name):
+            return base
+        asked = {
+            name: setting
+            for name, setting in base.options.settings.items()
+            if setting.place.startswith("--")
+        }
+        return lay_out(
+            base.recipe,
+            load_overlay("precision", precision),
+            load_overlay("ep_backend", ep_backend),
+            base.cluster,
+            nodes=base.nodes,
+            layers=({}, {}, asked),
+        )
+
+    def _combinations(self) -> Iterator[dict[str, Any]]:
+        free = self._free()
+        for tp, pp in itertools.product(free(DEGREES["tp"]), free(DEGREES["pp"])):
+            stage_ranks = self.base.world // pp
+            if pp * stage_ranks != self.base.world:
+                continue
+            degrees = {DEGREES["tp"]: tp, DEGREES["pp"]: pp}
+            ways = self._schedules(pp)
+            for ep, way, batch in itertools.product(free(DEGREES["ep"]), ways, self._batches(pp)):
+                if stage_ranks % ep:
+                    continue
+                chosen = {**degrees, DEGREES["ep"]: ep, _BATCH: batch, **way}
+                yield from self._with_rest(chosen)
+
+    def _with_rest(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Recomputation, attention, the loss, and any other option that the user varies."""
+        ways = [{}] if _MODE in self.varied else list(RECOMPUTATION.values())
+        others = {name: values for name, values in self.varied.items() if name not in _STRUCTURE}
+        others |= self._means()
+        for way, values in itertools.product(ways, itertools.product(*others.values())):
+            yield {**chosen, **way, **dict(zip(others, values, strict=True))}
+
+    def _means(self) -> dict[str, list[Any]]:
+        """What always pays where it can be had (docs/performance.md): one value each."""
+        means: dict[str, list[Any]] = {}
+        if ATTENTION not in self.varied and self._has_flash_attention():
+            means[ATTENTION] = ["flash_attention_4"]
+        if NUM_CHUNKS not in self.varied:
+            means[NUM_CHUNKS] = [self.base.options[NUM_CHUNKS] or 8]
+        if not _WORKER.keys() & self.varied.keys() and not self.base.options[_WORKERS]:
+            means |= {name: [value] for name, value in _WORKER.items()}
+        return means
+
+    def _has_flash_attention(self) -> bool:
+        gpu = self.base.cluster.gpu
+        return gpu is not None and gpu.compute_capability >= _FLASH_CAPABILITY
+
+    def _free(self) -> Any:
+        model, world = model_of(self.base), self.base.world
+        per_node = self.base.cluster.ranks_per_node
+        defaults = {
+            DEGREES["tp"]: _powers(min(per_node, model["n_heads"])),
+            DEGREES["pp"]: _powers(min(_MOST_PIPELINE_RANKS, model["n_layers"], world)),
+            DEGREES["ep"]: _powers(min(model["moe_args.num_experts"], world)),
+        }
+        return lambda name: self.varied.get(name, defaults[name])
+
+    def _schedules(self, pp: int) -> list[dict[str, Any]]:
+        if pp == 1:
+            return [{}]
+        if _SCHEDULE in self.varied or _PER_STAGE in self.varied:
+            names = self.varied.get(_SCHEDULE, [self.base.options[_SCHEDULE]])
+            sizes = self.varied.get(_PER_STAGE, [self.base.options[_PER_STAGE]])
+            return [{_SCHEDULE: n, _PER_STAGE: s} for n, s in itertools.product(names, sizes)]
+        layers = model_of(self.base)["n_layers"] + sum(
+            self.base.options[f"parallelism.pipeline_parallel_{end}_stage_less_layers"]
+            for end in ("first", "last")
+        )
+        ways: list[dict[str, Any]] = [{_SCHEDULE: "1F1B", _PER_STAGE: None}]
+        for per_rank in range(2, _MOST_STAGES_PER_RANK + 1, 2):
+            size = math.ceil(layers / (pp * per_rank))
+            if math.ceil(layers / size) == pp * per_rank:
+                ways.append({_SCHEDULE: "Interleaved1F1B", _PER_STAGE: size})
+        if len(ways) == 1:
+            ways.append({_SCHEDULE: "Interleaved1F1B", _PER_STAGE: None})
+        return ways
+
+    def _batches(self, pp: int) -> Sequence[int]:
+        if _BATCH in self.varied:
+            return self.varied[_BATCH]
+        if pp == 1:
+            return _BATCHES
+        return sorted({*_MICROBATCHES, self.base.options[_BATCH]})
+
+
+_STRUCTURE = (*DEGREES.values(), _SCHEDULE, _PER_STAGE, _BATCH)
+
+
+def space_of(
+    base: Cell, words: Sequence[str], asked: Settings, overlays: Mapping[str, Any]
+) -> Space:
+    """The space around `base`.
+
+    Args:
+        words: `--vary` words, KEY=V1,V2: an option, `precision` or `ep_backend`.
+        asked: options that `--set` holds at one value.
+        overlays: the precision and the EP backend that the command line names, None for none.
+
+    Raises:
+        InputError: a key that is no axis, or a value that the option does not take.
+    """
+    varied: dict[str, Sequence[Any]] = {name: [s.value] for name, s in asked.items()}
+    named = {kind: [name] for kind, name in overlays.items() if name is not None}
+    stack = base.options.stack
+    for word in words:
+        key, equals, text = word.partition("=")
+        place = f"--vary {key}"
+        if not equals or not text:
+            raise InputError(place, "has no values", "write --vary KEY=VALUE,VALUE")
+        values = text.split(",")
+        if key in OVERLAYS:
+            named[key] = [load_overlay(key, name).name for name in values]
+            continue
+        if "." not in key and key not in OVERLAYS:
+            raise unknown_name("--vary", "axis", key, [*OVERLAYS, *stack.options])
+        option = stack.setting(place, key)
+        varied[key] = [option.parse(place, value) for value in values]
+    for kind, usual in (("precision", _precisions(base)), ("ep_backend", ["standard", "deepep"])):
+        named.setdefault(kind, list(dict.fromkeys([getattr(base, kind).name, *usual])))
+    return Space(base, varied, named)
+
+
+def _precisions(base: Cell) -> list[str]:
+    """BF16, and what the GPU's tensor cores take of the experts' GEMMs."""
+    gpu = base.cluster.gpu
+    needed = load_overlay("precision", "mxfp8").needs.compute_capability or 0
+    return ["bf16", "mxfp8"] if gpu and gpu.compute_capability >= needed else ["bf16"]
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << bit for bit in range(most.bit_length()) if 1 << bit <= most]

@@ -1,0 +1,118 @@
+"""How far back tokens look: attended lengths of a stream of documents, and of its slowest rank.
+
+A token attends to those before it in its own document and sequence. Ranks meet in every layer, so
+the rank whose batch has the longest documents sets the pace: what counts is the mean of the
+largest of the ranks' batches, not the mean of all.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import statistics
+from dataclasses import dataclass
+
+from cookbook.base.errors import InputError
+from cookbook.cells.cell import Cell
+
+_SEED = 42
+# Sequences that the distribution is drawn from, and how often ranks are drawn from these.
+_SEQUENCES, _DRAWS = 2000, 400
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents whose lengths, in tokens, are log-normal; 8 decimals of nothing are claimed.
+
+    Attributes:
+        source: where the two figures are from.
+    """
+
+    mean_tokens: float
+    median_tokens: float
+    source: str
+
+    @property
+    def sigma(self) -> float:
+        """The standard deviation of the lengths' logarithm."""
+        return math.sqrt(2 * math.log(self.mean_tokens / self.median_tokens))
+
+
+C4 = Documents(430, 260, "arXiv:2104.08758 and arXiv:2310.20707, as in bench/corpora.py")
+LOCAL = Documents(6453, 3520, "counted: docs/performance/h200x2-8layers.json")
+
+
+def documents_of(cell: Cell) -> Documents:
+    """The documents that the cell trains on.
+
+    Raises:
+        InputError: a dataset whose documents are not known here.
+    """
+    name, path = cell.options["training.dataset"], cell.options["training.dataset_path"]
+    if name == "c4" or (name == "c4_test" and not path):
+        return C4
+    if path and path.rstrip("/").endswith("assets/local/corpus"):
+        return LOCAL
+    raise InputError(
+        cell.options.place("training.dataset_path" if path else "training.dataset"),
+        f"how long the documents of {path or name} are is not known, and attention depends on it",
+        "say it: --documents MEAN:MEDIAN, in tokens",
+    )
+
+
+def parse_documents(place: str, text: str) -> Documents:
+    """`MEAN:MEDIAN`, in tokens."""
+    mean, colon, median = text.partition(":")
+    try:
+        found = Documents(float(mean), float(median), place)
+    except ValueError:
+        found = None
+    if not colon or found is None or not 1 <= found.median_tokens < found.mean_tokens < math.inf:
+        raise InputError(place, f"found {text!r}, allowed: MEAN:MEDIAN in tokens, as 430:260")
+    return found
+
+
+def mean_attended_tokens(documents: Documents, seq_len: int) -> float:
+    """Tokens that a token attends to, itself included, on average over all ranks."""
+    return statistics.fmean(_attended(documents, seq_len))
+
+
+@functools.cache
+def slowest_attended_tokens(
+    documents: Documents, seq_len: int, sequences: int, ranks: int
+) -> float:
+    """The same of the rank that has most, where each of `ranks` has a batch of `sequences`."""
+    attended = _attended(documents, seq_len)
+    drawn = random.Random(_SEED)
+    # Neighbours stay together: a document that is longer than a sequence fills several of them.
+    sums = [0.0]
+    for one in attended:
+        sums.append(sums[-1] + one)
+    last = len(attended) - sequences
+
+    def batch() -> float:
+        start = drawn.randint(0, max(last, 0))
+        taken = min(sequences, len(attended))
+        return (sums[start + taken] - sums[start]) / taken
+
+    return statistics.fmean(max(batch() for _ in range(ranks)) for _ in range(_DRAWS))
+
+
+@functools.cache
+def _attended(documents: Documents, seq_len: int) -> tuple[float, ...]:
+    """The mean attended length of each of a stream's sequences."""
+    drawn = random.Random(_SEED)
+    mu, sigma = math.log(documents.median_tokens), documents.sigma
+    found = []
+    left = 0
+    for _ in range(_SEQUENCES):
+        room, pairs = seq_len, 0
+        while room:
+            left = left or max(1, round(drawn.lognormvariate(mu, sigma)))
+            piece = min(left, room)
+            pairs += piece * (piece + 1) // 2
+            left -= piece
+            room -= piece
+        found.append(pairs / seq_len)
+    return tuple(found)

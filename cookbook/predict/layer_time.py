@@ -1,0 +1,134 @@
+"""The time of one layer and microbatch, forward and backward, with what is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cookbook.cells.cell import Cell
+from cookbook.predict.exchange import Links
+from cookbook.predict.kernels import (
+    ATTENTION,
+    DENSE,
+    GROUPED,
+    POINTWISE,
+    QUANTIZING,
+    Kernels,
+    Terms,
+    add,
+    scaled,
+)
+
+EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
+_SENT = (EP, TP)
+# Hidden states are exchanged over TP this often in a layer's forward, and in its backward.
+_TP_EXCHANGES = 4
+
+
+class LayerTimes:
+    """The times of a cell's layers; all layers of a kind take the same."""
+
+    def __init__(self, cell: Cell, kernels: Kernels, links: Links, view: Mapping[str, Any]) -> None:
+        self._cell, self._kernels, self._links = cell, kernels, links
+        self._exchange_ms = links.expert_exchanges_ms(view)
+        self._tensor_ms = links.tensor_exchange_ms()
+        # One layer of each kind, dense and with routed experts.
+        self._forward = {moe: self._count_forward(moe) for moe in (False, True)}
+        self._backward = {moe: self._count_backward(moe) for moe in (False, True)}
+
+    def _count_forward(self, moe: bool) -> Terms:
+        k = self._kernels
+        terms = [
+            k.dense(k.attention_products(), False),
+            k.attend(False),
+            k.dense(k.feed_forward_products(moe), False),
+            k.pointwise(moe, False),
+            {TP: _TP_EXCHANGES * self._tensor_ms},
+        ]
+        if moe:
+            terms += [k.experts(False), k.move_rows(False), {EP: self._exchange_ms[0]}]
+            terms.append({HOST: self._host_ms()})
+        return add(*terms)
+
+    def _host_ms(self) -> float:
+        """The GPU waits for the host to learn how many rows came."""
+        return self._kernels.hardware.host_ms_per_routed_layer if self._cell.layout.ep > 1 else 0.0
+
+    def _count_backward(self, moe: bool) -> Terms:
+        """The forward kept everything."""
+        k = self._kernels
+        terms = [
+            k.dense(k.attention_products(), True),
+            k.attend(True),
+            k.dense(k.feed_forward_products(moe), True),
+            k.pointwise(moe, True),
+            {TP: _TP_EXCHANGES * self._tensor_ms},
+        ]
+        if moe:
+            terms += [k.experts(True), k.move_rows(True), {EP: self._exchange_ms[1]}]
+        return add(*terms)
+
+    def again(self, moe: bool, recomputed: bool) -> Terms:
+        """What the backward computes and sends again of the forward."""
+        options = self._cell.options
+        terms = self._forward[moe]
+        mode = options["activation_checkpoint.mode"]
+        if mode == "memory_budget":
+            # The compiler's partition keeps what fits the budget, in compiled code alone.
+            part = 1 - options["activation_checkpoint.memory_budget"]
+            kinds = (ATTENTION, DENSE, POINTWISE)
+            return scaled({kind: terms[kind] for kind in kinds}, part)
+        if not recomputed:
+            return {}
+        saved = self._cell.saves
+        left_out = set()
+        # In compiled code the list sees FlashAttention-4, exchanges and grouped GEMMs.
+        if "attention" in saved and self._cell.uses_flash_attention:
+            left_out.add(ATTENTION)
+        if "communication" in saved:
+            left_out |= {EP, TP, HOST}
+        if "grouped_mm" in saved:
+            left_out.add(GROUPED)
+            if QUANTIZING in terms:
+                left_out.add(QUANTIZING)
+        return {kind: time_ms for kind, time_ms in terms.items() if kind not in left_out}
+
+    def part(self, part: Mapping[str, Any]) -> tuple[Terms, Terms]:
+        """A microbatch through all of a part: forward, and backward with what is done again."""
+        forward, backward = [], []
+        for layer in part["layers"]:
+            forward.append(self._forward[layer["moe"]])
+            backward.append(self._backward[layer["moe"]])
+            backward.append(self.again(layer["moe"], layer["recomputed"]))
+        if part["head"]:
+            k = self._kernels
+            forward += [k.dense(k.head_products(), False), k.loss(), {TP: self._tensor_ms}]
+            backward += [k.dense(k.head_products(), True), {TP: self._tensor_ms}]
+        if part["embedding"]:
+            forward.append({TP: self._tensor_ms})
+            backward.append({TP: self._tensor_ms})
+        return add(*forward), add(*backward)
+
+    def again_ms(self, part: Mapping[str, Any]) -> float:
+        """What a microbatch computes and sends again in a part."""
+        return sum(
+            sum(self.again(layer["moe"], layer["recomputed"]).values()) for layer in part["layers"]
+        )
+
+    def compute_ms(self, layer: Mapping[str, Any]) -> tuple[float, float]:
+        """What a layer computes, forward and backward, without what it sends."""
+        moe = layer["moe"]
+        again = self.again(moe, layer["recomputed"])
+        backward = _computed(self._backward[moe]) + _computed(again)
+        return _computed(self._forward[moe]), backward
+
+    def kept_gradients_ms(self, view: Mapping[str, Any]) -> float:
+        """A pipeline's microbatch adds its gradients, in BF16, to the sum, which is not sharded."""
+        if not view["mixed_precision"]:
+            return 0.0
+        gathered = sum(unit["gathered"] for part in view["parts"] for unit in part["units"])
+        return self._kernels.bytes_ms(10.0 * gathered)
+
+
+def _computed(terms: Mapping[str, float]) -> float:
+    return sum(time_ms for kind, time_ms in terms.items() if kind not in (*_SENT, HOST))
