@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.cells import cell_on, this_machine
 from cookbook.base.gpus import Gpu
 from cookbook.cells.cell import Cell
+from cookbook.cells.this_machine import cell_on, this_machine
 from cookbook.check.dry_run import build_cells
 from cookbook.check.memory import predict_memory
 from cookbook.stack.options import Options

@@ -48,6 +48,13 @@ MXFP8 = (
     "--quantize.linear.mx.emulate",
     "--quantize.linear.mx.recipe_name=mxfp8_cublas_rceil",
 )
+FLOAT8 = (
+    "--compile.enable",
+    "--model.converters=quantize.linear.float8,quantize.grouped_mm.float8",
+    "--quantize.linear.float8.recipe_name=rowwise",
+    "--quantize.linear.float8.filter_fqns=output,router.gate",
+    "--quantize.grouped_mm.float8.fqns=experts",
+)
 WGRAD_HP = (*MXFP8, "--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp")
 
 Wrapper = Callable[..., Any]
@@ -62,6 +69,7 @@ class Fault:
     options: tuple[str, ...]
     target: str
     wrapper: Callable[[Any], Wrapper]
+    gpu_only: bool = False
 
     @property
     def ranks(self) -> int:
@@ -562,6 +570,22 @@ FAULTS = (
         f"{_STACK}.quantized_a2a._cast_with_operations",
         with_result(neighbours_scales_of_cast),
     ),
+    Fault(
+        "scales of the next row in FP8",
+        "grouped GEMM fp8_rowwise",
+        FLOAT8,
+        f"{_AO}.tensor_to_scale",
+        with_result(neighbours(0)),
+        gpu_only=True,
+    ),
+    Fault(
+        "a weight gradient's scales of the next group in FP8",
+        "grouped GEMM fp8_rowwise",
+        FLOAT8,
+        f"{_AO}.triton_fp8_per_group_colwise_scales",
+        with_result(lambda made: (made[0], made[1].roll(1, 0))),
+        gpu_only=True,
+    ),
 )
 
 
@@ -600,7 +624,9 @@ def try_faults(names: Sequence[str] | None = None) -> dict[str, list[str]]:
     """For each fault that this world has ranks for, what the self-check says of it."""
     found = {}
     for fault in FAULTS:
-        if fault.ranks <= dist.get_world_size() and (names is None or fault.name in names):
+        is_here = fault.ranks <= dist.get_world_size()
+        is_here &= torch.cuda.is_available() or not fault.gpu_only
+        if is_here and (names is None or fault.name in names):
             said = [proof for proof in proofs(fault.options, fault) if proof.fault]
             found[fault.name] = [f"{proof.kernel}: {proof.fault}" for proof in said]
     return found

@@ -141,6 +141,8 @@ def _grouped_gemms(cell: Cell) -> Iterator[Use]:
     if not args.moe_args.use_grouped_mm:
         return
     hidden = args.moe_inter_dim // (cell.dims.tp if cell.dims.ep == 1 else cell.dims.etp)
+    # First: it builds the converters, which set the alignment.
+    kind = _grouped_kind(cell)
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
     rows = min(cell.limits.rows, 512 * cell.local_experts)
     own = GroupedShape(cell.local_experts, rows, hidden, args.dim, alignment)
@@ -150,7 +152,6 @@ def _grouped_gemms(cell: Cell) -> Iterator[Use]:
         shapes.append(GroupedShape(9, 700, 384, 256, alignment))
     else:
         shapes = [replace(one, experts=min(one.experts, 8)) for one in shapes]
-    kind = _grouped_kind(cell)
     avoid = {
         "bf16": "no option does without it; another torch may",
         "mxfp8": "precision mxfp8_wgrad_hp (weight gradients) or bf16 does without it",
