@@ -136,7 +136,7 @@ def _choices(machine: Cluster) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "bf16", "standard", {ATTENTION: "flash_attention_4", "loss.num_chunks": 8}
     if machine.gpu and ranks > 1:
         for ep_backend in names_in("ep_backend"):
-            yield "bf16", ep_backend, {DEGREES["tp"]: 2, "loss.num_chunks": 8}
+            yield "mxfp8", ep_backend, {DEGREES["tp"]: 2, "loss.num_chunks": 8}
 
 
 def _laid_out(machine: Cluster, precision: str, ep_backend: str, options: dict[str, Any]) -> Cell:
