@@ -278,9 +278,7 @@ def test_json_has_attention_by_cell() -> None:
 def test_the_self_check_is_told_with_its_largest_error() -> None:
     found = {"kernels": 4, "worst": 0.43, "worst_kernel": "linear layer bf16", "seconds": 3.1}
     one = replace(BASELINE, active={"self_check": found})
-    other = replace(
-        DEEPEP, active={"self_check": found | {"worst": 0.625, "worst_kernel": "rows"}}
-    )
+    other = replace(DEEPEP, active={"self_check": found | {"worst": 0.625, "worst_kernel": "rows"}})
     unchecked = replace(FAILED, active={"self_check": None})
     # Older runs say nothing of it, and nothing is said of them.
     older = replace(BLANK, name="older", active={"dispatch": "standard"})
