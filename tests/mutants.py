@@ -10,6 +10,7 @@ faults of their own by rules; none takes a list that people write.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import subprocess
 import sys
@@ -100,8 +101,8 @@ def copy_tree(folder: Path) -> Path:
 
 
 def run_tests(folder: Path, tests: str) -> int | None:
-    """pytest's exit status; None where it ran out of time."""
-    words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *_split(tests)]
+    """pytest's exit status for its words `tests`; None where it ran out of time."""
+    words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *shlex.split(tests)]
     try:
         return subprocess.run(
             [sys.executable, "-m", "pytest", *words],
@@ -112,11 +113,6 @@ def run_tests(folder: Path, tests: str) -> int | None:
         ).returncode
     except subprocess.TimeoutExpired:
         return None
-
-
-def _split(tests: str) -> list[str]:
-    files, _, expression = tests.partition(" -k ")
-    return [*files.split(), *(["-k", expression] if expression else [])]
 
 
 def is_found(folder: Path, mutant: Mutant) -> tuple[bool, str]:
