@@ -2,9 +2,10 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo setup-local setup-dev test test-slurm check golden
+.PHONY: help demo setup-local setup-dev test test-slurm mutants check golden
 
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 # ruff, shellcheck and shfmt come with --dev, pinned, so that every machine formats alike.
 in_venv := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -25,6 +26,9 @@ test: setup-dev ## all tests, a real Slurm cluster included
 
 test-slurm: setup-dev ## only the tests that start a Slurm cluster on this machine
 	$(in_venv) .venv/bin/python -m pytest -m slurm $(PYTEST_ARGS)
+
+mutants: setup-dev ## put faults in one at a time and see the tests find them (MUTANTS_ARGS=--ci: a part)
+	.venv/bin/python -m tests.mutants $(MUTANTS_ARGS)
 
 check: setup-dev ## lint, format, types, shell scripts
 	$(in_venv) ruff check .

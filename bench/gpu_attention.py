@@ -25,25 +25,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
-from torchtitan.models.attention import (
-    FlexAttentionWrapper,
-    get_causal_mask_mod,
-    get_document_mask_mod,
-)
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.model.model import Attention
 
-from bench.attention_cases import PACKINGS, document_ends_of
-from bench.attention_errors import PART_BOUND, WHOLE_BOUND, Errors, Tensors, within_bounds
 from cookbook.base.files import write_whole
 from cookbook.titan.any_stack import varlen_attention as varlen
-from cookbook.titan.any_stack.documents import (
-    attended_keys,
-    bounds_capacity,
-    cumulative_lengths,
-    document_bounds,
+from cookbook.titan.any_stack.documents import attended_keys
+from cookbook.titan.self_check.attention import (
+    Attend,
+    AttentionShape,
+    compare,
+    differentiate,
+    flash_attention_4,
+    padded_lengths,
+    random_inputs,
 )
+from cookbook.titan.self_check.attention_errors import (
+    PART_BOUND,
+    WHOLE_BOUND,
+    Tensors,
+    within_bounds,
+)
+from cookbook.titan.self_check.packings import PACKINGS, document_ends_of
+from cookbook.titan.stack_2026_02.own_attention import flex
 
 # The reference holds four matrices of scores in float32; 8 heads of 8192 tokens are 9 GB.
 REFERENCE_HEADS = 8
@@ -65,16 +69,10 @@ RECIPES = (
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What one rank's attention gets: heads are those of one TP rank."""
+class Shape(AttentionShape):
+    """An attention's shape with a name to ask for it by."""
 
     name: str
-    batch: int
-    length: int
-    heads: int
-    head_dim: int
-    v_head_dim: int
-    scale: float
 
     @classmethod
     def of_recipe(cls, flavor: str, tp: int, batch: int, length: int) -> Shape:
@@ -96,29 +94,6 @@ class Shape:
         return replace(self, batch=min(self.batch, 2), length=160, heads=2)
 
 
-def random_inputs(shape: Shape, device: str) -> Tensors:
-    """q, k, v and the gradient of the output, (tokens, heads, head_dim), BF16."""
-    torch.manual_seed(0)
-    rows = (shape.batch * shape.length, shape.heads)
-    dims = (shape.head_dim, shape.head_dim, shape.v_head_dim, shape.v_head_dim)
-    return [torch.randn(*rows, dim, device=device, dtype=torch.bfloat16) for dim in dims]
-
-
-def differentiate(attend: Callable[..., torch.Tensor], inputs: Tensors) -> Tensors:
-    """Output and gradients of q, k and v."""
-    *leaves, grad = inputs
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def reference(inputs: Tensors, heads: slice, cu_seqlens: torch.Tensor, scale: float) -> Tensors:
-    """The same in float32, for some of the heads."""
-    q, k, v, grad = (x[:, heads].float() for x in inputs)
-    out, lse = varlen.reference_forward(q, k, v, cu_seqlens, scale)
-    return [out, *varlen.reference_backward(grad, q, k, v, out, lse, cu_seqlens, scale)]
-
-
 def milliseconds(work: Callable[[], Any], device: str) -> float:
     """The median time of `work`, after two runs to warm up; one time on the CPU."""
     times = []
@@ -138,35 +113,16 @@ def milliseconds(work: Callable[[], Any], device: str) -> float:
     return float(sorted(times[2:])[repeats // 2])
 
 
-def flex(shape: Shape, ends: torch.Tensor, device: str) -> Callable[..., torch.Tensor]:
-    """TorchTitan's FlexAttention for folded q, k and v; not compiled on the CPU."""
-    mask = and_masks(get_causal_mask_mod(), get_document_mask_mod(ends.int(), 1))
-    blocks = create_block_mask(mask, shape.batch, None, shape.length, shape.length, device=device)
-    attention: Any = FlexAttentionWrapper() if device == "cuda" else flex_attention
-
-    def attend(*folded: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.unflatten(0, (shape.batch, -1)).transpose(1, 2) for x in folded)
-        out: torch.Tensor = attention(q, k, v, block_mask=blocks, scale=shape.scale)
-        return out.transpose(1, 2).flatten(0, 1)
-
-    return attend
-
-
 def measure(
     shape: Shape, ends: torch.Tensor, inputs: Tensors, device: str, with_flex: bool
 ) -> dict[str, Any]:
     """Errors and times of one shape and packing; `ends` is (batch, length), bool."""
-    documents = int(ends.sum(dim=1).max())
-    capacity = bounds_capacity(documents, shape.length)
-    cu_seqlens = cumulative_lengths(document_bounds(ends, capacity))
+    cu_seqlens = padded_lengths(ends)
     exact = torch.unique_consecutive(cu_seqlens)
-
-    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return varlen.varlen_attention(q, k, v, cu_seqlens, shape.length, shape.scale)
-
-    kinds: dict[str, Callable[..., torch.Tensor]] = {"flash_attention_4": flash}
+    flash = flash_attention_4(shape, ends)
+    kinds: dict[str, Attend] = {"flash_attention_4": flash}
     if with_flex:
-        kinds["flex"] = flex(shape, ends, device)
+        kinds["flex"] = flex(shape, ends)
     pairs = int(attended_keys(ends))
     flops = 2 * pairs * shape.heads * (4 * shape.head_dim + 3 * shape.v_head_dim)
     found: dict[str, Any] = {
@@ -201,14 +157,8 @@ def measure(
         del again
     del plain
 
-    errors = {kind: Errors(exact) for kind in kinds}
-    for begin in range(0, shape.heads, REFERENCE_HEADS):
-        heads = slice(begin, begin + REFERENCE_HEADS)
-        expected = reference(inputs, heads, exact, shape.scale)
-        for kind, result in results.items():
-            errors[kind].add([x[:, heads] for x in result], expected)
-    for kind in kinds:
-        found[kind]["errors"] = errors[kind].relative()
+    for kind, errors in compare(shape, results, inputs, exact, REFERENCE_HEADS).items():
+        found[kind]["errors"] = errors.relative()
     checks["within_bounds"] = within_bounds(
         found["flash_attention_4"]["errors"], found["flex"]["errors"] if with_flex else None
     )

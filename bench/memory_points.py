@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.cells import cell_on, this_machine
 from cookbook.base.gpus import Gpu
 from cookbook.cells.cell import Cell
+from cookbook.cells.this_machine import cell_on, this_machine
 from cookbook.check.dry_run import build_cells
 from cookbook.predict.memory import predict_memory
 from cookbook.stack.options import Options
@@ -136,11 +136,8 @@ def _stack_with_flavors() -> Stack:
     """The stack, with what `memory_probe` adds to TorchTitan's flavors."""
     stack = load_stack()
     flavors = stack.models["deepseek_v3"]
-    fewer = {
-        f"16B_{layers}layers": dataclasses.replace(flavors["16B"], n_layers=layers)
-        for layers in (4, 8)
-    }
-    return dataclasses.replace(stack, models={"deepseek_v3": {**flavors, **fewer}})
+    fewer = dataclasses.replace(flavors["16B"], n_layers=4)
+    return dataclasses.replace(stack, models={"deepseek_v3": {**flavors, "16B_4layers": fewer}})
 
 
 def key_of(point: Point) -> str:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.cells import cell_on
 from cookbook.base.errors import InputError, unknown_name
 from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import Cluster
 from cookbook.cells.expand import command_line_settings
 from cookbook.cells.names import check_name
+from cookbook.cells.this_machine import cell_on
 
 CPU_RANKS = 2
 

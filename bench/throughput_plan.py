@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cells import first_gpu, this_machine
+from bench.cells import first_gpu
 from bench.corpora import Corpus, make_corpora
 from bench.throughput_cells import CELLS, CPU_RANKS, Trained, cell_of, choose, seq_len_of
 from bench.torchrun import Job, released_argv
 from cookbook.base.errors import InputError
 from cookbook.base.paths import LOCAL_ASSETS
 from cookbook.cells.cluster import Cluster
+from cookbook.cells.this_machine import this_machine
 from cookbook.install.corpus import is_made, make_corpus
 from cookbook.run.run import commit
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from bench import gpu_numerics
-from bench.cells import this_machine
 from bench.gpu_numerics import job_of, run_cases
 from bench.gpu_numerics_table import difference, render_report, verdict
 from bench.numerics_cases import PARTS, Case
@@ -18,6 +17,7 @@ from bench.torchrun import Job, released_argv
 from bench.training import Outcome
 from cookbook.base.gpus import Gpu
 from cookbook.cells.argv import train_argv
+from cookbook.cells.this_machine import this_machine
 from cookbook.log.lines import StepMetrics
 from cookbook.stack.stack import load_stack
 from tests.titan_config import parse

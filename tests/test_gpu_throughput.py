@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from bench import gpu_throughput
-from bench.cells import this_machine
 from bench.corpora import Corpus
 from bench.gpu_throughput import measure, read, write
 from bench.throughput_cells import CELLS
@@ -24,6 +23,7 @@ from bench.torchrun import Job
 from bench.training import Outcome
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
+from cookbook.cells.this_machine import this_machine
 from cookbook.log.lines import StepMetrics
 
 H200 = this_machine(4, Gpu("NVIDIA H200", 9.0, 139.8))

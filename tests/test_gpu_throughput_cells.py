@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from bench import throughput_plan
-from bench.cells import this_machine
 from bench.corpora import Corpus
 from bench.throughput_cells import CELLS, Trained, cell_of, choose, seq_len_of
 from bench.throughput_plan import Plan
@@ -18,6 +17,7 @@ from bench.torchrun import Job, released_argv, torchrun_command
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.cells.cluster import Cluster
+from cookbook.cells.this_machine import this_machine
 from cookbook.run.folder import CellFolder
 
 H200 = this_machine(4, Gpu("NVIDIA H200", 9.0, 139.8))

@@ -19,11 +19,12 @@ import psutil
 import pytest
 
 from bench import training
-from bench.cells import cell_on, gpu_ids, this_machine
+from bench.cells import gpu_ids
 from bench.torchrun import Job, environment_of, released_argv, torchrun_command
 from bench.training import Outcome, train_all, train_one
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
+from cookbook.cells.this_machine import cell_on, this_machine
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.stack.stack import load_stack

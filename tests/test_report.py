@@ -275,3 +275,19 @@ def test_json_has_attention_by_cell() -> None:
     report = json.loads(render_json(run_of(attending(BASELINE, "flex", 812.3), FAILED)))
     found = [(cell["attention"], cell["mean_attended_length"]) for cell in report["cells"]]
     assert found == [("flex", 812.3), (None, None)]
+
+
+def test_the_self_check_is_told_with_its_largest_error() -> None:
+    found = {"kernels": 4, "worst": 0.43, "worst_kernel": "linear layer bf16", "seconds": 3.1}
+    one = replace(BASELINE, active={"self_check": found})
+    other = replace(DEEPEP, active={"self_check": found | {"worst": 0.625, "worst_kernel": "rows"}})
+    unchecked = replace(FAILED, active={"self_check": None})
+    # Older runs say nothing of it, and nothing is said of them.
+    older = replace(BLANK, name="older", active={"dispatch": "standard"})
+    text = render_markdown(run_of(one, other, unchecked, older))
+    assert (
+        "- self-check: every kernel was compared with a reference before the first step; the "
+        "largest error is 62% of what its format allows (rows in 671b-bf16-deepep)\n"
+    ) in text
+    assert "- self-check: switched off in 671b-mxfp8-standard\n" in text
+    assert "self-check" not in render_markdown(run_of(older))

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 BESIDE = {"record", "supervisor"}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # In the training process; there may be several stacks, `stack_2026_02` for one, side by side.
-TITAN_FLOORS = ("fake_world", "stack", "any_stack")
+TITAN_FLOORS = ("fake_world", "stack", "self_check", "any_stack")
 MOST_LINES = 300
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bench import gpu_attention
-from bench.attention_cases import PACKINGS, document_ends_of
-from bench.attention_errors import Errors, within_bounds
 from cookbook.titan.any_stack import varlen_attention as varlen
+from cookbook.titan.self_check.attention_errors import Errors, within_bounds
+from cookbook.titan.self_check.packings import PACKINGS, document_ends_of
 
 pytestmark = [
     pytest.mark.titan,

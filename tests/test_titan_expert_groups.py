@@ -103,6 +103,31 @@ def grouped(
     return collect(torch.cat(outputs).masked_fill(padding, 1e6), after, plan)
 
 
+def test_more_experts_than_a_byte_counts() -> None:
+    """A rank has 256 experts of the 671B where EP is 1."""
+    num_experts = 300
+    experts = torch.arange(num_experts).flip(0).unsqueeze(1)
+    counts = [1] * num_experts
+    plan = plan_groups(experts, counts, 8)
+    assert plan.rows.view(num_experts, 8)[:, 0].tolist() == list(range(num_experts))[::-1]
+    assert bool((plan.rows.view(num_experts, 8)[:, 1:] == -1).all())
+
+
+def eight_rows() -> tuple[GroupPlan, torch.Tensor]:
+    """A token with eight experts: one large row, and seven that BF16 loses beside it."""
+    experts = torch.arange(8).unsqueeze(0)
+    plan = plan_groups(experts, [1] * 8, 8)
+    grouped = torch.zeros(plan.rows.numel(), 4, dtype=torch.bfloat16)
+    grouped[plan.slots[0].long()] = torch.tensor([256.0] + [0.5] * 7).bfloat16().unsqueeze(1)
+    return plan, grouped
+
+
+def test_a_tokens_rows_are_summed_in_float32() -> None:
+    plan, grouped = eight_rows()
+    # 256 + 3.5, which BF16 rounds to 260 once; one after the other nothing is added to 256.
+    assert collect(grouped, None, plan).tolist() == [[260.0] * 4]
+
+
 @pytest.mark.parametrize("scored", ["before", "after", "not"])
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_gradients_match_plain_pytorch(case: str, scored: str) -> None:
@@ -192,8 +217,22 @@ def kernels_against_operations() -> None:
                     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
+def sums_of_the_kernel() -> None:
+    """As above, in a process that interprets kernels."""
+    from cookbook.titan.any_stack import group_kernels
+
+    plan, grouped = eight_rows()
+    for scores in (None, torch.ones(1, 8)):
+        found = group_kernels.collect(grouped, scores, plan.slots)
+        # The interpreter cuts 259.5 off to 258, where a GPU rounds to 260; a sum in BF16 is 256.
+        assert float(found.min()) >= 258, found
+
+
 def test_triton_kernels_do_what_the_operations_do() -> None:
-    code = "from tests import test_titan_expert_groups as t; t.kernels_against_operations()"
+    code = (
+        "from tests import test_titan_expert_groups as t; "
+        "t.kernels_against_operations(); t.sums_of_the_kernel()"
+    )
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300

@@ -52,6 +52,13 @@ def test_backends_agree_and_say_so(assets: Path, tmp_path: Path) -> None:
     assert found.pop("nodes")
     assert found == active(bf16)
     assert found.pop("versions")["torchtitan"] == "0.2.2"
+    proved = found.pop("self_check")
+    assert 0 < proved.pop("worst") < 1 and proved.pop("seconds") > 0
+    # Attention, experts, linear layers, dispatch and combine.
+    assert proved.pop("kernels") == 4 and isinstance(proved.pop("worst_kernel"), str)
+    assert not proved
+    file = json.loads((attempt / "self_check.json").read_text())
+    assert file["ok"] and len(file["proofs"]) == 4
     assert found == {
         "precision": "bf16",
         "ep_backend": "standard",

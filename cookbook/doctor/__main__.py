@@ -1,8 +1,10 @@
 """The doctor's command line: is this machine ready for this stack, and what to do where not.
 
     python -m cookbook.doctor [--cluster soperator-b200] [--json]
+    python -m cookbook.doctor --numerics [--cluster soperator-b200] [--output FILE]
 
-Needs no package, so that it also answers where nothing is installed yet; only `--cluster` does.
+Needs no package, so that it also answers where nothing is installed yet; only `--cluster` and
+`--numerics` do.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cookbook.base.command import run_command
@@ -37,8 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     parser.add_argument("--partition", help="the Slurm partition to look at (default: its default)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--numerics",
+        action="store_true",
+        help="compare this machine's kernels with a reference instead; with --cluster, as a job "
+        "of one node",
+    )
+    parser.add_argument("--output", type=Path, help="where --numerics writes its proofs as JSON")
     parsed = parser.parse_args(arguments)
     cluster = _load_cluster(parsed.cluster) if parsed.cluster else None
+    if parsed.numerics:
+        return _prove(cluster, parsed.output)
     local = parsed.local or (cluster is not None and cluster.scheduler == "local")
     findings = diagnose(Surroundings(cluster, local, parsed.partition))
     if parsed.json:
@@ -46,6 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(render_findings(findings, colour=sys.stdout.isatty()))
     return 0 if is_ready(findings) else 1
+
+
+def _prove(cluster: Cluster | None, output: Path | None) -> int:
+    try:
+        # Only here: laying out cells needs PyYAML.
+        from cookbook.doctor.numerics import prove_here, prove_on
+    except ModuleNotFoundError as error:
+        raise explain_missing(error) from None
+    if cluster is None or cluster.scheduler == "local":
+        return prove_here(output)
+    return prove_on(cluster, output)
 
 
 def _load_cluster(name: str) -> Cluster:

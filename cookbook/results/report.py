@@ -121,7 +121,27 @@ def facts(results: RunResults) -> list[str]:
         )
     if any(cell.emulated for cell in results.cells):
         lines.append("emulated: software computed what a kernel would; loss counts, speed doesn't")
-    return [*lines, *_attention(results.cells)]
+    return [*lines, *_attention(results.cells), *_self_check(results.cells)]
+
+
+def _self_check(cells: Sequence[Result]) -> Iterator[str]:
+    """How far kernels were from their reference, and which cells trained without a look."""
+    shares: dict[str, tuple[float, str]] = {}
+    unchecked = []
+    for cell in cells:
+        found = (cell.active or {}).get("self_check")
+        if isinstance(found, dict) and isinstance(found.get("worst"), int | float):
+            shares[cell.name] = found["worst"], f"{found.get('worst_kernel')} in {cell.name}"
+        elif cell.active and "self_check" in cell.active:
+            unchecked.append(cell.name)
+    if shares:
+        worst, where = max(shares.values())
+        yield (
+            f"self-check: every kernel was compared with a reference before the first step; "
+            f"the largest error is {worst:.0%} of what its format allows ({where})"
+        )
+    if unchecked:
+        yield f"self-check: switched off in {', '.join(unchecked)}"
 
 
 def _attention(cells: Sequence[Result]) -> Iterator[str]:

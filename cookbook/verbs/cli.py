@@ -185,6 +185,13 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = verb("doctor", "say whether this machine is ready, and what to do", "doctor:doctor")
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     doctor.add_argument("--json", action="store_true")
+    doctor.add_argument(
+        "--numerics",
+        action="store_true",
+        help="compare the kernels of this machine's GPUs with a reference (with --cluster: of one "
+        "node, as a job)",
+    )
+    doctor.add_argument("--output", metavar="FILE", help="where --numerics writes JSON")
     return parser
 
 

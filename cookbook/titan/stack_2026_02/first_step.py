@@ -30,6 +30,7 @@ from cookbook.titan.stack_2026_02.attention import (
     observe_attention,
 )
 from cookbook.titan.stack_2026_02.recomputation import observe_recomputation
+from cookbook.titan.stack_2026_02.self_check import check_kernels
 from cookbook.titan.stack_2026_02.versions import refuse, versions
 
 # What may be declared, and by which overlay.
@@ -57,6 +58,8 @@ class FirstStepReport(metrics.MetricsProcessor):
     """TorchTitan's metrics, with a report after the first step's optimizer."""
 
     reported = False
+    # What `check_kernels` found; its kernels were compared before the model was built.
+    self_check: dict[str, Any] | None = None
 
     def should_log(self, step: int) -> bool:
         """Whether this step is logged: the first that every rank asks after each optimizer step."""
@@ -85,6 +88,7 @@ class FirstStepReport(metrics.MetricsProcessor):
             "gpu": torch.cuda.get_device_name() if on_gpu else None,
             "driver": driver_version() if on_gpu else None,
             "corrections": sorted(frozenset().union(*(view.corrections for view in views))),
+            "self_check": self.self_check,
             "versions": versions(),
         }
         logger.info(f"cookbook active: {json.dumps(active)}")
@@ -115,8 +119,15 @@ class FirstStepReport(metrics.MetricsProcessor):
 def build_metrics_processor(
     job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
 ) -> FirstStepReport:
-    """What TorchTitan's function of this name takes and returns, with the report."""
-    return FirstStepReport(job_config, parallel_dims, tag)
+    """What TorchTitan's function of this name takes and returns, with the report.
+
+    It is called once, after the converters and before the model has memory: when a kernel can be
+    proved as the job will call it.
+    """
+    found = check_kernels(job_config, parallel_dims, model_args)
+    report = FirstStepReport(job_config, parallel_dims, tag)
+    report.self_check = found
+    return report
 
 
 def merge(views: Sequence[RankActivity]) -> dict[str, Any]:

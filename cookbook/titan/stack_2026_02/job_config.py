@@ -32,6 +32,10 @@ class Cookbook:
     emulated: bool = False
     """Whether the driver asked for emulated low precision (numerics only, never a speed-up)."""
 
+    self_check: bool = True
+    """Compare every kernel of the job with a reference on its own GPU, before the first step. A
+    wrong one ends the job and is named, with the option that does without it."""
+
 
 @dataclass
 class Model:

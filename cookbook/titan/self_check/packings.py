@@ -1,4 +1,4 @@
-"""Packings of documents for `bench.gpu_attention`: where in each sequence of a batch one ends."""
+"""Packings of documents to try attention with: where in each sequence of a batch one ends."""
 
 from __future__ import annotations
 

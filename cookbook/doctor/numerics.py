@@ -1,0 +1,166 @@
+"""The proof of this machine's kernels: `submit.py doctor --numerics`.
+
+Every precision and EP backend that can run here is laid out over this machine's GPUs (or, without
+one, over two CPU ranks), and a torchrun of its own compares their kernels with a reference. On a
+cluster's login node the same runs as a job of one node.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cookbook.base.errors import InputError
+from cookbook.base.gpus import visible_gpus
+from cookbook.base.paths import ROOT
+from cookbook.cells.argv import train_argv
+from cookbook.cells.cell import ATTENTION, Cell
+from cookbook.cells.cluster import Cluster
+from cookbook.cells.finding import Finding
+from cookbook.cells.layout import DEGREES
+from cookbook.cells.names import names_in
+from cookbook.cells.rules.here import missing_here
+from cookbook.cells.rules.refusals import refusals
+from cookbook.cells.this_machine import cell_on, this_machine
+from cookbook.stack.stack import load_stack
+
+# Two ranks on a CPU, so that tokens are sent.
+_CPU_RANKS = 2
+_RECIPES = {"gpu": "deepseek_v3_16b", "cpu": "debug"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cell to prove, and why it is left out; None where it is not."""
+
+    cell: Cell
+    left_out: str | None
+
+
+def prove_here(output: Path | None) -> int:
+    """Prove what can run on this machine; 0 where no kernel is wrong.
+
+    Args:
+        output: where the proofs are written as JSON, besides the lines that are printed.
+    """
+    gpus = visible_gpus()
+    ranks = len(gpus) or _CPU_RANKS
+    chosen = candidates(this_machine(ranks, gpus[0] if gpus else None))
+    for one in chosen:
+        if one.left_out:
+            print(f"not here  {one.cell.name}: {one.left_out}")
+    print(flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        cells = Path(folder, "cells.json")
+        proved = [(one.cell.name, train_argv(one.cell)) for one in chosen if not one.left_out]
+        cells.write_text(json.dumps(proved), encoding="utf-8")
+        written = output or Path(folder, "proofs.json")
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={ranks}", "--redirects=1:3" if ranks > 1 else "--redirects=0"),
+                *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.prove_cells"),
+                *(str(cells), "-o", str(written)),
+            ],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+        if not written.exists():
+            print("\nnot proved: the ranks ended before they could say anything")
+            return 1
+        print(f"\n{_verdict(json.loads(written.read_text(encoding='utf-8')))}")
+        return 1 if done.returncode else 0
+
+
+def prove_on(cluster: Cluster, output: Path | None) -> int:
+    """The same on a node of `cluster`, as a job that is waited for."""
+    if shutil.which("srun") is None:
+        raise InputError(
+            f"--cluster {cluster.name}",
+            "there is no srun here to start a job with",
+            "run it on a login node, or leave --cluster out to prove this machine's own kernels",
+        )
+    words = ["srun", "--nodes=1", "--ntasks=1", "--job-name=cookbook-numerics"]
+    if cluster.gpus_per_node:
+        words.append(f"--gpus-per-node={cluster.gpus_per_node}")
+    for name, value in (("partition", cluster.partition), ("account", cluster.account)):
+        if value:
+            words.append(f"--{name}={value}")
+    if cluster.exclusive:
+        words += ["--exclusive", "--mem=0"]
+    words += [sys.executable, "-m", "cookbook.doctor", "--numerics"]
+    if output:
+        words += ["--output", str(output.resolve())]
+    print(shlex.join(words), flush=True)
+    return subprocess.run(words, cwd=ROOT, check=False).returncode
+
+
+def candidates(machine: Cluster) -> list[Candidate]:
+    """Every precision and every EP backend on `machine`, TP and FlashAttention-4 besides."""
+    found = []
+    for precision, ep_backend, options in _choices(machine):
+        cell = _laid_out(machine, precision, ep_backend, options)
+        problems = [
+            finding
+            for finding in [*refusals(cell), *missing_here(cell)]
+            if not _is_of_training(finding)
+        ]
+        found.append(Candidate(cell, problems[0].reason if problems else None))
+    return found
+
+
+def _is_of_training(finding: Finding) -> bool:
+    """Whether kernels do without it: a run's files, and ranks to shard parameters over."""
+    return finding.rule == "files" or finding.option == DEGREES["dp_shard"]
+
+
+def _choices(machine: Cluster) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    ranks = machine.ranks_per_node
+    for precision in names_in("precision"):
+        yield precision, "standard", {}
+    for ep_backend in sorted({*names_in("ep_backend")} - {"standard"}):
+        # Their groups of rows are of another size under MXFP8.
+        for precision in ("bf16", "mxfp8"):
+            yield precision, ep_backend, {}
+    yield "bf16", "standard", {ATTENTION: "flash_attention_4", "loss.num_chunks": 8}
+    if machine.gpu and ranks > 1:
+        for ep_backend in names_in("ep_backend"):
+            yield "mxfp8", ep_backend, {DEGREES["tp"]: 2, "loss.num_chunks": 8}
+
+
+def _laid_out(machine: Cluster, precision: str, ep_backend: str, options: dict[str, Any]) -> Cell:
+    recipe = _RECIPES["gpu" if machine.gpu else "cpu"]
+    degrees = {
+        DEGREES["tp"]: 1,
+        DEGREES["pp"]: 1,
+        # Of a power of two, as the experts' number is.
+        DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
+        "training.local_batch_size": 4,
+    }
+    words = [precision, ep_backend, *(f"{name}={value}" for name, value in options.items())]
+    return cell_on(
+        machine, recipe, precision, ep_backend, degrees | options, " ".join(words), "doctor"
+    )
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    wrong = [proof for proof in found["proofs"] if not proof["ok"]]
+    where = found["gpu"] or "the CPU"
+    if wrong:
+        return f"{len(wrong)} of {len(found['proofs'])} kernels are wrong on {where}"
+    return f"{len(found['proofs'])} kernels proved on {where} in {found['seconds']:.0f} s"

@@ -1,0 +1,187 @@
+"""Puts the faults of `tests/mutants.yaml` into a copy of this checkout, one at a time.
+
+    python -m tests.mutants [--ci] [--only TEXT] [--jobs N]     (or: make mutants)
+
+For each it runs the tests that should see it, and prints found or NOT FOUND. Ends with status 1
+where one was not found, or where the tests fail without a fault. Tools for mutation testing make
+faults of their own by rules; none takes a list that people write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import yaml
+
+from cookbook.base.paths import ROOT
+
+LIST = Path(__file__).with_name("mutants.yaml")
+# A fault may make a loop endless; that is seen too.
+SECONDS = 400
+Given = TypeVar("Given")
+Answer = TypeVar("Answer")
+_KEYS = {"what", "file", "was", "now", "tests", "ci", "equivalent"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Attributes:
+        was, now: a text that stands once in `file`, and what takes its place.
+        tests: pytest's words.
+        ci: whether CI runs it too; for those whose tests take a second or two.
+        equivalent: why no test could see it; such a fault is only listed.
+    """
+
+    what: str
+    file: str
+    was: str
+    now: str
+    tests: str = ""
+    ci: bool = False
+    equivalent: str = ""
+
+    def problem(self, root: Path = ROOT) -> str | None:
+        """Why the fault cannot be put in; None where it can."""
+        path = root / self.file
+        if not path.is_file():
+            return f"there is no {self.file}"
+        times = path.read_text(encoding="utf-8").count(self.was)
+        if times != 1:
+            return f"{self.was!r} stands {times} times in {self.file}, must stand once"
+        if self.was == self.now:
+            return "nothing is changed"
+        if bool(self.tests) == bool(self.equivalent):
+            return "must have either `tests` or `equivalent`"
+        return None
+
+
+def read_list(path: Path = LIST) -> list[Mutant]:
+    """All faults of the list, in its order."""
+    found = []
+    for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+        if unknown := set(entry) - _KEYS:
+            raise ValueError(f"{path.name}: unknown keys {sorted(unknown)} at {entry.get('what')}")
+        found.append(Mutant(**entry))
+    return found
+
+
+def copy_tree(folder: Path) -> Path:
+    """The checkout without what is ignored; the environment and the assets are its own."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
+    for name in filter(None, listed):
+        source, target = ROOT / name, folder / name
+        if source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+    for name in (".venv", "assets"):
+        if (ROOT / name).exists() and not (folder / name).exists():
+            (folder / name).symlink_to((ROOT / name).resolve())
+    return folder
+
+
+def run_tests(folder: Path, tests: str) -> int | None:
+    """pytest's exit status for its words `tests`; None where it ran out of time."""
+    words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *shlex.split(tests)]
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", *words],
+            cwd=folder,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def is_found(folder: Path, mutant: Mutant) -> tuple[bool, str]:
+    """Whether its tests see the fault, and in words how they ended."""
+    path = folder / mutant.file
+    original = path.read_text(encoding="utf-8")
+    path.write_text(original.replace(mutant.was, mutant.now), encoding="utf-8")
+    try:
+        status = run_tests(folder, mutant.tests)
+    finally:
+        path.write_text(original, encoding="utf-8")
+    if status is None:
+        return True, "ran out of time"
+    # 2 and more: nothing was collected, or an import failed, which says nothing of the tests.
+    ends = {0: "NOT FOUND", 1: "found"}
+    return status == 1, ends.get(status, f"pytest ended with status {status}")
+
+
+def _in_a_folder(
+    folders: SimpleQueue[Path], work: Callable[[Path, Given], Answer], given: Given
+) -> Answer:
+    folder = folders.get()
+    try:
+        return work(folder, given)
+    finally:
+        folders.put(folder)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Try the faults; 0 where each was found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ci", action="store_true", help="only those that CI runs")
+    parser.add_argument("--only", default="", help="those whose `what` or file holds this")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args(words)
+    listed = read_list()
+    chosen = [
+        one
+        for one in listed
+        if options.only in f"{one.what} {one.file}"
+        and not one.equivalent
+        and (one.ci or not options.ci)
+    ]
+    if problems := [f"{one.what}: {why}" for one in listed if (why := one.problem())]:
+        print("\n".join(problems))
+        return 1
+    began, missed = time.monotonic(), 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        folders: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.jobs):
+            folders.put(copy_tree(Path(scratch, str(number))))
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            tests = sorted({one.tests for one in chosen})
+            clean = pool.map(partial(_in_a_folder, folders, run_tests), tests)
+            if failing := [one for one, status in zip(tests, clean, strict=True) if status != 0]:
+                print("these fail without a fault:", *failing, sep="\n  ")
+                return 1
+            found = pool.map(partial(_in_a_folder, folders, is_found), chosen)
+            for one, (is_seen, said) in zip(chosen, found, strict=True):
+                missed += not is_seen
+                print(f"{said:10} {one.file}: {one.what}", flush=True)
+    equivalent = [one for one in listed if one.equivalent]
+    print(
+        f"{len(chosen) - missed} of {len(chosen)} faults found in "
+        f"{time.monotonic() - began:.0f} s; {len(equivalent)} more are equivalent"
+    )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,145 @@
+"""Which of two settings wins, which baseline a cell has, and numbers at the edges of sense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.cells.cluster import Cluster, load_cluster
+from cookbook.cells.expand import CellRequest, expand_sweep
+from cookbook.cells.finding import Finding
+from cookbook.cells.rules.layout import layout_findings
+from cookbook.cells.rules.refusals import refusals
+from cookbook.cells.sweep import load_sweep
+from cookbook.predict.layers import RankLayers
+from cookbook.stack.options import Options, Setting
+from tests.cells import STACK
+from tests.check_cells import cell_of, h200, with_options
+
+HEAD = "description: mine\nprecision: [bf16, mxfp8]\nep_backend: [standard]\n"
+STEPS = "training.steps"
+
+
+def cluster_that_sets(steps: int) -> Cluster:
+    cluster = load_cluster("soperator-b200")
+    return replace(cluster, settings={**cluster.settings, STEPS: Setting(steps, "the cluster")})
+
+
+def write_sweep(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(HEAD + text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "steps", "place"),
+    [
+        ("recipes: [debug]\n", {}, 7, "the cluster"),
+        ("recipes: [debug]\noptions: {training.steps: 8}\n", {}, 8, "mine.yaml"),
+        (
+            "recipes: [debug]\noptions: {training.steps: 8}\nvary: {training.steps: [9]}\n",
+            {},
+            9,
+            "mine.yaml",
+        ),
+        ("recipes: [debug]\noptions: {training.steps: 8}\n", {STEPS: 10}, 10, "--set"),
+    ],
+)
+def test_the_later_of_cluster_sweep_axis_and_command_line_wins(
+    text: str, overrides: dict[str, int], steps: int, place: str, tmp_path: Path
+) -> None:
+    request = CellRequest(
+        cluster=cluster_that_sets(7),
+        overrides={name: Setting(value, "--set") for name, value in overrides.items()},
+    )
+    cells = expand_sweep(load_sweep(write_sweep(tmp_path, text)), request)
+    assert len(cells) == 2
+    for cell in cells:
+        assert cell.steps == steps
+        assert place in cell.options.place(STEPS)
+
+
+def test_two_recipes_of_a_sweep_have_a_baseline_each(tmp_path: Path) -> None:
+    text = (
+        "recipes: [deepseek_v3_16b, deepseek_v3_671b]\n"
+        "baseline: {precision: bf16, ep_backend: standard}\n"
+    )
+    request = CellRequest(cluster=load_cluster("soperator-b200"))
+    cells = expand_sweep(load_sweep(write_sweep(tmp_path, text)), request)
+    assert {cell.name: cell.baseline for cell in cells} == {
+        "16b-bf16-standard": "16b-bf16-standard",
+        "16b-mxfp8-standard": "16b-bf16-standard",
+        "671b-bf16-standard": "671b-bf16-standard",
+        "671b-mxfp8-standard": "671b-bf16-standard",
+    }
+
+
+def of_batch(world: int, **options: Any) -> list[Finding]:
+    settings = {"model.name": "deepseek_v3", "model.flavor": "16B"} | {
+        name.replace("__", "."): value for name, value in options.items()
+    }
+    given = {name: Setting(value, f"--set {name}") for name, value in settings.items()}
+    return layout_findings(Options(STACK, given), world)
+
+
+@pytest.mark.parametrize("replicate", [1, 4])
+def test_a_global_batch_is_a_multiple_of_all_replicas_local_batches(replicate: int) -> None:
+    batches = {
+        "training__local_batch_size": 2,
+        "parallelism__data_parallel_replicate_degree": replicate,
+    }
+    # 384 is a multiple of 128 ranks and of 2 sequences, and not of 256.
+    (finding,) = of_batch(128, training__global_batch_size=384, **batches)
+    assert finding.option == "training.global_batch_size"
+    assert "384 is not a multiple of local batch 2 x 128 data-parallel ranks" in finding.reason
+    assert finding.remedy == "try 256"
+    for total in (256, 512, -1):
+        assert not of_batch(128, training__global_batch_size=total, **batches)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("activation_checkpoint.memory_budget", 0.0, True),
+        ("activation_checkpoint.memory_budget", 1.0, True),
+        ("activation_checkpoint.memory_budget", 1.01, False),
+        ("activation_checkpoint.memory_budget", -0.01, False),
+        ("training.steps", 1, True),
+        ("training.steps", 0, False),
+        ("lr_scheduler.warmup_steps", 0, True),
+        ("lr_scheduler.warmup_steps", -1, False),
+        ("checkpoint.keep_latest_k", 0, True),
+        ("checkpoint.keep_latest_k", 2, True),
+        ("checkpoint.keep_latest_k", 1, False),
+    ],
+)
+def test_numbers_at_the_edge_of_sense(option: str, value: float, allowed: bool) -> None:
+    cell = cell_of("deepseek_v3_16b", {"checkpoint.enable": True})
+    found = [one.option for one in refusals(with_options(cell, {option: value}))]
+    assert found == ([] if allowed else [option])
+
+
+def test_a_memory_budget_keeps_that_part_and_computes_the_rest_again(tmp_path: Path) -> None:
+    cell = cell_of(
+        "deepseek_v3_16b", {"parallelism.expert_parallel_degree": 4}, cluster=h200(tmp_path)
+    )
+    layer = {"moe": False, "recomputed": True, "id": 0}
+    view = {"parts": [{"layers": [layer]}]}
+    kept, again = {}, {}
+    for budget in (0.0, 0.25, 1.0):
+        options = {
+            "activation_checkpoint.mode": "memory_budget",
+            "activation_checkpoint.memory_budget": budget,
+        }
+        layers = RankLayers.__new__(RankLayers)
+        layers._cell, layers._view = with_options(cell, options), view
+        # An input of 10, and 100 that the forward saves.
+        sizes: Any = type("Bytes", (), {"input": 10.0, "saved": 100.0, "selected": 5.0})
+        layers._bytes = {False: sizes}
+        kept[budget] = layers.kept(0)
+        again[budget] = layers._cost(layer)[2]
+    assert kept == {0.0: 10.0, 0.25: 35.0, 1.0: 110.0}
+    assert again == {0.0: 100.0, 0.25: 75.0, 1.0: 0.0}

@@ -1,0 +1,94 @@
+"""Which cells `doctor --numerics` proves on which machine, and how it is started on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.base.errors import InputError
+from cookbook.base.gpus import Gpu
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.this_machine import this_machine
+from cookbook.doctor import numerics
+
+H200 = Gpu("NVIDIA H200", 9.0, 139.8)
+B200 = Gpu("NVIDIA B200", 10.0, 179.0)
+
+
+@pytest.fixture(autouse=True)
+def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cookbook.cells.rules.here.missing_packages", lambda cell: [])
+    monkeypatch.setattr("cookbook.cells.rules.here._lacks_flash_attention", lambda cell: False)
+
+
+def proved(ranks: int, gpu: Gpu | None) -> dict[str, Any]:
+    found = numerics.candidates(this_machine(ranks, gpu))
+    assert len({one.cell.name for one in found}) == len(found)
+    return {one.cell.name: one.cell for one in found if not one.left_out}
+
+
+PRECISIONS = {"bf16", "mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear"}
+CPU = {f"{name} standard" for name in PRECISIONS} | {
+    "mxfp8 mxfp8_a2a",
+    "bf16 standard model.attention=flash_attention_4 loss.num_chunks=8",
+}
+ONE_GPU = CPU - {"mxfp8 mxfp8_a2a"} | {"float8 standard"}
+TP2 = "parallelism.tensor_parallel_degree=2 loss.num_chunks=8"
+TWO_GPUS = (
+    ONE_GPU
+    | {"mxfp8 mxfp8_a2a", "bf16 deepep", "mxfp8 deepep"}
+    | {f"mxfp8 {ep_backend} {TP2}" for ep_backend in ("standard", "deepep", "mxfp8_a2a")}
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpu", "expected"),
+    [(2, None, CPU), (1, H200, ONE_GPU), (2, H200, TWO_GPUS), (2, B200, TWO_GPUS)],
+)
+def test_what_can_run_here_is_proved(ranks: int, gpu: Gpu | None, expected: set[str]) -> None:
+    cells = proved(ranks, gpu)
+    assert set(cells) == expected
+    for name, cell in cells.items():
+        assert cell.world == ranks
+        # Emulated where the GPU has no such format, and only there.
+        assert cell.emulated == ("mxfp8" in name.split()[0] and gpu is not B200)
+    assert cells["bf16 standard"].recipe.name == ("deepseek_v3_16b" if gpu else "debug")
+
+
+def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cookbook.cells.rules.here.missing_packages", lambda cell: ["deep_ep"])
+    found = numerics.candidates(this_machine(2, H200))
+    assert {one.left_out for one in found} == {"not installed: deep_ep"} | {
+        one.left_out for one in found if "precision" in (one.left_out or "")
+    }
+
+
+def test_on_a_cluster_it_is_a_job_of_one_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/words\nexit 1\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    cluster = load_cluster("soperator-b200")
+    assert numerics.prove_on(cluster, tmp_path / "out.json") == 1
+    words = (tmp_path / "words").read_text().splitlines()
+    assert {"--nodes=1", "--ntasks=1", "--gpus-per-node=8", "--exclusive"} <= set(words)
+    assert words[-4:] == ["cookbook.doctor", "--numerics", "--output", f"{tmp_path}/out.json"]
+    assert capsys.readouterr().out.startswith("srun --nodes=1 ")
+
+
+def test_without_slurm_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(InputError, match="there is no srun here"):
+        numerics.prove_on(load_cluster("soperator-b200"), None)
+
+
+def test_the_verdict_names_the_machine() -> None:
+    right, wrong = {"ok": True}, {"ok": False}
+    found = {"gpu": "NVIDIA H200", "seconds": 7.4, "proofs": [right, right]}
+    assert numerics._verdict(found) == "2 kernels proved on NVIDIA H200 in 7 s"
+    found["proofs"] = [right, wrong]
+    assert numerics._verdict(found) == "1 of 2 kernels are wrong on NVIDIA H200"

@@ -1,0 +1,69 @@
+"""The list of faults can be put in, and the runner tells found from not found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.paths import ROOT
+from tests.mutants import Mutant, is_found, read_list
+
+LISTED = read_list()
+
+
+@pytest.mark.parametrize("mutant", LISTED, ids=lambda mutant: mutant.what)
+def test_a_listed_fault_can_be_put_in(mutant: Mutant) -> None:
+    """Whoever changes the code that a fault is in changes the list too."""
+    assert mutant.problem() is None
+    for word in mutant.tests.partition(" -k ")[0].split():
+        assert (ROOT / word.partition("::")[0]).is_file(), word
+
+
+def test_no_fault_is_listed_twice() -> None:
+    assert len({(one.file, one.was, one.now) for one in LISTED}) == len(LISTED)
+    assert len({one.what for one in LISTED}) == len(LISTED)
+    assert any(one.ci for one in LISTED)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "adding.py").write_text("def add(a, b):\n    return a + b  # both\n")
+    (tmp_path / "test_adding.py").write_text(
+        "from adding import add\n\n\ndef test_zero():\n    assert add(2, 0) == 2\n\n\n"
+        "def test_sum():\n    assert add(2, 3) == 5\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("now", "tests", "expected"),
+    [
+        ("a - b", "test_adding.py", (True, "found")),
+        # Only a test that adds nothing looks.
+        ("a - b", "test_adding.py -k zero", (False, "NOT FOUND")),
+        # An import that fails, and tests that are not there, say nothing of the tests.
+        ("(", "test_adding.py", (False, "pytest ended with status 2")),
+        ("a - b", "test_adding.py -k nothing", (False, "pytest ended with status 5")),
+    ],
+)
+def test_a_fault_is_found_by_its_tests_alone(
+    now: str, tests: str, expected: tuple[bool, str], folder: Path
+) -> None:
+    before = (folder / "adding.py").read_text()
+    assert is_found(folder, Mutant("wrong sign", "adding.py", "a + b", now, tests)) == expected
+    assert (folder / "adding.py").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("mutant", "said"),
+    [
+        (Mutant("w", "gone.py", "a", "b", "t"), "there is no gone.py"),
+        (Mutant("w", "adding.py", "a", "c", "t"), "must stand once"),
+        (Mutant("w", "adding.py", "a + b", "a + b", "t"), "nothing is changed"),
+        (Mutant("w", "adding.py", "a + b", "a - b"), "either `tests` or `equivalent`"),
+    ],
+)
+def test_a_fault_that_cannot_be_put_in_is_told(mutant: Mutant, said: str, folder: Path) -> None:
+    assert said in (mutant.problem(folder) or "")

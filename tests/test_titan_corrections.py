@@ -1,0 +1,89 @@
+"""Corrections of TorchTitan say their names, keep the reported loss, and stay where they belong."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+pytestmark = pytest.mark.titan
+
+
+@pytest.fixture
+def corrections() -> Any:
+    from cookbook.titan.stack_2026_02 import activity
+
+    before = set(activity.corrections)
+    activity.corrections.clear()
+    yield activity.corrections
+    activity.corrections.clear()
+    activity.corrections.update(before)
+
+
+def loss_with(pp: bool, global_batch: int, corrections: set[str]) -> tuple[float, torch.Tensor]:
+    """The loss of 6 tokens and its gradient, at 2 x 3 data-parallel ranks and a batch of 4 x 5."""
+    from cookbook.titan.stack_2026_02.pipeline_loss import build_loss
+
+    training = SimpleNamespace(global_batch_size=global_batch, local_batch_size=4, seq_len=5)
+    config: Any = SimpleNamespace(
+        loss=SimpleNamespace(num_chunks=0),
+        compile=SimpleNamespace(enable=False, components=[]),
+        training=training,
+    )
+    dims = SimpleNamespace(pp_enabled=pp, dp_replicate=2, dp_shard=3)
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 7, requires_grad=True)
+    loss = build_loss(config, parallel_dims=dims)(logits, torch.arange(6).view(2, 3))
+    (grad,) = torch.autograd.grad(loss, logits)
+    return float(loss.detach()), grad
+
+
+@pytest.mark.parametrize(("global_batch", "sequences"), [(-1, 4 * 2 * 3), (48, 48)])
+def test_a_pipeline_reports_the_loss_and_gets_gradients_per_token(
+    global_batch: int, sequences: int, corrections: set[str]
+) -> None:
+    plain, whole = loss_with(False, global_batch, corrections)
+    assert not corrections
+    value, grad = loss_with(True, global_batch, corrections)
+    # What is logged is the sum, of which TorchTitan makes the mean afterwards.
+    assert value == pytest.approx(plain, rel=1e-6)
+    torch.testing.assert_close(grad, whole / (sequences * 5))
+    assert corrections == {"pipeline-gradients-per-token"}
+
+
+def moe_layer(shared: bool) -> Any:
+    layer = nn.Module()
+    layer.router = nn.Identity()
+    layer.shared_experts = nn.Identity() if shared else None
+    layer.reorderer = None
+    return layer
+
+
+@pytest.mark.parametrize("etp", [None, object()], ids=["ETP 1", "ETP = TP"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_only_ranks_that_send_a_share_each_sum_their_gradients(
+    etp: Any, shared: bool, corrections: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ETP = TP all TP ranks send all tokens: a sum would count each TP times."""
+    from torchtitan.models.llama4.infra import parallelize
+
+    from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
+    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+
+    monkeypatch.setattr(parallelize, "apply_moe_ep_tp", lambda *_, **__: None)
+    layer = moe_layer(shared)
+    model: Any = SimpleNamespace(layers={"0": SimpleNamespace(moe=layer, moe_enabled=True)})
+    meshes: Any = {"tp_mesh": object(), "ep_mesh": object(), "etp_mesh": etp}
+    apply_moe_ep_tp(Precisions(False, False), model, **meshes)
+    hooked = bool(layer.router._forward_hooks)
+    if etp is not None:
+        assert not hooked and not corrections
+        return
+    assert hooked
+    labels = {"router-gradients-summed-over-tp"}
+    assert corrections == labels | (
+        {"shared-expert-gradients-not-summed-over-tp"} if shared else set()
+    )

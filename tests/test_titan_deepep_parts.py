@@ -1,0 +1,174 @@
+"""What a DeepEP layer does, in which order, and what it counts."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.titan_ranks import run_ranks
+
+pytestmark = pytest.mark.titan
+
+DIM, EXPERTS, TOP_K, TOKENS = 32, 4, 2, 12
+
+
+def parallel_layer(tp: int) -> Any:
+    """A DeepEP layer over two ranks, by TorchTitan's plan and the cookbook's."""
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.moe.moe import MoEArgs, build_moe
+
+    from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
+    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=2 // tp, cp=1, tp=tp, pp=1, ep=2, etp=1, world_size=2
+    )
+    args = MoEArgs(num_experts=EXPERTS, num_shared_experts=1, top_k=TOP_K, use_grouped_mm=False)
+    torch.manual_seed(0)
+    layer = build_moe(args, DIM, 16, "deepep").double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+    layer.expert_bias = torch.zeros(EXPERTS, dtype=torch.float64)
+    layer.tokens_per_expert = torch.zeros(EXPERTS, dtype=torch.float64)
+    block = nn.Module()
+    block.moe, block.moe_enabled = layer, True
+    model: Any = SimpleNamespace(layers={"0": block})
+    meshes = {
+        "tp_mesh": dims.get_optional_mesh("tp"),
+        "ep_mesh": dims.get_optional_mesh("ep"),
+        "etp_mesh": None,
+        "ep_etp_mesh": None,
+    }
+    apply_moe_ep_tp(Precisions(False, False), model, use_deepep=True, **meshes)
+    return layer
+
+
+def note_exchanges(done: list[str]) -> None:
+    """Let DeepEP's stand-in note what is sent, and what is waited for."""
+    from deep_ep import Buffer, utils
+
+    def noted(owner: Any, name: str, word: str) -> None:
+        function = getattr(owner, name)
+
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+            # An event that nothing was sent before is none that is waited for.
+            if word != "wait" or self.arrivals:
+                done.append(word)
+            return function(self, *arguments, **options)
+
+        setattr(owner, name, call)
+
+    noted(Buffer, "dispatch", "dispatch")
+    noted(Buffer, "combine", "combine")
+    noted(utils.EventOverlap, "current_stream_wait", "wait")
+
+
+def order_of_work(recomputed: bool) -> tuple[list[str], bool]:
+    """What one layer did, in order; and whether all gradients were there in the end."""
+    from torch.utils.checkpoint import checkpoint
+
+    layer = parallel_layer(1)
+    done: list[str] = []
+    note_exchanges(done)
+    for name, half in (("w3", "first half"), ("w2", "second half")):
+        linear = getattr(layer.shared_experts, name)
+        linear.register_forward_hook(lambda *_, half=half: done.append(half))
+        linear.weight.register_post_accumulate_grad_hook(
+            lambda _, half=half: done.append(f"gradients of the {half}")
+        )
+    layer.experts.w2.register_post_accumulate_grad_hook(
+        lambda _: done.append("gradients of the experts")
+    )
+    x = torch.randn(1, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    out = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+    done.append("backward")
+    out.square().sum().backward()
+    gradients = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+    return done, all(grad is not None and bool(grad.isfinite().all()) for grad in gradients)
+
+
+FORWARD = ["first half", "dispatch", "wait", "combine", "second half", "wait"]
+BACKWARD = [
+    "dispatch",
+    "gradients of the second half",
+    "wait",
+    "gradients of the experts",
+    "combine",
+    "gradients of the first half",
+    "wait",
+]
+
+
+def test_shared_experts_compute_while_rows_and_gradients_are_sent() -> None:
+    for done, whole in run_ranks(order_of_work, 2, False):
+        assert done == [*FORWARD, "backward", *BACKWARD]
+        assert whole
+
+
+def test_a_recomputed_layer_sends_gradients_before_it_computes_again() -> None:
+    for done, whole in run_ranks(order_of_work, 2, True):
+        # Which ends where all is there that the backward reads.
+        assert done == [*FORWARD, "backward", BACKWARD[0], *FORWARD[:4], *BACKWARD[1:]]
+        assert whole
+
+
+def count(tp: int) -> dict[str, Any]:
+    """What two forwards of the layer count, and the corrections that they name."""
+    from cookbook.titan.stack_2026_02 import activity
+
+    layer, counts = parallel_layer(tp), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        layer(torch.randn(1, TOKENS // tp, DIM, dtype=torch.float64))
+        counts.append(layer.tokens_per_expert.clone())
+    return {"counts": counts, "corrections": sorted(activity.corrections)}
+
+
+@functools.cache
+def counted(tp: int) -> list[dict[str, Any]]:
+    return run_ranks(count, 2, tp)
+
+
+def test_tokens_are_counted_from_step_to_step() -> None:
+    for found in counted(1):
+        first, second = found["counts"]
+        assert int(first.sum()) == TOKENS * TOP_K
+        # TorchTitan sets them back after each step; gradient accumulation adds to them.
+        assert int(second.sum()) == 2 * TOKENS * TOP_K
+        assert bool((second >= first).all())
+
+
+def test_corrections_have_their_names() -> None:
+    for found in counted(1):
+        assert found["corrections"] == ["deepep-padded-groups"]
+    for found in counted(2):
+        assert found["corrections"] == [
+            "deepep-padded-groups",
+            "deepep-tokens-split-over-tp",
+            "router-gradients-summed-over-tp",
+            "shared-expert-gradients-not-summed-over-tp",
+        ]
+
+
+def send_with_zero_scores() -> list[int]:
+    import torch.distributed as dist
+
+    from cookbook.titan.stack_2026_02.deepep_exchange import dispatch, leave
+
+    group: Any = dist.group.WORLD
+    experts = torch.tensor([[0, 2], [1, 3], [0, 3]])
+    scores = torch.tensor([[0.5, 0.0], [0.0, 0.5], [0.5, 0.5]])
+    rows, routing = leave(torch.ones(3, DIM, dtype=torch.bfloat16), scores, experts, EXPERTS)
+    return dispatch(rows, routing, group)[3]
+
+
+def test_a_copy_without_a_score_is_not_sent() -> None:
+    # Of each rank's six copies two count for nothing: one for expert 2, one for expert 1.
+    first, second = run_ranks(send_with_zero_scores, 2)
+    assert (first, second) == ([2 * 2, 0], [0, 2 * 2])
