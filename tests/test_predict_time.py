@@ -173,6 +173,7 @@ def test_experts_on_one_rank_send_nothing() -> None:
     assert terms["host"] == hardware_of(cell).host_ms_per_step
 
 
+@pytest.mark.titan
 def test_every_measured_point_is_predicted() -> None:
     comparisons = [one for one in compare(read_points()) if one.error is not None]
     known = [one for one in comparisons if not one.point.note]
