@@ -22,19 +22,23 @@ from cookbook.check.check import check_cells
 from cookbook.plan.search import evaluate, search
 from cookbook.plan.space import space_of
 
+# Cells that one process builds; what is known is printed after each lot.
+_AT_ONCE = 5
+
 
 def differences(cells: Sequence[Cell], wanted: str) -> list[str]:
     """Where the two do not agree, a line each."""
     found = []
-    for cell in cells:
-        candidate = evaluate(cell)
-        (checked,) = check_cells([cell])
-        said = checked.verdict or str(checked.errors[0] if checked.errors else "not built")
-        print(f"{wanted}: {cell.name}: {candidate.verdict}, check: {said}", flush=True)
-        if said != candidate.verdict:
-            found.append(f"{cell.name}: {candidate.verdict}, check says: {said}")
-        elif wanted == "best" and not checked.may_run:
-            found.append(f"{cell.name}: refused: {checked.summary}")
+    for start in range(0, len(cells), _AT_ONCE):
+        some = cells[start : start + _AT_ONCE]
+        for cell, checked in zip(some, check_cells(some), strict=True):
+            candidate = evaluate(cell)
+            said = checked.verdict or str(checked.errors[0] if checked.errors else "not built")
+            print(f"{wanted}: {cell.name}: {candidate.verdict}, check: {said}", flush=True)
+            if said != candidate.verdict:
+                found.append(f"{cell.name}: {candidate.verdict}, check says: {said}")
+            elif wanted == "best" and not checked.may_run:
+                found.append(f"{cell.name}: refused: {checked.summary}")
     return found
 
 

@@ -202,10 +202,30 @@ def test_json_has_the_promised_fields() -> None:
     seen = {"attention", "mean_attended_length", "emulated", "active", "resumptions"}
     seen |= {"throughput", "speed", "loss", "loss_last_tenth", "repeats"}
     seen |= {"gpu_hours", "cost_per_billion_tokens"}
+    seen |= {"predicted_tokens_per_second_per_gpu", "predicted_largest"}
     assert promised | seen == set(first)
     assert first["tokens_per_second_per_gpu"] == 651.4
     assert second["tokens_per_second_per_gpu"] is None
     assert second["steps"] is None
+
+
+def test_a_cell_that_is_slower_than_predicted_is_called_that() -> None:
+    near = replace(
+        BASELINE,
+        predicted_tokens_per_second_per_gpu=700.0,
+        predicted_largest="attention",
+    )
+    far = replace(DEEPEP, predicted_tokens_per_second_per_gpu=2500.0, predicted_largest="host")
+    run = run_of(near, replace(far, tokens_per_second_per_gpu=1859.0), FAILED)
+    text = render_markdown(run)
+    table = table_of(text)
+    assert table[BASELINE.name]["predicted"] == "700"
+    assert table[DEEPEP.name]["predicted"] == "2,500"
+    assert table[FAILED.name]["predicted"] == "-"
+    (line,) = [line for line in text.splitlines() if "slower than predicted" in line]
+    assert line.startswith(f"- {DEEPEP.name}: 26% slower than predicted (2,500 tokens/s/GPU; ")
+    assert "within 15% is usual" in line
+    assert "look first at host" in line
 
 
 def test_json_is_valid_whatever_was_measured() -> None:

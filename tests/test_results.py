@@ -441,3 +441,38 @@ def test_the_benchmark_runs() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("16 ranks x 20 steps")
+
+
+PLANNED: dict[str, Any] = {
+    "recipe": "deepseek_v3_16b",
+    "cluster": "h200-node",
+    "stack": "2026.02",
+    "ranks_per_node": 8,
+    "options": {
+        "model.name": "deepseek_v3",
+        "model.flavor": "16B",
+        "parallelism.expert_parallel_degree": 8,
+        "training.dataset": "c4",
+        "training.steps": 20,
+        "compile.enable": True,
+        "compile.components": ["model", "loss"],
+    },
+}
+
+
+def test_a_gpu_cell_is_held_beside_its_prediction(run: Run) -> None:
+    log = "".join(metrics_line(step, tps="100") for step in range(1, 21))
+    run.add("known", log, **PLANNED)
+    run.add("emulated", log, **PLANNED, emulated=True)
+    run.add("cpu", log, **PLANNED | {"device": "cpu"})
+    run.add("refused", state="refused", **PLANNED, refused="does not fit")
+    run.add("other texts", log, **PLANNED | {"options": {"training.dataset_path": "/texts"}})
+    run.add("no stack", log)
+    cells = {cell.name: cell for cell in run.collect().cells}
+    known = cells.pop("known")
+    assert known.predicted_tokens_per_second_per_gpu
+    assert 5_000 < known.predicted_tokens_per_second_per_gpu < 30_000
+    assert known.predicted_largest
+    for cell in cells.values():
+        assert cell.predicted_tokens_per_second_per_gpu is None, cell.name
+        assert cell.predicted_largest is None

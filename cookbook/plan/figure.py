@@ -12,6 +12,7 @@ from cookbook.plan.search import Candidate, Found
 _WIDTH, _HEIGHT = 1000, 560
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 50, 50
 _MOST_POINTS, _LABELS = 4000, 6
+_LEGEND = 'text-anchor="end" stroke="white" stroke-width="4" paint-order="stroke"'
 _GREY, _FRONT, _RECIPE = "#b8c4d0", "#d1495b", "#00798c"
 
 
@@ -45,15 +46,14 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
     front = found.front()
     path = " ".join(f"{x},{y}" for x, y in map(at, front))
     lines.append(f'<polyline points="{path}" fill="none" stroke="{_FRONT}" stroke-width="1.5"/>')
-    for place, one in enumerate(front):
+    for place, one in enumerate(front, 1):
         x, y = at(one)
         lines.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{_FRONT}"/>')
-        if place < _LABELS:
-            words = f"{_speed(one):,.0f}: {degrees(one.cell)}, {one.cell.pair}"
-            lines.append(
-                f'<text x="{x - 6}" y="{y - 8 - 14 * (_LABELS - place) / 3:.0f}" '
-                f'text-anchor="end">{escape(words)}</text>'
-            )
+        if place <= _LABELS:
+            lines.append(f'<text x="{x - 4}" y="{y - 8}" font-weight="bold">{place}</text>')
+            words = f"{place}: {_speed(one):,.0f}, {degrees(one.cell)}, {one.cell.pair}"
+            row = _HEIGHT - _BOTTOM - 20 * (_LABELS + 1 - place)
+            lines.append(f'<text x="{_WIDTH - _RIGHT}" y="{row}" {_LEGEND}>{escape(words)}</text>')
     if recipe is not None:
         x, y = at(recipe)
         lines.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{_RECIPE}"/>')

@@ -19,8 +19,8 @@ from cookbook.plan.search import Candidate
 _WIDTH = 100
 
 
-def write_recipe(path: Path, candidate: Candidate, base: Cell) -> None:
-    """Write `candidate` to `path`.
+def check_target(path: Path) -> None:
+    """Whether a recipe can be written to `path`; asked before a search, too.
 
     Raises:
         InputError: a name that recipes cannot have, or one that is taken.
@@ -30,6 +30,11 @@ def write_recipe(path: Path, candidate: Candidate, base: Cell) -> None:
     check_name(f"-o {path}", path.stem)
     if path.exists():
         raise InputError(shown_path(path), "exists already", "choose another name")
+
+
+def write_recipe(path: Path, candidate: Candidate, base: Cell) -> None:
+    """Write `candidate` to `path`; errors are those of `check_target`."""
+    check_target(path)
     write_whole(path, render_recipe(path.stem, candidate, base))
 
 

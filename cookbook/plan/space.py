@@ -23,7 +23,7 @@ _BATCH = "training.local_batch_size"
 _MODE, _BY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 # Ways to recompute, by name: options that belong together.
 RECOMPUTATION: dict[str, dict[str, Any]] = {
-    "full": {_MODE: "full"},
+    "full": {_MODE: "full", SAVE_LIST: []},
     "saves attention, communication": {
         _MODE: "selective",
         _BY: "op",
@@ -34,7 +34,7 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
         _BY: "op",
         SAVE_LIST: ["attention", "communication", "grouped_mm"],
     },
-    "none": {_MODE: "none"},
+    "none": {_MODE: "none", SAVE_LIST: []},
 }
 _WORKERS = "training.dataloader.num_workers"
 # A process that tokenizes beside the training.
@@ -113,7 +113,13 @@ class Space:
 
     def _with_rest(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Recomputation, attention, the loss, and any other option that the user varies."""
-        ways = [{}] if _MODE in self.varied else list(RECOMPUTATION.values())
+        ways = list(RECOMPUTATION.values())
+        if _MODE in self.varied:
+            # A list of what to save is refused beside any other mode.
+            ways = [
+                {_MODE: mode} if mode == "selective" else {_MODE: mode, SAVE_LIST: []}
+                for mode in self.varied[_MODE]
+            ]
         others = {name: values for name, values in self.varied.items() if name not in _STRUCTURE}
         others |= self._means()
         for way, values in itertools.product(ways, itertools.product(*others.values())):
@@ -172,7 +178,7 @@ class Space:
         return sorted({*_MICROBATCHES, self.base.options[_BATCH]})
 
 
-_STRUCTURE = (*DEGREES.values(), _SCHEDULE, _PER_STAGE, _BATCH)
+_STRUCTURE = (*DEGREES.values(), _SCHEDULE, _PER_STAGE, _BATCH, _MODE)
 
 
 def space_of(
@@ -203,6 +209,8 @@ def space_of(
         if "." not in key and key not in OVERLAYS:
             raise unknown_name("--vary", "axis", key, [*OVERLAYS, *stack.options])
         option = stack.setting(place, key)
+        if key in varied:
+            raise InputError(place, "has its values twice", "name it once, after --vary or --set")
         varied[key] = [option.parse(place, value) for value in values]
     for kind, usual in (("precision", _precisions(base)), ("ep_backend", ["standard", "deepep"])):
         named.setdefault(kind, list(dict.fromkeys([getattr(base, kind).name, *usual])))

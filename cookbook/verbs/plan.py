@@ -15,7 +15,7 @@ from cookbook.cells.expand import command_line_settings
 from cookbook.cells.rules.refusals import refusals
 from cookbook.plan.explain import Walk, walk
 from cookbook.plan.figure import render_svg
-from cookbook.plan.recipe_file import write_recipe
+from cookbook.plan.recipe_file import check_target, write_recipe
 from cookbook.plan.report import published_lines, render_json, render_text
 from cookbook.plan.search import Candidate, Found, evaluate, search
 from cookbook.plan.space import space_of
@@ -31,6 +31,8 @@ def plan(arguments: argparse.Namespace) -> int:
     """Search, print what was found, and write what was asked for; 1 where nothing fits."""
     base = unjudged_cell(arguments)
     _answer_by_refusal(base)
+    if arguments.output:
+        check_target(Path(arguments.output))
     documents = (
         parse_documents("--documents", arguments.documents)
         if arguments.documents

@@ -1,0 +1,326 @@
+"""The search over layouts: what it finds, keeps, explains and writes. One node, no pipeline."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.dom.minidom
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.base.errors import InputError
+from cookbook.cells.cell import Cell
+from cookbook.cells.cluster import load_cluster
+from cookbook.cells.expand import CellRequest, expand_sweep
+from cookbook.cells.rules.refusals import refusals
+from cookbook.cells.sweep import sweep_of_recipe
+from cookbook.plan.explain import walk
+from cookbook.plan.figure import render_svg
+from cookbook.plan.recipe_file import render_recipe, write_recipe
+from cookbook.plan.report import published_lines, render_json, render_text
+from cookbook.plan.search import FITS, TOO_LARGE, Found, evaluate, search
+from cookbook.plan.space import RECOMPUTATION, Space, space_of
+from cookbook.predict.documents import C4
+from cookbook.stack.options import Setting
+from tests.check_cells import cell_of
+from tests.submit import submit
+
+TP, PP, EP = (f"parallelism.{word}_parallel_degree" for word in ("tensor", "pipeline", "expert"))
+BATCH = "training.local_batch_size"
+NO_PIPELINE = [f"--vary={PP}=1"]
+BASE = cell_of("deepseek_v3_16b_fast", cluster="h200-node")
+DEEPEP = cell_of("deepseek_v3_16b_fast", cluster="h200-node", ep_backend="deepep")
+NAMED = {"precision": "bf16", "ep_backend": "deepep"}
+
+
+def words(*varied: str) -> list[str]:
+    return [f"{PP}=1", *varied]
+
+
+def space(*varied: str, held: Mapping[str, Any] | None = None) -> Space:
+    settings = {name: Setting(value, "--set") for name, value in (held or {}).items()}
+    return space_of(BASE, words(*varied), settings, NAMED)
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return search(space().cells())
+
+
+def test_all_that_the_rules_allow_is_looked_at_once(found: Found) -> None:
+    cells = list(space().cells())
+    assert len(found.candidates) + found.larger == len(cells) > 80
+    assert len({json.dumps(cell.options.values, default=str) for cell in cells}) == len(cells)
+    assert not [cell for cell in cells if refusals(cell)]
+    seen = {(cell.layout.tp, cell.layout.ep, cell.options[BATCH]) for cell in cells}
+    assert {(1, 8, 1), (4, 2, 16), (2, 4, 4)} <= seen
+    # EP with TP over the whole node leaves FSDP nothing, which TorchTitan refuses.
+    assert (8, 8, 1) not in seen
+    modes = {json.dumps(mode) for mode in RECOMPUTATION.values()}
+    assert len({(c.options["activation_checkpoint.mode"], c.saves) for c in cells}) == len(modes)
+
+
+def test_what_is_skipped_would_not_have_fitted(found: Found) -> None:
+    looked_at = {one.cell.name for one in found.candidates}
+    skipped = [cell for cell in space().cells() if cell.name not in looked_at]
+    assert len(skipped) == found.larger > 0
+    assert {evaluate(cell).verdict for cell in skipped} == {TOO_LARGE}
+
+
+def test_the_fastest_come_first_and_all_of_them_fit(found: Found) -> None:
+    ranked = found.ranked()
+    speeds = [one.step.tokens_per_second_per_gpu for one in ranked if one.step]
+    assert len(speeds) == len(ranked) == found.count(FITS)
+    assert speeds == sorted(speeds, reverse=True)
+    gpu = BASE.cluster.gpu
+    assert gpu
+    assert max(one.memory.total for one in ranked) <= 0.92 * gpu.memory_gib
+    for one in found.candidates:
+        assert (one.step is not None) is (one.verdict == FITS)
+        assert min(one.memory.terms.values()) > 0
+
+
+def test_none_beats_the_front(found: Found) -> None:
+    front, ranked = found.front(), found.ranked()
+    assert front[0] is ranked[0]
+    assert min(ranked, key=lambda one: one.memory.total).memory.total == front[-1].memory.total
+    for one in ranked:
+        ahead = [
+            other
+            for other in front
+            if other.memory.total <= one.memory.total and speed(other) >= speed(one)
+        ]
+        assert ahead
+
+
+def speed(candidate: Any) -> float:
+    return float(candidate.step.tokens_per_second_per_gpu)
+
+
+def test_set_holds_an_option_and_vary_names_its_values() -> None:
+    cells = list(space(f"{BATCH}=3,5", f"{TP}=2", held={EP: 4}).cells())
+    assert {(c.layout.tp, c.layout.ep, c.options[BATCH]) for c in cells} == {(2, 4, 3), (2, 4, 5)}
+    cells = list(space("activation_checkpoint.mode=full,none", f"{TP}=1", held={EP: 8}).cells())
+    assert {c.options["activation_checkpoint.mode"] for c in cells} == {"full", "none"}
+    assert {c.options["model.attention"] for c in cells} == {"flash_attention_4"}
+    attention = list(space("model.attention=flavor", f"{TP}=1", held={EP: 8}).cells())
+    assert {c.options["model.attention"] for c in attention} == {"flavor"}
+
+
+def test_precisions_and_ep_backends_are_axes() -> None:
+    base = cell_of("deepseek_v3_671b_fast")
+    every = space_of(base, words(f"{TP}=1", f"{EP}=64"), {}, dict.fromkeys(NAMED))
+    pairs = {cell.pair for cell in every.cells()}
+    assert pairs == {f"{p}+{e}" for p in ("bf16", "mxfp8") for e in ("standard", "deepep")}
+    named = space_of(base, words(f"{TP}=1", "precision=mxfp8_wgrad_hp"), {}, dict.fromkeys(NAMED))
+    assert {cell.precision.name for cell in named.cells()} == {"mxfp8_wgrad_hp"}
+    # An H200 has no MXFP8.
+    node = space_of(BASE, words(f"{TP}=1"), {}, dict.fromkeys(NAMED))
+    assert {cell.precision.name for cell in node.cells()} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("precison=bf16", "--vary: .*'precison'.*precision"),
+        ("training.step=3", "--vary training.step: .*nearest: training.steps"),
+        ("training.seq_len", "--vary training.seq_len: has no values"),
+        (f"{TP}=two", f"--vary {TP}: "),
+        ("precision=mxfp9", "mxfp9"),
+    ],
+)
+def test_a_wrong_axis_is_named(word: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        space_of(BASE, [word], {}, NAMED)
+
+
+def test_interrupted_it_keeps_what_it_has() -> None:
+    looked_at: list[int] = []
+
+    def stop(found: Found) -> None:
+        looked_at.append(len(found.candidates))
+        if len(looked_at) == 7:
+            raise KeyboardInterrupt
+
+    found = search(space().cells(), on_progress=stop)
+    assert found.interrupted
+    assert len(found.candidates) == 7
+    text = render_text(found, BASE, None, 3, C4, 100)
+    assert "of 100 layouts (interrupted)" in text.splitlines()[0]
+
+
+def test_the_walk_goes_from_one_layout_to_the_other(found: Found) -> None:
+    start, end = cell_of("deepseek_v3_16b_fast", {TP: 2}, cluster="h200-node"), best(found)
+    route = walk(start, end)
+    assert route.stops[0].changed == "from"
+    assert route.stops[0].step.terms_ms == pytest.approx(step_of(start))
+    assert route.stops[-1].step.terms_ms == pytest.approx(step_of(end))
+    titles = [stop.changed for stop in route.stops[1:]]
+    assert len(titles) == len(set(titles)) >= 3
+    for stop in route.stops:
+        total = sum(stop.us_per_token.values())
+        assert 1e6 / total == pytest.approx(stop.step.tokens_per_second_per_gpu)
+    text = route.render()
+    assert f"{route.stops[-1].step.tokens_per_second_per_gpu:,.0f}" in text
+    assert walk(end, end).stops[0].changed == "from"
+    assert len(walk(end, end).stops) == 1
+
+
+def test_a_walk_changes_overlays_too() -> None:
+    options = {EP: 8}
+    start = cell_of("deepseek_v3_16b_fast", options, cluster="h200-node")
+    end = cell_of("deepseek_v3_16b_fast", options, cluster="h200-node", ep_backend="deepep")
+    route = walk(start, end)
+    assert [stop.changed for stop in route.stops] == ["from", "precision and EP backend"]
+    assert route.stops[1].step.terms_ms == pytest.approx(step_of(end))
+
+
+def best(found: Found) -> Cell:
+    return found.ranked()[0].cell
+
+
+def step_of(cell: Cell) -> dict[str, float]:
+    step = evaluate(cell).step
+    assert step
+    return dict(step.terms_ms)
+
+
+def test_the_winner_is_written_as_a_recipe_that_is_the_winner(found: Found, tmp_path: Path) -> None:
+    winner = found.ranked()[0]
+    path = tmp_path / "mine.yaml"
+    write_recipe(path, winner, DEEPEP)
+    request = CellRequest(load_cluster("h200-node"), "bf16", "deepep")
+    (cell,) = expand_sweep(sweep_of_recipe(str(path)), request)
+    names = {*cell.options.settings, *winner.cell.options.settings}
+    assert {n for n in names if cell.options[n] != winner.cell.options[n]} == set()
+    assert cell.nodes == winner.cell.nodes
+    assert evaluate(cell).step == winner.step
+    text = path.read_text()
+    # What was changed stands above its line, with what the recipe had.
+    changed = [n for n in names if winner.cell.options[n] != DEEPEP.options[n]]
+    assert changed
+    for name in changed:
+        key = name.rpartition(".")[2]
+        assert re.search(rf"# deepseek_v3_16b_fast: .*\n +{key}: ", text), name
+    with pytest.raises(InputError, match="exists already"):
+        write_recipe(path, winner, DEEPEP)
+    with pytest.raises(InputError, match="not the name of a YAML file"):
+        write_recipe(tmp_path / "mine", winner, DEEPEP)
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_an_overlay_stays_out_of_the_recipe() -> None:
+    cell = cell_of("deepseek_v3_671b_fast", precision="mxfp8", ep_backend="deepep")
+    text = render_recipe("mine", evaluate(cell), cell)
+    assert "--precision mxfp8 --ep-backend deepep" in text
+    assert "quantize" not in text
+    assert "comm_backend" not in text
+    assert "mixed_precision" not in text
+
+
+def test_the_report_says_what_limits_and_how_far_the_published_is(found: Found) -> None:
+    recipe = evaluate(cell_of("deepseek_v3_16b_fast", {BATCH: 2}, cluster="h200-node"))
+    text = render_text(found, BASE, recipe, 3, C4, 999)
+    rows = [line.split() for line in text.splitlines() if re.match(r" *(recipe|[0-9]+) ", line)]
+    assert [row[0] for row in rows] == ["recipe", "1", "2", "3"]
+    top = found.ranked()[0]
+    assert top.step
+    assert f"{top.step.tokens_per_second_per_gpu:,.0f}" in rows[1]
+    assert f"{top.step.largest} (" in text
+    published = cell_of("deepseek_v3_671b")
+    lines = published_lines(published, found.ranked())
+    assert [line.split(":")[0] for line in lines] == [
+        f"published {pair}" for pair in published.recipe.published_numbers
+    ]
+    assert f"{top.step.tokens_per_second_per_gpu / 651:.2f}x" in lines[0]
+    content = json.loads(render_json(found, BASE, recipe, 2, walk(BASE, best(found))))
+    assert len(content["best"]) == 2
+    assert content["best"][0]["times_the_recipe"] >= 1
+    assert sum(content["best"][0]["terms_ms"].values()) == pytest.approx(
+        content["best"][0]["step_ms"], abs=1
+    )
+    assert content["recipe"]["memory_gib"] == round(recipe.memory.total, 1)
+    assert content["layouts"]["looked_at"] == len(found.candidates) + found.larger
+    assert content["walk"][0]["changed"] == "from"
+
+
+def test_the_picture_has_the_front(found: Found) -> None:
+    text = render_svg(found, BASE, evaluate(BASE))
+    document = xml.dom.minidom.parseString(text)
+    circles = document.getElementsByTagName("circle")
+    assert len(circles) == len(found.ranked()) + len(found.front()) + 1
+    for circle in circles:
+        assert 0 < float(circle.getAttribute("cx")) < 1000
+        assert 0 < float(circle.getAttribute("cy")) < 560
+    assert "<circle" not in render_svg(Found(), BASE, None)
+
+
+ONE_NODE = ["deepseek_v3_16b", "--cluster", "h200-node", "--ep-backend", "deepep"]
+
+
+def asked(*more: str, runs: Path) -> Any:
+    few = ["--vary", f"{PP}=1", "--vary", f"{TP}=1", "--set", f"{EP}=8"]
+    return submit("plan", *ONE_NODE, *few, *more, runs=runs)
+
+
+def test_the_command_searches_and_writes(tmp_path: Path) -> None:
+    recipe, figure = tmp_path / "won.yaml", tmp_path / "front.svg"
+    answer = asked(
+        "--best", "2", "--explain", "1,2", "-o", str(recipe), "--figure", str(figure), runs=tmp_path
+    )
+    assert (answer.status, answer.stderr) == (0, "")
+    assert answer.stdout.startswith("16b on 1 node(s) x 8 H200: 20 of 20 layouts; ")
+    assert "tokens/s/GPU" in answer.stdout
+    assert answer.stdout.rstrip().endswith(f"wrote {recipe}")
+    assert recipe.is_file()
+    assert figure.read_text().startswith("<svg")
+    again = asked("--json", runs=tmp_path)
+    assert json.loads(again.stdout)["layouts"]["looked_at"] == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--explain", "1"], "--explain: found '1', allowed: FROM,TO"),
+        (["--explain", "1,999"], "--explain: found 999, allowed: 0 (the recipe) to "),
+        # The scripts' EP 32 is more than the node's 8 GPUs, but the search has its own.
+        (["--set", "training.seq_len=8191"], "leaves no layout"),
+        (["--set", f"{TP}=1"], f"--vary {TP}: has its values twice"),
+        (["--vary", f"{BATCH}=1", "--vary", f"{BATCH}=2"], "has its values twice"),
+        (["--documents", "400"], "--documents: found '400', allowed: MEAN:MEDIAN"),
+        (["--vary", "model.attention=flash"], "--vary model.attention: "),
+        (["--set", "model.flavor=17B"], "the layers of deepseek_v3 17B are not counted"),
+        (["-o", "won.txt"], "is not the name of a YAML file"),
+    ],
+)
+def test_a_wrong_question_ends_in_a_line(
+    words: Sequence[str], message: str, tmp_path: Path
+) -> None:
+    answer = asked(*words, runs=tmp_path)
+    assert answer.status == 2
+    assert answer.stdout == ""
+    assert message in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+
+
+def test_a_cluster_without_facts_is_refused(tmp_path: Path) -> None:
+    text = (load_cluster("h200-node").path).read_text().replace("name: H200", "name: H800")
+    profile = tmp_path / "h800.yaml"
+    profile.write_text(text)
+    answer = submit("plan", "deepseek_v3_16b", "--cluster", str(profile), runs=tmp_path)
+    assert answer.status == 2
+    assert (
+        "nothing is known of the speed of a H800; describe it in recipes/hardware/" in answer.stderr
+    )
+
+
+def test_nothing_that_fits_is_said(tmp_path: Path) -> None:
+    answer = submit(
+        "plan", "deepseek_v3_671b", "--nodes", "1", "--vary", f"{PP}=1", "--vary", f"{TP}=1",
+        "--set", f"{EP}=8", "--precision", "bf16", "--ep-backend", "standard", runs=tmp_path,
+    )  # fmt: skip
+    assert answer.status == 1
+    assert "no layout fits" in answer.stdout

@@ -1,0 +1,73 @@
+"""How far back tokens look, on average and on the slowest rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.attended import mean_attended_length
+from cookbook.base.errors import InputError
+from cookbook.predict.documents import (
+    C4,
+    LOCAL,
+    Documents,
+    documents_of,
+    mean_attended_tokens,
+    parse_documents,
+    slowest_attended_tokens,
+)
+from tests.check_cells import cell_of, with_options
+
+
+def test_it_agrees_with_what_was_counted_on_both_corpora() -> None:
+    # docs/performance/h200x2-8layers.json: of the corpora that the measured cells read.
+    assert mean_attended_tokens(C4, 8192) == pytest.approx(511.0, rel=0.05)
+    assert mean_attended_tokens(LOCAL, 8192) == pytest.approx(2929.2, rel=0.05)
+
+
+def test_documents_of_one_length_attend_to_half_of_it() -> None:
+    alike = Documents(64.0000001, 64.0, "drawn")
+    assert mean_attended_tokens(alike, 8192) == mean_attended_length([64])
+    endless = Documents(10_000_001, 10_000_000, "drawn")
+    assert mean_attended_tokens(endless, 4096) == pytest.approx(
+        mean_attended_length([4096]), rel=0.01
+    )
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    mean=st.floats(20, 20_000),
+    ratio=st.floats(1.01, 4),
+    ranks=st.sampled_from([2, 8, 64]),
+    sequences=st.sampled_from([1, 4]),
+)
+def test_the_slowest_of_more_ranks_is_no_faster(
+    mean: float, ratio: float, ranks: int, sequences: int
+) -> None:
+    documents = Documents(mean, mean / ratio, "drawn")
+    one = slowest_attended_tokens(documents, 2048, sequences, 1)
+    most = slowest_attended_tokens(documents, 2048, sequences, ranks)
+    assert 1 <= one <= most * 1.02
+    assert most <= (2048 + 1) / 2
+    # A larger batch evens it out.
+    assert slowest_attended_tokens(documents, 2048, 8 * sequences, ranks) <= most * 1.05
+
+
+def test_the_documents_of_a_cell() -> None:
+    cell = cell_of("deepseek_v3_16b")
+    assert documents_of(cell) == C4
+    copy = with_options(cell, {"training.dataset_path": "/mnt/data/c4"})
+    assert documents_of(copy) == C4
+    local = {"training.dataset": "c4_test", "training.dataset_path": "assets/local/corpus/"}
+    assert documents_of(with_options(cell, local)) == LOCAL
+    other = {"training.dataset": "c4_test", "training.dataset_path": "/texts"}
+    with pytest.raises(InputError, match=r"documents of /texts .* --documents MEAN:MEDIAN"):
+        documents_of(with_options(cell, other))
+
+
+def test_documents_are_named_by_mean_and_median() -> None:
+    assert parse_documents("--documents", "900:300").mean_tokens == 900
+    for text in ("900", "900:", "a:b", "300:900", "300:300", "900:0", "inf:3", "900:300:2"):
+        with pytest.raises(InputError, match=r"--documents: found .* MEAN:MEDIAN"):
+            parse_documents("--documents", text)

@@ -1,0 +1,81 @@
+"""The tables of predicted and measured steps, and how a measurement comes into them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import step_times
+from bench.step_points import POINTS, cell_of_point, compare, read_points
+from bench.throughput_cells import CELLS
+
+
+@pytest.fixture
+def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the data file with four points, two of them not measured."""
+    content = json.loads(POINTS.read_text())
+    wanted = [p for p in content["points"] if p["group"] == "8 layers, 2 H200"]
+    measured = [p for p in wanted if p.get("measured")][:2]
+    waiting = [{**p, "measured": None} for p in wanted if p not in measured][-2:]
+    path = tmp_path / "time.json"
+    path.write_text(json.dumps({**content, "points": [*measured, *waiting]}))
+    monkeypatch.setattr(step_times, "POINTS", path)
+    return path
+
+
+def throughput(path: Path, name: str, speeds: list[float], reason: str | None = None) -> Path:
+    rounds = [
+        {
+            "corpus": "short",
+            "runs": {name: {"tokens_per_second_per_gpu": speed, "reason": reason}},
+        }
+        for speed in speeds
+    ]
+    path.write_text(json.dumps({"rounds": rounds}))
+    return path
+
+
+def test_the_table_has_what_was_measured_and_what_was_not(points: Path) -> None:
+    comparisons = list(compare(read_points(points)))
+    text = step_times.tables(comparisons)
+    assert "**8 layers, 2 H200**" in text
+    assert "**8 layers, 2 H200, not measured yet**" in text
+    first = comparisons[0]
+    assert first.error
+    assert f"{first.error:+.1%}" in text
+    assert text.count("| held out") + text.count("| to fit") == 2
+    # Slower than it was: the error is above 0.
+    slower = first.predicted.tokens_per_second_per_gpu < (first.point.measured or 0)
+    assert slower is (first.error > 0)
+
+
+def test_a_measurement_is_noted_at_its_own_point(points: Path, tmp_path: Path) -> None:
+    waiting = [p for p in read_points(points) if p.measured is None and p.documents == "short"]
+    found = throughput(tmp_path / "throughput.json", waiting[0].name, [10_000, 30_000, 11_000])
+    assert step_times.note(found, 2, 8) == 1
+    noted = [p.measured for p in read_points(points) if p.name == waiting[0].name]
+    assert 11_000 in noted
+    # Other GPUs or layers are another group; a run that failed is none.
+    before = points.read_text()
+    assert step_times.note(found, 4, 8) == step_times.note(found, 2, 27) == 0
+    failed = throughput(tmp_path / "failed.json", waiting[0].name, [5.0], "died")
+    assert step_times.note(failed, 2, 8) == 0
+    assert points.read_text() == before
+
+
+def test_every_point_is_a_cell_of_its_own() -> None:
+    points = read_points()
+    keys = {(p.group, p.name, p.documents) for p in points}
+    assert len(keys) == len(points)
+    for point in points:
+        cell = cell_of_point(point)
+        gpus = 256 if "B200" in point.group else point.gpus
+        assert cell.world == gpus
+        assert point.group.endswith(("2 H200", "4 H200", "256 B200"))
+        if point.cell in CELLS:
+            layers = str(cell.options["model.flavor"]) == "16B_8layers"
+            assert point.group.startswith("8 layers" if layers else "27 layers")
+            assert cell.uses_deepep is (point.ep_backend == "deepep")
+            assert (cell.hooks == "") is point.released
