@@ -75,13 +75,10 @@ def test_first_run_then_nothing_to_do(checkout: Checkout) -> None:
 
     stamp = checkout.folder / ".venv/.cookbook/installed"
     written = stamp.stat().st_mtime_ns
-    began = time.monotonic()
     second = checkout.setup("--local")
-    took = time.monotonic() - began
     assert second.returncode == 0
     assert "setup: " not in second.stdout
     assert stamp.stat().st_mtime_ns == written
-    assert took < 2, f"{took:.1f} s"
     assert checkout.setup("--local", "--quiet").stdout == ""
 
 

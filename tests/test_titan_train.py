@@ -95,15 +95,20 @@ def test_mxfp8_backends_agree_with_real_routing(assets: Path, tmp_path: Path) ->
     assert quantized["grad_norms"] == standard["grad_norms"]
 
 
-def test_tensor_parallel_ranks_compute_what_one_does(assets: Path, tmp_path: Path) -> None:
-    """Every sequence is the same, so that 4 x 1 and 2 x 2 sequences are the same batch."""
+def weights_of_one_rank(assets: Path, folder: Path) -> tuple[str, ...]:
+    """The options by which runs on any ranks begin with the same weights."""
     seed = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
-    run(assets, tmp_path / "seed", 1, *seed)
-    same_weights = (
+    run(assets, folder / "seed", 1, *seed)
+    return (
         "--optimizer.lr=1e-4",
         "--checkpoint.enable",
-        f"--checkpoint.initial_load_path={tmp_path / 'seed' / 'checkpoint' / 'step-0'}",
+        f"--checkpoint.initial_load_path={folder / 'seed' / 'checkpoint' / 'step-0'}",
     )
+
+
+def test_tensor_parallel_ranks_compute_what_one_does(assets: Path, tmp_path: Path) -> None:
+    """Every sequence is the same, so that 4 x 1 and 2 x 2 sequences are the same batch."""
+    same_weights = weights_of_one_rank(assets, tmp_path)
     one = run(assets, tmp_path / "a", 4, *EP4, *same_weights, data="same", batch=1)
     for name, backend in (("b", STANDARD), ("c", DEEPEP)):
         options = (*EP4, *TP2, *backend, *BF16, *same_weights)
@@ -114,11 +119,12 @@ def test_tensor_parallel_ranks_compute_what_one_does(assets: Path, tmp_path: Pat
 
 
 def test_a_pipeline_has_the_gradients_of_a_run_without_one(assets: Path, tmp_path: Path) -> None:
-    options = (*EP2, *PP2, *DEEPEP, *BF16)
-    piped = run(assets, tmp_path / "a", 4, *options, steps=1)
-    flat = run(assets, tmp_path / "b", 2, *EP2, *DEEPEP, *BF16, steps=1)
-    # Other initial weights on the second stage, yet of one size; released: 256 times as large.
-    assert piped["grad_norms"][0] == pytest.approx(flat["grad_norms"][0], rel=0.5)
+    options = (*EP2, *DEEPEP, *BF16, *weights_of_one_rank(assets, tmp_path))
+    piped = run(assets, tmp_path / "a", 4, *options, *PP2)
+    flat = run(assets, tmp_path / "b", 2, *options)
+    # In the released TorchTitan 0.2.2 they are 256 times as large. The second step's are those of
+    # weights that the first has changed.
+    assert apart(piped, flat, "grad_norms") < ROUNDING
 
 
 def test_a_quantized_run_resumes_where_it_stopped_also_in_bf16(
