@@ -134,6 +134,52 @@ def test_a_whole_log_is_read_as_its_lines_are(data: st.DataObject) -> None:
         assert list(read_log(log, 0)) == of_rank_0
 
 
+@settings(deadline=None)
+@given(st.data())
+def test_lines_of_8_ranks_in_pieces_are_never_read_as_another_step(data: st.DataObject) -> None:
+    """torchrun writes what it has read of each rank, whole lines or not, as it comes."""
+    body = PLAIN.removeprefix("[rank0]:")
+    written: dict[int, dict[int, StepMetrics]] = {}
+    pieces: list[list[str]] = []
+    whole: set[tuple[int, int]] = set()
+    for rank in range(8):
+        pieces.append([])
+        written[rank] = {}
+        for step in range(1, data.draw(st.integers(1, 3)) + 1):
+            line = body.replace("step: 15", f"step: {step:2}").replace(
+                "3.91", f"{rank + 1}.{step}1"
+            )
+            written[rank][step] = parsed(f"[rank{rank}]:{line}")
+            cut = data.draw(st.none() | st.integers(1, len(line) - 1))
+            if cut is None:
+                whole.add((rank, step))
+                pieces[rank].append(f"[rank{rank}]:{line}\n")
+            else:
+                pieces[rank] += [f"[rank{rank}]:{line[:cut]}", f"[rank{rank}]:{line[cut:]}\n"]
+    text = ""
+    begun: int | None = None  # the rank whose line has no end yet
+    while any(pieces):
+        rank = data.draw(st.sampled_from([rank for rank in range(8) if pieces[rank]]))
+        piece = pieces[rank].pop(0)
+        if begun is not None and begun != rank:
+            # What stands behind another's beginning need not be read.
+            whole = {one for one in whole if one != (rank, _step_of(piece))}
+        text += piece
+        begun = None if piece.endswith("\n") else rank
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "train.log"
+        log.write_text(text)
+        for rank in range(8):
+            found = list(read_log(log, rank))
+            assert all(metrics == written[rank][metrics.step] for metrics in found)
+            assert {step for of, step in whole if of == rank} <= {one.step for one in found}
+
+
+def _step_of(piece: str) -> int:
+    found = re.search(r"step: +([0-9]+) ", piece)
+    return int(found[1]) if found else 0
+
+
 def test_thousands_separators_and_no_mfu() -> None:
     found = parsed(COLOURED)
     assert (found.tokens_per_second, found.tflops, found.mfu) == (1213388, 1287.9, None)

@@ -97,6 +97,35 @@ def test_at_80_columns_there_are_bar_step_and_time_left() -> None:
     assert line.startswith("671b-mxfp8_wgrad_hp-mxfp8_a2a  running    ██") and "1:15 left" in line
 
 
+def test_a_sparkline_shows_where_steps_were_slow() -> None:
+    speeds = (800.0, 800.0, 100.0, 800.0, 0.0, 400.0)
+    cell = replace(LEFT, speeds=speeds)
+    (_, wide) = render_progress([cell], columns=130)
+    assert "██▂█▁▅  ███" in wide and "loss 3.9168" in wide
+    assert "##.#_=  ###" in render_progress([cell], 130, is_unicode=False)[1]
+    # The newest ones, as many as there is room for.
+    (_, many) = render_progress([replace(cell, speeds=(0.0,) * 20 + (5.0,) * 20)], columns=110)
+    assert "████████  " in many and "▁" not in many
+    # Of one step, and of a cell that makes none, there is nothing to see.
+    assert len(render_progress([replace(cell, speeds=(800.0,))], columns=80)) == 2
+    assert "▂" not in render_progress([replace(cell, state="finished")], columns=130)[1]
+
+
+def test_at_80_columns_a_running_cell_has_two_lines_that_say_all() -> None:
+    cell = replace(LEFT, step=1234, total_steps=1500, speeds=(800.0,) * 19 + (100.0,))
+    waiting = replace(QUEUED, name="671b-mxfp8_wgrad_hp-deepep")
+    lines = render_progress([cell, waiting], columns=80)
+    assert lines[1:] == [
+        "671b-bf16-deepep            running    step 1,234/1,500  859 tokens/s/GPU",
+        "                            ███████████████████▂  1:15 left  loss 3.9168  2:05",
+        "671b-mxfp8_wgrad_hp-deepep  queued",
+    ]
+    # Where the rows do not hold that, one line has what matters most.
+    short = render_progress([cell, waiting], columns=80, rows=3)
+    assert len(short) == 3
+    assert "step 1,234/1,500" in short[1] and "1:15 left" in short[1]
+
+
 def test_before_its_first_step_a_cell_says_what_it_does() -> None:
     cell = CellProgress("a", "running", total_steps=20, elapsed=40.0, phase="compiling")
     assert render_progress([cell])[1] == "a  running    compiling  0:40"
@@ -145,6 +174,7 @@ def test_colours_mark_what_went_wrong_and_what_is_emulated(monkeypatch: pytest.M
             st.none() | st.sampled_from(["loading", "first step"]),
             st.none() | st.floats(0, 1e7),
             st.booleans(),
+            st.lists(st.floats(0, 1e7), max_size=25).map(tuple),
         ),
         max_size=12,
     ),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
+from cookbook.base.paths import ROOT
 from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import load_cluster
 from cookbook.cells.expand import CellRequest, expand_sweep, in_rounds
@@ -23,6 +24,16 @@ from tests.test_results import Run, metrics_line
 
 def smoke() -> list[Cell]:
     return expand_sweep(load_sweep("smoke"), CellRequest(load_cluster("soperator-b200"), nodes=1))
+
+
+def test_a_plan_says_that_cells_share_a_job(tmp_path: Path) -> None:
+    profile = tmp_path / "timed.yaml"
+    text = (ROOT / "recipes/cluster/soperator-b200.yaml").read_text()
+    profile.write_text(text.replace("# time: 04:00:00", 'time: "04:00:00"'))
+    words = ("sweep", "matrix", "--dry-run", "--one-allocation", "--cluster")
+    answer = submit(*words, str(profile), runs=tmp_path)
+    assert "one after another in one job, which has 04:00:00 for all of them" in answer.stdout
+    assert "one job" not in submit(*words, "local", runs=tmp_path).stdout
 
 
 def test_rounds_turn_their_order() -> None:

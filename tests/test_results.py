@@ -130,6 +130,21 @@ def test_the_figures_of_a_finished_cell(run: Run) -> None:
     assert cell.emulated is False
 
 
+def test_the_figures_of_a_real_run_on_two_h200(run: Run) -> None:
+    run.add("base", (LOGS / "h200_stall.log").read_text())
+    cell = run.only()
+    assert (cell.steps, cell.final_loss, cell.memory_gib) == (13, 8.97069, 57.70)
+    assert (cell.attention, cell.mean_attended_length) == ("flash_attention_4", 2343.0)
+    assert cell.throughput is not None
+    # Three steps of warm-up, of which the first one has 707 tokens/s; then one of 25,070.
+    assert (cell.throughput.warm_up_steps, cell.throughput.num_steps) == (3, 10)
+    assert cell.throughput.stalls == (5,)
+    assert cell.tokens_per_second_per_gpu == (55173 + 55761) / 2
+    assert cell.throughput.mean < 0.95 * cell.throughput.median
+    # From 21:18:46.555 to 21:19:17.248, on two GPUs.
+    assert cell.gpu_hours == pytest.approx(2 * 30.693 / 3600)
+
+
 def test_warm_up_is_a_quarter_within_bounds() -> None:
     assert [warm_up(n) for n in (0, 1, 3, 4, 8, 20, 40, 41, 1500)] == [1, 1, 1, 1, 2, 5, 10, 10, 10]
 
@@ -320,6 +335,16 @@ def test_attention_is_what_the_job_said(run: Run) -> None:
     run.add("negative", log_of(attention="", mean_attended_length=-1))
     found = [(cell.attention, cell.mean_attended_length) for cell in run.collect().cells]
     assert found == [("flex", 812.3), (None, None), (None, None), (None, None)]
+
+
+def test_other_texts_are_not_compared(run: Run) -> None:
+    run.add("base", log_of(mean_attended_length=812.0))
+    run.add("near", log_of(mean_attended_length=900.0))
+    run.add("far", log_of(mean_attended_length=2600.0))
+    run.add("unsaid", log_of())
+    _, near, far, unsaid = run.collect().cells
+    assert (near.speedup, far.speedup, unsaid.speedup) == (1.0, None, 1.0)
+    assert (near.loss is None, far.loss is None, unsaid.loss is None) == (False, True, False)
 
 
 def test_attention_by_a_reference_gets_no_speedup(run: Run) -> None:

@@ -85,3 +85,38 @@ def test_the_time_left_follows_the_pace(tmp_path: Path, monkeypatch: pytest.Monk
     (log.parent.parent / "attempt-2").mkdir()
     (log.parent.parent / "attempt-2" / "train.log").write_text(metrics_line(15))
     assert _only(watcher).left is None
+
+
+def test_who_comes_later_sees_the_last_steps_and_the_time_left(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    options = {
+        "training.steps": 100,
+        "training.seq_len": 1000,
+        "training.local_batch_size": 2,
+        "parallelism.tensor_parallel_degree": 2,
+    }
+    speeds = [10, *[500] * 30, 250]
+    lines = [metrics_line(step, tps=f"{speed}") for step, speed in enumerate(speeds, 1)]
+    other = metrics_line(32, rank=1, tps="7")
+    log = run.add("a", "".join(lines) + other, state="running", options=options)
+    found = _only(_watcher(run))
+    assert found.speeds == (500.0,) * 19 + (250.0,)
+    # 68 steps of 1,000 tokens for each of two GPUs, at 500 tokens/s.
+    assert found.left == pytest.approx(68 * 1000 / 500)
+    watcher = _watcher(run)
+    for _ in range(3):
+        assert _only(watcher).speeds == found.speeds
+    with (log / "attempt-1" / "train.log").open("a") as file:
+        file.write(metrics_line(33, tps="600"))
+    assert _only(watcher).speeds == (500.0,) * 18 + (250.0, 600.0)
+
+
+def test_a_new_attempt_goes_on_with_the_sparkline(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    first = "".join(metrics_line(step, tps="500") for step in (1, 2))
+    folder = run.add("a", first, state="running")
+    watcher = _watcher(run)
+    assert _only(watcher).speeds == (500.0, 500.0)
+    (folder / "attempt-2").mkdir()
+    (folder / "attempt-2" / "train.log").write_text(metrics_line(2, tps="400"))
+    assert _only(watcher).speeds == (500.0, 500.0, 400.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cookbook.results.loss import Losses, LossVerdict, judge_curves, judge_repeats, losses_of
 from cookbook.results.repeats import merged
-from cookbook.results.result import CellSetting, Result, RunResults
+from cookbook.results.result import CellSetting, Result, RunResults, masks_differ
 from cookbook.results.speed import SpeedUp, paired_speed_up, speed_up, speeds_of
 from cookbook.run.status import FINISHED
 
@@ -56,7 +56,7 @@ def _published(cell: Result, baseline: Result) -> float | None:
 def _speed_up(
     results: RunResults, own: Sequence[Result], baseline: Sequence[Result]
 ) -> SpeedUp | None:
-    if own[0].recipe != baseline[0].recipe or not _same_device(results, own[0], baseline[0]):
+    if not _comparable(own[0], baseline[0]) or not _same_device(results, own[0], baseline[0]):
         return None
     pairs = [
         (one, other)
@@ -75,6 +75,11 @@ def _speed_up(
     return None
 
 
+def _comparable(one: Result, other: Result) -> bool:
+    """Whether two cells train one model on texts of one kind, for all that their logs say."""
+    return one.recipe == other.recipe and not masks_differ(one, other)
+
+
 def _same_device(results: RunResults, one: Result, other: Result) -> bool:
     return results.settings[one.name].device == results.settings[other.name].device
 
@@ -85,7 +90,7 @@ def _loss_verdicts(results: RunResults, runs: Runs) -> dict[str, tuple[LossVerdi
     for name, own in runs.items():
         setting = results.settings[own[0].name]
         baseline = runs.get(setting.baseline or "")
-        if baseline is None or own[0].recipe != baseline[0].recipe:
+        if baseline is None or not _comparable(own[0], baseline[0]):
             continue
         # Of unequal batches the same step is at another place in the texts.
         if setting.batch != results.settings[baseline[0].name].batch:

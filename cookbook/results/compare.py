@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cookbook.results.loss import LossVerdict, judge_curves, losses_of
-from cookbook.results.result import SAME_MASK, Result, RunResults
+from cookbook.results.result import Result, RunResults, masks_differ
 from cookbook.results.speed import SpeedUp, speed_up, speeds_of, unpaired_speed_up
 from cookbook.run.status import FINISHED
 
@@ -74,12 +74,6 @@ def compare_with_published(runs: Sequence[RunResults], tolerance: float) -> Comp
         if (published := cell.published_tokens_per_second_per_gpu) is not None
     ]
     return Comparison(PUBLISHED, tolerance, tuple(cells), tuple(_differences(runs)))
-
-
-def masks_differ(one: Result, other: Result) -> bool:
-    """Whether two cells are known to have been trained on texts of other lengths."""
-    lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
-    return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
 
 
 def _alone(run: RunResults, cell: Result) -> Compared:

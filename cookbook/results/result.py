@@ -113,3 +113,9 @@ class RunResults:
     curves: Mapping[str, Sequence[CurveStep]] = field(default_factory=dict)
     """Every logged step of each folder's loss rank, rising, with its attempt: by name of the cell,
     and for its further repeats by those in `Result.repeats`."""
+
+
+def masks_differ(one: Result, other: Result) -> bool:
+    """Whether two cells are known to have been trained on texts of other lengths."""
+    lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
+    return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)

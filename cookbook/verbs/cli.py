@@ -22,6 +22,7 @@ examples:
   python submit.py run --resume RUN --set training.steps=200
   python submit.py logs -f                        follow the newest run
   python submit.py report                         its results
+  python submit.py compare OLD NEW                status 1 where a cell of NEW is slower
   python submit.py profile debug                  where a step goes
 """
 # Their output is saved and used again; files of the cookbook are UTF-8.

@@ -67,6 +67,10 @@ def start_run(
         cells = refuse_by_check(cells, build=not arguments.dry_run)
     print(describe_plan(name, cells, terminal_width()))
     cells = in_rounds(cells, num_repeats)
+    cluster = cells[0].cluster
+    if one_allocation and cluster.scheduler == "slurm":
+        limit = f", which has {cluster.time} for all of them" if cluster.time else ""
+        print(f"  one after another in one job{limit}")
     if num_repeats > 1:
         order = ", ".join(cell.name for cell in cells if not cell.refused)
         print(f"  each {num_repeats} times, in this order: {order}")

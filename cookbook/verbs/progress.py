@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from cookbook.base.tables import display_width
+from cookbook.verbs.graphs import bar, sparkline
 
 _STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
-_SHORTEST_BAR, _LONGEST_BAR = 8, 20
+# Of the bar, and of the sparkline, in columns.
+_SHORTEST, _LONGEST = 8, 20
 _CLEAR_LINE, _CLEAR_BELOW, _PLAIN = "\x1b[K", "\x1b[J", "\x1b[0m"
 _COLOURS = {
     "failed": "\x1b[31m",
@@ -40,6 +42,8 @@ class CellProgress:
     left: float | None = None
     """Seconds to the last step, at the pace of the steps seen so far."""
     emulated: bool = False
+    speeds: tuple[float, ...] = ()
+    """Tokens/s/GPU of the newest steps, the last one last: the sparkline."""
 
 
 def render_progress(
@@ -49,7 +53,8 @@ def render_progress(
     is_unicode: bool = True,
     colour: bool = False,
 ) -> list[str]:
-    """At most `rows` lines of at most `columns` columns: a summary, then a line per cell.
+    """At most `rows` lines of at most `columns` columns: a summary, then a line per cell, or two
+    for one that runs.
 
     Where not all cells fit, running and failed ones are shown first and the rest is counted.
     """
@@ -60,10 +65,14 @@ def render_progress(
         chosen = {cell.name for cell in important}
         shown = [cell for cell in shown if cell.name in chosen]
     name_columns = max((display_width(cell.name) for cell in shown), default=0)
+    may_wrap = len(shown) + sum(map(_has_sparks, shown)) <= room
     lines = [_summary(cells)]
     for cell in shown:
-        line = _cut(_cell_line(cell, name_columns, columns, is_unicode), columns)
-        lines.append(_coloured(line, cell) if colour else line)
+        first, *more = (
+            _cut(line, columns)
+            for line in _cell_lines(cell, name_columns, columns, is_unicode, may_wrap)
+        )
+        lines += [_coloured(first, cell) if colour else first, *more]
     if len(shown) < len(cells):
         lines.append(f"and {len(cells) - len(shown)} more")
     return [_cut(line, columns) for line in lines[: max(1, rows)]]
@@ -171,24 +180,51 @@ def _total_left(cells: Sequence[CellProgress]) -> float | None:
     return last + waiting * (sum(paces) / len(paces)) / len(running)
 
 
-def _cell_line(cell: CellProgress, name_columns: int, columns: int, is_unicode: bool) -> str:
-    """Name and state always; then what fits whole, the bar in what is left."""
-    line = cell.name + " " * (name_columns - display_width(cell.name)) + f"  {cell.state:<9}"
-    room = columns - display_width(line)
+def _cell_lines(
+    cell: CellProgress, name_columns: int, columns: int, is_unicode: bool, may_wrap: bool
+) -> list[str]:
+    """Name and state always, then what fits whole; two lines where one cannot hold all."""
+    head = cell.name + " " * (name_columns - display_width(cell.name)) + f"  {cell.state:<9}"
+    room = columns - display_width(head)
+    graph = _SHORTEST + 2
+    everything = [*_steps(cell), *_figures(cell), *_left(cell)]
+    if may_wrap and _has_sparks(cell) and _width(everything) + graph > room:
+        first = _fitting([*_steps(cell), *_figures(cell)[:1], *_left(cell)], room)
+        rest = [figure for figure in [*_left(cell), *_figures(cell)] if figure not in first]
+        line = sparkline(cell.speeds, _LONGEST, is_unicode)
+        second = _fitting([line, *rest], columns - name_columns)
+        indent = " " * name_columns
+        return [_joined(head, first), _joined(indent, second)]
     essential = _fitting([*_steps(cell), *_left(cell)], room)
-    room -= sum(display_width(figure) + 2 for figure in essential)
-    has_bar = cell.state == "running" and bool(cell.total_steps and cell.step)
-    has_bar = has_bar and room >= _SHORTEST_BAR + 2
-    if has_bar:
-        room -= _SHORTEST_BAR + 2
+    room -= _width(essential)
+    has_sparks = _has_sparks(cell) and room >= graph
+    has_bar = cell.state == "running" and bool(cell.total_steps and cell.step) and room >= graph
+    # `step 5/20` says what the bar does, so the bar is what a narrow line can spare.
+    has_bar = has_bar and (not has_sparks or room >= 2 * graph + _width(_figures(cell)))
+    room -= graph * (has_sparks + has_bar)
     others = _fitting(_figures(cell), room)
-    room -= sum(display_width(figure) + 2 for figure in others)
+    room -= _width(others)
     steps = essential[: len(_steps(cell))]
     figures = [*steps, *others, *essential[len(steps) :]]
     if has_bar and cell.total_steps:
-        length = min(_LONGEST_BAR, _SHORTEST_BAR + room)
-        figures.insert(0, _bar((cell.step or 0) / cell.total_steps, length, is_unicode))
-    return "".join([line, *(f"  {figure}" for figure in figures)]).rstrip()
+        length = min(_LONGEST, _SHORTEST + room)
+        figures.insert(0, bar((cell.step or 0) / cell.total_steps, length, is_unicode))
+        room -= length - _SHORTEST
+    if has_sparks:
+        figures.insert(0, sparkline(cell.speeds, min(_LONGEST, _SHORTEST + room), is_unicode))
+    return [_joined(head, figures)]
+
+
+def _has_sparks(cell: CellProgress) -> bool:
+    return cell.state == "running" and len(cell.speeds) > 1
+
+
+def _joined(head: str, figures: Sequence[str]) -> str:
+    return "".join([head, *(f"  {figure}" for figure in figures)]).rstrip()
+
+
+def _width(figures: Sequence[str]) -> int:
+    return sum(display_width(figure) + 2 for figure in figures)
 
 
 def _fitting(figures: Sequence[str], room: int) -> list[str]:
@@ -225,12 +261,6 @@ def _figures(cell: CellProgress) -> list[str]:
     if cell.emulated and cell.state != "refused":
         figures.append("emulated")
     return figures
-
-
-def _bar(fraction: float, length: int, is_unicode: bool) -> str:
-    full = round(min(1.0, max(0.0, fraction)) * length)
-    done, left = ("█", "░") if is_unicode else ("#", ".")
-    return done * full + left * (length - full)
 
 
 def _coloured(line: str, cell: CellProgress) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.base.errors import InputError
-from cookbook.log.lines import LogTail, StepMetrics
+from cookbook.log.lines import LogTail, StepMetrics, recent_steps
 from cookbook.log.phases import Phase
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
@@ -18,6 +21,10 @@ from cookbook.run.status import FAILED, FINISHED, REFUSED, RUNNING
 from cookbook.verbs.progress import CellProgress, Progress
 from cookbook.verbs.report import print_report
 
+# As many as the widest sparkline shows.
+_NUM_SPEEDS = 20
+# The first steps hold compilation.
+_LEAST_SPEEDS = 4
 POLL_S = {"local": 1.0, "slurm": 5.0}
 
 
@@ -30,6 +37,10 @@ class _Cell:
     tails: dict[Path, LogTail] = field(default_factory=dict)
     # The first step that was seen of an attempt, and when: its pace follows from the later ones.
     first_seen: tuple[int, int, float] | None = None
+    # Attempt, step and speed of the newest steps: one that is made again stands for itself.
+    speeds: deque[tuple[tuple[int, int], float]] = field(
+        default_factory=lambda: deque(maxlen=_NUM_SPEEDS)
+    )
 
 
 class Watcher:
@@ -60,6 +71,7 @@ class Watcher:
             phase=_doing(state, phase),
             left=self._left(cell, attempts, step) if is_running else None,
             emulated=cell.record.emulated,
+            speeds=tuple(speed for _, speed in cell.speeds) if is_running else (),
         )
 
     def _newest(
@@ -69,8 +81,16 @@ class Watcher:
         phase = None
         for attempt in reversed(attempts):
             rank = cell.record.as_of(attempt.number).loss_rank
-            tail = cell.tails.setdefault(attempt.log, LogTail(attempt.log, rank))
+            tail = cell.tails.get(attempt.log)
+            if tail is None:
+                tail = cell.tails[attempt.log] = LogTail(attempt.log, rank)
+                if attempt is attempts[-1]:
+                    # What was before somebody looked; from then on each look adds the newest step.
+                    for step in recent_steps(attempt.log, rank, _NUM_SPEEDS):
+                        _keep_speed(cell, attempt, step)
             newest = tail.read()
+            if newest.step is not None and attempt is attempts[-1]:
+                _keep_speed(cell, attempt, newest.step)
             if attempt is attempts[-1]:
                 phase = newest.phase
             if newest.step is not None:
@@ -85,10 +105,21 @@ class Watcher:
         number = attempts[-1].number
         seen = cell.first_seen
         if seen is None or seen[0] != number or step.step < seen[1]:
-            cell.first_seen = (number, step.step, now)
+            seen = cell.first_seen = (number, step.step, now)
+        if steps := step.step - seen[1]:
+            return (total - step.step) * (now - seen[2]) / steps
+        # Somebody who has just come is told by the speed of the last steps.
+        tokens = cell.record.tokens_per_step_per_gpu
+        if tokens is None or len(cell.speeds) < _LEAST_SPEEDS:
             return None
-        steps = step.step - seen[1]
-        return (total - step.step) * (now - seen[2]) / steps if steps else None
+        return (total - step.step) * tokens / statistics.median(speed for _, speed in cell.speeds)
+
+
+def _keep_speed(cell: _Cell, attempt: Attempt, step: StepMetrics) -> None:
+    place, speed = (attempt.number, step.step), step.tokens_per_second
+    is_new = not cell.speeds or cell.speeds[-1][0] != place
+    if is_new and speed is not None and 0 < speed < math.inf:
+        cell.speeds.append((place, speed))
 
 
 def _doing(state: CellState, phase: Phase | None) -> str | None:
