@@ -4,8 +4,9 @@ const number = (text) => {
   const found = text.replace(/,/g, "").replace("\u2212", "-").match(/^[+-]?\d+(\.\d+)?/);
   return found ? Number(found[0]) : null;
 };
-const compare = (one, other) => {
-  const [a, b] = [number(one), number(other)];
+const compare = (one, other, numeric) => {
+  // A name such as 16b-bf16 begins with digits as well.
+  const [a, b] = numeric ? [number(one), number(other)] : [null, null];
   if (a !== null && b !== null) return a - b;
   return one.localeCompare(other, "en", { numeric: true });
 };
@@ -24,7 +25,8 @@ for (const table of document.querySelectorAll("table.sortable")) {
       const text = (row) => row.cells[column].textContent.trim();
       const isKnown = (row) => text(row) !== "-";
       const rows = [...body.rows];
-      const known = rows.filter(isKnown).sort((a, b) => compare(text(a), text(b)));
+      const numeric = heading.classList.contains("r");
+      const known = rows.filter(isKnown).sort((a, b) => compare(text(a), text(b), numeric));
       // What is not known stays at the end either way.
       body.append(...(descending ? known.reverse() : known), ...rows.filter((row) => !isKnown(row)));
     });

@@ -33,6 +33,11 @@ class Settings:
     extra_conf: str = ""
 
 
+def _first_job() -> int:
+    """The port of a job follows from its id: jobs of two clusters here must not meet at it."""
+    return 1 + os.getpid() % 900
+
+
 def write_configuration(folder: Path, node_names: Sequence[str], settings: Settings) -> None:
     """Write slurm.conf, gres.conf, munge's key, the GPUs' files and the nodes' /etc/hosts."""
     (folder / "state").mkdir()
@@ -91,6 +96,7 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 PropagateResourceLimits=NONE
 JobRequeue=1
+FirstJobId={_first_job()}
 KillOnBadExit=1
 KillWait={settings.kill_wait}
 MinJobAge={settings.min_job_age}

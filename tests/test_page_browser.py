@@ -135,11 +135,17 @@ def test_a_click_on_a_heading_sorts(browser: Browser, full: Path) -> None:
         assert seen.column("table-published", 2) == ["651", "859", "918", "-"]
         published.click()
         assert seen.column("table-published", 2) == ["918", "859", "651", "-"]
-        # As numbers, not as words.
-        seen.page.locator("#table-speed thead th", has_text="stalls").first.locator(
-            "button"
-        ).click()
+        # With signs and without, as numbers.
+        seen.page.locator("#table-speed thead button").nth(5).click()
         assert seen.column("table-speed", 6) == ["4", "6", "8", "10"]
+        seen.page.locator("#table-loss-verdicts thead button").nth(3).click()
+        gaps = [float(text) for text in seen.column("table-loss-verdicts", 4)]
+        assert gaps == sorted(gaps) and gaps[0] < 0 < gaps[-1]
+        # Names that begin with digits are words.
+        for _ in range(2):
+            seen.page.locator("#table-cells thead button").first.click()
+        names = seen.column("table-cells", 1)
+        assert names == sorted(names, reverse=True)
         tables, sortable = (
             seen.page.locator(what).count() for what in ("table", "table:has(thead button)")
         )

@@ -113,3 +113,15 @@ def test_tables_hold_intervals_and_verdicts(full: Path) -> None:
     ]
     assert all(row[-1] == "equivalent" for row in loss.rows) and len(loss.rows) == 6
     assert published.rows[3][-1] == "1.00"
+
+
+def test_of_two_verdicts_the_worse_one_is_the_headline(full: Path) -> None:
+    _, results = results_of(full)
+    base, one, *_ = results.cells
+    assert one.loss is not None and one.loss_last_tenth is not None
+    parted = replace(one, loss_last_tenth=replace(one.loss_last_tenth, verdict="different"))
+    (line,) = headlines(replace(results, cells=(base, parted)))[1:]
+    assert line == f"Loss of {one.name}: different from the baseline's."
+    unsure = replace(one, loss=replace(one.loss, verdict="cannot tell"))
+    (line,) = headlines(replace(results, cells=(base, unsure)))[1:]
+    assert line == f"Loss of {one.name}: cannot be told from this run."

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from cookbook.results.figures import theme
@@ -159,8 +158,6 @@ def spread(wanted: Iterable[float], gap: float, low: float, high: float) -> list
     places = list(wanted)
     order = sorted(range(len(places)), key=places.__getitem__)
     gap = min(gap, (high - low) / max(len(places) - 1, 1))
-    for before, index in pairwise(order):
-        places[index] = max(places[index], places[before] + gap)
     limit = high
     for index in reversed(order):
         places[index] = min(places[index], limit)
