@@ -58,6 +58,9 @@ def step_of(cell: Cell, **facts: Any) -> StepTime:
 )
 def test_more_speed_is_never_slower(name: str, fact: str, factor: float) -> None:
     cell = CELLS[name]
+    if fact == "host_ms_per_routed_layer":
+        # With a host that is much slower, the cell is refused.
+        factor = min(factor, 2.0)
     before = step_of(cell)
     after = step_of(cell, **{fact: getattr(hardware_of(cell), fact) * factor})
     if fact.endswith(RATES):
