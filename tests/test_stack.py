@@ -233,5 +233,5 @@ def test_an_unknown_stack_is_named() -> None:
 
 def test_the_table_is_json_that_a_second_stack_can_copy() -> None:
     table = json.loads(OPTION_TABLE.read_text(encoding="utf-8"))
-    assert set(table) == {"options", "models", "datasets"}
+    assert set(table) == {"options", "models", "model_args", "datasets"}
     assert set(table["models"]["deepseek_v3"]) >= {"671B", "16B", "debugmodel"}

@@ -23,7 +23,7 @@ _SEQUENCES, _DRAWS = 2000, 400
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents whose lengths, in tokens, are log-normal; 8 decimals of nothing are claimed.
+    """Documents whose lengths, in tokens, are taken as log-normal.
 
     Attributes:
         source: where the two figures are from.

@@ -102,6 +102,7 @@ def predict_step(
     kernels = Kernels(cell, hardware, shapes, attended)
     links = Links(cell, hardware, shapes)
     times = LayerTimes(cell, kernels, links, views[0])
+    _refuse_small(cell, times, hardware)
     rounds = views[0]["gradient_accumulation_steps"]
     worked, again, rank, bubble = _worked(views, times, links)
     view = views[rank]
@@ -200,6 +201,18 @@ def _as_it_runs(cell: Cell, shapes: Shapes) -> Shapes:
         sent_rows=shapes.sent_rows * cell.layout.tp,
         rows=shapes.rows * cell.layout.tp,
     )
+
+
+def _refuse_small(cell: Cell, times: LayerTimes, hardware: Hardware) -> None:
+    """Where kernels are short, the host that launches them sets the pace."""
+    least_ms = hardware.host_ms_per_routed_layer
+    if times.compute_ms({"moe": True, "recomputed": False})[0] < least_ms:
+        raise InputError(
+            cell.options.place("training.local_batch_size"),
+            f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets the "
+            "pace, which is not modelled",
+            "take more tokens a microbatch",
+        )
 
 
 def _refuse(cell: Cell) -> None:

@@ -45,6 +45,9 @@ def plan(arguments: argparse.Namespace) -> int:
         raise InputError("--vary", "leaves no layout that the rules allow", "vary more")
     recipe = None if refusals(base) else evaluate(base, documents)
     found = search(cells, documents, _Progress(len(cells)))
+    if found.interrupted and sys.stderr.isatty():
+        # The bar, and the terminal's own ^C.
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     ranked = found.ranked()
     way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else None
     if arguments.output and ranked:
