@@ -13,6 +13,7 @@ from cookbook.base.schema import Words
 from cookbook.cells.cluster import Cluster, load_cluster
 from cookbook.cells.expand import CellRequest, expand_sweep
 from cookbook.cells.finding import Finding
+from cookbook.cells.layout import DEGREES
 from cookbook.cells.rules.kernels import deepep_size
 from cookbook.cells.rules.layout import layout_findings
 from cookbook.cells.rules.pipeline import enough_microbatches
@@ -191,3 +192,13 @@ def test_as_many_microbatches_as_stages_are_enough(microbatches: int, refused: b
     }
     cell = with_options(cell_of("deepseek_v3_16b"), options)
     assert bool(list(enough_microbatches(cell))) is refused
+
+
+@pytest.mark.parametrize(
+    ("short", "reason"),
+    [("ep", "3 does not divide 64 experts"), ("tp", "3 does not divide 16 attention heads")],
+)
+def test_experts_and_heads_are_divided_without_a_rest(short: str, reason: str) -> None:
+    options = {DEGREES[short]: 3, "training.seq_len": 2046}
+    (finding,) = of_batch(6, **{name.replace(".", "__"): value for name, value in options.items()})
+    assert (finding.option, finding.reason) == (DEGREES[short], reason)
