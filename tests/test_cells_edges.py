@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
+from cookbook.base.paths import ROOT
+from cookbook.base.schema import Words
 from cookbook.cells.cluster import Cluster, load_cluster
 from cookbook.cells.expand import CellRequest, expand_sweep
 from cookbook.cells.finding import Finding
+from cookbook.cells.layout import DEGREES
+from cookbook.cells.rules.kernels import deepep_size
 from cookbook.cells.rules.layout import layout_findings
+from cookbook.cells.rules.pipeline import enough_microbatches
 from cookbook.cells.rules.refusals import refusals
-from cookbook.cells.sweep import load_sweep
+from cookbook.cells.sweep import load_sweep, sweep_of_recipe
 from cookbook.predict.layers import RankLayers
 from cookbook.stack.options import Options, Setting
 from tests.cells import STACK
@@ -143,3 +148,57 @@ def test_a_memory_budget_keeps_that_part_and_computes_the_rest_again(tmp_path: P
         again[budget] = layers._cost(layer)[2]
     assert kept == {0.0: 10.0, 0.25: 35.0, 1.0: 110.0}
     assert again == {0.0: 100.0, 0.25: 75.0, 1.0: 0.0}
+
+
+def test_the_precision_wins_over_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        (ROOT / "recipes/debug.yaml").read_text() + "training.mixed_precision_param: float32\n"
+    )
+    request = CellRequest(cluster=load_cluster("soperator-b200"))
+    (cell,) = expand_sweep(sweep_of_recipe(str(path)), request)
+    assert cell.precision.name == "bf16"
+    assert cell.options["training.mixed_precision_param"] == "bfloat16"
+
+
+def test_the_more_particular_environment_wins() -> None:
+    cell = cell_of("deepseek_v3_16b")
+    for part, value in (("cluster", "1"), ("ep_backend", "2"), ("precision", "3")):
+        changed = replace(getattr(cell, part), environment=Words({"MINE": value}))
+        cell = replace(cell, **{part: changed})
+        assert cell.environment["MINE"] == value
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_gpu_that_has_the_format_emulates_nothing(allowed: bool) -> None:
+    cluster = replace(load_cluster("soperator-b200"), emulate=allowed)
+    assert not cell_of("deepseek_v3_16b", precision="mxfp8", cluster=cluster).emulated
+
+
+@pytest.mark.parametrize(("degree", "refused"), [(1, True), (2, False), (8, False)])
+def test_deepep_needs_more_than_one_rank(degree: int, refused: bool) -> None:
+    cell = cell_of("deepseek_v3_16b", ep_backend="deepep", nodes=4)
+    found = deepep_size(with_options(cell, {"parallelism.expert_parallel_degree": degree}))
+    assert [one.reason for one in found] == (["DeepEP needs EP above 1"] if refused else [])
+
+
+@pytest.mark.parametrize(("microbatches", "refused"), [(1, True), (2, False), (3, False)])
+def test_as_many_microbatches_as_stages_are_enough(microbatches: int, refused: bool) -> None:
+    options = {
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_schedule": "1F1B",
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+        "training.local_batch_size": microbatches,
+    }
+    cell = with_options(cell_of("deepseek_v3_16b"), options)
+    assert bool(list(enough_microbatches(cell))) is refused
+
+
+@pytest.mark.parametrize(
+    ("short", "reason"),
+    [("ep", "3 does not divide 64 experts"), ("tp", "3 does not divide 16 attention heads")],
+)
+def test_experts_and_heads_are_divided_without_a_rest(short: str, reason: str) -> None:
+    options = {DEGREES[short]: 3, "training.seq_len": 2046}
+    (finding,) = of_batch(6, **{name.replace(".", "__"): value for name, value in options.items()})
+    assert (finding.option, finding.reason) == (DEGREES[short], reason)

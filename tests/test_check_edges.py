@@ -239,3 +239,34 @@ def test_an_interval_beyond_the_last_step_is_told_of(interval: int, told: bool) 
     }
     found = [one.option for one in checkpoints_resume(cell_of("deepseek_v3_16b", options))]
     assert found == (["checkpoint.interval"] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "recomputed", "repeats"),
+    [("none", False, 0), ("full", True, 2), ("selective", True, 0)],
+)
+def test_bytes_of_what_recomputation_sends_again(
+    mode: str, recomputed: bool, repeats: int, tmp_path: Path
+) -> None:
+    """Selective recomputation by operator saves what came over the network."""
+    cell = on_four_gpus(
+        tmp_path,
+        activation_checkpoint__mode=mode,
+        activation_checkpoint__selective_ac_option="op",
+        training__local_batch_size=1,
+        training__seq_len=256,
+    )
+    layers = [{"moe": moe, "recomputed": recomputed} for moe in (False, True, True)]
+    view = {
+        "parts": [{"layers": layers, "units": [], "embedding": False, "head": False}],
+        "num_microbatches": 1,
+        "gradient_accumulation_steps": 5,
+        "num_stages": 1,
+        "stages": [0],
+        "mixed_precision": True,
+        "model": MODEL,
+    }
+    sent = work._traffic(cell, view)["ep/standard"]
+    # 256 tokens to 4 experts each, rows of 8 numbers in BF16; two layers with experts, five times.
+    exchange = 256 * 4 * 8 * 2 * 3 / 4
+    assert sent == Traffic(nvlink=(4 + repeats) * exchange * 2 * 5)
