@@ -156,19 +156,37 @@ def test_corrections_have_their_names() -> None:
         ]
 
 
-def send_with_zero_scores() -> list[int]:
+def send_with_zero_scores() -> tuple[list[int], dict[str, Any]]:
+    """The copies for each local expert, and how the layout was asked for."""
     import torch.distributed as dist
+    from deep_ep import Buffer
 
     from cookbook.titan.stack_2026_02.deepep_exchange import dispatch, leave
 
     group: Any = dist.group.WORLD
+    asked: dict[str, Any] = {}
+    layout = Buffer.get_dispatch_layout
+
+    def noted(self: Any, topk_idx: Any, num_experts: int, **options: Any) -> Any:
+        asked.update(options, previous_event=options.get("previous_event") is not None)
+        return layout(self, topk_idx, num_experts, **options)
+
+    changed: Any = Buffer
+    changed.get_dispatch_layout = noted
     experts = torch.tensor([[0, 2], [1, 3], [0, 3]])
     scores = torch.tensor([[0.5, 0.0], [0.0, 0.5], [0.5, 0.5]])
     rows, routing = leave(torch.ones(3, DIM, dtype=torch.bfloat16), scores, experts, EXPERTS)
-    return dispatch(rows, routing, group)[3]
+    return dispatch(rows, routing, group)[3], asked
 
 
 def test_a_copy_without_a_score_is_not_sent() -> None:
     # Of each rank's six copies two count for nothing: one for expert 2, one for expert 1.
-    first, second = run_ranks(send_with_zero_scores, 2)
+    (first, _), (second, _) = run_ranks(send_with_zero_scores, 2)
     assert (first, second) == ([2 * 2, 0], [0, 2 * 2])
+
+
+def test_what_deepep_counts_into_is_allocated_on_its_own_stream() -> None:
+    # Where deterministic fills cannot overwrite it.
+    for _, asked in run_ranks(send_with_zero_scores, 2):
+        on_its_stream = {"async_finish": True, "allocate_on_comm_stream": True}
+        assert asked == {"previous_event": True, **on_its_stream}
