@@ -78,6 +78,7 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         ],
         environment=list(exported(cluster.environment).items()),
         environment_from=[],
+        spare_nodes=recipe.spare_nodes,
         train_args=[
             *launch_argv(stack, recipe.description),
             *argv_of(stack, recipe.settings),

@@ -83,6 +83,7 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
             *cell.ep_backend.environment_from.items(),
             *cell.precision.environment_from.items(),
         ],
+        spare_nodes=cell.spare_nodes,
         train_args=train_argv(cell),
         cluster_args=[],
     )
