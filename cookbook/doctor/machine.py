@@ -64,9 +64,8 @@ def _without_gpus(here: Surroundings) -> Finding:
         counts = _promised(here) or "the compute nodes' GPUs count"
         return Finding("gpus", "not here", f"none on this node, as on a login node; {counts}")
     if here.cluster and here.cluster.gpu:
-        said = f"none on this node; {_promised(here)}"
-        if words := (answer.error or answer.output).strip().splitlines():
-            said += f"; nvidia-smi: {words[0]}"
+        words = (answer.error or answer.output).strip().splitlines()
+        said = f"none on this node{f' ({words[0]})' if words else ''}; {_promised(here)}"
     elif answer.status is None and not answer.error:
         return Finding("gpus", "not here", "no nvidia-smi: this machine trains on its CPU")
     else:
@@ -83,6 +82,8 @@ def _promised(here: Surroundings) -> str:
         return ""
     if cluster.gpu is None:
         return f"{cluster.name} trains on the CPU"
+    if here.is_in_job:
+        return f"{cluster.name} has {cluster.ranks_per_node} x {cluster.gpu.name}"
     gpus = f"{cluster.ranks_per_node} x {_described(cluster.gpu)}"
     return f"{cluster.name} has {gpus} a node: {_ability(cluster.gpu)}"
 

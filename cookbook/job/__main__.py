@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cookbook.base.command import run_command
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, JobError
 from cookbook.job.begin import Start, begin, end, judge, note_refusal
-from cookbook.job.preflight import CannotStartError, preflight
+from cookbook.job.preflight import preflight
 from cookbook.job.resume import find_checkpoint
 from cookbook.run.folder import CellFolder
 
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
 def _preflight(folder: CellFolder, attempt: int) -> int:
     try:
         print(",".join(preflight(folder, attempt)))
-    except (CannotStartError, InputError) as error:
+    except (JobError, InputError) as error:
         note_refusal(folder, str(error))
         print(f"cookbook.job: {error}", file=sys.stderr)
         return CANNOT_START

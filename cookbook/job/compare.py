@@ -35,11 +35,13 @@ def differing(reports: Sequence[Report]) -> Faults:
     found: dict[str, list[str]] = {}
     names = dict.fromkeys(name for report in reports for name in report.facts)
     for name in names:
-        values = [report.facts.get(name, "not there") for report in reports]
+        # What a node without GPUs does not know, it need not have; their want is another check's.
+        knowing = [report for report in reports if name in report.facts]
+        values = [report.facts[name] for report in knowing]
         counts = Counter(values)
         # A dictionary keeps its order, so of two with the same count the first node's comes first.
         usual = max(counts, key=lambda value: counts[value])
-        for report, value in zip(reports, values, strict=True):
+        for report, value in zip(knowing, values, strict=True):
             if value != usual:
                 found.setdefault(report.node, []).append(f"{name} is {value}, elsewhere {usual}")
     return {

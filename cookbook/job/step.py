@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -110,3 +111,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _cpus() -> str:
     return os.environ.get("SLURM_CPUS_ON_NODE") or "1"
+
+
+def python_of_job() -> str:
+    """The Python that the job's script has chosen, on every node."""
+    venv = os.environ.get("VENV")
+    return f"{venv}/bin/python" if venv else sys.executable

@@ -121,6 +121,17 @@ def nodes_in(node_list: str) -> list[str]:
     return answer.stdout.split()
 
 
+def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
+    """Where each node is reached: as Slurm has it, since a node's own name may lead to loopback."""
+    answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
+    found = dict.fromkeys(nodes, "")
+    for line in answer.stdout.splitlines():
+        name, address = re.match(r"NodeName=(\S+)", line), re.search(r" NodeAddr=(\S+)", line)
+        if name and address and name[1] in found:
+            found[name[1]] = address[1]
+    return {name: address or name for name, address in found.items()}
+
+
 def drained(nodes: Sequence[str]) -> dict[str, str]:
     """Those of `nodes` that Slurm gives to no further job, and the reason that it was told."""
     answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
