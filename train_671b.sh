@@ -11,6 +11,7 @@
 #   EP_BACKEND    deepep | mxfp8_a2a | standard
 #   RECIPE        the published scripts' name for PRECISION (mxfp8_default, mxfp8_wgrad_hp)
 #   CELL_DIR      a run to resume; new by default: runs/<recipe>-<job id>/<cell>
+#   COOKBOOK_PREFLIGHT  full (default) | nodes | off: the look at the nodes before training
 #   COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT
 #
 # Rendered by `make golden` from recipes/deepseek_v3_671b.yaml and
@@ -250,7 +251,7 @@ if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
 fi
 
 # Every node is looked at before any rank starts: GPUs, network, disks, packages. A bad one is left out and
-# named (docs/survival.md). COOKBOOK_PREFLIGHT=off goes on without. The answer: the nodes that train.
+# named (docs/preflight.md). COOKBOOK_PREFLIGHT=off goes on without. The answer: the nodes that train.
 TRAIN_NODES="$("${JOB[@]}" preflight "${CELL_DIR}" --attempt="${ATTEMPT}")"
 
 # The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the

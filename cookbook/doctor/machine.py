@@ -211,7 +211,11 @@ def network(here: Surroundings) -> Finding:
 
 @check(local=True, node_hours=1)
 def disk(here: Surroundings) -> Finding:
-    free = shutil.disk_usage(here.job_folder or here.repository).free / GIB
+    folder = here.job_folder or here.repository
+    try:
+        free = shutil.disk_usage(folder).free / GIB
+    except OSError as error:
+        return Finding("disk", "problem", f"{folder}: {error.strerror}", "mount it on this node")
     found = f"{free:.0f} GiB free where runs/ and checkpoints go"
     if free < 2:
         return Finding("disk", "problem", found, "free some: logs alone may fill it")

@@ -49,8 +49,8 @@ def ask_nodes(job: JobNodes) -> None:
             for check, (text, hours) in reports[node].problems.items():
                 found.setdefault(node, []).append(Fault(check, text, hours))
         else:
-            why = broken.get(node) or f"no answer in {LIMIT_S:.0f} s"
-            found[node] = [Fault("answer", why + _words_of(node, errors), PASSING_H)]
+            why = broken.get(node) or _words_of(node, errors) or f"no answer in {LIMIT_S:.0f} s"
+            found[node] = [Fault("answer", why, PASSING_H)]
     for faults in (differing(answers), skewed(answers, received)):
         for node, of_node in faults.items():
             found.setdefault(node, []).extend(of_node)
@@ -77,5 +77,6 @@ def _question(job: JobNodes) -> Question:
 
 def _words_of(node: str, errors: str) -> str:
     """The last of a node's own words among those of all tasks: srun's name the node."""
-    words = [line for line in errors.splitlines() if f"{node}:" in line and "srun:" in line]
-    return f" ({words[-1]})" if words else ""
+    ends = [line for line in errors.splitlines() if f"srun: error: {node}: " in line]
+    others = [line for line in errors.splitlines() if line and "srun:" not in line]
+    return f"no answer: {'; '.join([*others[-1:], ends[-1]])}" if ends else ""

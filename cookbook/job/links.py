@@ -89,39 +89,49 @@ def check_links(nodes: Sequence[str], links: Links) -> LinksVerdict:
     whole = _test([sorted(nodes)], links)
     if not whole.faults:
         return LinksVerdict(whole.slowest)
-    said, slow_only = whole.faults[0], bool(whole.is_slow)
-    if len(nodes) > 1:
-        bad, words = _search(sorted(nodes), links)
-        if bad:
-            return LinksVerdict(whole.slowest, bad)
-        said += words
-    if slow_only:
+    said = whole.faults[0]
+    if len(nodes) < 3:
+        bad = _alone(sorted(nodes), links) if len(nodes) == 2 else {}
+        return LinksVerdict(whole.slowest, bad, error="" if bad else said)
+    bad, all_fail = _search(sorted(nodes), links)
+    if bad:
+        return LinksVerdict(whole.slowest, bad)
+    if all_fail:
+        return LinksVerdict(whole.slowest, error=f"{said}; so it is with all pairs of nodes")
+    said += "; each pair of nodes is well by itself"
+    if whole.is_slow:
         return LinksVerdict(whole.slowest, warning=said)
     return LinksVerdict(whole.slowest, error=said)
 
 
-def _search(nodes: Sequence[str], links: Links) -> tuple[dict[str, str], str]:
-    """The bad ones among several nodes; where there is none, what was found."""
-    if len(nodes) == 2:
-        alone = _test([[node] for node in nodes], links)
-        bad = {nodes[number]: said for number, said in alone.faults.items()}
-        return ({}, "; each node does by itself") if len(bad) == 2 else (bad, "")
+def _alone(nodes: Sequence[str], links: Links) -> dict[str, str]:
+    """Which one of two nodes fails by itself; empty where both do or none does."""
+    outcome = _test([[node] for node in nodes], links)
+    bad = {nodes[number]: said for number, said in outcome.faults.items()}
+    return bad if len(bad) == 1 else {}
+
+
+def _search(nodes: Sequence[str], links: Links) -> tuple[dict[str, str], bool]:
+    """The bad ones among three nodes or more, and whether all pairs failed."""
     teams = [list(nodes[start : start + 2]) for start in range(0, len(nodes) - 1, 2)]
     if len(nodes) % 2:
         teams[-1].append(nodes[-1])
+    if len(teams) == 1:
+        # Three nodes: there is no other pair to compare with.
+        teams = [[node] for node in nodes]
     first = _test(teams, links)
     good = [team for number, team in enumerate(teams) if number not in first.faults]
     suspects = [node for number in sorted(first.faults) for node in teams[number]]
     if not good:
-        return {}, "; so do all pairs of nodes"
-    bad = {}
+        return {}, True
+    bad: dict[str, str] = {}
     # One suspect with a pair at a time: those of a pair that passed are beyond doubt.
     for start in range(0, len(suspects), len(good)):
         tried = suspects[start : start + len(good)]
         pairs = [[node, team[0]] for node, team in zip(tried, good, strict=False)]
         again = _test(pairs, links)
         bad |= {tried[number]: said for number, said in again.faults.items()}
-    return bad, "; each pair of nodes is well by itself"
+    return bad, False
 
 
 def _test(teams: list[list[str]], links: Links) -> Outcome:
@@ -155,7 +165,12 @@ def _test(teams: list[list[str]], links: Links) -> Outcome:
             found.append(json.loads(text))
 
     command = [python_of_job(), "-m", "cookbook.job.links_node", json.dumps(asdict(question))]
-    run_step([node for team in teams for node in team], command, LIMIT_S + 10, on_line)
+
+    def is_enough() -> bool:
+        # Of a team that failed, the others wait in vain.
+        return all(any(map(ended.get, team)) or all(n in ended for n in team) for team in teams)
+
+    run_step([node for team in teams for node in team], command, LIMIT_S + 10, on_line, is_enough)
     outcome = Outcome()
     for number, team in enumerate(teams):
         reached = [one for one in found if one["team"] == str(number)]
@@ -168,10 +183,9 @@ def _test(teams: list[list[str]], links: Links) -> Outcome:
                     f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s, "
                     f"the profile wants {getattr(links.floor, name):g}"
                 )
-        broken = [
-            f"{node}: {ended.get(node, 'no answer')}" for node in team if ended.get(node, "?")
-        ]
-        if broken:
+        words = [f"{node}: {ended[node]}" for node in team if ended.get(node)]
+        silent = [f"{node}: no answer" for node in team if node not in ended]
+        if words or silent:
             outcome.is_slow.discard(number)
-            outcome.faults[number] = f"the ranks cannot talk ({broken[0]})"
+            outcome.faults[number] = f"the ranks cannot talk ({[*words, *silent][0]})"
     return outcome

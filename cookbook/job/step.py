@@ -30,7 +30,6 @@ class StepEnd:
     """
 
     seconds: float
-    is_late: bool
     not_launched: dict[str, str]
     errors: str
 
@@ -40,11 +39,13 @@ def run_step(
     command: Sequence[str],
     limit_s: float,
     on_line: Callable[[str, float], None],
+    is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
     """Run `command` once on each of `nodes`, for `limit_s` at most.
 
     Args:
         on_line: gets each line of standard output, and the time at which it came.
+        is_enough: whether nothing that is still to come matters.
     """
     srun = [
         "srun",
@@ -84,18 +85,16 @@ def run_step(
     readers = [threading.Thread(target=one, daemon=True) for one in (read_output, read_errors)]
     for reader in readers:
         reader.start()
-    is_late = False
     try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        is_late = True
+        while process.poll() is None and time.monotonic() - started < limit_s and not is_enough():
+            time.sleep(0.05)
     finally:
         _end(process)
     for reader in readers:
         reader.join(_GRACE_S)
     text = "".join(errors)
     not_launched = {node: why.strip() for node, why in _NOT_LAUNCHED.findall(text)}
-    return StepEnd(time.monotonic() - started, is_late, not_launched, text)
+    return StepEnd(time.monotonic() - started, not_launched, text)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -6,7 +6,8 @@
 #   sbatch train.sh                        # trains it
 #   sbatch train.sh --training.steps=5     # TorchTitan's options at the end
 #
-# Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
+# Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no look at the nodes),
+# COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
 # Rendered by `submit.py render` from deepseek_v3_16b.yaml for container.
 
 #SBATCH --job-name=16b-mxfp8-mxfp8_a2a
@@ -155,7 +156,7 @@ if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
 fi
 
 # Every node is looked at before any rank starts: GPUs, network, disks, packages. A bad one is left out and
-# named (docs/survival.md). COOKBOOK_PREFLIGHT=off goes on without. The answer: the nodes that train.
+# named (docs/preflight.md). COOKBOOK_PREFLIGHT=off goes on without. The answer: the nodes that train.
 TRAIN_NODES="$("${JOB[@]}" preflight "${CELL_DIR}" --attempt="${ATTEMPT}")"
 
 # The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
