@@ -184,9 +184,8 @@ def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) 
         jobs.cluster.wait(job, {"PENDING"})
         _until(lambda: jobs.cluster.job_field(job, "Restarts") == "1")
         (listed,) = read_excluded(jobs.folder / "runs")
-        start = jobs.cluster.job_field(job, "StartTime") or ""
-        begins = time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S"))
-        assert abs(begins - listed.until) < 2
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(listed.until))
+        _until(lambda: jobs.cluster.job_field(job, "StartTime") == start)
         assert "waits in the queue until " in jobs.log(job)
         # What the message says to do starts it, when the node is well again.
         jobs.gpus.answer("worker-5", "states", (jobs.gpus.folder / "all/states").read_text())
@@ -220,9 +219,11 @@ def test_a_node_that_does_not_answer_is_a_failed_node(jobs: Jobs) -> None:
     os.kill(slurmd, signal.SIGSTOP)
     try:
         _until(lambda: len(jobs.left_out()) == 2, 60)
-        assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
+        _until(lambda: jobs.cluster.job_field(job, "Restarts") == "1")
     finally:
+        # Slurm 22.05 forgets the GPUs of a job that starts again while such a node still ends it.
         os.kill(slurmd, signal.SIGCONT)
+    assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
     found = jobs.left_out()
     assert "no answer in 30 s" in found["worker-1"]
     assert "Socket timed out" in found["worker-2"]

@@ -30,6 +30,7 @@ class StepEnd:
     """
 
     seconds: float
+    is_late: bool
     not_launched: dict[str, str]
     errors: str
 
@@ -85,16 +86,18 @@ def run_step(
     readers = [threading.Thread(target=one, daemon=True) for one in (read_output, read_errors)]
     for reader in readers:
         reader.start()
+    is_late = False
     try:
-        while process.poll() is None and time.monotonic() - started < limit_s and not is_enough():
+        while process.poll() is None and not is_late and not is_enough():
             time.sleep(0.05)
+            is_late = time.monotonic() - started > limit_s
     finally:
         _end(process)
     for reader in readers:
         reader.join(_GRACE_S)
     text = "".join(errors)
     not_launched = {node: why.strip() for node, why in _NOT_LAUNCHED.findall(text)}
-    return StepEnd(time.monotonic() - started, not_launched, text)
+    return StepEnd(time.monotonic() - started, is_late, not_launched, text)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
