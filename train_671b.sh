@@ -11,6 +11,7 @@
 #   EP_BACKEND    deepep | mxfp8_a2a | standard
 #   RECIPE        the published scripts' name for PRECISION (mxfp8_default, mxfp8_wgrad_hp)
 #   CELL_DIR      a run to resume; new by default: runs/<recipe>-<job id>/<cell>
+#   COOKBOOK_PREFLIGHT  full (default) | nodes | off: the look at the nodes before training
 #   COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT
 #
 # Rendered by `make golden` from recipes/deepseek_v3_671b.yaml and
@@ -249,10 +250,13 @@ if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
   trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$? --signal="${TOLD}"' EXIT
 fi
 
+# Every node is looked at before any rank starts: GPUs, network, disks, packages. A bad one is left out and
+# named (docs/preflight.md). COOKBOOK_PREFLIGHT=off goes on without. The answer: the nodes that train.
+TRAIN_NODES="$("${JOB[@]}" preflight "${CELL_DIR}" --attempt="${ATTEMPT}")"
+
 # The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
 # same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
-mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
-HEAD_NODE="${NODES[0]:?no node in SLURM_JOB_NODELIST}"
+HEAD_NODE="${TRAIN_NODES%%,*}"
 HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
 HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
 RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
@@ -290,6 +294,9 @@ TORCHRUN=(
 )
 SRUN=(
   srun
+  --nodes="${NUM_NODES}"
+  --ntasks="${NUM_NODES}"
+  --nodelist="${TRAIN_NODES}"
   # srun has not inherited this from sbatch since Slurm 22.05; without it, all ranks share one core.
   --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}"
   # One failed node ends the step, instead of the others waiting for it.

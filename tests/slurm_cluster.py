@@ -111,7 +111,9 @@ class SlurmCluster:
             for name, value in os.environ.items()
             if not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_"))
         }
-        return {**inherited, "SLURM_CONF": str(self.conf), "PATH": _search_path()}
+        own = {"SLURM_CONF": str(self.conf), "PATH": _search_path()}
+        # The nodes have no GPUs; the tests of the look at the nodes give them some.
+        return {"COOKBOOK_PREFLIGHT": "off", **inherited, **own}
 
     def run(
         self,

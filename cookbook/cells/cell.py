@@ -58,6 +58,11 @@ class Cell:
         """Ranks of the job."""
         return self.nodes * self.cluster.ranks_per_node
 
+    @property
+    def spare_nodes(self) -> int:
+        """Nodes of the job beyond those that train."""
+        return self.recipe.spare_nodes if self.cluster.scheduler == "slurm" else 0
+
     @functools.cached_property
     def layout(self) -> Layout:
         """How the ranks are divided."""

@@ -28,6 +28,17 @@ class Container:
 
 
 @dataclass(frozen=True)
+class Bandwidth:
+    """The least that GPUs must reach in the test before training, in GB/s of bus bandwidth.
+
+    As nccl-tests count it: the bytes that each rank must send, however the work is done.
+    """
+
+    all_reduce: float
+    all_to_all: float
+
+
+@dataclass(frozen=True)
 class Cluster:
     """A scheduler, its nodes and what must be said to it.
 
@@ -57,6 +68,7 @@ class Cluster:
     source: tuple[str, ...] = ()
     rendezvous_port: int = 29500
     container: Container | None = None
+    bandwidth: Bandwidth | None = None
 
     @property
     def ranks_per_node(self) -> int:

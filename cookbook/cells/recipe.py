@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from cookbook.base.errors import named_at, unknown_name
 from cookbook.base.schema import fill, key_named
@@ -31,6 +32,8 @@ class Recipe:
         name: of the file.
         short_name: begins the names of cells, jobs and W&B runs.
         stand_in: the recipe that `--cluster local` trains in its place.
+        spare_nodes: nodes that a job has beyond those that train, to take the place of bad ones.
+        too_few_nodes: what a job does where bad nodes leave too few: wait for them, or stop.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Recipe:
     path: Path
     short_name: str = key_named("name")
     stand_in: str | None = None
+    spare_nodes: int = 0
+    too_few_nodes: Literal["wait", "stop"] = "wait"
     published: Published | None = None
 
     @property

@@ -1,6 +1,7 @@
 """What the rendered scripts call.
 
     python -m cookbook.job begin CELL_FOLDER --cell NAME ... -- WORDS -- WORDS OF THE SBATCH LINE
+    python -m cookbook.job preflight CELL_FOLDER --attempt K
     python -m cookbook.job end CELL_FOLDER --exit-status N --signal NAME
 
 Environment: COOKBOOK_SUPERVISED where a supervisor notes the run; COOKBOOK_CHECK where `begin` is
@@ -16,17 +17,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cookbook.base.command import run_command
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, JobError
 from cookbook.job.begin import Start, begin, end, judge, note_refusal
+from cookbook.job.preflight import preflight
 from cookbook.job.resume import find_checkpoint
 from cookbook.run.folder import CellFolder
 
 # The script must not go on, and nothing is wrong.
 CHECKED = 3
+# Starting the job again would not help.
+CANNOT_START = 4
 
 
 def main(words: Sequence[str]) -> int:
-    """Run one of the two commands; its exit status."""
+    """Run one of the commands; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m cookbook.job")
     commands = parser.add_subparsers(dest="command", required=True)
     started = commands.add_parser("begin")
@@ -34,6 +38,9 @@ def main(words: Sequence[str]) -> int:
     for name in ("cell", "recipe", "precision", "ep-backend", "cluster"):
         started.add_argument(f"--{name}", required=True)
     started.add_argument("--nodes", type=int, required=True)
+    checked = commands.add_parser("preflight")
+    checked.add_argument("folder", type=Path)
+    checked.add_argument("--attempt", type=int, required=True)
     ended = commands.add_parser("end")
     ended.add_argument("folder", type=Path)
     ended.add_argument("--exit-status", type=int, required=True)
@@ -45,6 +52,8 @@ def main(words: Sequence[str]) -> int:
     if arguments.command == "end":
         end(folder, arguments.exit_status, arguments.signal)
         return 0
+    if arguments.command == "preflight":
+        return _preflight(folder, arguments.attempt)
     start = Start(
         folder=folder,
         cell=arguments.cell,
@@ -69,6 +78,16 @@ def main(words: Sequence[str]) -> int:
         if supervised:
             note_refusal(folder, str(error))
         raise
+    return 0
+
+
+def _preflight(folder: CellFolder, attempt: int) -> int:
+    try:
+        print(",".join(preflight(folder, attempt)))
+    except (JobError, InputError) as error:
+        note_refusal(folder, str(error))
+        print(f"cookbook.job: {error}", file=sys.stderr)
+        return CANNOT_START
     return 0
 
 

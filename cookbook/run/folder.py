@@ -40,6 +40,11 @@ class Attempt:
         return self.path / "resume.json"
 
     @property
+    def preflight(self) -> Path:
+        """What the look at the nodes before training found; `job.preflight` writes it."""
+        return self.path / "preflight.json"
+
+    @property
     def traces(self) -> Path:
         """What TorchTitan's profiler wrote, in a folder for each step that ended a trace."""
         return self.path / "profile_traces"

@@ -1,10 +1,15 @@
-"""Slurm's commands, run here and nowhere else: submit, cancel, ask."""
+"""Slurm's commands, run here and nowhere else: submit, cancel, ask, go back to the queue.
+
+`job.step` alone starts steps of a job.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +94,81 @@ def jobs_by_script(scripts: Iterable[Path], uid: int) -> dict[Path, str]:
         if command in named:
             found[named[command]] = job_id
     return found
+
+
+def partition_nodes(partition: str | None) -> list[str]:
+    """The nodes of the partition, by default Slurm's default one; empty where Slurm says nothing.
+
+    Nodes that are down or drained are among them: a job may wait for those.
+    """
+    answer = _run(["sinfo", "--noheader", "--Node", "--format=%N %P"])
+    if answer.returncode:
+        return []
+    rows = [line.split() for line in answer.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == 2]
+    if partition:
+        # A job may name several, of which it gets one.
+        wanted = partition.split(",")
+        return sorted({name for name, where in rows if where.rstrip("*") in wanted})
+    return sorted({name for name, where in rows if where.endswith("*")})
+
+
+def nodes_in(node_list: str) -> list[str]:
+    """The nodes of a list in Slurm's notation (`worker-[0-3,7]`), in its order."""
+    answer = _run(["scontrol", "show", "hostnames", node_list])
+    if answer.returncode:
+        raise JobError(f"scontrol show hostnames {node_list}: {answer.stderr.strip()}")
+    return answer.stdout.split()
+
+
+def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
+    """Where each node is reached: as Slurm has it, since a node's own name may lead to loopback."""
+    answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
+    found = dict.fromkeys(nodes, "")
+    for line in answer.stdout.splitlines():
+        name, address = re.match(r"NodeName=(\S+)", line), re.search(r" NodeAddr=(\S+)", line)
+        if name and address and name[1] in found:
+            found[name[1]] = address[1]
+    return {name: address or name for name, address in found.items()}
+
+
+def drained(nodes: Sequence[str]) -> dict[str, str]:
+    """Those of `nodes` that Slurm gives to no further job, and the reason that it was told."""
+    answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
+    found = {}
+    for line in answer.stdout.splitlines():
+        name = re.match(r"NodeName=(\S+)", line)
+        state = re.search(r" State=(\S+)", line)
+        # Of a node that answers no more, Slurm says DOWN, with a star before.
+        if name and state and re.search("DRAIN|FAIL|DOWN", state[1]):
+            reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", line)
+            found[name[1]] = f"Slurm: {state[1]}" + (f": {reason[1].strip()}" if reason else "")
+    return found
+
+
+def requeue_without(job_id: str, nodes: Sequence[str], begin: float | None = None) -> None:
+    """Put the job back into the queue, to start without `nodes` (and those it leaves out already).
+
+    Slurm ends the job meanwhile, so the caller must outlast its signal. A running job cannot be
+    told what to leave out, hence the order.
+
+    Args:
+        begin: the earliest start, in seconds since the epoch.
+    """
+    shown = _run(["scontrol", "show", "job", job_id]).stdout
+    before = re.search(r"\bExcNodeList=(\S+)", shown)
+    left_out = [before[1]] if before and before[1] != "(null)" else []
+    changes = [f"ExcNodeList={','.join([*left_out, *nodes])}"] if nodes else []
+    if begin is not None:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
+        changes.append(f"StartTime={moment}")
+    commands = [["scontrol", "requeue", job_id]]
+    if changes:
+        commands.append(["scontrol", "update", f"JobId={job_id}", *changes])
+    for command in commands:
+        answer = _run(command)
+        if answer.returncode:
+            raise JobError(f"{' '.join(command)}: {(answer.stderr or answer.stdout).strip()}")
 
 
 def is_own(folder: Path) -> bool:

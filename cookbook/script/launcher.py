@@ -55,6 +55,7 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         f"  EP_BACKEND    {' | '.join(overlay.name for overlay in backends)}",
         "  RECIPE        the published scripts' name for PRECISION (mxfp8_default, mxfp8_wgrad_hp)",
         "  CELL_DIR      a run to resume; new by default: runs/<recipe>-<job id>/<cell>",
+        "  COOKBOOK_PREFLIGHT  full (default) | nodes | off: the look at the nodes before training",
         "  COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
         "",
         f"Rendered by `make golden` from recipes/{recipe.path.name} and",
@@ -78,6 +79,7 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         ],
         environment=list(exported(cluster.environment).items()),
         environment_from=[],
+        spare_nodes=recipe.spare_nodes,
         train_args=[
             *launch_argv(stack, recipe.description),
             *argv_of(stack, recipe.settings),

@@ -62,7 +62,8 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         f"  {runner} {file_name}                        # trains it",
         f"  {runner} {file_name} --training.steps=5     # TorchTitan's options at the end",
         "",
-        "Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).",
+        "Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no look at the nodes),",
+        "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).",
         f"Rendered by `submit.py render` from {cell.recipe.path.name} for {cell.cluster.name}.",
     ]
     return render_template(
@@ -83,6 +84,7 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
             *cell.ep_backend.environment_from.items(),
             *cell.precision.environment_from.items(),
         ],
+        spare_nodes=cell.spare_nodes,
         train_args=train_argv(cell),
         cluster_args=[],
     )

@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from cookbook.run.slurm import sbatch
 from cookbook.run.status import FAILED, Status, write_job, write_status
 from cookbook.run.submitting import end_submitting
 from cookbook.script.header import option_word, sbatch_options
+from cookbook.submit.leave_out import leave_out
 
 _WRITTEN_FOR = "1.5.4"
 _LOCAL_DAYS = 30
@@ -50,7 +52,11 @@ class CellSlurmExecutor(SlurmExecutor):
         return 2
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        options = sbatch_options(self.cell) | {"output": str(self.folder / "%j.log")}
+        choice = leave_out(self.cell)
+        options = sbatch_options(self.cell, leave_out=choice.nodes)
+        options["output"] = str(self.folder / "%j.log")
+        if choice.begin is not None:
+            options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
         lines = [f"#SBATCH {option_word(name, value)}" for name, value in options.items()]
         return "\n".join(
             [

@@ -6,7 +6,8 @@
 #   sbatch train.sh                        # trains it
 #   sbatch train.sh --training.steps=5     # TorchTitan's options at the end
 #
-# Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
+# Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no look at the nodes),
+# COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
 # Rendered by `submit.py render` from deepseek_v3_16b.yaml for soperator-b200.
 
 #SBATCH --job-name=16b-bf16-standard
@@ -144,10 +145,13 @@ if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
   trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$? --signal="${TOLD}"' EXIT
 fi
 
+# Every node is looked at before any rank starts: GPUs, network, disks, packages. A bad one is left out and
+# named (docs/preflight.md). COOKBOOK_PREFLIGHT=off goes on without. The answer: the nodes that train.
+TRAIN_NODES="$("${JOB[@]}" preflight "${CELL_DIR}" --attempt="${ATTEMPT}")"
+
 # The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
 # same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
-mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
-HEAD_NODE="${NODES[0]:?no node in SLURM_JOB_NODELIST}"
+HEAD_NODE="${TRAIN_NODES%%,*}"
 HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
 HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
 RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
@@ -185,6 +189,9 @@ TORCHRUN=(
 )
 SRUN=(
   srun
+  --nodes="${NUM_NODES}"
+  --ntasks="${NUM_NODES}"
+  --nodelist="${TRAIN_NODES}"
   # srun has not inherited this from sbatch since Slurm 22.05; without it, all ranks share one core.
   --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}"
   # One failed node ends the step, instead of the others waiting for it.

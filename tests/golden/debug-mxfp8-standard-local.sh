@@ -6,7 +6,8 @@
 #   bash train.sh                        # trains it
 #   bash train.sh --training.steps=5     # TorchTitan's options at the end
 #
-# Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
+# Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no look at the nodes),
+# COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
 # Rendered by `submit.py render` from debug.yaml for local.
 
 # Values stand in quotes, so that none is expanded.
