@@ -31,6 +31,7 @@ class Recipe:
         name: of the file.
         short_name: begins the names of cells, jobs and W&B runs.
         stand_in: the recipe that `--cluster local` trains in its place.
+        max_restarts: how often a job may start it again; None: as the cluster's profile says.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Recipe:
     path: Path
     short_name: str = key_named("name")
     stand_in: str | None = None
+    max_restarts: int | None = None
     published: Published | None = None
 
     @property
