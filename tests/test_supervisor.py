@@ -1,12 +1,7 @@
-"""What a supervisor does about an attempt that fails; scripts of a few lines stand in for training."""
+"""What a supervisor does about an attempt that fails; short scripts stand in for training."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +14,13 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_history
 from cookbook.run.record import CellRecord
 from cookbook.run.status import QUEUED, Status, read_status, write_status
-from tests.submit import ROOT
 
 # What every script begins with: its attempt's folder, and a step that it prints.
 _HEAD = """
 for ((K = 0; ; K++)); do [[ -d "${CELL_DIR}/attempt-${K}" ]] || break; done
 A="${CELL_DIR}/attempt-${K}"; mkdir "${A}"; exec >>"${A}/train.log" 2>&1
 step() { echo "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: $1  loss: $2  x: 1"; }
-torchrun_says() { echo "E1120 18:40:01.1 1 api.py:1] failed (exitcode: $1) local_rank: 1 (pid: 9)"; }
+torchrun_says() { echo "E1120 18:40:01.1 api.py:1] failed (exitcode: $1) local_rank: 1 (pid: 9)"; }
 """
 
 
