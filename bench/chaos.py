@@ -65,7 +65,7 @@ def plan(count: int, seed: int) -> list[Planned]:
 
 def undisturbed_losses(cluster: SlurmCluster, folder: Path, steps: int) -> dict[int, str]:
     """The losses of a run of so many steps into which no fault is put."""
-    run = start_run(cluster, folder, steps)
+    run = start_run(cluster, folder, steps, saves=False)
     cluster.wait(run.job_id, timeout=120 + 20 * steps)
     (attempt,) = run.cell.attempts()
     return run.losses(attempt)

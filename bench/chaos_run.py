@@ -59,7 +59,7 @@ optimizer: {{lr: 8e-4}}
 lr_scheduler: {{warmup_steps: 2, decay_ratio: 0}}
 activation_checkpoint: {{mode: none}}
 compile: {{enable: false}}
-checkpoint: {{enable: true, interval: {interval}, keep_latest_k: 3, last_save_model_only: false}}
+checkpoint: {{enable: {saves}, interval: {interval}, keep_latest_k: 3, last_save_model_only: false}}
 debug: {{seed: 42}}
 metrics: {{log_freq: 1, disable_color_printing: true}}
 """
@@ -178,12 +178,13 @@ def words_of(process: psutil.Process) -> Sequence[str]:
     return words
 
 
-def start_run(cluster: SlurmCluster, folder: Path, steps: int) -> Run:
-    """Submit a run of so many steps; its runs' folder is `folder`, made here or not."""
+def start_run(cluster: SlurmCluster, folder: Path, steps: int, saves: bool = True) -> Run:
+    """Submit a run of so many steps, with checkpoints or without; it lies in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     profile, recipe = folder / "chaos-nodes.yaml", folder / "chaos.yaml"
     profile.write_text(_PROFILE)
-    recipe.write_text(_RECIPE.format(nodes=NODES, steps=steps, interval=INTERVAL))
+    values = {"nodes": NODES, "steps": steps, "interval": INTERVAL, "saves": str(saves).lower()}
+    recipe.write_text(_RECIPE.format(**values))
     words = ("run", str(recipe), "--cluster", str(profile), "--detach", "--no-check")
     runs = folder / "runs"
     cluster.run(

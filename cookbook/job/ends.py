@@ -11,7 +11,7 @@ from dataclasses import replace
 from cookbook.base.errors import InputError
 from cookbook.job.stop import stopped_as
 from cookbook.log.cause import cause_of
-from cookbook.log.failure import find_reason
+from cookbook.log.failure import find_failure
 from cookbook.log.lines import read_log
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause, write_attempt_end
@@ -49,12 +49,13 @@ def with_reason(end: AttemptEnd, cell: CellFolder, attempt: Attempt) -> AttemptE
         cause = cause_of(noted.reason, code)
         refused = cause if cause is Cause.MISSING_FILE else Cause.WRONG_OPTION
         return replace(end, cause=refused, reason=noted.reason)
-    reason = find_reason(attempt.path) if attempt.path.is_dir() else None
-    if reason is None:
-        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    failure = find_failure(attempt.path) if attempt.path.is_dir() else None
+    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    reason = failure.text if failure else how
     # The scripts' own refusal; torchrun ends with 1.
-    cause = Cause.WRONG_OPTION if code == 2 else cause_of(reason, code)
-    return replace(end, cause=cause, reason=reason)
+    if code == 2 or (failure and failure.is_refusal):
+        return replace(end, cause=Cause.WRONG_OPTION, reason=reason)
+    return replace(end, cause=cause_of(reason, code), reason=reason)
 
 
 def stopped(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str, str]:

@@ -37,7 +37,7 @@ def keep(work: Callable[[], None]) -> None:
 def _fork(work: Callable[[], None]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    # A signal that comes before the child has its handlers waits for them.
+    # Between the fork and its own handlers the child has the keeper's: none must run there.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
     if child:
@@ -54,6 +54,7 @@ def _fork(work: Callable[[], None]) -> int:
     try:
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         work()
         status = 0
     except SystemExit as ended:

@@ -49,9 +49,7 @@ def decide(ends: Sequence[AttemptEnd], most: int, lost_nodes: Sequence[str] = ()
         return _stop(f"stopped: {last.cause} would come again", last.cause)
     counted = [end for end in ends if end.cause not in _NOT_COUNTED]
     if len(counted) > most:
-        return _stop(
-            f"stopped: restarted {most} times, the most allowed (max_restarts)", last.cause
-        )
+        return _stop(f"stopped: restarted {most} times, as max_restarts allows", last.cause)
     idle = attempts_without_progress(ends)
     if idle > (_MOST_AFTER_ERROR if last.cause is Cause.ERROR else MOST_WITHOUT_PROGRESS):
         words = f"stopped: {idle} attempts in a row came no further"
