@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from cookbook.job.ends import own_job, record_of, with_reason, with_steps
+from cookbook.job.ends import ended_now, record_of, with_reason, with_steps
 from cookbook.job.leftovers import end_left_processes, end_step
 from cookbook.job.step_clock import Patience, StepClock
 from cookbook.log.lines import LogTail
@@ -99,15 +99,7 @@ class RunningAttempt:
     def _ended(
         self, code: int, seen: float | None, cause: Cause | None, reason: str | None
     ) -> AttemptEnd:
-        end = AttemptEnd(
-            self.attempt.number,
-            Cause.FINISHED,
-            exit_code=code,
-            started=self._started,
-            seen=seen,
-            ended=time.time(),
-            job_id=own_job(),
-        )
+        end = replace(ended_now(self.attempt.number, self._started, code), seen=seen)
         end = with_steps(end, self.attempt, self._record)
         if cause is not None:
             return replace(end, cause=cause, reason=reason)

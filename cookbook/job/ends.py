@@ -24,6 +24,14 @@ def own_job() -> str | None:
     return os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID")
 
 
+def ended_now(attempt: int, started: float | None, code: int) -> AttemptEnd:
+    """An end of which nothing more is known yet."""
+    now = time.time()
+    return AttemptEnd(
+        attempt, Cause.FINISHED, exit_code=code, started=started, ended=now, job_id=own_job()
+    )
+
+
 def with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
     """The end with the first and the last step of the attempt's log, and the last good one."""
     first = last = good = None
@@ -37,8 +45,12 @@ def with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attempt
     return replace(end, first_step=first, last_step=last, last_good_step=good)
 
 
-def with_reason(end: AttemptEnd, cell: CellFolder, attempt: Attempt) -> AttemptEnd:
-    """The end of an attempt that failed by itself, with its cause and reason."""
+def with_reason(end: AttemptEnd, cell: CellFolder, attempt: Attempt | None) -> AttemptEnd:
+    """The end of an attempt that failed by itself, with its cause and reason.
+
+    Args:
+        attempt: None where it failed before it made its folder.
+    """
     code = end.exit_code or 0
     try:
         noted = read_status(cell)
@@ -49,7 +61,7 @@ def with_reason(end: AttemptEnd, cell: CellFolder, attempt: Attempt) -> AttemptE
         cause = cause_of(noted.reason, code)
         refused = cause if cause is Cause.MISSING_FILE else Cause.WRONG_OPTION
         return replace(end, cause=refused, reason=noted.reason)
-    failure = find_failure(attempt.path) if attempt.path.is_dir() else None
+    failure = find_failure(attempt.path) if attempt and attempt.path.is_dir() else None
     how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     reason = failure.text if failure else how
     # The scripts' own refusal; torchrun ends with 1.
