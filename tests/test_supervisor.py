@@ -81,7 +81,7 @@ sleep 300; exit 0
     try:
         done = supervised(body)
         assert done.causes == [Cause.HANG, Cause.FINISHED]
-        assert re.match(r"hang: no step for \d+ s \(usual: 0.\d s\) after step 5", said(done, 0))
+        assert re.match(r"no step for \d+ s \(usual: 0.\d s\) after step 5", said(done, 0))
         cell = tmp_path / "run" / "cell"
         assert not lives(int((cell / "rank").read_text()))
         assert lives(int((cell / "other").read_text())) and other.poll() is None

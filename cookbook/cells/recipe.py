@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cookbook.base.errors import named_at, unknown_name
+from cookbook.base.errors import InputError, named_at, unknown_name
 from cookbook.base.schema import fill, key_named
 from cookbook.base.yamlfile import read_yaml
 from cookbook.cells.names import check_name, find_file, names_in
@@ -64,6 +64,9 @@ def load_recipe(name: str) -> Recipe:
         path=path,
     )
     check_name(file.place("name"), recipe.short_name)
+    if recipe.max_restarts is not None and recipe.max_restarts < 0:
+        found = f"found {recipe.max_restarts}, allowed: 0 or more"
+        raise InputError(file.place("max_restarts"), found)
     pairs = [f"{p}+{e}" for p in names_in("precision") for e in names_in("ep_backend")]
     for pair in recipe.published_numbers:
         if pair not in pairs:

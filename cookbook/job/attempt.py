@@ -90,7 +90,7 @@ class RunningAttempt:
             return Cause.NAN_LOSS, f"loss is {step.loss} in step {step.step}"
         if hang := self.clock.hang:
             who = describe_stacks(self.attempt, self._record.world)
-            return Cause.HANG, "; ".join(filter(None, [f"hang: {hang}", who]))
+            return Cause.HANG, "; ".join(filter(None, [hang, who]))
         return None, None
 
     def _end(self) -> None:

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
+from cookbook.job.room import say
+
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _MOST_STARTS = 5
 
@@ -27,16 +29,14 @@ def keep(work: Callable[[], None]) -> None:
         status = _wait_for(_fork(work))
         if status != -signal.SIGKILL or start == _MOST_STARTS:
             break
-        print(f"cookbook: the supervisor was killed; start {start + 1}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        say(f"the supervisor was killed; start {start + 1}")
+    _flush()
     # Returning, submitit would write down a result that nobody reads.
     os._exit(status if status >= 0 else 128 - status)
 
 
 def _fork(work: Callable[[], None]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     # Between the fork and its own handlers the child has the keeper's: none must run there.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
@@ -60,11 +60,18 @@ def _fork(work: Callable[[], None]) -> int:
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
     finally:
+        _flush()
+        os._exit(status)
+
+
+def _flush() -> None:
+    # The log may be on a full disk.
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
 
 
 def _wait_for(child: int) -> int:

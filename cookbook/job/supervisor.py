@@ -23,6 +23,7 @@ from cookbook.job.ends import close_history, own_job, record_of, stopped
 from cookbook.job.keeper import keep
 from cookbook.job.leftovers import end_left_step
 from cookbook.job.restarts import Action, Decision, decide
+from cookbook.job.room import blame_full_disk, has_room, say
 from cookbook.job.step_clock import Patience
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
@@ -40,7 +41,9 @@ from cookbook.run.status import (
     write_status,
 )
 
-_CONTROLLER_POLL_S = 2.0
+_POLL_S = 2.0
+# Somebody must make room; then what a recipe bounds are the restarts.
+_ROOM_S = 600.0
 # Slurm ends a job that it requeues at once.
 _REQUEUE_S = 120.0
 
@@ -109,19 +112,30 @@ class Supervisor:
             if end.cause is Cause.FINISHED:
                 self._write(cell, end, FINISHED, None)
                 return True
+            end = blame_full_disk(end, cell)
             ends.append(end)
             decision = decide(ends, record.max_restarts, self._lost_nodes())
             if decision.action is Action.REQUEUE:
                 decision = self._requeue(cell, end, decision)
             end = replace(end, decision=decision.words)
-            say = f"attempt {end.attempt} ended: {end.cause}: {end.reason}; {decision.words}"
-            print(f"cookbook: {say}", file=sys.stderr, flush=True)
+            say(f"attempt {end.attempt} ended: {end.cause}: {end.reason}; {decision.words}")
             if decision.action is Action.STOP:
                 self._write(cell, end, FAILED, f"{end.reason}; {decision.words}")
                 return False
             if decision.action is Action.REQUEUE:
                 return True
             self._write(cell, end, RUNNING, None)
+            if end.cause is Cause.DISK_FULL:
+                self._wait_for_room(cell, str(record.options.get("checkpoint.folder")))
+            # Later the disk may take what it did not take before.
+            self._write(cell, end, RUNNING, None)
+
+    def _wait_for_room(self, cell: CellFolder, folder: str) -> None:
+        deadline = time.monotonic() + _ROOM_S
+        if not has_room(cell, folder):
+            say(f"waiting for room at {cell.path}")
+        while not (self.signal_number or has_room(cell, folder) or time.monotonic() > deadline):
+            time.sleep(_POLL_S)
 
     def _attempt(self, cell: CellFolder, usual: float | None) -> tuple[AttemptEnd, float | None]:
         """Run the next attempt; how it ended, and the usual time of its steps."""
@@ -165,9 +179,9 @@ class Supervisor:
                 return slurm.lost_nodes(nodes)
             except JobError as error:
                 if not is_said:
-                    print(f"cookbook: waiting for Slurm: {error}", file=sys.stderr, flush=True)
+                    say(f"waiting for Slurm: {error}")
                 is_said = True
-                time.sleep(_CONTROLLER_POLL_S)
+                time.sleep(_POLL_S)
         return []
 
     def _requeue(self, cell: CellFolder, end: AttemptEnd, decision: Decision) -> Decision:

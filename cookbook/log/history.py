@@ -48,7 +48,9 @@ class AttemptSummary:
         if self.first_step is not None:
             steps = f"steps {self.first_step} to {self.last_step}"
         took = None if self.seconds is None else f"in {timedelta(seconds=round(self.seconds))}"
-        ended = ": ".join(filter(None, [self.cause, self.reason])) if self.cause else None
+        ended, reason = self.cause, self.reason
+        if ended and reason:
+            ended = reason if reason.startswith(ended) else f"{ended}: {reason}"
         lost = f"{_steps(self.steps_lost)} lost" if self.steps_lost else None
         left_out = f"left out: {', '.join(self.left_out)}" if self.left_out else None
         parts = [f"{steps} {took}" if took else steps, ended, lost, self.decision, left_out]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -66,9 +67,12 @@ _NUMBERS = {"started", "seen", "ended", "exit_code", "first_step", "last_step", 
 
 
 def write_attempt_end(attempt: Attempt, end: AttemptEnd) -> None:
-    """Keep it in the attempt's folder."""
-    attempt.path.mkdir(parents=True, exist_ok=True)
-    write_whole(attempt.end, json.dumps(asdict(end), indent=1) + "\n")
+    """Keep it in the attempt's folder; on a full disk it is lost, which costs no more than that."""
+    try:
+        write_whole(attempt.end, json.dumps(asdict(end), indent=1) + "\n")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def read_attempt_end(attempt: Attempt) -> AttemptEnd | None:
