@@ -59,8 +59,8 @@ def plan(count: int, seed: int) -> list[Planned]:
     names: list[str] = []
     while len(names) < count:
         names += chance.sample(sorted(FAULTS), len(FAULTS))
-    # More steps than an interval: there is a checkpoint to lose.
-    return [Planned(name, INTERVAL + chance.randint(1, INTERVAL)) for name in names[:count]]
+    # At least an interval: there is a checkpoint to lose.
+    return [Planned(name, INTERVAL + chance.randrange(INTERVAL)) for name in names[:count]]
 
 
 def undisturbed_losses(cluster: SlurmCluster, folder: Path, steps: int) -> dict[int, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.log.history import History, collect_history
+from cookbook.log.history import History, collect_history, usual_step_time
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_attempt_end, write_attempt_end
 from cookbook.run.record import CellRecord
@@ -121,3 +121,10 @@ def test_an_end_is_read_back_and_what_a_later_version_adds_is_left_out(cell: Cel
     one = cell.attempts()[0]
     one.end.write_text(json.dumps(json.loads(one.end.read_text()) | {"new": 1}))
     assert read_attempt_end(one) == end
+
+
+def test_the_usual_time_of_a_step_is_that_of_the_newest_attempt_with_some(cell: CellFolder) -> None:
+    assert usual_step_time(cell, CellRecord()) is None
+    attempt(cell, 0, 10, range(1, 9))
+    attempt(cell, 1, 40, range(7, 9))
+    assert usual_step_time(cell, CellRecord()) == pytest.approx(2.0)

@@ -99,7 +99,9 @@ class RunningAttempt:
     def _ended(
         self, code: int, seen: float | None, cause: Cause | None, reason: str | None
     ) -> AttemptEnd:
-        end = replace(ended_now(self.attempt.number, self._started, code), seen=seen)
+        end = ended_now(self.attempt.number, self._started, code)
+        # A script that ended by itself is seen then.
+        end = replace(end, seen=seen or (end.ended if code else None))
         end = with_steps(end, self.attempt, self._record)
         if cause is not None:
             return replace(end, cause=cause, reason=reason)

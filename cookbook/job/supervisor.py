@@ -25,6 +25,7 @@ from cookbook.job.leftovers import end_left_step
 from cookbook.job.restarts import Action, Decision, decide
 from cookbook.job.room import blame_full_disk, has_room, say
 from cookbook.job.step_clock import Patience
+from cookbook.log.history import usual_step_time
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_history, write_attempt_end
@@ -101,7 +102,7 @@ class Supervisor:
         if left := close_history(cell, record):
             end_left_step(cell, left, os.environ.get("SLURM_JOB_ID"))
         ends = [end for end in read_history(cell.attempts()) if end.job_id == own_job()]
-        usual: float | None = None
+        usual = usual_step_time(cell, record)
         while True:
             end, usual = self._attempt(cell, usual)
             if self.signal_number:

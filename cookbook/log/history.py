@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 from cookbook.log.text import MAX_LINE_BYTES, blocks, lines_with
@@ -17,6 +19,8 @@ from cookbook.run.resumption import read_resumptions
 
 _TIMED = re.compile(rb"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) - ")
 _STEP = re.compile(rb"(?<!validate )\bstep:(?:\x1b\[[0-9;]*m|\s)*([0-9]{1,12})\b")
+# Steps that say what is usual.
+_FEWEST = 3
 _START = b"Training starts at step "
 
 
@@ -102,6 +106,17 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
         sum(one.steps_lost for one in summaries),
         min(1.0, spent / elapsed) if spent and elapsed else None,
     )
+
+
+def usual_step_time(cell: CellFolder, record: CellRecord) -> float | None:
+    """The median seconds of a step in the newest attempt with some; None where none has any."""
+    for attempt in reversed(cell.attempts()):
+        steps = list(_step_times(attempt.log, record.as_of(attempt.number).loss_rank))
+        pairs = [(one, other) for one, other in pairwise(steps) if 0 < one[0] < other[0]]
+        seconds = [(then - at) / (later - step) for (step, at), (later, then) in pairs]
+        if len(seconds) >= _FEWEST:
+            return statistics.median(seconds)
+    return None
 
 
 def _summary(
