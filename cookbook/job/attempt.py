@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from cookbook.job.ends import ended_now, record_of, with_reason, with_steps
+from cookbook.job.ends import ended_now, record_of, slurm_job, with_reason, with_steps
 from cookbook.job.leftovers import end_left_processes, end_step
 from cookbook.job.step_clock import Patience, StepClock
 from cookbook.log.lines import LogTail
@@ -28,6 +28,8 @@ _FAILED = re.compile(
 )
 _GRACE_S = 8.0
 _BLOCK_BYTES = 1 << 20
+# What trains with these stands still at times, and no line says so.
+_PAUSES = ("validation.enable", "profiling.enable_profiling", "profiling.enable_memory_snapshot")
 
 
 class RunningAttempt:
@@ -42,11 +44,14 @@ class RunningAttempt:
     ) -> None:
         self.cell = cell
         self.attempt = attempt
-        self.clock = StepClock(patience, usual)
         self._record = record_of(cell)
+        if any(self._record.options.get(name) for name in _PAUSES):
+            patience = replace(patience, more_s=patience.save_s)
+        self.clock = StepClock(patience, usual)
         self._tail = LogTail(attempt.log, self._record.loss_rank)
         self._signs = _Signs(attempt.log)
-        self._job_id = os.environ.get("SLURM_JOB_ID")
+        self._job_id = slurm_job()
+        self._is_told = False
         self._started = time.time()
         # A session of its own, so that a signal reaches all that the script started.
         self.process = subprocess.Popen(
@@ -56,7 +61,8 @@ class RunningAttempt:
         )
 
     def send(self, number: int) -> None:
-        """Send a signal to all that the script has started here."""
+        """Send a signal to all that the script has started here; it ends in its own time then."""
+        self._is_told = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -66,6 +72,8 @@ class RunningAttempt:
         cause, reason = None, None
         while self.process.poll() is None:
             time.sleep(_POLL_S)
+            if self._is_told:
+                continue
             self.clock.look(self._tail.read(), _size(self.attempt.log), time.monotonic())
             if seen is None and self._signs.found():
                 seen = time.time()

@@ -19,9 +19,19 @@ from cookbook.run.record import CellRecord, read_record
 from cookbook.run.status import FAILED, OPEN, read_status
 
 
+def slurm_job() -> str | None:
+    """The id of the Slurm job whose batch step this process is.
+
+    A local run may have been started in somebody's interactive job, which is not to be touched.
+    """
+    is_batch = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+    return os.environ.get("SLURM_JOB_ID") if is_batch else None
+
+
 def own_job() -> str | None:
     """The id of the job that this process runs in, Slurm's or that of a local process."""
-    return os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID")
+    local, job = (os.environ.get(f"{name}_JOB_ID") for name in ("SUBMITIT_LOCAL", "SLURM"))
+    return slurm_job() or local or job
 
 
 def ended_now(attempt: int, started: float | None, code: int) -> AttemptEnd:
@@ -77,19 +87,19 @@ def stopped(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str, str]:
     return replace(end, cause=cause, reason=reason), state, reason
 
 
-def close_history(cell: CellFolder, record: CellRecord) -> Attempt | None:
-    """Note an attempt that ended without a word, its supervisor being killed; that attempt."""
+def close_history(cell: CellFolder, record: CellRecord) -> None:
+    """Note how the newest attempt ended, if that was without a word, its supervisor killed."""
     attempts = cell.attempts()
     if not attempts or attempts[-1].end.exists():
-        return None
+        return
     attempt = attempts[-1]
     try:
         status = read_status(cell)
     except InputError:
-        return None
+        return
     if status.attempt != attempt.number or status.state not in OPEN or not status.started:
         # One of a time when no ends were kept.
-        return None
+        return
     end = AttemptEnd(
         attempt.number,
         Cause.CUT_SHORT,
@@ -103,7 +113,6 @@ def close_history(cell: CellFolder, record: CellRecord) -> Attempt | None:
     if reason:
         end = replace(told, decision="started again by Slurm")
     write_attempt_end(attempt, with_steps(end, attempt, record))
-    return attempt
 
 
 def _last_word(attempt: Attempt) -> float:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from cookbook.base.errors import JobError
+from cookbook.job.ends import own_job
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.slurm import kill_steps
 
@@ -40,10 +41,11 @@ def end_step(
     end_left_processes(cell)
 
 
-def end_left_step(cell: CellFolder, attempt: Attempt, job_id: str | None) -> None:
-    """End what an attempt left whose supervisor was killed."""
-    if job_id:
-        _kill_step(job_id, attempt)
+def end_left_step(cell: CellFolder, job_id: str | None) -> None:
+    """End what the newest attempt left, if its supervisor was killed."""
+    attempts = cell.attempts()
+    if job_id and attempts:
+        _kill_step(job_id, attempts[-1])
     end_left_processes(cell)
 
 
@@ -70,11 +72,8 @@ def _kill_step(job_id: str, attempt: Attempt) -> bool:
 
 def _processes(cell: CellFolder) -> list[int]:
     """Processes that the cell's script started in this very job, but for this one."""
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID") or ""
-    marks = {
-        os.fsencode(f"CELL_DIR={cell.path}"),
-        b"COOKBOOK_SUPERVISED=1",
-    }
+    job = own_job()
+    marks = {os.fsencode(f"CELL_DIR={cell.path}"), b"COOKBOOK_SUPERVISED=1"}
     jobs = {f"{name}={job}".encode() for name in ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")}
     found = []
     for process in Path("/proc").glob("[0-9]*"):

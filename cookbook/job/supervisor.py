@@ -19,7 +19,7 @@ from types import FrameType
 from cookbook.base.errors import JobError
 from cookbook.job.attempt import RunningAttempt
 from cookbook.job.begin import restarts
-from cookbook.job.ends import close_history, own_job, record_of, stopped
+from cookbook.job.ends import close_history, own_job, record_of, slurm_job, stopped
 from cookbook.job.keeper import keep
 from cookbook.job.leftovers import end_left_step
 from cookbook.job.restarts import Action, Decision, decide
@@ -65,7 +65,7 @@ class Supervisor:
 
     def __call__(self) -> None:
         """Run the cells, then exit with status 0; JobError where one failed: the job fails too."""
-        if os.environ.get("SLURM_JOB_ID"):
+        if slurm_job():
             keep(self.supervise)
         self.supervise()
         # Returning, submitit would write down that nothing was returned. Nobody reads it, and on a
@@ -99,8 +99,8 @@ class Supervisor:
     def _run_cell(self, cell: CellFolder) -> bool:
         """Run attempts until the cell has ended; whether nothing is wrong with it."""
         record = record_of(cell)
-        if left := close_history(cell, record):
-            end_left_step(cell, left, os.environ.get("SLURM_JOB_ID"))
+        end_left_step(cell, slurm_job())
+        close_history(cell, record)
         ends = [end for end in read_history(cell.attempts()) if end.job_id == own_job()]
         usual = usual_step_time(cell, record)
         while True:
@@ -173,7 +173,7 @@ class Supervisor:
 
     def _lost_nodes(self) -> list[str]:
         """The nodes of the job that Slurm cannot use; waits where the controller is away."""
-        nodes = os.environ.get("SLURM_JOB_NODELIST")
+        nodes = os.environ.get("SLURM_JOB_NODELIST") if slurm_job() else None
         is_said = False
         while nodes and not self.signal_number:
             try:
@@ -189,7 +189,7 @@ class Supervisor:
         """Requeue this job, which ends this process; another decision where Slurm refuses."""
         self._write(cell, replace(end, decision=decision.words), QUEUED, decision.words)
         try:
-            slurm.requeue(os.environ.get("SLURM_JOB_ID", ""))
+            slurm.requeue(slurm_job() or "")
         except JobError as error:
             return Decision(Action.STOP, f"stopped: could not be {decision.words} ({error})")
         deadline = time.monotonic() + _REQUEUE_S
