@@ -78,6 +78,7 @@ def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
     until(lambda: len(run.whole_checkpoints()) > 0, 60, "a checkpoint")
     fault, attempt = FAULTS[planned.name], run.attempt
     injected = fault.inject(run, chance)
+    newest = int(run.whole_checkpoints()[0].name.removeprefix("step-"))
     last = max(run.losses(attempt))
     if not fault.ends_attempt:
         until(lambda: max(run.losses(attempt)) > last + 2, _ATTEMPT_S, planned.name)
@@ -90,6 +91,8 @@ def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
     if end is None:
         raise ChaosError(f"{planned.name}: attempt {attempt.number} has no end in its folder")
     last, first = max(run.losses(attempt)), min(run.losses(following))
+    if first <= newest:
+        raise ChaosError(f"{planned.name}: step-{newest} was whole, and step {first} came after it")
     # Slurm's own time passes before it starts the job again.
     seen = run.started() if fault.by_slurm else end.seen or end.ended
     return Survived(

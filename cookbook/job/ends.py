@@ -68,7 +68,7 @@ def with_reason(end: AttemptEnd, cell: CellFolder, attempt: Attempt | None) -> A
         noted = None
     if noted is not None and noted.state == FAILED and noted.reason:
         # What the script's check of its words refused.
-        cause = cause_of(noted.reason, code)
+        cause = cause_of(noted.reason)
         refused = cause if cause is Cause.MISSING_FILE else Cause.WRONG_OPTION
         return replace(end, cause=refused, reason=noted.reason)
     failure = find_failure(attempt.path) if attempt and attempt.path.is_dir() else None
@@ -77,7 +77,7 @@ def with_reason(end: AttemptEnd, cell: CellFolder, attempt: Attempt | None) -> A
     # The scripts' own refusal; torchrun ends with 1.
     if code == 2 or (failure and failure.is_refusal):
         return replace(end, cause=Cause.WRONG_OPTION, reason=reason)
-    return replace(end, cause=cause_of(reason, code), reason=reason)
+    return replace(end, cause=cause_of(reason), reason=reason)
 
 
 def stopped(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str, str]:

@@ -51,6 +51,8 @@ _CAUSES: tuple[tuple[Cause, re.Pattern[str]], ...] = (
             r"|Connection (?:closed|reset)|Broken pipe|remote process exited|DistBackendError"
             r"|DistNetworkError|Rendezvous\w*Error|Socket Timeout|recvValue|NCCL error"
             r"|CUDA error|uncorrectable ECC|unspecified launch failure"
+            # Without a word: a signal ended the script, or the step below it.
+            r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$"
         ),
     ),
 )
@@ -65,17 +67,9 @@ _REMEDIES = {
 }
 
 
-def cause_of(reason: str | None, exit_code: int) -> Cause:
-    """The kind of failure that `reason`, the most telling line of an attempt's logs, tells of.
-
-    Args:
-        exit_code: of the attempt's script; negative for a signal.
-    """
-    for cause, pattern in _CAUSES:
-        if reason and pattern.search(reason):
-            return cause
-    # Without a word, a signal ended the script, or the step below it.
-    return Cause.DEAD_RANK if exit_code < 0 or exit_code > 128 else Cause.ERROR
+def cause_of(reason: str) -> Cause:
+    """The kind of failure that `reason`, the most telling line of an attempt's logs, tells of."""
+    return next((cause for cause, pattern in _CAUSES if pattern.search(reason)), Cause.ERROR)
 
 
 def remedy_for(cause: Cause) -> str | None:
