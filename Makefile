@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo setup-local setup-dev test test-slurm check golden
+.PHONY: help demo setup-local setup-dev test test-slurm chaos check golden
 
 PYTEST_ARGS ?=
 # ruff, shellcheck and shfmt come with --dev, pinned, so that every machine formats alike.
@@ -25,6 +25,10 @@ test: setup-dev ## all tests, a real Slurm cluster included
 
 test-slurm: setup-dev ## only the tests that start a Slurm cluster on this machine
 	$(in_venv) .venv/bin/python -m pytest -m slurm $(PYTEST_ARGS)
+
+CHAOS_ARGS ?=
+chaos: setup-dev ## 20 random faults in a run on a Slurm cluster started here; CHAOS_ARGS="--seed 7"
+	.venv/bin/python -m bench.chaos $(CHAOS_ARGS)
 
 check: setup-dev ## lint, format, types, shell scripts
 	$(in_venv) ruff check .

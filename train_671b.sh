@@ -73,8 +73,8 @@ cd "${COOKBOOK_ROOT}"
 # A requeued job has the same id, hence the same folder and the same checkpoints: it resumes. To resume
 # an earlier job's run, pass its folder: CELL_DIR=runs/... sbatch train_671b.sh
 CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/671b-${SLURM_JOB_ID:-local}/${CELL}}")"
-# Slurm would requeue without end; a job that keeps losing nodes needs a person.
-if ((${SLURM_RESTART_COUNT:-0} > 3)); then
+# Slurm would requeue without end; a job that keeps losing nodes needs a person. A supervisor counts itself.
+if [[ -z "${COOKBOOK_SUPERVISED:-}" ]] && ((${SLURM_RESTART_COUNT:-0} > 3)); then
   fail "restarted ${SLURM_RESTART_COUNT} times, allowed: 3; see ${CELL_DIR}"
 fi
 
@@ -267,7 +267,7 @@ fi
 # Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
 RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
 # New for each attempt: a worker that is left over from the last one must not join this one.
-RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}"
+RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}_${ATTEMPT}"
 
 TRAIN_ARGS+=(
   # Checkpoints belong to the cell, everything else to this attempt.
@@ -302,6 +302,8 @@ SRUN=(
   # One failed node ends the step, instead of the others waiting for it.
   --kill-on-bad-exit=1
   --wait=60
+  # By this name a supervisor ends a step that hangs, and no other step of the job.
+  "--job-name=attempt-${ATTEMPT}"
 )
 
 echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"

@@ -200,6 +200,7 @@ def test_json_has_the_promised_fields() -> None:
         "published_tokens_per_second_per_gpu",
     }
     seen = {"attention", "mean_attended_length", "emulated", "active", "resumptions"}
+    seen |= {"history"}
     assert promised | seen == set(first)
     assert first["tokens_per_second_per_gpu"] == 651.4
     assert second["tokens_per_second_per_gpu"] is None

@@ -117,6 +117,12 @@ class Cell:
             **exported(self.precision.environment),
         }
 
+    @property
+    def max_restarts(self) -> int:
+        """How often a job may start it again after a failure."""
+        own = self.recipe.max_restarts
+        return self.cluster.max_restarts if own is None else own
+
     def record(self) -> CellRecord:
         """What a run's folder keeps of the cell."""
         source = self.recipe.published.source if self.recipe.published else None
@@ -136,6 +142,7 @@ class Cell:
             published_tokens_per_second_per_gpu=self.published,
             published_source=source if self.published else None,
             baseline=self.baseline,
+            max_restarts=self.max_restarts,
             environment=Words(self.environment),
             options=Unchecked(self.options.values),
             files=Words(self._own_files()),

@@ -6,7 +6,6 @@ Where a supervisor runs the script, the run is noted already, and the supervisor
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +21,10 @@ from cookbook.cells.recipe import load_recipe
 from cookbook.cells.resolve import published_number
 from cookbook.cells.rules.here import missing_here
 from cookbook.cells.rules.refusals import refusals
+from cookbook.job.ends import ended_now, record_of, stopped, with_reason, with_steps
 from cookbook.job.resume import find_checkpoint, prepare
-from cookbook.job.stop import stopped_as
-from cookbook.log.failure import find_reason
 from cookbook.run.folder import CellFolder
+from cookbook.run.history import write_attempt_end
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import is_run, new_record, write_run
 from cookbook.run.status import (
@@ -176,40 +175,25 @@ def note_refusal(folder: CellFolder, reason: str) -> None:
 def end(folder: CellFolder, exit_code: int, signal_name: str = "") -> None:
     """Note how the script ended, and the signal that it was told to stop with."""
     status = read_status(folder)
-    write_status(folder, ended(folder, status.attempt, status.started, exit_code, signal_name))
+    last = ended_now(status.attempt, status.started, exit_code)
+    attempt = next((one for one in folder.attempts() if one.number == status.attempt), None)
+    if attempt is not None:
+        last = with_steps(last, attempt, record_of(folder))
+    state, reason = FINISHED, None
+    if signal_name:
+        last, state, reason = stopped(last, signal_name)
+    elif exit_code:
+        last = with_reason(last, folder, attempt)
+        state, reason = FAILED, last.reason
+    if attempt is not None:
+        write_attempt_end(attempt, last)
+    times = {"started": status.started, "ended": last.ended}
+    write_status(
+        folder, Status(state, status.attempt, reason, exit_code, restarts=restarts(), **times)
+    )
 
 
 def restarts() -> int:
     """How often Slurm has requeued this job."""
     count = os.environ.get("SLURM_RESTART_COUNT", "")
     return int(count) if count.isascii() and count.isdecimal() else 0
-
-
-def ended(
-    folder: CellFolder,
-    attempt: int,
-    started: float | None,
-    exit_code: int,
-    signal_name: str = "",
-) -> Status:
-    """The last status of an attempt, by how its script ended and what it said.
-
-    Args:
-        signal_name: the signal that it was told to stop with, such as SIGTERM; empty for none.
-    """
-    last = Status(FINISHED, attempt, None, exit_code, started, time.time(), restarts())
-    if signal_name:
-        state, reason = stopped_as(signal_name, started)
-        return replace(last, state=state, reason=reason)
-    if exit_code == 0:
-        return last
-    reason = f"exit status {exit_code}"
-    if exit_code < 0:
-        reason = f"ended by {signal.Signals(-exit_code).name}"
-    noted = read_status(folder)
-    logs = [one.path for one in folder.attempts() if one.number == attempt]
-    if noted.state == FAILED and noted.reason:
-        reason = noted.reason
-    elif logs and (found := find_reason(logs[0])):
-        reason = found
-    return replace(last, state=FAILED, reason=reason)

@@ -18,12 +18,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.log.curve import collect_steps
 from cookbook.log.failure import find_reason
+from cookbook.log.history import History, collect_history
 from cookbook.log.lines import StepMetrics, read_active, read_peak_memory
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
@@ -69,6 +70,8 @@ class Result:
     """What the training process said was active, None until it did."""
     resumptions: tuple[Resumption, ...] = ()
     """Where its attempts continued, and which damaged checkpoints they passed over."""
+    history: History = field(default_factory=History)
+    """Its attempts, why each ended, the steps lost, the effective training time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,7 @@ def _collect_cell(
         emulated=is_low_precision_emulated or by_reference,
         active=active,
         resumptions=tuple(read_resumptions(attempts)),
+        history=collect_history(folder, record),
     )
     setting = CellSetting(
         total_steps=record.steps,

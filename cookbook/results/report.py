@@ -48,6 +48,7 @@ def render_markdown(results: RunResults) -> str:
         for resumption in cell.resumptions
         for line in resumption.lines
     ]
+    notes += [f"- {cell.name}: {line}" for cell in results.cells for line in cell.history.lines]
     if notes:
         parts.append("\n".join(notes))
     parts.append(

@@ -1,7 +1,8 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
 <cell>/cell.yaml, train.sh, status.json, job.json, end.json, job/, checkpoint/, checkpoint-damaged/
-       attempt-<k>/train.log, train.sh, environment.json, resume.json, ranks/, tb/, profile_traces/
+       attempt-<k>/train.log, train.sh, environment.json, resume.json, end.json, ranks/, stacks/,
+                   tb/, comm_traces/, profile_traces/
 """
 
 from __future__ import annotations
@@ -43,6 +44,16 @@ class Attempt:
     def preflight(self) -> Path:
         """What the look at the nodes before training found; `job.preflight` writes it."""
         return self.path / "preflight.json"
+
+    @property
+    def end(self) -> Path:
+        """How it ended: `run.history` reads and writes it."""
+        return self.path / "end.json"
+
+    @property
+    def stacks(self) -> Path:
+        """Where a rank that made no step for long stood, in a file for each such rank."""
+        return self.path / "stacks"
 
     @property
     def traces(self) -> Path:

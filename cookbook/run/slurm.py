@@ -22,6 +22,8 @@ SUCCEEDED = frozenset({"COMPLETED"})
 STOPPED = frozenset({"CANCELLED"})
 # Of an enclosing job, and a user's own defaults: SQUEUE_PARTITION would hide jobs.
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
+# A `*` stands for a node that does not answer.
+_LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
 # Without a width, squeue cuts fields.
 _WIDTH = 64
 
@@ -68,6 +70,40 @@ def scancel(job_ids: Sequence[str]) -> None:
     answer = _run(["scancel", *job_ids])
     if answer.returncode:
         raise JobError(f"scancel: {answer.stderr.strip()}")
+
+
+def requeue(job_id: str) -> None:
+    """Put a running job back into the queue, under its id; what it runs is ended."""
+    answer = _run(["scontrol", "requeue", job_id])
+    if answer.returncode:
+        raise JobError(f"scontrol requeue: {(answer.stderr or answer.stdout).strip()}")
+
+
+def answers() -> bool:
+    """Whether the controller answers."""
+    return _run(["scontrol", "ping"]).returncode == 0
+
+
+def lost_nodes(node_list: str) -> list[str]:
+    """Those of these nodes that Slurm gives no work to: down, drained, or not answering."""
+    answer = _run(["sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T"])
+    if answer.returncode:
+        raise JobError(f"sinfo: {answer.stderr.strip() or 'no answer'}")
+    states = dict(line.split() for line in answer.stdout.splitlines())
+    return [node for node, state in states.items() if _LOST.search(state)]
+
+
+def kill_steps(job_id: str, name: str) -> int:
+    """End the steps of this name in a job, all their processes on all nodes; how many there were.
+
+    Other steps of the job, such as a user's own shell in it, go on.
+    """
+    answer = _run(["squeue", "--steps", f"--jobs={job_id}", "--noheader", "--format=%i %j"])
+    steps = [line.split(maxsplit=1) for line in answer.stdout.splitlines()]
+    named = [step for step, *rest in steps if rest == [name]]
+    if named:
+        _run(["scancel", "--signal=KILL", *named])
+    return len(named)
 
 
 def job_infos(job_ids: Iterable[str]) -> dict[str, JobInfo]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.tables import terminal_width, text_table
+from cookbook.job.ends import record_of
+from cookbook.log.history import collect_history
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.resumption import read_resumptions
@@ -37,6 +39,8 @@ def show_status(arguments: argparse.Namespace) -> int:
         for resumption in read_resumptions(cell.attempts()):
             for line in resumption.lines:
                 print(f"{cell.name}: {line}")
+        for line in collect_history(cell, record_of(cell)).lines:
+            print(f"{cell.name}: {line}")
     if run.scheduler == "slurm":
         say_excluded()
     return 0

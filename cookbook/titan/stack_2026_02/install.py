@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cookbook.titan.any_stack.leave import leave_when_done
+from cookbook.titan.any_stack.orphan import end_with_torchrun
 from cookbook.titan.stack_2026_02.cpu import prepare_cpu
 from cookbook.titan.stack_2026_02.spec import register
 
@@ -15,3 +16,4 @@ def install() -> None:
         prepare_cpu()
     register()
     leave_when_done()
+    end_with_torchrun()
