@@ -18,6 +18,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "training.gc_freq": (1, math.inf),
     "metrics.log_freq": (1, math.inf),
     "checkpoint.interval": (1, math.inf),
+    "checkpoint.interval_minutes": (0, math.inf),
     "checkpoint.keep_latest_k": (0, math.inf),
     "profiling.profile_freq": (1, math.inf),
     "comm.init_timeout_seconds": (1, math.inf),

@@ -6,6 +6,7 @@ import torch
 
 from cookbook.titan.any_stack.leave import leave_when_done
 from cookbook.titan.stack_2026_02.cpu import prepare_cpu
+from cookbook.titan.stack_2026_02.saving import save_when_ranks_agree
 from cookbook.titan.stack_2026_02.spec import register
 
 
@@ -14,4 +15,5 @@ def install() -> None:
     if not torch.cuda.is_available():
         prepare_cpu()
     register()
+    save_when_ranks_agree()
     leave_when_done()

@@ -12,6 +12,7 @@ Some things have no door. Each is replaced in one place, which says why:
 - functions that TorchAO's emulation calls: `mx.py` and `quantized_a2a.py`, where a job uses them
 - PyTorch's switch that fills fresh memory: `deepep.py`, while DeepEP counts tokens
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
+- when a checkpoint is saved, and whether another step follows: `saving.py`
 - the end of the process: `any_stack/leave.py`
 """
 
