@@ -1,4 +1,7 @@
-"""Why a job was told to stop: the signal is always the same, so Slurm's line in its log says it."""
+"""Why a job was told to stop, and whether it ended at a checkpoint for that.
+
+Slurm always ends a job with the same signal, so its line in the job's log says why.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 import time
 from pathlib import Path
 
+from cookbook.run.folder import Attempt
 from cookbook.run.status import CANCELLED, FAILED, QUEUED
 
 # slurmstepd writes it to the batch step's standard error before it sends the signal. The time is
@@ -34,6 +38,15 @@ def stopped_as(signal_name: str, started: float | None, log: Path = _OWN_LOG) ->
         log: the batch step's standard error, by default this process's own.
     """
     return _ENDS.get(_told(log, started or 0.0) or "", (CANCELLED, signal_name))
+
+
+def saved_step(attempt: Attempt) -> int | None:
+    """The step at which the attempt ended, saved as it was asked to; None where it did not."""
+    try:
+        step = attempt.stopped.read_text(encoding="utf-8").split()[1]
+    except (OSError, IndexError):
+        return None
+    return int(step) if step.isdecimal() else None
 
 
 def _told(log: Path, started: float) -> str | None:

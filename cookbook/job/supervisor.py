@@ -1,7 +1,7 @@
 """What runs in a job: the `train.sh` of its cells in turn, and their status files.
 
 On Slurm the batch step becomes this (one cell), on the local machine one process runs all cells of
-a sweep. It imports neither submitit nor torch, and asks Slurm nothing.
+a sweep. It imports neither submitit nor torch, and all it asks of Slurm is to requeue its own job.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from types import FrameType
 
 from cookbook.base.errors import JobError
 from cookbook.job.begin import ended, restarts
-from cookbook.run.folder import CellFolder
+from cookbook.job.stop import saved_step
+from cookbook.run import slurm
+from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.status import (
     CANCELLED,
     FINISHED,
+    QUEUED,
     REFUSED,
     RUNNING,
     Status,
@@ -29,6 +32,8 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
+
+_ENDED_WITHIN_S = 60
 
 
 class Supervisor:
@@ -41,6 +46,7 @@ class Supervisor:
     def __init__(self, cells: Sequence[CellFolder]) -> None:
         self.folders = [str(cell.path) for cell in cells]
         self.process: subprocess.Popen[bytes] | None = None
+        self.attempt: Attempt | None = None
         self.signal_number = 0
 
     def __call__(self) -> None:
@@ -48,6 +54,9 @@ class Supervisor:
         # `cancel` and Slurm's end of a job come as SIGTERM.
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
+        # Before the time limit, and before preemption where the cluster is set up so.
+        signal.signal(signal.SIGUSR1, self._stop_at_checkpoint)
+        signal.signal(signal.SIGALRM, self._requeue_late)
         self._note_job()
         failed = []
         for cell in [CellFolder(Path(folder)) for folder in self.folders]:
@@ -71,7 +80,8 @@ class Supervisor:
                 write_job(cell, job_id)
 
     def _run_cell(self, cell: CellFolder) -> int:
-        attempt, started = cell.next_attempt().number, time.time()
+        self.attempt, started = cell.next_attempt(), time.time()
+        attempt = self.attempt.number
         write_status(cell, Status(RUNNING, attempt, started=started, restarts=restarts()))
         # A session of its own, so that a signal reaches all that the script started.
         self.process = subprocess.Popen(
@@ -85,6 +95,16 @@ class Supervisor:
         self.process = None
         # Told to stop, it may end well, at a checkpoint: that is no end of the cell.
         told = signal.Signals(self.signal_number).name if self.signal_number else ""
+        step, job_id = saved_step(self.attempt), os.environ.get("SLURM_JOB_ID")
+        if step is not None and job_id and not told:
+            reason = (
+                f"saved step {step}, as it was asked to, and goes on when Slurm starts it again"
+            )
+            write_status(
+                cell, Status(QUEUED, attempt, reason, started=started, restarts=restarts())
+            )
+            self._requeue(job_id)
+            told = signal.Signals(self.signal_number).name if self.signal_number else ""
         write_status(cell, ended(cell, attempt, started, code, told))
         return code
 
@@ -94,5 +114,32 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
+    def _stop_at_checkpoint(self, number: int, frame: FrameType | None) -> None:
+        if self.attempt is None:
+            return
+        # Before the script has made the folder there is nothing to save.
+        with contextlib.suppress(FileNotFoundError):
+            self.attempt.stop.touch()
+        signal.alarm(int(os.environ.get("COOKBOOK_LATE_S", "0")))
+
+    def _requeue_late(self, number: int, frame: FrameType | None) -> None:
+        """The ranks took too long: the newest checkpoint has to do."""
+        job_id = os.environ.get("SLURM_JOB_ID")
+        if self.process is not None and job_id:
+            with contextlib.suppress(JobError):
+                slurm.requeue(job_id)
+
+    def _requeue(self, job_id: str) -> None:
+        """Have Slurm start this job again, and wait until it ends this process for that."""
+        signal.alarm(0)
+        try:
+            slurm.requeue(job_id)
+        except JobError as error:
+            print(f"cookbook: {error}", file=sys.stderr)
+            return
+        deadline = time.monotonic() + _ENDED_WITHIN_S
+        while not self.signal_number and time.monotonic() < deadline:
+            time.sleep(0.1)
+
     def __getstate__(self) -> dict[str, object]:
-        return {"folders": self.folders, "process": None, "signal_number": 0}
+        return {"folders": self.folders, "process": None, "attempt": None, "signal_number": 0}

@@ -1,4 +1,4 @@
-"""Slurm's commands, run here and nowhere else: submit, cancel, ask."""
+"""Slurm's commands, run here and nowhere else: submit, cancel, requeue, ask."""
 
 from __future__ import annotations
 
@@ -63,6 +63,13 @@ def scancel(job_ids: Sequence[str]) -> None:
     answer = _run(["scancel", *job_ids])
     if answer.returncode:
         raise JobError(f"scancel: {answer.stderr.strip()}")
+
+
+def requeue(job_id: str) -> None:
+    """Put a running job back into the queue; Slurm then ends it, and starts it again."""
+    answer = _run(["scontrol", "requeue", job_id])
+    if answer.returncode:
+        raise JobError(f"scontrol requeue: {answer.stderr.strip() or answer.stdout.strip()}")
 
 
 def job_infos(job_ids: Iterable[str]) -> dict[str, JobInfo]:

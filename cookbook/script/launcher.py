@@ -54,7 +54,7 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         f"  PRECISION     {' | '.join(overlay.name for overlay in precisions)}",
         f"  EP_BACKEND    {' | '.join(overlay.name for overlay in backends)}",
         "  RECIPE        the published scripts' name for PRECISION (mxfp8_default, mxfp8_wgrad_hp)",
-        "  CELL_DIR      a run to resume; new by default: runs/<recipe>-<job id>/<cell>",
+        "  CELL_DIR      where the run is, and goes on; by default runs/<recipe>/<cell>",
         "  COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
         "",
         f"Rendered by `make golden` from recipes/{recipe.path.name} and",

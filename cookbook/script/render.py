@@ -102,6 +102,8 @@ def render_template(cluster: Cluster, header: list[str], **context: Any) -> str:
             cluster=reference("cluster", cluster.path),
             ranks_per_node=cluster.ranks_per_node,
             max_restarts=cluster.max_restarts,
+            grace_seconds=cluster.grace_seconds,
+            late_seconds=cluster.late_seconds,
             source=cluster.source,
             container=container,
             container_mounts=shquote(mounts) if mounts else "",
