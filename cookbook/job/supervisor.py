@@ -23,6 +23,7 @@ from cookbook.run import slurm
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.status import (
     CANCELLED,
+    FAILED,
     FINISHED,
     QUEUED,
     REFUSED,
@@ -97,16 +98,14 @@ class Supervisor:
         told = signal.Signals(self.signal_number).name if self.signal_number else ""
         step, job_id = saved_step(self.attempt), os.environ.get("SLURM_JOB_ID")
         if step is not None and job_id and not told:
-            reason = (
-                f"saved step {step}, as it was asked to, and goes on when Slurm starts it again"
-            )
-            write_status(
-                cell, Status(QUEUED, attempt, reason, started=started, restarts=restarts())
-            )
+            reason = f"saved step {step}, to go on from there"
+            asked = Status(QUEUED, attempt, reason, started=started, restarts=restarts())
+            write_status(cell, asked)
             self._requeue(job_id)
             told = signal.Signals(self.signal_number).name if self.signal_number else ""
-        write_status(cell, ended(cell, attempt, started, code, told))
-        return code
+        last = ended(cell, attempt, started, code, told)
+        write_status(cell, last)
+        return code or int(last.state == FAILED)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
