@@ -172,6 +172,7 @@ def test_a_job_is_asked_for_as_its_cluster_says() -> None:
         "#SBATCH --time=04:00:00",
         "#SBATCH --exclude=worker-7,worker-9",
         "#SBATCH --no-requeue",
+        "#SBATCH --signal=B:USR1@300",
         "#SBATCH --open-mode=append",
         """#SBATCH --comment='it'"'"'s a "test" of $HOME'""",
         "#SBATCH --reservation=moe",

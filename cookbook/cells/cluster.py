@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,8 @@ class Container:
 class Cluster:
     """A scheduler, its nodes and what must be said to it.
 
-    `gpu` is None where ranks run on the CPU (gloo).
+    `gpu` is None where ranks run on the CPU (gloo). `node_failure_days` is the mean time between
+    two failures of a node, `write_gb_per_s` what all nodes together write to the shared folder.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Cluster:
     requeue: bool = True
     max_restarts: int = 3
     seconds_to_stop: int = 300
+    node_failure_days: float | None = None
+    write_gb_per_s: float | None = None
     sbatch: Words = field(default_factory=Words)
     environment: Words = field(default_factory=Words)
     source: tuple[str, ...] = ()
@@ -132,6 +136,10 @@ def load_cluster(name: str) -> Cluster:
             file.place("rendezvous_port"),
             f"found {cluster.rendezvous_port}, allowed: 1024 to 32767 (below the ephemeral ports)",
         )
+    for key in ("node_failure_days", "write_gb_per_s"):
+        value = getattr(cluster, key)
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(file.place(key), f"found {value:g}, allowed: more than 0")
     if not 60 <= cluster.seconds_to_stop <= 65535:
         found = f"found {cluster.seconds_to_stop}, allowed: 60 to 65535 (sbatch --signal)"
         raise InputError(file.place("seconds_to_stop"), found)

@@ -102,8 +102,9 @@ TRAIN_ARGS=(
   --debug.no_moe_force_load_balance
   --debug.seed=42
   --checkpoint.enable
-  --checkpoint.interval=250
-  --checkpoint.keep_latest_k=2
+  --checkpoint.interval_minutes=10.0
+  --checkpoint.async_mode=async
+  --checkpoint.keep_latest_k=3
   --checkpoint.no_last_save_model_only
   --metrics.log_freq=1
   --metrics.enable_tensorboard

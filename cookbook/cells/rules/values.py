@@ -67,5 +67,14 @@ def kept_checkpoints(cell: Cell) -> Iterator[Finding]:
         )
 
 
+def pinned_memory(cell: Cell) -> Iterator[Finding]:
+    """PyTorch stages into pinned memory with the help of a GPU, and fails at the first save."""
+    option = "checkpoint.async_mode"
+    pinned = cell.options[option] == "async_with_pinned_mem"
+    if cell.options["checkpoint.enable"] and pinned and cell.cluster.gpu is None:
+        reason = f"async_with_pinned_mem needs GPUs, cluster {cell.cluster.name} runs on the CPU"
+        yield _wrong("pinned_memory", option, reason, "set it to async")
+
+
 def _wrong(rule: str, option: str, reason: str, remedy: str = "") -> Finding:
     return Finding(ERROR, rule, option, reason, remedy, _REFERENCE, is_input=True)
