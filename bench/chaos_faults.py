@@ -76,7 +76,7 @@ def _preempt(run: Run, chance: random.Random) -> float:
 
 
 def _restart_controller(run: Run, chance: random.Random) -> float:
-    run.cluster.kill_controller()
+    run.cluster.stop_controller()
     away = time.time()
     time.sleep(3)
     run.cluster.start_controller()

@@ -22,7 +22,6 @@ folder = Path(sys.argv[1])
 def work():
     starts = len(list(folder.glob("start-*")))
     (folder / f"start-{starts}").write_text(str(os.getpid()))
-    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(7))
     if sys.argv[2] == "dies" or (sys.argv[2] == "dies once" and not starts):
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[2] == "fails":
@@ -30,13 +29,18 @@ def work():
     if sys.argv[2] == "waits":
         time.sleep(60)
 
-keep(work)
+def handle_signals():
+    (folder / "born").touch()
+    time.sleep(float(sys.argv[3]))
+    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(7))
+
+keep(work, handle_signals)
 """
 
 
-def _start(folder: Path, how: str) -> subprocess.Popen[str]:
+def _start(folder: Path, how: str, seconds: float = 0.0) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(folder), how],
+        [sys.executable, "-c", _PROGRAM, str(folder), how, str(seconds)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
@@ -59,13 +63,15 @@ def test_only_what_was_killed_is_started_again(
     assert ("ValueError: no" in said) == (how == "fails")
 
 
-def test_a_signal_is_handed_on(tmp_path: Path) -> None:
-    keeper = _start(tmp_path, "waits")
+@pytest.mark.parametrize(("sign", "seconds"), [("start-0", 0.0), ("born", 1.0)])
+def test_a_signal_is_handed_on_also_before_the_child_can_handle_it(
+    tmp_path: Path, sign: str, seconds: float
+) -> None:
+    keeper = _start(tmp_path, "waits", seconds)
     deadline = time.monotonic() + 20
-    while not (tmp_path / "start-0").exists():
+    while not (tmp_path / sign).exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.2)
     keeper.send_signal(signal.SIGUSR1)
     keeper.communicate(timeout=10)
     assert keeper.returncode == 7

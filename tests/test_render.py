@@ -139,16 +139,17 @@ def test_the_order_of_a_script(name: str) -> None:
     assert "$0" not in SCRIPTS[name]
     assert "set -x" not in SCRIPTS[name]
     assert "|| true\n" not in SCRIPTS[name].replace("print $1 }')\" || true\n", "\n")
-    # One srun, and it is the last command.
+    # One srun; on Slurm a loop around it comes last.
     assert sum(bool(re.search(r"(?<![\w-])srun(?![\w-])", line)) for line in _code(lines)) == (
         1 if on_slurm else 0
     )
-    last = " ".join(line.strip() for line in lines[-2:])
     launch = '"${SRUN[@]}" "${TORCHRUN[@]}"' if on_slurm else '"${TORCHRUN[@]}"'
-    assert last == (
-        f'{launch} -m torchtitan.train "${{TRAIN_ARGS[@]}}" 2>&1 | '
+    training = (
+        f'{launch} -m torchtitan.train "${{TRAIN_ARGS[@]}}" "${{ATTEMPT_ARGS[@]}}" "$@" 2>&1 | '
         '{ tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; }'
     )
+    assert " ".join(line.strip() for line in lines).count(training) == 1
+    assert lines[-1] == "done" if on_slurm else lines[-2].endswith('"$@" 2>&1 |')
     assert SCRIPTS[name].endswith("\n") and "\n\n\n" not in SCRIPTS[name]
 
 
@@ -171,6 +172,7 @@ def test_a_job_is_asked_for_as_its_cluster_says() -> None:
         "#SBATCH --time=04:00:00",
         "#SBATCH --exclude=worker-7,worker-9",
         "#SBATCH --no-requeue",
+        "#SBATCH --signal=B:USR1@300",
         "#SBATCH --open-mode=append",
         """#SBATCH --comment='it'"'"'s a "test" of $HOME'""",
         "#SBATCH --reservation=moe",

@@ -6,7 +6,7 @@ import pytest
 
 from bench.chaos import Planned, chaos, plan
 from bench.chaos_faults import FAULTS
-from tests.slurm_cluster import require_slurm
+from tests.slurm_installed import require_slurm
 
 
 def test_a_plan_is_repeatable_and_has_every_kind() -> None:

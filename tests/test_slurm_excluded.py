@@ -21,7 +21,8 @@ from cookbook.submit.executor import submit_run
 from tests.cells import Point
 from tests.gpu_nodes import GpuNodes
 from tests.recording_torchrun import read_records
-from tests.slurm_cluster import Settings, SlurmCluster, require_slurm
+from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_installed import require_slurm
 
 pytestmark = pytest.mark.slurm
 

@@ -19,7 +19,8 @@ import pytest
 from cookbook.run.excluded import read_excluded
 from tests.gpu_nodes import GpuNodes
 from tests.recording_torchrun import TorchrunRecord, read_records
-from tests.slurm_cluster import Settings, SlurmCluster, require_slurm
+from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_installed import require_slurm
 
 pytestmark = pytest.mark.slurm
 
@@ -288,10 +289,14 @@ def test_a_job_that_may_not_be_requeued_says_so(jobs: Jobs) -> None:
 def test_bad_nodes_without_end_end_the_job_after_its_restarts(jobs: Jobs) -> None:
     for number in range(9):
         jobs.gpus.ecc_error(f"worker-{number}")
-    job = jobs.submit("--nodes=1")
+    copy = jobs.folder / "cookbook"
+    shutil.copytree(jobs.checkout, copy)
+    recipe = copy / "recipes/deepseek_v3_16b.yaml"
+    recipe.write_text(recipe.read_text().replace("max_restarts: 10", "max_restarts: 2"))
+    job = jobs.submit("--nodes=1", script=copy / "train_16b.sh")
     assert jobs.cluster.wait(job, timeout=120) == "FAILED", jobs.log(job)
-    assert jobs.left_out().keys() == {f"worker-{number}" for number in range(4)}
-    assert "started again 3 times already (max_restarts)" in jobs.status()["reason"]
+    assert jobs.left_out().keys() == {f"worker-{number}" for number in range(3)}
+    assert "started again 2 times already (max_restarts)" in jobs.status()["reason"]
 
 
 def test_preflight_can_be_turned_off(jobs: Jobs) -> None:

@@ -173,6 +173,25 @@ def test_a_nan_loss_is_ended_and_its_last_good_step_is_known(
     assert "loss is nan" in said(done, 0)
 
 
+@pytest.mark.parametrize("does", ["saves", "fails", "takes long"])
+def test_asked_to_stop_where_no_slurm_can_requeue_it_says_how_to_go_on(
+    supervised: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    monkeypatch.setenv("COOKBOOK_LATE_S", "1")
+    body = """
+step 1 7; kill -USR1 "${PPID}"
+until [[ -e "${A}/stop" ]]; do sleep 0.1; done
+[[ %s == fails ]] && { torchrun_says -9; exit 1; }
+[[ %s == saves ]] || sleep 3
+echo "local 1" >"${A}/stopped"
+"""
+    done = supervised(body % (f"'{does}'", f"'{does}'"))
+    (end,) = done.ends
+    assert end.cause is (Cause.DEAD_RANK if does == "fails" else Cause.SAVED)
+    assert done.status.state == "failed"
+    assert "; stopped; to go on: python submit.py run --resume RUN" in (done.status.reason or "")
+
+
 def test_an_attempt_whose_supervisor_was_killed_is_noted(
     supervised: Callable[..., Outcome], tmp_path: Path
 ) -> None:

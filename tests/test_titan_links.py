@@ -12,7 +12,8 @@ import pytest
 from cookbook.run.excluded import read_excluded
 from tests.gpu_nodes import GpuNodes
 from tests.recording_torchrun import read_records
-from tests.slurm_cluster import Settings, SlurmCluster, require_slurm
+from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_installed import require_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.titan]
 

@@ -1,4 +1,4 @@
-"""The doctor's checks of the GPUs' health: are they idle, their memory whole, their links up?"""
+"""The doctor's checks of the GPUs' health: idle or not, their memory, their links."""
 
 from __future__ import annotations
 

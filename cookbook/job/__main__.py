@@ -45,12 +45,13 @@ def main(words: Sequence[str]) -> int:
     ended.add_argument("folder", type=Path)
     ended.add_argument("--exit-status", type=int, required=True)
     ended.add_argument("--signal", default="", help="that the script was told to stop with")
+    ended.add_argument("--decision", help="what the script does about it, where it goes on")
     # argparse would take TorchTitan's words for its own.
     own, train, line = _parts(words)
     arguments = parser.parse_args(own)
     folder = CellFolder(arguments.folder)
     if arguments.command == "end":
-        end(folder, arguments.exit_status, arguments.signal)
+        end(folder, arguments.exit_status, arguments.signal, arguments.decision)
         return 0
     if arguments.command == "preflight":
         return _preflight(folder, arguments.attempt)
@@ -85,8 +86,9 @@ def _preflight(folder: CellFolder, attempt: int) -> int:
     try:
         print(",".join(preflight(folder, attempt)))
     except (JobError, InputError) as error:
-        note_refusal(folder, str(error))
-        print(f"cookbook.job: {error}", file=sys.stderr)
+        reason = f"preflight: {error}" if isinstance(error, JobError) else str(error)
+        note_refusal(folder, reason)
+        print(f"cookbook.job: {reason}", file=sys.stderr)
         return CANNOT_START
     return 0
 

@@ -39,7 +39,7 @@ def ask_nodes(job: JobNodes) -> None:
             break
         end = run_step(waiting, command, left, on_line)
         if not reports and (words := _no_step(end.errors)):
-            raise CannotStartError(f"preflight: Slurm starts no step on the job's nodes: {words}")
+            raise CannotStartError(f"Slurm starts no step on the job's nodes: {words}")
         for node in waiting:
             silent[node] = end.not_launched.get(node) or _last_words(node, end)
         waiting = [node for node in waiting if node not in reports | end.not_launched]
@@ -57,7 +57,7 @@ def ask_nodes(job: JobNodes) -> None:
         for node, of_node in faults.items():
             found.setdefault(node, []).extend(of_node)
     if common := common_fault(found, asked):
-        raise CannotStartError(f"preflight: {common}; no fault of single nodes, none is left out")
+        raise CannotStartError(f"{common}; no fault of single nodes, none is left out")
     job.faults |= found
 
 

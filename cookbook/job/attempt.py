@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from cookbook.job.ends import ended_now, record_of, slurm_job, with_reason, with_steps
+from cookbook.job.ends import ended, record_of, slurm_job
 from cookbook.job.leftovers import end_left_processes, end_step
 from cookbook.job.step_clock import Patience, StepClock
 from cookbook.log.lines import LogTail
@@ -52,6 +52,8 @@ class RunningAttempt:
         self._signs = _Signs(attempt.log)
         self._job_id = slurm_job()
         self._is_told = False
+        self._is_asked = False
+        self._late_at: float | None = None
         self._started = time.time()
         # A session of its own, so that a signal reaches all that the script started.
         self.process = subprocess.Popen(
@@ -66,14 +68,32 @@ class RunningAttempt:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
+    def ask_to_stop(self, within_s: float) -> None:
+        """Have it save a checkpoint and end; where it takes longer than that, `wait` says so."""
+        self._is_asked = True
+        # 0 where the job's script sets no limit.
+        self._late_at = time.monotonic() + within_s if within_s else None
+
     def wait(self) -> AttemptEnd:
-        """Watch until the script has ended, or end it where it does not go on; how it ended."""
+        """Watch until the script has ended, or end it where it does not go on; how it ended.
+
+        It returns once while the script runs, with `TOO_LATE`.
+        """
         seen: float | None = None
         cause, reason = None, None
         while self.process.poll() is None:
             time.sleep(_POLL_S)
             if self._is_told:
                 continue
+            if self._is_asked:
+                # Before the script has made the folder there is nothing to save.
+                with contextlib.suppress(FileNotFoundError):
+                    self.attempt.stop.touch()
+                    self._is_asked = False
+            if self._late_at is not None and time.monotonic() > self._late_at:
+                self._late_at = None
+                late = "asked to stop, it has not ended in time"
+                return self._ended(None, None, Cause.TOO_LATE, late)
             self.clock.look(self._tail.read(), _size(self.attempt.log), time.monotonic())
             if seen is None and self._signs.found():
                 seen = time.time()
@@ -105,17 +125,12 @@ class RunningAttempt:
         end_step(self.process, self.cell, self.attempt, self._job_id)
 
     def _ended(
-        self, code: int, seen: float | None, cause: Cause | None, reason: str | None
+        self, code: int | None, seen: float | None, cause: Cause | None, reason: str | None
     ) -> AttemptEnd:
-        end = ended_now(self.attempt.number, self._started, code)
+        end, _ = ended(self.cell, self.attempt.number, self._started, code, record=self._record)
         # A script that ended by itself is seen then.
         end = replace(end, seen=seen or (end.ended if code else None))
-        end = with_steps(end, self.attempt, self._record)
-        if cause is not None:
-            return replace(end, cause=cause, reason=reason)
-        if code == 0:
-            return end
-        return with_reason(end, self.cell, self.attempt)
+        return end if cause is None else replace(end, cause=cause, reason=reason)
 
 
 class _Signs:

@@ -9,14 +9,14 @@ import time
 from dataclasses import replace
 
 from cookbook.base.errors import InputError
-from cookbook.job.stop import stopped_as
+from cookbook.job.stop import saved_step, stopped_as
 from cookbook.log.cause import cause_of
 from cookbook.log.failure import find_failure
 from cookbook.log.lines import read_log
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.record import CellRecord, read_record
-from cookbook.run.status import FAILED, OPEN, read_status
+from cookbook.run.status import FAILED, FINISHED, OPEN, QUEUED, read_json, read_status
 
 
 def slurm_job() -> str | None:
@@ -34,15 +34,56 @@ def own_job() -> str | None:
     return slurm_job() or local or job
 
 
-def ended_now(attempt: int, started: float | None, code: int) -> AttemptEnd:
-    """An end of which nothing more is known yet."""
-    now = time.time()
-    return AttemptEnd(
-        attempt, Cause.FINISHED, exit_code=code, started=started, ended=now, job_id=own_job()
+def ended(
+    cell: CellFolder,
+    number: int,
+    started: float | None,
+    code: int | None,
+    signal_name: str = "",
+    record: CellRecord | None = None,
+) -> tuple[AttemptEnd, str]:
+    """How an attempt ended, and the state of its cell if nothing is done about it.
+
+    Args:
+        code: the script's exit status, negative for a signal; None while it runs.
+        signal_name: the signal that it was told to stop with, such as SIGTERM; empty for none.
+        record: the cell's, where it has been read.
+    """
+    attempt = cell.attempt(number)
+    end = AttemptEnd(
+        number,
+        Cause.FINISHED,
+        exit_code=code,
+        started=started,
+        ended=time.time(),
+        job_id=own_job(),
+        left_out=_left_out(attempt),
     )
+    end = _with_steps(end, attempt, record or record_of(cell))
+    if signal_name:
+        end, state = stopped(end, signal_name)
+        # Told to stop, it may end well, at a checkpoint: that is no end of the cell.
+        if state != QUEUED:
+            return end, state
+    else:
+        state = FINISHED
+    step = saved_step(attempt)
+    if step is not None:
+        reason = f"asked to stop, it saved step {step} and ended"
+        return replace(end, cause=Cause.SAVED, reason=reason), QUEUED if signal_name else FAILED
+    if code == 0 or signal_name:
+        return end, state
+    return _with_reason(end, cell, attempt), FAILED
 
 
-def with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
+def stopped(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
+    """The end of an attempt that was told to stop, and the state of its cell."""
+    state, reason = stopped_as(signal_name, end.started)
+    cause = Cause.LOST_NODE if reason == "Slurm: NODE_FAIL" else Cause.STOPPED
+    return replace(end, cause=cause, reason=reason), state
+
+
+def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
     """The end with the first and the last step of the attempt's log, and the last good one."""
     first = last = good = None
     if attempt.log.is_file():
@@ -55,36 +96,34 @@ def with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attempt
     return replace(end, first_step=first, last_step=last, last_good_step=good)
 
 
-def with_reason(end: AttemptEnd, cell: CellFolder, attempt: Attempt | None) -> AttemptEnd:
-    """The end of an attempt that failed by itself, with its cause and reason.
+def _left_out(attempt: Attempt) -> tuple[str, ...]:
+    """The nodes that its look at them before training left out."""
+    try:
+        found = read_json(attempt.preflight).get("left_out", {})
+    except InputError:
+        return ()
+    return tuple(map(str, found)) if isinstance(found, dict) else ()
 
-    Args:
-        attempt: None where it failed before it made its folder.
-    """
+
+def _with_reason(end: AttemptEnd, cell: CellFolder, attempt: Attempt) -> AttemptEnd:
+    """The end of an attempt that failed by itself, with its cause and reason."""
     code = end.exit_code or 0
     try:
         noted = read_status(cell)
     except InputError:
         noted = None
     if noted is not None and noted.state == FAILED and noted.reason:
-        # What the script's check of its words refused.
+        # What the script's check of its words, or of its nodes, refused.
         cause = cause_of(noted.reason)
-        refused = cause if cause is Cause.MISSING_FILE else Cause.WRONG_OPTION
-        return replace(end, cause=refused, reason=noted.reason)
-    failure = find_failure(attempt.path) if attempt and attempt.path.is_dir() else None
+        refused = cause in (Cause.MISSING_FILE, Cause.BAD_NODES)
+        return replace(end, cause=cause if refused else Cause.WRONG_OPTION, reason=noted.reason)
+    failure = find_failure(attempt.path) if attempt.path.is_dir() else None
     how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     reason = failure.text if failure else how
     # The scripts' own refusal; torchrun ends with 1.
     if code == 2 or (failure and failure.is_refusal):
         return replace(end, cause=Cause.WRONG_OPTION, reason=reason)
     return replace(end, cause=cause_of(reason), reason=reason)
-
-
-def stopped(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str, str]:
-    """The end of an attempt that was told to stop, and the state and the reason of its cell."""
-    state, reason = stopped_as(signal_name, end.started)
-    cause = Cause.LOST_NODE if reason == "Slurm: NODE_FAIL" else Cause.STOPPED
-    return replace(end, cause=cause, reason=reason), state, reason
 
 
 def close_history(cell: CellFolder, record: CellRecord) -> None:
@@ -109,10 +148,10 @@ def close_history(cell: CellFolder, record: CellRecord) -> None:
         job_id=own_job(),
         decision="started again",
     )
-    told, _, reason = stopped(end, "")
-    if reason:
+    told, _ = stopped(end, "")
+    if told.reason:
         end = replace(told, decision="started again by Slurm")
-    write_attempt_end(attempt, with_steps(end, attempt, record))
+    write_attempt_end(attempt, _with_steps(end, attempt, record))
 
 
 def _last_word(attempt: Attempt) -> float:

@@ -20,13 +20,14 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, sig
 _MOST_STARTS = 5
 
 
-def keep(work: Callable[[], None]) -> None:
+def keep(work: Callable[[], None], handle_signals: Callable[[], None]) -> None:
     """Do `work` in a child process, again where that is killed; then exit with its status.
 
-    Signals are handed on to the child.
+    Args:
+        handle_signals: sets the child's handlers; signals are handed on to it.
     """
     for start in range(1, _MOST_STARTS + 1):
-        status = _wait_for(_fork(work))
+        status = _wait_for(_fork(work, handle_signals))
         if status != -signal.SIGKILL or start == _MOST_STARTS:
             break
         say(f"the supervisor was killed; start {start + 1}")
@@ -35,9 +36,9 @@ def keep(work: Callable[[], None]) -> None:
     os._exit(status if status >= 0 else 128 - status)
 
 
-def _fork(work: Callable[[], None]) -> int:
+def _fork(work: Callable[[], None], handle_signals: Callable[[], None]) -> int:
     _flush()
-    # Between the fork and its own handlers the child has the keeper's: none must run there.
+    # Until it has its own handlers, the child has the keeper's: none must run there.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
     if child:
@@ -54,6 +55,7 @@ def _fork(work: Callable[[], None]) -> int:
     try:
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)
+        handle_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         work()
         status = 0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from cookbook.run.slurm import requeue_without
+from cookbook.run.slurm import requeue
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LONGEST_S = 60.0
@@ -35,7 +35,7 @@ def leave_for_queue(job_id: str, nodes: Sequence[str], begin: float | None) -> N
     # A blocked signal stays blocked in the commands that are started here.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        requeue_without(job_id, nodes, begin)
+        requeue(job_id, nodes, begin)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     deadline = time.monotonic() + _LONGEST_S

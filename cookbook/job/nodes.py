@@ -17,6 +17,7 @@ from cookbook.cells.cluster import Cluster
 from cookbook.cells.recipe import Recipe
 from cookbook.job.compare import Faults, told
 from cookbook.job.leave import leave_for_queue
+from cookbook.job.stop import restarts_after_failure
 from cookbook.run import slurm
 from cookbook.run.excluded import (
     Choice,
@@ -89,14 +90,14 @@ def go_on_without(job: JobNodes) -> None:
     """Put the job back into the queue without its bad nodes; does not return."""
     missing = job.record.nodes - len(job.well)
     why = "; ".join(f"{node}: {told(faults)}" for node, faults in job.faults.items())
-    restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    if restarts >= job.cluster.max_restarts:
+    restarts = restarts_after_failure(job.cell)
+    if restarts >= job.record.max_restarts:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
-        raise CannotStartError(f"preflight: {missing} node(s) too few, and {allowed}; {why}")
+        raise CannotStartError(f"{missing} node(s) too few, and {allowed}; {why}")
     choice = slurm_choice(job)
     if choice.short and job.recipe.too_few_nodes == "stop":
         raise CannotStartError(
-            f"preflight: too few nodes are left, {choice.short} missing (too_few_nodes: stop); "
+            f"too few nodes are left, {choice.short} missing (too_few_nodes: stop); "
             f"{why}; have them repaired and delete their entries in {shown_path(excluded_file())}"
         )
     job_id = os.environ["SLURM_JOB_ID"]

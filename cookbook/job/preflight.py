@@ -111,7 +111,7 @@ def test_links(job: JobNodes) -> None:
         verdict = check_links(job.well[: record.nodes], links)
         job.speeds = verdict.slowest
         if verdict.error:
-            raise CannotStartError(f"preflight: {verdict.error}; no fault of single nodes")
+            raise CannotStartError(f"{verdict.error}; no fault of single nodes")
         if verdict.warning:
             job.say(f"{verdict.warning}; training starts all the same")
         if not verdict.bad:

@@ -14,9 +14,11 @@ from cookbook.run.history import AttemptEnd, Cause
 MOST_WITHOUT_PROGRESS = 2
 _MOST_AFTER_ERROR = 1
 # Starting again would meet the same.
-_FINAL = frozenset({Cause.OUT_OF_MEMORY, Cause.MISSING_FILE, Cause.WRONG_OPTION})
+_FINAL = frozenset({Cause.OUT_OF_MEMORY, Cause.MISSING_FILE, Cause.WRONG_OPTION, Cause.BAD_NODES})
 # Nobody's fault in the run: these are not counted.
-_NOT_COUNTED = frozenset({Cause.FINISHED, Cause.STOPPED})
+_NOT_COUNTED = frozenset({Cause.FINISHED, Cause.STOPPED, Cause.SAVED})
+
+GO_ON = "python submit.py run --resume RUN"
 
 
 class Action(enum.Enum):
@@ -36,15 +38,23 @@ class Decision:
     words: str
 
 
-def decide(ends: Sequence[AttemptEnd], most: int, lost_nodes: Sequence[str] = ()) -> Decision:
-    """What follows from the ends of a job's attempts so far; the last one has just failed.
+def decide(
+    ends: Sequence[AttemptEnd],
+    most: int,
+    lost_nodes: Sequence[str] = (),
+    is_asked: bool = False,
+) -> Decision:
+    """What follows from the ends of a job's attempts so far; the last one has not finished.
 
     Args:
         ends: in order, at least one.
         most: restarts that the recipe allows.
         lost_nodes: nodes of the allocation that Slurm gives no work to.
+        is_asked: the job was asked to stop, since its time is almost over.
     """
     last = ends[-1]
+    if last.cause is Cause.SAVED:
+        return Decision(Action.REQUEUE, "requeued, to go on from there")
     if last.cause in _FINAL:
         return _stop(f"stopped: {last.cause} would come again", last.cause)
     counted = [end for end in ends if end.cause not in _NOT_COUNTED]
@@ -57,7 +67,10 @@ def decide(ends: Sequence[AttemptEnd], most: int, lost_nodes: Sequence[str] = ()
     if lost_nodes or last.cause is Cause.LOST_NODE:
         nodes = ", ".join(lost_nodes) or "a node"
         return Decision(Action.REQUEUE, f"requeued without {nodes}, which Slurm cannot use")
-    return Decision(Action.RESTART, f"restarted ({len(counted)} of {most})")
+    count = f"({len(counted)} of {most})"
+    if is_asked:
+        return Decision(Action.REQUEUE, f"requeued, since its time was almost over {count}")
+    return Decision(Action.RESTART, f"restarted {count}")
 
 
 def attempts_without_progress(ends: Sequence[AttemptEnd]) -> int:
@@ -75,5 +88,4 @@ def attempts_without_progress(ends: Sequence[AttemptEnd]) -> int:
 
 def _stop(words: str, cause: Cause) -> Decision:
     remedy = remedy_for(cause)
-    then = "python submit.py run --resume RUN"
-    return Decision(Action.STOP, f"{words}; {remedy}, then: {then}" if remedy else words)
+    return Decision(Action.STOP, f"{words}; {remedy}, then: {GO_ON}" if remedy else words)

@@ -133,6 +133,13 @@ def prepare(folder: CellFolder, attempt: Attempt, cell: Cell, found: Found) -> N
         saved.rmdir()
     step = found.checkpoint.step if found.checkpoint else None
     resumption = Resumption(attempt.number, step, passed)
+    if step is not None and step >= cell.steps:
+        print(
+            f"cookbook: all {cell.steps} steps were made before, so nothing is left to do; "
+            f"for more: --training.steps={2 * cell.steps}; for a run of its own: "
+            f"CELL_DIR={shown_path(folder.path.parent.with_name('another') / folder.name)}",
+            file=sys.stderr,
+        )
     if not resumption.lines:
         return
     write_resumption(attempt, resumption)

@@ -18,13 +18,13 @@ from types import FrameType
 
 from cookbook.base.errors import JobError
 from cookbook.job.attempt import RunningAttempt
-from cookbook.job.begin import restarts
 from cookbook.job.ends import close_history, own_job, record_of, slurm_job, stopped
 from cookbook.job.keeper import keep
 from cookbook.job.leftovers import end_left_step
-from cookbook.job.restarts import Action, Decision, decide
+from cookbook.job.restarts import GO_ON, Action, Decision, decide
 from cookbook.job.room import blame_full_disk, has_room, say
 from cookbook.job.step_clock import Patience
+from cookbook.job.stop import restarts
 from cookbook.log.history import usual_step_time
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
@@ -62,21 +62,27 @@ class Supervisor:
         self.folders = [str(cell.path) for cell in cells]
         self.running: RunningAttempt | None = None
         self.signal_number = 0
+        self.is_asked = False
 
     def __call__(self) -> None:
         """Run the cells, then exit with status 0; JobError where one failed: the job fails too."""
         if slurm_job():
-            keep(self.supervise)
+            keep(self.supervise, self._handle_signals)
+        self._handle_signals()
         self.supervise()
         # Returning, submitit would write down that nothing was returned. Nobody reads it, and on a
         # full disk the job would fail of it.
         sys.exit(0)
 
-    def supervise(self) -> None:
-        """Run the cells."""
+    def _handle_signals(self) -> None:
         # `cancel` and Slurm's end of a job come as SIGTERM.
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
+        # Before the time limit, and before preemption where the cluster is set up so.
+        signal.signal(signal.SIGUSR1, self._ask_to_stop)
+
+    def supervise(self) -> None:
+        """Run the cells."""
         self._note_job()
         failed = []
         for cell in [CellFolder(Path(folder)) for folder in self.folders]:
@@ -106,25 +112,28 @@ class Supervisor:
         while True:
             end, usual = self._attempt(cell, usual)
             if self.signal_number:
-                # Told to stop, it may end well, at a checkpoint: that is no end of the cell.
-                end, state, reason = stopped(end, signal.Signals(self.signal_number).name)
-                self._write(cell, end, state, reason)
+                end, state = stopped(end, signal.Signals(self.signal_number).name)
+                self._write(cell, end, state, end.reason)
                 return not end.exit_code
             if end.cause is Cause.FINISHED:
                 self._write(cell, end, FINISHED, None)
                 return True
-            end = blame_full_disk(end, cell)
-            ends.append(end)
-            decision = decide(ends, record.max_restarts, self._lost_nodes())
+            if end.cause is not Cause.SAVED:
+                end = blame_full_disk(end, cell)
+            decision = decide([*ends, end], record.max_restarts, self._lost_nodes(), self.is_asked)
             if decision.action is Action.REQUEUE:
                 decision = self._requeue(cell, end, decision)
             end = replace(end, decision=decision.words)
             say(f"attempt {end.attempt} ended: {end.cause}: {end.reason}; {decision.words}")
+            if decision.action is Action.REQUEUE:
+                return True
+            if end.cause is Cause.TOO_LATE:
+                # It may save yet, before its time is over.
+                continue
+            ends.append(end)
             if decision.action is Action.STOP:
                 self._write(cell, end, FAILED, f"{end.reason}; {decision.words}")
                 return False
-            if decision.action is Action.REQUEUE:
-                return True
             self._write(cell, end, RUNNING, None)
             if end.cause is Cause.DISK_FULL:
                 self._wait_for_room(cell, str(record.options.get("checkpoint.folder")))
@@ -139,23 +148,31 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _attempt(self, cell: CellFolder, usual: float | None) -> tuple[AttemptEnd, float | None]:
-        """Run the next attempt; how it ended, and the usual time of its steps."""
-        attempt = cell.next_attempt()
-        now = Status(RUNNING, attempt.number, started=time.time(), restarts=restarts())
-        write_status(cell, now)
-        self.running = RunningAttempt(cell, attempt, self.patience, usual)
-        if self.signal_number:
-            self._stop(self.signal_number, None)
+        """Run the next attempt, or the one that is still running; how it ended, and `usual` now.
+
+        Args:
+            usual: seconds of a usual step.
+        """
+        if self.running is None:
+            attempt = cell.next_attempt()
+            now = Status(RUNNING, attempt.number, started=time.time(), restarts=restarts())
+            write_status(cell, now)
+            self.running = RunningAttempt(cell, attempt, self.patience, usual)
+            if self.is_asked:
+                self._ask_to_stop(signal.SIGUSR1, None)
+            if self.signal_number:
+                self._stop(self.signal_number, None)
         end = self.running.wait()
         usual = self.running.clock.usual
-        self.running = None
+        if end.cause is not Cause.TOO_LATE:
+            self.running = None
         return end, usual
 
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
         """Keep an attempt's end, and the cell's state after it."""
-        attempt = next((one for one in cell.attempts() if one.number == end.attempt), None)
+        attempt = cell.attempt(end.attempt)
         # One that was refused has no folder, and its number is the next one's.
-        if attempt is not None:
+        if attempt.path.is_dir():
             write_attempt_end(attempt, end)
         is_over = state != RUNNING
         write_status(
@@ -187,14 +204,27 @@ class Supervisor:
 
     def _requeue(self, cell: CellFolder, end: AttemptEnd, decision: Decision) -> Decision:
         """Requeue this job, which ends this process; another decision where Slurm refuses."""
+        job_id = slurm_job()
+        if job_id is None:
+            return Decision(Action.STOP, f"stopped; to go on: {GO_ON}")
+        before = read_status(cell)
         self._write(cell, replace(end, decision=decision.words), QUEUED, decision.words)
         try:
-            slurm.requeue(slurm_job() or "")
+            # A job that is being cancelled would be brought back.
+            if not self.signal_number:
+                slurm.requeue(job_id)
         except JobError as error:
-            return Decision(Action.STOP, f"stopped: could not be {decision.words} ({error})")
+            write_status(cell, before)
+            words = f"stopped: could not be {decision.words} ({error}); to go on: {GO_ON}"
+            return Decision(Action.STOP, words)
         deadline = time.monotonic() + _REQUEUE_S
         while not self.signal_number and time.monotonic() < deadline:
             time.sleep(0.2)
+        if self.signal_number:
+            told, state = stopped(end, signal.Signals(self.signal_number).name)
+            if state != QUEUED:
+                # Somebody has cancelled it meanwhile.
+                self._write(cell, end, state, told.reason)
         return decision
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -202,8 +232,13 @@ class Supervisor:
         if self.running is not None:
             self.running.send(number)
 
+    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
+        self.is_asked = True
+        if self.running is not None:
+            self.running.ask_to_stop(float(os.environ.get("COOKBOOK_LATE_S", "0")))
+
     def __getstate__(self) -> dict[str, object]:
-        return {"folders": self.folders, "running": None, "signal_number": 0}
+        return {"folders": self.folders}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         # Jobs that were queued before have other names in their pickles.

@@ -9,6 +9,7 @@ from cookbook.run.history import Cause
 
 # The first that fits counts. A peer that was lost tells of a dead rank, whatever killed that one.
 _CAUSES: tuple[tuple[Cause, re.Pattern[str]], ...] = (
+    (Cause.BAD_NODES, re.compile("^preflight: ")),
     (Cause.HANG, re.compile(rf"^hang\b|{TIMED_OUT.pattern}")),
     (
         Cause.LOST_NODE,
@@ -61,6 +62,7 @@ _REMEDIES = {
     "`submit.py check` predicts what fits",
     Cause.MISSING_FILE: "put the file there",
     Cause.WRONG_OPTION: "correct it",
+    Cause.BAD_NODES: "have the nodes repaired",
     Cause.DISK_FULL: "free some space, or lower checkpoint.keep_latest_k",
     Cause.NAN_LOSS: "lower the learning rate, or look at the texts of that step",
     Cause.ERROR: "read its log",

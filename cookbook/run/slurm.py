@@ -72,16 +72,32 @@ def scancel(job_ids: Sequence[str]) -> None:
         raise JobError(f"scancel: {answer.stderr.strip()}")
 
 
-def requeue(job_id: str) -> None:
-    """Put a running job back into the queue, under its id; what it runs is ended."""
-    answer = _run(["scontrol", "requeue", job_id])
-    if answer.returncode:
-        raise JobError(f"scontrol requeue: {(answer.stderr or answer.stdout).strip()}")
+def requeue(job_id: str, without: Sequence[str] = (), begin: float | None = None) -> None:
+    """Put a running job back into the queue, under its id; Slurm ends what it runs.
 
+    A running job cannot be told what to leave out, so that comes second: a caller that wants it
+    must outlast Slurm's signal.
 
-def answers() -> bool:
-    """Whether the controller answers."""
-    return _run(["scontrol", "ping"]).returncode == 0
+    Args:
+        without: nodes to leave out beside those that the job leaves out already.
+        begin: the earliest start, in seconds since the epoch.
+    """
+    changes = []
+    if without:
+        shown = _run(["scontrol", "show", "job", job_id]).stdout
+        before = re.search(r"\bExcNodeList=(\S+)", shown)
+        left_out = [before[1]] if before and before[1] != "(null)" else []
+        changes.append(f"ExcNodeList={','.join([*left_out, *without])}")
+    if begin is not None:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
+        changes.append(f"StartTime={moment}")
+    commands = [["scontrol", "requeue", job_id]]
+    if changes:
+        commands.append(["scontrol", "update", f"JobId={job_id}", *changes])
+    for command in commands:
+        answer = _run(command)
+        if answer.returncode:
+            raise JobError(f"{' '.join(command)}: {(answer.stderr or answer.stdout).strip()}")
 
 
 def lost_nodes(node_list: str) -> list[str]:
@@ -180,31 +196,6 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
             reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", line)
             found[name[1]] = f"Slurm: {state[1]}" + (f": {reason[1].strip()}" if reason else "")
     return found
-
-
-def requeue_without(job_id: str, nodes: Sequence[str], begin: float | None = None) -> None:
-    """Put the job back into the queue, to start without `nodes` (and those it leaves out already).
-
-    Slurm ends the job meanwhile, so the caller must outlast its signal. A running job cannot be
-    told what to leave out, hence the order.
-
-    Args:
-        begin: the earliest start, in seconds since the epoch.
-    """
-    shown = _run(["scontrol", "show", "job", job_id]).stdout
-    before = re.search(r"\bExcNodeList=(\S+)", shown)
-    left_out = [before[1]] if before and before[1] != "(null)" else []
-    changes = [f"ExcNodeList={','.join([*left_out, *nodes])}"] if nodes else []
-    if begin is not None:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
-        changes.append(f"StartTime={moment}")
-    commands = [["scontrol", "requeue", job_id]]
-    if changes:
-        commands.append(["scontrol", "update", f"JobId={job_id}", *changes])
-    for command in commands:
-        answer = _run(command)
-        if answer.returncode:
-            raise JobError(f"{' '.join(command)}: {(answer.stderr or answer.stdout).strip()}")
 
 
 def is_own(folder: Path) -> bool:

@@ -43,6 +43,8 @@ def sbatch_options(
     if left_out := dict.fromkeys([*cluster.exclude, *leave_out]):
         options["exclude"] = ",".join(left_out)
     options["requeue" if cluster.requeue else "no-requeue"] = True
+    # To the batch shell alone: a rank's helper processes would die of it.
+    options["signal"] = f"B:USR1@{cluster.grace_seconds}"
     # The log of a requeued job continues that of the job before.
     options["open-mode"] = "append"
     # YAML's false leaves an option out, as its true stands for one without a value.

@@ -85,6 +85,7 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
             *cell.precision.environment_from.items(),
         ],
         spare_nodes=cell.spare_nodes,
+        max_restarts=cell.max_restarts,
         train_args=train_argv(cell),
         cluster_args=[],
     )
@@ -103,7 +104,8 @@ def render_template(cluster: Cluster, header: list[str], **context: Any) -> str:
             scheduler=cluster.scheduler,
             cluster=reference("cluster", cluster.path),
             ranks_per_node=cluster.ranks_per_node,
-            max_restarts=cluster.max_restarts,
+            grace_seconds=cluster.grace_seconds,
+            late_seconds=cluster.late_seconds,
             source=cluster.source,
             container=container,
             container_mounts=shquote(mounts) if mounts else "",

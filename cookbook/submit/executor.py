@@ -67,6 +67,7 @@ class CellSlurmExecutor(SlurmExecutor):
                 f"export PYTHONPATH={shlex.quote(_python_path())}",
                 # The job trains in the environment that submitted it.
                 f"export VENV={shlex.quote(sys.prefix)}",
+                f"export COOKBOOK_LATE_S={self.cell.cluster.late_seconds}",
                 # exec, so that Slurm's signals reach the supervisor and not a shell above it.
                 f"exec {command}",
                 "",
