@@ -146,8 +146,15 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def left_out_by(job_id: str) -> list[str]:
+    """The nodes that the job was told to leave out."""
+    shown = _run(["scontrol", "show", "job", job_id]).stdout
+    found = re.search(r"\bExcNodeList=(\S+)", shown)
+    return nodes_in(found[1]) if found and found[1] != "(null)" else []
+
+
 def requeue_without(job_id: str, nodes: Sequence[str], begin: float | None = None) -> None:
-    """Put the job back into the queue, to start without `nodes` (and those it leaves out already).
+    """Put the job back into the queue, to start without `nodes`, and no others.
 
     Slurm ends the job meanwhile, so the caller must outlast its signal. A running job cannot be
     told what to leave out, hence the order.
@@ -155,17 +162,12 @@ def requeue_without(job_id: str, nodes: Sequence[str], begin: float | None = Non
     Args:
         begin: the earliest start, in seconds since the epoch.
     """
-    shown = _run(["scontrol", "show", "job", job_id]).stdout
-    before = re.search(r"\bExcNodeList=(\S+)", shown)
-    left_out = [before[1]] if before and before[1] != "(null)" else []
-    changes = [f"ExcNodeList={','.join([*left_out, *nodes])}"] if nodes else []
+    changes = [f"ExcNodeList={','.join(nodes)}"]
     if begin is not None:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
         changes.append(f"StartTime={moment}")
-    commands = [["scontrol", "requeue", job_id]]
-    if changes:
-        commands.append(["scontrol", "update", f"JobId={job_id}", *changes])
-    for command in commands:
+    update = ["scontrol", "update", f"JobId={job_id}", *changes]
+    for command in (["scontrol", "requeue", job_id], update):
         answer = _run(command)
         if answer.returncode:
             raise JobError(f"{' '.join(command)}: {(answer.stderr or answer.stdout).strip()}")
