@@ -148,7 +148,8 @@ def slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
     choice = choose(needed, known, list(listed.values()))
     if job.recipe.too_few_nodes == "stop":
         # Slurm waits for those that it has drained itself; this recipe does not.
-        usable = [node for node in known if node not in slurm.drained(known)]
+        gone = slurm.drained(known)
+        usable = [node for node in known if node not in gone]
         choice = choose(needed, usable, list(listed.values()))
         left = len(usable) - len(choice.nodes)
         if left < needed:

@@ -1,7 +1,8 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
 <cell>/cell.yaml, train.sh, status.json, job.json, end.json, job/, checkpoint/, checkpoint-damaged/
-       attempt-<k>/train.log, train.sh, environment.json, resume.json, ranks/, tb/, profile_traces/
+       attempt-<k>/train.log, train.sh, environment.json, resume.json, preflight.json, ranks/, tb/,
+                   profile_traces/
 """
 
 from __future__ import annotations
