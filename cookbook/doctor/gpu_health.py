@@ -1,4 +1,4 @@
-"""The doctor's checks of the GPUs' health: are they idle, their memory whole, their links up?"""
+"""The doctor's checks of the GPUs' health: idle, their memory whole, their links up."""
 
 from __future__ import annotations
 
