@@ -199,6 +199,21 @@ def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) 
     assert all(restart == 1 for restart, _ in jobs.trained_on())
 
 
+def test_a_job_waits_for_the_node_that_is_back_first(jobs: Jobs) -> None:
+    # The second attempt gets the other bad node; then none is left.
+    jobs.gpus.ecc_error("worker-11")
+    jobs.gpus.answer("worker-0", "processes", "GPU-2, 4711, python\n")
+    job = jobs.submit("--nodes=11", "--exclude=worker-12")
+    _until(lambda: len(jobs.left_out()) == 2, 90, lambda: jobs.log(job))
+    first = next(one for one in read_excluded(jobs.folder / "runs") if one.node == "worker-0")
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(first.until))
+    _until(lambda: jobs.cluster.job_field(job, "StartTime") == start)
+    # It waits an hour for worker-0, and may then have it; what the user left out stays so.
+    assert jobs.cluster.job_field(job, "ExcNodeList") == "worker-12,worker-11"
+    assert "StartTime=now ExcNodeList=worker-12\n" in jobs.log(job)
+    assert jobs.trained_on() == []
+
+
 def test_what_most_nodes_have_is_no_fault_of_a_node(jobs: Jobs) -> None:
     for number in range(3):
         jobs.gpus.lose_gpu(f"worker-{number}")
@@ -309,8 +324,8 @@ def test_preflight_can_be_turned_off(jobs: Jobs) -> None:
     assert "COOKBOOK_PREFLIGHT: found 'no', allowed: full, nodes, off" in jobs.log(job)
 
 
-def _until(condition: Any, seconds: float = 30) -> None:
+def _until(condition: Any, seconds: float = 30, log: Any = str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+        assert time.monotonic() < deadline, f"not within {seconds} s\n{log()}"
         time.sleep(0.1)

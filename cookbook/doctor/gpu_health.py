@@ -1,4 +1,4 @@
-"""The doctor's checks of the GPUs' health: idle or not, their memory, their links."""
+"""The doctor's checks of the GPUs' health: idle, their memory whole, their links up."""
 
 from __future__ import annotations
 

@@ -92,6 +92,6 @@ def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
     return None
 
 
-def told(of_node: Sequence[Fault]) -> str:
+def all_of(of_node: Sequence[Fault]) -> str:
     """All that is wrong with a node, in one line."""
     return "; ".join(fault.reason for fault in of_node)

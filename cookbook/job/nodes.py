@@ -15,7 +15,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.cells.cluster import Cluster
 from cookbook.cells.recipe import Recipe
-from cookbook.job.compare import Faults, told
+from cookbook.job.compare import Faults, all_of
 from cookbook.job.leave import leave_for_queue
 from cookbook.job.stop import restarts_after_failure
 from cookbook.run import slurm
@@ -29,6 +29,7 @@ from cookbook.run.excluded import (
 )
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
+from cookbook.run.status import read_json
 
 
 class CannotStartError(JobError):
@@ -69,7 +70,7 @@ def remember(job: JobNodes) -> None:
     for node, faults in job.faults.items():
         hours = max(fault.hours for fault in faults)
         if hours:
-            by_hours.setdefault(hours, {})[node] = told(faults)
+            by_hours.setdefault(hours, {})[node] = all_of(faults)
     for hours, reasons in by_hours.items():
         remember_nodes(job, reasons, hours)
 
@@ -89,50 +90,67 @@ def remember_nodes(job: JobNodes, reasons: dict[str, str], hours: float) -> None
 def go_on_without(job: JobNodes) -> None:
     """Put the job back into the queue without its bad nodes; does not return."""
     missing = job.record.nodes - len(job.well)
-    why = "; ".join(f"{node}: {told(faults)}" for node, faults in job.faults.items())
+    why = "; ".join(f"{node}: {all_of(faults)}" for node, faults in job.faults.items())
     restarts = restarts_after_failure(job.cell)
     if restarts >= job.record.max_restarts:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
         raise CannotStartError(f"{missing} node(s) too few, and {allowed}; {why}")
-    choice = slurm_choice(job)
+    job_id = os.environ["SLURM_JOB_ID"]
+    of_user = _left_out_by_user(job, job_id)
+    choice = slurm_choice(job, of_user)
     if choice.short and job.recipe.too_few_nodes == "stop":
         raise CannotStartError(
             f"too few nodes are left, {choice.short} missing (too_few_nodes: stop); "
             f"{why}; have them repaired and delete their entries in {shown_path(excluded_file())}"
         )
-    job_id = os.environ["SLURM_JOB_ID"]
     if choice.begin is not None:
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(choice.begin))
         job.say(
             f"too few nodes are left, {choice.short} missing; waits in the queue until {until} "
             "(too_few_nodes: wait); to start sooner, delete entries in "
             f"{shown_path(excluded_file())}, then: "
-            f"scontrol update JobId={job_id} StartTime=now ExcNodeList="
+            f"scontrol update JobId={job_id} StartTime=now ExcNodeList={','.join(of_user)}"
         )
     else:
         job.say(f"back to the queue, to start without {', '.join(job.faults)}")
-    write_found(job, [], 0.0)
-    leave_for_queue(job_id, choice.nodes, choice.begin)
+    write_found(job, [], 0.0, told=choice.nodes)
+    leave_for_queue(job_id, [*of_user, *choice.nodes], choice.begin)
 
 
-def slurm_choice(job: JobNodes) -> Choice:
-    """What Slurm is told to leave out, of all nodes that this job could get."""
+def _left_out_by_user(job: JobNodes, job_id: str) -> list[str]:
+    """The nodes that this job leaves out for good; those that the list brought in are not."""
+    of_list = {one.node for one in _listed()}
+    for attempt in job.cell.attempts():
+        with contextlib.suppress(InputError):
+            of_list.update(read_json(attempt.preflight).get("told_slurm") or [])
+    of_list -= set(job.cluster.exclude)
+    return [node for node in slurm.left_out_by(job_id) if node not in of_list]
+
+
+def _listed() -> list[Excluded]:
+    try:
+        return read_excluded()
+    except InputError:
+        return []
+
+
+def slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
+    """What Slurm is told to leave out beside `of_user`, of all nodes that this job could get."""
     needed = len(job.nodes)
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
-    try:
-        listed = {one.node: one for one in read_excluded()}
-    except InputError:
-        listed = {}
+    known = [node for node in known if node not in of_user]
+    listed = {one.node: one for one in _listed()}
     now = time.time()
     for node, faults in job.faults.items():
         hours = max(fault.hours for fault in faults)
         # What could not be put on the list is left out all the same.
         if hours and node not in listed:
-            listed[node] = Excluded(node, now + hours * 3600, told(faults))
+            listed[node] = Excluded(node, now + hours * 3600, all_of(faults))
     choice = choose(needed, known, list(listed.values()))
     if job.recipe.too_few_nodes == "stop":
         # Slurm waits for those that it has drained itself; this recipe does not.
-        usable = [node for node in known if node not in slurm.drained(known)]
+        gone = slurm.drained(known)
+        usable = [node for node in known if node not in gone]
         choice = choose(needed, usable, list(listed.values()))
         left = len(usable) - len(choice.nodes)
         if left < needed:
@@ -140,11 +158,18 @@ def slurm_choice(job: JobNodes) -> Choice:
     return choice
 
 
-def write_found(job: JobNodes, chosen: Sequence[str], seconds: float) -> None:
-    """Leave what was found in the attempt's folder."""
+def write_found(
+    job: JobNodes, chosen: Sequence[str], seconds: float, told: Sequence[str] = ()
+) -> None:
+    """Leave what was found in the attempt's folder.
+
+    Args:
+        told: nodes that Slurm is told to leave out.
+    """
     content = {
         "nodes": list(chosen),
-        "left_out": {node: told(faults) for node, faults in job.faults.items()},
+        "left_out": {node: all_of(faults) for node, faults in job.faults.items()},
+        "told_slurm": list(told),
         "seconds": round(seconds, 1),
         "gb_per_s": {name: round(speed, 3) for name, speed in job.speeds.items()},
     }

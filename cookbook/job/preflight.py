@@ -60,7 +60,7 @@ def preflight(cell: CellFolder, number: int) -> list[str]:
     if len(job.well) < record.nodes:
         go_on_without(job)
     if mode == "full":
-        test_links(job)
+        look_at_links(job)
     seconds = time.monotonic() - started
     chosen = job.well[: record.nodes]
     spare = len(job.well) - len(chosen)
@@ -96,7 +96,7 @@ def leave_out_known(job: JobNodes) -> None:
             job.say(str(listed[node]))
 
 
-def test_links(job: JobNodes) -> None:
+def look_at_links(job: JobNodes) -> None:
     """Test the network among the nodes that would train, until no bad one is among them."""
     record, cluster = job.record, job.cluster
     # In a container torch is in the image, and its start alone would take longer than the test.

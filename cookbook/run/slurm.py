@@ -72,22 +72,21 @@ def scancel(job_ids: Sequence[str]) -> None:
         raise JobError(f"scancel: {answer.stderr.strip()}")
 
 
-def requeue(job_id: str, without: Sequence[str] = (), begin: float | None = None) -> None:
+def requeue(
+    job_id: str, leave_out: Sequence[str] | None = None, begin: float | None = None
+) -> None:
     """Put a running job back into the queue, under its id; Slurm ends what it runs.
 
     A running job cannot be told what to leave out, so that comes second: a caller that wants it
     must outlast Slurm's signal.
 
     Args:
-        without: nodes to leave out beside those that the job leaves out already.
+        leave_out: these nodes and no others; None for those that it leaves out already.
         begin: the earliest start, in seconds since the epoch.
     """
     changes = []
-    if without:
-        shown = _run(["scontrol", "show", "job", job_id]).stdout
-        before = re.search(r"\bExcNodeList=(\S+)", shown)
-        left_out = [before[1]] if before and before[1] != "(null)" else []
-        changes.append(f"ExcNodeList={','.join([*left_out, *without])}")
+    if leave_out is not None:
+        changes.append(f"ExcNodeList={','.join(leave_out)}")
     if begin is not None:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
         changes.append(f"StartTime={moment}")
@@ -196,6 +195,13 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
             reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", line)
             found[name[1]] = f"Slurm: {state[1]}" + (f": {reason[1].strip()}" if reason else "")
     return found
+
+
+def left_out_by(job_id: str) -> list[str]:
+    """The nodes that the job was told to leave out."""
+    shown = _run(["scontrol", "show", "job", job_id]).stdout
+    found = re.search(r"\bExcNodeList=(\S+)", shown)
+    return nodes_in(found[1]) if found and found[1] != "(null)" else []
 
 
 def is_own(folder: Path) -> bool:

@@ -19,7 +19,9 @@ def leave_out(cell: Cell) -> Choice:
     if not excluded:
         return Choice(())
     needed = cell.nodes + cell.spare_nodes
-    choice = choose(needed, partition_nodes(cell.cluster.partition), excluded)
+    never = set(cell.cluster.exclude)
+    nodes = [node for node in partition_nodes(cell.cluster.partition) if node not in never]
+    choice = choose(needed, nodes, excluded)
     if choice.short and cell.recipe.too_few_nodes == "stop":
         raise JobError(
             f"too few nodes are left: {choice.short} of {needed} missing; "
