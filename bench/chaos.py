@@ -101,7 +101,7 @@ def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
         None if fault.by_slurm or end.seen is None else end.seen - injected,
         None if seen is None else _launched(following) - seen,
         last - first + 1,
-        f"{end.cause}: {(end.reason or '')[:60]}",
+        f"{end.cause}: {end.reason}",
     )
 
 
@@ -158,7 +158,7 @@ def table(survived: Sequence[Survived]) -> str:
             "-" if one.seen is None else f"{one.seen:.1f}",
             "-" if one.overhead is None else f"{one.overhead:.1f}",
             str(one.repeated),
-            one.cause,
+            one.cause[:70],
         ]
         for one in survived
     ]

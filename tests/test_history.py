@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.log.history import History, collect_history, usual_step_time
+from cookbook.log.history import History, collect_history, longest_save, usual_step_time
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_attempt_end, write_attempt_end
 from cookbook.run.record import CellRecord
@@ -128,3 +128,15 @@ def test_the_usual_time_of_a_step_is_that_of_the_newest_attempt_with_some(cell: 
     attempt(cell, 0, 10, range(1, 9))
     attempt(cell, 1, 40, range(7, 9))
     assert usual_step_time(cell, CellRecord()) == pytest.approx(2.0)
+
+
+def test_the_longest_save_of_any_attempt_is_known(cell: CellFolder) -> None:
+    assert longest_save(cell) is None
+    for number, seconds in enumerate(("3.25", "12.50", "4.00")):
+        attempt(cell, number, 10, range(1, 3))
+        said = (
+            f"Finished saving the checkpoint (or staging if async is enabled)in {seconds} seconds."
+        )
+        log = cell.attempts()[number].log
+        log.write_text(log.read_text() + line(20, said))
+    assert longest_save(cell) == 12.5

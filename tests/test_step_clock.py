@@ -48,16 +48,20 @@ def test_where_each_tenth_step_is_logged_nine_more_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("newest", "least"),
+    ("phase", "longest", "least", "most"),
     [
-        (at(7, Phase.SAVING_CHECKPOINT), 900),
-        (at(7, Phase.FINISHING), 900),
+        (Phase.SAVING_CHECKPOINT, None, 900, 905),
+        (Phase.SAVING_CHECKPOINT, 0.5, 22, 35),
+        (Phase.SAVING_CHECKPOINT, 300.0, 1500, 1530),
+        (Phase.FINISHING, 0.5, 900, 905),
     ],
 )
-def test_saving_takes_its_time(newest: Newest, least: float) -> None:
-    clock = StepClock(Patience())
+def test_a_save_may_take_as_long_as_saves_do(
+    phase: Phase, longest: float | None, least: float, most: float
+) -> None:
+    clock = StepClock(Patience(), longest_save=lambda: longest)
     now = trained(clock, 1.0)
-    assert seen_after(clock, newest, now) > least
+    assert least < seen_after(clock, at(7, phase), now) < most
 
 
 def test_before_the_first_step_each_line_is_a_sign_of_life() -> None:

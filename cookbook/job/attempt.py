@@ -14,6 +14,7 @@ from pathlib import Path
 from cookbook.job.ends import ended, record_of, slurm_job
 from cookbook.job.leftovers import end_left_processes, end_step
 from cookbook.job.step_clock import Patience, StepClock
+from cookbook.log.history import longest_save
 from cookbook.log.lines import LogTail
 from cookbook.log.stacks import describe_stacks
 from cookbook.run.folder import Attempt, CellFolder
@@ -47,7 +48,7 @@ class RunningAttempt:
         self._record = record_of(cell)
         if any(self._record.options.get(name) for name in _PAUSES):
             patience = replace(patience, more_s=patience.save_s)
-        self.clock = StepClock(patience, usual)
+        self.clock = StepClock(patience, usual, lambda: longest_save(cell))
         self._tail = LogTail(attempt.log, self._record.loss_rank)
         self._signs = _Signs(attempt.log)
         self._job_id = slurm_job()
@@ -122,7 +123,7 @@ class RunningAttempt:
         return None, None
 
     def _end(self) -> None:
-        end_step(self.process, self.cell, self.attempt, self._job_id)
+        end_step(self.process, self.attempt, self._job_id)
 
     def _ended(
         self, code: int | None, seen: float | None, cause: Cause | None, reason: str | None

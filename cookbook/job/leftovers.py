@@ -21,10 +21,8 @@ from cookbook.run.slurm import kill_steps
 _STEP_S, _TERM_S, _KILL_S = 15.0, 5.0, 5.0
 
 
-def end_step(
-    process: subprocess.Popen[bytes], cell: CellFolder, attempt: Attempt, job_id: str | None
-) -> None:
-    """End a script and the step that it started; returns when they are gone.
+def end_step(process: subprocess.Popen[bytes], attempt: Attempt, job_id: str | None) -> None:
+    """End a script and the step that it started; returns when the script is gone.
 
     Nothing is left to be saved: a rank is dead or stopped, so that no other can go on.
     """
@@ -38,7 +36,6 @@ def end_step(
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
-    end_left_processes(cell)
 
 
 def end_left_step(cell: CellFolder, job_id: str | None) -> None:

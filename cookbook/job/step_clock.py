@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cookbook.log.lines import Newest
@@ -23,7 +24,7 @@ class Patience:
         more_s: seconds on top of those: a short pause of the file system is no hang.
         start_s: seconds without a new line in the log, until there are steps to judge by. To
             compile a large model takes many minutes.
-        save_s: seconds for saving a checkpoint and for the end of the training.
+        save_s: seconds for the first save of a checkpoint and for the end of the training.
     """
 
     steps: float = 5.0
@@ -37,11 +38,18 @@ class StepClock:
 
     Args:
         usual: seconds of a step in the attempts before, None where that is not known.
+        longest_save: the seconds of the longest save so far, None where there was none.
     """
 
-    def __init__(self, patience: Patience, usual: float | None = None) -> None:
+    def __init__(
+        self,
+        patience: Patience,
+        usual: float | None = None,
+        longest_save: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._patience = patience
         self._before = usual
+        self._longest_save = longest_save
         self._times: deque[float] = deque(maxlen=_KEPT)
         self._newest = Newest()
         self._size = 0
@@ -82,13 +90,27 @@ class StepClock:
     @property
     def limit(self) -> float:
         """Seconds of silence that are a hang, in what the attempt does now."""
-        if self._newest.phase in (Phase.SAVING_CHECKPOINT, Phase.FINISHING):
-            return self._patience.save_s
         usual = self.usual
+        if self._newest.phase is Phase.FINISHING:
+            return self._patience.save_s
+        if self._newest.phase is Phase.SAVING_CHECKPOINT:
+            return self._limit_of_save(usual)
         if self._newest.step is None or self._newest.phase is not Phase.TRAINING or usual is None:
             return self._patience.start_s
         # Where only each tenth step is logged, nine say nothing.
         return (self._patience.steps + self._stride - 1) * usual + self._patience.more_s
+
+    def _limit_of_save(self, usual: float | None) -> float:
+        longest = None
+        if usual is not None:
+            limit = self._patience.steps * usual + self._patience.more_s
+            # Until then nobody needs to know, and the log need not be read.
+            if self.silent <= limit:
+                return limit
+            longest = self._longest_save()
+        if usual is None or longest is None:
+            return self._patience.save_s
+        return self._patience.steps * (usual + longest) + self._patience.more_s
 
     @property
     def hang(self) -> str | None:

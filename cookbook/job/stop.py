@@ -17,7 +17,8 @@ from cookbook.run.status import CANCELLED, FAILED, QUEUED
 # local, without a zone.
 _TOLD = re.compile(
     r"^slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ([\dT:-]+)"
-    r" (?:DUE TO ([A-Z ]+) )?\*",
+    # A lost node's goes on: `DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS`.
+    r" (?:DUE TO ([A-Z ]+)(?:, [^*]*)? )?\*",
     re.MULTILINE,
 )
 _ENDS = {

@@ -18,6 +18,8 @@ from cookbook.run.record import CellRecord
 from cookbook.run.resumption import read_resumptions
 
 _TIMED = re.compile(rb"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) - ")
+# TorchTitan 0.2.2 leaves out the space.
+_SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
 _STEP = re.compile(rb"(?<!validate )\bstep:(?:\x1b\[[0-9;]*m|\s)*([0-9]{1,12})\b")
 # Steps that say what is usual.
 _FEWEST = 3
@@ -117,6 +119,18 @@ def usual_step_time(cell: CellFolder, record: CellRecord) -> float | None:
         if len(seconds) >= _FEWEST:
             return statistics.median(seconds)
     return None
+
+
+def longest_save(cell: CellFolder) -> float | None:
+    """The most seconds that any attempt took to save a checkpoint; None where none was saved."""
+    seconds = [
+        float(found)
+        for attempt in cell.attempts()
+        if attempt.log.is_file()
+        for block in blocks(attempt.log)
+        for found in _SAVED.findall(block)
+    ]
+    return max(seconds, default=None)
 
 
 def _summary(
