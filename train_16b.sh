@@ -262,13 +262,18 @@ stop_at_checkpoint() {
   fi
 }
 
+note_end() {
+  local status=$?
+  [[ -z "${ATTEMPT:-}" ]] || "${JOB[@]}" end "${CELL_DIR}" --exit-status="${status}" --signal="${TOLD}"
+}
+
 # `submit.py run` has a supervisor for what follows.
 if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
   # Told to stop, bash would end with the status of whatever came before, which is mostly 0.
   TOLD=""
   trap 'TOLD=SIGTERM; exit 143' TERM
   trap 'TOLD=SIGINT; exit 130' INT
-  trap '[[ -z "${ATTEMPT:-}" ]] || "${JOB[@]}" end "${CELL_DIR}" --exit-status=$? --signal="${TOLD}"' EXIT
+  trap note_end EXIT
   trap stop_at_checkpoint USR1
 fi
 
