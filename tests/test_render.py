@@ -329,6 +329,19 @@ def test_a_resumed_cell_is_a_new_attempt_in_its_own_folder(
     assert json.loads((cell / "status.json").read_text())["state"] == "finished"
 
 
+def test_ends_at_a_checkpoint_are_not_counted_as_restarts(
+    runner: ScriptRunner, checkout: Path
+) -> None:
+    cell = runner.folder / "runs" / "671b" / "671b-bf16-standard"
+    for attempt, job in enumerate((4711, 4711, 47110)):
+        (cell / f"attempt-{attempt}").mkdir(parents=True)
+        (cell / f"attempt-{attempt}" / "stopped").write_text(f"{job} 12\n")
+    for restarts, says in (("5", ""), ("6", "restarted 4 times, allowed: 3")):
+        again = {"SLURM_RESTART_COUNT": restarts}
+        start = runner.run(checkout / "train_671b.sh", _TWO_NODES, root=checkout, environment=again)
+        assert (start.status == 0) == (not says) and says in start.output
+
+
 def test_a_run_may_have_any_folder_of_a_cell(runner: ScriptRunner, checkout: Path) -> None:
     start = runner.run(
         checkout / "train_671b.sh",

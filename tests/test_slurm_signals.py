@@ -71,9 +71,9 @@ class ByHand:
     def cell(self) -> Path:
         return self.folder / "runs" / "16b" / CELL
 
-    def submit(self, does: str, *options: str) -> str:
+    def submit(self, does: str, *options: str, script: str = "train_16b.sh") -> str:
         return self.slurm.submit(
-            self.checkout / "train_16b.sh",
+            self.checkout / script,
             *OPTIONS,
             options=["--nodes=1", *options],
             cwd=self.folder,
@@ -124,6 +124,18 @@ def test_told_to_stop_it_ends_at_a_checkpoint_and_goes_on_in_the_same_folder(
     assert by_hand.slurm.job_field(job, "Restarts") == "2"
     assert by_hand.attempts() == ["stop", "stop", "end"]
     assert "finished" in by_hand.status()
+
+
+def test_a_step_that_takes_too_long_is_requeued_all_the_same(by_hand: ByHand) -> None:
+    text = (by_hand.checkout / "train_16b.sh").read_text()
+    assert text.count("(sleep 225 && kill -0 $$ && scontrol requeue") == 1
+    script = by_hand.checkout / "impatient.sh"
+    script.write_text(text.replace("sleep 225", "sleep 1"))
+    job = by_hand.submit("train end", script=script.name)
+    by_hand.until_attempts(["train"])
+    by_hand.slurm.run("scancel", "--batch", "--signal=USR1", job)
+    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}) == "COMPLETED", by_hand.log()
+    assert by_hand.attempts() == ["train", "end"]
 
 
 def test_a_job_that_cannot_be_requeued_says_how_to_go_on(by_hand: ByHand) -> None:
