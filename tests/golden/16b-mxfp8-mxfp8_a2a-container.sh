@@ -143,6 +143,11 @@ stop_at_checkpoint() {
   fi
 }
 
+note_end() {
+  local status=$?
+  [[ -z "${ATTEMPT:-}" ]] || "${JOB[@]}" end "${CELL_DIR}" --exit-status="${status}" --signal="${TOLD}"
+}
+
 # Training that fails starts again, here or where Slurm requeues the job, and continues at its newest
 # whole checkpoint; what keeps failing needs a person. An attempt that ended at a checkpoint because
 # it was asked to, and said so in `stopped`, is no failure.
@@ -157,7 +162,7 @@ if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
   TOLD=""
   trap 'TOLD=SIGTERM; exit 143' TERM
   trap 'TOLD=SIGINT; exit 130' INT
-  trap '[[ -z "${ATTEMPT:-}" ]] || "${JOB[@]}" end "${CELL_DIR}" --exit-status=$? --signal="${TOLD}"' EXIT
+  trap note_end EXIT
   trap stop_at_checkpoint USR1
 fi
 
