@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo setup-local setup-dev test test-slurm mutants check golden
+.PHONY: help demo setup-local setup-dev test test-slurm mutants chaos check golden
 
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
@@ -29,6 +29,10 @@ test-slurm: setup-dev ## only the tests that start a Slurm cluster on this machi
 
 mutants: setup-dev ## put faults in one at a time and see the tests find them (MUTANTS_ARGS=--ci: a part)
 	.venv/bin/python -m tests.mutants $(MUTANTS_ARGS)
+
+CHAOS_ARGS ?=
+chaos: setup-dev ## 20 random faults in a run on a Slurm cluster started here; CHAOS_ARGS="--seed 7"
+	.venv/bin/python -m bench.chaos $(CHAOS_ARGS)
 
 check: setup-dev ## lint, format, types, shell scripts
 	$(in_venv) ruff check .

@@ -8,7 +8,8 @@
 #   PRECISION     bf16 | float8 | mxfp8 | mxfp8_linear | mxfp8_wgrad_hp
 #   EP_BACKEND    deepep | mxfp8_a2a | standard
 #   RECIPE        the published scripts' name for PRECISION (mxfp8_default, mxfp8_wgrad_hp)
-#   CELL_DIR      a run to resume; new by default: runs/<recipe>-<job id>/<cell>
+#   CELL_DIR      where the run is, and goes on; by default runs/<recipe>/<cell>
+#   COOKBOOK_PREFLIGHT  full (default) | nodes | off: the look at the nodes before training
 #   COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT
 #
 # Rendered by `make golden` from recipes/deepseek_v3_16b.yaml and
@@ -22,6 +23,7 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@300
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
@@ -67,13 +69,9 @@ fi
   fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"
 # Relative paths, in recipes (tokenizers, data) and in CELL_DIR, start at the cookbook's folder.
 cd "${COOKBOOK_ROOT}"
-# A requeued job has the same id, hence the same folder and the same checkpoints: it resumes. To resume
-# an earlier job's run, pass its folder: CELL_DIR=runs/... sbatch train_16b.sh
-CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b-${SLURM_JOB_ID:-local}/${CELL}}")"
-# Slurm would requeue without end; a job that keeps losing nodes needs a person.
-if ((${SLURM_RESTART_COUNT:-0} > 3)); then
-  fail "restarted ${SLURM_RESTART_COUNT} times, allowed: 3; see ${CELL_DIR}"
-fi
+# The folder stays the same, so a job that is submitted again goes on with the same run. For a run of
+# its own, or to go on with another one: CELL_DIR=runs/<run>/${CELL} sbatch train_16b.sh
+CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b/${CELL}}")"
 
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
@@ -213,8 +211,9 @@ TRAIN_ARGS=(
   --debug.no_moe_force_load_balance
   --debug.seed=42
   --checkpoint.enable
-  --checkpoint.interval=250
-  --checkpoint.keep_latest_k=2
+  --checkpoint.interval_minutes=10.0
+  --checkpoint.async_mode=async
+  --checkpoint.keep_latest_k=3
   --checkpoint.no_last_save_model_only
   --metrics.log_freq=1
   --metrics.enable_tensorboard
@@ -228,81 +227,143 @@ if [[ -n "${WANDB_API_KEY:-}" ]]; then
   TRAIN_ARGS+=("--metrics.enable_wandb")
 fi
 
-# A misspelt option, a layout that does not divide or a tokenizer that is not there ends the job here, in
-# a second, and not on every rank. The run is noted as well, for `submit.py status` and `report`. The
-# answer: the number of this attempt, and the ranks whose lines the log shows, the one with the loss
-# among them.
 JOB=("${VENV}/bin/python" -m cookbook.job)
-ANSWER="$(
-  "${JOB[@]}" begin "${CELL_DIR}" --cell="${CELL}" --recipe=deepseek_v3_16b \
-    --precision="${PRECISION}" --ep-backend="${EP_BACKEND}" --cluster=soperator-b200 \
-    --nodes="${NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
-)"
-read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"
-# TorchTitan warns where the rank that knows the loss is not among these.
-export LOG_RANK
-export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
-mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
+
+# Slurm sends USR1 300 s before the time limit, and before preemption where it is set up to. The ranks look
+# for the file after each step: they save a checkpoint, and end. Where that takes too long, the newest
+# checkpoint has to do.
+stop_at_checkpoint() {
+  INTERRUPTED=yes
+  [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]] || touch "${COOKBOOK_ATTEMPT_DIR}/stop"
+  if ((RESTARTS < 10)); then
+    (sleep 225 && kill -0 $$ && scontrol requeue "${SLURM_JOB_ID}") &
+  fi
+}
+
+note_end() {
+  local status=$?
+  [[ -z "${ATTEMPT:-}" ]] || "${JOB[@]}" end "${CELL_DIR}" --exit-status="${status}" --signal="${TOLD}"
+}
+
+# Training that fails starts again, here or where Slurm requeues the job, and continues at its newest
+# whole checkpoint; what keeps failing needs a person. An attempt that ended at a checkpoint because
+# it was asked to, and said so in `stopped`, is no failure.
+ASKED="$({ grep -ls "^${SLURM_JOB_ID} " "${CELL_DIR}"/attempt-*/stopped || :; } | wc -l)"
+RESTARTS=$((${SLURM_RESTART_COUNT:-0} - ASKED))
+WITHOUT_STEP=0
+
+# `submit.py run` has a supervisor, which does and counts all this by itself.
 if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
+  ((RESTARTS <= 10)) || fail "restarted ${RESTARTS} times, allowed: 10; see ${CELL_DIR}"
   # Told to stop, bash would end with the status of whatever came before, which is mostly 0.
   TOLD=""
   trap 'TOLD=SIGTERM; exit 143' TERM
   trap 'TOLD=SIGINT; exit 130' INT
-  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$? --signal="${TOLD}"' EXIT
+  trap note_end EXIT
+  trap stop_at_checkpoint USR1
 fi
 
-# The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
-# same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
-mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
-HEAD_NODE="${NODES[0]:?no node in SLURM_JOB_NODELIST}"
-HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
-HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
-RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
-[[ -n "${RESOLVED}" ]] || fail "cannot resolve the head node ${HEAD_NODE} (${HEAD_ADDRESS})"
-if [[ "${RESOLVED}" != 127.* ]]; then
-  HEAD_ADDRESS="${RESOLVED}"
-fi
-# Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
-RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
-# New for each attempt of each cell: a worker that is left over from the last one must not join this one.
-RDZV_ID="${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}_${CELL}"
+while true; do
+  # A misspelt option, a layout that does not divide or a tokenizer that is not there ends the job here, in
+  # a second, and not on every rank. The run is noted as well, for `submit.py status` and `report`. The
+  # answer: the number of this attempt, and the ranks whose lines the log shows, the one with the loss
+  # among them.
+  ANSWER="$(
+    "${JOB[@]}" begin "${CELL_DIR}" --cell="${CELL}" --recipe=deepseek_v3_16b \
+      --precision="${PRECISION}" --ep-backend="${EP_BACKEND}" --cluster=soperator-b200 \
+      --nodes="${NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
+  )"
+  read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"
+  # TorchTitan warns where the rank that knows the loss is not among these.
+  export LOG_RANK
+  export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
+  mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
 
-TRAIN_ARGS+=(
-  # Checkpoints belong to the cell, everything else to this attempt.
-  "--job.dump_folder=${CELL_DIR}"
-  "--metrics.save_tb_folder=attempt-${ATTEMPT}/tb"
-  "--comm.save_traces_folder=attempt-${ATTEMPT}/comm_traces"
-  "--profiling.save_traces_folder=attempt-${ATTEMPT}/profile_traces"
-  "--profiling.save_memory_snapshot_folder=attempt-${ATTEMPT}/memory_snapshot"
-)
-TRAIN_ARGS+=("$@")
-TORCHRUN=(
-  torchrun
-  --nnodes="${NUM_NODES}"
-  --nproc-per-node=8
-  --rdzv-backend=c10d
-  --rdzv-endpoint="${RDZV_ENDPOINT}"
-  --rdzv-id="${RDZV_ID}"
-  --role=rank
-  # Every rank's log is kept.
-  --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
-  --redirects=3
-  --tee=3
-  --local-ranks-filter="${SHOWN_RANKS}"
-)
-SRUN=(
-  srun
-  # srun has not inherited this from sbatch since Slurm 22.05; without it, all ranks share one core.
-  --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}"
-  # One failed node ends the step, instead of the others waiting for it.
-  --kill-on-bad-exit=1
-  --wait=60
-)
+  # Every node is looked at before any rank starts: GPUs, network, disks, packages. A bad one is left out and
+  # named (docs/preflight.md). COOKBOOK_PREFLIGHT=off goes on without. The answer: the nodes that train.
+  TRAIN_NODES="$("${JOB[@]}" preflight "${CELL_DIR}" --attempt="${ATTEMPT}")"
 
-echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
-echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
+  # The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
+  # same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
+  HEAD_NODE="${TRAIN_NODES%%,*}"
+  HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
+  HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
+  RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
+  [[ -n "${RESOLVED}" ]] || fail "cannot resolve the head node ${HEAD_NODE} (${HEAD_ADDRESS})"
+  if [[ "${RESOLVED}" != 127.* ]]; then
+    HEAD_ADDRESS="${RESOLVED}"
+  fi
+  # Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
+  RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
 
-# A log that can't be written, as on a full disk, fails no training.
-"${SRUN[@]}" "${TORCHRUN[@]}" -m torchtitan.train "${TRAIN_ARGS[@]}" 2>&1 |
-  { tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; }
+  ATTEMPT_ARGS=(
+    # Checkpoints belong to the cell, everything else to this attempt.
+    "--job.dump_folder=${CELL_DIR}"
+    "--metrics.save_tb_folder=attempt-${ATTEMPT}/tb"
+    "--comm.save_traces_folder=attempt-${ATTEMPT}/comm_traces"
+    "--profiling.save_traces_folder=attempt-${ATTEMPT}/profile_traces"
+    "--profiling.save_memory_snapshot_folder=attempt-${ATTEMPT}/memory_snapshot"
+  )
+  TORCHRUN=(
+    torchrun
+    --nnodes="${NUM_NODES}"
+    --nproc-per-node=8
+    --rdzv-backend=c10d
+    --rdzv-endpoint="${RDZV_ENDPOINT}"
+    # New for each attempt: a worker that is left over from the last one must not join this one.
+    --rdzv-id="${SLURM_JOB_ID}_${ATTEMPT}_${CELL}"
+    --role=rank
+    # Every rank's log is kept.
+    --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
+    --redirects=3
+    --tee=3
+    --local-ranks-filter="${SHOWN_RANKS}"
+  )
+  SRUN=(
+    srun
+    --nodes="${NUM_NODES}"
+    --ntasks="${NUM_NODES}"
+    --nodelist="${TRAIN_NODES}"
+    # srun has not inherited this from sbatch since Slurm 22.05; without it, all ranks share one core.
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}"
+    # One failed node ends the step, instead of the others waiting for it.
+    --kill-on-bad-exit=1
+    --wait=60
+    # By this name a supervisor ends a step that hangs, and no other step of the job.
+    "--job-name=attempt-${ATTEMPT}"
+  )
+
+  echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+  echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT}"
+  echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
+
+  # A log that can't be written, as on a full disk, fails no training.
+  "${SRUN[@]}" "${TORCHRUN[@]}" -m torchtitan.train "${TRAIN_ARGS[@]}" "${ATTEMPT_ARGS[@]}" "$@" 2>&1 |
+    { tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; } &
+  TRAINING=$!
+  # USR1 ends `wait`, and not the training.
+  until
+    INTERRUPTED=""
+    STATUS=0
+    wait "${TRAINING}" || STATUS=$?
+    [[ -z "${INTERRUPTED}" ]]
+  do :; done
+
+  [[ -z "${COOKBOOK_SUPERVISED:-}" ]] || exit "${STATUS}"
+  if [[ -e "${COOKBOOK_ATTEMPT_DIR}/stopped" ]]; then
+    # Slurm ends this script, and starts it again when it can.
+    scontrol requeue "${SLURM_JOB_ID}" && sleep 60
+    fail "ended at a checkpoint, and is not requeued; to go on: sbatch train_16b.sh"
+  fi
+  ((STATUS)) || exit 0
+  # The first step of an attempt leaves this file.
+  WITHOUT_STEP=$((WITHOUT_STEP + 1))
+  [[ ! -e "${COOKBOOK_ATTEMPT_DIR}/environment.json" ]] || WITHOUT_STEP=0
+  ((RESTARTS < 10 && WITHOUT_STEP < 2)) || exit "${STATUS}"
+  RESTARTS=$((RESTARTS + 1))
+  AGAIN="restarted (${RESTARTS} of 10)"
+  echo "cookbook: attempt ${ATTEMPT} failed with status ${STATUS}; ${AGAIN}" >&2
+  "${JOB[@]}" end "${CELL_DIR}" --exit-status="${STATUS}" --decision="${AGAIN}"
+  # If the job is being cancelled, the signal comes now.
+  sleep 5
+done

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import copy_checkout
-from tests.slurm_cluster import SlurmCluster, require_slurm
+from tests.slurm_cluster import SlurmCluster
+from tests.slurm_installed import require_slurm
 
 # A shell's background job ignores interrupts, and so would all that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

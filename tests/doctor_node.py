@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cookbook.base.gpus import NVIDIA_SMI
+from cookbook.base.gpus import GPU_LINKS, GPU_PROCESSES, GPU_ROWS, GPU_STATES, NVIDIA_SMI
 from cookbook.cells.cluster import Cluster, load_cluster
 from cookbook.doctor.check import Finding
 from cookbook.doctor.diagnosis import diagnose
 from cookbook.doctor.surroundings import (
+    KERNEL_LOG,
     SLURM_CONFIG,
     SLURM_HISTORY,
     SLURM_PARTITIONS,
@@ -29,7 +30,19 @@ H200_ROW = "NVIDIA H200, 9.0, 143771, 570.195.03, GPU-b\n"
 
 # What one node of the cluster answers.
 ANSWERS = {
-    NVIDIA_SMI: Answer(0, B200_ROW * 8),
+    NVIDIA_SMI: Answer(0, "".join(B200_ROW.replace("GPU-a", f"GPU-{n}") for n in range(8))),
+    GPU_STATES: Answer(0, "".join(f"GPU-{n}, {n}, 1, 0\n" for n in range(8))),
+    GPU_ROWS: Answer(0, "".join(f"GPU-{n}, No, No\n" for n in range(8))),
+    GPU_PROCESSES: Answer(0),
+    GPU_LINKS: Answer(
+        0,
+        "".join(
+            f"GPU {n}: NVIDIA B200 (UUID: GPU-{n})\n"
+            + "".join(f"\t Link {link}: 50 GB/s\n" for link in range(18))
+            for n in range(8)
+        ),
+    ),
+    KERNEL_LOG: Answer(0, "[    1.000000] Linux version 6.8\n"),
     SLURM_PING: Answer(0, "Slurmctld(primary) at controller-0 is UP\n"),
     SLURM_CONFIG: Answer(
         0, "AccountingStorageType   = (null)\nSLURM_VERSION           = 25.11.2\n"
@@ -79,6 +92,8 @@ class Node:
         cluster: Cluster | None = None,
         local: bool = False,
         partition: str | None = None,
+        job_folder: Path | None = None,
+        deepep_between_nodes: bool = False,
     ) -> Surroundings:
         return Surroundings(
             cluster=cluster,
@@ -90,6 +105,8 @@ class Node:
             environment=self.environment,
             run=lambda command: self.answers.get(tuple(command), Answer(None)),
             which=lambda name: f"/usr/bin/{name}" if name in self.commands else None,
+            job_folder=job_folder,
+            deepep_between_nodes=deepep_between_nodes,
         )
 
     def findings(
@@ -132,6 +149,10 @@ def whole_node(tmp_path: Path) -> Node:
     for major in (12, 13):
         node.write(COMPILER_FILE.format(major))
     node.write("root/proc/driver/nvidia/params", DRIVER_OPTIONS)
+    for folder in ("tmp", "dev/shm"):
+        (tmp_path / "root" / folder).mkdir(parents=True, exist_ok=True)
+    node.write("root/proc/uptime", "100000.00 1.0\n")
+    node.write("root/proc/meminfo", "MemTotal: 1879048192 kB\nMemAvailable: 1800000000 kB\n")
     node.write("root/proc/self/limits", LIMITS + "Max locked memory  unlimited  unlimited  bytes\n")
     for index in range(12):
         node.write(f"root/sys/class/infiniband/mlx5_{index}/ports/1/state", "4: ACTIVE\n")

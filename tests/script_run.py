@@ -33,9 +33,10 @@ esac
 """,
     "getent": "echo '10.0.0.7 STREAM worker-0'\n",
 }
-# What `cookbook.job begin` answers: attempt, LOG_RANK, shown ranks.
+# What `cookbook.job begin` answers: attempt, LOG_RANK, shown ranks; `preflight`: the nodes.
 _ANY_WORDS = """\
 if [[ "$3" == begin ]]; then echo "0 0 0"; fi
+if [[ "$3" == preflight ]]; then echo worker-0,worker-1; fi
 """
 
 
@@ -97,6 +98,8 @@ class ScriptRunner:
                 "COOKBOOK_ROOT": str(root),
                 "COOKBOOK_RUNS": str(self.folder / "runs"),
                 "VENV": str(self.venv),
+                # The nodes of this job are not there.
+                "COOKBOOK_PREFLIGHT": "off",
                 "SLURM_JOB_ID": "4711",
                 "SLURM_JOB_NODELIST": "worker-[0-1]",
                 "SLURM_JOB_NUM_NODES": "2",

@@ -80,6 +80,7 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     (BIG, {"lr_scheduler.warmup_steps": -1}, {}, "lr_scheduler.warmup_steps", "found -1, allowed"),
     (BIG, {"lr_scheduler.decay_ratio": 7.0}, {}, "lr_scheduler.decay_ratio", "allowed: 0 to 1"),
     (BIG, {"checkpoint.interval": 0}, {}, "checkpoint.interval", "found 0, allowed: 1 and up"),
+    (BIG, {"checkpoint.interval_minutes": -1.0}, {}, "checkpoint.interval_min", "found -1.0, allo"),
     (BIG, {"training.dataset": "c5"}, {}, "training.dataset", "found 'c5', allowed: c4, c4_test"),
     (BIG, {"model.name": "llama3"}, {}, "model.name", "found 'llama3', allowed: deepseek_v3"),
     (
@@ -138,7 +139,13 @@ def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) ->
         (BIG, {BATCH: 4}, {}, HINT, "pipeline_bubble"),
         (SMALL, {"checkpoint.enable": False}, {}, WARNING, "checkpoints_resume"),
         (SMALL, {"checkpoint.last_save_model_only": True}, {}, WARNING, "checkpoints_resume"),
-        (SMALL, {"checkpoint.interval": 9999}, {}, WARNING, "checkpoints_resume"),
+        (
+            SMALL,
+            {"checkpoint.interval": 9999, "checkpoint.interval_minutes": 0.0},
+            {},
+            WARNING,
+            "checkpoints_resume",
+        ),
         (SMALL, {"checkpoint.load_only": True}, {}, WARNING, "checkpoints_resume"),
         (
             SMALL,

@@ -198,6 +198,7 @@ def test_local_leaves_the_cluster_out(node: Node) -> None:
         "gpus",
         "local corpus",
         "disk",
+        "scratch",
     }
 
 

@@ -31,7 +31,7 @@ def test_every_variable_of_the_scripts_is_reserved() -> None:
         assigned |= set(re.findall(r"(?m)^\s*(?:export )?([A-Z][A-Z_]*)\+?=", text))
         for names in re.findall(r"(?m)^\s*(?:read -r|mapfile -t) ([A-Z_ ]+) <", text):
             assigned |= set(names.split())
-    assert {"CELL_DIR", "NODES", "ATTEMPT", "TRAIN_ARGS", "PYTHONPATH"} <= assigned
+    assert {"CELL_DIR", "TRAIN_NODES", "ATTEMPT", "TRAIN_ARGS", "PYTHONPATH"} <= assigned
     own = {name for name in assigned if not name.startswith("COOKBOOK_")}
     assert own - FREE - _exported_by_files() <= RESERVED
 

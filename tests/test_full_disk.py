@@ -25,12 +25,14 @@ exit "${TORCHRUN_STATUS:-0}"
 _IN_A_JOB = """
 import sys
 from pathlib import Path
-from cookbook.job.supervisor import Supervisor
+from cookbook.job import supervisor
 from cookbook.run.folder import CellFolder
 from cookbook.run.status import Status, write_status
 cell = CellFolder(Path(sys.argv[1]))
 write_status(cell, Status("queued"))
-Supervisor([cell])()
+# Nobody makes room.
+supervisor._ROOM_S = 1.0
+supervisor.Supervisor([cell])()
 """
 
 

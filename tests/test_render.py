@@ -114,7 +114,7 @@ def test_shellcheck_finds_nothing_in_any_script(written: Path) -> None:
     seen: dict[str, str] = {}
     for file in files:
         text = Path(file).read_text(encoding="utf-8")
-        shape = re.sub(r"(?m)^(#.*|  '?--.*|[A-Z_]+=.*|export .*)$", "", text)
+        shape = re.sub(r"(?m)^ *(#.*|'?--.*|[A-Z_]+=.*|export .*|\"\$\{JOB.* begin .*)$", "", text)
         seen.setdefault(shape, file)
     chosen = [*seen.values(), *(file for file in files if Path(file).name in LAUNCHERS)]
     done = subprocess.run([shellcheck, *chosen], capture_output=True, text=True, timeout=300)
@@ -139,16 +139,17 @@ def test_the_order_of_a_script(name: str) -> None:
     assert "$0" not in SCRIPTS[name]
     assert "set -x" not in SCRIPTS[name]
     assert "|| true\n" not in SCRIPTS[name].replace("print $1 }')\" || true\n", "\n")
-    # One srun, and it is the last command.
+    # One srun; on Slurm a loop around it comes last.
     assert sum(bool(re.search(r"(?<![\w-])srun(?![\w-])", line)) for line in _code(lines)) == (
         1 if on_slurm else 0
     )
-    last = " ".join(line.strip() for line in lines[-2:])
     launch = '"${SRUN[@]}" "${TORCHRUN[@]}"' if on_slurm else '"${TORCHRUN[@]}"'
-    assert last == (
-        f'{launch} -m torchtitan.train "${{TRAIN_ARGS[@]}}" 2>&1 | '
+    training = (
+        f'{launch} -m torchtitan.train "${{TRAIN_ARGS[@]}}" "${{ATTEMPT_ARGS[@]}}" "$@" 2>&1 | '
         '{ tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; }'
     )
+    assert " ".join(line.strip() for line in lines).count(training) == 1
+    assert lines[-1] == "done" if on_slurm else lines[-2].endswith('"$@" 2>&1 |')
     assert SCRIPTS[name].endswith("\n") and "\n\n\n" not in SCRIPTS[name]
 
 
@@ -171,6 +172,7 @@ def test_a_job_is_asked_for_as_its_cluster_says() -> None:
         "#SBATCH --time=04:00:00",
         "#SBATCH --exclude=worker-7,worker-9",
         "#SBATCH --no-requeue",
+        "#SBATCH --signal=B:USR1@300",
         "#SBATCH --open-mode=append",
         """#SBATCH --comment='it'"'"'s a "test" of $HOME'""",
         "#SBATCH --reservation=moe",
@@ -314,7 +316,7 @@ _TWO_NODES = "--parallelism.expert_parallel_degree=8"
 def test_a_resumed_cell_is_a_new_attempt_in_its_own_folder(
     runner: ScriptRunner, checkout: Path
 ) -> None:
-    cell = runner.folder / "runs" / "671b-4711" / "671b-bf16-standard"
+    cell = runner.folder / "runs" / "671b" / "671b-bf16-standard"
     for attempt in range(2):
         start = runner.run(checkout / "train_671b.sh", _TWO_NODES, root=checkout)
         assert start.status == 0, start.output
@@ -325,6 +327,19 @@ def test_a_resumed_cell_is_a_new_attempt_in_its_own_folder(
     run = json.loads((cell.parent / "run.json").read_text())
     assert (run["scheduler"], run["cells"]) == ("slurm", [cell.name])
     assert json.loads((cell / "status.json").read_text())["state"] == "finished"
+
+
+def test_ends_at_a_checkpoint_are_not_counted_as_restarts(
+    runner: ScriptRunner, checkout: Path
+) -> None:
+    cell = runner.folder / "runs" / "671b" / "671b-bf16-standard"
+    for attempt, job in enumerate((4711, 4711, 47110)):
+        (cell / f"attempt-{attempt}").mkdir(parents=True)
+        (cell / f"attempt-{attempt}" / "stopped").write_text(f"{job} 12\n")
+    for restarts, says in (("5", ""), ("6", "restarted 4 times, allowed: 3")):
+        again = {"SLURM_RESTART_COUNT": restarts}
+        start = runner.run(checkout / "train_671b.sh", _TWO_NODES, root=checkout, environment=again)
+        assert (start.status == 0) == (not says) and says in start.output
 
 
 def test_a_run_may_have_any_folder_of_a_cell(runner: ScriptRunner, checkout: Path) -> None:
@@ -339,7 +354,7 @@ def test_a_run_may_have_any_folder_of_a_cell(runner: ScriptRunner, checkout: Pat
     assert [cell.name for cell in run.cells] == ["try1"]
     assert read_record(run.cell("try1").record).name == "671b-bf16-standard"
     (state,) = cell_states(run)
-    assert (state.cell, state.state) == ("try1", "finished")
+    assert (state.cell, state.state) == ("try1", "finished"), state
 
 
 def test_the_folder_of_all_runs_is_no_folder_of_a_run(runner: ScriptRunner, checkout: Path) -> None:
@@ -573,4 +588,4 @@ def test_the_cluster_has_the_last_word_in_a_launcher_as_in_a_cell(tmp_path: Path
     text = render_launcher(load_recipe("deepseek_v3_16b"), cluster, "mine.sh")
     chosen = text.index('TRAIN_ARGS+=("${CHOSEN_ARGS[@]}")')
     assert text.index("--parallelism.expert_parallel_comm_backend=standard", chosen)
-    assert text.index('TRAIN_ARGS+=("$@")') > chosen
+    assert text.index('"${TRAIN_ARGS[@]}" "${ATTEMPT_ARGS[@]}" "$@"') > chosen

@@ -18,6 +18,8 @@ from cookbook.cells.argv import train_argv
 from cookbook.job.__main__ import CHECKED
 from cookbook.job.__main__ import main as job
 from cookbook.run.checkpoints import STATES
+from cookbook.run.folder import Attempt
+from cookbook.run.history import AttemptEnd, Cause, write_attempt_end
 from tests.cells import Point
 from tests.saved import FILES, cut, save
 from tests.submit import listing, submit
@@ -152,6 +154,21 @@ def test_a_damaged_one_is_moved_aside_whole_and_named(
     (found,) = json.loads(as_json.stdout)["cells"]
     assert found["resumptions"][0]["step"] == 4
     assert found["resumptions"][0]["passed_over"][0]["checkpoint"] == "step-6"
+
+
+def test_what_was_saved_after_a_nan_is_passed_over(cell: Begun) -> None:
+    for step in (4, 6, 8):
+        save(cell.saved, step)
+    attempt = Attempt(cell.folder / "attempt-0", 0)
+    write_attempt_end(attempt, AttemptEnd(0, Cause.NAN_LOSS, last_good_step=6))
+    words = cell.begin(attempt=1)
+    assert "attempt 1 passed over step-8: was saved after step 6, the last one with a" in words
+    assert (cell.folder / "checkpoint-damaged" / "step-8").is_dir()
+    assert sorted(path.name for path in cell.saved.iterdir()) == ["step-4", "step-6"]
+    # What the next attempt saves again is as good as any.
+    save(cell.saved, 8)
+    write_attempt_end(Attempt(cell.folder / "attempt-1", 1), AttemptEnd(1, Cause.DEAD_RANK))
+    assert "attempt 2 continues after step 8" in cell.begin(attempt=2)
 
 
 def test_a_second_one_of_the_same_step_takes_no_place(cell: Begun) -> None:

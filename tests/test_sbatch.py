@@ -26,6 +26,8 @@ def test_one_task_a_node_sees_all_of_its_gpus(point: Point) -> None:
     else:
         assert "gpus-per-node" not in options
     assert not {"gpus-per-task", "gres", "gpus"} & set(options)
+    # Its other processes would die of it.
+    assert str(options["signal"]).startswith("B:USR1@")
     assert ("requeue" in options) != ("no-requeue" in options)
     assert options["job-name"] == cell.name
     assert sbatch_options(cell, "671b")["job-name"] == "671b"

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.recording_torchrun import install_recording_torchrun, read_records
-from tests.slurm_cluster import Settings, SlurmCluster, SlurmError, require_slurm
+from tests.slurm_cluster import Settings, SlurmCluster, SlurmError
+from tests.slurm_installed import require_slurm
 
 pytestmark = pytest.mark.slurm
 
@@ -247,7 +248,7 @@ def test_a_daemon_that_cannot_start_is_shown_with_its_log(tmp_path: Path) -> Non
 def test_a_missing_slurm_is_a_skip_that_says_how_to_install_it_and_a_failure_in_ci(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tests.slurm_cluster.PROGRAMS", ("slurmd-of-no-one",))
+    monkeypatch.setattr("tests.slurm_installed.PROGRAMS", ("slurmd-of-no-one",))
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match=r"slurmd-of-no-one.*apt-get install slurmctld"):
         require_slurm()

@@ -25,7 +25,8 @@ from cookbook.submit.create import create_run
 from cookbook.submit.executor import submit_run
 from tests.cells import Point
 from tests.recording_torchrun import install_recording_torchrun
-from tests.slurm_cluster import Settings, SlurmCluster, require_slurm
+from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_installed import require_slurm
 
 pytestmark = pytest.mark.slurm
 

@@ -281,7 +281,7 @@ LINE = "slurmstepd-worker-0: error: *** JOB 2 ON worker-0 CANCELLED AT {at}{why}
         (" DUE TO TIME LIMIT", ("failed", "Slurm: TIMEOUT")),
         (" DUE TO JOB REQUEUE", ("queued", "requeued")),
         (" DUE TO PREEMPTION", ("failed", "Slurm: PREEMPTED")),
-        (" DUE TO NODE FAILURE", ("failed", "Slurm: NODE_FAIL")),
+        (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", ("failed", "Slurm: NODE_FAIL")),
     ],
 )
 def test_why_a_job_was_stopped_is_what_slurm_wrote_last(

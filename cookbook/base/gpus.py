@@ -22,6 +22,24 @@ NVIDIA_SMI = (
 )
 _DRIVER = Path("/proc/driver/nvidia/version")
 
+# How the GPUs are, a row each: one UUID, then what its reader wants to know.
+GPU_STATES = (
+    "nvidia-smi",
+    "--query-gpu=uuid,index,memory.used,ecc.errors.uncorrected.volatile.total",
+    "--format=csv,noheader,nounits",
+)
+GPU_ROWS = (
+    "nvidia-smi",
+    "--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure",
+    "--format=csv,noheader,nounits",
+)
+GPU_PROCESSES = (
+    "nvidia-smi",
+    "--query-compute-apps=gpu_uuid,pid,process_name",
+    "--format=csv,noheader,nounits",
+)
+GPU_LINKS = ("nvidia-smi", "nvlink", "--status")
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -56,6 +74,25 @@ def parse_nvidia_smi(output: str) -> tuple[InstalledGpu, ...]:
         gib = round(float(mib) / 1024, 1) if _is_number(mib) else 0.0
         installed.append(InstalledGpu(Gpu(name, float(capability), gib), driver, uuid))
     return tuple(installed)
+
+
+def parse_rows(output: str) -> list[tuple[str, list[str]]]:
+    """UUID and other fields of each row that one of the queries above printed."""
+    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
+    return [(row[0], row[1:]) for row in rows if row[0].startswith(("GPU-", "MIG-"))]
+
+
+def parse_links(output: str) -> dict[str, int]:
+    """The active NVLinks of each GPU, by UUID, in what `GPU_LINKS` printed."""
+    links: dict[str, int] = {}
+    uuid = ""
+    for line in output.splitlines():
+        if named := re.match(r"GPU [0-9]+:.*\(UUID: ([^)]+)\)", line):
+            uuid = named[1]
+            links[uuid] = 0
+        elif uuid and re.match(r"\s+Link [0-9]+: [0-9.]+ [GM]B/s", line):
+            links[uuid] += 1
+    return links
 
 
 def _is_number(text: str) -> bool:

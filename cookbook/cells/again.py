@@ -62,8 +62,8 @@ def recorded_cell(
             stand_in_for=record.stand_in_for,
             baseline=record.baseline,
         )
-    if not 1 <= cell.nodes <= cluster.nodes:
-        allowed = f"1 to {cluster.nodes} on cluster {cluster.name}"
+    if not 1 <= cell.nodes <= cluster.nodes - cell.spare_nodes:
+        allowed = f"1 to {cluster.nodes - cell.spare_nodes} on cluster {cluster.name}"
         raise InputError("--nodes", f"found {cell.nodes}, allowed: {allowed}")
     if cluster.ranks_per_node != record.ranks_per_node:
         raise InputError(

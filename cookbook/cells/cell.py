@@ -61,6 +61,11 @@ class Cell:
         """Ranks of the job."""
         return self.nodes * self.cluster.ranks_per_node
 
+    @property
+    def spare_nodes(self) -> int:
+        """Nodes of the job beyond those that train."""
+        return self.recipe.spare_nodes if self.cluster.scheduler == "slurm" else 0
+
     @functools.cached_property
     def layout(self) -> Layout:
         """How the ranks are divided."""
@@ -115,6 +120,12 @@ class Cell:
             **exported(self.precision.environment),
         }
 
+    @property
+    def max_restarts(self) -> int:
+        """How often a job may start it again after a failure."""
+        own = self.recipe.max_restarts
+        return self.cluster.max_restarts if own is None else own
+
     def record(self) -> CellRecord:
         """What a run's folder keeps of the cell."""
         source = self.recipe.published.source if self.recipe.published else None
@@ -136,6 +147,7 @@ class Cell:
             baseline=self.baseline,
             repeat_of=self.repeat_of,
             repeat=self.repeat,
+            max_restarts=self.max_restarts,
             environment=Words(self.environment),
             options=Unchecked(self.options.values),
             files=Words(self._own_files()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -28,10 +29,22 @@ class Container:
 
 
 @dataclass(frozen=True)
+class Bandwidth:
+    """The least that GPUs must reach in the test before training, in GB/s of bus bandwidth.
+
+    As nccl-tests count it: the bytes that each rank must send, however the work is done.
+    """
+
+    all_reduce: float
+    all_to_all: float
+
+
+@dataclass(frozen=True)
 class Cluster:
     """A scheduler, its nodes and what must be said to it.
 
-    `gpu` is None where ranks run on the CPU (gloo).
+    `gpu` is None where ranks run on the CPU (gloo). `node_failure_days` is the mean time between
+    two failures of a node, `write_gb_per_s` what all nodes together write to the shared folder.
     """
 
     name: str
@@ -52,12 +65,27 @@ class Cluster:
     exclusive: bool = True
     requeue: bool = True
     max_restarts: int = 3
+    seconds_to_stop: int = 300
+    node_failure_days: float | None = None
+    write_gb_per_s: float | None = None
     sbatch: Words = field(default_factory=Words)
     environment: Words = field(default_factory=Words)
     source: tuple[str, ...] = ()
     rendezvous_port: int = 29500
     container: Container | None = None
     price_per_gpu_hour: float | None = None
+    bandwidth: Bandwidth | None = None
+
+    @property
+    def grace_seconds(self) -> int:
+        """How long before its time limit a job is told to stop: at most a quarter of the limit."""
+        limit = _seconds(self.time) if self.time else None
+        return min(self.seconds_to_stop, limit // 4) if limit else self.seconds_to_stop
+
+    @property
+    def late_seconds(self) -> int:
+        """How long after that it is requeued in any case, in time before the limit."""
+        return self.grace_seconds * 3 // 4
 
     @property
     def ranks_per_node(self) -> int:
@@ -86,6 +114,7 @@ _TAKEN = _KEYS_OF_OWN | frozenset(
 )
 # Texts that stand on a line of the script's header, which must stay one line.
 _ONE_LINE = ("partition", "account", "time", "exclude", "sbatch")
+_TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<rest>[0-9]+(?::[0-9]+){0,2})")
 _LONG_NAME = re.compile(r"[a-z][a-z-]*")
 
 
@@ -120,9 +149,30 @@ def load_cluster(name: str) -> Cluster:
             file.place("rendezvous_port"),
             f"found {cluster.rendezvous_port}, allowed: 1024 to 32767 (below the ephemeral ports)",
         )
+    for key in ("node_failure_days", "write_gb_per_s"):
+        value = getattr(cluster, key)
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(file.place(key), f"found {value:g}, allowed: more than 0")
+    if not 60 <= cluster.seconds_to_stop <= 65535:
+        found = f"found {cluster.seconds_to_stop}, allowed: 60 to 65535 (sbatch --signal)"
+        raise InputError(file.place("seconds_to_stop"), found)
     _check_sbatch(file, cluster)
     check_environment(file, "environment", cluster.environment)
     return _fill_in(cluster) if cluster.scheduler == "local" else cluster
+
+
+def _seconds(limit: str) -> int | None:
+    """A time limit as sbatch reads it (`90`, `1:30:00`, `1-12`), in seconds; None for no limit."""
+    match = _TIME.fullmatch(limit)
+    if match is None:
+        return None
+    days = match["days"]
+    parts = [int(part) for part in match["rest"].split(":")]
+    # Minutes stand first, hours only where there are days, or three parts.
+    if days is None and len(parts) < 3:
+        parts.insert(0, 0)
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _check_sbatch(file: YamlFile, cluster: Cluster) -> None:

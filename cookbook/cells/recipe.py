@@ -6,8 +6,9 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from cookbook.base.errors import named_at, unknown_name
+from cookbook.base.errors import InputError, named_at, unknown_name
 from cookbook.base.schema import fill, key_named
 from cookbook.base.yamlfile import read_yaml
 from cookbook.cells.names import check_name, find_file, names_in
@@ -31,6 +32,9 @@ class Recipe:
         name: of the file.
         short_name: begins the names of cells, jobs and W&B runs.
         stand_in: the recipe that `--cluster local` trains in its place.
+        spare_nodes: nodes that a job has beyond those that train, to take the place of bad ones.
+        too_few_nodes: what a job does where bad nodes leave too few: wait for them, or stop.
+        max_restarts: how often a job may start it again; None: as the cluster's profile says.
     """
 
     name: str
@@ -40,6 +44,9 @@ class Recipe:
     path: Path
     short_name: str = key_named("name")
     stand_in: str | None = None
+    spare_nodes: int = 0
+    too_few_nodes: Literal["wait", "stop"] = "wait"
+    max_restarts: int | None = None
     published: Published | None = None
 
     @property
@@ -62,6 +69,9 @@ def load_recipe(name: str) -> Recipe:
         path=path,
     )
     check_name(file.place("name"), recipe.short_name)
+    if recipe.max_restarts is not None and recipe.max_restarts < 0:
+        found = f"found {recipe.max_restarts}, allowed: 0 or more"
+        raise InputError(file.place("max_restarts"), found)
     pairs = [f"{p}+{e}" for p in names_in("precision") for e in names_in("ep_backend")]
     for pair in recipe.published_numbers:
         if pair not in pairs:

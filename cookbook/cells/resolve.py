@@ -123,10 +123,13 @@ def published_number(cell: Cell) -> float | None:
 
 
 def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
-    nodes = asked if asked is not None else min(recipe.nodes, cluster.nodes)
-    if nodes < 1 or nodes > cluster.nodes:
+    spare = recipe.spare_nodes if cluster.scheduler == "slurm" else 0
+    most = cluster.nodes - spare
+    nodes = asked if asked is not None else max(1, min(recipe.nodes, most))
+    if nodes < 1 or nodes > most:
+        kept = f", where {spare} more are kept as spares" if spare else ""
         raise InputError(
-            "--nodes", f"found {nodes}, allowed: 1 to {cluster.nodes} on cluster {cluster.name}"
+            "--nodes", f"found {nodes}, allowed: 1 to {most} on cluster {cluster.name}{kept}"
         )
     return nodes
 

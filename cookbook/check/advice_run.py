@@ -95,7 +95,7 @@ def checkpoints_resume(cell: Cell) -> Iterator[Finding]:
             "set it to false where the run may be continued",
             reference,
         )
-    if interval > steps:
+    if interval > steps and not cell.options["checkpoint.interval_minutes"]:
         yield Finding(
             WARNING,
             "checkpoints_resume",

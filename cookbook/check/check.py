@@ -12,6 +12,7 @@ from cookbook.cells.finding import ERROR, WARNING, Finding
 from cookbook.cells.rules.refusals import refusals
 from cookbook.check.advice import advice
 from cookbook.check.advice_kernels import hints_from_model
+from cookbook.check.advice_saving import saving
 from cookbook.check.declared import undeclared
 from cookbook.check.dry_run import Built, build_cells
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
@@ -127,6 +128,7 @@ def _with_build(cell: Cell, findings: list[Finding], built: Built) -> CellCheck:
         *findings,
         *_warnings(built),
         *hints_from_model(cell, built.views[0]),
+        *saving(cell, built.views[0]),
     ]
     stages = tuple(predict_memory(cell, view) for view in built.views)
     checked = replace(

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cookbook.base.tables import text_table
-from cookbook.doctor import assets, machine, slurm, software
+from cookbook.doctor import assets, gpu_health, machine, slurm, software
 from cookbook.doctor.check import Check, Finding
 from cookbook.doctor.surroundings import Surroundings
 
 # A check is added in the module of its topic; within a module they run in the order of definition.
-TOPICS = (software, machine, assets, slurm)
+TOPICS = (software, machine, gpu_health, assets, slurm)
 
 _WIDTH = 100
 _COLOURS = {"ok": "32", "warning": "33", "problem": "31", "not here": "2"}
@@ -27,6 +27,21 @@ def diagnose(here: Surroundings) -> list[Finding]:
         if one.is_for_local or not here.local
         for finding in one.findings(here)
     ]
+
+
+def node_problems(here: Surroundings) -> dict[str, tuple[str, float]]:
+    """Why a job cannot train on this node, by check: what is wrong, and the hours to leave it out.
+
+    Warnings are none.
+    """
+    problems = {}
+    for topic in TOPICS:
+        for one in vars(topic).values():
+            if isinstance(one, Check) and one.node_hours is not None:
+                for finding in one.findings(here):
+                    if finding.state == "problem":
+                        problems[finding.name] = (finding.found, one.node_hours)
+    return problems
 
 
 def is_ready(findings: Sequence[Finding]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ OLDEST_DRIVER = {"12": 525, "13": 580}
 OLDEST_BLACKWELL_DRIVER = 570
 
 
-@check(local=True)
+@check(local=True, node_hours=24)
 def gpus(here: Surroundings) -> Finding:
     if not here.installed_gpus:
         return _without_gpus(here)
@@ -46,7 +47,7 @@ def gpus(here: Surroundings) -> Finding:
         assert here.cluster is not None
         return Finding(
             "gpus",
-            "warning",
+            "problem" if here.is_in_job else "warning",
             f"{found}; {_promised(here)}",
             f"run this on a node of {here.cluster.name}, or correct its `gpu` and `gpus_per_node`",
         )
@@ -63,7 +64,8 @@ def _without_gpus(here: Surroundings) -> Finding:
         counts = _promised(here) or "the compute nodes' GPUs count"
         return Finding("gpus", "not here", f"none on this node, as on a login node; {counts}")
     if here.cluster and here.cluster.gpu:
-        said = f"none on this node; {_promised(here)}"
+        words = (answer.error or answer.output).strip().splitlines()
+        said = f"none on this node{f' ({words[0]})' if words else ''}; {_promised(here)}"
     elif answer.status is None and not answer.error:
         return Finding("gpus", "not here", "no nvidia-smi: this machine trains on its CPU")
     else:
@@ -80,6 +82,8 @@ def _promised(here: Surroundings) -> str:
         return ""
     if cluster.gpu is None:
         return f"{cluster.name} trains on the CPU"
+    if here.is_in_job:
+        return f"{cluster.name} has {cluster.ranks_per_node} x {cluster.gpu.name}"
     gpus = f"{cluster.ranks_per_node} x {_described(cluster.gpu)}"
     return f"{cluster.name} has {gpus} a node: {_ability(cluster.gpu)}"
 
@@ -110,7 +114,7 @@ def _ability(gpu: Gpu) -> str:
     return "float8; MXFP8 only emulated"
 
 
-@check(local=False)
+@check(local=False, node_hours=24)
 def ibgda(here: Surroundings) -> Finding:
     """DeepEP between nodes: the GPU rings the network card's doorbell itself."""
     if not here.installed_gpus:
@@ -128,14 +132,14 @@ def ibgda(here: Surroundings) -> Finding:
         return Finding("ibgda", "ok", "through GDRCopy (gdrdrv is loaded)")
     return Finding(
         "ibgda",
-        "warning",
+        "problem" if here.deepep_between_nodes else "warning",
         "neither the driver's options nor GDRCopy: DeepEP stays within a node",
         f"set in /etc/modprobe.d and reload the driver: options nvidia {' '.join(missing)}; "
         "or load gdrdrv",
     )
 
 
-@check(local=False)
+@check(local=False, node_hours=24)
 def memlock(here: Surroundings) -> Finding:
     match = re.search(r"^Max locked memory\s+(\S+)", here.text("/proc/self/limits") or "", re.M)
     if match is None:
@@ -164,7 +168,7 @@ def _devices(here: Surroundings) -> dict[str, str]:
     return devices
 
 
-@check(local=False)
+@check(local=False, node_hours=24)
 def network(here: Surroundings) -> Finding:
     devices = _devices(here)
     chosen = here.environment.get("NCCL_IB_HCA", "")
@@ -205,9 +209,13 @@ def network(here: Surroundings) -> Finding:
     return Finding("network", "ok", f"{len(named)} devices, active ({place}={chosen})")
 
 
-@check(local=True)
+@check(local=True, node_hours=1)
 def disk(here: Surroundings) -> Finding:
-    free = shutil.disk_usage(here.repository).free / GIB
+    folder = here.job_folder or here.repository
+    try:
+        free = shutil.disk_usage(folder).free / GIB
+    except OSError as error:
+        return Finding("disk", "problem", f"{folder}: {error.strerror}", "mount it on this node")
     found = f"{free:.0f} GiB free where runs/ and checkpoints go"
     if free < 2:
         return Finding("disk", "problem", found, "free some: logs alone may fill it")
@@ -219,3 +227,50 @@ def disk(here: Surroundings) -> Finding:
             "a checkpoint of the 16B takes about 175 GiB, of the 671B 9.5 TiB",
         )
     return Finding("disk", "ok", found)
+
+
+@check(local=True, node_hours=1)
+def scratch(here: Surroundings) -> Finding:
+    """Where compilers and worker processes put small files, each in this node's own memory or disk.
+
+    NCCL takes a segment of /dev/shm for each pair of ranks; containers often have 64 MiB of it.
+    """
+    found = []
+    for folder in (here.environment.get("TMPDIR") or "/tmp", "/dev/shm"):
+        try:
+            free = shutil.disk_usage(here.path(folder)).free / GIB
+        except OSError as error:
+            return Finding("scratch", "problem", f"{folder}: {error.strerror}", "create it")
+        if free < 1:
+            said = f"{folder}: {free:.1f} GiB free"
+            return Finding("scratch", "problem", said, "free some, or give the container more")
+        found.append(f"{free:.0f} GiB in {folder}")
+    return Finding("scratch", "ok", f"{' and '.join(found)}")
+
+
+@check(local=False, node_hours=1)
+def memory(here: Surroundings) -> Finding:
+    text = here.text("/proc/meminfo") or ""
+    sizes = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", text, re.MULTILINE))
+    if len(sizes) < 2:
+        return Finding("memory", "not here", "this system does not say")
+    total, free = (int(sizes[name]) / 1024**2 for name in ("MemTotal", "MemAvailable"))
+    found = f"{free:.0f} of {total:.0f} GiB free"
+    if free < 0.05 * total:
+        remedy = "end what is left over there, or delete its files in /dev/shm and /tmp"
+        return Finding("memory", "problem", found, remedy)
+    return Finding("memory", "ok", found)
+
+
+@check(local=False, node_hours=1)
+def job_folder(here: Surroundings) -> list[Finding]:
+    """Whether the run's folder is there on this node and can be written."""
+    if here.job_folder is None:
+        return []
+    try:
+        with tempfile.TemporaryFile(dir=here.job_folder) as file:
+            file.write(b"1")
+    except OSError as error:
+        said = f"cannot write to {here.job_folder}: {error.strerror}"
+        return [Finding("job folder", "problem", said, "mount the shared file system there")]
+    return [Finding("job folder", "ok", str(here.job_folder))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from cookbook.base.errors import InputError
 from cookbook.doctor.check import Finding, State, check
 from cookbook.doctor.surroundings import (
     SLURM_CONFIG,
@@ -47,6 +48,28 @@ def slurm(here: Surroundings) -> list[Finding]:
         _partition(here),
         _accounting(here, config),
     ]
+
+
+@check(local=False)
+def excluded_nodes(here: Surroundings) -> list[Finding]:
+    """The nodes that jobs leave out since they failed one before."""
+    if not here.has_slurm:
+        return []
+    name, runs = "left out", here.repository / (here.environment.get("COOKBOOK_RUNS") or "runs")
+    try:
+        # Only here: the list is YAML, and the doctor answers also where nothing is installed.
+        from cookbook.run.excluded import excluded_file, read_excluded
+
+        listed = read_excluded(runs)
+    except ModuleNotFoundError:
+        return []
+    except InputError as error:
+        return [Finding(name, "problem", str(error))]
+    if not listed:
+        return [Finding(name, "ok", "no node is left out of new jobs")]
+    remedy = f"to use a node again, delete its entry in {excluded_file(runs)}"
+    found = "; ".join(map(str, listed[:8])) + (" ..." if len(listed) > 8 else "")
+    return [Finding(name, "warning", f"{len(listed)} node(s): {found}", remedy)]
 
 
 def _partition(here: Surroundings) -> Finding:

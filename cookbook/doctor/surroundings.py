@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cookbook.base.gpus import NVIDIA_SMI, InstalledGpu, parse_nvidia_smi, select_visible
+from cookbook.base.gpus import (
+    GPU_LINKS,
+    GPU_PROCESSES,
+    GPU_ROWS,
+    GPU_STATES,
+    NVIDIA_SMI,
+    InstalledGpu,
+    parse_nvidia_smi,
+    select_visible,
+)
 from cookbook.base.paths import ROOT
 
 if TYPE_CHECKING:
@@ -26,7 +35,14 @@ SLURM_PING = ("scontrol", "ping")
 SLURM_CONFIG = ("scontrol", "show", "config")
 SLURM_PARTITIONS = ("sinfo", "--noheader", "--format=%P|%a|%D|%G|%l")
 SLURM_HISTORY = ("sacct", "--noheader", "--allocations", "--starttime=now")
-COMMANDS = (NVIDIA_SMI, SLURM_PING, SLURM_CONFIG, SLURM_PARTITIONS, SLURM_HISTORY)
+KERNEL_LOG = ("dmesg",)
+DCGM_HEALTH = ("dcgmi", "health", "--check")
+# What a node says of itself, and what Slurm says of the cluster.
+NODE_COMMANDS = (
+    *(NVIDIA_SMI, GPU_STATES, GPU_ROWS, GPU_PROCESSES, GPU_LINKS),
+    *(KERNEL_LOG, DCGM_HEALTH),
+)
+COMMANDS = (*NODE_COMMANDS, SLURM_PING, SLURM_CONFIG, SLURM_PARTITIONS, SLURM_HISTORY)
 
 
 @dataclass(frozen=True)
@@ -42,8 +58,8 @@ class Answer:
         return self.status == 0
 
 
-def ask(command: Sequence[str]) -> Answer:
-    """Run `command` here, for PATIENCE seconds at most."""
+def ask(command: Sequence[str], patience: float = PATIENCE) -> Answer:
+    """Run `command` here, for `patience` seconds at most."""
     if shutil.which(command[0]) is None:
         return Answer(None)
     try:
@@ -52,12 +68,12 @@ def ask(command: Sequence[str]) -> Answer:
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            timeout=PATIENCE,
+            timeout=patience,
             check=False,
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        return Answer(None, error=f"no answer in {PATIENCE:.0f} s")
+        return Answer(None, error=f"{command[0]}: no answer in {patience:.0f} s")
     except OSError as error:
         return Answer(None, error=str(error))
     return Answer(done.returncode, done.stdout, done.stderr)
@@ -75,6 +91,9 @@ class Surroundings:
         root: where /proc, /sys and /etc are.
         site: where Python packages are looked for.
         run: answers a command; `which` says whether one is installed.
+        commands: what may be asked; all of them are, at once, when the first answer is wanted.
+        job_folder: what a job on this node writes to; None outside a job.
+        deepep_between_nodes: the job sends tokens to other nodes by DeepEP.
     """
 
     cluster: Cluster | None = None
@@ -86,6 +105,9 @@ class Surroundings:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: Callable[[Sequence[str]], Answer] = ask
     which: Callable[[str], str | None] = shutil.which
+    commands: Sequence[Sequence[str]] = COMMANDS
+    job_folder: Path | None = None
+    deepep_between_nodes: bool = False
 
     def path(self, absolute: str) -> Path:
         return self.root / absolute.lstrip("/")
@@ -100,8 +122,8 @@ class Surroundings:
     @functools.cached_property
     def _answers(self) -> dict[Sequence[str], Answer]:
         # All at once: each may wait for a driver or for a controller.
-        with ThreadPoolExecutor(len(COMMANDS)) as pool:
-            return dict(zip(COMMANDS, pool.map(self.run, COMMANDS), strict=True))
+        with ThreadPoolExecutor(len(self.commands)) as pool:
+            return dict(zip(self.commands, pool.map(self.run, self.commands), strict=True))
 
     def answer(self, command: Sequence[str]) -> Answer:
         return self._answers[command]
@@ -127,9 +149,16 @@ class Surroundings:
         return self.cluster.scheduler == "slurm" if self.cluster else self.has_slurm
 
     @property
+    def is_in_job(self) -> bool:
+        """Whether a job is about to train here."""
+        return self.job_folder is not None
+
+    @property
     def is_login_node(self) -> bool:
         """Whether runs go to other machines and this one has no GPU driver in its kernel."""
-        return self.sends_jobs and not self.path("/proc/driver/nvidia").exists()
+        return (
+            self.sends_jobs and not self.is_in_job and not self.path("/proc/driver/nvidia").exists()
+        )
 
     @property
     def trains_for_real(self) -> bool:

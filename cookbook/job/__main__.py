@@ -1,6 +1,7 @@
 """What the rendered scripts call.
 
     python -m cookbook.job begin CELL_FOLDER --cell NAME ... -- WORDS -- WORDS OF THE SBATCH LINE
+    python -m cookbook.job preflight CELL_FOLDER --attempt K
     python -m cookbook.job end CELL_FOLDER --exit-status N --signal NAME
 
 Environment: COOKBOOK_SUPERVISED where a supervisor notes the run; COOKBOOK_CHECK where `begin` is
@@ -16,17 +17,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cookbook.base.command import run_command
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, JobError
 from cookbook.job.begin import Start, begin, end, judge, note_refusal
+from cookbook.job.preflight import preflight
 from cookbook.job.resume import find_checkpoint
 from cookbook.run.folder import CellFolder
 
 # The script must not go on, and nothing is wrong.
 CHECKED = 3
+# Starting the job again would not help.
+CANNOT_START = 4
 
 
 def main(words: Sequence[str]) -> int:
-    """Run one of the two commands; its exit status."""
+    """Run one of the commands; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m cookbook.job")
     commands = parser.add_subparsers(dest="command", required=True)
     started = commands.add_parser("begin")
@@ -34,17 +38,23 @@ def main(words: Sequence[str]) -> int:
     for name in ("cell", "recipe", "precision", "ep-backend", "cluster"):
         started.add_argument(f"--{name}", required=True)
     started.add_argument("--nodes", type=int, required=True)
+    checked = commands.add_parser("preflight")
+    checked.add_argument("folder", type=Path)
+    checked.add_argument("--attempt", type=int, required=True)
     ended = commands.add_parser("end")
     ended.add_argument("folder", type=Path)
     ended.add_argument("--exit-status", type=int, required=True)
     ended.add_argument("--signal", default="", help="that the script was told to stop with")
+    ended.add_argument("--decision", help="what the script does about it, where it goes on")
     # argparse would take TorchTitan's words for its own.
     own, train, line = _parts(words)
     arguments = parser.parse_args(own)
     folder = CellFolder(arguments.folder)
     if arguments.command == "end":
-        end(folder, arguments.exit_status, arguments.signal)
+        end(folder, arguments.exit_status, arguments.signal, arguments.decision)
         return 0
+    if arguments.command == "preflight":
+        return _preflight(folder, arguments.attempt)
     start = Start(
         folder=folder,
         cell=arguments.cell,
@@ -69,6 +79,17 @@ def main(words: Sequence[str]) -> int:
         if supervised:
             note_refusal(folder, str(error))
         raise
+    return 0
+
+
+def _preflight(folder: CellFolder, attempt: int) -> int:
+    try:
+        print(",".join(preflight(folder, attempt)))
+    except (JobError, InputError) as error:
+        reason = f"preflight: {error}" if isinstance(error, JobError) else str(error)
+        note_refusal(folder, reason)
+        print(f"cookbook.job: {reason}", file=sys.stderr)
+        return CANNOT_START
     return 0
 
 

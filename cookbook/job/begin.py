@@ -5,10 +5,11 @@ Where a supervisor runs the script, the run is noted already, and the supervisor
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cookbook.base.errors import InputError
@@ -22,17 +23,21 @@ from cookbook.cells.recipe import load_recipe
 from cookbook.cells.resolve import published_number
 from cookbook.cells.rules.here import missing_here
 from cookbook.cells.rules.refusals import refusals
+from cookbook.job.ends import ended
 from cookbook.job.resume import find_checkpoint, prepare
-from cookbook.job.stop import stopped_as
-from cookbook.log.failure import find_reason
+from cookbook.job.stop import restarts
+from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
+from cookbook.run.history import Cause, write_attempt_end
 from cookbook.run.record import CellRecord, read_record
-from cookbook.run.run import is_run, new_record, write_run
+from cookbook.run.run import is_run, new_record, read_run, write_run
 from cookbook.run.status import (
     FAILED,
-    FINISHED,
+    OPEN,
+    QUEUED,
     RUNNING,
     Status,
+    read_job,
     read_status,
     write_job,
     write_status,
@@ -111,15 +116,62 @@ def begin(start: Start, supervised: bool) -> str:
         The attempt's number, TorchTitan's LOG_RANK, and the local ranks that the log shows.
     """
     cell = judge(start)
-    found = find_checkpoint(start.folder, cell)
     record = cell.record()
-    attempt = start.folder.next_attempt()
     if not supervised:
-        _note(start.folder, cell, attempt.number)
+        _refuse_a_run(start.folder, cell)
+    with _alone(start.folder):
+        if not supervised:
+            _refuse_another_job(start.folder)
+        found = find_checkpoint(start.folder, cell)
+        attempt = start.folder.next_attempt()
+        if not supervised:
+            _note(start.folder, cell, attempt.number)
+        attempt.path.mkdir(parents=True, exist_ok=True)
     prepare(start.folder, attempt, cell, found)
     ranks = sorted({0, record.loss_rank})
     local = sorted({rank % record.ranks_per_node for rank in ranks})
     return " ".join([str(attempt.number), _joined(ranks), _joined(local)])
+
+
+def _refuse_a_run(folder: CellFolder, cell: Cell) -> None:
+    if folder.path.parent == runs_folder().resolve():
+        raise InputError(
+            f"CELL_DIR={shown_path(folder.path)}",
+            "is the folder of a run, allowed: one of a cell below it",
+            f"try CELL_DIR={shown_path(folder.path / cell.name)}",
+        )
+
+
+@contextlib.contextmanager
+def _alone(folder: CellFolder) -> Iterator[None]:
+    """Keep other scripts from beginning in this folder at the same moment."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder.path, os.O_RDONLY)
+    try:
+        # Not every shared file system has locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _refuse_another_job(folder: CellFolder) -> None:
+    """Two jobs in one folder would save over one another's checkpoints."""
+    own, run = os.environ.get("SLURM_JOB_ID"), folder.path.parent
+    if own is None or not is_run(run) or read_run(run).scheduler != "slurm":
+        return
+    job = read_job(folder)
+    if job is None or job.job_id == own or read_status(folder).state not in OPEN:
+        return
+    info = slurm.job_infos([job.job_id]).get(job.job_id)
+    if info is not None and info.state in slurm.WAITING | slurm.ACTIVE:
+        raise InputError(
+            shown_path(folder.path),
+            f"job {job.job_id} trains here ({info.state.lower()})",
+            f"wait for its end, or scancel {job.job_id}; for a run of its own: "
+            f"CELL_DIR={shown_path(run.with_name('another') / folder.name)}",
+        )
 
 
 def _joined(ranks: Sequence[int]) -> str:
@@ -129,12 +181,6 @@ def _joined(ranks: Sequence[int]) -> str:
 def _note(folder: CellFolder, cell: Cell, attempt: int) -> None:
     """Make the run's folder where it is not there, and say that the cell runs."""
     run = folder.path.parent
-    if run == runs_folder().resolve():
-        raise InputError(
-            f"CELL_DIR={shown_path(folder.path)}",
-            "is the folder of a run, allowed: one of a cell below it",
-            f"try CELL_DIR={shown_path(folder.path / cell.name)}",
-        )
     job_id = os.environ.get("SLURM_JOB_ID")
     _recorded(folder, cell, attempt).write(folder.record)
     write_status(folder, Status(RUNNING, attempt, started=time.time(), restarts=restarts()))
@@ -173,43 +219,27 @@ def note_refusal(folder: CellFolder, reason: str) -> None:
     write_status(folder, replace(status, state=FAILED, reason=reason))
 
 
-def end(folder: CellFolder, exit_code: int, signal_name: str = "") -> None:
-    """Note how the script ended, and the signal that it was told to stop with."""
-    status = read_status(folder)
-    write_status(folder, ended(folder, status.attempt, status.started, exit_code, signal_name))
-
-
-def restarts() -> int:
-    """How often Slurm has requeued this job."""
-    count = os.environ.get("SLURM_RESTART_COUNT", "")
-    return int(count) if count.isascii() and count.isdecimal() else 0
-
-
-def ended(
-    folder: CellFolder,
-    attempt: int,
-    started: float | None,
-    exit_code: int,
-    signal_name: str = "",
-) -> Status:
-    """The last status of an attempt, by how its script ended and what it said.
+def end(
+    folder: CellFolder, exit_code: int, signal_name: str = "", decision: str | None = None
+) -> None:
+    """Note how an attempt of the script ended.
 
     Args:
-        signal_name: the signal that it was told to stop with, such as SIGTERM; empty for none.
+        signal_name: the signal that the script was told to stop with.
+        decision: what the script does about it; None where it ends too.
     """
-    last = Status(FINISHED, attempt, None, exit_code, started, time.time(), restarts())
-    if signal_name:
-        state, reason = stopped_as(signal_name, started)
-        return replace(last, state=state, reason=reason)
-    if exit_code == 0:
-        return last
-    reason = f"exit status {exit_code}"
-    if exit_code < 0:
-        reason = f"ended by {signal.Signals(-exit_code).name}"
-    noted = read_status(folder)
-    logs = [one.path for one in folder.attempts() if one.number == attempt]
-    if noted.state == FAILED and noted.reason:
-        reason = noted.reason
-    elif logs and (found := find_reason(logs[0])):
-        reason = found
-    return replace(last, state=FAILED, reason=reason)
+    status = read_status(folder)
+    last, state = ended(folder, status.attempt, status.started, exit_code, signal_name)
+    last = replace(last, decision="requeued" if state == QUEUED else decision)
+    attempt = folder.attempt(status.attempt)
+    if attempt.path.is_dir():
+        write_attempt_end(attempt, last)
+    if decision is not None:
+        return
+    reason = last.reason
+    if last.cause is Cause.SAVED and state == FAILED:
+        reason = f"{reason}; submit it again to go on"
+    times = {"started": status.started, "ended": last.ended}
+    write_status(
+        folder, Status(state, status.attempt, reason, exit_code, restarts=restarts(), **times)
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cookbook.base.errors import InputError
@@ -18,6 +18,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.cells.cell import Cell
 from cookbook.run.checkpoints import STATES, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.history import Cause, read_attempt_end
 from cookbook.run.resumption import PassedOver, Resumption, write_resumption
 
 _LOAD_STEP = "checkpoint.load_step"
@@ -45,8 +46,12 @@ def find_checkpoint(folder: CellFolder, cell: Cell) -> Found:
     if wanted != -1:
         saved = [(step, path) for step, path in saved if step == wanted]
     damaged: list[Checkpoint] = []
+    good = _last_good_step(folder)
     for step, path in saved:
         checkpoint = read_checkpoint(step, path)
+        if good is not None and step > good and checkpoint.damage is None:
+            damage = f"was saved after step {good}, the last one with a finite loss and gradient"
+            checkpoint = replace(checkpoint, damage=damage)
         if checkpoint.damage is None:
             _refuse_what_cannot_continue(checkpoint, saved, cell)
             return Found(checkpoint, tuple(damaged))
@@ -60,6 +65,15 @@ def find_checkpoint(folder: CellFolder, cell: Cell) -> Found:
             f"leave {_LOAD_STEP} out, and the newest whole checkpoint is taken",
         )
     return Found(None, tuple(damaged))
+
+
+def _last_good_step(folder: CellFolder) -> int | None:
+    """The last step before the loss became NaN in the newest attempt; None where it did not."""
+    attempts = folder.attempts()
+    end = read_attempt_end(attempts[-1]) if attempts else None
+    if end is None or end.cause is not Cause.NAN_LOSS:
+        return None
+    return end.last_good_step or 0
 
 
 def checkpoint_folder(folder: CellFolder, cell: Cell) -> Path:
@@ -119,6 +133,13 @@ def prepare(folder: CellFolder, attempt: Attempt, cell: Cell, found: Found) -> N
         saved.rmdir()
     step = found.checkpoint.step if found.checkpoint else None
     resumption = Resumption(attempt.number, step, passed)
+    if step is not None and step >= cell.steps:
+        print(
+            f"cookbook: all {cell.steps} steps were made before, so nothing is left to do; "
+            f"for more: --training.steps={2 * cell.steps}; for a run of its own: "
+            f"CELL_DIR={shown_path(folder.path.parent.with_name('another') / folder.name)}",
+            file=sys.stderr,
+        )
     if not resumption.lines:
         return
     write_resumption(attempt, resumption)

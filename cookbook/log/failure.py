@@ -100,10 +100,27 @@ class _Traceback:
         return last is not None and last.text.endswith(":") and len(last.text) < _MAX_CHARACTERS
 
 
-def find_reason(path: Path) -> str | None:
-    """The most telling line of a failed attempt, with the rank that printed it; None if none does.
+@dataclass(frozen=True)
+class Failure:
+    """The most telling line of a failed attempt, with the rank that printed it.
 
-    It is printable text of one line and at most 240 characters.
+    Attributes:
+        text: printable text of one line and at most 240 characters.
+        is_refusal: the training process itself refused what it was asked to do.
+    """
+
+    text: str
+    is_refusal: bool = False
+
+
+def find_reason(path: Path) -> str | None:
+    """The text of `find_failure`."""
+    failure = find_failure(path)
+    return failure.text if failure else None
+
+
+def find_failure(path: Path) -> Failure | None:
+    """Why an attempt failed; None where no line of its logs tells.
 
     Args:
         path: an attempt's `train.log` or directory, or the log of a job that ended before it made
@@ -139,7 +156,7 @@ def find_reason(path: Path) -> str | None:
         silent = ", ".join(map(str, silent_ranks(log.parent)))
         # Who reports a time-out is the victim of a rank that did not come.
         text = f"hang: no word from rank {silent}; {text}" if silent else f"hang, seen by {text}"
-    return plain_text(text, _MAX_CHARACTERS)
+    return Failure(plain_text(text, _MAX_CHARACTERS), best.weight >= _REFUSED)
 
 
 class _Scan:

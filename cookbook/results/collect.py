@@ -24,6 +24,7 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.log.curve import CurveStep, collect_steps
 from cookbook.log.failure import find_reason
+from cookbook.log.history import collect_history
 from cookbook.log.lines import StepMetrics, read_active, read_peak_memory
 from cookbook.results.against import against_baseline
 from cookbook.results.cost import cost_per_billion_tokens, gpu_hours
@@ -115,6 +116,7 @@ def _result(
         if expected
         else None,
         predicted_largest=expected.largest if expected else None,
+        history=collect_history(folder, record),
     )
 
 

@@ -64,6 +64,7 @@ def notes(results: RunResults) -> list[str]:
             for resumption in cell.resumptions
             for line in resumption.lines
         ),
+        *(f"{cell.name}: {line}" for cell in results.cells for line in cell.history.lines),
         *_slower_than_predicted(results.cells),
     ]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cookbook.log.curve import CurveStep
+from cookbook.log.history import History
 from cookbook.results.loss import LossVerdict
 from cookbook.results.speed import SpeedUp, Throughput
 from cookbook.run.resumption import Resumption
@@ -60,6 +61,8 @@ class Result:
     """What the training process said was active, None until it did."""
     resumptions: tuple[Resumption, ...] = ()
     """Where its attempts continued, and which damaged checkpoints they passed over."""
+    history: History = field(default_factory=History)
+    """Its attempts, why each ended, the steps lost, the effective training time."""
     throughput: Throughput | None = None
     """Spread, stalls and number of the steps behind `tokens_per_second_per_gpu`."""
     speed: SpeedUp | None = None

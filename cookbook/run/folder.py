@@ -1,7 +1,8 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
 <cell>/cell.yaml, train.sh, status.json, job.json, end.json, job/, checkpoint/, checkpoint-damaged/
-       attempt-<k>/train.log, train.sh, environment.json, resume.json, ranks/, tb/, profile_traces/
+       attempt-<k>/train.log, train.sh, environment.json, resume.json, preflight.json, stop,
+                   stopped, end.json, ranks/, stacks/, tb/, comm_traces/, profile_traces/
 """
 
 from __future__ import annotations
@@ -38,6 +39,31 @@ class Attempt:
     def resumption(self) -> Path:
         """Where it continued, and what it passed over: `run.resumption` reads and writes it."""
         return self.path / "resume.json"
+
+    @property
+    def preflight(self) -> Path:
+        """What the look at the nodes before training found; `job.preflight` writes it."""
+        return self.path / "preflight.json"
+
+    @property
+    def stop(self) -> Path:
+        """Made by whoever wants it to end at a checkpoint; the ranks look for it."""
+        return self.path / "stop"
+
+    @property
+    def stopped(self) -> Path:
+        """That it has ended so: the ranks write the job's id and the step that they saved."""
+        return self.path / "stopped"
+
+    @property
+    def end(self) -> Path:
+        """How it ended: `run.history` reads and writes it."""
+        return self.path / "end.json"
+
+    @property
+    def stacks(self) -> Path:
+        """Where a rank that made no step for long stood, in a file for each such rank."""
+        return self.path / "stacks"
 
     @property
     def traces(self) -> Path:
@@ -116,11 +142,14 @@ class CellFolder:
         ]
         return sorted(found, key=lambda attempt: attempt.number)
 
+    def attempt(self, number: int) -> Attempt:
+        """The attempt of this number, there or not."""
+        return Attempt(self.path / f"{_ATTEMPT}{number}", number)
+
     def next_attempt(self) -> Attempt:
         """The attempt that a script which starts now is."""
         attempts = self.attempts()
-        number = attempts[-1].number + 1 if attempts else 0
-        return Attempt(self.path / f"{_ATTEMPT}{number}", number)
+        return self.attempt(attempts[-1].number + 1 if attempts else 0)
 
     def newest_log(self) -> Path | None:
         """The log of the last attempt that has one, else what the job said before there was one."""

@@ -36,6 +36,7 @@ class CellRecord:
         changes: what later attempts were asked to do otherwise, in order: the first `attempt` that
             does, its `nodes` where they differ, and the `options` that do, null for one that is no
             longer set. All that stands above is what was asked first.
+        max_restarts: how often a job of it may start it again.
     """
 
     name: str | None = None
@@ -55,6 +56,7 @@ class CellRecord:
     baseline: str | None = None
     repeat_of: str | None = None
     repeat: int = 1
+    max_restarts: int = 3
     environment: Words = field(default_factory=Words)
     options: Unchecked = field(default_factory=Unchecked)
     files: Words = field(default_factory=Words)

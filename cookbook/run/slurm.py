@@ -1,10 +1,15 @@
-"""Slurm's commands, run here and nowhere else: submit, cancel, ask."""
+"""Slurm's commands, run here and nowhere else: submit, cancel, ask, go back to the queue.
+
+`job.step` alone starts steps of a job.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +22,8 @@ SUCCEEDED = frozenset({"COMPLETED"})
 STOPPED = frozenset({"CANCELLED"})
 # Of an enclosing job, and a user's own defaults: SQUEUE_PARTITION would hide jobs.
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
+# A `*` stands for a node that does not answer.
+_LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
 # Without a width, squeue cuts fields.
 _WIDTH = 64
 
@@ -65,6 +72,55 @@ def scancel(job_ids: Sequence[str]) -> None:
         raise JobError(f"scancel: {answer.stderr.strip()}")
 
 
+def requeue(
+    job_id: str, leave_out: Sequence[str] | None = None, begin: float | None = None
+) -> None:
+    """Put a running job back into the queue, under its id; Slurm ends what it runs.
+
+    A running job cannot be told what to leave out, so that comes second: a caller that wants it
+    must outlast Slurm's signal.
+
+    Args:
+        leave_out: these nodes and no others; None for those that it leaves out already.
+        begin: the earliest start, in seconds since the epoch.
+    """
+    changes = []
+    if leave_out is not None:
+        changes.append(f"ExcNodeList={','.join(leave_out)}")
+    if begin is not None:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
+        changes.append(f"StartTime={moment}")
+    commands = [["scontrol", "requeue", job_id]]
+    if changes:
+        commands.append(["scontrol", "update", f"JobId={job_id}", *changes])
+    for command in commands:
+        answer = _run(command)
+        if answer.returncode:
+            raise JobError(f"{' '.join(command)}: {(answer.stderr or answer.stdout).strip()}")
+
+
+def lost_nodes(node_list: str) -> list[str]:
+    """Those of these nodes that Slurm gives no work to: down, drained, or not answering."""
+    answer = _run(["sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T"])
+    if answer.returncode:
+        raise JobError(f"sinfo: {answer.stderr.strip() or 'no answer'}")
+    states = dict(line.split() for line in answer.stdout.splitlines())
+    return [node for node, state in states.items() if _LOST.search(state)]
+
+
+def kill_steps(job_id: str, name: str) -> int:
+    """End the steps of this name in a job, all their processes on all nodes; how many there were.
+
+    Other steps of the job, such as a user's own shell in it, go on.
+    """
+    answer = _run(["squeue", "--steps", f"--jobs={job_id}", "--noheader", "--format=%i %j"])
+    steps = [line.split(maxsplit=1) for line in answer.stdout.splitlines()]
+    named = [step for step, *rest in steps if rest == [name]]
+    if named:
+        _run(["scancel", "--signal=KILL", *named])
+    return len(named)
+
+
 def job_infos(job_ids: Iterable[str]) -> dict[str, JobInfo]:
     """What is known of the jobs, from the controller and, for older ones, from accounting.
 
@@ -89,6 +145,63 @@ def jobs_by_script(scripts: Iterable[Path], uid: int) -> dict[Path, str]:
         if command in named:
             found[named[command]] = job_id
     return found
+
+
+def partition_nodes(partition: str | None) -> list[str]:
+    """The nodes of the partition, by default Slurm's default one; empty where Slurm says nothing.
+
+    Nodes that are down or drained are among them: a job may wait for those.
+    """
+    answer = _run(["sinfo", "--noheader", "--Node", "--format=%N %P"])
+    if answer.returncode:
+        return []
+    rows = [line.split() for line in answer.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == 2]
+    if partition:
+        # A job may name several, of which it gets one.
+        wanted = partition.split(",")
+        return sorted({name for name, where in rows if where.rstrip("*") in wanted})
+    return sorted({name for name, where in rows if where.endswith("*")})
+
+
+def nodes_in(node_list: str) -> list[str]:
+    """The nodes of a list in Slurm's notation (`worker-[0-3,7]`), in its order."""
+    answer = _run(["scontrol", "show", "hostnames", node_list])
+    if answer.returncode:
+        raise JobError(f"scontrol show hostnames {node_list}: {answer.stderr.strip()}")
+    return answer.stdout.split()
+
+
+def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
+    """Where each node is reached: as Slurm has it, since a node's own name may lead to loopback."""
+    answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
+    found = dict.fromkeys(nodes, "")
+    for line in answer.stdout.splitlines():
+        name, address = re.match(r"NodeName=(\S+)", line), re.search(r" NodeAddr=(\S+)", line)
+        if name and address and name[1] in found:
+            found[name[1]] = address[1]
+    return {name: address or name for name, address in found.items()}
+
+
+def drained(nodes: Sequence[str]) -> dict[str, str]:
+    """Those of `nodes` that Slurm gives to no further job, and the reason that it was told."""
+    answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
+    found = {}
+    for line in answer.stdout.splitlines():
+        name = re.match(r"NodeName=(\S+)", line)
+        state = re.search(r" State=(\S+)", line)
+        # Of a node that answers no more, Slurm says DOWN, with a star before.
+        if name and state and re.search("DRAIN|FAIL|DOWN", state[1]):
+            reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", line)
+            found[name[1]] = f"Slurm: {state[1]}" + (f": {reason[1].strip()}" if reason else "")
+    return found
+
+
+def left_out_by(job_id: str) -> list[str]:
+    """The nodes that the job was told to leave out."""
+    shown = _run(["scontrol", "show", "job", job_id]).stdout
+    found = re.search(r"\bExcNodeList=(\S+)", shown)
+    return nodes_in(found[1]) if found and found[1] != "(null)" else []
 
 
 def is_own(folder: Path) -> bool:

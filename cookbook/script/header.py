@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from cookbook.cells.cell import Cell
 
 OptionValue = str | int | bool
 
 
-def sbatch_options(cell: Cell, job_name: str | None = None) -> dict[str, OptionValue]:
+def sbatch_options(
+    cell: Cell, job_name: str | None = None, leave_out: Sequence[str] = ()
+) -> dict[str, OptionValue]:
     """sbatch's options by long name; True stands for an option without a value.
 
     One task a node: torchrun starts the ranks. GPUs are asked for per node and untyped, since a
     task must see all of its node's GPUs, and GRES names differ among clusters.
+
+    Args:
+        leave_out: nodes to leave out beside those of the profile.
     """
     cluster = cell.cluster
     options: dict[str, OptionValue] = {
         "job-name": job_name or cell.name,
-        "nodes": cell.nodes,
+        "nodes": cell.nodes + cell.spare_nodes,
         "ntasks-per-node": 1,
     }
     if cluster.gpu is not None:
@@ -34,9 +40,11 @@ def sbatch_options(cell: Cell, job_name: str | None = None) -> dict[str, OptionV
         options["account"] = cluster.account
     if cluster.time:
         options["time"] = cluster.time
-    if cluster.exclude:
-        options["exclude"] = ",".join(cluster.exclude)
+    if left_out := dict.fromkeys([*cluster.exclude, *leave_out]):
+        options["exclude"] = ",".join(left_out)
     options["requeue" if cluster.requeue else "no-requeue"] = True
+    # To the batch shell alone: a rank's helper processes would die of it.
+    options["signal"] = f"B:USR1@{cluster.grace_seconds}"
     # The log of a requeued job continues that of the job before.
     options["open-mode"] = "append"
     # YAML's false leaves an option out, as its true stands for one without a value.

@@ -45,6 +45,7 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
     precisions = [load_overlay("precision", name) for name in names_in("precision")]
     backends = [load_overlay("ep_backend", name) for name in names_in("ep_backend")]
     bf16, standard = load_overlay("precision", "bf16"), load_overlay("ep_backend", "standard")
+    first = lay_out(recipe, bf16, standard, cluster)
     header = [
         recipe.description,
         "",
@@ -54,7 +55,8 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         f"  PRECISION     {' | '.join(overlay.name for overlay in precisions)}",
         f"  EP_BACKEND    {' | '.join(overlay.name for overlay in backends)}",
         "  RECIPE        the published scripts' name for PRECISION (mxfp8_default, mxfp8_wgrad_hp)",
-        "  CELL_DIR      a run to resume; new by default: runs/<recipe>-<job id>/<cell>",
+        "  CELL_DIR      where the run is, and goes on; by default runs/<recipe>/<cell>",
+        "  COOKBOOK_PREFLIGHT  full (default) | nodes | off: the look at the nodes before training",
         "  COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
         "",
         f"Rendered by `make golden` from recipes/{recipe.path.name} and",
@@ -64,7 +66,7 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         cluster,
         file_name=file_name,
         header=header,
-        sbatch=sbatch_lines(lay_out(recipe, bf16, standard, cluster), job_name=recipe.short_name),
+        sbatch=sbatch_lines(first, job_name=recipe.short_name),
         short_name=recipe.short_name,
         cell_name=None,
         recipe=reference("", recipe.path),
@@ -78,6 +80,8 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         ],
         environment=list(exported(cluster.environment).items()),
         environment_from=[],
+        spare_nodes=recipe.spare_nodes,
+        max_restarts=first.max_restarts,
         train_args=[
             *launch_argv(stack, recipe.description),
             *argv_of(stack, recipe.settings),

@@ -63,7 +63,8 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         f"  {runner} {file_name}                        # trains it",
         f"  {runner} {file_name} --training.steps=5     # TorchTitan's options at the end",
         "",
-        "Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).",
+        "Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no look at the nodes),",
+        "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).",
         f"Rendered by `submit.py render` from {cell.recipe.path.name} for {cell.cluster.name}.",
     ]
     return render_template(
@@ -84,6 +85,8 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
             *cell.ep_backend.environment_from.items(),
             *cell.precision.environment_from.items(),
         ],
+        spare_nodes=cell.spare_nodes,
+        max_restarts=cell.max_restarts,
         train_args=train_argv(cell),
         cluster_args=[],
     )
@@ -102,7 +105,8 @@ def render_template(cluster: Cluster, header: list[str], **context: Any) -> str:
             scheduler=cluster.scheduler,
             cluster=reference("cluster", cluster.path),
             ranks_per_node=cluster.ranks_per_node,
-            max_restarts=cluster.max_restarts,
+            grace_seconds=cluster.grace_seconds,
+            late_seconds=cluster.late_seconds,
             source=cluster.source,
             container=container,
             container_mounts=shquote(mounts) if mounts else "",

@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from cookbook.run.slurm import sbatch
 from cookbook.run.status import FAILED, Status, write_job, write_status
 from cookbook.run.submitting import end_submitting
 from cookbook.script.header import option_word, sbatch_options
+from cookbook.submit.leave_out import leave_out
 
 _WRITTEN_FOR = "1.5.4"
 _LOCAL_DAYS = 30
@@ -56,7 +58,11 @@ class CellSlurmExecutor(SlurmExecutor):
         return 2
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        options = sbatch_options(self.cell, self.job_name) | {"output": str(self.folder / "%j.log")}
+        choice = leave_out(self.cell)
+        options = sbatch_options(self.cell, self.job_name, leave_out=choice.nodes)
+        options["output"] = str(self.folder / "%j.log")
+        if choice.begin is not None:
+            options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
         lines = [f"#SBATCH {option_word(name, value)}" for name, value in options.items()]
         return "\n".join(
             [
@@ -67,6 +73,7 @@ class CellSlurmExecutor(SlurmExecutor):
                 f"export PYTHONPATH={shlex.quote(_python_path())}",
                 # The job trains in the environment that submitted it.
                 f"export VENV={shlex.quote(sys.prefix)}",
+                f"export COOKBOOK_LATE_S={self.cell.cluster.late_seconds}",
                 # exec, so that Slurm's signals reach the supervisor and not a shell above it.
                 f"exec {command}",
                 "",

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.tables import terminal_width, text_table
+from cookbook.job.ends import record_of
+from cookbook.log.history import collect_history
+from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.resumption import read_resumptions
 from cookbook.run.run import Run, find_run, is_run, run_names
@@ -36,7 +39,20 @@ def show_status(arguments: argparse.Namespace) -> int:
         for resumption in read_resumptions(cell.attempts()):
             for line in resumption.lines:
                 print(f"{cell.name}: {line}")
+        for line in collect_history(cell, record_of(cell)).lines:
+            print(f"{cell.name}: {line}")
+    if run.scheduler == "slurm":
+        say_excluded()
     return 0
+
+
+def say_excluded() -> None:
+    """Name the nodes that jobs leave out now; a list that cannot be read is named too."""
+    try:
+        for node in read_excluded():
+            print(f"left out of new jobs: {node}")
+    except InputError as error:
+        print(error, file=sys.stderr)
 
 
 def show_logs(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.cells.cell import Cell
 from cookbook.cells.expand import in_rounds
 from cookbook.cells.rules.here import missing_here
+from cookbook.run.excluded import read_excluded
 from cookbook.run.run import Run
 from cookbook.submit.create import create_run
 from cookbook.verbs.check import refuse_by_check
@@ -82,6 +83,10 @@ def start_run(
     # submitit takes a moment to import, which a dry run need not wait for.
     from cookbook.submit.executor import submit_run
 
+    if cells[0].cluster.scheduler == "slurm":
+        # A mistake in the list is to be found before anything is written.
+        for node in read_excluded():
+            print(f"left out: {node}")
     run = create_run(name, cells)
     return (
         run if say_submitted(run, submit_run(run, cells, one_allocation), arguments.detach) else 0

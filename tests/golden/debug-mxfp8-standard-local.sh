@@ -6,7 +6,8 @@
 #   bash train.sh                        # trains it
 #   bash train.sh --training.steps=5     # TorchTitan's options at the end
 #
-# Reads: CELL_DIR (a run to resume), COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
+# Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no look at the nodes),
+# COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
 # Rendered by `submit.py render` from debug.yaml for local.
 
 # Values stand in quotes, so that none is expanded.
@@ -29,8 +30,9 @@ fi
 # Relative paths, in recipes (tokenizers, data) and in CELL_DIR, start at the cookbook's folder.
 cd "${COOKBOOK_ROOT}"
 CELL=debug-mxfp8-standard
-# To resume an earlier run from its checkpoints, pass its folder: CELL_DIR=runs/... bash train.sh
-CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/debug-${SLURM_JOB_ID:-local}/${CELL}}")"
+# The folder stays the same, so a job that is submitted again goes on with the same run. For a run of
+# its own, or to go on with another one: CELL_DIR=runs/<run>/${CELL} bash train.sh
+CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/debug-local/${CELL}}")"
 
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
@@ -89,11 +91,12 @@ if [[ -n "${WANDB_API_KEY:-}" ]]; then
   TRAIN_ARGS+=("--metrics.enable_wandb")
 fi
 
+JOB=("${VENV}/bin/python" -m cookbook.job)
+
 # A misspelt option, a layout that does not divide or a tokenizer that is not there ends the job here, in
 # a second, and not on every rank. The run is noted as well, for `submit.py status` and `report`. The
 # answer: the number of this attempt, and the ranks whose lines the log shows, the one with the loss
 # among them.
-JOB=("${VENV}/bin/python" -m cookbook.job)
 ANSWER="$(
   "${JOB[@]}" begin "${CELL_DIR}" --cell="${CELL}" --recipe=debug \
     --precision=mxfp8 --ep-backend=standard --cluster=local \
@@ -104,19 +107,11 @@ read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"
 export LOG_RANK
 export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
 mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
-if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
-  # Told to stop, bash would end with the status of whatever came before, which is mostly 0.
-  TOLD=""
-  trap 'TOLD=SIGTERM; exit 143' TERM
-  trap 'TOLD=SIGINT; exit 130' INT
-  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$? --signal="${TOLD}"' EXIT
-fi
 
 # Port 0: any free port of this machine.
 RDZV_ENDPOINT="localhost:0"
-RDZV_ID="local_$$"
 
-TRAIN_ARGS+=(
+ATTEMPT_ARGS=(
   # Checkpoints belong to the cell, everything else to this attempt.
   "--job.dump_folder=${CELL_DIR}"
   "--metrics.save_tb_folder=attempt-${ATTEMPT}/tb"
@@ -124,14 +119,14 @@ TRAIN_ARGS+=(
   "--profiling.save_traces_folder=attempt-${ATTEMPT}/profile_traces"
   "--profiling.save_memory_snapshot_folder=attempt-${ATTEMPT}/memory_snapshot"
 )
-TRAIN_ARGS+=("$@")
 TORCHRUN=(
   torchrun
   --nnodes="${NUM_NODES}"
   --nproc-per-node=2
   --rdzv-backend=c10d
   --rdzv-endpoint="${RDZV_ENDPOINT}"
-  --rdzv-id="${RDZV_ID}"
+  # New for each attempt: a worker that is left over from the last one must not join this one.
+  --rdzv-id="local_$$_${ATTEMPT}_${CELL}"
   --role=rank
   # Every rank's log is kept.
   --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
@@ -141,9 +136,16 @@ TORCHRUN=(
 )
 
 echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-echo "cookbook: ${NUM_NODES} nodes x 2 ranks, rendezvous ${RDZV_ENDPOINT} id ${RDZV_ID}"
+echo "cookbook: ${NUM_NODES} nodes x 2 ranks, rendezvous ${RDZV_ENDPOINT}"
 echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
 
+if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
+  # Told to stop, bash would end with the status of whatever came before, which is mostly 0.
+  TOLD=""
+  trap 'TOLD=SIGTERM; exit 143' TERM
+  trap 'TOLD=SIGINT; exit 130' INT
+  trap '"${JOB[@]}" end "${CELL_DIR}" --exit-status=$? --signal="${TOLD}"' EXIT
+fi
 # A log that can't be written, as on a full disk, fails no training.
-"${TORCHRUN[@]}" -m torchtitan.train "${TRAIN_ARGS[@]}" 2>&1 |
+"${TORCHRUN[@]}" -m torchtitan.train "${TRAIN_ARGS[@]}" "${ATTEMPT_ARGS[@]}" "$@" 2>&1 |
   { tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; }

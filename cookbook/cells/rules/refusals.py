@@ -28,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     values.bounds,
     values.dataset,
     values.kept_checkpoints,
+    values.pinned_memory,
     recomputation.save_list,
     overlays.hardware,
     overlays.needs,

@@ -18,6 +18,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "training.gc_freq": (1, math.inf),
     "metrics.log_freq": (1, math.inf),
     "checkpoint.interval": (1, math.inf),
+    "checkpoint.interval_minutes": (0, math.inf),
     "checkpoint.keep_latest_k": (0, math.inf),
     "profiling.profile_freq": (1, math.inf),
     "comm.init_timeout_seconds": (1, math.inf),
@@ -64,6 +65,15 @@ def kept_checkpoints(cell: Cell) -> Iterator[Finding]:
             "1 would leave none while the next is being written, and TorchTitan refuses it",
             "set it to 2, or to 0 to keep all",
         )
+
+
+def pinned_memory(cell: Cell) -> Iterator[Finding]:
+    """PyTorch stages into pinned memory with the help of a GPU, and fails at the first save."""
+    option = "checkpoint.async_mode"
+    pinned = cell.options[option] == "async_with_pinned_mem"
+    if cell.options["checkpoint.enable"] and pinned and cell.cluster.gpu is None:
+        reason = f"async_with_pinned_mem needs GPUs, cluster {cell.cluster.name} runs on the CPU"
+        yield _wrong("pinned_memory", option, reason, "set it to async")
 
 
 def _wrong(rule: str, option: str, reason: str, remedy: str = "") -> Finding:

@@ -22,6 +22,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import driver_version
+from cookbook.titan.any_stack.stall import StallAlarm
 from cookbook.titan.stack_2026_02 import activity
 from cookbook.titan.stack_2026_02.activity import ModelActivity, words
 from cookbook.titan.stack_2026_02.attention import (
@@ -60,13 +61,26 @@ class FirstStepReport(metrics.MetricsProcessor):
     reported = False
     # What `check_kernels` found; its kernels were compared before the model was built.
     self_check: dict[str, Any] | None = None
+    alarm: StallAlarm | None = None
 
     def should_log(self, step: int) -> bool:
         """Whether this step is logged: the first that every rank asks after each optimizer step."""
+        self._set_alarm(is_last=step >= self.job_config.training.steps)
         if not self.reported:
             self.reported = True
             self._report()
         return super().should_log(step)
+
+    def _set_alarm(self, is_last: bool) -> None:
+        attempt, comm = os.environ.get("COOKBOOK_ATTEMPT_DIR"), self.job_config.comm
+        if self.alarm is None and attempt:
+            traces = Path(self.job_config.job.dump_folder) / comm.save_traces_folder
+            prefix = traces / comm.save_traces_file_prefix
+            self.alarm = StallAlarm(Path(attempt), prefix, torch.distributed.get_rank())
+        if self.alarm is not None and is_last:
+            self.alarm.end()
+        elif self.alarm is not None:
+            self.alarm.step()
 
     def _report(self) -> None:
         """Gather what every rank found, check it, and log it once; a collective of all ranks."""

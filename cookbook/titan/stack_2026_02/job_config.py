@@ -54,6 +54,14 @@ class ActivationCheckpoint:
 
 
 @dataclass
+class Checkpoint:
+    interval_minutes: float = 0.0
+    """Save after the first step that ends so many minutes after the last save began, in place of
+    every `checkpoint.interval` steps; 0 counts steps. By rank 0's clock, and never while another
+    checkpoint is being written."""
+
+
+@dataclass
 class Loss:
     num_chunks: int = 0
     """Into how many chunks the tokens of a batch are cut, so that the logits of one chunk exist at
@@ -116,6 +124,9 @@ class JobConfig:
 
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     """What the cookbook adds to `activation_checkpoint`."""
+
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """What the cookbook adds to `checkpoint`."""
 
     loss: Loss = field(default_factory=Loss)
     """How the loss is computed; later TorchTitan has this section too."""

@@ -1,0 +1,214 @@
+"""Puts random faults into a run on a real Slurm cluster, and proves that nothing is lost.
+
+    python -m bench.chaos [--faults 20] [--seed 1]       (make chaos)
+
+Two CPU nodes train TorchTitan's debug model. Afterwards every step is there once, with the loss of
+an undisturbed run to the last printed digit, and no fault cost more than one checkpoint interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    from bench.chaos_faults import FAULTS, SPOILING
+    from bench.chaos_run import INTERVAL, ChaosError, Run, chaos_cluster, report, start_run, until
+except ModuleNotFoundError as error:
+    sys.exit(f"bench.chaos needs the package {error.name}; run: ./setup.sh --local --dev")
+
+from cookbook.base.tables import markdown_table
+from cookbook.run.folder import Attempt
+from tests.slurm_cluster import SlurmCluster
+
+_DISK = "4g"
+_ATTEMPT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault, and how many new steps the run makes before it."""
+
+    name: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Survived:
+    """What a fault cost: seconds until it was seen, and from then to the next torchrun."""
+
+    name: str
+    step: int
+    seen: float | None
+    overhead: float | None
+    repeated: int
+    cause: str
+
+
+def plan(count: int, seed: int) -> list[Planned]:
+    """Faults in a random order: each kind once before any comes again."""
+    chance = random.Random(seed)
+    names: list[str] = []
+    while len(names) < count:
+        names += chance.sample(sorted(FAULTS), len(FAULTS))
+    # At least an interval: there is a checkpoint to lose.
+    return [Planned(name, INTERVAL + chance.randrange(INTERVAL)) for name in names[:count]]
+
+
+def undisturbed_losses(cluster: SlurmCluster, folder: Path, steps: int) -> dict[int, str]:
+    """The losses of a run of so many steps into which no fault is put."""
+    run = start_run(cluster, folder, steps, saves=False)
+    cluster.wait(run.job_id, timeout=120 + 20 * steps)
+    (attempt,) = run.cell.attempts()
+    return run.losses(attempt)
+
+
+def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
+    """Wait until the run is far enough, put the fault in, and wait until it trains again."""
+    goal = run.furthest() + planned.steps
+    until(lambda: run.furthest() >= goal, _ATTEMPT_S, f"step {goal}, before: {planned.name}")
+    until(lambda: len(run.whole_checkpoints()) > 0, 60, "a checkpoint")
+    fault, attempt = FAULTS[planned.name], run.attempt
+    injected = fault.inject(run, chance)
+    newest = int(run.whole_checkpoints()[0].name.removeprefix("step-"))
+    last = max(run.losses(attempt))
+    if not fault.ends_attempt:
+        until(lambda: max(run.losses(attempt)) > last + 2, _ATTEMPT_S, planned.name)
+        assert run.attempt.number == attempt.number
+        return Survived(planned.name, last, None, None, 0, "-")
+    until(lambda: run.attempt.number > attempt.number, _ATTEMPT_S, f"after: {planned.name}")
+    following = run.cell.attempts()[attempt.number + 1]
+    until(lambda: run.losses(following), _ATTEMPT_S, f"a step after: {planned.name}")
+    end = run.end_of(attempt)
+    if end is None:
+        raise ChaosError(f"{planned.name}: attempt {attempt.number} has no end in its folder")
+    last, first = max(run.losses(attempt)), min(run.losses(following))
+    if first <= newest:
+        raise ChaosError(f"{planned.name}: step-{newest} was whole, and step {first} came after it")
+    # Slurm's own time passes before it starts the job again.
+    seen = run.started() if fault.by_slurm else end.seen or end.ended
+    return Survived(
+        planned.name,
+        last,
+        None if fault.by_slurm or end.seen is None else end.seen - injected,
+        None if seen is None else _launched(following) - seen,
+        last - first + 1,
+        f"{end.cause}: {end.reason}",
+    )
+
+
+def _launched(attempt: Attempt) -> float:
+    """When torchrun started the attempt's ranks."""
+    return max(path.stat().st_mtime for path in attempt.path.glob("ranks/*/attempt_0"))
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A disk of its own, to be filled; the nodes see it where it is there before they start."""
+    folder.mkdir()
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "chaos", str(folder)], check=True
+    )
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def check(
+    run: Run, steps: int, expected: dict[int, str], survived: Sequence[Survived]
+) -> list[str]:
+    """What does not hold of the whole run; empty where all does."""
+    wrong = []
+    kept: dict[int, str] = {}
+    for attempt in run.cell.attempts():
+        for step, loss in run.losses(attempt).items():
+            if step in kept and kept[step] != loss:
+                wrong.append(f"step {step}: {loss} in attempt {attempt.number}, was {kept[step]}")
+            kept[step] = loss
+    wrong += [f"step {step} is missing" for step in range(1, steps + 1) if step not in kept]
+    for step, loss in expected.items():
+        if kept.get(step) != loss:
+            wrong.append(f"step {step}: loss {kept.get(step)}, undisturbed {loss}")
+    for one in survived:
+        # A checkpoint that the fault itself spoilt costs one interval more.
+        most = INTERVAL * (2 if one.name in SPOILING else 1)
+        if one.repeated > most:
+            wrong.append(f"{one.name}: repeated {one.repeated} steps, more than {most}")
+    told = report(run)
+    if told["status"] != "finished" or told["steps"] != steps:
+        wrong.append(f"report: {told['status']} at step {told['steps']}, reason {told['reason']}")
+    return wrong
+
+
+def table(survived: Sequence[Survived]) -> str:
+    head = ["fault", "at step", "seen after s", "restart s", "steps repeated", "said"]
+    rows = [
+        [
+            one.name,
+            str(one.step),
+            "-" if one.seen is None else f"{one.seen:.1f}",
+            "-" if one.overhead is None else f"{one.overhead:.1f}",
+            str(one.repeated),
+            one.cause[:70],
+        ]
+        for one in survived
+    ]
+    return markdown_table(head, rows, "lrrrrl")
+
+
+def chaos(
+    faults: Sequence[Planned], seed: int, folder: Path, is_short: bool = False
+) -> tuple[list[Survived], list[str]]:
+    """Run twice, without faults and with them; what each cost, and what does not hold.
+
+    Args:
+        is_short: without the undisturbed run. Steps that were made twice must still agree.
+    """
+    steps = sum(one.steps for one in faults) + 3
+    chance = random.Random(seed)
+    survived: list[Survived] = []
+    with small_disk(folder / "disk") as disk, chaos_cluster(folder / "slurm") as cluster:
+        began = time.monotonic()
+        expected = {}
+        if not is_short:
+            expected = undisturbed_losses(cluster, folder / "undisturbed", steps)
+            print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
+        run = start_run(cluster, disk, steps)
+        for number, planned in enumerate(faults, 1):
+            survived.append(survive(run, planned, chance))
+            print(f"{number}/{len(faults)} {survived[-1]}", flush=True)
+        cluster.wait(run.job_id, timeout=_ATTEMPT_S)
+        return survived, check(run, steps, expected, survived)
+
+
+def main() -> int:
+    """Print what each fault cost; status 1 where something does not hold."""
+    parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", action="append", choices=sorted(FAULTS), default=None)
+    arguments = parser.parse_args()
+    faults = plan(arguments.faults, arguments.seed)
+    if arguments.only:
+        faults = [Planned(name, INTERVAL + 2) for name in arguments.only]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        survived, wrong = chaos(faults, arguments.seed, Path(folder))
+    print(table(survived))
+    print(f"seed {arguments.seed}, {time.monotonic() - began:.0f} s")
+    for one in wrong:
+        print(f"WRONG: {one}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What is said of a cell's attempts: steps, ends, what was lost, how much of the time was used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cookbook.log.history import History, collect_history, longest_save, usual_step_time
+from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.history import AttemptEnd, Cause, read_attempt_end, write_attempt_end
+from cookbook.run.record import CellRecord
+from cookbook.run.resumption import Resumption, write_resumption
+
+_START = 1_700_000_000.0
+
+
+def line(second: float, text: str, rank: int = 0) -> str:
+    moment = f"18:{int(second) // 60:02}:{int(second) % 60:02},{int(second % 1 * 1000):03}"
+    return f"[rank{rank}]:[titan] 2026-11-20 {moment} - root - INFO - {text}\n"
+
+
+def attempt(
+    cell: CellFolder,
+    number: int,
+    begin: float,
+    steps: range,
+    end: AttemptEnd | None = None,
+    resumed: int | None = None,
+) -> None:
+    """An attempt that trains from `begin` on, two seconds a step, having started 10 s before."""
+    one = Attempt(cell.path / f"attempt-{number}", number)
+    one.path.mkdir(parents=True)
+    text = line(begin, f"Training starts at step {steps.start}")
+    for position, step in enumerate(steps, 1):
+        text += line(begin + 2 * position, f"step: {step:2}  loss:  7.0000  grad_norm:  1.0")
+        text += line(begin + 2 * position, f"step: {step:2}  loss: -1.0000  grad_norm:  1.0", 1)
+    one.log.write_text(text)
+    if end is not None:
+        write_attempt_end(one, end)
+    if resumed is not None:
+        write_resumption(one, Resumption(number, resumed))
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> CellFolder:
+    return CellFolder(tmp_path / "cell")
+
+
+def ended(number: int, cause: Cause, start: float, end: float, **more: object) -> AttemptEnd:
+    times = {"started": _START + start, "ended": _START + end}
+    return AttemptEnd(number, cause, **times, **more)  # type: ignore[arg-type]
+
+
+def test_steps_that_were_made_again_are_lost_and_their_time_is_none_of_use(
+    cell: CellFolder,
+) -> None:
+    died = ended(0, Cause.DEAD_RANK, 0, 26, reason="rank 1: killed", decision="restarted (1 of 3)")
+    attempt(cell, 0, 10, range(1, 9), died)
+    attempt(cell, 1, 40, range(7, 11), ended(1, Cause.FINISHED, 30, 48), resumed=6)
+    found = collect_history(cell, CellRecord())
+    first, second = found.attempts
+    assert (first.first_step, first.last_step, first.steps_lost) == (1, 8, 2)
+    assert (second.first_step, second.last_step, second.steps_lost) == (7, 10, 0)
+    assert found.steps_lost == 2
+    # 6 and 4 steps of two seconds, in 48 s.
+    assert (first.effective_seconds, second.effective_seconds) == (12, 8)
+    assert found.effective == pytest.approx(20 / 48)
+    assert found.lines == [
+        "attempt 0: steps 1 to 8 in 0:00:26; dead rank: rank 1: killed; 2 steps lost; "
+        "restarted (1 of 3)",
+        "attempt 1: steps 7 to 10 in 0:00:18; finished",
+        "2 steps lost, effective training time 42%",
+    ]
+
+
+def test_an_attempt_between_that_made_no_step_changes_nothing(cell: CellFolder) -> None:
+    attempt(cell, 0, 10, range(1, 9), ended(0, Cause.DEAD_RANK, 0, 26))
+    attempt(cell, 1, 40, range(7, 7), ended(1, Cause.ERROR, 30, 45, reason="no"), resumed=6)
+    attempt(cell, 2, 60, range(7, 9), ended(2, Cause.FINISHED, 50, 64), resumed=6)
+    found = collect_history(cell, CellRecord())
+    assert [one.steps_lost for one in found.attempts] == [2, 0, 0]
+    assert found.attempts[1].line == "attempt 1: no step in 0:00:15; error: no"
+
+
+def test_where_a_checkpoint_was_spoilt_two_attempts_lose_steps(cell: CellFolder) -> None:
+    attempt(cell, 0, 10, range(1, 6), ended(0, Cause.DEAD_RANK, 0, 26))
+    attempt(cell, 1, 40, range(5, 9), ended(1, Cause.DEAD_RANK, 30, 50), resumed=4)
+    # Neither the checkpoint of step 4 nor a later one is whole.
+    attempt(cell, 2, 70, range(3, 9), ended(2, Cause.FINISHED, 60, 90), resumed=2)
+    assert [one.steps_lost for one in collect_history(cell, CellRecord()).attempts] == [3, 4, 0]
+
+
+def test_one_attempt_that_goes_well_is_no_news(cell: CellFolder) -> None:
+    assert collect_history(cell, CellRecord()) == History()
+    attempt(cell, 0, 10, range(1, 9), ended(0, Cause.FINISHED, 0, 26))
+    assert collect_history(cell, CellRecord()).lines == []
+
+
+def test_nodes_left_out_are_named(cell: CellFolder) -> None:
+    lost = ended(0, Cause.LOST_NODE, 0, 26, left_out=("worker-3", "worker-7"))
+    attempt(cell, 0, 10, range(1, 3), lost)
+    assert "left out: worker-3, worker-7" in collect_history(cell, CellRecord()).lines[0]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"cause": "magic"}', '{"cause": "hang", "seen": "x"}']
+)
+def test_an_end_that_cannot_be_read_is_none(cell: CellFolder, content: str) -> None:
+    attempt(cell, 0, 10, range(1, 3))
+    one = cell.attempts()[0]
+    one.end.write_text(content)
+    assert read_attempt_end(one) is None
+    assert collect_history(cell, CellRecord()).attempts[0].cause is None
+
+
+def test_an_end_is_read_back_and_what_a_later_version_adds_is_left_out(cell: CellFolder) -> None:
+    end = ended(0, Cause.NAN_LOSS, 0, 26, last_good_step=4, left_out=("worker-3",), job_id="7")
+    attempt(cell, 0, 10, range(1, 3), end)
+    one = cell.attempts()[0]
+    one.end.write_text(json.dumps(json.loads(one.end.read_text()) | {"new": 1}))
+    assert read_attempt_end(one) == end
+
+
+def test_the_usual_time_of_a_step_is_that_of_the_newest_attempt_with_some(cell: CellFolder) -> None:
+    assert usual_step_time(cell, CellRecord()) is None
+    attempt(cell, 0, 10, range(1, 9))
+    attempt(cell, 1, 40, range(7, 9))
+    assert usual_step_time(cell, CellRecord()) == pytest.approx(2.0)
+
+
+def test_the_longest_save_of_any_attempt_is_known(cell: CellFolder) -> None:
+    assert longest_save(cell) is None
+    for number, seconds in enumerate(("3.25", "12.50", "4.00")):
+        attempt(cell, number, 10, range(1, 3))
+        said = (
+            f"Finished saving the checkpoint (or staging if async is enabled)in {seconds} seconds."
+        )
+        log = cell.attempts()[number].log
+        log.write_text(log.read_text() + line(20, said))
+    assert longest_save(cell) == 12.5

@@ -1,0 +1,331 @@
+"""The look at a job's nodes before training, on a real Slurm cluster whose nodes have faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.run.excluded import read_excluded
+from tests.gpu_nodes import GpuNodes
+from tests.recording_torchrun import TorchrunRecord, read_records
+from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_installed import require_slurm
+
+pytestmark = pytest.mark.slurm
+
+EP_8 = "--parallelism.expert_parallel_degree=8"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Thirteen nodes of a Slurm that starts a requeued job again in seconds."""
+    require_slurm()
+    settings = Settings(requeue_delay=5, kill_wait=5)
+    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=13, settings=settings) as cluster:
+        yield cluster
+
+
+@dataclass
+class Jobs:
+    """Submits train_16b.sh to nodes whose GPUs are stand-ins."""
+
+    cluster: SlurmCluster
+    checkout: Path
+    folder: Path
+    gpus: GpuNodes
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "VENV": str(self.folder / "venv"),
+            "COOKBOOK_RUNS": str(self.folder / "runs"),
+            "TORCHRUN_RECORDS": str(self.folder / "records"),
+            # The nodes' GPUs can be listed, and nothing can be computed on them.
+            "COOKBOOK_PREFLIGHT": "nodes",
+        }
+
+    def submit(self, *options: str, script: Path | None = None, **changes: str) -> str:
+        return self.cluster.submit(
+            script or self.checkout / "train_16b.sh",
+            EP_8,
+            options=options,
+            cwd=self.folder,
+            env={**self.environment, **changes},
+        )
+
+    def log(self, job: str) -> str:
+        return "\n".join(path.read_text() for path in self.folder.glob(f"*-{job}.log"))
+
+    def records(self) -> list[TorchrunRecord]:
+        return read_records(self.folder / "records")
+
+    def trained_on(self) -> list[tuple[int, str]]:
+        """Restart and node of each torchrun."""
+        return [(record.attempt, record.node) for record in self.records()]
+
+    def left_out(self) -> dict[str, str]:
+        return {one.node: one.reason for one in read_excluded(self.folder / "runs")}
+
+    def status(self) -> dict[str, Any]:
+        (path,) = self.folder.glob("runs/*/*/status.json")
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+
+
+@pytest.fixture
+def jobs(small: SlurmCluster, checkout: Path, tmp_path: Path) -> Iterator[Jobs]:
+    gpus = GpuNodes.install(tmp_path / "gpus", tmp_path / "venv" / "bin")
+    yield Jobs(small, checkout, tmp_path, gpus)
+    small.cancel_all()
+
+
+def test_thirty_two_nodes_that_are_well_train_after_one_line(
+    slurm: SlurmCluster, checkout: Path, tmp_path: Path
+) -> None:
+    gpus = GpuNodes.install(tmp_path / "gpus", tmp_path / "venv" / "bin")
+    jobs = Jobs(slurm, checkout, tmp_path, gpus)
+    job = jobs.submit("--nodes=32")
+    assert slurm.wait(job) == "COMPLETED", jobs.log(job)
+    assert len({node for _, node in jobs.trained_on()}) == 32
+    (line,) = [line for line in jobs.log(job).splitlines() if "preflight" in line]
+    assert line.startswith("cookbook: preflight: 32 node(s) are well (")
+    # The same line is in the attempt's own log, and nobody is on the list.
+    (log,) = tmp_path.glob("runs/*/*/attempt-0/train.log")
+    assert line in log.read_text()
+    assert jobs.left_out() == {}
+
+
+def test_three_bad_nodes_of_ten_are_left_out_of_the_next_attempt(jobs: Jobs) -> None:
+    jobs.gpus.hang("worker-1")
+    jobs.gpus.lose_gpu("worker-4")
+    jobs.gpus.ecc_error("worker-9")
+    job = jobs.submit("--nodes=10")
+    assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
+    trained = jobs.trained_on()
+    assert {restart for restart, _ in trained} == {1}
+    assert {node for _, node in trained} == {
+        f"worker-{number}" for number in range(13) if number not in (1, 4, 9)
+    }
+    found = jobs.left_out()
+    assert found.keys() == {"worker-1", "worker-4", "worker-9"}
+    assert "nvidia-smi: no answer in 15 s" in found["worker-1"]
+    assert "7 x NVIDIA B200" in found["worker-4"] and "has 8 x B200" in found["worker-4"]
+    assert found["worker-9"] == "GPU 3: 2 uncorrectable ECC error(s)"
+    for node, reason in found.items():
+        assert f"cookbook: preflight: {node}: {reason}; left out for 24 h" in jobs.log(job)
+    assert jobs.status()["state"] == "finished" and jobs.status()["restarts"] == 1
+
+
+def test_a_node_on_the_list_is_left_out_without_a_look(jobs: Jobs) -> None:
+    (jobs.folder / "runs").mkdir()
+    # By hand, as people do it.
+    (jobs.folder / "runs/excluded.yaml").write_text(
+        "worker-0:\n  until: 2999-01-01\n  reason: it smells\n"
+    )
+    job = jobs.submit("--nodes=2")
+    assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
+    assert "worker-0: it smells; left out until 2999-01-01 00:00 UTC" in jobs.log(job)
+    assert [node for _, node in jobs.trained_on()] == ["worker-1", "worker-2"]
+    # A mistake in the list is named and costs no job.
+    (jobs.folder / "runs/excluded.yaml").write_text("worker-0: [\n")
+    job = jobs.submit("--nodes=1")
+    assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
+    assert "the list of nodes to leave out is not used: " in jobs.log(job)
+
+
+def test_a_spare_node_takes_the_place_of_a_bad_one_in_the_same_attempt(jobs: Jobs) -> None:
+    recipe = jobs.folder / "with-spare.yaml"
+    text = (jobs.checkout / "recipes/deepseek_v3_16b.yaml").read_text()
+    recipe.write_text("spare_nodes: 2\n" + text)
+    script = jobs.folder / "train.sh"
+    words = (str(recipe), "--cluster", "soperator-b200", "--nodes", "3", "-o", str(script))
+    jobs.cluster.run(
+        *(sys.executable, jobs.checkout / "submit.py", "render", *words), "--set", EP_8[2:]
+    )
+    assert "#SBATCH --nodes=5\n" in script.read_text()
+    jobs.gpus.ecc_error("worker-0")
+    job = jobs.submit(script=script)
+    assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
+    # The batch step's own node is the bad one: another one hosts the rendezvous.
+    assert jobs.trained_on() == [(0, "worker-1"), (0, "worker-2"), (0, "worker-3")]
+    assert {record.option("--nnodes") for record in jobs.records()} == {"3"}
+    address = jobs.cluster.run("scontrol", "show", "node", "worker-1", "--oneliner").stdout
+    host = jobs.records()[0].option("--rdzv-endpoint").partition(":")[0]
+    assert f"NodeAddr={host} " in address
+    assert "3 node(s) are well, 1 spare" in jobs.log(job)
+    assert jobs.left_out().keys() == {"worker-0"}
+
+
+@pytest.mark.parametrize("policy", ["wait", "stop"])
+def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) -> None:
+    copy = jobs.folder / "cookbook"
+    shutil.copytree(jobs.checkout, copy)
+    recipe = copy / "recipes/deepseek_v3_16b.yaml"
+    recipe.write_text(f"too_few_nodes: {policy}\n" + recipe.read_text())
+    jobs.gpus.ecc_error("worker-5")
+    job = jobs.submit("--nodes=13", script=copy / "train_16b.sh")
+    if policy == "stop":
+        assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
+        reason = jobs.status()["reason"]
+        assert "too few nodes are left, 1 missing (too_few_nodes: stop)" in reason
+        assert "worker-5: GPU 3: 2 uncorrectable ECC error(s)" in reason
+        assert reason in jobs.log(job) and "Traceback" not in jobs.log(job)
+    else:
+        jobs.cluster.wait(job, {"PENDING"})
+        _until(lambda: jobs.cluster.job_field(job, "Restarts") == "1")
+        (listed,) = read_excluded(jobs.folder / "runs")
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(listed.until))
+        _until(lambda: jobs.cluster.job_field(job, "StartTime") == start)
+        assert "waits in the queue until " in jobs.log(job)
+        # What the message says to do starts it, when the node is well again.
+        jobs.gpus.answer("worker-5", "states", (jobs.gpus.folder / "all/states").read_text())
+        (jobs.folder / "runs/excluded.yaml").unlink()
+        command = f"scontrol update JobId={job} StartTime=now ExcNodeList="
+        assert command in jobs.log(job)
+        _until(lambda: jobs.cluster.job_field(job, "JobState") == "PENDING")
+        jobs.cluster.run(command)
+        assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
+    assert all(restart == 1 for restart, _ in jobs.trained_on())
+
+
+def test_a_job_waits_for_the_node_that_is_back_first(jobs: Jobs) -> None:
+    # The second attempt gets the other bad node; then none is left.
+    jobs.gpus.ecc_error("worker-11")
+    jobs.gpus.answer("worker-0", "processes", "GPU-2, 4711, python\n")
+    job = jobs.submit("--nodes=11", "--exclude=worker-12")
+    _until(lambda: len(jobs.left_out()) == 2, 90, lambda: jobs.log(job))
+    first = next(one for one in read_excluded(jobs.folder / "runs") if one.node == "worker-0")
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(first.until))
+    _until(lambda: jobs.cluster.job_field(job, "StartTime") == start)
+    # It waits an hour for worker-0, and may then have it; what the user left out stays so.
+    assert jobs.cluster.job_field(job, "ExcNodeList") == "worker-12,worker-11"
+    assert "StartTime=now ExcNodeList=worker-12\n" in jobs.log(job)
+    assert jobs.trained_on() == []
+
+
+def test_what_most_nodes_have_is_no_fault_of_a_node(jobs: Jobs) -> None:
+    for number in range(3):
+        jobs.gpus.lose_gpu(f"worker-{number}")
+    job = jobs.submit("--nodes=4")
+    assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
+    assert jobs.left_out() == {} and jobs.trained_on() == []
+    reason = jobs.status()["reason"]
+    assert "gpus: 3 of 4 nodes, worker-0: 7 x NVIDIA B200" in reason
+    assert "no fault of single nodes, none is left out" in reason
+
+
+def test_a_node_that_does_not_answer_is_a_failed_node(jobs: Jobs) -> None:
+    pid = jobs.cluster.pid("worker-2")
+    (slurmd,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    # The task on worker-1 never ends.
+    jobs.gpus.before_python("worker-1", 'case "$*" in *job.node*) sleep 1000 ;; esac')
+    job = jobs.submit("--nodes=5", "--exclude=worker-0")
+    jobs.cluster.wait(job, {"RUNNING"})
+    os.kill(slurmd, signal.SIGSTOP)
+    try:
+        _until(lambda: len(jobs.left_out()) == 2, 60)
+        _until(lambda: jobs.cluster.job_field(job, "Restarts") == "1")
+    finally:
+        # Slurm 22.05 forgets the GPUs of a job that starts again while such a node still ends it.
+        os.kill(slurmd, signal.SIGCONT)
+    assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
+    found = jobs.left_out()
+    assert "no answer in 30 s" in found["worker-1"]
+    assert "Socket timed out" in found["worker-2"]
+    nodes = [f"worker-{number}" for number in range(3, 8)]
+    assert [node for _, node in jobs.trained_on()] == nodes
+
+
+def test_a_node_with_other_packages_another_time_or_no_shared_folder(jobs: Jobs) -> None:
+    other = jobs.folder / "other"
+    about = other / "torch-9.9.9.dist-info/METADATA"
+    about.parent.mkdir(parents=True)
+    about.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
+    jobs.gpus.before_python("worker-1", f"export PYTHONPATH={other}:$PYTHONPATH")
+    late = jobs.folder / "late"
+    late.mkdir()
+    (late / "sitecustomize.py").write_text(
+        "import time\nnow = time.time\ntime.time = lambda: now() - 90\n"
+    )
+    jobs.gpus.before_python("worker-3", f"export PYTHONPATH={late}:$PYTHONPATH")
+    runs = jobs.folder / "runs"
+    runs.mkdir()
+    inside = ["nsenter", f"--target={jobs.cluster.pid('worker-5')}", "--mount"]
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(runs)]
+    subprocess.run([*inside, *mount], check=True)
+    try:
+        job = jobs.submit("--nodes=8")
+        assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
+    finally:
+        subprocess.run([*inside, "umount", str(runs)], check=True)
+    found = jobs.left_out()
+    assert found.keys() == {"worker-1", "worker-3", "worker-5"}
+    assert found["worker-1"].startswith("torch is 9.9.9, elsewhere ")
+    assert found["worker-3"] == "its clock is 90 s behind"
+    assert "cannot write to " in found["worker-5"]
+    assert "left out for 1 h" in jobs.log(job)
+
+
+def test_a_node_that_slurm_drains_meanwhile_is_left_out(jobs: Jobs) -> None:
+    # As Soperator's health check does while a job starts.
+    drain = "scontrol update NodeName=worker-1 State=DRAIN Reason='[node_problem] hc_xid 79'"
+    jobs.gpus.before_python("worker-0", f'case "$*" in *job\\ begin*) {drain} ;; esac')
+    job = jobs.submit("--nodes=2")
+    try:
+        assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
+    finally:
+        jobs.cluster.run("scontrol update NodeName=worker-1 State=RESUME")
+    assert "worker-1: Slurm: " in jobs.log(job) and "[node_problem] hc_xid 79" in jobs.log(job)
+    assert "worker-1" not in {node for _, node in jobs.trained_on()}
+    # Slurm knows it by itself.
+    assert jobs.left_out() == {}
+
+
+def test_a_job_that_may_not_be_requeued_says_so(jobs: Jobs) -> None:
+    jobs.gpus.ecc_error("worker-0")
+    job = jobs.submit("--nodes=2", "--no-requeue")
+    assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
+    assert jobs.left_out().keys() == {"worker-0"} and jobs.trained_on() == []
+    assert f"scontrol requeue {job}: " in jobs.status()["reason"]
+    assert jobs.status()["state"] == "failed"
+
+
+def test_bad_nodes_without_end_end_the_job_after_its_restarts(jobs: Jobs) -> None:
+    for number in range(9):
+        jobs.gpus.ecc_error(f"worker-{number}")
+    copy = jobs.folder / "cookbook"
+    shutil.copytree(jobs.checkout, copy)
+    recipe = copy / "recipes/deepseek_v3_16b.yaml"
+    recipe.write_text(recipe.read_text().replace("max_restarts: 10", "max_restarts: 2"))
+    job = jobs.submit("--nodes=1", script=copy / "train_16b.sh")
+    assert jobs.cluster.wait(job, timeout=120) == "FAILED", jobs.log(job)
+    assert jobs.left_out().keys() == {f"worker-{number}" for number in range(3)}
+    assert "started again 2 times already (max_restarts)" in jobs.status()["reason"]
+
+
+def test_preflight_can_be_turned_off(jobs: Jobs) -> None:
+    jobs.gpus.ecc_error("worker-0")
+    job = jobs.submit("--nodes=2", COOKBOOK_PREFLIGHT="off")
+    assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
+    assert jobs.trained_on() == [(0, "worker-0"), (0, "worker-1")]
+    job = jobs.submit("--nodes=2", COOKBOOK_PREFLIGHT="no")
+    assert jobs.cluster.wait(job) == "FAILED"
+    assert "COOKBOOK_PREFLIGHT: found 'no', allowed: full, nodes, off" in jobs.log(job)
+
+
+def _until(condition: Any, seconds: float = 30, log: Any = str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s\n{log()}"
+        time.sleep(0.1)

@@ -1,0 +1,220 @@
+"""Scripts that are started by hand on a real Slurm: told to stop, failing, submitted again."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cookbook.run.folder import CellFolder
+from cookbook.run.history import read_history
+from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_installed import require_slurm
+
+pytestmark = pytest.mark.slurm
+
+CELL = "16b-bf16-standard"
+OPTIONS = ("--parallelism.expert_parallel_degree=8",)
+# Stands for torchrun: says what it does in DOES, by attempt, and makes "steps" of 0.2 s.
+TORCHRUN = """#!/bin/bash
+attempt="${COOKBOOK_ATTEMPT_DIR##*-}"
+read -ra does <<<"${DOES}"
+what="${does[attempt]:-end}"
+echo "attempt ${attempt}: ${what}"
+[[ "${what}" == fail ]] && exit 3
+touch "${COOKBOOK_ATTEMPT_DIR}/environment.json"
+[[ "${what}" == step-fail ]] && exit 4
+[[ "${what}" == end ]] && exit 0
+for i in {1..600}; do
+  sleep 0.2
+  if [[ "${what}" == stop && -e "${COOKBOOK_ATTEMPT_DIR}/stop" ]]; then
+    echo "${SLURM_JOB_ID} ${i}" >"${COOKBOOK_ATTEMPT_DIR}/stopped"
+    exit 0
+  fi
+done
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Two nodes, on which a job may be preempted."""
+    require_slurm()
+    more = "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
+    settings = Settings(requeue_delay=5, kill_wait=5, extra_conf=more)
+    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=2, settings=settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _left_idle(small: SlurmCluster) -> Iterator[None]:
+    yield
+    small.cancel_all()
+
+
+class ByHand:
+    """`sbatch train_16b.sh` with a stand-in for torchrun, in a folder of runs of its own."""
+
+    def __init__(self, slurm: SlurmCluster, checkout: Path, folder: Path) -> None:
+        self.slurm, self.checkout, self.folder = slurm, checkout, folder
+        binaries = folder / "venv" / "bin"
+        binaries.mkdir(parents=True)
+        programs = {
+            "torchrun": TORCHRUN,
+            "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+        }
+        for name, text in programs.items():
+            (binaries / name).write_text(text)
+            (binaries / name).chmod(0o755)
+
+    @property
+    def cell(self) -> Path:
+        return self.folder / "runs" / "16b" / CELL
+
+    def submit(self, does: str, *options: str, script: Path | None = None) -> str:
+        return self.slurm.submit(
+            script or self.checkout / "train_16b.sh",
+            *OPTIONS,
+            options=["--nodes=1", *options],
+            cwd=self.folder,
+            env={
+                "VENV": str(self.folder / "venv"),
+                "COOKBOOK_RUNS": str(self.folder / "runs"),
+                "DOES": does,
+            },
+        )
+
+    def attempts(self) -> list[str]:
+        """What each attempt did, in order."""
+        logs = sorted(self.cell.glob("attempt-*/train.log"))
+        said = "".join(log.read_text() for log in logs)
+        return re.findall(r"attempt \d+: (\S+)", said)
+
+    def until_attempts(self, did: list[str]) -> None:
+        deadline = time.monotonic() + 60
+        while self.attempts() != did:
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.1)
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in self.folder.glob("16b-*.log"))
+
+    def status(self) -> str:
+        return self.slurm.run(
+            sys.executable,
+            str(self.checkout / "submit.py"),
+            "status",
+            env={"COOKBOOK_RUNS": str(self.folder / "runs"), "VENV": sys.prefix},
+        ).stdout
+
+
+@pytest.fixture
+def by_hand(small: SlurmCluster, checkout: Path, tmp_path: Path) -> ByHand:
+    return ByHand(small, checkout, tmp_path)
+
+
+def test_told_to_stop_it_ends_at_a_checkpoint_and_goes_on_in_the_same_folder(
+    by_hand: ByHand,
+) -> None:
+    job = by_hand.submit("stop stop end")
+    for count in (1, 2):
+        by_hand.until_attempts(["stop"] * count)
+        by_hand.slurm.run("scancel", "--batch", "--signal=USR1", job)
+    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}) == "COMPLETED", by_hand.log()
+    assert by_hand.slurm.job_field(job, "Restarts") == "2"
+    assert by_hand.attempts() == ["stop", "stop", "end"]
+    assert "finished" in by_hand.status()
+
+
+def test_a_step_that_takes_too_long_is_requeued_all_the_same(by_hand: ByHand) -> None:
+    text = (by_hand.checkout / "train_16b.sh").read_text()
+    assert text.count("(sleep 225 && kill -0 $$ && scontrol requeue") == 1
+    script = by_hand.checkout / "impatient.sh"
+    script.write_text(text.replace("sleep 225", "sleep 1"))
+    job = by_hand.submit("train end", script=script)
+    by_hand.until_attempts(["train"])
+    by_hand.slurm.run("scancel", "--batch", "--signal=USR1", job)
+    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}) == "COMPLETED", by_hand.log()
+    assert by_hand.attempts() == ["train", "end"]
+
+
+def test_a_job_that_cannot_be_requeued_says_how_to_go_on(by_hand: ByHand) -> None:
+    job = by_hand.submit("stop end", "--no-requeue")
+    by_hand.until_attempts(["stop"])
+    by_hand.slurm.run("scancel", "--batch", "--signal=USR1", job)
+    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}) == "FAILED"
+    assert "is not requeued; to go on: sbatch train_16b.sh" in by_hand.log()
+    assert re.search(r"failed .*saved step \d+ and ended; submit it again", by_hand.status())
+    again = by_hand.submit("stop end")
+    assert by_hand.slurm.wait(again) == "COMPLETED", by_hand.log()
+    assert by_hand.attempts() == ["stop", "end"]
+
+
+def test_cancelled_it_is_not_started_again(by_hand: ByHand) -> None:
+    job = by_hand.submit("train train")
+    by_hand.until_attempts(["train"])
+    by_hand.slurm.run("scancel", job)
+    assert by_hand.slurm.wait(job) == "CANCELLED"
+    by_hand.slurm.wait_idle()
+    assert by_hand.attempts() == ["train"]
+    assert re.search(rf"{CELL} +cancelled", by_hand.status())
+
+
+@pytest.mark.parametrize(
+    ("does", "attempts", "state"),
+    [
+        ("step-fail fail end", 3, "COMPLETED"),
+        # Two attempts in a row that make no step are enough.
+        ("step-fail fail fail end", 3, "FAILED"),
+        ("step-fail " * 4 + "end", 4, "FAILED"),
+    ],
+)
+def test_a_failed_step_starts_again_within_bounds(
+    by_hand: ByHand, does: str, attempts: int, state: str
+) -> None:
+    recipe, script = by_hand.folder / "own.yaml", by_hand.folder / "own.sh"
+    text = (by_hand.checkout / "recipes/deepseek_v3_16b.yaml").read_text()
+    recipe.write_text(text.replace("max_restarts: 10", "max_restarts: 3"))
+    cell = (str(recipe), "--cluster=soperator-b200", "--nodes=1", f"--set={OPTIONS[0][2:]}")
+    program = by_hand.checkout / "submit.py"
+    by_hand.slurm.run(sys.executable, program, "render", *cell, "-o", script)
+    job = by_hand.submit(does, script=script)
+    assert by_hand.slurm.wait(job, timeout=90) == state, by_hand.log()
+    assert by_hand.attempts() == does.split()[:attempts]
+    assert by_hand.slurm.job_field(job, "Restarts") == "0"
+    expected = {"COMPLETED": "0:0", "FAILED": "3:0" if attempts == 3 else "4:0"}[state]
+    assert by_hand.slurm.job_field(job, "ExitCode") == expected
+    ends = read_history(CellFolder(by_hand.cell).attempts())
+    decisions = [f"restarted ({count} of 3)" for count in range(1, attempts)]
+    assert [end.decision for end in ends] == [*decisions, None]
+
+
+def test_two_jobs_do_not_train_in_one_folder(by_hand: ByHand) -> None:
+    first = by_hand.submit("train")
+    by_hand.until_attempts(["train"])
+    second = by_hand.submit("train")
+    assert by_hand.slurm.wait(second, {"FAILED", "COMPLETED"}) == "FAILED"
+    assert f"job {first} trains here (running); wait for its end, or scancel" in by_hand.log()
+    assert by_hand.attempts() == ["train"]
+    assert "running" in by_hand.status()
+
+
+def test_preempted_it_goes_on_when_the_nodes_are_free(by_hand: ByHand) -> None:
+    slurm = by_hand.slurm
+    slurm.run("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=9")
+    job = by_hand.submit("train end")
+    by_hand.until_attempts(["train"])
+    command = ("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1")
+    slurm.run(*command, cwd=by_hand.folder)
+    assert slurm.wait(job, {"COMPLETED", "FAILED"}) == "COMPLETED", by_hand.log()
+    assert by_hand.attempts() == ["train", "end"]
+    assert slurm.job_field(job, "Restarts") == "1"
+
+
+def test_the_time_limit_is_no_end(by_hand: ByHand) -> None:
+    job = by_hand.submit("stop end", "--time=00:01:00", "--signal=B:USR1@50")
+    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED", "TIMEOUT"}, 150) == "COMPLETED"
+    assert by_hand.attempts() == ["stop", "end"]

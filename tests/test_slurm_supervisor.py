@@ -1,0 +1,175 @@
+"""The supervisor on a real Slurm: it ends its own step alone, and outlives its own death."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cookbook.cells.cell import Cell
+from cookbook.run.history import AttemptEnd, Cause, read_history
+from cookbook.run.run import Run
+from cookbook.run.states import cell_states
+from cookbook.submit.create import create_run
+from cookbook.submit.executor import submit_run
+from tests.cells import Point
+from tests.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.slurm
+
+CLUSTER = """
+description: CPU nodes of the test cluster
+scheduler: slurm
+nodes: 2
+ranks_per_node: 1
+emulate: true
+cpus_per_task: 2
+exclusive: false
+partition: main
+time: "00:10:00"
+"""
+# Makes its attempt's folder and steps; $1 is what happens after them in the first attempt.
+SCRIPT = """
+for ((K = 0; ; K++)); do [[ -d "${CELL_DIR}/attempt-${K}" ]] || break; done
+A="${CELL_DIR}/attempt-${K}"; mkdir "${A}"; exec >>"${A}/train.log" 2>&1
+step() { echo "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: $1  loss: 7  x: 1"; }
+for i in 1 2 3 4 5; do step "${i}"; sleep 0.5; done
+((K)) && exit 0
+srun --job-name="attempt-${K}" --kill-on-bad-exit=1 bash -c "$FAULT"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _at_the_cluster(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm.env[name])
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    yield
+    slurm.cancel_all()
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Cell:
+    profile = tmp_path / "two-nodes.yaml"
+    profile.write_text(CLUSTER)
+    found = Point("debug", "bf16", "standard", str(profile)).cell()
+    return replace(found, nodes=2)
+
+
+def start(cell: Cell, fault: str) -> tuple[Run, str]:
+    run = create_run("supervised", [cell])
+    run.cells[0].script.write_text(SCRIPT.replace("$FAULT", fault))
+    (job,) = submit_run(run, [cell])
+    return run, job
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.1)
+
+
+def ends(run: Run) -> list[AttemptEnd]:
+    return read_history(run.cells[0].attempts())
+
+
+def steps_of(slurm: SlurmCluster, job: str) -> list[str]:
+    return slurm.run("squeue", "--steps", f"--jobs={job}", "-h", "-o", "%j").stdout.split()
+
+
+def test_a_step_that_hangs_is_ended_and_a_users_own_step_goes_on(
+    slurm: SlurmCluster, cell: Cell
+) -> None:
+    run, job = start(cell, "sleep 300")
+    until(lambda: "attempt-0" in steps_of(slurm, job))
+    words = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", "--job-name=mine"]
+    mine = subprocess.Popen([*words, "sleep", "40"], stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: "mine" in steps_of(slurm, job))
+        until(lambda: ends(run), 90)
+        assert ends(run)[0].cause is Cause.HANG
+        assert "attempt-0" not in steps_of(slurm, job)
+        assert "mine" in steps_of(slurm, job) and mine.poll() is None
+        slurm.wait(job, {"COMPLETED"}, timeout=90)
+        assert [end.cause for end in ends(run)] == [Cause.HANG, Cause.FINISHED]
+        assert cell_states(run)[0].state == "finished"
+    finally:
+        mine.kill()
+        mine.wait()
+
+
+def test_a_killed_supervisor_is_started_again_and_ends_what_it_left(
+    slurm: SlurmCluster, cell: Cell
+) -> None:
+    run, job = start(cell, "sleep 300")
+    until(lambda: "attempt-0" in steps_of(slurm, job))
+    folder = str(run.cells[0].job_files)
+    found = [one for one in psutil.process_iter() if folder in (one.cmdline() or [])]
+    (child,) = [one for one in found if one.ppid() in {other.pid for other in found}]
+    child.send_signal(signal.SIGKILL)
+    slurm.wait(job, {"COMPLETED"}, timeout=60)
+    assert [end.cause for end in ends(run)] == [Cause.CUT_SHORT, Cause.FINISHED]
+    left = [one for one in psutil.process_iter() if one.cmdline() == ["sleep", "300"]]
+    assert not [one for one in left if one.environ().get("SLURM_JOB_ID") == job]
+
+
+def test_a_node_that_slurm_takes_back_after_a_failure_is_left(
+    slurm: SlurmCluster, cell: Cell
+) -> None:
+    run, job = start(cell, 'sleep 4; [[ "${SLURM_PROCID}" == 0 ]] || exit 9; sleep 300')
+    until(lambda: "attempt-0" in steps_of(slurm, job))
+    nodes = slurm.job_field(job, "NodeList") or ""
+    (last,) = slurm.run("scontrol", "show", "hostnames", nodes).stdout.split()[-1:]
+    # As a health check does it: the jobs on the node go on.
+    slurm.run("scontrol", "update", f"NodeName={last}", "State=DRAIN", "Reason=ECC errors")
+    try:
+        until(lambda: ends(run), 60)
+        (end,) = ends(run)
+        assert end.decision == f"requeued without {last}, which Slurm cannot use"
+        assert cell_states(run)[0].state == "queued"
+        slurm.wait(job, {"COMPLETED"}, timeout=90)
+        assert slurm.job_field(job, "Restarts") == "1"
+        hosts = slurm.run("scontrol", "show", "hostnames", slurm.job_field(job, "NodeList") or "")
+        assert last not in hosts.stdout.split()
+    finally:
+        slurm.run("scontrol", "update", f"NodeName={last}", "State=RESUME")
+
+
+def test_a_local_run_in_somebodys_job_does_not_touch_that(
+    slurm: SlurmCluster, cell: Cell, tmp_path: Path
+) -> None:
+    body = tmp_path / "run" / "cell" / "train.sh"
+    body.parent.mkdir(parents=True)
+    body.write_text("mkdir -p $CELL_DIR/attempt-0; kill -9 $$\n")
+    script = tmp_path / "interactive.sh"
+    script.write_text(
+        f"#!/bin/bash\ncd {Path(__file__).parent.parent}\n{sys.executable} -c '\n"
+        "from pathlib import Path\n"
+        "from cookbook.job.supervisor import Supervisor\n"
+        "from cookbook.run.folder import CellFolder\n"
+        "from cookbook.run.status import Status, write_status\n"
+        f'cell = CellFolder(Path("{body.parent}"))\n'
+        'write_status(cell, Status("queued"))\n'
+        "Supervisor([cell])()\n'\nsleep 300\n"
+    )
+    job = slurm.submit(script, options=["--nodes=1", "--output=/dev/null"])
+    node_lost = slurm.wait(job, {"RUNNING"}) and slurm.job_field(job, "NodeList")
+    slurm.run("scontrol", "update", f"NodeName={node_lost}", "State=DRAIN", "Reason=test")
+    try:
+        until((body.parent / "attempt-0" / "end.json").exists, 60)
+        time.sleep(3)
+        assert slurm.job_field(job, "JobState") == "RUNNING"
+        assert slurm.job_field(job, "Restarts") == "0"
+    finally:
+        slurm.run("scontrol", "update", f"NodeName={node_lost}", "State=RESUME")

@@ -1,0 +1,141 @@
+"""When TorchTitan's Trainer saves, and how it ends where it is asked to: on CPU ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cookbook.run.checkpoints import STATES, read_checkpoint
+from tests.titan_ranks import run_ranks
+from tests.titan_run import BF16, EP2, STANDARD, job, run, train, write_assets
+
+pytestmark = pytest.mark.titan
+
+OPTIONS = (*EP2, *STANDARD, *BF16, "--lr_scheduler.decay_ratio=0.0")
+# The last step as TorchTitan saves it by default: the model alone.
+SAVED = (*OPTIONS, "--checkpoint.enable", "--checkpoint.interval=100")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    yield folder
+
+
+def train_until_asked(
+    arguments: list[str], attempts: list[Path], asked: int, step: int, slow: int
+) -> dict[str, Any]:
+    """`train` in ranks that are each alone on a node, of which one is asked to stop amid a step.
+
+    Args:
+        attempts: each rank's view of the attempt's folder.
+        asked: the rank whose node is asked, in the middle of `step`.
+        slow: the rank whose clock stands still.
+    """
+    from torchtitan.components.metrics import MetricsProcessor
+
+    from cookbook.titan.stack_2026_02 import saving
+
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": "0", "SLURM_JOB_ID": "77"}
+    log = MetricsProcessor.log
+
+    def ask(self: Any, of_step: int, *rest: Any, **extra: Any) -> None:
+        if (rank, of_step) == (asked, step):
+            (attempts[rank] / saving.STOP).touch()
+        log(self, of_step, *rest, **extra)
+
+    MetricsProcessor.log = ask
+    if rank == slow:
+        setattr(saving, "time", SimpleNamespace(monotonic=lambda: 0.0))  # noqa: B010
+    return train(arguments, attempts[rank])
+
+
+def trained(
+    assets: Path, out: Path, *options: str, asked: int = 0, step: int = 0, slow: int = 1
+) -> dict[str, Any]:
+    """Four steps on two ranks, unless one is asked to stop; what rank 0 found."""
+    attempts = [out / "attempts" / str(rank) for rank in range(2)]
+    for attempt in attempts:
+        attempt.mkdir(parents=True)
+    argv = job(assets, out, *options, steps=4)
+    results = run_ranks(train_until_asked, 2, argv, attempts, asked, step, slow, seconds=200)
+    # Every rank made the same steps, and ended by itself.
+    assert [result["ended"] for result in results] == [False, False]
+    assert len({len(result["losses"]) for result in results}) == 1
+    found: dict[str, Any] = results[0]
+    return found
+
+
+def saved(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoint").iterdir())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of 4 steps; asked to stop in the last of them, the job ends as ever."""
+    out = tmp_path_factory.mktemp("whole")
+    # An hour is never over, whatever the steps say.
+    never = ("--checkpoint.interval_minutes=60", "--checkpoint.interval=1")
+    whole = trained(assets, out, *SAVED, *never, asked=0, step=4)
+    assert len(whole["losses"]) == 4 and saved(out) == ["step-4"]
+    assert not list(out.glob("attempts/*/stopped"))
+    losses: list[float] = whole["losses"]
+    return losses
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_asked_on_one_node_all_ranks_end_at_one_checkpoint_and_lose_nothing(
+    assets: Path, tmp_path: Path, undisturbed: list[float], mode: str
+) -> None:
+    options = (*SAVED, f"--checkpoint.async_mode={mode}")
+    stopped = trained(assets, tmp_path, *options, asked=1, step=2)
+    assert stopped["losses"] == undisturbed[:2]
+    assert "cookbook: asked to stop; the run ends at a checkpoint of step 2" in stopped["said"]
+    assert saved(tmp_path) == ["step-2"]
+    checkpoint = read_checkpoint(2, tmp_path / "checkpoint" / "step-2")
+    assert (checkpoint.damage, checkpoint.states) == (None, frozenset(STATES))
+    # Rank 0 alone says so, once it is whole; with the job that is to be requeued.
+    assert (tmp_path / "attempts/0/stopped").read_text() == "77 2\n"
+    assert not (tmp_path / "attempts/1/stopped").exists()
+    if mode == "async":
+        resumed = run(assets, tmp_path, 2, *options, steps=4)
+        assert resumed["losses"] == undisturbed[2:]
+
+
+def test_without_checkpoints_there_is_nothing_to_stop_for(assets: Path, tmp_path: Path) -> None:
+    ended = trained(assets, tmp_path, *OPTIONS, asked=0, step=1)
+    assert len(ended["losses"]) == 4
+    assert not list(tmp_path.glob("attempts/*/stopped"))
+
+
+def test_the_clock_of_rank_0_decides_in_place_of_steps(assets: Path, tmp_path: Path) -> None:
+    # 6 ms are over after each step.
+    always = ("--checkpoint.interval_minutes=0.0001", "--checkpoint.keep_latest_k=0")
+    trained(assets, tmp_path, *SAVED, *always)
+    assert saved(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
+
+
+def test_no_save_begins_while_another_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cookbook.titan.stack_2026_02 import saving
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    options = SimpleNamespace(checkpoint=SimpleNamespace(interval_minutes=0.0001))
+    manager = SimpleNamespace(
+        states={"train_state": SimpleNamespace(job_config=options)},
+        save=None,
+        _should_save=None,
+        save_future=Future(),
+    )
+    decides = saving.Saving(manager)
+    decides.saved_at -= 60
+    assert decides._wish() == saving.Wish.NOTHING
+    manager.save_future.set_result(None)
+    assert decides._wish() == saving.Wish.SAVE

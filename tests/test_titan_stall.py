@@ -1,0 +1,124 @@
+"""A rank that makes no step leaves its stacks and its flight recorder's trace."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.log.stacks import describe_stacks
+from cookbook.run.folder import Attempt
+from tests.submit import ROOT
+
+pytestmark = pytest.mark.titan
+
+_STALL = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from cookbook.titan.any_stack import stall
+stall.STEPS, stall.MORE_S = 2.0, 1.0
+os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+attempt = Path(sys.argv[1])
+trace = attempt / "comm_traces" / "rank_0"
+alarm = stall.StallAlarm(attempt, attempt / "comm_traces" / "rank_", 0)
+
+def stands_still():
+    dist.all_reduce(torch.ones(1))
+    time.sleep(float(sys.argv[2]))
+    # On a busy machine the first trace takes seconds.
+    deadline = time.monotonic() + 30
+    while sys.argv[3] == "-" and time.monotonic() < deadline and not trace.exists():
+        time.sleep(0.1)
+
+for step in range(6):
+    time.sleep(0.2)
+    alarm.step()
+stands_still()
+if sys.argv[3] == "goes on":
+    alarm.step()
+if sys.argv[3] == "ends":
+    alarm.end()
+    time.sleep(2)
+print(len((attempt / "stacks" / "rank-0.txt").read_text()))
+os._exit(0)
+"""
+
+
+def _stall(attempt: Path, seconds: float, then: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", _STALL, str(attempt), str(seconds), then],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+def test_a_rank_that_stands_still_says_where(tmp_path: Path) -> None:
+    assert _stall(tmp_path, 4, "-") > 0
+    assert "stands_still (<string>" in (describe_stacks(Attempt(tmp_path, 0), 1) or "")
+    recorded: dict[str, Any] = pickle.loads((tmp_path / "comm_traces" / "rank_0").read_bytes())
+    assert "all_reduce" in recorded["entries"][-1]["profiling_name"]
+
+
+@pytest.mark.parametrize(("seconds", "then"), [(4, "goes on"), (0.1, "ends")])
+def test_one_that_goes_on_or_has_ended_leaves_no_stack(
+    tmp_path: Path, seconds: float, then: str
+) -> None:
+    assert _stall(tmp_path, seconds, then) == 0
+
+
+_ORPHAN = """
+import os, subprocess, sys, time
+if sys.argv[1] == "torchrun":
+    rank = subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], "rank"])
+    print(rank.pid, flush=True)
+    time.sleep(60)
+from cookbook.titan.any_stack.orphan import end_with_torchrun
+end_with_torchrun()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_ranks", [True, False])
+def test_a_rank_ends_with_its_torchrun(is_ranks: bool) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PROGRAM": _ORPHAN}
+    if is_ranks:
+        environment["TORCHELASTIC_RUN_ID"] = "1"
+    torchrun = subprocess.Popen(
+        [sys.executable, "-c", _ORPHAN, "torchrun"],
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    assert torchrun.stdout is not None
+    rank = int(torchrun.stdout.readline())
+    assert torchrun.stdout.readline() == "ready\n"
+    torchrun.kill()
+    torchrun.wait()
+    deadline = time.monotonic() + (10 if is_ranks else 1)
+    while _lives(rank) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _lives(rank) == (not is_ranks)
+    if not is_ranks:
+        os.kill(rank, signal.SIGKILL)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
