@@ -14,6 +14,7 @@ from cookbook.log.curve import CurveStep
 from cookbook.results.figures.canvas import NARROW, WIDE, Size, drawing_style, spread, thin
 from cookbook.results.figures.loss import draw_difference, draw_whole
 from cookbook.results.figures.series import Series, short_labels
+from cookbook.results.figures.throughput import draw_throughput
 from cookbook.results.keep import keep_report
 from tests.made_up_run import make_run, results_of
 
@@ -59,9 +60,8 @@ def test_labels_leave_out_what_all_names_begin_with() -> None:
 
 def series(name: str, losses: list[float], position: int = 0) -> Series:
     steps = [CurveStep(0, step, loss) for step, loss in enumerate(losses, 1)]
-    nothing = dict.fromkeys(
-        ("tokens", "tokens_low", "tokens_high", "speedup", "published", "published_speedup")
-    )
+    numbers = ("tokens", "base_tokens", "tokens_low", "tokens_high", "speedup", "published")
+    nothing = dict.fromkeys((*numbers, "published_speedup"))
     return Series(
         name=name,
         label=name,
@@ -77,6 +77,26 @@ def series(name: str, losses: list[float], position: int = 0) -> Series:
         capacity_gib=None,
         **nothing,
     )
+
+
+def test_each_recipe_has_its_own_baseline_in_the_throughput() -> None:
+    cells = [
+        replace(
+            series(name, [8.0], position), tokens=tokens, base_tokens=base, speedup=tokens / base
+        )
+        for position, (name, tokens, base) in enumerate(
+            [("a", 100.0, 100.0), ("a-2", 120.0, 100.0), ("b", 200.0, 200.0), ("b-2", 210.0, 200.0)]
+        )
+    ]
+    with drawing_style():
+        canvas = draw_throughput(cells, WIDE)
+    assert canvas is not None
+    (axes,) = canvas.figure.axes
+    lines = [(float(line.get_xdata()[0]), list(line.get_ydata())) for line in axes.lines]
+    assert [x for x, _ in lines] == [100.0, 100.0, 200.0, 200.0]
+    # From the top of the first cell to the bottom of the last, without a gap.
+    ends = [y for _, ys in lines for y in ys]
+    assert ends == sorted(ends) and ends[1:-1:2] == ends[2::2]
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=lambda size: size.name)

@@ -95,6 +95,21 @@ def test_headlines_do_not_call_noise_a_gain(full: Path) -> None:
     assert "+30.0%" in lines[0] and "(too few steps for an interval)" in lines[0]
 
 
+def test_headlines_compare_no_cells_of_different_baselines(full: Path) -> None:
+    _, results = results_of(full)
+    base, one, two, three = results.cells
+    settings = dict(results.settings)
+    for cell in (two, three):
+        settings[cell.name] = replace(settings[cell.name], baseline=two.name)
+    other = replace(two, speedup=1.0, speed=None)
+    lines = headlines(replace(results, cells=(base, one, other, three), settings=settings))
+    assert [line.split(" at ")[0] for line in lines[:2]] == [
+        f"Fastest: {one.name}",
+        f"Fastest: {three.name}",
+    ]
+    assert not any("may be as fast" in line for line in lines)
+
+
 def test_tables_hold_intervals_and_verdicts(full: Path) -> None:
     _, results = results_of(full)
     speed, loss, published = speed_table(results), loss_table(results), published_table(results)

@@ -27,13 +27,19 @@ def headlines(results: RunResults) -> list[str]:
 
 
 def _fastest(results: RunResults) -> Iterator[str]:
-    """The fastest of the cells that may be compared, and whether the next one may be as fast."""
-    cells = [cell for cell in results.cells if cell.speedup is not None]
-    cells.sort(key=lambda cell: cell.speedup or 0.0, reverse=True)
-    if len(cells) < 2:
-        return
-    first, second = cells[:2]
-    base = results.settings[first.name].baseline
+    """The fastest of the cells that are held against one baseline; each recipe has its own."""
+    groups: dict[str | None, list[Result]] = {}
+    for cell in results.cells:
+        if cell.speedup is not None:
+            groups.setdefault(results.settings[cell.name].baseline, []).append(cell)
+    for base, cells in groups.items():
+        if len(cells) > 1:
+            cells.sort(key=lambda cell: cell.speedup or 0.0, reverse=True)
+            yield from _fastest_over(base, *cells[:2])
+
+
+def _fastest_over(base: str | None, first: Result, second: Result) -> Iterator[str]:
+    """The fastest cell, and whether the next one may be as fast."""
     if first.name == base:
         yield f"No cell is faster than the baseline {base}{_at(first)}."
         return

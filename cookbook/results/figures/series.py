@@ -34,6 +34,7 @@ class Series:
         position: the cell's place in the run, which decides its colour.
         note: what a reader must know of its numbers: `emulated`, `so far`, `refused`.
         is_baseline: whether others are held against it.
+        base_tokens: the throughput of its baseline.
         is_comparable: whether it is held against the baseline, of the same recipe and batch.
         tokens_low, tokens_high: the interval of its speed-up, times the baseline's throughput.
         restarts: the first step of each attempt but the first.
@@ -46,6 +47,7 @@ class Series:
     status: str | None
     note: str | None
     is_baseline: bool
+    base_tokens: float | None
     is_comparable: bool
     tokens: float | None
     tokens_low: float | None
@@ -126,6 +128,7 @@ def _series(
         status=cell.status,
         note=_note(cell, setting),
         is_baseline=is_baseline,
+        base_tokens=base_tokens,
         is_comparable=base is not None
         and not is_baseline
         and base.recipe == cell.recipe

@@ -35,13 +35,16 @@ def draw_throughput(cells: Sequence[Series], size: Size) -> Canvas | None:
     # A number that is centred on the first or last tick would leave the figure.
     axes.get_xticklabels()[0].set_horizontalalignment("left")
     axes.set_xlabel("tokens/s per GPU", fontsize=size.small, color=theme.QUIET.light)
-    base = next((cell.tokens for cell in cells if cell.is_baseline), None)
     top = 0.0
     for cell, height in zip(cells, heights, strict=True):
-        _draw_cell(axes, cell, base, top, size, max(numbers) * 1.02 / width)
+        _draw_cell(axes, cell, top, size, max(numbers) * 1.02 / width)
+        # Beside the cells of its own recipe: a run may have a baseline for each.
+        if cell.base_tokens and len(cells) > 1:
+            ends = [top, top + height]
+            axes.plot(
+                [cell.base_tokens] * 2, ends, color=theme.INK.light, lw=0.9, linestyle=(0, (2, 2))
+            )
         top += height
-    if base and len(cells) > 1:
-        axes.axvline(base, color=theme.INK.light, linewidth=0.9, linestyle=(0, (2, 2)))
     return canvas
 
 
@@ -49,9 +52,7 @@ def _height(cell: Series) -> float:
     return _NAME + _BAR + _GAP + (_OUTLINE + 3 if cell.published else 0)
 
 
-def _draw_cell(
-    axes: Axes, cell: Series, base: float | None, top: float, size: Size, per_pixel: float
-) -> None:
+def _draw_cell(axes: Axes, cell: Series, top: float, size: Size, per_pixel: float) -> None:
     ground = {"facecolor": theme.GROUND.light, "edgecolor": "none", "pad": 1.0}
     text: dict[str, Any] = {"verticalalignment": "bottom", "bbox": ground}
     axes.text(
@@ -68,7 +69,7 @@ def _draw_cell(
     )
     middle = top + _NAME + _BAR / 2
     if cell.tokens:
-        _bar(axes, cell, base, middle)
+        _bar(axes, cell, middle)
     else:
         axes.plot([0, 0], [top + _NAME, top + _NAME + _BAR], color=cell.colour, linewidth=2)
     if cell.published:
@@ -90,9 +91,10 @@ def _draw_cell(
         )
 
 
-def _bar(axes: Axes, cell: Series, base: float | None, middle: float) -> None:
+def _bar(axes: Axes, cell: Series, middle: float) -> None:
     """Pale as far as the baseline reaches too; what is gained is full, what is lost outlined."""
     assert cell.tokens is not None
+    base = cell.base_tokens
     if cell.speedup is None or base is None or cell.is_baseline:
         # Without a speed-up there is nothing to tell apart; an unfinished cell is pale throughout.
         alpha = 1.0 if cell.is_baseline and cell.note is None else _COMMON
