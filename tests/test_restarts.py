@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cookbook.job.restarts import Action, decide
+from cookbook.job.restarts import Action, Decision, decide
 from cookbook.run.history import AttemptEnd, Cause
 
 
@@ -14,8 +14,9 @@ def ends(*causes: Cause, step: int = 1) -> list[AttemptEnd]:
 
 
 def test_what_was_saved_as_asked_is_requeued_and_never_counted() -> None:
-    decision = decide(ends(*[Cause.SAVED] * 20), most=0, is_asked=True)
-    assert decision.action is Action.REQUEUE
+    for is_asked in (True, False):
+        decision = decide(ends(*[Cause.SAVED] * 20), most=0, is_asked=is_asked)
+        assert decision == Decision(Action.REQUEUE, "requeued, to go on from there")
     # Nor does it stand in the way of a failure after it.
     failed = decide(ends(*[Cause.SAVED] * 20, Cause.DEAD_RANK), most=1)
     assert (failed.action, failed.words) == (Action.RESTART, "restarted (1 of 1)")

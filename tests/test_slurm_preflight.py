@@ -10,21 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cookbook.run.excluded import read_excluded
+from tests.gpu_jobs import EP_8, Jobs
 from tests.gpu_nodes import GpuNodes
-from tests.recording_torchrun import TorchrunRecord, read_records
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
 
 pytestmark = pytest.mark.slurm
-
-EP_8 = "--parallelism.expert_parallel_degree=8"
 
 
 @pytest.fixture(scope="module")
@@ -34,53 +31,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     settings = Settings(requeue_delay=5, kill_wait=5)
     with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=13, settings=settings) as cluster:
         yield cluster
-
-
-@dataclass
-class Jobs:
-    """Submits train_16b.sh to nodes whose GPUs are stand-ins."""
-
-    cluster: SlurmCluster
-    checkout: Path
-    folder: Path
-    gpus: GpuNodes
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {
-            "VENV": str(self.folder / "venv"),
-            "COOKBOOK_RUNS": str(self.folder / "runs"),
-            "TORCHRUN_RECORDS": str(self.folder / "records"),
-            # The nodes' GPUs can be listed, and nothing can be computed on them.
-            "COOKBOOK_PREFLIGHT": "nodes",
-        }
-
-    def submit(self, *options: str, script: Path | None = None, **changes: str) -> str:
-        return self.cluster.submit(
-            script or self.checkout / "train_16b.sh",
-            EP_8,
-            options=options,
-            cwd=self.folder,
-            env={**self.environment, **changes},
-        )
-
-    def log(self, job: str) -> str:
-        return "\n".join(path.read_text() for path in self.folder.glob(f"*-{job}.log"))
-
-    def records(self) -> list[TorchrunRecord]:
-        return read_records(self.folder / "records")
-
-    def trained_on(self) -> list[tuple[int, str]]:
-        """Restart and node of each torchrun."""
-        return [(record.attempt, record.node) for record in self.records()]
-
-    def left_out(self) -> dict[str, str]:
-        return {one.node: one.reason for one in read_excluded(self.folder / "runs")}
-
-    def status(self) -> dict[str, Any]:
-        (path,) = self.folder.glob("runs/*/*/status.json")
-        content: dict[str, Any] = json.loads(path.read_text())
-        return content
 
 
 @pytest.fixture
@@ -312,6 +262,16 @@ def test_bad_nodes_without_end_end_the_job_after_its_restarts(jobs: Jobs) -> Non
     assert jobs.cluster.wait(job, timeout=120) == "FAILED", jobs.log(job)
     assert jobs.left_out().keys() == {f"worker-{number}" for number in range(3)}
     assert "started again 2 times already (max_restarts)" in jobs.status()["reason"]
+
+
+def test_each_attempt_of_a_job_begins_with_a_look(jobs: Jobs) -> None:
+    # What failed the first attempt may be seen before the second.
+    job = jobs.submit("--nodes=2", TORCHRUN_FAILS_ON="worker-0", TORCHRUN_SECONDS="1")
+    assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
+    assert jobs.log(job).count("cookbook: preflight: 2 node(s) are well (") == 2
+    for attempt in (0, 1):
+        (found,) = jobs.folder.glob(f"runs/*/*/attempt-{attempt}/preflight.json")
+        assert json.loads(found.read_text())["nodes"] == ["worker-0", "worker-1"]
 
 
 def test_preflight_can_be_turned_off(jobs: Jobs) -> None:

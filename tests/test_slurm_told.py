@@ -87,13 +87,15 @@ mkdir "${attempt}"
 [[ "${attempt}" == */attempt-0 ]] || exit 0
 touch "${CELL_DIR}/started"
 until [[ -e "${attempt}/stop" ]]; do sleep 0.2; done
-if [[ %s == saves ]]; then echo "${SLURM_JOB_ID} 7" >"${attempt}/stopped"; exit 0; fi
+if [[ %s == "saves late" ]]; then sleep 8; fi
+if [[ %s == saves* ]]; then echo "${SLURM_JOB_ID} 7" >"${attempt}/stopped"; exit 0; fi
 sleep 300
 """
 
 
 @pytest.mark.parametrize(
-    ("requeue", "does"), [(True, "saves"), (False, "saves"), (True, "takes too long")]
+    ("requeue", "does"),
+    [(True, "saves"), (False, "saves"), (False, "saves late"), (True, "takes too long")],
 )
 def test_the_supervisor_hands_it_on_and_has_the_job_requeued(
     slurm: SlurmCluster,
@@ -111,10 +113,15 @@ def test_the_supervisor_hands_it_on_and_has_the_job_requeued(
     # So that the test need not wait.
     cell = replace(cell, cluster=replace(cell.cluster, seconds_to_stop=4))
     run = create_run("told", [cell])
-    run.cells[0].script.write_text(BODY % f"'{does}'")
+    run.cells[0].script.write_text(BODY % (f"'{does}'", f"'{does}'"))
     (job,) = submit_run(run, [cell])
     until((run.cells[0].path / "started").exists, 60)
     slurm.run("scancel", "--batch", "--signal=USR1", job)
+    if does == "saves late":
+        # Nobody starts it again, so it may have all of its time.
+        log = run.cells[0].job_files / f"{job}.log"
+        until(lambda: "ended: too late: " in log.read_text(), 60)
+        assert cell_states(run)[0].state == "running"
     ended = slurm.wait(job, {"COMPLETED", "FAILED"})
     (state,) = cell_states(run)
     if requeue:

@@ -175,9 +175,12 @@ def test_a_nan_loss_is_ended_and_its_last_good_step_is_known(
 
 @pytest.mark.parametrize("does", ["saves", "fails", "takes long"])
 def test_asked_to_stop_where_no_slurm_can_requeue_it_says_how_to_go_on(
-    supervised: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, does: str
+    supervised: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    does: str,
 ) -> None:
-    monkeypatch.setenv("COOKBOOK_LATE_S", "1")
+    monkeypatch.setenv("COOKBOOK_LATE_S", "1" if does == "takes long" else "60")
     body = """
 step 1 7; kill -USR1 "${PPID}"
 until [[ -e "${A}/stop" ]]; do sleep 0.1; done
@@ -187,6 +190,7 @@ echo "local 1" >"${A}/stopped"
 """
     done = supervised(body % (f"'{does}'", f"'{does}'"))
     (end,) = done.ends
+    assert capfd.readouterr().err.count("too late: ") == (does == "takes long")
     assert end.cause is (Cause.DEAD_RANK if does == "fails" else Cause.SAVED)
     assert done.status.state == "failed"
     assert "; stopped; to go on: python submit.py run --resume RUN" in (done.status.reason or "")
