@@ -34,7 +34,9 @@ VERBS: dict[str, list[str]] = {
     "logs": [],
     "cancel": [],
     "report": [],
+    "compare": ["a", "b"],
     "profile": ["debug"],
+    "plan": ["debug"],
 }
 
 

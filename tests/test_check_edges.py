@@ -235,6 +235,7 @@ def test_an_interval_beyond_the_last_step_is_told_of(interval: int, told: bool) 
         "training.steps": 100,
         "checkpoint.enable": True,
         "checkpoint.interval": interval,
+        "checkpoint.interval_minutes": 0,
         "checkpoint.last_save_model_only": False,
     }
     found = [one.option for one in checkpoints_resume(cell_of("deepseek_v3_16b", options))]

@@ -122,7 +122,7 @@ def test_a_cell_declares_what_it_turns_on(name: str, tmp_path: Path) -> None:
     if name.startswith("released"):
         assert not declared
         return
-    backend, precision = name.split("-")[0], "float8" if name.endswith("float8") else "bf16"
+    backend, precision = CELLS[name].ep_backend, CELLS[name].precision
     quantized = precision == "float8"
     assert declared == {
         f"--cookbook.precision={precision}",

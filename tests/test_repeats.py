@@ -48,6 +48,8 @@ def test_rounds_turn_their_order() -> None:
     assert in_rounds(cells, 3)[0].record().repeat_of is None
 
 
+# Of packages that are missing here, both cells would be refused.
+@pytest.mark.titan
 def test_what_is_refused_is_shown_once(tmp_path: Path) -> None:
     answer = submit(
         *("sweep", "smoke", "--cluster", "local", "--dry-run", "--repeat", "2"), runs=tmp_path
