@@ -68,6 +68,7 @@ _EVERY = {
     "training.dataset": "c4_test",
     "debug.moe_force_load_balance": True,
     "checkpoint.enable": False,
+    "checkpoint.interval_minutes": 0,
     "metrics.enable_tensorboard": False,
     "comm.trace_buf_size": 0,
 }

@@ -45,8 +45,7 @@ def test_torchtitan_trains_what_a_cell_says(name: str, tmp_path: Path) -> None:
     assert found["training.dataset_path"] == "/text/long"
     assert (found["training.seq_len"], found["training.steps"]) == (8192, 4)
     assert found["debug.moe_force_load_balance"] is not name.endswith("real")
-    backend = "deepep" if "deepep" in name else "standard"
-    assert found["parallelism.expert_parallel_comm_backend"] == backend
+    assert found["parallelism.expert_parallel_comm_backend"] == CELLS[name].ep_backend
 
 
 def test_a_cell_can_be_defined_by_another_and_options(tmp_path: Path) -> None:
