@@ -73,7 +73,7 @@ def compare(points: list[Point]) -> Iterator[Comparison]:
     """Each point with its prediction."""
     for point in points:
         cell = cell_of_point(point)
-        views = count_views(cell, model_of_point(cell))
+        views = count_views(cell)
         yield Comparison(point, predict_step(cell, views, DOCUMENTS[point.documents]))
 
 
@@ -91,12 +91,3 @@ def cell_of_point(point: Point) -> Cell:
         cell = cell_on(cluster, point.cell, point.precision, point.ep_backend, point.options)
     # What TorchTitan computes without the cookbook's corrections.
     return replace(cell, hooks="") if point.released else cell
-
-
-def model_of_point(cell: Cell) -> dict[str, Any] | None:
-    """The arguments of a flavor that `bench/memory_probe.py` adds; None for the stack's own."""
-    name, _, rest = str(cell.options["model.flavor"]).partition("_")
-    if not rest.endswith("layers"):
-        return None
-    model = dict(cell.options.stack.model_args["deepseek_v3"][name])
-    return model | {"n_layers": int(rest.removesuffix("layers"))}
