@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cookbook.run.states import cell_states
+from cookbook.run.status import read_status
 from cookbook.submit.create import create_run
 from cookbook.submit.executor import submit_run
 from tests.cells import Point
@@ -121,7 +122,7 @@ def test_the_supervisor_hands_it_on_and_has_the_job_requeued(
         # Nobody starts it again, so it may have all of its time.
         log = run.cells[0].job_files / f"{job}.log"
         until(lambda: "ended: too late: " in log.read_text(), 60)
-        assert cell_states(run)[0].state == "running"
+        assert read_status(run.cells[0]).state == "running"
     ended = slurm.wait(job, {"COMPLETED", "FAILED"})
     (state,) = cell_states(run)
     if requeue:
