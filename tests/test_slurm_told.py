@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from cookbook.base.schema import Unchecked
+from cookbook.run.record import read_record
 from cookbook.run.states import cell_states
+from cookbook.run.status import read_status
 from cookbook.submit.create import create_run
 from cookbook.submit.executor import submit_run
 from tests.cells import Point
@@ -113,6 +116,9 @@ def test_the_supervisor_hands_it_on_and_has_the_job_requeued(
     # So that the test need not wait.
     cell = replace(cell, cluster=replace(cell.cluster, seconds_to_stop=4))
     run = create_run("told", [cell])
+    record = read_record(run.cells[0].record)
+    options = Unchecked(record.options | {"checkpoint.enable": True})
+    replace(record, options=options).write(run.cells[0].record)
     run.cells[0].script.write_text(BODY % (f"'{does}'", f"'{does}'"))
     (job,) = submit_run(run, [cell])
     until((run.cells[0].path / "started").exists, 60)
@@ -121,7 +127,7 @@ def test_the_supervisor_hands_it_on_and_has_the_job_requeued(
         # Nobody starts it again, so it may have all of its time.
         log = run.cells[0].job_files / f"{job}.log"
         until(lambda: "ended: too late: " in log.read_text(), 60)
-        assert cell_states(run)[0].state == "running"
+        assert read_status(run.cells[0]).state == "running"
     ended = slurm.wait(job, {"COMPLETED", "FAILED"})
     (state,) = cell_states(run)
     if requeue:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import JobError
+from cookbook.base.schema import Unchecked
 from cookbook.job.step_clock import Patience
 from cookbook.job.supervisor import Supervisor
 from cookbook.run.folder import CellFolder
@@ -47,7 +48,8 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     def run(body: str, most: int = 9, status: Status | None = None) -> Outcome:
         cell = CellFolder(tmp_path / "run" / "cell")
-        CellRecord(max_restarts=most).write(cell.record)
+        options = Unchecked({"checkpoint.enable": True})
+        CellRecord(max_restarts=most, options=options).write(cell.record)
         cell.script.write_text(_HEAD + body)
         write_status(cell, status or Status(QUEUED))
         with pytest.raises(SystemExit if "exit 0" in body else JobError):
@@ -171,6 +173,25 @@ def test_a_nan_loss_is_ended_and_its_last_good_step_is_known(
     assert done.causes == [Cause.NAN_LOSS, Cause.FINISHED]
     assert done.ends[0].last_good_step == 2
     assert "loss is nan" in said(done, 0)
+
+
+def test_after_a_full_disk_room_for_a_checkpoint_is_waited_for(
+    supervised: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("cookbook.job.supervisor._ROOM_S", 1.0)
+    body = """
+step 1 7; ((K)) && exit 0
+S="${CELL_DIR}/checkpoint/step-1"; mkdir -p "${S}"; touch "${S}/.metadata"
+# Larger than any disk, and takes nothing of it.
+truncate -s 4T "${S}/__0_0.distcp"
+echo "Traceback (most recent call last):"; echo "OSError: [Errno 28] No space left on device"
+exit 1
+"""
+    done = supervised(body)
+    assert done.causes == [Cause.DISK_FULL, Cause.FINISHED]
+    assert "waiting for room at " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("does", ["saves", "fails", "takes long"])

@@ -72,8 +72,9 @@ class RunningAttempt:
     def ask_to_stop(self, within_s: float) -> None:
         """Have it save a checkpoint and end; where it takes longer than that, `wait` says so."""
         self._is_asked = True
-        # 0 where the job's script sets no limit.
-        self._late_at = time.monotonic() + within_s if within_s else None
+        # Without checkpoints the run would start anew, and end no better. 0: nobody sets a limit.
+        if within_s and self._record.options.get("checkpoint.enable"):
+            self._late_at = time.monotonic() + within_s
 
     def wait(self) -> AttemptEnd:
         """Watch until the script has ended, or end it where it does not go on; how it ended.

@@ -136,7 +136,7 @@ class Supervisor:
                 return False
             self._write(cell, end, RUNNING, None)
             if end.cause is Cause.DISK_FULL:
-                self._wait_for_room(cell, str(record.options.get("checkpoint.folder")))
+                self._wait_for_room(cell, record.options.get("checkpoint.folder", "checkpoint"))
             # Later the disk may take what it did not take before.
             self._write(cell, end, RUNNING, None)
 
