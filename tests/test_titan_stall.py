@@ -48,7 +48,8 @@ if sys.argv[3] == "goes on":
 if sys.argv[3] == "ends":
     alarm.end()
     time.sleep(2)
-print(len((attempt / "stacks" / "rank-0.txt").read_text()))
+stacks = attempt / "stacks" / "rank-0.txt"
+print(len(stacks.read_text()) if stacks.exists() else 0)
 os._exit(0)
 """
 
@@ -78,6 +79,8 @@ def test_one_that_goes_on_or_has_ended_leaves_no_stack(
     tmp_path: Path, seconds: float, then: str
 ) -> None:
     assert _stall(tmp_path, seconds, then) == 0
+    # Nor an empty file for each rank.
+    assert (tmp_path / "stacks").exists() is (then == "goes on")
 
 
 _ORPHAN = """

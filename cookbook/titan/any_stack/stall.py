@@ -8,6 +8,7 @@ which needs it, and says nothing where the hang holds it. The supervisor decides
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import statistics
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # Earlier than the supervisor ends the attempt (cookbook/job/step_clock.py).
 STEPS, MORE_S = 4.0, 8.0
@@ -36,9 +37,9 @@ class StallAlarm:
         self._times: deque[float] = deque(maxlen=20)
         self._stepped_at: float | None = None
         self._due: float | None = None
-        path = attempt / "stacks" / f"rank-{rank}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w")
+        self._path = attempt / "stacks" / f"rank-{rank}.txt"
+        # Open before it is needed: a process that hangs may open nothing.
+        self._file: TextIO | None = None
         threading.Thread(target=self._trace, name="stall alarm", daemon=True).start()
 
     def step(self) -> None:
@@ -50,7 +51,10 @@ class StallAlarm:
         if len(self._times) < _FEWEST:
             return
         seconds = STEPS * statistics.median(self._times) + MORE_S
-        if os.fstat(self._file.fileno()).st_size:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w")
+        elif os.fstat(self._file.fileno()).st_size:
             # It went on after all, after a long save perhaps.
             os.ftruncate(self._file.fileno(), 0)
             os.lseek(self._file.fileno(), 0, os.SEEK_SET)
@@ -61,6 +65,11 @@ class StallAlarm:
         """All steps are made."""
         faulthandler.cancel_dump_traceback_later()
         self._due = None
+        if self._file is not None and not os.fstat(self._file.fileno()).st_size:
+            self._path.unlink(missing_ok=True)
+            # Other ranks may have something to say.
+            with contextlib.suppress(OSError):
+                self._path.parent.rmdir()
 
     def _trace(self) -> None:
         written: float | None = None
