@@ -73,6 +73,7 @@ _EVERY = {
     "lr_scheduler.min_lr_factor": 0.0,
     "model.print_after_conversion": False,
     "checkpoint.enable": False,
+    "checkpoint.interval_minutes": 0,
     "metrics.enable_tensorboard": False,
     "comm.trace_buf_size": 0,
 }

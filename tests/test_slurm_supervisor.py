@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -109,19 +110,30 @@ def test_a_step_that_hangs_is_ended_and_a_users_own_step_goes_on(
         mine.wait()
 
 
+def processes_with(has: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    """The processes of this machine that `has`; one may end while it is looked at."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if has(process):
+                found.append(process)
+    return found
+
+
 def test_a_killed_supervisor_is_started_again_and_ends_what_it_left(
     slurm: SlurmCluster, cell: Cell
 ) -> None:
     run, job = start(cell, "sleep 300")
     until(lambda: "attempt-0" in steps_of(slurm, job))
     folder = str(run.cells[0].job_files)
-    found = [one for one in psutil.process_iter() if folder in (one.cmdline() or [])]
+    found = processes_with(lambda one: folder in one.cmdline())
     (child,) = [one for one in found if one.ppid() in {other.pid for other in found}]
     child.send_signal(signal.SIGKILL)
     slurm.wait(job, {"COMPLETED"}, timeout=60)
     assert [end.cause for end in ends(run)] == [Cause.CUT_SHORT, Cause.FINISHED]
-    left = [one for one in psutil.process_iter() if one.cmdline() == ["sleep", "300"]]
-    assert not [one for one in left if one.environ().get("SLURM_JOB_ID") == job]
+    assert not processes_with(
+        lambda one: one.cmdline() == ["sleep", "300"] and one.environ().get("SLURM_JOB_ID") == job
+    )
 
 
 def test_a_node_that_slurm_takes_back_after_a_failure_is_left(

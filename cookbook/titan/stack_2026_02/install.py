@@ -7,7 +7,6 @@ import torch
 from cookbook.titan.any_stack.leave import leave_when_done
 from cookbook.titan.any_stack.orphan import end_with_torchrun
 from cookbook.titan.stack_2026_02.cpu import prepare_cpu
-from cookbook.titan.stack_2026_02.saving import save_when_ranks_agree
 from cookbook.titan.stack_2026_02.spec import register
 
 
@@ -16,6 +15,5 @@ def install() -> None:
     if not torch.cuda.is_available():
         prepare_cpu()
     register()
-    save_when_ranks_agree()
     leave_when_done()
     end_with_torchrun()

@@ -18,6 +18,7 @@ from torchtitan.models.moe import MoEArgs
 from cookbook.titan.stack_2026_02.attention import choose_attention
 from cookbook.titan.stack_2026_02.checks import check_job
 from cookbook.titan.stack_2026_02.mx import replace_mx_converters
+from cookbook.titan.stack_2026_02.saving import save_when_ranks_agree
 
 
 class ModelArgs(DeepSeekV3ModelArgs):
@@ -27,6 +28,7 @@ class ModelArgs(DeepSeekV3ModelArgs):
         """Take over what the job's options say of the model; called before the model is built."""
         check_job(job_config)
         replace_mx_converters()
+        save_when_ranks_agree()
         choose_attention(self, job_config)
         super().update_from_config(job_config, **kwargs)
 

@@ -101,15 +101,17 @@ class Saving:
         self.trainer.should_continue_training = lambda: False
 
 
+_initialize = CheckpointManager.__init__
+
+
+@wraps(_initialize)
+def _initialize_and_decide(manager: Any, *args: Any, **kwargs: Any) -> None:
+    _initialize(manager, *args, **kwargs)
+    if manager.enable and not manager.load_only:
+        Saving(manager)
+
+
 def save_when_ranks_agree() -> None:
     """Let the ranks of every later Trainer decide together what to save, and when to end."""
-    initialize = CheckpointManager.__init__
-
-    @wraps(initialize)
-    def initialize_and_decide(manager: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(manager, *args, **kwargs)
-        if manager.enable and not manager.load_only:
-            Saving(manager)
-
     # No door: the Trainer makes its CheckpointManager itself.
-    CheckpointManager.__init__ = initialize_and_decide
+    CheckpointManager.__init__ = _initialize_and_decide
