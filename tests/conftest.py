@@ -31,11 +31,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers: a file's tests stay together, and those of the shared cluster too.
+    """With several workers: a file's tests stay together, and all on Slurm, one after another.
 
-    Tests on Slurm mostly wait, and take longest: they come first, beside all others.
+    Those mostly wait, and take longest: they come first, beside all others.
     """
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
     for item in items:
-        group = "slurm" if "slurm" in getattr(item, "fixturenames", ()) else item.path.name
+        group = "slurm" if item.get_closest_marker("slurm") else item.path.name
         item.add_marker(pytest.mark.xdist_group(group))
