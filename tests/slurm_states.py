@@ -21,7 +21,8 @@ from tests.slurm_cluster import Settings, SlurmCluster
 from tests.test_results import metrics_line
 
 LOG_LINE = metrics_line(3).strip()
-SETTINGS = Settings(requeue_delay=300, kill_wait=5)
+# A machine with much to do needs longer than usual to start a job, and to let it say a last word.
+SETTINGS = Settings(requeue_delay=300, kill_wait=60)
 _LOST_NODE = "worker-2"
 _SPEAKS = f"""\
 mkdir -p "${{CELL_DIR}}/attempt-0"
@@ -112,7 +113,7 @@ PLANS = {
 def site_configuration(folder: Path) -> str:
     """The lines of slurm.conf for what the cluster does around jobs, whose programs it writes."""
     folder.mkdir()
-    lines = ["DefMemPerNode=1000"]
+    lines = ["DefMemPerNode=1000", "BatchStartTimeout=300"]
     for option, text in _SITE.items():
         program = folder / option
         program.write_text(f"#!/bin/sh\n{text.replace('%s', str(folder))}exit 0\n")
@@ -183,7 +184,10 @@ def prepare(cluster: SlurmCluster, cell: Cell) -> States:
 
 
 def _started(cell: Cell, state: str, plan: _Plan) -> Run:
-    cluster = replace(cell.cluster, requeue=plan.requeue, sbatch=Words(dict(plan.sbatch)))
+    # No other job may be where a node is lost.
+    place = {} if plan.sbatch is _LOST else {"exclude": _LOST_NODE}
+    words = Words({**plan.sbatch, **place})
+    cluster = replace(cell.cluster, requeue=plan.requeue, sbatch=words)
     name = state.replace(", ", "-").replace(" ", "-")
     cells = [replace(cell, name=name, cluster=cluster)]
     run = create_run(name, cells)
@@ -208,7 +212,7 @@ def _job(run: Run) -> str:
     return job.job_id
 
 
-def _until(condition: Callable[[], bool], left: Callable[[], object], seconds: float = 120) -> None:
+def _until(condition: Callable[[], bool], left: Callable[[], object], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {left()}"

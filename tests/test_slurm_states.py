@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.results import keep
+from cookbook.run.states import cell_states
 from cookbook.verbs.cli import main
 from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
@@ -238,7 +239,8 @@ def _cancel(states: States, verb: Verb, row: Row) -> None:
     else:
         assert (said.status, said.out) == (0, f"cancelled: {run.cells[0].name}\n")
         until(lambda: states.slurm_says(row.state) == row.cancel, 30)
-        assert states.cluster.job_field(states.job(row.state), "Restarts") is not None
+        (state,) = cell_states(run)
+        assert (state.state == "cancelled") == (row.cancel == "CANCELLED")
 
 
 _CELLS: dict[str, Callable[[States, Verb, Row], None]] = {
