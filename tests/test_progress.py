@@ -133,6 +133,19 @@ def test_before_its_first_step_a_cell_says_what_it_does() -> None:
     assert "compiling" not in describe_cell(replace(cell, state="failed"))
 
 
+@pytest.mark.parametrize("cell", [LEFT, QUEUED, replace(LEFT, state="cancelled", step=None)])
+def test_a_state_that_slurm_has_not_confirmed_says_so_whatever_it_is(cell: CellProgress) -> None:
+    silent = replace(cell, is_known=False)
+    assert "Slurm does not answer" in describe_cell(silent)
+    assert "Slurm does not answer" in render_progress([silent], columns=80)[1]
+    stream = io.StringIO()
+    progress = Progress(stream)
+    for one in (cell, silent, silent, cell):
+        progress.update([one])
+    lines = stream.getvalue().splitlines()
+    assert ["Slurm does not answer" in line for line in lines] == [False, True, False]
+
+
 def test_the_summary_says_how_far_all_cells_are() -> None:
     finished = replace(RUNNING, name="a", state="finished", step=20)
     waiting = [replace(QUEUED, name=f"b{n}", total_steps=20) for n in range(2)]

@@ -97,6 +97,9 @@ def only(run: Run) -> CellState:
         (("queued", 0), ("RUNNING", "None", 0), ("running", None)),
         (("running", 0), ("RUNNING", "None", 0), ("running", None)),
         (("running", 0), ("COMPLETING", "None", 0), ("running", None)),
+        # They wait to be released.
+        (("failed", 0), ("SPECIAL_EXIT", "JobHeldUser", 1), ("queued", "JobHeldUser")),
+        (("queued", 0), ("RESV_DEL_HOLD", "Reservation", 0), ("queued", "Reservation")),
         (("cancelled", 0), ("COMPLETING", "None", 0), ("running", "Slurm: COMPLETING")),
         (("cancelled", 0), ("COMPLETING", "None", 1), ("queued", "requeued")),
         (("cancelled", 0), ("PENDING", "BeginTime", 1), ("queued", "BeginTime")),

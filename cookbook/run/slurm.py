@@ -16,7 +16,9 @@ from pathlib import Path
 
 from cookbook.base.errors import JobError
 
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"})
+WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED"})
+# Requeued or left without its reservation, such a job waits for somebody to release it.
+WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED"})
 SUCCEEDED = frozenset({"COMPLETED"})
 STOPPED = frozenset({"CANCELLED"})

@@ -64,7 +64,8 @@ def show_logs(arguments: argparse.Namespace) -> int:
         log = cell.newest_log()
     if log is None:
         state = _state(run, cell)
-        why = state.reason or "not started"
+        is_started = state.state == RUNNING
+        why = state.reason or ("nothing is written yet" if is_started else "not started")
         raise InputError(f"{run.name}/{cell.name}", f"has no log: {state.state}, {why}")
     offset, asked = 0, 0.0
     ended = not arguments.follow

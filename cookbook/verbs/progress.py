@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TextIO
 
 from cookbook.base.tables import display_width
@@ -23,11 +24,12 @@ _COLOURS = {
     "finished": "\x1b[32m",
     "emulated": "\x1b[35m",
 }
+_WORDS = attrgetter("state", "phase", "is_known")
 
 
 @dataclass(frozen=True, slots=True)
 class CellProgress:
-    """One cell as it is now; unknown values are None."""
+    """One cell as it is now; unknown values are None, `is_known` False where Slurm is silent."""
 
     name: str
     state: str
@@ -42,6 +44,7 @@ class CellProgress:
     left: float | None = None
     """Seconds to the last step, at the pace of the steps seen so far."""
     emulated: bool = False
+    is_known: bool = True
     speeds: tuple[float, ...] = ()
     """Tokens/s/GPU of the newest steps, the last one last: the sparkline."""
 
@@ -103,10 +106,8 @@ class Progress:
 
     def update(self, cells: Sequence[CellProgress]) -> None:
         """Show the cells as they are now."""
-        if self._is_terminal:
-            self._redraw(cells)
-        else:
-            self._write_changes(cells)
+        show = self._redraw if self._is_terminal else self._write_changes
+        show(cells)
 
     def close(self) -> None:
         """Leave the last picture standing; what is written next comes below it."""
@@ -135,7 +136,7 @@ class Progress:
             steps = (cell.step or 0) - ((before.step or 0) if before else 0)
             # Fewer steps than before: the cell was resumed from a checkpoint.
             moved = steps >= self._every_steps or steps < 0
-            changed = before is None or (before.state, before.phase) != (cell.state, cell.phase)
+            changed = before is None or _WORDS(before) != _WORDS(cell)
             if changed or moved:
                 self._stream.write(_encodable(describe_cell(cell), self._stream) + "\n")
                 self._written[cell.name] = cell
@@ -238,11 +239,12 @@ def _fitting(figures: Sequence[str], room: int) -> list[str]:
 
 
 def _steps(cell: CellProgress) -> list[str]:
-    """The step, or what a cell does that has not made one."""
+    """The step, or what a cell does that has not made one; and that its state is not known."""
+    silent = [] if cell.is_known else ["Slurm does not answer"]
     if cell.step is not None:
         total = f"/{cell.total_steps:,}" if cell.total_steps else ""
-        return [f"step {cell.step:,}{total}"]
-    return [cell.phase] if cell.phase and cell.state == "running" else []
+        return [f"step {cell.step:,}{total}", *silent]
+    return [cell.phase, *silent] if cell.phase and cell.state == "running" else silent
 
 
 def _left(cell: CellProgress) -> list[str]:

@@ -68,7 +68,8 @@ class Watcher:
             tokens_per_second=step.tokens_per_second if step else None,
             loss=step.loss if step else None,
             elapsed=end - state.started if state.started else None,
-            phase=_doing(state, phase),
+            phase=phase.value if phase and is_running and phase != Phase.TRAINING else None,
+            is_known=state.is_known,
             left=self._left(cell, attempts, step) if is_running else None,
             emulated=cell.record.emulated,
             speeds=tuple(speed for _, speed in cell.speeds) if is_running else (),
@@ -120,14 +121,6 @@ def _keep_speed(cell: _Cell, attempt: Attempt, step: StepMetrics) -> None:
     is_new = not cell.speeds or cell.speeds[-1][0] != place
     if is_new and speed is not None and 0 < speed < math.inf:
         cell.speeds.append((place, speed))
-
-
-def _doing(state: CellState, phase: Phase | None) -> str | None:
-    """What a cell does that makes no steps yet, or that nobody can say it now."""
-    if not state.is_known:
-        return "Slurm does not answer"
-    is_named = phase and state.state == RUNNING and phase != Phase.TRAINING
-    return phase.value if phase and is_named else None
 
 
 def watch(run: Run) -> None:
