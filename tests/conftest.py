@@ -31,11 +31,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers: a file's tests stay together, and all on Slurm, one after another.
+    """Tests on Slurm come first: they mostly wait, so that others can run beside them.
 
-    Those mostly wait, and take longest: they come first, beside all others.
+    Several workers (`-n 3 --dist loadgroup`) get one test after another, in this order. Each that
+    needs the cluster starts its own.
     """
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
-    for item in items:
-        group = "slurm" if item.get_closest_marker("slurm") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
