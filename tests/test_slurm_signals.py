@@ -129,16 +129,29 @@ def test_told_to_stop_it_ends_at_a_checkpoint_and_goes_on_in_the_same_folder(
     assert "finished" in by_hand.status()
 
 
-def test_a_step_that_takes_too_long_is_requeued_all_the_same(by_hand: ByHand) -> None:
+@pytest.mark.parametrize(
+    ("saved", "state", "attempts"),
+    [
+        pytest.param(True, "COMPLETED", ["train", "end"], id="checkpoint"),
+        pytest.param(False, "RUNNING", ["train"], id="no-checkpoint"),
+    ],
+)
+def test_a_step_that_takes_too_long_is_requeued_where_a_checkpoint_is(
+    by_hand: ByHand, saved: bool, state: str, attempts: list[str]
+) -> None:
     text = (by_hand.checkout / "train_16b.sh").read_text()
     assert text.count("(sleep 225 && kill -0 $$ && scontrol requeue") == 1
     script = by_hand.checkout / "impatient.sh"
     script.write_text(text.replace("sleep 225", "sleep 1"))
     job = by_hand.submit("train end", script=script)
     by_hand.until_attempts(["train"])
+    if saved:
+        (by_hand.cell / "checkpoint" / "step-1").mkdir(parents=True)
     by_hand.slurm.run("scancel", "--batch", "--signal=USR1", job)
-    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}) == "COMPLETED", by_hand.log()
-    assert by_hand.attempts() == ["train", "end"]
+    # What must not be requeued has had the time for it.
+    time.sleep(5)
+    assert by_hand.slurm.wait(job, {state}) == state, by_hand.log()
+    assert by_hand.attempts() == attempts
 
 
 def test_a_job_that_cannot_be_requeued_says_how_to_go_on(by_hand: ByHand) -> None:

@@ -128,7 +128,8 @@ JOB=("${VENV}/bin/python" -m cookbook.job)
 stop_at_checkpoint() {
   INTERRUPTED=yes
   [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]] || touch "${COOKBOOK_ATTEMPT_DIR}/stop"
-  if ((RESTARTS < 10)); then
+  # Without a checkpoint, a job that started again would make the same steps again.
+  if ((RESTARTS < 10)) && compgen -G "${CELL_DIR}/checkpoint/step-*" >/dev/null; then
     (sleep 225 && kill -0 $$ && scontrol requeue "${SLURM_JOB_ID}") &
   fi
 }
