@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,8 +113,12 @@ def _fill_disk(run: Run, chance: random.Random) -> float:
 
 
 def _fill(path: Path, leave: int) -> None:
+    """Take all room but `leave` bytes, also while a save takes some of it."""
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(path.parent).free - leave)
+        while (room := shutil.disk_usage(path.parent).free - leave) > 0:
+            with suppress(OSError):  # by now less is free
+                os.posix_fallocate(file.fileno(), file.tell(), room)
+                file.seek(0, os.SEEK_END)
 
 
 SPOILING = frozenset({"checkpoint truncated", "metadata missing", "disk full in a save"})
