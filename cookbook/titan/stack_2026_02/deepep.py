@@ -6,6 +6,7 @@ DeepEP is not installed, and so does this one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_module
 from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
-from torchtitan.models.moe.moe import FeedForward, GroupedExperts
+from torchtitan.models.moe.moe import FeedForward
 from torchtitan.models.moe.moe_deepep import DeepEPMoE
 
 from cookbook.titan.any_stack.expert_groups import collect, plan_groups, spread
@@ -35,8 +36,8 @@ from cookbook.titan.stack_2026_02.deepep_exchange import (
 )
 
 
-class SendingExperts(GroupedExperts):
-    """TorchTitan's routed experts, which send for their tokens and send them back themselves.
+class SendingExperts(nn.Module):
+    """Routed experts, a class of its own before theirs, that fetch tokens and send them back.
 
     A layer's tokens come in one or more parts. While the experts compute one part, the next is sent
     to them and the last one back. One call takes all parts, so that FSDP gathers the weights once.
@@ -161,6 +162,11 @@ class SplitMoE(DeepEPMoE):
         return routed if out is None else out.view(mine.shape) + routed
 
 
+@functools.cache
+def _sending(experts: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Sending{experts.__name__}", (SendingExperts, experts), {})
+
+
 def correct(moe: Any, chunks: int) -> None:
     """Make these of a layer, its experts and shared experts: the instances alone, as FSDP does it.
 
@@ -169,6 +175,7 @@ def correct(moe: Any, chunks: int) -> None:
     """
     moe.__class__ = SplitMoE
     moe.cookbook_chunks = chunks
-    moe.experts.__class__ = SendingExperts
+    kind: Any = type(moe.experts)
+    moe.experts.__class__ = _sending(kind)
     if moe.shared_experts is not None:
         moe.shared_experts.__class__ = HalvedFeedForward
