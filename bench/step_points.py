@@ -31,6 +31,7 @@ class Point:
         group: which machine, and which run.
         cell: a cell of `bench/throughput_cells.py`, or a recipe.
         fitted: the fact that the point was used to fit; empty for one that was held out.
+        overlapped: measured with the code that computes beside DeepEP's exchanges.
         measured: tokens/s/GPU; None where it was not measured yet.
     """
 
@@ -43,6 +44,7 @@ class Point:
     precision: str = "bf16"
     ep_backend: str = "deepep"
     released: bool = False
+    overlapped: bool = True
     fitted: str = ""
     measured: float | None = None
     note: str = ""
@@ -74,7 +76,10 @@ def compare(points: list[Point]) -> Iterator[Comparison]:
     for point in points:
         cell = cell_of_point(point)
         views = count_views(cell)
-        yield Comparison(point, predict_step(cell, views, DOCUMENTS[point.documents]))
+        yield Comparison(
+            point,
+            predict_step(cell, views, DOCUMENTS[point.documents], overlapped=point.overlapped),
+        )
 
 
 def cell_of_point(point: Point) -> Cell:

@@ -58,6 +58,7 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     (BIG, {"model.flavor": "617B"}, {}, "model.flavor", "'617B'"),
     (BIG, {EP: 1}, {"ep_backend": "deepep"}, "", "deepep needs parallelism.expert_parallel_degree"),
     (SMALL, {TP: 2, ETP: 2}, {"ep_backend": "deepep"}, ETP, "DeepEP needs 1, found 2"),
+    (BIG, {"deepep.num_chunks": 0}, {}, "deepep.num_chunks", "found 0, allowed: 1 and up"),
     (
         SMALL,
         {"model.flavor": "236B", EP: 40, PP: 1},

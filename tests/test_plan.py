@@ -351,3 +351,18 @@ def test_nothing_that_fits_is_said(tmp_path: Path) -> None:
     )  # fmt: skip
     assert answer.status == 1
     assert "no layout fits" in answer.stdout
+
+
+def test_tokens_travel_between_nodes_in_parts() -> None:
+    base = cell_of("deepseek_v3_671b", {}, precision="mxfp8", ep_backend="deepep")
+    degree = "parallelism.expert_parallel_degree"
+    words = [f"{degree}=8,16", "parallelism.tensor_parallel_degree=1"]
+    words += ["parallelism.pipeline_parallel_degree=1", "training.local_batch_size=2"]
+    space = space_of(base, words, {}, {"precision": "mxfp8", "ep_backend": None})
+    chunks = {
+        (cell.ep_backend.name, cell.options[degree], cell.options["deepep.num_chunks"])
+        for cell in space.cells()
+    }
+    assert chunks == {("standard", 8, 1), ("standard", 16, 1), ("deepep", 8, 1), ("deepep", 16, 2)}
+    held = space_of(base, [*words, "deepep.num_chunks=4"], {}, {"precision": "mxfp8"})
+    assert {cell.options["deepep.num_chunks"] for cell in held.cells()} == {4}

@@ -118,7 +118,10 @@ def test_what_is_computed_again_takes_its_time() -> None:
         {**SELECTIVE, SAVES: ["attention"]},
         {MODE: "full"},
     ]
-    steps = [predict_step(with_options(cell, mode)) for mode in modes]
+    overlapped = [predict_step(with_options(cell, mode)).step_ms for mode in modes]
+    assert overlapped == sorted(set(overlapped))
+    # Where each exchange is waited for at once, what is sent hides under nothing that is repeated.
+    steps = [predict_step(with_options(cell, mode), overlapped=False) for mode in modes]
     times = [step.step_ms for step in steps]
     assert times == sorted(set(times))
     assert steps[0].recomputed_ms == 0
@@ -132,10 +135,28 @@ def test_what_is_computed_again_takes_its_time() -> None:
         **SELECTIVE,
         "activation_checkpoint.selective_ac_option": "2",
     }
-    half = predict_step(with_options(cell, every_second))
+    half = predict_step(with_options(cell, every_second), overlapped=False)
     assert half.recomputed_ms == pytest.approx(again[-1] / 2, rel=0.05)
     budget = with_options(cell, {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.5})
-    assert 0 < predict_step(budget).recomputed_ms < again[-1] / 2
+    assert 0 < predict_step(budget, overlapped=False).recomputed_ms < again[-1] / 2
+
+
+def test_deepep_waits_for_less_beside_compute() -> None:
+    cell = with_options(CELLS["fast"], FLASH)
+    waits = [
+        predict_step(with_options(cell, {"deepep.num_chunks": chunks})).terms_ms["EP, exposed"]
+        for chunks in (1, 2)
+    ]
+    at_once = predict_step(cell, overlapped=False).terms_ms["EP, exposed"]
+    assert 0 < waits[1] < 0.8 * waits[0] < 0.8 * 0.8 * at_once
+    # The recipe computes again, and under that the first gradients travel.
+    none = predict_step(with_options(cell, {MODE: "none", SAVES: []}))
+    assert waits[1] < none.terms_ms["EP, exposed"]
+    # In many chunks weights are read, and their gradients added, as often.
+    steps = [predict_step(with_options(cell, {"deepep.num_chunks": n})).step_ms for n in (2, 16)]
+    assert steps[0] < steps[1]
+    standard = cell_of("deepseek_v3_671b_fast", precision="mxfp8", ep_backend="standard")
+    assert predict_step(standard).terms_ms == predict_step(standard, overlapped=False).terms_ms
 
 
 def test_flexattention_ignores_what_the_list_says_of_attention() -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.titan
 DIM, EXPERTS, TOP_K, TOKENS = 32, 4, 2, 12
 
 
-def parallel_layer(tp: int) -> Any:
+def parallel_layer(tp: int, chunks: int = 1) -> Any:
     """A DeepEP layer over two ranks, by TorchTitan's plan and the cookbook's."""
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.moe.moe import MoEArgs, build_moe
@@ -45,7 +45,7 @@ def parallel_layer(tp: int) -> Any:
         "etp_mesh": None,
         "ep_etp_mesh": None,
     }
-    apply_moe_ep_tp(Precisions(False, False), model, use_deepep=True, **meshes)
+    apply_moe_ep_tp(Precisions(False, False), model, chunks=chunks, use_deepep=True, **meshes)
     return layer
 
 
@@ -69,11 +69,11 @@ def note_exchanges(done: list[str]) -> None:
     noted(utils.EventOverlap, "current_stream_wait", "wait")
 
 
-def order_of_work(recomputed: bool) -> tuple[list[str], bool]:
+def order_of_work(recomputed: bool, chunks: int = 1) -> tuple[list[str], bool]:
     """What one layer did, in order; and whether all gradients were there in the end."""
     from torch.utils.checkpoint import checkpoint
 
-    layer = parallel_layer(1)
+    layer = parallel_layer(1, chunks)
     done: list[str] = []
     note_exchanges(done)
     for name, half in (("w3", "first half"), ("w2", "second half")):
@@ -82,6 +82,16 @@ def order_of_work(recomputed: bool) -> tuple[list[str], bool]:
         linear.weight.register_post_accumulate_grad_hook(
             lambda _, half=half: done.append(f"gradients of the {half}")
         )
+    compute = layer.experts._compute
+    if chunks > 1:
+
+        def computed(*arrived: Any) -> Any:
+            done.append("experts")
+            out = compute(*arrived)
+            out.register_hook(lambda _: done.append("backward of the experts"))
+            return out
+
+        layer.experts._compute = computed
     layer.experts.w2.register_post_accumulate_grad_hook(
         lambda _: done.append("gradients of the experts")
     )
@@ -115,6 +125,25 @@ def test_a_recomputed_layer_sends_gradients_before_it_computes_again() -> None:
     for done, whole in run_ranks(order_of_work, 2, True):
         # Which ends where all is there that the backward reads.
         assert done == [*FORWARD, "backward", BACKWARD[0], *FORWARD[:4], *BACKWARD[1:]]
+        assert whole
+
+
+def test_one_chunk_computes_while_the_next_one_is_sent_and_the_last_one_back() -> None:
+    for done, whole in run_ranks(order_of_work, 2, False, 2):
+        assert done == [
+            "first half",
+            *("dispatch", "wait", "experts"),
+            # The second chunk is sent before the first one goes back, both under the experts.
+            *("dispatch", "wait", "combine", "experts", "combine"),
+            "second half",
+            *("wait", "wait"),
+            "backward",
+            *("dispatch", "dispatch", "gradients of the second half"),
+            *("wait", "backward of the experts", "wait", "combine"),
+            *("backward of the experts", "gradients of the experts", "combine"),
+            "gradients of the first half",
+            *("wait", "wait"),
+        ]
         assert whole
 
 

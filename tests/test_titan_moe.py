@@ -96,6 +96,7 @@ def run_layer(
     *,
     released: bool = False,
     compiled: bool = False,
+    chunks: int = 1,
 ) -> dict[str, torch.Tensor]:
     """What `reference` returns, from this rank's part of the layer and whole again."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -106,7 +107,7 @@ def run_layer(
     from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
 
     unquantized = Precisions(dispatch_forward=False, combine_backward=False)
-    corrected = partial(apply_moe_ep_tp, unquantized)
+    corrected = partial(apply_moe_ep_tp, unquantized, chunks=chunks)
     dims = ParallelDims(
         dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=RANKS, etp=1, world_size=RANKS
     )
@@ -190,6 +191,17 @@ def test_layer_matches_plain_pytorch_when_compiled(moe_impl: str) -> None:
     expected = reference(False, False)
     layer = partial(run_layer, compiled=True)
     for found in run_ranks(layer, RANKS, moe_impl, TP, False, False):
+        for name, difference in worst(found, expected).items():
+            assert difference < 2e-6, name
+
+
+# 3 parts of 24 or 12 tokens, 5 of which the parts are not of one length, 13 of which one is empty.
+@pytest.mark.parametrize("chunks", [3, 5, 13])
+@pytest.mark.parametrize("tp", [1, TP])
+def test_a_layer_in_chunks_is_the_same_layer(tp: int, chunks: int) -> None:
+    expected = reference(False, False)
+    layer = partial(run_layer, chunks=chunks)
+    for found in run_ranks(layer, RANKS, "deepep", tp, False, False):
         for name, difference in worst(found, expected).items():
             assert difference < 2e-6, name
 

@@ -60,6 +60,12 @@ def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any
     [
         pytest.param(2, (*EP2, *DEEPEP), "communication and grouped_mm", id="deepep"),
         pytest.param(4, (*EP4, *TP2, *DEEPEP), "communication and grouped_mm", id="deepep, tp 2"),
+        pytest.param(
+            2,
+            (*EP2, *DEEPEP, "--deepep.num_chunks=2"),
+            "communication and grouped_mm",
+            id="deepep in chunks",
+        ),
         pytest.param(4, (*EP2, *PP2), "communication and grouped_mm", id="standard, pp 2"),
     ],
 )

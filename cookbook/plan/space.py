@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError, unknown_name
-from cookbook.cells.cell import ATTENTION, NUM_CHUNKS, SAVE_LIST, Cell
+from cookbook.cells.cell import ATTENTION, EP_CHUNKS, NUM_CHUNKS, SAVE_LIST, Cell
 from cookbook.cells.layout import DEGREES
 from cookbook.cells.overlay import load_overlay
 from cookbook.cells.resolve import lay_out
@@ -70,6 +70,7 @@ class Space:
             start = self._with_overlays(*pair)
             seen = set()
             for chosen in self._combinations():
+                chosen |= self._chunks(start, chosen)
                 settings = {name: Setting(value, "plan") for name, value in chosen.items()}
                 key = tuple(sorted((name, str(value)) for name, value in chosen.items()))
                 if key in seen:
@@ -124,6 +125,13 @@ class Space:
         others |= self._means()
         for way, values in itertools.product(ways, itertools.product(*others.values())):
             yield {**chosen, **way, **dict(zip(others, values, strict=True))}
+
+    def _chunks(self, start: Cell, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Between nodes experts compute beside what DeepEP sends; within one it is soon done."""
+        between_nodes = chosen[DEGREES["ep"]] > start.cluster.ranks_per_node
+        if EP_CHUNKS in self.varied or not start.uses_deepep:
+            return {}
+        return {EP_CHUNKS: max(start.options[EP_CHUNKS], 2) if between_nodes else 1}
 
     def _means(self) -> dict[str, list[Any]]:
         """What always pays where it can be had (docs/performance.md): one value each."""

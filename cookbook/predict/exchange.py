@@ -36,6 +36,13 @@ class Links:
             first = self._all_to_all_ms(group.all_to_all(elements * MXFP8_BYTES))
         return first + plain, first + plain
 
+    def deepep_chunk_ms(self, view: Mapping[str, Any], chunks: int) -> float:
+        """One exchange of one of a layer's `chunks`, where DeepEP sends."""
+        layout, latency_ms = self.cell.layout, self.hardware.deepep_latency_ms
+        group = Group.of(layout.ep, layout.etp, self.cell.cluster.ranks_per_node)
+        whole_ms = self._deepep_ms(deepep_traffic(self.cell, view, self.shapes, group))
+        return latency_ms + (whole_ms - latency_ms) / chunks
+
     def tensor_exchange_ms(self) -> float:
         """One all-gather or reduce-scatter of the hidden states over TP."""
         s, layout = self.shapes, self.cell.layout

@@ -43,6 +43,7 @@ class Hardware:
     flash_attention_4_waste_tokens: float
     deepep_latency_ms: float
     deepep_nvlink_gb_per_s: float
+    compute_beside_deepep_share: float
     all_to_all_latency_ms: float
     all_to_all_nvlink_share: float
     scatter_add_gb_per_s: float

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cells.cell import Cell
+from cookbook.cells.cell import EP_CHUNKS, Cell
 from cookbook.predict.hardware import Hardware
 from cookbook.predict.shapes import Shapes
 
@@ -64,6 +64,11 @@ class Kernels:
         """Whether TorchTitan runs as it was released, without the cookbook's corrections."""
         return self.cell.hooks != self.cell.options.stack.hooks
 
+    @property
+    def chunks(self) -> int:
+        """Into how many parts a layer of routed experts cuts its tokens."""
+        return int(self.cell.options[EP_CHUNKS])
+
     def attention_products(self) -> Iterator[Product]:
         """The projections around attention."""
         s = self.shapes
@@ -108,11 +113,28 @@ class Kernels:
             found.append(self._product(one, DENSE, quantized, backward))
         return add(*found)
 
+    def shared_halves_ms(self, backward: bool) -> tuple[float, float]:
+        """The shared experts: what computes before the routed ones in the forward, and behind."""
+        found = [
+            sum(self.dense([one], backward).values())
+            for one in self.feed_forward_products(moe=True)
+            if one.module.startswith("moe.shared_experts")
+        ]
+        return sum(found[:2]), sum(found[2:])
+
     def experts(self, backward: bool) -> Terms:
-        """Grouped GEMMs."""
+        """Grouped GEMMs, in as many chunks as the layer cuts its tokens into."""
         active = self.cell.precision.declares("grouped_gemms")
         kind = None if active == "bf16" or self.cell.emulated else active
-        return add(*(self._product(p, GROUPED, kind, backward) for p in self.expert_products()))
+        terms = add(*(self._product(p, GROUPED, kind, backward) for p in self.expert_products()))
+        if backward and self.chunks > 1:
+            # The gradients of the weights, one chunk's added to another's.
+            weights = sum(
+                one.columns * one.inner * self._groups(one) for one in self.expert_products()
+            )
+            added = 3.0 * self.shapes.act * weights * (self.chunks - 1)
+            terms = add(terms, {POINTWISE: self.bytes_ms(added)})
+        return terms
 
     def _quantized_linear(self, module: str) -> str | None:
         """The format of a linear layer, None for BF16."""
@@ -133,6 +155,9 @@ class Kernels:
         flops = 2.0 * one.rows * one.columns * one.inner
         inputs, outputs = one.rows * one.inner, one.rows * one.columns
         weights = one.columns * one.inner * self._groups(one)
+        if kind == GROUPED:
+            # Read, and quantized, for each chunk.
+            weights *= self.chunks
         share = hw.grouped_gemm_share if kind == GROUPED else hw.dense_gemm_share
         slow = hw.bf16_peak_tflops * share * 1e9
         fast = hw.fp8_peak_tflops * hw.fp8_gemm_share * 1e9

@@ -18,6 +18,7 @@ from cookbook.predict.kernels import (
     add,
     scaled,
 )
+from cookbook.predict.overlap import RoutedLayer
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _SENT = (EP, TP)
@@ -28,8 +29,20 @@ _TP_EXCHANGES = 4
 class LayerTimes:
     """The times of a cell's layers; all layers of a kind take the same."""
 
-    def __init__(self, cell: Cell, kernels: Kernels, links: Links, view: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        kernels: Kernels,
+        links: Links,
+        view: Mapping[str, Any],
+        overlapped: bool = True,
+    ) -> None:
         self._cell, self._kernels, self._links = cell, kernels, links
+        self._view = view
+        shapes = kernels.shapes
+        self._overlapped = (
+            overlapped and shapes.deepep and shapes.ep > 1 and not kernels.is_released
+        )
         self._exchange_ms = links.expert_exchanges_ms(view)
         self._tensor_ms = links.tensor_exchange_ms()
         # One layer of each kind, dense and with routed experts.
@@ -46,16 +59,33 @@ class LayerTimes:
             {TP: _TP_EXCHANGES * self._tensor_ms},
         ]
         if moe:
-            terms += [k.experts(False), k.move_rows(False), {EP: self._exchange_ms[0]}]
+            terms += [k.experts(False), k.move_rows(False), {EP: self._sent_ms(False)}]
             terms.append({HOST: self._host_ms()})
         return add(*terms)
+
+    def _sent_ms(self, backward: bool, before_ms: float = 0.0) -> float:
+        """What a layer waits for its exchanges, and what its compute loses beside them.
+
+        Args:
+            before_ms: what a backward computes again while the first gradients are sent.
+        """
+        if not self._overlapped:
+            return self._exchange_ms[backward]
+        k = self._kernels
+        experts_ms = sum(add(k.experts(backward), k.move_rows(backward)).values())
+        chunk_ms = self._links.deepep_chunk_ms(self._view, k.chunks)
+        first_ms, second_ms = k.shared_halves_ms(backward)
+        layer = RoutedLayer(chunk_ms, experts_ms, first_ms, second_ms, k.chunks)
+        wait_ms = layer.backward_wait_ms(before_ms) if backward else layer.forward_wait_ms()
+        hidden_ms = 2 * k.chunks * chunk_ms - wait_ms
+        return wait_ms + hidden_ms * (1 / k.hardware.compute_beside_deepep_share - 1)
 
     def _host_ms(self) -> float:
         """The GPU waits for the host to learn how many rows came."""
         return self._kernels.hardware.host_ms_per_routed_layer if self._cell.layout.ep > 1 else 0.0
 
     def _count_backward(self, moe: bool) -> Terms:
-        """The forward kept everything."""
+        """Without what is computed again."""
         k = self._kernels
         terms = [
             k.dense(k.attention_products(), True),
@@ -65,8 +95,18 @@ class LayerTimes:
             {TP: _TP_EXCHANGES * self._tensor_ms},
         ]
         if moe:
-            terms += [k.experts(True), k.move_rows(True), {EP: self._exchange_ms[1]}]
+            terms += [k.experts(True), k.move_rows(True)]
         return add(*terms)
+
+    def _backward_of(self, moe: bool, recomputed: bool) -> Terms:
+        """With all that is computed and sent again."""
+        again = self.again(moe, recomputed)
+        if not moe:
+            return add(self._backward[moe], again)
+        # The first gradients are sent before the forward is computed again, which is all at once.
+        whole = recomputed and self._cell.options["activation_checkpoint.mode"] != "memory_budget"
+        before_ms = _computed(again) if whole else 0.0
+        return add(self._backward[moe], again, {EP: self._sent_ms(True, before_ms)})
 
     def again(self, moe: bool, recomputed: bool) -> Terms:
         """What the backward computes and sends again of the forward."""
@@ -98,8 +138,7 @@ class LayerTimes:
         forward, backward = [], []
         for layer in part["layers"]:
             forward.append(self._forward[layer["moe"]])
-            backward.append(self._backward[layer["moe"]])
-            backward.append(self.again(layer["moe"], layer["recomputed"]))
+            backward.append(self._backward_of(layer["moe"], layer["recomputed"]))
         if part["head"]:
             k = self._kernels
             forward += [k.dense(k.head_products(), False), k.loss(), {TP: self._tensor_ms}]
@@ -118,8 +157,7 @@ class LayerTimes:
     def compute_ms(self, layer: Mapping[str, Any]) -> tuple[float, float]:
         """What a layer computes, forward and backward, without what it sends."""
         moe = layer["moe"]
-        again = self.again(moe, layer["recomputed"])
-        backward = _computed(self._backward[moe]) + _computed(again)
+        backward = _computed(self._backward_of(moe, layer["recomputed"]))
         return _computed(self._forward[moe]), backward
 
     def kept_gradients_ms(self, view: Mapping[str, Any]) -> float:

@@ -77,6 +77,7 @@ def predict_step(
     views: Sequence[Mapping[str, Any]] | None = None,
     documents: Documents | None = None,
     hardware: Hardware | None = None,
+    overlapped: bool = True,
 ) -> StepTime:
     """The step of a cell.
 
@@ -84,6 +85,7 @@ def predict_step(
         views: of the first rank of every pipeline stage; counted where None.
         documents: those of the cell's dataset where None.
         hardware: that of the cell's GPU where None.
+        overlapped: whether a DeepEP layer computes beside its exchanges, as it does today.
 
     Raises:
         InputError: something that the model does not know; nothing is guessed.
@@ -101,7 +103,7 @@ def predict_step(
     )
     kernels = Kernels(cell, hardware, shapes, attended)
     links = Links(cell, hardware, shapes)
-    times = LayerTimes(cell, kernels, links, views[0])
+    times = LayerTimes(cell, kernels, links, views[0], overlapped)
     _refuse_small(cell, times, hardware)
     rounds = views[0]["gradient_accumulation_steps"]
     worked, again, rank, bubble = _worked(views, times, links)

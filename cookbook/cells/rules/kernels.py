@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cookbook.cells.cell import NUM_CHUNKS, SAVE_LIST, Cell
+from cookbook.cells.cell import EP_CHUNKS, NUM_CHUNKS, SAVE_LIST, Cell
 from cookbook.cells.finding import ERROR, Finding
 from cookbook.cells.layout import DEGREES
 from cookbook.cells.rules.layout import DEEPEP_SIZES
@@ -78,8 +78,8 @@ def hooks_are_on(cell: Cell) -> Iterator[Finding]:
             "DeepEP under TP counts every token once for each TP rank where it is not corrected"
         )
         yield Finding(ERROR, "hooks_are_on", _CUSTOM_IMPORT, reason, remedy, reference)
-    for name in (NUM_CHUNKS, SAVE_LIST):
-        if cell.options[name]:
+    for name, default in ((NUM_CHUNKS, 0), (EP_CHUNKS, 1), (SAVE_LIST, [])):
+        if cell.options[name] != default:
             yield Finding(
                 ERROR,
                 "hooks_are_on",

@@ -33,6 +33,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "optimizer.beta2": (0, 1),
     "activation_checkpoint.memory_budget": (0, 1),
     "loss.num_chunks": (0, math.inf),
+    "deepep.num_chunks": (1, math.inf),
     "debug.seed": (0, 2**63 - 1),
 }
 

@@ -6,18 +6,20 @@ DeepEP is not installed, and so does this one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.models.moe.moe_deepep import DeepEPMoE
 
-from cookbook.titan.any_stack.expert_groups import GroupPlan, collect, plan_groups, spread
+from cookbook.titan.any_stack.expert_groups import collect, plan_groups, spread
 from cookbook.titan.any_stack.token_split import (
     Share,
     gather_sequence,
@@ -26,7 +28,6 @@ from cookbook.titan.any_stack.token_split import (
 )
 from cookbook.titan.stack_2026_02 import activity
 from cookbook.titan.stack_2026_02.deepep_exchange import (
-    Exchange,
     Routing,
     arrive,
     combine,
@@ -35,35 +36,56 @@ from cookbook.titan.stack_2026_02.deepep_exchange import (
 )
 
 
-class PaddedExpertParallel(DeepEPExpertParallel):
-    """TorchTitan's DeepEP expert parallelism, with expert groups padded for the grouped GEMMs.
+class SendingExperts(nn.Module):
+    """Routed experts, a class of its own before theirs, that fetch tokens and send them back.
 
-    The experts' input is (rows, Routing), and nothing that FSDP, which stands before this, would
-    cast: DeepEP no longer waits for that.
+    A layer's tokens come in one or more parts. While the experts compute one part, the next is sent
+    to them and the last one back. One call takes all parts, so that FSDP gathers the weights once.
+    Its inputs are nothing that FSDP, which stands before this, would cast, and DeepEP wait for.
+    Expert groups are padded for the grouped GEMMs.
     """
 
-    _state: tuple[Exchange, GroupPlan, torch.Tensor | None] | None
+    cookbook_group: ProcessGroup
+    cookbook_score_before_experts: bool
 
-    def _token_dispatch(
-        self, mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        routing: Routing
-        rows, routing = inputs
-        received, experts, scores, counts = dispatch(rows, routing, device_mesh.get_group())
-        plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
-        before, after = (scores, None) if self.score_before_experts else (None, scores)
-        self._state = routing.exchange, plan, after
-        activity.dispatches.add("deepep")
-        activity.corrections.add("deepep-padded-groups")
-        return spread(received, before, plan), plan.sizes
+    def forward(
+        self, rows: tuple[torch.Tensor, ...], routings: tuple[Routing, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """For each part what `combine` returns for its (tokens, features)."""
+        returned: list[torch.Tensor] = []
+        computed: torch.Tensor | None = None
+        for index, (part, routing) in enumerate(zip(rows, routings, strict=True)):
+            # Before the last part is sent back, which this one would have to wait for. The host
+            # waits for DeepEP's counts while the GPU computes the last part.
+            arrived = dispatch(part, routing, self.cookbook_group)
+            activity.dispatches.add("deepep")
+            if computed is not None:
+                returned.append(combine(computed, routings[index - 1].exchange))
+            computed = self._compute(*arrived)
+        assert computed is not None
+        return *returned, combine(computed, routings[-1].exchange)
 
-    def _token_combine(
-        self, mod: nn.Module, routed_output: torch.Tensor, device_mesh: DeviceMesh
+    def _compute(
+        self, rows: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, counts: list[int]
     ) -> torch.Tensor:
-        state, self._state = self._state, None
-        assert state is not None
-        exchange, plan, scores = state
-        return combine(collect(routed_output, scores, plan), exchange)
+        """The experts' outputs for rows that arrived, summed for each row over its experts."""
+        plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
+        activity.corrections.add("deepep-padded-groups")
+        before, after = scores, None
+        if not self.cookbook_score_before_experts:
+            before, after = after, before
+        out = super().forward(spread(rows, before, plan), plan.sizes)
+        return collect(out, after, plan)
+
+
+class ChunkedExpertParallel(DeepEPExpertParallel):
+    """TorchTitan's DeepEP expert parallelism, for `SendingExperts`."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts: Any = module
+        experts.cookbook_group = device_mesh.get_group()
+        experts.cookbook_score_before_experts = self.score_before_experts
+        return distribute_module(module, device_mesh, partition_fn=self._partition_fn)
 
 
 class HalvedFeedForward(FeedForward):
@@ -82,11 +104,21 @@ class HalvedFeedForward(FeedForward):
         return self.w2(nn.functional.silu(gate) * up)
 
 
+def cut(values: torch.Tensor, chunks: int) -> tuple[torch.Tensor, ...]:
+    """Parts of (tokens, ...) of almost the same length; their gradients are put together once."""
+    if chunks == 1:
+        return (values,)
+    least, more = divmod(len(values), chunks)
+    return values.split([least + (index < more) for index in range(chunks)])
+
+
 class SplitMoE(DeepEPMoE):
     """TorchTitan's DeepEP layer, which sends each token from one TP rank only.
 
-    Its shared experts are `HalvedFeedForward`.
+    Its experts are `SendingExperts`, its shared experts `HalvedFeedForward`.
     """
+
+    cookbook_chunks: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output for this rank's tokens.
@@ -112,20 +144,38 @@ class SplitMoE(DeepEPMoE):
             top_scores, experts = take_share(top_scores, share), take_share(experts, share)
             activity.corrections.add("deepep-tokens-split-over-tp")
 
-        rows = mine.reshape(-1, features)
-        rows, routing = leave(rows, top_scores, experts, self.experts.num_experts)
+        sent = (mine.reshape(-1, features), top_scores, experts)
+        parts = zip(*(cut(values, self.cookbook_chunks) for values in sent), strict=True)
+        count = self.experts.num_experts
+        left = [leave(part, scores, chosen, count) for part, scores, chosen in parts]
+        rows, routings = zip(*left, strict=True)
         shared = self.shared_experts
         halves = None if shared is None else shared(tokens)
-        routed = self.experts(rows, routing)
+        returned = self.experts(rows, routings)
         out = None if shared is None else shared(halves=halves)
         if out is not None and tp_mesh is not None:
             out = sum_to_shares(out.view(whole.shape), tp_mesh)
-        routed = arrive(routed, routing.exchange).view(mine.shape)
+        arrived = [
+            arrive(part, routing.exchange) for part, routing in zip(returned, routings, strict=True)
+        ]
+        routed = (arrived[0] if len(arrived) == 1 else torch.cat(arrived)).view(mine.shape)
         return routed if out is None else out.view(mine.shape) + routed
 
 
-def correct(moe: Any) -> None:
-    """Make these of a layer and its shared experts: the instances alone, as FSDP does it."""
+@functools.cache
+def _sending(experts: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Sending{experts.__name__}", (SendingExperts, experts), {})
+
+
+def correct(moe: Any, chunks: int) -> None:
+    """Make these of a layer, its experts and shared experts: the instances alone, as FSDP does it.
+
+    Args:
+        chunks: into how many parts the layer cuts its tokens.
+    """
     moe.__class__ = SplitMoE
+    moe.cookbook_chunks = chunks
+    kind: Any = type(moe.experts)
+    moe.experts.__class__ = _sending(kind)
     if moe.shared_experts is not None:
         moe.shared_experts.__class__ = HalvedFeedForward

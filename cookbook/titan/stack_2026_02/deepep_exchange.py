@@ -15,7 +15,8 @@ experts lies between them:
 
 The first half is in the queue of the GPU before the host waits for DeepEP's counts. In the backward
 autograd runs the node first that was made last, which is this order from below. Another order would
-cost time and nothing else: whoever reads what was sent has waited for it.
+cost time and nothing else: whoever reads what was sent has waited for it. Where the tokens are cut
+into parts, each has its own exchange, and the experts lie between: `deepep.py` has that order.
 """
 
 from __future__ import annotations

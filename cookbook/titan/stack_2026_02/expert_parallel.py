@@ -140,12 +140,18 @@ def _correct_gradients(layers: list[Any], tp_mesh: DeviceMesh) -> None:
 
 
 def apply_moe_ep_tp(
-    precisions: Precisions, model: nn.Module, *, use_deepep: bool = False, **options: Any
+    precisions: Precisions,
+    model: nn.Module,
+    *,
+    chunks: int = 1,
+    use_deepep: bool = False,
+    **options: Any,
 ) -> None:
     """Parallelize the MoE layers of `model` as TorchTitan does, corrected.
 
     Args:
         precisions: of the standard backend's two exchanges.
+        chunks: into how many parts a DeepEP layer cuts its tokens.
         options: TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on.
     """
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
@@ -161,11 +167,11 @@ def apply_moe_ep_tp(
         names["ExpertParallel"] = partial(QuantizedExpertParallel, precisions)
     if use_deepep:
         # Importable only where DeepEP is installed.
-        from cookbook.titan.stack_2026_02.deepep import PaddedExpertParallel, correct
+        from cookbook.titan.stack_2026_02.deepep import ChunkedExpertParallel, correct
 
-        names["DeepEPExpertParallel"] = PaddedExpertParallel
+        names["DeepEPExpertParallel"] = ChunkedExpertParallel
         for moe in layers:
-            correct(moe)
+            correct(moe, chunks)
     # No door: TorchTitan's function makes its plan of classes that it looks up by these names. It
     # is used by other model families too, so that they get their own names back.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():

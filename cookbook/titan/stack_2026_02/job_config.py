@@ -70,6 +70,13 @@ class Loss:
 
 
 @dataclass
+class DeepEP:
+    num_chunks: int = 1
+    """Into how many parts an MoE layer cuts its tokens: while the experts compute one part, the
+    next is sent to them and the last one back. 1 sends all at once."""
+
+
+@dataclass
 class Parallelism:
     expert_parallel_a2a_dispatch_fwd_precision: Literal["default", "mxfp8"] = "default"
     """Precision of the tokens that the standard all-to-all sends to the experts in the forward."""
@@ -130,6 +137,9 @@ class JobConfig:
 
     loss: Loss = field(default_factory=Loss)
     """How the loss is computed; later TorchTitan has this section too."""
+
+    deepep: DeepEP = field(default_factory=DeepEP)
+    """For the EP backend `deepep` alone."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     """What the cookbook adds to `parallelism`."""

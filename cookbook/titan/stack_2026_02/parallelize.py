@@ -27,7 +27,11 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     # No door: TorchTitan calls these functions by their names, the first after the TP of the other
     # layers, the second before compile and FSDP wrap the layers.
     names: dict[str, Any] = {
-        "apply_moe_ep_tp": partial(apply_moe_ep_tp, Precisions.of(job_config)),
+        "apply_moe_ep_tp": partial(
+            apply_moe_ep_tp,
+            Precisions.of(job_config),
+            chunks=job_config.deepep.num_chunks,
+        ),
         "apply_ac": partial(apply_ac, job_config.activation_checkpoint.op_sac_save_list),
     }
     if job_config.loss.num_chunks:

@@ -46,7 +46,8 @@ def exchange_of(
     backend = "mxfp8_a2a" if precisions.any else model_args.moe_impl
 
     def compare() -> Iterator[Error]:
-        return _compare(shape, precisions, dims, model_args, device)
+        chunks = job_config.deepep.num_chunks
+        return _compare(shape, precisions, chunks, dims, model_args, device)
 
     instead = "deepep" if backend == "standard" else "standard"
     yield Use(
@@ -59,7 +60,12 @@ def exchange_of(
 
 
 def _compare(
-    shape: ExchangeShape, precisions: Precisions, dims: ParallelDims, model_args: Any, device: str
+    shape: ExchangeShape,
+    precisions: Precisions,
+    chunks: int,
+    dims: ParallelDims,
+    model_args: Any,
+    device: str,
 ) -> Iterator[Error]:
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     assert ep_mesh is not None
@@ -75,6 +81,7 @@ def _compare(
         ep_mesh=ep_mesh,
         etp_mesh=None,
         ep_etp_mesh=None,
+        chunks=chunks,
         use_deepep=model_args.moe_impl == "deepep",
     )
     share = None if tp_mesh is None else Share.of_mesh(shape.length, tp_mesh)
