@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cookbook.base.errors import InputError
@@ -26,9 +27,11 @@ from cookbook.log.curve import CurveStep, collect_steps
 from cookbook.log.failure import find_reason
 from cookbook.log.history import collect_history
 from cookbook.log.lines import StepMetrics, read_active, read_peak_memory
+from cookbook.log.router_load import LoadStep, collect_router_load
 from cookbook.results.against import against_baseline
 from cookbook.results.cost import cost_per_billion_tokens, gpu_hours
 from cookbook.results.expected import expected_step
+from cookbook.results.load import summarize_load
 from cookbook.results.result import CellSetting, Result, RunResults
 from cookbook.results.speed import measure, measured_steps
 from cookbook.run.folder import Attempt, CellFolder
@@ -48,14 +51,18 @@ def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
     cells: list[Result] = []
     settings: dict[str, CellSetting] = {}
     curves: dict[str, list[CurveStep]] = {}
+    loads: dict[str, list[LoadStep]] = {}
     for folder in run.cells:
         record, problem = _read(folder)
         curve = collect_steps(folder, record)
         state = known[folder.name]
-        cells.append(_result(folder, record, problem, state, curve))
+        load = collect_router_load(folder)
+        result = _result(folder, record, problem, state, curve)
+        cells.append(replace(result, router_load=summarize_load(load)))
+        loads[folder.name] = load
         settings[folder.name] = _setting(record, curve, run.record.baseline)
         curves[folder.name] = curve
-    return against_baseline(RunResults(run.record, tuple(cells), settings, curves))
+    return against_baseline(RunResults(run.record, tuple(cells), settings, curves, loads))
 
 
 def _result(
