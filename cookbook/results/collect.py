@@ -124,6 +124,7 @@ def _result(
         else None,
         predicted_largest=expected.largest if expected else None,
         history=collect_history(folder, record),
+        profiled=any(_was_profiled(record, attempt) for attempt in attempts),
     )
 
 
@@ -167,6 +168,12 @@ def _read_attempt_active(attempt: Attempt) -> dict[str, Any] | None:
         return active or read_json(attempt.environment)
     except InputError:
         return None
+
+
+def _was_profiled(record: CellRecord, attempt: Attempt) -> bool:
+    asked = record.as_of(attempt.number).options.get("profiling.enable_profiling") is True
+    # An sbatch line may have turned it on, behind the script's name.
+    return asked or attempt.traces.is_dir()
 
 
 def _non_finite(steps: Sequence[StepMetrics]) -> str | None:

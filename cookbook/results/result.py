@@ -81,6 +81,8 @@ class Result:
     """The term of the predicted step that takes most."""
     router_load: LoadSummary | None = None
     """How even the router's load was at the end; None where it was not logged."""
+    profiled: bool = False
+    """Whether TorchTitan's profiler was on in one of its attempts, which slows it down."""
     repeats: tuple[Repeat, ...] = ()
     """The runs behind these figures, in order, where the sweep repeats its cells."""
 
