@@ -176,7 +176,7 @@ def read_log(path: Path, rank: int | None = None) -> Iterator[StepMetrics]:
     wanted = b"step:" if rank is None else b"[rank%d]:" % rank
     for block in blocks(path):
         for line in lines_with(block, wanted):
-            metrics = _parse_bytes(line, rank)
+            metrics = parse_bytes(line, rank)
             if metrics is not None:
                 yield metrics
 
@@ -189,7 +189,7 @@ def recent_steps(path: Path, rank: int | None, num: int) -> list[StepMetrics]:
             end = file.seek(0, 2)
             for block in blocks_backwards(file, max(0, end - _RECENT_BYTES), end):
                 lines = lines_with(block, b"step:")
-                found[:0] = filter(None, (_parse_bytes(line, rank) for line in lines))
+                found[:0] = filter(None, (parse_bytes(line, rank) for line in lines))
     except OSError:
         return []
     return found[-num:]
@@ -197,23 +197,29 @@ def recent_steps(path: Path, rank: int | None, num: int) -> list[StepMetrics]:
 
 def read_peak_memory(paths: Iterable[Path]) -> float | None:
     """The most GiB that any metrics line of these logs shows, over all ranks and steps."""
-    peak = 0.0
-    for path in paths:
-        for block in blocks(path):
-            # A set first: peaks repeat from step to step, so few of them are left to convert.
-            values = (_number(value.decode()) for value in set(_PEAK_MEMORY.findall(block)))
-            peak = max(peak, max((value or 0.0 for value in values), default=0.0))
+    peaks = (memory_in(block) for path in paths for block in blocks(path))
     # TorchTitan prints -0.00GiB where the device has no memory statistics.
-    return peak or None
+    return max(peaks, default=0.0) or None
+
+
+def memory_in(block: bytes) -> float:
+    """The most GiB that any metrics line of a block shows; 0 where none does."""
+    # A set first: peaks repeat from step to step, so few of them are left to convert.
+    values = (_number(value.decode()) for value in set(_PEAK_MEMORY.findall(block)))
+    return max((value or 0.0 for value in values), default=0.0)
 
 
 def read_active(path: Path) -> dict[str, Any] | None:
     """What the training process said was active (`cookbook active: {...}`), newest line."""
-    active = None
-    for block in blocks(path):
-        for line in lines_with(block, _ACTIVE.encode()):
-            active = parse_active(line.decode("utf-8", "replace")) or active
-    return active
+    found = [active for block in blocks(path) if (active := active_in(block))]
+    return found[-1] if found else None
+
+
+def active_in(block: bytes) -> dict[str, Any] | None:
+    """The same of a block."""
+    lines = lines_with(block, _ACTIVE.encode())
+    found = [active for line in lines if (active := parse_active(line.decode("utf-8", "replace")))]
+    return found[-1] if found else None
 
 
 def parse_active(line: str) -> dict[str, Any] | None:
@@ -246,14 +252,14 @@ def _last_step(block: bytes, rank: int | None) -> tuple[StepMetrics | None, int]
         start = block.rfind(b"\n", 0, found) + 1
         line_end = block.find(b"\n", found)
         if line_end - start <= MAX_LINE_BYTES:
-            metrics = _parse_bytes(block[start:line_end], rank)
+            metrics = parse_bytes(block[start:line_end], rank)
             if metrics is not None:
                 return metrics, line_end
         end = start
     return None, 0
 
 
-def _parse_bytes(line: bytes, rank: int | None) -> StepMetrics | None:
+def parse_bytes(line: bytes, rank: int | None) -> StepMetrics | None:
     """The metrics of a line, if it is one of `rank`; substring tests first, since few lines are."""
     if b"step:" not in line or b"loss:" not in line:
         return None
