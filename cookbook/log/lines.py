@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,9 +30,6 @@ _NUMBER = re.compile(
     r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|[-+]?(?:nan|inf)"
 )
 _MAX_NUMBER_CHARACTERS = 40
-# Starts with literal text, which makes the search five times faster than a word boundary would;
-# besides, a colour's `m` stands right before the key.
-_PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
 # The line as TorchTitan 0.2.2 and 0.3.0 print it, read four times faster than key by key. What
 # does not match to the letter is read by `parse_line`, which says the same of what does.
 _COLOUR = rb"(?:\x1b\[[0-9;]*m)?"
@@ -146,7 +143,7 @@ def parse_line(line: str) -> StepMetrics | None:
     metrics, was_cut = _metrics_text(text[found.end() :], ranks[-1] if ranks else None)
     values: dict[str, float | None] = {}
     for key, value in _KEY_VALUE.findall(metrics):
-        values.setdefault(key, _number(value.removesuffix("%")))
+        values.setdefault(key, read_number(value.removesuffix("%")))
     loss = values.get("loss")
     if loss is None:
         return None
@@ -159,8 +156,8 @@ def parse_line(line: str) -> StepMetrics | None:
         step=int(found.group(1)),
         loss=loss,
         grad_norm=values.get("grad_norm"),
-        memory_gib=_number(memory.group(1)) if memory else None,
-        memory_percent=_number(memory.group(2)) if memory and memory.group(2) else None,
+        memory_gib=read_number(memory.group(1)) if memory else None,
+        memory_percent=read_number(memory.group(2)) if memory and memory.group(2) else None,
         tokens_per_second=values.get("tps"),
         tflops=values.get("tflops"),
         mfu=values.get("mfu"),
@@ -193,20 +190,6 @@ def recent_steps(path: Path, rank: int | None, num: int) -> list[StepMetrics]:
     except OSError:
         return []
     return found[-num:]
-
-
-def read_peak_memory(paths: Iterable[Path]) -> float | None:
-    """The most GiB that any metrics line of these logs shows, over all ranks and steps."""
-    peaks = (memory_in(block) for path in paths for block in blocks(path))
-    # TorchTitan prints -0.00GiB where the device has no memory statistics.
-    return max(peaks, default=0.0) or None
-
-
-def memory_in(block: bytes) -> float:
-    """The most GiB that any metrics line of a block shows; 0 where none does."""
-    # A set first: peaks repeat from step to step, so few of them are left to convert.
-    values = (_number(value.decode()) for value in set(_PEAK_MEMORY.findall(block)))
-    return max((value or 0.0 for value in values), default=0.0)
 
 
 def read_active(path: Path) -> dict[str, Any] | None:
@@ -294,7 +277,8 @@ def _metrics_text(text: str, rank: str | None) -> tuple[str, bool]:
     return (text[: other.start()], True) if other else (text, False)
 
 
-def _number(text: str) -> float | None:
+def read_number(text: str) -> float | None:
+    """A value as a metrics line prints it; None for what is none."""
     if len(text) > _MAX_NUMBER_CHARACTERS or not _NUMBER.fullmatch(text):
         return None
     return float(text.replace(",", ""))

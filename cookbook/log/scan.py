@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cookbook.log.lines import StepMetrics, active_in, memory_in, parse_bytes
+from cookbook.log.lines import StepMetrics, active_in, parse_bytes
+from cookbook.log.memory import note_memory
 from cookbook.log.text import blocks, lines_with
 
 _TIMED = re.compile(rb"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) - ")
@@ -40,6 +41,7 @@ def scan_log(path: Path, rank: int) -> LogScan:
     if not path.is_file():
         return scan
     mark = b"[rank%d]:" % rank
+    memory: dict[bytes, float] = {}
     for block in blocks(path):
         for line in lines_with(block, mark):
             metrics, found = parse_bytes(line, rank), step_time(line)
@@ -48,7 +50,8 @@ def scan_log(path: Path, rank: int) -> LogScan:
             if found is not None:
                 scan.times.append(found)
         scan.active = active_in(block) or scan.active
-        scan.memory_gib = max(scan.memory_gib, memory_in(block))
+        note_memory(block, memory)
+    scan.memory_gib = max(memory.values(), default=0.0)
     return scan
 
 
@@ -59,6 +62,9 @@ def step_time(line: bytes) -> tuple[int, float] | None:
     timed, found = _TIMED.search(line), _STEP.search(line)
     if timed is None or (found is None and _START not in line):
         return None
-    # The zone does not matter: all lines of an attempt have the same.
-    whole = time.mktime(time.strptime(timed[1].decode(), "%Y-%m-%d %H:%M:%S"))
+    try:
+        # The zone does not matter: all lines of an attempt have the same.
+        whole = datetime.fromisoformat(timed[1].decode()).timestamp()
+    except (ValueError, OverflowError):
+        return None
     return int(found[1]) if found else 0, whole + int(timed[2]) / 1000

@@ -26,7 +26,8 @@ from cookbook.base.errors import InputError
 from cookbook.log.curve import CurveStep, collect_steps, scan_attempts
 from cookbook.log.failure import find_reason
 from cookbook.log.history import collect_history
-from cookbook.log.lines import StepMetrics, read_peak_memory
+from cookbook.log.lines import StepMetrics
+from cookbook.log.memory import read_peak_memory
 from cookbook.log.router_load import LoadStep, collect_router_load
 from cookbook.log.scan import LogScan
 from cookbook.results.against import against_baseline
