@@ -27,7 +27,8 @@ import psutil
 from bench.torchrun import Job, environment_of, torchrun_command
 from cookbook.base.paths import ROOT
 from cookbook.log.failure import find_reason
-from cookbook.log.lines import StepMetrics, read_active, read_log, read_peak_memory
+from cookbook.log.lines import StepMetrics, read_active, read_log
+from cookbook.log.memory import read_peak_memory
 from cookbook.run.folder import CellFolder
 
 # What torchrun gets to end its workers and say why; what is left after that is killed.

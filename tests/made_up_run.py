@@ -28,6 +28,9 @@ _BEGIN = datetime(2026, 11, 20, 18, 29, 22, tzinfo=UTC)
 _STEP_TOKENS = 8192 * 64 / 4
 RESTARTED, RESTART_STEP = "mxfp8-deepep", 901
 STALLED, STALL_STEP = "bf16-deepep", 500
+# The cells that log their router's load, of a tenth of the steps.
+LOADED = ("bf16-standard", "mxfp8-deepep")
+_MOE_LAYERS, _EXPERTS = range(3, 61), 256
 
 
 def make_run(runs: Path, steps: int = 1500, partly: bool = False, repeats: int = 1) -> Path:
@@ -132,6 +135,9 @@ def _make_cell(
             path / "train.log", "".join(_line(step, when + late, *row) for step, when, *row in kept)
         )
         _write(path / "environment.json", json.dumps(_environment(precision, ep_backend)))
+        if pair in LOADED:
+            tens = [step for step, *_ in kept][9::10]
+            _write(path / "router_load.jsonl", _load(tens, random.Random(number)))
 
 
 def _lines(pair: str, number: int, noise: list[float]) -> list[Any]:
@@ -158,6 +164,33 @@ def _line(step: int, when: datetime, loss: float, memory: float, tokens: float) 
         f"grad_norm:  1.0000  memory: {memory:.2f}GiB({memory / 1.78:.2f}%)  tps: {tokens:,.0f}  "
         f"tflops: {tokens * 0.262:.2f}  mfu: {tokens * 0.0117:.2f}%\n"
     )
+
+
+def _load(steps: list[int], own: random.Random) -> str:
+    """The lines of a router that learns to be even, but for some layers."""
+    lines = []
+    for step in steps:
+        uneven = {
+            layer: (0.12 + 0.9 * math.exp(-step / 120) + (0.35 if layer % 19 == 3 else 0))
+            * own.gauss(1, 0.04)
+            for layer in _MOE_LAYERS
+        }
+        line: dict[str, Any] = {
+            "first_step": step - 9,
+            "step": step,
+            "forced": False,
+            "layers": list(_MOE_LAYERS),
+            "busiest_over_mean": [round(math.exp(2.8 * spread), 4) for spread in uneven.values()],
+            "starved_experts": [int(max(0, spread - 0.4) * 9) for spread in uneven.values()],
+        }
+        if step % 50 == 0:
+            line["counts_from"] = step - 49
+            line["counts"] = [
+                [int(8192 * math.exp(own.gauss(0, spread))) for _ in range(_EXPERTS)]
+                for spread in uneven.values()
+            ]
+        lines.append(json.dumps(line) + "\n")
+    return "".join(lines)
 
 
 def _environment(precision: str, ep_backend: str) -> dict[str, Any]:

@@ -83,6 +83,7 @@ PLANS = {
     "prolog": _Plan(),
     "running": _Plan(),
     "running, away": _Plan(),
+    "suspended": _Plan(act=_scontrol("suspend", "{job}"), until="SUSPENDED"),
     "completing, finished": _Plan(_ENDS_WELL, until="COMPLETING"),
     "completing, failed": _Plan(_ENDS_BADLY, until="COMPLETING"),
     "completing, cancelled": _Plan(act=_scancel, until="COMPLETING"),

@@ -49,6 +49,17 @@ def test_every_verb_has_help(runs: Path, verb: str) -> None:
     assert all(name in answer.stdout for name in VERBS) or verb
 
 
+def test_the_verbs_fit_a_terminal_of_80_columns(runs: Path) -> None:
+    answer = submit("--help", runs=runs, variables={"COLUMNS": "80"})
+    lines = answer.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    verbs = lines[lines.index("  VERB") + 1 : lines.index("options:") - 1]
+    # Name and words stand on one line, and all words begin in one column.
+    named = [re.fullmatch(r"( {4}([a-z-]+) +)\S.*", line) for line in verbs]
+    assert {found[2] for found in named if found} >= set(VERBS)
+    assert len({found and len(found[1]) for found in named}) == 1
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -72,6 +72,7 @@ def test_a_log_of_anything_takes_no_memory(tmp_path: Path, content: str, times: 
     assert reason is None or reason.startswith(("KeyError: a: KeyError: a: ", "srun: error: xxx"))
 
 
+METRICS = "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step:  1  loss:  2.00000\n"
 FRAGMENTS = [
     *("Traceback (most recent call last):\n", "  File x\n", "ValueError: a\n", "KeyError: b:\n"),
     *("During handling of the above exception, another\n", "OutOfMemoryError: c\n", "\r", "\0"),
@@ -84,7 +85,7 @@ FRAGMENTS = [
         "cookbook refuses: d\n",
         "train.sh: e\n",
     ),
-    *("x" * 40 + "\n", "step: 1 loss: 2\n", "\x1b[31m", "ü\n"),
+    *(METRICS, METRICS.rstrip(), "x" * 40 + "\n", "step: 1 loss: 2\n", "\x1b[31m", "ü\n"),
     *("  exitcode  : " + "9" * 5000 + "\n", "Connection closed\n", "oom_kill\n", "\udcff"),
 ]
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cookbook.log.curve import CurveStep
+from cookbook.log.router_load import LoadStep
 from cookbook.results.figures.canvas import NARROW, WIDE, Size, drawing_style, spread, thin
 from cookbook.results.figures.loss import draw_difference, draw_whole
 from cookbook.results.figures.series import Series, short_labels
@@ -58,10 +61,12 @@ def test_labels_leave_out_what_all_names_begin_with() -> None:
     assert short_labels(["a-b"]) == ["a-b"] and short_labels([]) == []
 
 
-def series(name: str, losses: list[float], position: int = 0) -> Series:
+def series(
+    name: str, losses: list[float], position: int = 0, load: Sequence[LoadStep] = ()
+) -> Series:
     steps = [CurveStep(0, step, loss) for step, loss in enumerate(losses, 1)]
     numbers = ("tokens", "base_tokens", "tokens_low", "tokens_high", "speedup", "published")
-    nothing = dict.fromkeys((*numbers, "published_speedup"))
+    nothing: dict[str, Any] = dict.fromkeys((*numbers, "published_speedup"))
     return Series(
         name=name,
         label=name,
@@ -75,6 +80,7 @@ def series(name: str, losses: list[float], position: int = 0) -> Series:
         restarts=(),
         memory_gib=None,
         capacity_gib=None,
+        load=load,
         **nothing,
     )
 

@@ -43,6 +43,26 @@ def attempt(
         write_resumption(one, Resumption(number, resumed))
 
 
+def test_coloured_lines_tell_as_much(cell: CellFolder) -> None:
+    attempt(cell, 0, 10, range(1, 9))
+    (plain,) = collect_history(cell, CellRecord()).attempts
+    log = cell.attempt(0).log
+    log.write_text(
+        log.read_text().replace("step: ", "\x1b[31mstep: ").replace("loss", "\x1b[32mloss")
+    )
+    (coloured,) = collect_history(cell, CellRecord()).attempts
+    assert coloured == plain and (plain.first_step, plain.last_step) == (1, 8)
+
+
+def test_a_time_that_is_none_is_passed_over(cell: CellFolder) -> None:
+    attempt(cell, 0, 10, range(1, 9))
+    log = cell.attempt(0).log
+    broken = log.read_text().replace("2026-11-20", "2026-99-20", 3)
+    log.write_text(broken)
+    (found,) = collect_history(cell, CellRecord()).attempts
+    assert (found.first_step, found.last_step) == (2, 8)
+
+
 @pytest.fixture
 def cell(tmp_path: Path) -> CellFolder:
     return CellFolder(tmp_path / "cell")

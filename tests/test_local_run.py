@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from tests.submit import ROOT, Answer, broken_corpus, environment, submit
 
@@ -137,6 +138,25 @@ def test_the_process_says_what_was_active(smoke: tuple[Path, Answer]) -> None:
         assert record["versions"]["torchtitan"] == "0.2.2"
         assert list((attempt / "tb").rglob("events*"))
         assert len(list((attempt / "ranks").rglob("stdout.log"))) == 2
+
+
+def test_the_router_sends_each_token_to_three_experts(smoke: tuple[Path, Answer]) -> None:
+    (run,) = smoke[0].iterdir()
+    for cell in _report(smoke[0])["cells"]:
+        path = run / cell["name"] / "attempt-0" / "router_load.jsonl"
+        if cell["status"] == "refused":
+            assert cell["router_load"] is None and not path.exists()
+            continue
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        options = yaml.safe_load((run / cell["name"] / "cell.yaml").read_text())["options"]
+        tokens = 2 * options["training.local_batch_size"] * 64
+        sums = {sum(counts) for line in lines for counts in line["counts"]}
+        assert sums == {3 * tokens}
+        load = cell["router_load"]
+        assert load["busiest_over_mean"] == max(lines[-1]["busiest_over_mean"]) > 1
+        assert (load["layers"], load["steps"]) == (5, [3, 3])
+    assert 'id="figure-router-load"' in (run / "report.html").read_text(encoding="utf-8")
 
 
 def _processes_of(folder: Path) -> list[int]:

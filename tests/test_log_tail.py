@@ -22,8 +22,8 @@ from cookbook.log.lines import (
     parse_line,
     read_active,
     read_log,
-    read_peak_memory,
 )
+from cookbook.log.memory import read_peak_memory
 from cookbook.log.phases import Phase, parse_phase
 from cookbook.log.text import plain_text
 from tests.test_logs import LOGS, PARSED, PLAIN

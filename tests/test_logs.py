@@ -18,8 +18,8 @@ from cookbook.log.lines import (
     parse_line,
     read_active,
     read_log,
-    read_peak_memory,
 )
+from cookbook.log.memory import read_peak_memory
 
 LOGS = Path(__file__).parent / "logs"
 PLAIN = (

@@ -23,7 +23,10 @@ pytestmark = pytest.mark.browser
 
 WIDTHS = (400, 1600)
 SCHEMES = ("light", "dark")
-FIGURES = ["throughput", "loss", "loss-last", "loss-difference", "step-time", "memory"]
+FIGURES = [
+    *("throughput", "loss", "loss-last", "loss-difference", "step-time", "memory"),
+    "router-load",
+]
 # WCAG's AA for text.
 CONTRAST = 4.5
 SMALLEST = 10.0
@@ -149,7 +152,7 @@ def test_a_click_on_a_heading_sorts(browser: Browser, full: Path) -> None:
         tables, sortable = (
             seen.page.locator(what).count() for what in ("table", "table:has(thead button)")
         )
-        assert tables == sortable == 6
+        assert tables == sortable == 7
 
 
 def test_the_keyboard_sorts_and_words_sort_as_words(browser: Browser, partly: Path) -> None:

@@ -203,7 +203,7 @@ def test_json_has_the_promised_fields() -> None:
     seen |= {"throughput", "speed", "loss", "loss_last_tenth", "repeats"}
     seen |= {"gpu_hours", "cost_per_billion_tokens"}
     seen |= {"predicted_tokens_per_second_per_gpu", "predicted_largest"}
-    seen |= {"history"}
+    seen |= {"history", "router_load", "profiled"}
     assert promised | seen == set(first)
     assert first["tokens_per_second_per_gpu"] == 651.4
     assert second["tokens_per_second_per_gpu"] is None

@@ -16,6 +16,7 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.log.curve import CurveStep, collect_steps
 from cookbook.results.collect import collect_results
+from cookbook.results.report import notes
 from cookbook.results.result import Result, RunResults
 from cookbook.results.speed import warm_up
 from cookbook.run.folder import CellFolder
@@ -128,6 +129,21 @@ def test_the_figures_of_a_finished_cell(run: Run) -> None:
     assert cell.active is not None
     assert cell.active["corrections"] == ["deepep_tp_split"]
     assert cell.emulated is False
+
+
+def test_a_run_that_was_profiled_is_said_to_be(run: Run) -> None:
+    log = (LOGS / "tp1_16b_colour.log").read_text()
+    run.add("plain", log, options={"profiling.enable_profiling": False})
+    run.add("asked", log, options={"profiling.enable_profiling": True})
+    # By an option at the end of an sbatch line, which no record holds.
+    traced = run.add("traced", log)
+    (traced / "attempt-1" / "profile_traces" / "iteration_8").mkdir(parents=True)
+    # Asked for, and nothing has run yet.
+    run.add("waits", options={"profiling.enable_profiling": True}, state="queued")
+    results = run.collect()
+    assert [cell.name for cell in results.cells if cell.profiled] == ["asked", "traced"]
+    said = [note.partition(": profiled, ")[0] for note in notes(results) if ": profiled, " in note]
+    assert said == ["asked", "traced"]
 
 
 def test_the_figures_of_a_real_run_on_two_h200(run: Run) -> None:

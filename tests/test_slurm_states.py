@@ -25,17 +25,18 @@ pytestmark = pytest.mark.slurm
 # Whether Slurm knows the job ("known"), has forgotten it ("gone") or does not answer ("away");
 # the job's state, which tests/slurm_states.py brings about, and Slurm's word for it; then what is
 # said. `logs`: the line in the log, or why there is none. `logs -f` and `status --watch`: they go
-# on, or end with this exit status. `cancel`: Slurm's state afterwards, that all has ended, or that
-# Slurm does not answer.
+# on, or end with this exit status. `cancel`: Slurm's state afterwards, that all has ended or is
+# ending, or that Slurm does not answer.
 TABLE = """\
 when  | state                          | Slurm        | status, report               | logs               | logs -f | watch   | cancel
 known | pending                        | PENDING      | queued: JobHeldUser          | JobHeldUser        | goes on | goes on | CANCELLED
 known | starting                       | CONFIGURING  | queued                       | not started        | goes on | goes on | CANCELLED
 known | prolog                         | RUNNING      | running                      | nothing is written | goes on | goes on | COMPLETING
 known | running                        | RUNNING      | running                      | its line           | goes on | goes on | CANCELLED
+known | suspended                      | SUSPENDED    | running: suspended (Slurm    | its line           | goes on | goes on | CANCELLED
 known | completing, finished           | COMPLETING   | finished                     | its line           | 0       | 0       | ended
-known | completing, failed             | COMPLETING   | running: Slurm: COMPLETING   | its line           | goes on | goes on | COMPLETING
-known | completing, cancelled          | COMPLETING   | running: Slurm: COMPLETING   | its line           | goes on | goes on | COMPLETING
+known | completing, failed             | COMPLETING   | running: Slurm: COMPLETING   | its line           | goes on | goes on | ending
+known | completing, cancelled          | COMPLETING   | running: Slurm: COMPLETING   | its line           | goes on | goes on | ending
 known | requeued                       | PENDING      | queued: BeginTime            | its line           | goes on | goes on | CANCELLED
 known | requeued, held                 | SPECIAL_EXIT | queued: job requeued in held | its line           | goes on | goes on | CANCELLED
 known | timed out                      | TIMEOUT      | failed: Slurm: TIMEOUT       | its line           | 0       | 1       | ended
@@ -233,6 +234,10 @@ def _cancel(states: States, verb: Verb, row: Row) -> None:
     if row.cancel == "ended":
         assert (said.status, said.out) == (0, f"{run.name}: all cells have ended already\n")
         assert states.slurm_says(row.state) == row.slurm
+    elif row.cancel == "ending":
+        words = "ended already, and Slurm is still clearing up"
+        assert (said.status, said.out) == (0, f"{words}: {run.cells[0].name}\n")
+        assert states.slurm_says(row.state) == "COMPLETING"
     elif row.cancel == "no answer":
         assert said.status == 1 and "Unable to contact slurm controller" in said.err
         assert not said.out

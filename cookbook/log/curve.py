@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from cookbook.log.lines import StepMetrics, read_log
+from cookbook.log.scan import LogScan, scan_log
+from cookbook.log.text import blocks
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 
@@ -16,14 +21,31 @@ class CurveStep(StepMetrics):
     attempt: int = 0
 
 
+_STEP_OF_RANK = re.compile(rb"\[rank(?=([0-9]{1,7})\]:[^\n]*?step:)")
 _FIGURES = [field.name for field in fields(StepMetrics)]
 
 
-def collect_steps(cell: CellFolder, record: CellRecord) -> list[CurveStep]:
-    """The loss rank's steps over all attempts, rising: the cell's loss curve."""
+def scan_attempts(cell: CellFolder, record: CellRecord) -> dict[int, LogScan]:
+    """What the log of each attempt says of its loss rank, by the attempt's number."""
+    return {
+        attempt.number: scan_log(attempt.log, record.as_of(attempt.number).loss_rank)
+        for attempt in cell.attempts()
+    }
+
+
+def collect_steps(
+    cell: CellFolder, record: CellRecord, scans: Mapping[int, LogScan] | None = None
+) -> list[CurveStep]:
+    """The loss rank's steps over all attempts, rising: the cell's loss curve.
+
+    Args:
+        scans: those of `scan_attempts`, where the logs have been read already.
+    """
     steps: list[CurveStep] = []
+    scans = scan_attempts(cell, record) if scans is None else scans
     for attempt in cell.attempts():
-        for metrics in _attempt_steps(attempt, record.as_of(attempt.number)):
+        shown = scans[attempt.number].steps if attempt.number in scans else []
+        for metrics in shown or _other_steps(attempt, record.as_of(attempt.number)):
             while steps and steps[-1].step >= metrics.step:
                 steps.pop()
             figures = {name: getattr(metrics, name) for name in _FIGURES}
@@ -31,11 +53,9 @@ def collect_steps(cell: CellFolder, record: CellRecord) -> list[CurveStep]:
     return steps
 
 
-def _attempt_steps(attempt: Attempt, record: CellRecord) -> list[StepMetrics]:
+def _other_steps(attempt: Attempt, record: CellRecord) -> list[StepMetrics]:
+    """The steps of an attempt whose console does not show the loss rank."""
     rank = record.loss_rank
-    shown = list(read_log(attempt.log, rank)) if attempt.log.is_file() else []
-    if shown:
-        return shown
     # A rank's own log carries no global rank: of the nodes, take one that printed a real loss.
     logged = [
         [step for log in logs for step in read_log(log)]
@@ -46,12 +66,19 @@ def _attempt_steps(attempt: Attempt, record: CellRecord) -> list[StepMetrics]:
     if not attempt.log.is_file():
         return []
     # Lines without a rank (another prefix, or none), or of ranks that hold no real loss.
-    lines = list(read_log(attempt.log))
-    first = min((line.rank for line in lines if line.rank is not None), default=None)
-    chosen = [line for line in lines if line.rank == first]
+    chosen = _first_rank(attempt.log)
     if all(map(_has_stage_loss, chosen)):
         return [replace(line, loss=None) for line in chosen]
     return [line for line in chosen if not _has_stage_loss(line)]
+
+
+def _first_rank(log: Path) -> list[StepMetrics]:
+    """The steps of the lowest rank that printed some, else those without a rank."""
+    ranks = {int(found) for block in blocks(log) for found in set(_STEP_OF_RANK.findall(block))}
+    for rank in sorted(ranks):
+        if steps := list(read_log(log, rank)):
+            return steps
+    return [step for step in read_log(log) if step.rank is None]
 
 
 def _has_stage_loss(metrics: StepMetrics) -> bool:

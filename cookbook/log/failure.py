@@ -53,6 +53,11 @@ _TELLING: tuple[tuple[bytes, re.Pattern[str], int], ...] = (
     (b"error: ", re.compile(r"^srun: error: "), 5),
 )
 _LAUNCHED = re.compile(r"^(?:cookbook: cell |\[rank[0-9]|[EWI][0-9]{4} )")
+# The newline before a line belongs to it, so that the search begins with literal text.
+_METRICS = re.compile(
+    rb"\n\[rank[0-9]+\]:\[titan\] [-0-9:, ]{23} - root - INFO - (?:\x1b\[[0-9;]*m)?step: +[0-9]+ +"
+    rb"(?:\x1b\[[0-9;]*m)?loss:[^\n]*(?=\n)"
+)
 # Line by line a GB takes a minute, so a block that holds none of these is passed over.
 _WORDS = (
     *(b"Traceback (most recent", b"Root Cause (first", b"of the above exception", b"direct cause"),
@@ -177,10 +182,11 @@ class _Scan:
     def read(self, path: Path) -> None:
         """Read the whole log, also a last line without its newline."""
         for block in blocks(path, with_last=True):
+            # Metrics lines are most of a log and never the reason.
+            block = _METRICS.sub(b"", block)
             if self._is_launched and not self._is_amid() and not any(w in block for w in _WORDS):
                 continue
             for line in block.split(b"\n"):
-                # Metrics lines are most of a log and never the reason.
                 if line and (b"step:" not in line or b"loss:" not in line):
                     text = line.replace(b"\0", b"")[:_MAX_LINE_BYTES].decode("utf-8", "replace")
                     self._read_line(ESCAPES.sub("", text).rstrip())

@@ -5,25 +5,23 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
-from cookbook.log.text import MAX_LINE_BYTES, blocks, lines_with
+from cookbook.log.scan import LogScan, step_time
+from cookbook.log.text import blocks, lines_with
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_attempt_end
 from cookbook.run.record import CellRecord
 from cookbook.run.resumption import read_resumptions
 
-_TIMED = re.compile(rb"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) - ")
 # TorchTitan 0.2.2 leaves out the space.
 _SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
-_STEP = re.compile(rb"(?<!validate )\bstep:(?:\x1b\[[0-9;]*m|\s)*([0-9]{1,12})\b")
 # Steps that say what is usual.
 _FEWEST = 3
-_START = b"Training starts at step "
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +86,21 @@ class History:
         return [*(one.line for one in self.attempts), total]
 
 
-def collect_history(cell: CellFolder, record: CellRecord) -> History:
-    """Read what the cell's attempts left."""
+def collect_history(
+    cell: CellFolder, record: CellRecord, scans: Mapping[int, LogScan] | None = None
+) -> History:
+    """What became of the cell's attempts.
+
+    Args:
+        scans: of the logs of all attempts, by number, where they have been read already.
+    """
     attempts = cell.attempts()
     ends = [read_attempt_end(attempt) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
     times = [
-        list(_step_times(attempt.log, record.as_of(attempt.number).loss_rank))
+        scans[attempt.number].times
+        if scans is not None and attempt.number in scans
+        else list(_step_times(attempt.log, record.as_of(attempt.number).loss_rank))
         for attempt in attempts
     ]
     summaries: list[AttemptSummary] = []
@@ -204,14 +210,8 @@ def _step_times(log: Path, rank: int) -> Iterator[tuple[int, float]]:
     mark = b"[rank%d]:" % rank
     for block in blocks(log):
         for line in lines_with(block, mark):
-            if len(line) > MAX_LINE_BYTES or (b"loss:" not in line and _START not in line):
-                continue
-            timed, found = _TIMED.search(line), _STEP.search(line)
-            if timed is None or (found is None and _START not in line):
-                continue
-            # The zone does not matter: all lines of an attempt have the same.
-            whole = time.mktime(time.strptime(timed[1].decode(), "%Y-%m-%d %H:%M:%S"))
-            yield int(found[1]) if found else 0, whole + int(timed[2]) / 1000
+            if (found := step_time(line)) is not None:
+                yield found
 
 
 def _steps(count: int) -> str:

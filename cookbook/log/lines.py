@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,9 +30,6 @@ _NUMBER = re.compile(
     r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|[-+]?(?:nan|inf)"
 )
 _MAX_NUMBER_CHARACTERS = 40
-# Starts with literal text, which makes the search five times faster than a word boundary would;
-# besides, a colour's `m` stands right before the key.
-_PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
 # The line as TorchTitan 0.2.2 and 0.3.0 print it, read four times faster than key by key. What
 # does not match to the letter is read by `parse_line`, which says the same of what does.
 _COLOUR = rb"(?:\x1b\[[0-9;]*m)?"
@@ -146,7 +143,7 @@ def parse_line(line: str) -> StepMetrics | None:
     metrics, was_cut = _metrics_text(text[found.end() :], ranks[-1] if ranks else None)
     values: dict[str, float | None] = {}
     for key, value in _KEY_VALUE.findall(metrics):
-        values.setdefault(key, _number(value.removesuffix("%")))
+        values.setdefault(key, read_number(value.removesuffix("%")))
     loss = values.get("loss")
     if loss is None:
         return None
@@ -159,8 +156,8 @@ def parse_line(line: str) -> StepMetrics | None:
         step=int(found.group(1)),
         loss=loss,
         grad_norm=values.get("grad_norm"),
-        memory_gib=_number(memory.group(1)) if memory else None,
-        memory_percent=_number(memory.group(2)) if memory and memory.group(2) else None,
+        memory_gib=read_number(memory.group(1)) if memory else None,
+        memory_percent=read_number(memory.group(2)) if memory and memory.group(2) else None,
         tokens_per_second=values.get("tps"),
         tflops=values.get("tflops"),
         mfu=values.get("mfu"),
@@ -176,7 +173,7 @@ def read_log(path: Path, rank: int | None = None) -> Iterator[StepMetrics]:
     wanted = b"step:" if rank is None else b"[rank%d]:" % rank
     for block in blocks(path):
         for line in lines_with(block, wanted):
-            metrics = _parse_bytes(line, rank)
+            metrics = parse_bytes(line, rank)
             if metrics is not None:
                 yield metrics
 
@@ -189,31 +186,23 @@ def recent_steps(path: Path, rank: int | None, num: int) -> list[StepMetrics]:
             end = file.seek(0, 2)
             for block in blocks_backwards(file, max(0, end - _RECENT_BYTES), end):
                 lines = lines_with(block, b"step:")
-                found[:0] = filter(None, (_parse_bytes(line, rank) for line in lines))
+                found[:0] = filter(None, (parse_bytes(line, rank) for line in lines))
     except OSError:
         return []
     return found[-num:]
 
 
-def read_peak_memory(paths: Iterable[Path]) -> float | None:
-    """The most GiB that any metrics line of these logs shows, over all ranks and steps."""
-    peak = 0.0
-    for path in paths:
-        for block in blocks(path):
-            # A set first: peaks repeat from step to step, so few of them are left to convert.
-            values = (_number(value.decode()) for value in set(_PEAK_MEMORY.findall(block)))
-            peak = max(peak, max((value or 0.0 for value in values), default=0.0))
-    # TorchTitan prints -0.00GiB where the device has no memory statistics.
-    return peak or None
-
-
 def read_active(path: Path) -> dict[str, Any] | None:
     """What the training process said was active (`cookbook active: {...}`), newest line."""
-    active = None
-    for block in blocks(path):
-        for line in lines_with(block, _ACTIVE.encode()):
-            active = parse_active(line.decode("utf-8", "replace")) or active
-    return active
+    found = [active for block in blocks(path) if (active := active_in(block))]
+    return found[-1] if found else None
+
+
+def active_in(block: bytes) -> dict[str, Any] | None:
+    """The same of a block."""
+    lines = lines_with(block, _ACTIVE.encode())
+    found = [active for line in lines if (active := parse_active(line.decode("utf-8", "replace")))]
+    return found[-1] if found else None
 
 
 def parse_active(line: str) -> dict[str, Any] | None:
@@ -246,14 +235,14 @@ def _last_step(block: bytes, rank: int | None) -> tuple[StepMetrics | None, int]
         start = block.rfind(b"\n", 0, found) + 1
         line_end = block.find(b"\n", found)
         if line_end - start <= MAX_LINE_BYTES:
-            metrics = _parse_bytes(block[start:line_end], rank)
+            metrics = parse_bytes(block[start:line_end], rank)
             if metrics is not None:
                 return metrics, line_end
         end = start
     return None, 0
 
 
-def _parse_bytes(line: bytes, rank: int | None) -> StepMetrics | None:
+def parse_bytes(line: bytes, rank: int | None) -> StepMetrics | None:
     """The metrics of a line, if it is one of `rank`; substring tests first, since few lines are."""
     if b"step:" not in line or b"loss:" not in line:
         return None
@@ -288,7 +277,8 @@ def _metrics_text(text: str, rank: str | None) -> tuple[str, bool]:
     return (text[: other.start()], True) if other else (text, False)
 
 
-def _number(text: str) -> float | None:
+def read_number(text: str) -> float | None:
+    """A value as a metrics line prints it; None for what is none."""
     if len(text) > _MAX_NUMBER_CHARACTERS or not _NUMBER.fullmatch(text):
         return None
     return float(text.replace(",", ""))

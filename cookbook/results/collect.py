@@ -18,17 +18,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.log.curve import CurveStep, collect_steps
+from cookbook.log.curve import CurveStep, collect_steps, scan_attempts
 from cookbook.log.failure import find_reason
 from cookbook.log.history import collect_history
-from cookbook.log.lines import StepMetrics, read_active, read_peak_memory
+from cookbook.log.lines import StepMetrics
+from cookbook.log.memory import read_peak_memory
+from cookbook.log.router_load import LoadStep, collect_router_load
+from cookbook.log.scan import LogScan
 from cookbook.results.against import against_baseline
 from cookbook.results.cost import cost_per_billion_tokens, gpu_hours
 from cookbook.results.expected import expected_step
+from cookbook.results.load import summarize_load
 from cookbook.results.result import CellSetting, Result, RunResults
 from cookbook.results.speed import measure, measured_steps
 from cookbook.run.folder import Attempt, CellFolder
@@ -48,14 +53,19 @@ def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
     cells: list[Result] = []
     settings: dict[str, CellSetting] = {}
     curves: dict[str, list[CurveStep]] = {}
+    loads: dict[str, list[LoadStep]] = {}
     for folder in run.cells:
         record, problem = _read(folder)
-        curve = collect_steps(folder, record)
+        scans = scan_attempts(folder, record)
+        curve = collect_steps(folder, record, scans)
         state = known[folder.name]
-        cells.append(_result(folder, record, problem, state, curve))
+        load = collect_router_load(folder)
+        result = _result(folder, record, problem, state, curve, scans)
+        cells.append(replace(result, router_load=summarize_load(load)))
+        loads[folder.name] = load
         settings[folder.name] = _setting(record, curve, run.record.baseline)
         curves[folder.name] = curve
-    return against_baseline(RunResults(run.record, tuple(cells), settings, curves))
+    return against_baseline(RunResults(run.record, tuple(cells), settings, curves, loads))
 
 
 def _result(
@@ -64,10 +74,12 @@ def _result(
     problem: str | None,
     state: CellState,
     steps: Sequence[CurveStep],
+    scans: Mapping[int, LogScan],
 ) -> Result:
     measured, throughput = measured_steps(steps), measure(steps)
     attempts = folder.attempts()
-    active = next(filter(None, map(_read_attempt_active, reversed(attempts))), None)
+    said = (_active(attempt, scans.get(attempt.number)) for attempt in reversed(attempts))
+    active = next(filter(None, said), None)
     observed = active or {}
     attention = _text(observed.get("attention"))
     by_reference = attention is not None and "reference" in attention
@@ -97,7 +109,7 @@ def _result(
         tflops_per_gpu=_median(step.tflops for step in measured),
         # TorchTitan falls back to an A100's peak where it doesn't know the device.
         mfu=None if record.device == "cpu" else _median(step.mfu for step in measured),
-        memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
+        memory_gib=_peak_memory(attempts, scans),
         final_loss=final_loss if final_loss is not None and math.isfinite(final_loss) else None,
         speedup=None,
         # What was published is for the cell as it was first asked for.
@@ -116,7 +128,8 @@ def _result(
         if expected
         else None,
         predicted_largest=expected.largest if expected else None,
-        history=collect_history(folder, record),
+        history=collect_history(folder, record, scans),
+        profiled=any(_was_profiled(record, attempt) for attempt in attempts),
     )
 
 
@@ -154,12 +167,23 @@ def _read(folder: CellFolder) -> tuple[CellRecord, str | None]:
         return CellRecord(), str(error)
 
 
-def _read_attempt_active(attempt: Attempt) -> dict[str, Any] | None:
-    active = read_active(attempt.log) if attempt.log.is_file() else None
+def _active(attempt: Attempt, scan: LogScan | None) -> dict[str, Any] | None:
     try:
-        return active or read_json(attempt.environment)
+        return (scan.active if scan else None) or read_json(attempt.environment)
     except InputError:
         return None
+
+
+def _peak_memory(attempts: Iterable[Attempt], scans: Mapping[int, LogScan]) -> float | None:
+    shown = max((scan.memory_gib for scan in scans.values()), default=0.0)
+    others = (log for attempt in attempts for log in attempt.logs() if log != attempt.log)
+    return max(shown, read_peak_memory(others) or 0.0) or None
+
+
+def _was_profiled(record: CellRecord, attempt: Attempt) -> bool:
+    asked = record.as_of(attempt.number).options.get("profiling.enable_profiling") is True
+    # An sbatch line may have turned it on, behind the script's name.
+    return asked or attempt.traces.is_dir()
 
 
 def _non_finite(steps: Sequence[StepMetrics]) -> str | None:

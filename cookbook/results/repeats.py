@@ -37,6 +37,7 @@ def merged(name: str, runs: Sequence[Result], curves: Mapping[str, Sequence[Curv
         mfu=_median(run.mfu for run in runs),
         memory_gib=max((run.memory_gib for run in runs if run.memory_gib), default=None),
         final_loss=_median(run.final_loss for run in runs),
+        profiled=any(run.profiled for run in runs),
         emulated=any(run.emulated for run in runs),
         active=next((run.active for run in runs if run.active), None),
         resumptions=tuple(one for run in runs for one in run.resumptions),

@@ -65,6 +65,12 @@ def notes(results: RunResults) -> list[str]:
             for line in resumption.lines
         ),
         *(f"{cell.name}: {line}" for cell in results.cells for line in cell.history.lines),
+        *(
+            f"{cell.name}: profiled, which slows the host down; take its speed from a run without "
+            "profiling.enable_profiling"
+            for cell in results.cells
+            if cell.profiled
+        ),
         *_slower_than_predicted(results.cells),
     ]
 

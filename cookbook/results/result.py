@@ -8,6 +8,8 @@ from typing import Any
 
 from cookbook.log.curve import CurveStep
 from cookbook.log.history import History
+from cookbook.log.router_load import LoadStep
+from cookbook.results.load import LoadSummary
 from cookbook.results.loss import LossVerdict
 from cookbook.results.speed import SpeedUp, Throughput
 from cookbook.run.resumption import Resumption
@@ -77,6 +79,10 @@ class Result:
     predicted_tokens_per_second_per_gpu: float | None = None
     predicted_largest: str | None = None
     """The term of the predicted step that takes most."""
+    router_load: LoadSummary | None = None
+    """How even the router's load was at the end; None where it was not logged."""
+    profiled: bool = False
+    """Whether TorchTitan's profiler was on in one of its attempts, which slows it down."""
     repeats: tuple[Repeat, ...] = ()
     """The runs behind these figures, in order, where the sweep repeats its cells."""
 
@@ -119,6 +125,8 @@ class RunResults:
     curves: Mapping[str, Sequence[CurveStep]] = field(default_factory=dict)
     """Every logged step of each folder's loss rank, rising, with its attempt: by name of the cell,
     and for its further repeats by those in `Result.repeats`."""
+    loads: Mapping[str, Sequence[LoadStep]] = field(default_factory=dict)
+    """The router's load at each folder's logged steps, by the same names."""
 
 
 def masks_differ(one: Result, other: Result) -> bool:

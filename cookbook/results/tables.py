@@ -22,6 +22,11 @@ LOSS_LEGEND = (
     f"Mean loss minus the baseline's over the steps that both logged, with its {LOSS_LEVEL:.0%} "
     "interval. Equivalent: the interval lies within the margin. Different: it lies outside."
 )
+LOAD_LEGEND = (
+    "Over the last tenth of the logged steps. Busiest over mean: the tokens of a layer's busiest "
+    "expert over the mean of its experts, 1 where all get the same (MaxVio is this minus 1). "
+    "Starved: less than a tenth of the mean."
+)
 
 
 def measured_tables(results: RunResults) -> list[tuple[str, Table, str]]:
@@ -30,6 +35,7 @@ def measured_tables(results: RunResults) -> list[tuple[str, Table, str]]:
         ("Speed", speed_table(results), SPEED_LEGEND),
         ("Repeats", repeats_table(results), REPEATS_LEGEND),
         ("Loss verdicts", loss_table(results), LOSS_LEGEND),
+        ("Router load", load_table(results), LOAD_LEGEND),
     )
     return [(title, table, legend) for title, table, legend in tables if table is not None]
 
@@ -109,6 +115,25 @@ def loss_table(results: RunResults) -> Table | None:
         return None
     head = ("cell", "window", "steps", "difference", f"{LOSS_LEVEL:.0%} interval", "margin")
     return Table((*head, "verdict"), tuple(rows), "llrrrrl")
+
+
+def load_table(results: RunResults) -> Table | None:
+    """How evenly experts are loaded; None where no cell logged it."""
+    rows = tuple(
+        (
+            cell.name,
+            f"{found.steps[0]:,} to {found.steps[1]:,}",
+            f"{found.busiest_over_mean:.2f}",
+            f"{found.layer}",
+            f"{found.median_over_layers:.2f}",
+            f"{found.starved_experts:,}",
+            "forced even" if found.is_forced else "the router's own",
+        )
+        for cell in results.cells
+        if (found := cell.router_load) is not None
+    )
+    head = ("cell", "steps", "busiest over mean", "in layer", "median layer", "starved experts")
+    return Table((*head, "routing"), rows, "lrrrrrl") if rows else None
 
 
 def _published(cell: Result, setting: CellSetting) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
 <cell>/cell.yaml, train.sh, status.json, job.json, end.json, job/, checkpoint/, checkpoint-damaged/
-       attempt-<k>/train.log, train.sh, environment.json, resume.json, preflight.json, stop,
-                   stopped, end.json, ranks/, stacks/, tb/, comm_traces/, profile_traces/
+       attempt-<k>/train.log, train.sh, environment.json, router_load.jsonl, resume.json,
+                   preflight.json, stop, stopped, end.json, ranks/, stacks/, tb/, comm_traces/,
+                   profile_traces/
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class Attempt:
     def environment(self) -> Path:
         """What the training process said of itself: versions, GPUs, nodes, what was active."""
         return self.path / "environment.json"
+
+    @property
+    def router_load(self) -> Path:
+        """Tokens by layer and expert at the logged steps, where the training process counts."""
+        return self.path / "router_load.jsonl"
 
     @property
     def resumption(self) -> Path:

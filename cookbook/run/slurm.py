@@ -16,10 +16,13 @@ from pathlib import Path
 
 from cookbook.base.errors import JobError
 
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED"})
+WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED"})
 # Requeued or left without its reservation, such a job waits for somebody to release it.
 WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED"})
+ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
+# These keep their nodes, and their processes are stopped.
+HALTED = frozenset({"SUSPENDED", "STOPPED"})
+ACTIVE |= HALTED
 SUCCEEDED = frozenset({"COMPLETED"})
 STOPPED = frozenset({"CANCELLED"})
 # Of an enclosing job, and a user's own defaults: SQUEUE_PARTITION would hide jobs.

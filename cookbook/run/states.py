@@ -37,6 +37,8 @@ from cookbook.run.status import (
 )
 from cookbook.run.submitting import is_submitting
 
+_COMPLETING = "Slurm: COMPLETING"
+
 
 @dataclass(frozen=True)
 class CellState:
@@ -54,6 +56,11 @@ class CellState:
     started: float | None
     ended: float | None
     is_known: bool = True
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job has said how it ended, and Slurm has yet to see it."""
+        return self.state == RUNNING and self.reason == _COMPLETING
 
     @property
     def has_ended(self) -> bool:
@@ -199,7 +206,9 @@ def _by_slurm(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
         return QUEUED, "requeued"
     if info.state in slurm.ACTIVE:
         # An end is one when Slurm has seen it too: until then the job may be requeued.
-        return RUNNING, "Slurm: COMPLETING" if said.state in ENDED else None
+        if info.state in slurm.HALTED:
+            return RUNNING, f"suspended (Slurm: {info.state}): its processes stand still"
+        return RUNNING, _COMPLETING if said.state in ENDED else None
     if info.state in slurm.STOPPED:
         return CANCELLED, None
     if info.state in slurm.SUCCEEDED:
@@ -265,6 +274,8 @@ def _state(
 def cancel_run(run: Run) -> list[str]:
     """Ask the scheduler to stop what still waits or runs; the names of those cells.
 
+    Of a job that is ending Slurm may still make a requeued one, so it is told too.
+
     Raises:
         JobError: Slurm does not answer, so nothing may have been stopped.
     """
@@ -276,4 +287,4 @@ def cancel_run(run: Run) -> list[str]:
     else:
         for job_id in jobs:
             stop_processes(run, job_id)
-    return [state.cell for state in active]
+    return [state.cell for state in active if not state.is_ending]

@@ -16,17 +16,27 @@ from cookbook.base.command import run_command
 _DESCRIPTION = "Pre-train DeepSeek-V3 MoE models with TorchTitan, on Slurm or on this machine."
 _EPILOG = """\
 examples:
-  python submit.py sweep matrix --dry-run         what would run, and why not
-  python submit.py sweep matrix                   queue it (on this machine where there is no Slurm)
-  python submit.py run deepseek_v3_16b --precision mxfp8 --set training.steps=100
+  python submit.py sweep matrix --dry-run     what would run, and why not
+  python submit.py sweep matrix               queue it, or train it here
+  python submit.py run deepseek_v3_16b --precision mxfp8 --set training.steps=50
   python submit.py run --resume RUN --set training.steps=200
-  python submit.py logs -f                        follow the newest run
-  python submit.py report                         its results
-  python submit.py compare OLD NEW                status 1 where a cell of NEW is slower
-  python submit.py profile debug                  where a step goes
+  python submit.py logs -f                    follow the newest run
+  python submit.py report                     its results
+  python submit.py compare OLD NEW            status 1 where a cell is slower
+  python submit.py profile debug              where a step goes
 """
 # Their output is saved and used again; files of the cookbook are UTF-8.
 _PRINT_A_FILE = frozenset({"show", "render"})
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for the longest name of a verb, whose indentation argparse forgets."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        for verb in self._iter_indented_subactions(action):
+            width = self._current_indent + len(self._format_action_invocation(verb))
+            self._action_max_length = max(self._action_max_length, width)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,9 +48,8 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs; each has a `handler` that takes the parsed arguments."""
-    formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
-        prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter
+        prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=_Help
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
@@ -153,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--format", choices=("md", "json", "html"), default="md")
     compare = verb(
         "compare",
-        "compare the cells of runs; status 1 where one is slower than the first run's",
+        "compare runs; status 1 where a cell got slower",
         "compare:compare",
     )
     compare.add_argument("runs", metavar="RUN", nargs="+", help="names or folders of runs")

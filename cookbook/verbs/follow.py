@@ -89,8 +89,14 @@ def cancel(arguments: argparse.Namespace) -> int:
     """Cancel what still waits or runs."""
     run = find_run(arguments.run)
     cells = cancel_run(run)
-    done = f"{run.name}: all cells have ended already"
-    print(f"cancelled: {', '.join(cells)}" if cells else done)
+    ending = [state.cell for state in cell_states(run) if state.is_ending]
+    ending = [cell for cell in ending if cell not in cells]
+    if cells:
+        print(f"cancelled: {', '.join(cells)}")
+    if ending:
+        print(f"ended already, and Slurm is still clearing up: {', '.join(ending)}")
+    if not cells and not ending:
+        print(f"{run.name}: all cells have ended already")
     return 0
 
 

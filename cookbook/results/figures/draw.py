@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cookbook.results.figures.canvas import NARROW, WIDE, Canvas, Size, drawing_style
+from cookbook.results.figures.load import draw_load
 from cookbook.results.figures.loss import draw_difference, draw_last, draw_whole
 from cookbook.results.figures.memory import draw_memory
 from cookbook.results.figures.series import Series, all_series
@@ -87,6 +88,14 @@ _PLANS = (
         "Memory",
         "The most that any rank reserved at any step; the outline is the GPU's memory.",
         draw_memory,
+    ),
+    _Plan(
+        "router-load",
+        "Router load",
+        "Curves: the tokens of a layer's busiest expert over the mean of its experts, of the "
+        "median layer and, pale, of the most and the least uneven one; 1x is even. Map: every "
+        "expert, a row for each layer; the full colour is three times the mean, none is no token.",
+        draw_load,
     ),
 )
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from cookbook.log.curve import CurveStep
+from cookbook.log.router_load import LoadStep
 from cookbook.results.figures import theme
 from cookbook.results.result import CellSetting, Result, RunResults
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
@@ -60,6 +61,7 @@ class Series:
     restarts: Sequence[int]
     memory_gib: float | None
     capacity_gib: float | None
+    load: Sequence[LoadStep] = ()
 
     @property
     def colour(self) -> str:
@@ -150,6 +152,7 @@ def _series(
         ],
         memory_gib=cell.memory_gib,
         capacity_gib=statistics.median(capacities) if capacities else None,
+        load=results.loads.get(cell.name, ()),
     )
 
 

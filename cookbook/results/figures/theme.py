@@ -25,6 +25,9 @@ GRID = Colour("#e3e6e9", "#2b323a")
 BAND = Colour("#edf0f2", "#20262d")
 ALARM = Colour("#b3261e", "#ff8a80")
 
+# The map of the router's load; the more opaque, the more tokens. Legible on both grounds.
+MAP = "#1f86d6"
+
 # One for each cell in the run's order. They differ in lightness as well as in hue, after Okabe and
 # Ito, so that readers who do not see red and green apart can tell them; at least 3:1 on the ground.
 CELLS = (

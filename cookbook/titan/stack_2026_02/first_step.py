@@ -31,6 +31,7 @@ from cookbook.titan.stack_2026_02.attention import (
     observe_attention,
 )
 from cookbook.titan.stack_2026_02.recomputation import observe_recomputation
+from cookbook.titan.stack_2026_02.router_load import RouterLoad
 from cookbook.titan.stack_2026_02.self_check import check_kernels
 from cookbook.titan.stack_2026_02.versions import refuse, versions
 
@@ -56,20 +57,53 @@ class RankActivity:
 
 
 class FirstStepReport(metrics.MetricsProcessor):
-    """TorchTitan's metrics, with a report after the first step's optimizer."""
+    """TorchTitan's metrics and the router's load, with a report after the first optimizer step."""
 
     reported = False
     # What `check_kernels` found; its kernels were compared before the model was built.
     self_check: dict[str, Any] | None = None
     alarm: StallAlarm | None = None
+    # Of the whole model; `build_metrics_processor` sets it.
+    model_args: Any = None
+    _load: RouterLoad | None = None
+    _first_unlogged: int | None = None
 
     def should_log(self, step: int) -> bool:
         """Whether this step is logged: the first that every rank asks after each optimizer step."""
         self._set_alarm(is_last=step >= self.job_config.training.steps)
+        if self._first_unlogged is None:
+            self._first_unlogged = step
         if not self.reported:
             self.reported = True
             self._report()
         return super().should_log(step)
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """TorchTitan's metrics of this step, with the router's load since the last such step."""
+        if self._load is None:
+            assert self.model_parts is not None
+            self._load = RouterLoad(
+                self.model_parts,
+                self.model_args,
+                self.parallel_dims,
+                self.job_config,
+                self._is_metrics_rank(),
+            )
+        load = self._load.log(self._first_unlogged or step, step)
+        self._first_unlogged = None
+        extra = {**(extra_metrics or {}), **load}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
+
+    def _is_metrics_rank(self) -> bool:
+        rank = metrics._get_metrics_rank(self.parallel_dims, self.job_config)
+        return bool(torch.distributed.get_rank() == rank)
 
     def _set_alarm(self, is_last: bool) -> None:
         attempt, comm = os.environ.get("COOKBOOK_ATTEMPT_DIR"), self.job_config.comm
@@ -89,8 +123,7 @@ class FirstStepReport(metrics.MetricsProcessor):
         found = merge(views)
         check(self.job_config, found)
 
-        rank = metrics._get_metrics_rank(self.parallel_dims, self.job_config)
-        if torch.distributed.get_rank() != rank:
+        if not self._is_metrics_rank():
             return
         on_gpu = torch.cuda.is_available()
         labels = {kind: getattr(self.job_config.cookbook, kind) or None for kind in _KINDS}
@@ -141,6 +174,7 @@ def build_metrics_processor(
     found = check_kernels(job_config, parallel_dims, model_args)
     report = FirstStepReport(job_config, parallel_dims, tag)
     report.self_check = found
+    report.model_args = model_args
     return report
 
 

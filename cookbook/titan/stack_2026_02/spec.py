@@ -45,7 +45,8 @@ def changed_spec() -> TrainSpec:
         parallelize_fn=parallelize,
         # A pipeline's gradients are per token.
         build_loss_fn=build_loss,
-        # The first step reports what is active, and holds the job to what its overlays declare.
+        # The first step reports what is active, and holds the job to what its overlays declare;
+        # each logged step writes the router's load.
         build_metrics_processor_fn=build_metrics_processor,
     )
 
