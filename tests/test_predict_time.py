@@ -17,9 +17,10 @@ from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.cells.cell import Cell
 from cookbook.predict.documents import C4, LOCAL, Documents
-from cookbook.predict.hardware import Hardware, hardware_of, load_hardware
+from cookbook.predict.hardware import hardware_of, load_hardware
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, h200, with_options
+from tests.predict_machine import FACTS, RATES
 
 MODE = "activation_checkpoint.mode"
 SELECTIVE = {MODE: "selective", "activation_checkpoint.selective_ac_option": "op"}
@@ -27,11 +28,6 @@ SAVES = "activation_checkpoint.op_sac_save_list"
 BATCH = "training.local_batch_size"
 FLASH = {"model.attention": "flash_attention_4"}
 HARDWARE = Path(__file__).resolve().parents[1] / "recipes/hardware"
-# More of it is faster; of all else (latencies, bytes, tokens wasted) more is slower.
-RATES = ("tflops", "gb_per_s", "share")
-FACTS = [
-    one.name for one in dataclasses.fields(Hardware) if one.name not in ("name", "path", "sources")
-]
 CELLS = {
     "fast": cell_of("deepseek_v3_671b_fast", precision="mxfp8", ep_backend="deepep"),
     "16b": cell_of("deepseek_v3_16b", precision="mxfp8", ep_backend="mxfp8_a2a"),
