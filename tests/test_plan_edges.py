@@ -105,6 +105,20 @@ def test_the_recipes_own_batch_is_tried_beside_the_usual_ones() -> None:
     assert {cell.options[BATCH] for cell in combinations(f"{PP}=1", base=own)} == {1, 2, 4, 8, 16}
 
 
+def test_stages_are_interleaved_by_layers_where_they_come_out() -> None:
+    def ways(pp: int) -> set[tuple[str, int | None]]:
+        words = [f"{TP}=1", f"{EP}=1", f"{PP}={pp}", f"{BATCH}=64"]
+        names = [
+            f"parallelism.pipeline_parallel_{word}" for word in ("schedule", "layers_per_stage")
+        ]
+        cells = space_of(on_gpus(8), words, {}, NAMED).cells()
+        return {(cell.options[names[0]], cell.options[names[1]]) for cell in cells}
+
+    # 27 layers and both ends: 4 stages of 8, 8 of 4; on 8 ranks neither 16 nor 32 come out.
+    assert ways(2) == {("1F1B", None), ("Interleaved1F1B", 8), ("Interleaved1F1B", 4)}
+    assert ways(8) == {("1F1B", None), ("Interleaved1F1B", None)}
+
+
 def test_what_the_user_varies_is_left_to_him() -> None:
     varied = combinations(f"{PP}=1", "loss.num_chunks=0,4", "model.attention=flavor")
     assert {cell.options["loss.num_chunks"] for cell in varied} == {0, 4}
@@ -200,9 +214,11 @@ def test_a_walk_goes_on_to_its_end_past_what_the_rules_refuse() -> None:
 
 
 def test_overlays_change_on_the_way() -> None:
-    (last,) = walk(CELL, on_gpus(4, ep_backend="deepep"), C4).stops[1:]
+    end = on_gpus(4, precision="float8", ep_backend="deepep")
+    (last,) = walk(CELL, end, C4).stops[1:]
     assert last.changed == "precision and EP backend"
-    assert last.step == evaluate(on_gpus(4, ep_backend="deepep"), C4).step
+    assert last.step == evaluate(end, C4).step
+    assert "quantizing" in last.step.terms_ms
 
 
 def test_a_picture_has_memory_to_the_right_and_speed_upwards() -> None:
