@@ -24,7 +24,7 @@ def view(**observed: Any) -> Any:
     from cookbook.titan.stack_2026_02.first_step import RankActivity
 
     nothing: frozenset[str] = frozenset()
-    given = {
+    given: dict[str, Any] = {
         "model": ModelActivity(frozenset({"bf16"}), frozenset({"bf16"}), emulated=False),
         "attention": AttentionActivity(frozenset({"flex"}), None),
         **dict.fromkeys(("dispatch", "loss", "recomputation", "saved", "corrections"), nothing),
@@ -59,6 +59,8 @@ def gathered(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_rank_has_a_say_in_what_is_active(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    import torchtitan.components.metrics as metrics
+
     from cookbook.titan.stack_2026_02 import first_step
     from cookbook.titan.stack_2026_02.attention import AttentionActivity
 
@@ -80,7 +82,7 @@ def test_every_rank_has_a_say_in_what_is_active(
         ),
     ]
     gathered(views, monkeypatch)
-    monkeypatch.setattr(first_step.metrics, "_get_metrics_rank", lambda *_: 0)
+    monkeypatch.setattr(metrics, "_get_metrics_rank", lambda *_: 0)
     monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
     report: Any = first_step.FirstStepReport.__new__(first_step.FirstStepReport)
     report.job_config, report.parallel_dims = job(precision="mine"), None
