@@ -132,12 +132,16 @@ def test_what_does_not_fit_the_model_or_the_batch_is_named(
 @pytest.mark.parametrize("backend", ["standard", "deepep"])
 def test_the_remedy_helps(world: int, backend: str) -> None:
     others = {**MODEL, "parallelism.expert_parallel_comm_backend": backend}
-    for degree in range(1, 200):
-        problems = _findings({**others, **_options(ep=degree)}, world)
-        if problems:
-            better = int(problems[0].remedy.removeprefix("try "))
-            assert not _findings({**others, **_options(ep=better)}, world)
-            assert backend == "standard" or better in (1, *DEEPEP_SIZES)
+    found = {
+        degree: _findings({**others, **_options(ep=degree)}, world) for degree in range(1, 200)
+    }
+    wrong = [problems for problems in found.values() if problems]
+    # Few of 199 degrees divide a power of two, or of two and three.
+    assert len(wrong) > 150
+    for problems in wrong:
+        better = int(problems[0].remedy.removeprefix("try "))
+        assert not _findings({**others, **_options(ep=better)}, world)
+        assert backend == "standard" or better in (1, *DEEPEP_SIZES)
 
 
 def test_a_remedy_for_a_file_says_how_to_try_it() -> None:

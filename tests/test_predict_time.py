@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -12,14 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.step_points import compare, read_points
+from bench import step_times
+from bench.step_points import Comparison, compare, read_points
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.cells.cell import Cell
 from cookbook.predict.documents import C4, LOCAL, Documents
-from cookbook.predict.hardware import Hardware, hardware_of, load_hardware
+from cookbook.predict.hardware import hardware_of, load_hardware
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, h200, with_options
+from tests.predict_machine import FACTS, RATES
 
 MODE = "activation_checkpoint.mode"
 SELECTIVE = {MODE: "selective", "activation_checkpoint.selective_ac_option": "op"}
@@ -27,11 +30,6 @@ SAVES = "activation_checkpoint.op_sac_save_list"
 BATCH = "training.local_batch_size"
 FLASH = {"model.attention": "flash_attention_4"}
 HARDWARE = Path(__file__).resolve().parents[1] / "recipes/hardware"
-# More of it is faster; of all else (latencies, bytes, tokens wasted) more is slower.
-RATES = ("tflops", "gb_per_s", "share")
-FACTS = [
-    one.name for one in dataclasses.fields(Hardware) if one.name not in ("name", "path", "sources")
-]
 CELLS = {
     "fast": cell_of("deepseek_v3_671b_fast", precision="mxfp8", ep_backend="deepep"),
     "16b": cell_of("deepseek_v3_16b", precision="mxfp8", ep_backend="mxfp8_a2a"),
@@ -127,7 +125,9 @@ def test_what_is_computed_again_takes_its_time() -> None:
     assert steps[0].recomputed_ms == 0
     # What is saved is not done again; the rest is.
     again = [step.recomputed_ms for step in steps]
-    assert times[-1] - times[0] == pytest.approx(again[-1], rel=0.1)
+    # Of FSDP's exchanges a longer backward hides more.
+    fsdp = [step.terms_ms["FSDP, exposed"] for step in steps]
+    assert times[-1] - times[0] == pytest.approx(again[-1] + fsdp[-1] - fsdp[0])
     for kind, first, last in (("EP, exposed", 2, 3), ("attention", 0, 3), ("grouped GEMMs", 1, 2)):
         left, right = steps[first].terms_ms[kind], steps[last].terms_ms[kind]
         assert (left == right) is (kind == "attention"), kind
@@ -136,7 +136,10 @@ def test_what_is_computed_again_takes_its_time() -> None:
         "activation_checkpoint.selective_ac_option": "2",
     }
     half = predict_step(with_options(cell, every_second), overlapped=False)
-    assert half.recomputed_ms == pytest.approx(again[-1] / 2, rel=0.05)
+    # 29 of the 58 layers with experts; and one of the three without.
+    gemms = [step.terms_ms["grouped GEMMs"] for step in (steps[0], half, steps[-1])]
+    assert gemms[1] == pytest.approx((gemms[0] + gemms[2]) / 2)
+    assert again[-1] / 3 < half.recomputed_ms < again[-1] / 2
     budget = with_options(cell, {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.5})
     assert 0 < predict_step(budget, overlapped=False).recomputed_ms < again[-1] / 2
 
@@ -199,10 +202,14 @@ def test_experts_on_one_rank_send_nothing() -> None:
     assert terms["host"] == hardware_of(cell).host_ms_per_step
 
 
+@pytest.fixture(scope="module")
+def comparisons() -> list[Comparison]:
+    return list(compare(read_points()))
+
+
 @pytest.mark.titan
-def test_every_measured_point_is_predicted() -> None:
-    comparisons = [one for one in compare(read_points()) if one.error is not None]
-    known = [one for one in comparisons if not one.point.note]
+def test_every_measured_point_is_predicted(comparisons: list[Comparison]) -> None:
+    known = [one for one in comparisons if one.error is not None and not one.point.note]
     assert len(known) >= 25
     errors = {f"{one.point.name} {one.point.documents}": abs(one.error or 0) for one in known}
     assert max(errors.values()) <= 0.15, errors
@@ -210,20 +217,26 @@ def test_every_measured_point_is_predicted() -> None:
     held_out = [one for one in known if not one.point.fitted]
     assert len(held_out) >= 10
     # Of two cells of a group and corpus that differ by over 10%, the faster is predicted faster.
-    for one in known:
-        for other in known:
-            alike = (one.point.group, one.point.documents, one.point.released) == (
-                other.point.group,
-                other.point.documents,
-                other.point.released,
-            )
-            if alike and (one.point.measured or 0) > 1.1 * (other.point.measured or 0):
-                first, second = one.predicted, other.predicted
-                assert first.tokens_per_second_per_gpu > second.tokens_per_second_per_gpu
+    pairs = [
+        (one.predicted.tokens_per_second_per_gpu, other.predicted.tokens_per_second_per_gpu)
+        for one, other in itertools.permutations(known, 2)
+        if (one.point.group, one.point.documents, one.point.released)
+        == (other.point.group, other.point.documents, other.point.released)
+        and (one.point.measured or 0) > 1.1 * (other.point.measured or 0)
+    ]
+    assert len(pairs) >= 50
+    assert not [(faster, slower) for faster, slower in pairs if faster <= slower]
 
 
-def test_what_is_predicted_now_was_committed() -> None:
-    """Points that nobody measured yet are as they were written down before."""
+@pytest.mark.titan
+def test_the_documents_tables_are_what_the_bench_prints(comparisons: list[Comparison]) -> None:
+    document = (HARDWARE.parents[1] / "docs/time.md").read_text()
+    parts = step_times.tables(comparisons).strip().split("\n\n")
+    assert len(parts) >= 12
+    assert [part for part in parts if part not in document] == []
+
+
+def test_what_was_predicted_beforehand_is_of_points_that_are_there() -> None:
     kept = json.loads((HARDWARE.parents[1] / "docs/time-predicted.json").read_text())
     named = {(p["group"], p["name"], p["documents"]) for p in kept["points"]}
     points = read_points()

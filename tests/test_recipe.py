@@ -28,8 +28,9 @@ def _write(folder: Path, text: str, name: str = "mine.yaml") -> str:
 def test_every_recipe_is_read_and_explained(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.description and recipe.settings and recipe.nodes >= 1
-    if recipe.stand_in:
-        assert load_recipe(recipe.stand_in).nodes == 1
+    # What needs a cluster, or takes hours on a machine, has a recipe for any machine instead.
+    large = recipe.nodes > 1 or name.startswith("deepseek_v3_")
+    assert (recipe.stand_in == "debug") is large
     text = recipe.path.read_text(encoding="utf-8").splitlines()
     # Commented, so that someone can learn from it and copy it.
     assert text[0].startswith("# ")

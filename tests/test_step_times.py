@@ -9,7 +9,6 @@ import pytest
 
 from bench import step_times
 from bench.step_points import POINTS, cell_of_point, compare, read_points
-from bench.throughput_cells import CELLS
 
 
 @pytest.fixture
@@ -74,8 +73,7 @@ def test_every_point_is_a_cell_of_its_own() -> None:
         gpus = 256 if "B200" in point.group else point.gpus
         assert cell.world == gpus
         assert point.group.endswith(("2 H200", "4 H200", "256 B200"))
-        if point.cell in CELLS:
-            layers = str(cell.options["model.flavor"]) == "16B_8layers"
-            assert point.group.startswith("8 layers" if layers else "27 layers")
-            assert cell.uses_deepep is (point.ep_backend == "deepep")
-            assert (cell.hooks == "") is point.released
+        assert cell.uses_deepep is (point.ep_backend == "deepep")
+        assert (cell.hooks == "") is point.released
+        sizes = {"16B_8layers": "8 layers", "16B": "27 layers", "671B": "671B"}
+        assert point.group.startswith(sizes[cell.options["model.flavor"]])

@@ -154,7 +154,7 @@ def test_packings_have_the_lengths_that_they_say() -> None:
 
 
 def test_a_shape_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         gpu_attention.main(["--device=cpu", "--only=17B"])
     assert "17B" in capsys.readouterr().err
 

@@ -219,5 +219,7 @@ def test_released_torchtitan_does_not() -> None:
     assert standard["out"] < 2e-6
     assert standard["router.gate.weight"] > 0.1
     assert standard["x"] > 0.1
-    if torch.__version__.startswith("2.10."):
-        assert standard["shared_experts.w2.weight"] == pytest.approx(1)
+    # torch 2.10 counts the shared experts' gradient for each TP rank, later ones do not.
+    is_counted_twice = torch.__version__.startswith("2.10.")
+    wrong = 1.0 if is_counted_twice else 0.0
+    assert standard["shared_experts.w2.weight"] == pytest.approx(wrong, abs=2e-6)

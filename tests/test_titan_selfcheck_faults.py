@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.self_check_faults import (
+from tests.self_check_fault import (
     A2A,
     CHUNKS,
     DEEPEP,
     EP2,
-    FAULTS,
     FLASH,
     FLEX,
     MXFP8,
     TP2,
     WGRAD_HP,
-    try_faults,
 )
+from tests.self_check_faults import FAULTS, try_faults
 from tests.self_check_faults import proofs as prove
 from tests.titan_ranks import run_ranks
 

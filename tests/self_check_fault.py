@@ -1,0 +1,174 @@
+"""A fault in a kernel, how it is put in, and the options of the jobs that it is tried in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+JOB = (
+    "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
+    "--experimental.custom_import=cookbook.titan.stack_2026_02",
+    "--model.name=deepseek_v3",
+    "--model.flavor=debugmodel",
+    "--training.seq_len=64",
+    "--training.local_batch_size=2",
+)
+FLEX = ("--model.flavor=debugmodel_flex_attn",)
+FLASH = ("--model.attention=flash_attention_4",)
+EP2 = ("--parallelism.expert_parallel_degree=2",)
+TP2 = ("--parallelism.tensor_parallel_degree=2",)
+DEEPEP = (*EP2, "--parallelism.expert_parallel_comm_backend=deepep")
+A2A = (
+    *EP2,
+    "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8",
+    "--parallelism.expert_parallel_a2a_combine_bwd_precision=mxfp8",
+)
+CHUNKS = ("--loss.num_chunks=4",)
+MXFP8 = (
+    "--model.converters=quantize.grouped_mm.mx,quantize.linear.mx",
+    "--quantize.grouped_mm.mx.fqns=experts",
+    "--quantize.grouped_mm.mx.emulate",
+    "--quantize.linear.mx.emulate",
+    "--quantize.linear.mx.recipe_name=mxfp8_cublas_rceil",
+)
+FLOAT8 = (
+    "--compile.enable",
+    "--model.converters=quantize.linear.float8,quantize.grouped_mm.float8",
+    "--quantize.linear.float8.recipe_name=rowwise",
+    "--quantize.linear.float8.filter_fqns=output,router.gate",
+    "--quantize.grouped_mm.float8.fqns=experts",
+)
+WGRAD_HP = (*MXFP8, "--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp")
+
+Wrapper = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the kernel that has it, and the options of a job that uses that kernel."""
+
+    name: str
+    kernel: str
+    options: tuple[str, ...]
+    target: str
+    wrapper: Callable[[Any], Wrapper]
+    gpu_only: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return 2 if set(EP2 + TP2) & set(self.options) else 1
+
+    @contextmanager
+    def put_in(self) -> Iterator[None]:
+        """The fault, while this lasts; `target` is a name of a module or class."""
+        place, _, name = self.target.rpartition(".")
+        owner = _resolve(place)
+        original = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+        with patch.object(owner, name, self.wrapper(original)):
+            yield
+
+
+def _resolve(path: str) -> Any:
+    from importlib import import_module
+
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(path)
+
+
+class _Spoil(torch.autograd.Function):
+    """The same values; their gradient is changed."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, change: Any) -> torch.Tensor:
+        ctx.change = change
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.change(grad.clone()), None
+
+
+def with_gradient(place: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A kernel whose gradient of the argument at `place` is changed."""
+
+    def wrap(original: Any) -> Wrapper:
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            changed = list(args)
+            changed[place] = _Spoil.apply(changed[place], change)
+            return original(*changed, **kwargs)
+
+        return faulty
+
+    return wrap
+
+
+def with_argument(place: int, change: Callable[[Any], Any]) -> Any:
+    """A kernel that takes the argument at `place` for another."""
+
+    def wrap(original: Any) -> Wrapper:
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            changed = list(args)
+            changed[place] = change(changed[place])
+            return original(*changed, **kwargs)
+
+        return faulty
+
+    return wrap
+
+
+def with_result(change: Callable[[Any], Any]) -> Any:
+    """A kernel whose result is changed."""
+
+    def wrap(original: Any) -> Wrapper:
+        return lambda *args, **kwargs: change(original(*args, **kwargs))
+
+    return wrap
+
+
+def instead(function: Any) -> Any:
+    """Another function in the kernel's place."""
+    return lambda original: function
+
+
+def without_rows(rows: slice) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor whose `rows` are zero."""
+
+    def change(values: torch.Tensor) -> torch.Tensor:
+        kept = torch.ones(len(values), dtype=torch.bool, device=values.device)
+        kept[rows] = False
+        return values * kept.view(-1, *[1] * (values.dim() - 1))
+
+    return change
+
+
+def halves_swapped(values: torch.Tensor) -> torch.Tensor:
+    return values.roll(len(values) // 2, 0)
+
+
+def neighbours(dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda values: values.roll(1, dim)
+
+
+def neighbours_scales(made: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    scale, data = made
+    return scale.view(torch.uint8).roll(1, -1).view(scale.dtype), data
+
+
+# Where kernels lie that several faults are put into.
+GROUPS = "cookbook.titan.any_stack.expert_groups"
+LOSS = "cookbook.titan.any_stack.chunked_loss"
+AO = "torchao.prototype.moe_training.scaled_grouped_mm"
+STACK = "cookbook.titan.stack_2026_02"

@@ -1,0 +1,226 @@
+"""Memory and work of a rank, term by term, by hand from the 16B's sizes; no torch is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from cookbook.base.gpus import Gpu
+from cookbook.cells.cell import Cell
+from cookbook.cells.this_machine import this_machine
+from cookbook.predict.layers import RankLayers
+from cookbook.predict.memory import GIB, StageMemory, predict_memory
+from cookbook.predict.shapes import destinations, padded_tokens, shapes_of
+from cookbook.predict.view import count_views
+from cookbook.predict.work import Traffic, Work, count_work
+from tests.check_cells import with_options
+from tests.predict_machine import on_gpus
+
+TOKENS, DIM, WORDS = 4 * 8192, 2048, 102400
+# 26 of the 27 layers have experts of 1408, 6 rows a token; layer 0 has a hidden size of 10944.
+ROWS, HIDDEN, DENSE, MOE_LAYERS = TOKENS * 6, 1408, 10944, 26
+TP2 = {"parallelism.tensor_parallel_degree": 2}
+EAGER_LOSS = {"compile.components": ["model"]}
+MODE = "activation_checkpoint.mode"
+SELECTIVE = {MODE: "selective", "activation_checkpoint.selective_ac_option": "op"}
+LIST = "activation_checkpoint.op_sac_save_list"
+
+
+def memory(cell: Cell, **changed: Any) -> StageMemory:
+    (view,) = count_views(cell)
+    return predict_memory(cell, {**view, **changed}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "bytes_a_logit"),
+    [
+        # Fused: logits and their gradient in BF16.
+        ({}, 1, 4),
+        # Logits, and what `loss_parallel` scatters into, and its sum with the softmax, in FP32.
+        (TP2, 1, 2 + 8),
+        (EAGER_LOSS, 1, 12),
+        (EAGER_LOSS | TP2, 1, 16),
+        # A pipeline's stage keeps its output as well.
+        (EAGER_LOSS, 2, 12 + 2),
+    ],
+)
+def test_bytes_of_the_loss(options: dict[str, Any], stages: int, bytes_a_logit: int) -> None:
+    found = memory(on_gpus(4, options), num_stages=stages)
+    assert found.moment == "the loss"
+    logits = TOKENS * WORDS // (2 if TP2.items() <= options.items() else 1)
+    assert found.terms["logits and loss"] == pytest.approx(logits * bytes_a_logit / GIB)
+
+
+def test_a_loss_in_chunks_keeps_its_gradients_in_fp32() -> None:
+    one = {"loss.num_chunks": 1, "training.local_batch_size": 1, MODE: "none"}
+    found = memory(on_gpus(4, one, ep_backend="deepep"))
+    assert found.moment == "the loss"
+    gradients, logits = 4 * (8192 + WORDS) * DIM, 2 * 8192 * WORDS
+    assert found.terms["logits and loss"] == pytest.approx((gradients + logits) / GIB)
+    whole = on_gpus(4, TP2 | {"parallelism.disable_loss_parallel": True})
+    for chunks, words in ((0, WORDS), (8, WORDS // 2)):
+        cell = with_options(whole, {"loss.num_chunks": chunks})
+        assert shapes_of(cell, count_views(cell)[0]).vocab == words
+
+
+def test_an_optimizer_that_is_not_fused_makes_roots_of_all_moments() -> None:
+    small = {"training.local_batch_size": 1, "training.seq_len": 256}
+    for implementation, extra in (("fused", False), ("foreach", True)):
+        found = memory(on_gpus(4, {**small, "optimizer.implementation": implementation}))
+        assert (found.moment == "the optimizer step") is extra
+        assert found.terms["optimizer state"] == 2 * found.terms["parameters"]
+        if extra:
+            assert found.terms["optimizer step"] == found.terms["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "share"),
+    [("expandable_segments:True", 0.01), ("expandable_segments:False", 0.03), ("", 0.03)],
+)
+def test_pages_that_are_mapped_leave_fewer_fragments(setting: str, share: float) -> None:
+    cell = on_gpus(4)
+    found = predict_memory(cell, count_views(cell)[0], {"PYTORCH_ALLOC_CONF": setting})
+    of_streams = ("gradients", "all-gather stream", "dispatch stream", "fragments")
+    compute = sum(size for name, size in found.terms.items() if name not in of_streams)
+    assert found.terms["fragments"] == pytest.approx(share * compute)
+
+
+@pytest.mark.parametrize(("capability", "kib"), [(8.0, 2 * 4096 + 8 * 16), (9.0, 32 * 1024)])
+def test_cublas_has_a_workspace_for_each_of_two_threads(capability: float, kib: int) -> None:
+    cell = on_gpus(4)
+    cluster = dataclasses.replace(cell.cluster, gpu=Gpu("a GPU", capability, 80))
+    found = memory(dataclasses.replace(cell, cluster=cluster))
+    assert found.terms["cuBLAS workspaces"] == pytest.approx(2 * kib * 1024 / GIB)
+
+
+def two_nodes(ep: int, ep_backend: str) -> Cell:
+    cell = dataclasses.replace(on_gpus(8, ep_backend=ep_backend), nodes=2)
+    return with_options(cell, {"parallelism.expert_parallel_degree": ep})
+
+
+@pytest.mark.parametrize(("ep", "peers", "nodes"), [(4, 4, 0), (8, 8, 0), (16, 8, 2)])
+def test_deepep_has_buffers_of_its_own(ep: int, peers: int, nodes: int) -> None:
+    """Ten channels: 256 tokens a peer, and 128 of each node, sent and received."""
+    standard, deepep = (memory(two_nodes(ep, name)).outside for name in ("standard", "deepep"))
+    token = DIM * 2 + 6 * 12
+    assert deepep - standard == pytest.approx(10 * token * (peers * 256 + 2 * nodes * 128) / GIB)
+
+
+def layers_of(cell: Cell) -> RankLayers:
+    (view,) = count_views(cell)
+    return RankLayers(cell, view, shapes_of(cell, view))
+
+
+def test_what_is_saved_by_name_is_kept_and_not_computed_again() -> None:
+    kept, again = {}, {}
+    for names in (("attention",), ("attention", "grouped_mm"), ("attention", "communication")):
+        cell = on_gpus(4, {**SELECTIVE, LIST: list(names)}, ep_backend="deepep")
+        layers = layers_of(cell)
+        kept[names[-1]] = layers.kept(0)
+        again[names[-1]] = layers.backward()["recomputed layer"]
+    # Gate and up, and the experts' output.
+    gemms = 2 * ROWS * (2 * HIDDEN + DIM)
+    assert kept["grouped_mm"] - kept["attention"] == MOE_LAYERS * gemms
+    assert again["attention"] - again["grouped_mm"] == gemms
+    # Dealt out evenly a token goes to 1.25 of 4 ranks. Rows that came are of no use to a backward.
+    sent = 2 * (1.25 + 1) * TOKENS * DIM
+    assert kept["communication"] - kept["attention"] == pytest.approx(MOE_LAYERS * sent)
+    assert again["communication"] == again["attention"]
+
+
+def test_a_layers_backward_has_its_parameters_and_the_next_ones() -> None:
+    found = layers_of(on_gpus(4)).backward()
+    (view,) = count_views(on_gpus(4))
+    units = {unit["name"]: unit["gathered"] for unit in view["parts"][0]["units"]}
+    own, experts = units["layers.5"], units["layers.5.moe.experts"]
+    assert found["gathered layers"] == 2 * 2 * (own + experts)
+    # Its gradients in BF16, and the largest of its modules' once more in FP32.
+    assert found["new gradients"] == 2 * (own + experts) + 4 * experts
+
+
+def test_swiglu_keeps_gate_up_and_product_and_eager_silu_too() -> None:
+    kept = {}
+    for compiled in (True, False):
+        components = ["model", "loss"] if compiled else ["loss"]
+        cell = on_gpus(4, {MODE: "none", "compile.components": components})
+        kept[compiled] = layers_of(cell).kept(0)
+    one = 2 * TOKENS * DENSE + MOE_LAYERS * 2 * (TOKENS * 2 * HIDDEN + ROWS * HIDDEN)
+    assert kept[False] - kept[True] == one
+
+
+def test_real_routing_is_uneven_and_forced_routing_is_not() -> None:
+    for forced, rows in ((True, ROWS), (False, ROWS * 12 // 10)):
+        cell = on_gpus(4, {"debug.moe_force_load_balance": forced})
+        found = shapes_of(cell, count_views(cell)[0])
+        assert (found.sent_rows, found.rows) == (ROWS, rows)
+
+
+@pytest.mark.parametrize(("etp", "sent"), [(1, TOKENS // 2), (2, TOKENS)])
+def test_tp_ranks_share_the_tokens_where_experts_are_whole(etp: int, sent: int) -> None:
+    options = {"parallelism.expert_tensor_parallel_degree": etp}
+    cell = on_gpus(4, {**TP2, "parallelism.expert_parallel_degree": 2, **options})
+    found = shapes_of(cell, count_views(cell)[0])
+    assert (found.sent_tokens, found.expert_hidden) == (sent, HIDDEN // etp)
+
+
+@pytest.mark.parametrize(("capability", "block"), [(9.0, 64), (10.0, 128)])
+def test_flash_attention_pads_documents_to_blocks(capability: float, block: int) -> None:
+    cluster = this_machine(4, Gpu("a GPU", capability, 80))
+    cell = dataclasses.replace(on_gpus(4), cluster=cluster)
+    # 3 sequences with room for 64 documents each.
+    assert padded_tokens(cell, 3) == 3 * 8192 + (3 * 64 + 1) * block
+
+
+def test_a_token_goes_to_few_ranks_where_its_router_is_limited() -> None:
+    """DeepSeek-V3: 8 of 256 experts, out of 4 of 8 groups; here on 32 ranks of 8 experts."""
+    limited = destinations(256, 8, 32, False, (8, 4))
+    assert limited == pytest.approx(16 * (1 - math.comb(120, 8) / math.comb(128, 8)))
+    free = destinations(256, 8, 32, False, None)
+    assert free == pytest.approx(32 * (1 - math.comb(248, 8) / math.comb(256, 8)))
+    assert limited < free < 8
+    # Dealt out in turn they are neighbours.
+    assert destinations(256, 8, 32, True, None) == 1
+    assert destinations(64, 6, 4, True, None) == 1.25
+
+
+def work(cell: Cell) -> Work:
+    return count_work(cell, count_views(cell))
+
+
+def test_flops_and_tokens_of_a_step() -> None:
+    one = work(on_gpus(4))
+    assert one.tokens_per_step == 4 * TOKENS
+    assert one.flops_per_gpu_step == one.flops_per_token * TOKENS
+    halves = work(on_gpus(4, TP2))
+    assert halves.tokens_per_step == 2 * TOKENS
+    assert halves.flops_per_gpu_step == one.flops_per_gpu_step / 2
+
+
+@pytest.mark.parametrize(("mode", "exchanges"), [("none", 4), ("full", 6)])
+def test_bytes_that_deepep_sends(mode: str, exchanges: int) -> None:
+    """Dispatch and combine, and their gradients; full recomputation sends the forward's again."""
+    found = work(with_options(two_nodes(16, "deepep"), {MODE: mode})).traffic["ep/deepep"]
+    # Dealt out evenly a token goes to 2.5 of 16 ranks and to 1.25 of 2 nodes.
+    ranks, nodes = (destinations(64, 6, places, True, None) for places in (16, 2))
+    size = MOE_LAYERS * exchanges * TOKENS * DIM * 2
+    sent = (found.nvlink, found.infiniband)
+    assert sent == pytest.approx((size * ranks * 7 / 8, size * nodes / 2))
+
+
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("full", 4)])
+def test_bytes_that_tp_sends(mode: str, again: int) -> None:
+    found = work(on_gpus(4, {**TP2, MODE: mode})).traffic["tp"]
+    # Four exchanges a layer and direction, what is repeated, and two around each end.
+    one = TOKENS * DIM * 2 / 2
+    assert found == Traffic(nvlink=(27 * (8 + again) + 4) * one)
+
+
+def test_the_rank_that_sends_most_is_shown() -> None:
+    cell = on_gpus(4)
+    (view,) = count_views(cell)
+    few = {**view, "parts": [{**view["parts"][0], "layers": view["parts"][0]["layers"][:5]}]}
+    for views in ((view, few), (few, view)):
+        assert count_work(cell, views).traffic == work(cell).traffic

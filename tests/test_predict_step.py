@@ -1,0 +1,229 @@
+"""What a step adds up: rounds, FSDP, texts, the slowest rank and a pipeline; one fact at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from cookbook.base.errors import InputError
+from cookbook.cells.cell import Cell
+from cookbook.predict import view
+from cookbook.predict.actions import Actions
+from cookbook.predict.documents import LOCAL, Documents, mean_attended_tokens
+from cookbook.predict.documents import slowest_attended_tokens as slowest
+from cookbook.predict.hardware import Hardware, load_hardware
+from cookbook.predict.step import StepTime, predict_step
+from cookbook.predict.view import count_views
+from tests.check_cells import with_options
+from tests.predict_machine import H200, on_gpus, only
+
+EP = "parallelism.expert_parallel_degree"
+GLOBAL = "training.global_batch_size"
+POLICY = "parallelism.fsdp_reshard_after_forward"
+NONE = {"activation_checkpoint.mode": "none"}
+
+
+def terms(cell: Cell, hardware: Hardware, documents: Documents = LOCAL) -> dict[str, float]:
+    return dict(predict_step(cell, None, documents, hardware).terms_ms)
+
+
+def test_the_terms_of_a_step_say_what_is_exposed() -> None:
+    named = {"EP, exposed": 1.0, "dense GEMMs": 64.0, "TP, exposed": 2.0, "FSDP, exposed": 4.0}
+    step = StepTime(0, named, 3.0, tokens_per_gpu=142.0)
+    assert (step.exposed_ms, step.step_ms, step.largest) == (7.0, 71.0, "dense GEMMs")
+    assert step.tokens_per_second_per_gpu == 2000.0
+    assert step.as_mapping()["recomputed_ms"] == 3.0
+
+
+def test_each_round_of_accumulation_takes_its_time() -> None:
+    """Three rounds before the optimizer, which runs once; the host's time for a step too."""
+    one = on_gpus(4)
+    three = with_options(one, {GLOBAL: 3 * 4 * 4})
+    first, all_rounds = (predict_step(cell, None, LOCAL, H200) for cell in (one, three))
+    assert all_rounds.recomputed_ms == pytest.approx(3 * first.recomputed_ms)
+    assert all_rounds.tokens_per_gpu == 3 * first.tokens_per_gpu == 3 * 4 * 8192
+    once = {"optimizer and gradient norm"}
+    for name, time_ms in first.terms_ms.items():
+        # Of the host's time a part is for the step.
+        added = H200.host_ms_per_step if name == "host" else 0.0
+        wanted = 3 * (time_ms - added) + added if name not in once else time_ms
+        assert all_rounds.terms_ms[name] == pytest.approx(wanted), name
+
+
+def test_texts_are_tokenized_between_steps() -> None:
+    found = terms(on_gpus(4), only(text_us_per_token=2.0))
+    # Microseconds, and milliseconds.
+    assert found["texts"] == pytest.approx(4 * 8192 * 2 / 1000)
+
+
+def test_ranks_that_share_a_batch_share_its_tokens() -> None:
+    options = {"parallelism.data_parallel_replicate_degree": 2, EP: 1}
+    cell = on_gpus(8, {**options, "parallelism.tensor_parallel_degree": 2})
+    assert predict_step(cell, None, LOCAL, H200).tokens_per_gpu == 4 * 8192 / 2
+
+
+def gathered(prefix: str) -> int:
+    """Elements of the 16B's FSDP modules of four ranks; each rank's experts are its own."""
+    (one,) = count_views(on_gpus(4))
+    units = [unit for part in one["parts"] for unit in part["units"]]
+    return sum(u["gathered"] for u in units if u["name"].startswith(prefix) and u["shards"] > 1)
+
+
+@pytest.mark.parametrize(("policy", "gathers"), [("always", 2), ("default", 2), ("never", 1)])
+def test_what_fsdp_sends_is_exposed_where_nothing_is_computed(policy: str, gathers: int) -> None:
+    """Parameters in BF16, once more for the backward where they are not kept; FP32 gradients."""
+    found = terms(on_gpus(4, {POLICY: policy}), only(nvlink_gb_per_s=1.0))
+    layers, first = gathered("layers."), gathered("tok_embeddings")
+    size = layers * (2 * gathers + 4) + first * (2 + 4)
+    assert found["FSDP, exposed"] == pytest.approx(size * 3 / 4 / 1e6)
+
+
+def test_fsdp_hides_behind_compute_but_for_its_first_gather_and_last_reduction() -> None:
+    # Attention takes seconds in each layer.
+    slow = only(
+        nvlink_gb_per_s=1.0,
+        flex_attention_forward_tflops=0.001,
+        flex_attention_backward_tflops=0.001,
+    )
+    first = gathered("tok_embeddings") * (2 + 4) * 3 / 4 / 1e6
+    assert terms(on_gpus(4), slow)["FSDP, exposed"] == pytest.approx(first)
+    # Without recomputation or a backward's time nothing hides what the backward sends.
+    half = dataclasses.replace(slow, flex_attention_backward_tflops=1e30)
+    layers = gathered("layers.") * (2 + 4) * 3 / 4 / 1e6
+    found = terms(on_gpus(4, NONE), half)["FSDP, exposed"]
+    assert found == pytest.approx(first + layers)
+
+
+def test_released_deepep_sends_and_computes_each_token_for_every_tp_rank() -> None:
+    own = on_gpus(4, {"parallelism.tensor_parallel_degree": 2}, ep_backend="deepep")
+    released = dataclasses.replace(own, hooks="")
+    for fact, term in (
+        ("deepep_nvlink_gb_per_s", "EP, exposed"),
+        ("bf16_peak_tflops", "grouped GEMMs"),
+    ):
+        ours, theirs = (terms(cell, only(**{fact: 1.0})) for cell in (own, released))
+        assert theirs[term] == pytest.approx(2 * ours[term])
+
+
+def test_the_slowest_rank_is_one_of_those_that_exchange_tokens() -> None:
+    """An EP group waits for its slowest rank; without EP all data-parallel ranks do."""
+    facts = only(flex_attention_forward_tflops=1.0, flex_attention_backward_tflops=1.0)
+    ep2, ep8, ep1 = (terms(on_gpus(8, {EP: ep}), facts)["attention"] for ep in (2, 8, 1))
+    assert ep2 < 0.95 * ep8
+    assert ep8 == ep1
+    wanted = slowest(LOCAL, 8192, 4, 2) / slowest(LOCAL, 8192, 4, 8)
+    assert ep2 / ep8 == pytest.approx(wanted)
+
+
+def test_the_slowest_of_many_ranks_has_much_longer_documents() -> None:
+    mean = mean_attended_tokens(LOCAL, 8192)
+    found = [slowest(LOCAL, 8192, 2, ranks) for ranks in (1, 2, 8, 64)]
+    assert found == sorted(found)
+    assert found[0] == pytest.approx(mean, rel=0.05)
+    assert found[1] > 1.1 * found[0]
+    assert found[3] > 1.35 * found[0]
+    # Neighbours share long documents, so that a batch of four is far from four random sequences.
+    few = Documents(60_000, 20_000, "drawn")
+    assert slowest(few, 2048, 4, 64) > 0.97 * slowest(few, 2048, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("0", "the number 0"),
+        ("-0.5", "the number -0.5"),
+        ("true", "true"),
+        (".nan", "the text '.nan'"),
+    ],
+)
+def test_a_fact_is_above_zero(value: str, found: str, tmp_path: Any) -> None:
+    path = tmp_path / "mine.yaml"
+    text = H200.path.read_text()
+    assert text.count("{value: 4800,") == 1
+    path.write_text(text.replace("{value: 4800,", f"{{value: {value},"))
+    with pytest.raises(InputError, match=f"found {found}.*, allowed: above 0"):
+        load_hardware(path)
+
+
+# Two pipeline ranks, a stage each; what each does in order.
+PIPELINES: dict[str, Any] = {
+    "two microbatches": (
+        [[0, "F", 0], [0, "F", 1], [0, "B", 0], [0, "B", 1]],
+        [[1, "F", 0], [1, "B", 0], [1, "F", 1], [1, "B", 1]],
+    ),
+    "backward in halves": (
+        [[0, "F", 0], [0, "I", 0], [0, "W", 0]],
+        [[1, "F", 0], [1, "I", 0], [1, "W", 0]],
+    ),
+}
+
+
+def pipelined(
+    name: str, monkeypatch: pytest.MonkeyPatch, hardware: Hardware, **options: Any
+) -> StepTime:
+    actions = PIPELINES[name]
+    count = 1 + max(microbatch for *_, microbatch in actions[0])
+    answer = Actions(([0], [1]), ([[1]], [[1]]), actions, range(count))
+    monkeypatch.setattr(view, "actions_of", lambda *_: answer)
+    cell = on_gpus(
+        4,
+        {
+            EP: 2,
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.pipeline_parallel_schedule": "1F1B",
+            "training.local_batch_size": 2,
+            **options,
+        },
+    )
+    return predict_step(cell, None, LOCAL, hardware)
+
+
+# 14 layers on the first rank, 13 on the second; each layer's forward takes 1, and so does what is
+# computed again in its backward.
+FORWARD = only(flex_attention_forward_tflops=0.001)
+
+
+def test_the_busiest_rank_waits_for_the_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = pipelined("two microbatches", monkeypatch, FORWARD)
+    assert step.rank == 0
+    one = step.terms_ms["attention"] / (2 * 2 * 14)
+    assert step.recomputed_ms == pytest.approx(2 * 14 * one)
+    # The first forward comes to the second rank after 14, its backward is done after 14 + 26, and
+    # the last one of the first rank 13 + 13 + 14 later.
+    assert step.terms_ms["pipeline bubble"] == pytest.approx((14 + 26 + 26 + 14 - 2 * 28) * one)
+
+
+def test_a_pipeline_that_accumulates_waits_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = pipelined("two microbatches", monkeypatch, FORWARD)
+    two = pipelined("two microbatches", monkeypatch, FORWARD, **{GLOBAL: 2 * 2 * 2})
+    for name in ("pipeline bubble", "attention"):
+        assert two.terms_ms[name] == pytest.approx(2 * one.terms_ms[name])
+
+
+def test_two_thirds_of_a_backward_are_for_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = pipelined("backward in halves", monkeypatch, FORWARD)
+    one = step.terms_ms["attention"] / (2 * 14)
+    # Both forwards, the second rank's gradients of inputs, and the whole backward of the first.
+    end = 14 + 13 + 13 * 2 / 3 + 14
+    assert step.terms_ms["pipeline bubble"] == pytest.approx((end - 2 * 14) * one)
+
+
+def test_a_pipeline_adds_gradients_of_each_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = only(memory_bandwidth_gb_per_s=1.0)
+    steps = [pipelined(name, monkeypatch, facts) for name in PIPELINES]
+    copies = [step.terms_ms["copies and casts, FSDP's packing"] for step in steps]
+    monkeypatch.undo()
+    # The second stage, which has the output layer, is the busier one.
+    assert {step.rank for step in steps} == {2}
+    (whole,) = count_views(on_gpus(4, {EP: 2}))
+    # The second microbatch adds its own: 10 bytes for each element of the last 13 layers.
+    names = {"norm", "output", *(f"layers.{number}" for number in range(14, 27))}
+    sizes = [
+        unit["gathered"]
+        for part in whole["parts"]
+        for unit in part["units"]
+        if unit["name"].removesuffix(".moe.experts") in names
+    ]
+    assert copies[0] - copies[1] == pytest.approx(10 * sum(sizes) / 1e6)

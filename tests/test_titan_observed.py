@@ -1,0 +1,284 @@
+"""What ranks observe and what is made of it: the report of the first step, and of a self-check."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from tests.titan_refusal import refusal
+
+pytestmark = pytest.mark.titan
+
+
+def view(**observed: Any) -> Any:
+    from cookbook.titan.stack_2026_02.activity import ModelActivity
+    from cookbook.titan.stack_2026_02.attention import AttentionActivity
+    from cookbook.titan.stack_2026_02.first_step import RankActivity
+
+    nothing: frozenset[str] = frozenset()
+    given: dict[str, Any] = {
+        "model": ModelActivity(frozenset({"bf16"}), frozenset({"bf16"}), emulated=False),
+        "attention": AttentionActivity(frozenset({"flex"}), None),
+        **dict.fromkeys(("dispatch", "loss", "recomputation", "saved", "corrections"), nothing),
+        "stage": 0,
+        "emulated": False,
+        "node": "worker-0",
+    }
+    return RankActivity(**(given | observed))
+
+
+def job(degree: int = 2, **declared: Any) -> Any:
+    names = ("precision", "ep_backend", "grouped_gemms", "linear_layers", "dispatch")
+    labels = {**dict.fromkeys(names, ""), "emulated": False}
+    return SimpleNamespace(
+        cookbook=SimpleNamespace(**(labels | declared)),
+        parallelism=SimpleNamespace(expert_parallel_degree=degree),
+    )
+
+
+def gathered(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process were rank 0 of so many ranks, which have these views."""
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: len(views))
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+
+    def all_gather_object(everywhere: list[Any], own: Any) -> None:
+        everywhere[:] = views
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+
+
+def test_every_rank_has_a_say_in_what_is_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torchtitan.components.metrics as metrics
+
+    from cookbook.titan.stack_2026_02 import first_step
+    from cookbook.titan.stack_2026_02.attention import AttentionActivity
+
+    views = [
+        view(dispatch=frozenset({"standard"}), recomputation=frozenset({"full"})),
+        view(
+            dispatch=frozenset({"deepep"}),
+            recomputation=frozenset({"selective"}),
+            saved=frozenset({"attention"}),
+            loss=frozenset({"chunked"}),
+            corrections=frozenset({"one"}),
+            attention=AttentionActivity(frozenset({"flex"}), 100.0),
+        ),
+        view(
+            emulated=True,
+            corrections=frozenset({"two"}),
+            node="worker-1",
+            attention=AttentionActivity(frozenset({"sdpa"}), 201.0),
+        ),
+    ]
+    gathered(views, monkeypatch)
+    monkeypatch.setattr(metrics, "_get_metrics_rank", lambda *_: 0)
+    monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
+    report: Any = first_step.FirstStepReport.__new__(first_step.FirstStepReport)
+    report.job_config, report.parallel_dims = job(precision="mine"), None
+    report._observe = lambda: views[0]
+    with caplog.at_level(logging.INFO):
+        report._report()
+    (line,) = [one.getMessage() for one in caplog.records if "cookbook active" in one.getMessage()]
+    found = json.loads(line.partition(": ")[2])
+    expected = {
+        "precision": "mine",
+        "ep_backend": None,
+        "dispatch": "deepep and standard",
+        "recomputation": "full and selective",
+        "saved": "attention",
+        "loss": "chunked",
+        "corrections": ["one", "two"],
+        "emulated": True,
+        "attention": "flex and sdpa",
+        # Of the ranks that saw a mask.
+        "mean_attended_length": 150.5,
+    }
+    assert {name: found[name] for name in expected} == expected
+    kept = json.loads((tmp_path / "environment.json").read_text())
+    assert kept == found | {"nodes": ["worker-0", "worker-1"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "said"),
+    [
+        (job(grouped_gemms="bf16"), {"emulated": True}, "declares emulated false, but true is"),
+        (
+            job(grouped_gemms="bf16", emulated=True),
+            {},
+            "declares emulated true, but false is active",
+        ),
+        (job(dispatch="deepep"), {}, "declares dispatch deepep, but standard is active"),
+        # With one EP rank nothing is sent.
+        (job(1, dispatch="deepep"), {"dispatch": None}, ""),
+        # What declares nothing is held to nothing.
+        (job(), {"emulated": True, "grouped_gemms": "mxfp8"}, ""),
+    ],
+)
+def test_what_is_active_is_held_to_what_is_declared(
+    config: Any, changed: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cookbook.titan.stack_2026_02.first_step import check
+
+    plain = {"grouped_gemms": "bf16", "linear_layers": "bf16", "dispatch": "standard"}
+    found: dict[str, Any] = {**plain, "emulated": False, **changed}
+    if said:
+        assert said in refusal(lambda: check(config, found), caplog)
+    else:
+        check(config, found)
+
+
+def test_a_loop_over_experts_quantizes_nothing() -> None:
+    """TorchAO replaces the grouped GEMM alone, which a loop does not call."""
+    from torchtitan.models.moe.moe import GroupedExperts
+
+    from cookbook.titan.stack_2026_02.activity import observe_model
+    from cookbook.titan.stack_2026_02.mx import MXGroupedMMConverter
+
+    mx = SimpleNamespace(fqns=["experts"], recipe_name="mxfp8", emulate=True)
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(converters=["quantize.grouped_mm.mx"]),
+        quantize=SimpleNamespace(grouped_mm=SimpleNamespace(mx=mx)),
+    )
+    dims: Any = SimpleNamespace()
+    experts = GroupedExperts(32, 32, 2, use_grouped_mm=True)
+    MXGroupedMMConverter(config, dims).convert(nn.ModuleDict({"experts": experts}))
+    found = observe_model([experts])
+    assert (found.grouped_gemms, found.emulated) == (frozenset({"mxfp8"}), True)
+    experts.use_grouped_mm = False
+    found = observe_model([experts])
+    assert (found.grouped_gemms, found.emulated) == (frozenset({"bf16"}), False)
+
+
+def test_recomputation_within_a_budget_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cookbook.titan.stack_2026_02.recomputation import observe_recomputation
+
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Linear(2, 2)})})
+    assert observe_recomputation([model]) == {"none"}
+    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 0.5)
+    assert observe_recomputation([model]) == {"memory_budget 0.5"}
+
+
+def test_operators_that_a_list_may_name_are_known_by_what_they_are_for() -> None:
+    from cookbook.titan.any_stack import varlen_attention  # noqa: F401  (registers its operator)
+    from cookbook.titan.stack_2026_02.recomputation import kinds_of_operators
+
+    found = kinds_of_operators()
+    for operator, kind in (
+        (torch.ops.cookbook.varlen_attention.default, "attention"),
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, "attention"),
+        (torch.ops._c10d_functional.all_to_all_single.default, "communication"),
+        (torch.ops._c10d_functional.reduce_scatter_tensor.default, "communication"),
+        (torch.ops.aten._grouped_mm.default, "grouped_mm"),
+        (torch.ops.aten.mm.default, "mm"),
+    ):
+        assert found[operator] == kind
+
+
+def proof(share: float, failure: str | None = None) -> Any:
+    from cookbook.titan.self_check.proof import BF16, Error, Proof
+
+    errors = (Error("output", share * BF16.whole, 0.0, BF16),)
+    return Proof("a kernel", "a shape", errors, failure, "", 0.0)
+
+
+def test_the_worst_of_all_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cookbook.titan.stack_2026_02.self_check import _worst_of_ranks
+
+    ranks = [
+        [proof(0.2), proof(0.9), proof(0.9)],
+        [proof(0.8), proof(0.1), proof(0.1, "it raised")],
+    ]
+    gathered(ranks, monkeypatch)
+    found = _worst_of_ranks(ranks[0])
+    # A failure before any error, however small.
+    assert [round(one.share, 1) for one in found] == [0.8, 0.9, 0.1]
+    assert [one.fault is None for one in found] == [True, True, False]
+
+
+def test_rows_of_a_column_weigh_the_same() -> None:
+    """A few large rows do not hide what is wrong in the small ones."""
+    from cookbook.titan.self_check.proof import BF16, error_of
+
+    torch.manual_seed(0)
+    expected = torch.randn(64, 4)
+    expected[:4] *= 1e4
+    wrong = expected.clone()
+    wrong[4:, 2] *= 1.5
+    error = error_of("output", wrong, expected, BF16, parts=[(1,)])
+    assert error.part == pytest.approx(0.5, rel=0.05)
+    assert error.whole < 1e-3
+
+
+def test_some_experts_of_a_proof_have_no_row_one_or_more_than_a_tile() -> None:
+    from cookbook.titan.self_check.inputs import random_routing, uneven_counts
+
+    counts = uneven_counts(64, 4096)
+    assert {0, 1, 31, 33, 129, 7} <= set(counts) and sum(counts) == 4096
+    # One that stops early is seen.
+    assert counts[0] == 0 and counts[-1] > 1
+    experts, scores = random_routing(1000, 8, 2, "cpu", 1)
+    found = torch.bincount(experts.flatten(), minlength=8)
+    assert (found[[1, 6]] == 0).all() and found[0] > found[2:6].max()
+    assert float(scores.min()) >= 0.25 and float(scores.max()) <= 1
+
+
+def test_gemms_are_held_to_the_bound_of_their_format() -> None:
+    """A format that quantizes must show it; a weight gradient in high precision must not."""
+    from cookbook.titan.self_check.gemms import BOUNDS
+
+    least = {kind: [bound.least > 0 for bound in bounds] for kind, bounds in BOUNDS.items()}
+    assert least["bf16"] == [False] * 3
+    assert least["mxfp8"] == least["fp8_rowwise"] == least["mx"] == [True] * 3
+    assert least["mxfp8_wgrad_with_hp"] == [True, True, False]
+    whole = {kind: [bound.whole for bound in bounds] for kind, bounds in BOUNDS.items()}
+    # One rounding to E4M3 is a part of 0.026 on average, to BF16 of 0.0017.
+    assert whole["mxfp8_wgrad_with_hp"][2] == whole["bf16"][0] < 0.01
+    assert all(0.026 < one < 0.06 for one in whole["mxfp8"])
+
+
+def actions(*words: str) -> list[Any]:
+    """`F0` is a forward of stage 0; B a whole backward, I and W its halves."""
+    kinds = {"F": "FORWARD", "B": "FULL_BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
+    return [
+        SimpleNamespace(
+            sub_actions=None,
+            stage_index=int(word[1]),
+            computation_type=SimpleNamespace(name=kinds[word[0]]),
+            microbatch_index=place,
+        )
+        for place, word in enumerate(words)
+    ]
+
+
+def test_microbatches_in_flight_end_with_the_gradients_of_the_weights() -> None:
+    from cookbook.titan.fake_world.in_flight import in_flight
+
+    assert in_flight(actions("F0", "B0", "F0", "B0"), [0]) == [[1]]
+    assert in_flight(actions("F0", "F0", "B0", "F0", "B0", "B0"), [0]) == [[2]]
+    # What the weights need is kept until then.
+    assert in_flight(actions("F0", "I0", "F0", "W0", "I0", "W0"), [0]) == [[2]]
+    # Two of one stage at a time, and two of the other at another.
+    order = actions("F0", "F0", "B0", "F1", "B0", "F1", "B1", "B1")
+    assert in_flight(order, [0, 1]) == [[0, 2], [1, 1], [2, 0]]
+
+
+def test_a_ranks_actions_are_in_its_own_order() -> None:
+    from cookbook.titan.fake_world.schedules import rank_actions
+
+    order = actions("F0", "F0", "B0", "I0", "W0")
+    kinds = [kind for _, kind, _ in rank_actions(order, is_single=False)]
+    assert kinds == ["F", "F", "B", "I", "W"]
+    assert [number for *_, number in rank_actions(order, is_single=False)] == [0, 1, 2, 3, 4]
+    # Of a rank with one stage each kind is counted by itself.
+    assert [number for *_, number in rank_actions(order, is_single=True)] == [0, 1, 0, 0, 0]
