@@ -159,7 +159,7 @@ def test_a_relative_folder_starts_at_the_cookbooks(job: Job) -> None:
     assert start.folder == str(job.root)
     assert start.asked[0][3] == f"{job.root}/runs/mine/try"
     # Without one it is the cell's, the same each time.
-    for place in ("runs", "/elsewhere"):
+    for place in ("runs", str(job.folder / "elsewhere")):
         folder = (job.root / place / "debug/debug-bf16-standard").resolve()
         assert job.run(CELL_DIR="", COOKBOOK_RUNS=place).asked[0][3] == str(folder)
 
