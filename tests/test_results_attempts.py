@@ -168,3 +168,28 @@ def test_a_commit_with_changes_has_a_plus(tmp_path: Path, monkeypatch: pytest.Mo
     record = runs.new_record("r", cluster="c", scheduler="local", stack="s", cells=[])
     runs.write_run(tmp_path, record)
     assert json.loads((tmp_path / "run.json").read_text())["commit"] == f"{head}+"
+
+
+def _timed(minutes: int, tps: str = "100") -> str:
+    """Steps at the beginning and at the end of so many minutes."""
+    lines = "".join(metrics_line(step, tps=tps) for step in (1, 2))
+    return lines + metrics_line(3, tps=tps).replace("18:29:22", f"18:{29 + minutes}:22")
+
+
+def test_gpu_hours_are_those_that_each_attempt_had(run: Run) -> None:
+    """Half an hour on 8 GPUs, then 15 minutes on 4."""
+    changes = [{"attempt": 2, "nodes": 2}]
+    run.add("base", _timed(30), _timed(15), nodes=4, changes=changes)
+    assert run.only().gpu_hours == pytest.approx(8 * 0.5 + 4 * 0.25)
+
+
+def test_a_billion_tokens_cost_what_they_take_with_their_stalls(run: Run, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    text = (Path(__file__).parent.parent / "recipes/cluster/soperator-b200.yaml").read_text()
+    profile.write_text(text + "\nprice_per_gpu_hour: 3.6\n")
+    speeds = ["100"] * 4 + ["1000"] * 3 + ["100"]
+    log = "".join(metrics_line(step, tps=tps) for step, tps in enumerate(speeds, 1))
+    run.add("base", log, cluster="mine", files={"cluster": str(profile)})
+    # Of the 6 measured steps three took ten times as long: 6,000 tokens in 33 s at best.
+    seconds = (3 / 1000 + 3 / 100) / 6 * 1e9
+    assert run.only().cost_per_billion_tokens == pytest.approx(3.6 * seconds / 3600)

@@ -220,6 +220,8 @@ def test_a_launcher_takes_the_published_names_and_no_unknown_one(
     job: Job, environment: dict[str, str], said: str
 ) -> None:
     job.script.write_text(render_launcher(load_recipe("debug"), job.cluster(), "train.sh"))
+    # Which cell it trains is not known when it is submitted.
+    assert "#SBATCH --job-name=debug\n" in job.script.read_text()
     start = job.run(**environment)
     assert (start.status == 0) == bool(said), start.output
     if said:
