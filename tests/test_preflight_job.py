@@ -194,9 +194,9 @@ def test_a_step_has_a_task_on_each_node_and_its_lines_are_read(
     assert lines == ["one\n", "two\n"]
     assert (end.is_late, end.not_launched) == (False, {"worker-1": "Connection refused"})
     said = words.read_text().splitlines()
-    expected = ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=worker-0,worker-1")
+    expected = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=worker-0,worker-1"]
     # One bad node must neither end the others nor keep them from the next step.
-    expected += ("--cpus-per-task=96", "--overlap", "--kill-on-bad-exit=0", "--wait=0")
+    expected += ["--cpus-per-task=96", "--overlap", "--kill-on-bad-exit=0", "--wait=0"]
     assert set(expected) <= set(said) and said[-1] == "true"
 
 
