@@ -146,10 +146,12 @@ def test_nodes_that_are_not_well_start_nothing(job: Job) -> None:
 
 def test_a_supervised_script_notes_nothing_and_starts_once(job: Job) -> None:
     job.runner.replace("torchrun", NOTES_WORDS + "exit 9\n")
-    start = job.run(COOKBOOK_SUPERVISED="1", SLURM_RESTART_COUNT="9")
-    assert start.status == 9
-    assert [words[2] for words in start.asked] == ["begin", "preflight"]
-    assert len(list(job.cell_dir.glob("attempt-*/argv"))) == 1
+    # Neither is there a bound, nor is it used up.
+    for number, restarts in enumerate(("9", "0"), 1):
+        start = job.run(COOKBOOK_SUPERVISED="1", SLURM_RESTART_COUNT=restarts)
+        assert start.status == 9
+        assert [words[2] for words in start.asked] == ["begin", "preflight"]
+        assert len(list(job.cell_dir.glob("attempt-*/argv"))) == number
 
 
 def test_a_log_that_cannot_be_written_fails_no_training(job: Job) -> None:
