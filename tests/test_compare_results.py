@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cookbook.results.compare import Comparison, compare_runs, compare_with_published
+from cookbook.results.tables import published_table
 from tests.test_results import Run, metrics_line
 
 BATCH = {"training.steps": 20, "training.seq_len": 64, "training.local_batch_size": 2}
@@ -86,3 +87,19 @@ def test_beside_the_published_number_stands_no_emulated_cell(tmp_path: Path) -> 
     assert real.speed.ratio == pytest.approx(600 / 651)
     assert (emulated.speed, emulated.is_slower) == (None, False)
     assert emulated.reason == "emulated numerics have no speed"
+
+
+def test_the_table_beside_the_published_numbers_says_how_much_of_them_is_reached(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, baseline="base")
+    run.add("base", log_of(600), published_tokens_per_second_per_gpu=750.0)
+    run.add("fast", log_of(900), published_tokens_per_second_per_gpu=1000.0)
+    run.add("other", log_of(300))
+    table = published_table(run.collect())
+    assert table is not None
+    assert [row[:5] + row[6:] for row in table.rows] == [
+        ("base", "750", "baseline", "600", "baseline", "0.80"),
+        ("fast", "1,000", "+33.3%", "900", "+50.0%", "0.90"),
+        ("other", "-", "-", "300", "-50.0%", "-"),
+    ]
