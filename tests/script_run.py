@@ -33,10 +33,21 @@ esac
 """,
     "getent": "echo '10.0.0.7 STREAM worker-0'\n",
 }
-# What `cookbook.job begin` answers: attempt, LOG_RANK, shown ranks; `preflight`: the nodes.
-_ANY_WORDS = """\
-if [[ "$3" == begin ]]; then echo "0 0 0"; fi
-if [[ "$3" == preflight ]]; then echo worker-0,worker-1; fi
+# Stands for the Python that checks words, in milliseconds: it refuses what REFUSES names, and what
+# is no command of `cookbook.job`. `asked` holds its words, for a test to have the real one read.
+# `begin` answers with the attempt, LOG_RANK and the shown ranks, `preflight` with the nodes.
+_PYTHON = """\
+printf '%s\\0' "$@" >"${RECORDS}/python.$(find "${RECORDS}" -name 'python.*' | wc -l)"
+if [[ "$1 $2" != "-m cookbook.job" || " ${REFUSES:-} " == *" $3 "* ]]; then
+  echo "cookbook.job: $3 is refused" >&2
+  exit 2
+fi
+case "$3" in
+  begin) echo "$(find "$4" -maxdepth 1 -name 'attempt-*' 2>"${RECORDS}/none" | wc -l) 0,1 0" ;;
+  preflight) echo "${PREFLIGHT:-worker-0,worker-1}" ;;
+  end) ;;
+  *) exit 2 ;;
+esac
 """
 
 
@@ -50,6 +61,8 @@ class Start:
     torchrun: list[str]
     environment: Mapping[str, str]
     folder: str
+    asked: list[list[str]]
+    """The words of each `python -m cookbook.job` in turn, of the stand-in."""
 
     @property
     def train_args(self) -> list[str]:
@@ -67,12 +80,10 @@ class ScriptRunner:
         self.venv = folder / "venv"
         for name, text in _PROGRAMS.items():
             _write_program(self.programs / name, text)
-        # Scripts have Python check their words. Without one, all words pass: for tests of bash.
+        # Scripts have Python check their words. Without one, a stand-in does: for tests of bash.
         packages = stack_packages(folder / "packages")
         text = (
-            f'PYTHONPATH="{packages}:${{PYTHONPATH:-}}" exec {python} "$@"\n'
-            if python
-            else _ANY_WORDS
+            f'PYTHONPATH="{packages}:${{PYTHONPATH:-}}" exec {python} "$@"\n' if python else _PYTHON
         )
         _write_program(self.venv / "bin/python", text)
 
@@ -85,11 +96,23 @@ class ScriptRunner:
         cwd: Path | None = None,
     ) -> Start:
         """Run `script` with `words` in a job of two nodes, the cookbook being at `root`."""
+        process = self.start(script, *words, root=root, environment=environment, cwd=cwd)
+        return self.end(process)
+
+    def start(
+        self,
+        script: Path,
+        *words: str,
+        root: Path,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start it; `end` waits for it."""
         records = self.folder / "records"
         records.mkdir(exist_ok=True)
         for path in records.iterdir():
             path.unlink()
-        done = subprocess.run(
+        return subprocess.Popen(
             ["bash", str(script), *words],
             env={
                 "PATH": f"{self.programs}:{os.environ['PATH']}",
@@ -110,17 +133,30 @@ class ScriptRunner:
             cwd=cwd or self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=60,
         )
+
+    def end(self, process: subprocess.Popen[bytes]) -> Start:
+        """Wait for a script's end."""
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        records = self.folder / "records"
+        asked = sorted(records.glob("python.*"), key=lambda path: int(path.suffix[1:]))
         variables = [word.partition("=") for word in _words(records / "environment")]
         return Start(
-            status=done.returncode,
-            output=done.stdout.decode(errors="replace"),
+            status=process.returncode,
+            output=output.decode(errors="replace"),
             srun=_words(records / "srun"),
             torchrun=_words(records / "torchrun"),
             environment={name: value for name, _, value in variables},
             folder=(records / "folder").read_text().strip() if variables else "",
+            asked=[_words(path) for path in asked],
         )
+
+    def replace(self, program: str, text: str) -> None:
+        """Have another stand-in take the place of one of Slurm's commands, or of torchrun."""
+        _write_program(self.programs / program, text)
 
 
 def _write_program(path: Path, text: str) -> None:

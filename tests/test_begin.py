@@ -36,6 +36,22 @@ def test_a_second_script_waits_until_the_first_has_begun(cell: Begun) -> None:
     assert (cell.folder / "attempt-0").is_dir()
 
 
+def test_a_supervised_script_writes_nothing_that_its_submitter_wrote(
+    cell: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record was written before the job was queued; one script would add its own words."""
+    texts = {"cell.yaml": f"name: {NAME}\nnodes: 4\n", "job.json": "{}", "status.json": "{}"}
+    cell.folder.mkdir(parents=True)
+    for name, text in texts.items():
+        (cell.folder / name).write_text(text)
+    monkeypatch.setenv("COOKBOOK_SUPERVISED", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    cell.begin()
+    assert {name: (cell.folder / name).read_text() for name in texts} == texts
+    assert not (cell.folder.parent / "run.json").exists()
+    assert (cell.folder / "attempt-0").is_dir()
+
+
 def test_a_run_that_has_made_its_steps_says_so(cell: Begun) -> None:
     save(cell.saved, 20)
     words = cell.begin()

@@ -121,3 +121,7 @@ def test_a_whole_stamp_counts(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("12345")
     (tmp_path / corpus.STAMP).write_text(json.dumps({"bytes": {"x": 5}}))
     assert corpus.is_made(tmp_path)
+    # Somebody's disk was full, or an editor has been there.
+    for text in ("1234", "123456"):
+        (tmp_path / "x").write_text(text)
+        assert not corpus.is_made(tmp_path)

@@ -162,6 +162,14 @@ def test_each_finding(node: Node, break_it: Break, name: str, state: str, found:
     assert is_ready(list(node.findings().values())) == (state != "problem")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_half_a_tokenizer_is_none(node: Node, name: str) -> None:
+    assert node.findings()["tokenizer a"].state == "ok"
+    (node.folder / "checkout/assets/hf/A" / name).unlink()
+    finding = node.findings()["tokenizer a"]
+    assert (finding.state, finding.found) == ("warning", "not in assets/hf/A")
+
+
 def test_gdrcopy_stands_in_for_driver_options(node: Node) -> None:
     node.write("root/proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n")
     node.write("root/sys/module/gdrdrv/version")

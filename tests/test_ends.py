@@ -9,10 +9,11 @@ import pytest
 
 from cookbook.job.__main__ import main as job
 from cookbook.job.begin import end
-from cookbook.job.ends import ended
+from cookbook.job.ends import close_history, ended
 from cookbook.job.stop import restarts_after_failure
 from cookbook.run.folder import CellFolder
-from cookbook.run.history import Cause, read_history
+from cookbook.run.history import AttemptEnd, Cause, read_history, write_attempt_end
+from cookbook.run.record import CellRecord
 from cookbook.run.status import RUNNING, Status, read_status, write_status
 
 
@@ -87,3 +88,43 @@ def test_requeues_after_a_save_are_not_counted(
         cell.attempt(number).path.mkdir(exist_ok=True)
         cell.attempt(number).stopped.write_text(f"{job_id} 5\n")
     assert restarts_after_failure(cell) == 1
+
+
+def test_a_step_with_a_gradient_that_is_no_number_is_no_good_one(cell: CellFolder) -> None:
+    head = "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - "
+    norms = {3: "1.5", 4: "nan", 5: "inf"}
+    lines = [f"{head}step: {step}  loss: 7.0  grad_norm: {norm}" for step, norm in norms.items()]
+    cell.attempt(0).log.write_text("\n".join(lines) + "\n")
+    last, _ = ended(cell, 0, 1.0, 1)
+    assert (last.first_step, last.last_step, last.last_good_step) == (3, 5, 3)
+
+
+def test_only_an_attempt_without_a_word_of_its_end_was_cut_short(cell: CellFolder) -> None:
+    record = CellRecord()
+    write_attempt_end(cell.attempt(0), AttemptEnd(0, Cause.HANG, "no step for 90 s"))
+    close_history(cell, record)
+    assert [end.cause for end in read_history(cell.attempts())] == [Cause.HANG]
+    # The status is of an attempt before this one, so nobody knows when this one started.
+    cell.attempt(1).path.mkdir()
+    close_history(cell, record)
+    assert len(read_history(cell.attempts())) == 1
+    write_status(cell, Status(RUNNING, 1, started=2.0))
+    close_history(cell, record)
+    assert [end.cause for end in read_history(cell.attempts())] == [Cause.HANG, Cause.CUT_SHORT]
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "reason"),
+    [
+        (2, Cause.WRONG_OPTION, "exit status 2"),
+        (1, Cause.ERROR, "exit status 1"),
+        (-9, Cause.DEAD_RANK, "ended by SIGKILL"),
+        (0, Cause.FINISHED, None),
+    ],
+)
+def test_without_a_word_in_the_log_the_exit_status_tells(
+    cell: CellFolder, code: int, cause: Cause, reason: str | None
+) -> None:
+    last, state = ended(cell, 0, 1.0, code)
+    assert (last.cause, last.reason) == (cause, reason)
+    assert state == ("finished" if code == 0 else "failed")

@@ -98,6 +98,21 @@ def test_the_first_error_wins_over_what_it_caused(tmp_path: Path) -> None:
     ) == ("rank 0: AssertionError: expert 3 got no tokens")
 
 
+def test_of_two_errors_the_one_of_the_rank_that_failed_first_counts(tmp_path: Path) -> None:
+    tracebacks = [
+        *("[rank0]:Traceback (most recent call last):", "[rank0]:ValueError: rank 5 sent nothing"),
+        *("[rank5]:Traceback (most recent call last):", "[rank5]:AssertionError: 3 experts of 4"),
+    ]
+    first = "  rank      : {0} (local_rank: {0})\n  exitcode  : 1 (pid: 5)\n===="
+    summary = "Root Cause (first observed failure):\n" + first
+    reason = reason_of(tmp_path, *tracebacks, summary.format(5))
+    assert reason == "rank 5: AssertionError: 3 experts of 4"
+    # What torchrun's own observer names decides, and not the number of a rank.
+    assert reason_of(tmp_path, *tracebacks[2:], *tracebacks[:2], summary.format(0)) == (
+        "rank 0: ValueError: rank 5 sent nothing"
+    )
+
+
 def test_the_end_of_a_chain_counts(tmp_path: Path) -> None:
     chain = [
         "Traceback (most recent call last):",

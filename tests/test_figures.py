@@ -16,10 +16,12 @@ from cookbook.log.curve import CurveStep
 from cookbook.log.router_load import LoadStep
 from cookbook.results.figures.canvas import NARROW, WIDE, Size, drawing_style, spread, thin
 from cookbook.results.figures.loss import draw_difference, draw_whole
-from cookbook.results.figures.series import Series, short_labels
+from cookbook.results.figures.series import Series, StepTime, all_series, short_labels
+from cookbook.results.figures.steps import draw_steps
 from cookbook.results.figures.throughput import draw_throughput
 from cookbook.results.keep import keep_report
 from tests.made_up_run import make_run, results_of
+from tests.test_results import Run, metrics_line
 
 FIGURE_BYTES = 100_000
 PAGE_BYTES = 2_000_000
@@ -105,6 +107,21 @@ def test_each_recipe_has_its_own_baseline_in_the_throughput() -> None:
     assert ends == sorted(ends) and ends[1:-1:2] == ends[2::2]
 
 
+def test_each_cell_is_drawn_beside_its_own_baseline(tmp_path: Path) -> None:
+    run = Run(tmp_path, baseline="a")
+    for name, tps, recipe in (("a", 100, "x"), ("a2", 150, "x"), ("b", 400, "y"), ("b2", 440, "y")):
+        lines = (metrics_line(step, tps=f"{tps}") for step in range(1, 25))
+        run.add(name, "".join(lines), baseline=name[0], recipe=recipe)
+    found = all_series(run.collect())
+    assert [one.base_tokens for one in found] == [100, 100, 400, 400]
+    assert [one.is_baseline for one in found] == [True, False, True, False]
+    assert [one.speedup for one in found] == pytest.approx([1.0, 1.5, 1.0, 1.1])
+    # The whiskers are in tokens/s: these steps do not vary, so both ends are at the bar's.
+    ends = [(one.tokens_low, one.tokens_high) for one in found]
+    assert ends[0] == ends[2] == (None, None)
+    assert ends[1] == pytest.approx((150, 150)) and ends[3] == pytest.approx((440, 440))
+
+
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=lambda size: size.name)
 @pytest.mark.parametrize("end", [0.1, 3.0, 8.0, 20.0])
 def test_the_inset_covers_no_curve(size: Size, end: float) -> None:
@@ -136,6 +153,20 @@ def test_differences_are_in_percent_within_their_band() -> None:
     assert "±0.25%" in canvas.svg("a")
     # Without a baseline there is nothing to be different from.
     assert draw_difference([replace(above, position=0)], WIDE) is None
+
+
+def test_stalls_and_restarts_stand_at_their_steps() -> None:
+    times = [StepTime(step, 3.0 if step == 9 else 1.0, step == 9) for step in range(1, 21)]
+    cell = replace(series("a", [2.0] * 20), times=times, restarts=[14])
+    with drawing_style():
+        canvas = draw_steps([cell], WIDE)
+    assert canvas is not None
+    (axes,) = canvas.figure.axes
+    steps, stalls, restart = axes.lines
+    assert list(steps.get_xdata()) == list(range(1, 21))
+    assert list(stalls.get_xdata()) == [9]
+    assert set(restart.get_xdata()) == {14}
+    assert "median 1 s, 1 stall, 1 restart" in canvas.svg("a")
 
 
 def test_a_run_of_many_cells_stays_small(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ def work():
     (folder / f"start-{starts}").write_text(str(os.getpid()))
     if sys.argv[2] == "dies" or (sys.argv[2] == "dies once" and not starts):
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[2] == "is stopped":
+        os.kill(os.getpid(), signal.SIGTERM)
     if sys.argv[2] == "fails":
         raise ValueError("no")
     if sys.argv[2] == "waits":
@@ -50,7 +52,14 @@ def _start(folder: Path, how: str, seconds: float = 0.0) -> subprocess.Popen[str
 
 @pytest.mark.parametrize(
     ("how", "status", "starts"),
-    [("ends", 0, 1), ("fails", 1, 1), ("dies once", 0, 2), ("dies", 128 + signal.SIGKILL, 5)],
+    [
+        ("ends", 0, 1),
+        ("fails", 1, 1),
+        # Whoever tells it to end means it.
+        ("is stopped", 128 + signal.SIGTERM, 1),
+        ("dies once", 0, 2),
+        ("dies", 128 + signal.SIGKILL, 5),
+    ],
 )
 def test_only_what_was_killed_is_started_again(
     tmp_path: Path, how: str, status: int, starts: int

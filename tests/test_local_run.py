@@ -114,8 +114,7 @@ def test_status_logs_and_report_agree(smoke: tuple[Path, Answer]) -> None:
     for line in lines[1:]:
         name, state = line.split()[:2]
         assert state == cells[name]["status"]
-        if state == "finished":
-            assert "step 3/3" in line
+        assert ("step 3/3" in line) == (state == "finished")
     assert len(lines) == 5
     log = _submit("logs", f"{run.name}/debug-mxfp8-standard", runs=runs)
     assert log.status == 0

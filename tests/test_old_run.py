@@ -85,7 +85,7 @@ def test_its_queued_job_ends_with_that_reason(
     now = pickle.dumps(Supervisor([folder]), protocol=0)
     before = now.replace(b"cookbook.job.supervisor\n", b"cookbook.supervisor\n")
     assert before != now
-    with pytest.raises(JobError):
+    with pytest.raises(JobError, match=rf"^failed: {CELL}$"):
         pickle.loads(before)()
     status = json.loads(folder.status.read_text())
     assert status["state"] == "failed"

@@ -127,6 +127,15 @@ def test_calls_of_which_the_ranks_made_unequally_many_are_not_matched(tmp_path: 
     assert profile.waited == (None, None)
 
 
+def test_a_send_and_its_receiver_do_not_wait_for_one_another(tmp_path: Path) -> None:
+    for rank, duration in enumerate((1_000, 6_000)):
+        trace = TraceFile(rank, 2, pipeline=[0, 1]).step(7, 0, 10_000)
+        trace.collective("send", "mesh_pp", 0, duration, launched=0).write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    assert all(call.category == "pp" for rank in profile.ranks for call in rank.calls)
+    assert profile.waited == (None, None)
+
+
 def test_ranks_of_other_expert_groups_are_not_matched(tmp_path: Path) -> None:
     for rank, duration in enumerate((1_000, 3_000)):
         trace = TraceFile(rank, 4, groups=[("mesh_ep", [rank, rank + 2])]).step(7, 0, 10_000)

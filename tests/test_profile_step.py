@@ -123,6 +123,13 @@ def test_without_a_step_the_whole_trace_is_one(tmp_path: Path) -> None:
     assert profile.step_ms == pytest.approx(4)
 
 
+def test_a_kernel_that_nobody_launched_counts_as_well(tmp_path: Path) -> None:
+    """A graph launches many kernels at once, and the trace may not say so of each."""
+    trace = TraceFile().step(7, 0, 10_000).kernel(GEMM, 0, 2_000, launched=0)
+    profile = _profiled(trace.kernel(DEEPEP, 3_000, 7_000), tmp_path)
+    assert profile.counted == pytest.approx({"dense_gemms": 2, "ep": 4})
+
+
 def test_a_kernel_that_no_rule_knows_is_other(tmp_path: Path) -> None:
     trace = TraceFile().step(7, 0, 10_000)
     trace.kernel("colleagues_kernel", 0, 2_000, launched=0)

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -24,6 +25,8 @@ from cookbook.cells.cluster import load_cluster
 from cookbook.cells.overlay import load_overlay
 from cookbook.cells.recipe import load_recipe
 from cookbook.cells.resolve import resolve_cell
+from cookbook.job import __main__ as job
+from cookbook.job.begin import Start as Begun
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
@@ -55,6 +58,8 @@ SCRIPTS = {name: render_script(cell) for name, cell in CELLS.items()} | CHECKED_
 PAIRS = [(precision, backend) for precision in PRECISIONS for backend in EP_BACKENDS]
 # Options whose values the rules look at.
 JUDGED = {"model.name", "model.flavor", "training.dataset"}
+# How the end of a script that ran to its end is noted.
+SUCCESS = ["--exit-status=0", "--signal="]
 # What differs between two runs of bash, whatever the script.
 OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
 
@@ -133,7 +138,7 @@ def test_the_order_of_a_script(name: str) -> None:
     on_slurm = name in LAUNCHERS or CELLS[name].cluster.scheduler == "slurm"
     assert bool(options) == on_slurm
     # A block: nothing but comments between.
-    assert options == list(range(options[0], options[0] + len(options))) if options else True
+    assert options == [options[0] + place for place in range(len(options))]
     # Under sbatch the script is a copy elsewhere.
     assert "BASH_SOURCE" not in SCRIPTS[name]
     assert "$0" not in SCRIPTS[name]
@@ -327,19 +332,6 @@ def test_a_resumed_cell_is_a_new_attempt_in_its_own_folder(
     run = json.loads((cell.parent / "run.json").read_text())
     assert (run["scheduler"], run["cells"]) == ("slurm", [cell.name])
     assert json.loads((cell / "status.json").read_text())["state"] == "finished"
-
-
-def test_ends_at_a_checkpoint_are_not_counted_as_restarts(
-    runner: ScriptRunner, checkout: Path
-) -> None:
-    cell = runner.folder / "runs" / "671b" / "671b-bf16-standard"
-    for attempt, job in enumerate((4711, 4711, 47110)):
-        (cell / f"attempt-{attempt}").mkdir(parents=True)
-        (cell / f"attempt-{attempt}" / "stopped").write_text(f"{job} 12\n")
-    for restarts, says in (("5", ""), ("6", "restarted 4 times, allowed: 3")):
-        again = {"SLURM_RESTART_COUNT": restarts}
-        start = runner.run(checkout / "train_671b.sh", _TWO_NODES, root=checkout, environment=again)
-        assert (start.status == 0) == (not says) and says in start.output
 
 
 def test_a_run_may_have_any_folder_of_a_cell(runner: ScriptRunner, checkout: Path) -> None:
@@ -561,9 +553,20 @@ def test_texts_reach_torchrun_unchanged_and_none_is_executed(
     assert f"--job.dump_folder={folder}/cell $(touch executed)" in start.train_args
     for name, text in environment.items():
         assert start.environment[name] == text
+    # And so they reach the check of the words, which a stand-in answered here.
+    begun, _, noted = start.asked
+    with mock.patch.object(job, "begin", return_value="") as begin:
+        assert job.main(begun[2:]) == 0
+    asked: Begun = begin.call_args.args[0]
+    assert asked.own_words == words
+    assert asked.words == start.train_args[: len(asked.words)]
+    assert {f"--{name}={text}" for name, text in options.items()} <= set(asked.words)
+    assert (asked.folder.path, asked.cell) == (folder / "cell $(touch executed)", cell.name)
+    assert (asked.recipe, asked.cluster) == (str(recipe_file), str(cluster_file))
+    assert (noted[2:4], noted[4:]) == (["end", str(asked.folder.path)], SUCCESS)
     for place in (folder, other_root, other_runner.folder, Path.cwd()):
-        assert not list(place.glob("**/executed")) if place != Path.cwd() else True
-        assert not (place / "executed").exists()
+        # This checkout is large; what a script runs in it would lie at its top.
+        assert not list(place.glob("executed" if place == Path.cwd() else "**/executed"))
     lines = sbatch_lines(cell)
     assert [f"#SBATCH {line}" for line in lines] == [
         line for line in script.read_text(encoding="utf-8").split("\n") if line[:7] == "#SBATCH"

@@ -12,6 +12,7 @@ import pytest
 
 from cookbook.results.conditions import configuration, environment
 from cookbook.results.headlines import headlines, partly_finished
+from cookbook.results.page import render_page
 from cookbook.results.speed import FASTER, NOISE, STEPS, SpeedUp
 from cookbook.results.tables import loss_table, published_table, speed_table
 from cookbook.run.run import read_run
@@ -140,3 +141,16 @@ def test_of_two_verdicts_the_worse_one_is_the_headline(full: Path) -> None:
     unsure = replace(one, loss=replace(one.loss, verdict="cannot tell"))
     (line,) = headlines(replace(results, cells=(base, unsure)))[1:]
     assert line == f"Loss of {one.name}: cannot be told from this run."
+
+
+def test_a_page_begins_with_what_no_reader_may_miss(tmp_path: Path) -> None:
+    def alerts(page: str) -> list[str]:
+        return re.findall(r'<p class="alert" role="note">(.*?)</p>', page)
+
+    missing = "no figures: the package matplotlib is not installed here"
+    _, results = results_of(make_run(tmp_path / "whole", steps=40))
+    assert alerts(render_page(results, {}, [])) == []
+    _, results = results_of(make_run(tmp_path / "partly", steps=40, partly=True))
+    first, last = alerts(render_page(results, {}, [], missing))
+    assert first.startswith("partly finished: 1 of 4 cells finished, ")
+    assert last == missing

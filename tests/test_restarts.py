@@ -46,3 +46,20 @@ def test_what_would_come_again_is_not_requeued_either(cause: Cause) -> None:
 def test_a_lost_node_is_requeued_and_counted() -> None:
     assert decide(ends(Cause.DEAD_RANK), 1, ["worker-1"]).action is Action.REQUEUE
     assert decide(ends(*[Cause.LOST_NODE] * 2), 1).action is Action.STOP
+
+
+@pytest.mark.parametrize(("cause", "most"), [(Cause.DEAD_RANK, 2), (Cause.ERROR, 1)])
+def test_attempts_that_come_no_further_are_bounded_and_a_save_is_none_of_them(
+    cause: Cause, most: int
+) -> None:
+    def after(*causes: Cause) -> Action:
+        history = [AttemptEnd(0, cause, last_step=5)]
+        history += [AttemptEnd(n, one, last_step=5) for n, one in enumerate(causes, 1)]
+        return decide(history, most=9).action
+
+    assert after(*[cause] * most) is Action.RESTART
+    assert after(Cause.SAVED, *[cause] * most) is Action.RESTART
+    assert after(*[cause] * (most + 1)) is Action.STOP
+    # What a save had reached is no progress of the failure after it.
+    furthest = [AttemptEnd(0, Cause.SAVED, last_step=9), AttemptEnd(1, cause, last_step=9)]
+    assert decide([*furthest, *furthest[1:] * most], most=9).action is Action.STOP

@@ -29,6 +29,12 @@ def test_one_task_a_node_sees_all_of_its_gpus(point: Point) -> None:
     # Its other processes would die of it.
     assert str(options["signal"]).startswith("B:USR1@")
     assert ("requeue" in options) != ("no-requeue" in options)
+    # A share of the memory for each CPU is too little for nodes that are one's own.
+    assert (options.get("exclusive"), options.get("mem")) == (
+        (True, 0) if cell.cluster.exclusive else (None, None)
+    )
+    # What a job wrote before it was requeued stays.
+    assert options["open-mode"] == "append"
     assert options["job-name"] == cell.name
     assert sbatch_options(cell, "671b")["job-name"] == "671b"
 
@@ -80,3 +86,11 @@ def test_extra_options_of_the_profile_are_added_and_false_leaves_one_out() -> No
     assert options["spread-job"] is True
     assert options["nice"] == "10"
     assert "contiguous" not in options
+
+
+def test_nodes_of_the_list_are_left_out_beside_those_of_the_profile() -> None:
+    cell = ON_SLURM[0].cell()
+    cell = replace(cell, cluster=replace(cell.cluster, exclude=("worker-7", "worker-9")))
+    assert sbatch_options(cell)["exclude"] == "worker-7,worker-9"
+    left_out = sbatch_options(cell, leave_out=["worker-9", "worker-1"])["exclude"]
+    assert left_out == "worker-7,worker-9,worker-1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +141,9 @@ def test_aliases_that_multiply_are_refused_at_once() -> None:
     for level in range(1, 30):
         items = ", ".join([f"*a{level - 1}"] * 9)
         lines.append(f"a{level}: &a{level} [{items}]")
-    started = time.monotonic()
+    # Expanded, they would fill any memory.
     with pytest.raises(InputError, match="more than 10,000 values, aliases included"):
         _read("\n".join(lines))
-    assert time.monotonic() - started < 5
 
 
 def test_an_alias_stands_for_the_value_above() -> None:

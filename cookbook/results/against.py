@@ -58,11 +58,14 @@ def _speed_up(
 ) -> SpeedUp | None:
     if not _comparable(own[0], baseline[0]) or not _same_device(results, own[0], baseline[0]):
         return None
+    # One repeat that is emulated makes the cell one that is.
+    if any(one.emulated for one in (*own, *baseline)):
+        return None
     pairs = [
         (one, other)
         for one, other in zip(own, baseline, strict=False)
         # The median of a few steps is no result: a cell that failed may have been slow, or broken.
-        if one.status == FINISHED == other.status and not one.emulated and not other.emulated
+        if one.status == FINISHED == other.status
     ]
     speeds = [
         (one.tokens_per_second_per_gpu, other.tokens_per_second_per_gpu) for one, other in pairs

@@ -19,6 +19,8 @@ from cookbook.base.errors import JobError
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED"})
 # Requeued or left without its reservation, such a job waits for somebody to release it.
 WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+# On its way back to the queue: by a federation, or at once (Slurm 25.11).
+WAITING |= {"REQUEUE_FED", "EXPEDITING"}
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
 # These keep their nodes, and their processes are stopped.
 HALTED = frozenset({"SUSPENDED", "STOPPED"})

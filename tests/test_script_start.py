@@ -1,0 +1,233 @@
+"""How a rendered script starts torchrun in a job: srun's words, rendezvous, variables, order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cookbook.cells.recipe import load_recipe
+from cookbook.script.launcher import render_launcher
+from tests.script_job import NOTES_WORDS, Job
+from tests.script_run import Start
+from tests.submit import ROOT
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def endpoint(start: Start) -> str:
+    assert start.status == 0, start.output
+    return option(start.torchrun, "--rdzv-endpoint")
+
+
+def option(words: list[str], name: str) -> str:
+    (found,) = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+    return found
+
+
+def test_all_of_sruns_words(job: Job) -> None:
+    start = job.run()
+    assert start.status == 0, start.output
+    assert start.srun[: start.srun.index("torchrun")] == [
+        "--nodes=2",
+        "--ntasks=2",
+        "--nodelist=worker-0,worker-1",
+        "--cpus-per-task=128",
+        "--kill-on-bad-exit=1",
+        "--wait=60",
+        "--job-name=attempt-0",
+    ]
+    # What sbatch was asked for comes before what the node has.
+    assert "--cpus-per-task=96" in job.run(SLURM_CPUS_PER_TASK="96").srun
+
+
+def test_all_of_torchruns_words(job: Job) -> None:
+    start = job.run("--training.steps=5")
+    attempt = job.cell_dir / "attempt-0"
+    assert start.torchrun[: start.torchrun.index("torchtitan.train")] == [
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint(start)}",
+        f"--rdzv-id={option(start.torchrun, '--rdzv-id')}",
+        "--role=rank",
+        f"--log-dir={attempt}/ranks",
+        "--redirects=3",
+        "--tee=3",
+        "--local-ranks-filter=0",
+        "-m",
+    ]
+    # Checkpoints belong to the cell, all else to the attempt; the user's words are the last.
+    assert start.train_args[-6:] == [
+        f"--job.dump_folder={job.cell_dir}",
+        "--metrics.save_tb_folder=attempt-0/tb",
+        "--comm.save_traces_folder=attempt-0/comm_traces",
+        "--profiling.save_traces_folder=attempt-0/profile_traces",
+        "--profiling.save_memory_snapshot_folder=attempt-0/memory_snapshot",
+        "--training.steps=5",
+    ]
+    assert start.environment["LOG_RANK"] == "0,1"
+    assert start.environment["COOKBOOK_ATTEMPT_DIR"] == str(attempt)
+    assert start.environment["FROM_PROFILE"] == "yes"
+    assert start.environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[rank${rank}]:"
+    assert start.environment["PYTHONPATH"].split(":")[0] == str(job.root)
+
+
+@pytest.mark.parametrize(
+    ("resolved", "address"),
+    [
+        # What every node would take for itself is no address; Slurm's is.
+        ("127.0.1.1", "10.0.0.7"),
+        ("127.0.0.1", "10.0.0.7"),
+        ("10.9.8.7", "10.9.8.7"),
+    ],
+)
+def test_a_head_node_that_resolves_to_loopback_is_reached_as_slurm_has_it(
+    job: Job, resolved: str, address: str
+) -> None:
+    # Several answers come for one name, and the first counts.
+    answers = f"echo '{resolved} STREAM x'\necho '10.1.1.1 STREAM x'\n"
+    job.runner.replace("getent", f'[[ "$*" == "ahostsv4 10.0.0.7" ]] || exit 2\n{answers}')
+    assert endpoint(job.run()).partition(":")[0] == address
+
+
+def test_the_head_is_the_first_of_the_nodes_that_train(job: Job) -> None:
+    job.runner.replace(
+        "scontrol", '[[ "$3" == worker-5 ]] && echo "NodeName=$3 NodeAddr=$3-ib X=1"\n'
+    )
+    job.runner.replace("getent", '[[ "$2" == worker-5-ib ]] && echo "10.0.0.5 STREAM x"\n')
+    start = job.run(PREFLIGHT="worker-5,worker-1")
+    assert endpoint(start).startswith("10.0.0.5:")
+    assert "--nodelist=worker-5,worker-1" in start.srun
+
+
+def test_a_head_node_that_cannot_be_resolved_starts_nothing(job: Job) -> None:
+    job.runner.replace("getent", "exit 2\n")
+    start = job.run()
+    assert (start.status, start.srun, start.torchrun) == (2, [], [])
+    assert "cannot resolve the head node worker-0 (10.0.0.7)" in start.output
+    assert job.ends(start) == [["--exit-status=2", "--signal="]]
+
+
+def test_the_port_of_the_rendezvous_is_one_whatever_the_jobs_number(job: Job) -> None:
+    found = [
+        int(endpoint(job.run(SLURM_JOB_ID=number)).rpartition(":")[2])
+        for number in ("1", "999", "4711", "65000", "65001", "99999999")
+    ]
+    # Below the ports that Linux gives to whoever asks for any.
+    assert all(1024 < port < 32768 for port in found), found
+    # Jobs that share a node come soon after one another.
+    assert found[3] != found[4]
+
+
+def test_each_attempt_of_each_job_meets_at_a_rendezvous_of_its_own(job: Job) -> None:
+    job.runner.replace("torchrun", NOTES_WORDS + "exit 9\n")
+    assert job.run().status == 9
+    ids = [option(job.argv(attempt), "--rdzv-id") for attempt in (0, 1)]
+    job.runner.replace("torchrun", NOTES_WORDS)
+    assert job.run(SLURM_JOB_ID="4712").status == 0
+    ids.append(option(job.argv(2), "--rdzv-id"))
+    # In another folder it is the first attempt of this job too.
+    assert job.run(CELL_DIR=str(job.folder / "other")).status == 0
+    ids.append(option((job.folder / "other/attempt-0/argv").read_text().split("\0"), "--rdzv-id"))
+    assert len({*ids[:3]}) == 3 and ids[3] == ids[0]
+    job.render(ep_backend="deepep")
+    assert job.run(CELL_DIR=str(job.folder / "deepep")).status == 0
+    argv = (job.folder / "deepep/attempt-0/argv").read_text().split("\0")
+    assert option(argv, "--rdzv-id") not in ids
+
+
+def test_spare_nodes_do_not_train(job: Job) -> None:
+    recipe = job.folder / "spare.yaml"
+    text = (ROOT / "recipes/debug.yaml").read_text()
+    recipe.write_text(text.replace("nodes: 1\n", "nodes: 1\nspare_nodes: 1\n", 1))
+    job.render(recipe=str(recipe))
+    assert "#SBATCH --nodes=2\n" in job.script.read_text()
+    start = job.run(PREFLIGHT="worker-1")
+    assert "--nnodes=1" in start.torchrun and "--ntasks=1" in start.srun
+    assert "--nodes=1" in start.asked[0]
+    alone = job.run(SLURM_JOB_NUM_NODES="1")
+    assert alone.status == 2 and "all would be spare" in alone.output
+
+
+def test_a_relative_folder_starts_at_the_cookbooks(job: Job) -> None:
+    start = job.run(CELL_DIR="runs/mine/try")
+    assert f"--job.dump_folder={job.root}/runs/mine/try" in start.train_args
+    assert start.folder == str(job.root)
+    assert start.asked[0][3] == f"{job.root}/runs/mine/try"
+    # Without one it is the cell's, the same each time.
+    for place in ("runs", str(job.folder / "elsewhere")):
+        folder = (job.root / place / "debug/debug-bf16-standard").resolve()
+        assert job.run(CELL_DIR="", COOKBOOK_RUNS=place).asked[0][3] == str(folder)
+
+
+def test_a_clusters_own_file_is_read_though_it_reads_unset_variables(job: Job) -> None:
+    file = job.folder / "90-network.sh"
+    file.write_text('export NCCL_IB_HCA="${NOT_SET}mlx5_4:1" FROM_PROFILE=no\n')
+    job.render(source=[str(file), str(job.folder / "not there")])
+    start = job.run()
+    assert start.status == 0, start.output
+    assert start.environment["NCCL_IB_HCA"] == "mlx5_4:1"
+    # What the profile itself says comes later.
+    assert start.environment["FROM_PROFILE"] == "yes"
+
+
+def test_a_variable_from_another_one_does_not_replace_the_users(job: Job) -> None:
+    overlay = job.folder / "mine_too.yaml"
+    overlay.write_text("description: mine\nenvironment_from: {CARDS: NCCL_IB_HCA}\n")
+    job.render(ep_backend=str(overlay))
+    assert job.run(NCCL_IB_HCA="mlx5_4").environment["CARDS"] == "mlx5_4"
+    assert job.run(NCCL_IB_HCA="mlx5_4", CARDS="mlx5_9").environment["CARDS"] == "mlx5_9"
+    assert "CARDS" not in job.run().environment
+
+
+def test_of_a_launchers_words_the_later_ones_win(job: Job) -> None:
+    """The recipe's, the EP backend's, the precision's, the cluster's, then those of the line."""
+    cluster = job.cluster(debug={"seed": 44})
+    job.script.write_text(render_launcher(load_recipe("debug"), cluster, "train.sh"))
+    start = job.run("--debug.seed=5", PRECISION="mxfp8", EP_BACKEND="deepep")
+    assert start.status == 0, start.output
+    words = start.train_args
+    heads = (
+        "--training.seq_len=",
+        "--cookbook.ep_backend=deepep",
+        "--cookbook.precision=mxfp8",
+        "--debug.seed=44",
+        "--job.dump_folder=",
+        "--debug.seed=5",
+    )
+    found = [next(n for n, word in enumerate(words) if word.startswith(head)) for head in heads]
+    assert found == sorted(found)
+    assert "--cell=debug-mxfp8-deepep" in start.asked[0]
+    assert "--precision=mxfp8" in start.asked[0] and "--ep-backend=deepep" in start.asked[0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "--precision=bf16"),
+        ({"RECIPE": "mxfp8_default"}, "--precision=mxfp8"),
+        ({"RECIPE": "mxfp8_wgrad_with_hp"}, "--precision=mxfp8_wgrad_hp"),
+        ({"PRECISION": "float8", "RECIPE": "mxfp8_default"}, "--precision=float8"),
+        ({"PRECISION": "fp4"}, ""),
+        ({"EP_BACKEND": "deep"}, ""),
+    ],
+)
+def test_a_launcher_takes_the_published_names_and_no_unknown_one(
+    job: Job, environment: dict[str, str], said: str
+) -> None:
+    job.script.write_text(render_launcher(load_recipe("debug"), job.cluster(), "train.sh"))
+    # Which cell it trains is not known when it is submitted.
+    assert "#SBATCH --job-name=debug\n" in job.script.read_text()
+    start = job.run(**environment)
+    assert (start.status == 0) == bool(said), start.output
+    if said:
+        assert said in start.asked[0]
+        assert f"--cookbook.{said[2:]}" in start.train_args
+    else:
+        assert (start.status, start.asked) == (2, [])
+        (name, word) = next(iter(environment.items()))
+        assert f"train.sh: {name}: found '{word}', allowed: " in start.output

@@ -1,0 +1,150 @@
+"""What is handed to sbatch for each cell, and what becomes of cells that Slurm does not take."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from cookbook.base.errors import JobError
+from cookbook.base.paths import ROOT
+from cookbook.cells.cell import Cell
+from cookbook.run.excluded import exclude_nodes, read_excluded
+from cookbook.run.status import read_job, read_status
+from cookbook.run.submitting import is_submitting
+from cookbook.script.header import option_word, sbatch_options
+from cookbook.submit.create import create_run
+from cookbook.submit.executor import submit_run
+from cookbook.submit.leave_out import leave_out
+from tests.cells import Point
+
+# It takes what it is given, but for the job of that number.
+_SBATCH = """\
+#!/bin/bash
+count="$(find "{taken}" -type f | wc -l)"
+cp "${{@: -1}}" "{taken}/${{count}}"
+if [[ "${{count}}" == "{refuses}" ]]; then
+  echo "sbatch: error: Batch job submission failed: Invalid account" >&2
+  exit 1
+fi
+echo "$((4711 + count))"
+"""
+_SINFO = "#!/bin/sh\nfor n in 0 1 2 3; do echo \"worker-$n main*\"; done\necho 'worker-9 hidden'\n"
+
+
+class Slurm:
+    """Stand-ins for sbatch and sinfo; `taken` holds the batch files in turn."""
+
+    def __init__(self, folder: Path) -> None:
+        self.taken = folder / "taken"
+        self.taken.mkdir(parents=True)
+        self.folder = folder
+        self.refuse("none")
+        self._program("sinfo", _SINFO)
+
+    def refuse(self, number: str) -> None:
+        self._program("sbatch", _SBATCH.format(taken=self.taken, refuses=number))
+
+    def _program(self, name: str, text: str) -> None:
+        path = self.folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    slurm = Slurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{slurm.folder / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    return slurm
+
+
+@pytest.fixture
+def cells() -> list[Cell]:
+    """Three that run, and between them one that is refused."""
+    cell = Point("debug", "bf16", "standard", "soperator-b200").cell()
+    names = ("a", "b", "c")
+    found = [replace(cell, name=name) for name in names]
+    found.insert(1, replace(cell, name="no", refused="does not fit"))
+    return found
+
+
+def test_each_cell_that_can_run_is_a_job_of_its_own(slurm: Slurm, cells: list[Cell]) -> None:
+    run = create_run("smoke", cells)
+    # Until all is submitted, a cell without a job is waited for.
+    assert is_submitting(run.folder)
+    assert submit_run(run, cells) == ["4711", "4712", "4713"]
+    assert not is_submitting(run.folder)
+    jobs = [read_job(cell) for cell in run.cells]
+    assert [job and job.job_id for job in jobs] == ["4711", None, "4712", "4713"]
+    states = [read_status(cell).state for cell in run.cells]
+    assert states == ["queued", "refused", "queued", "queued"]
+
+
+def test_the_batch_file_has_the_scripts_header_and_becomes_the_supervisor(
+    slurm: Slurm, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somebody/elses")
+    run = create_run("smoke", cells[:1])
+    submit_run(run, cells[:1])
+    lines = (slurm.taken / "0").read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = sbatch_options(cells[0]) | {"output": f"{run.cell('a').job_files}/%j.log"}
+    header = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert header == [option_word(name, value) for name, value in options.items()]
+    exports = dict(
+        line.removeprefix("export ").split("=", 1) for line in lines if line.startswith("export ")
+    )
+    assert exports == {
+        "SUBMITIT_EXECUTOR": "slurm",
+        "PYTHONPATH": f"{ROOT}:/somebody/elses",
+        "VENV": sys.prefix,
+        "COOKBOOK_LATE_S": str(cells[0].cluster.late_seconds),
+    }
+    # Slurm's signals go to the batch shell: it must be the supervisor by then.
+    assert lines[-1].startswith(f"exec {sys.executable} ")
+
+
+def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Slurm, cells: list[Cell]) -> None:
+    slurm.refuse("1")
+    run = create_run("smoke", cells)
+    with pytest.raises(JobError, match="b: sbatch refused it: Batch job submission failed: Inv"):
+        submit_run(run, cells)
+    assert not is_submitting(run.folder)
+    states = [(read_status(cell).state, read_job(cell) is not None) for cell in run.cells]
+    assert states == [("queued", True), ("refused", False), ("failed", False), ("failed", False)]
+    for name in ("b", "c"):
+        assert (read_status(run.cell(name)).reason or "").startswith("not queued: sbatch refused")
+
+
+def test_in_one_allocation_all_cells_are_one_job(slurm: Slurm, cells: list[Cell]) -> None:
+    run = create_run("smoke", cells)
+    assert submit_run(run, cells, one_allocation=True) == ["4711"]
+    jobs = [read_job(cell) for cell in run.cells]
+    assert [job and job.job_id for job in jobs] == ["4711", None, "4711", "4711"]
+    assert "#SBATCH --job-name=smoke\n" in (slurm.taken / "0").read_text()
+
+
+@pytest.mark.parametrize(("policy", "stops"), [("wait", False), ("stop", True)])
+def test_where_too_few_nodes_are_left_the_recipe_says_what_to_do(
+    slurm: Slurm, cells: list[Cell], policy: Literal["wait", "stop"], stops: bool
+) -> None:
+    few = replace(cells[0], nodes=3, recipe=replace(cells[0].recipe, too_few_nodes=policy))
+    exclude_nodes({"worker-1": "ECC", "worker-9": "of another partition"}, hours=5)
+    assert leave_out(few).nodes == ("worker-1",)
+    exclude_nodes({"worker-2": "ECC"}, hours=1)
+    if stops:
+        with pytest.raises(JobError, match="too few nodes are left: 1 of 3 missing"):
+            leave_out(few)
+        return
+    choice = leave_out(few)
+    until = {one.node: one.until for one in read_excluded()}
+    assert (choice.nodes, choice.begin) == (("worker-1",), until["worker-2"])
+    run = create_run("smoke", [few])
+    submit_run(run, [few])
+    text = (slurm.taken / "0").read_text()
+    assert "#SBATCH --exclude=worker-1\n" in text and "#SBATCH --begin=20" in text
