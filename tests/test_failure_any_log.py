@@ -54,6 +54,14 @@ def test_many_lines_that_may_be_the_reason_neither_hide_a_better_one_nor_fill_me
     assert peak < 4 << 20
 
 
+def test_a_reason_that_cuts_a_metrics_line_off_is_found(tmp_path: Path) -> None:
+    whole = "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step:  1  loss:  2.0\n"
+    cut = whole.partition("loss")[0] + "slurmstepd: error: Detected 1 oom_kill event\n"
+    (tmp_path / "train.log").write_text(whole * 9 + cut + whole * 9)
+    with mock.patch.object(text, "_BLOCK_BYTES", 300):
+        assert "oom_kill" in (find_reason(tmp_path) or "")
+
+
 LONG = "srun: error: " + "x" * 60_000 + "\n"
 
 

@@ -138,7 +138,7 @@ def test_the_figure_says_that_balance_is_forced(size: Size) -> None:
         canvas = draw_load([loaded, series("b", [8.0], 1)], size)
     assert canvas is not None
     svg = canvas.svg("x")
-    assert "balance is forced" in svg and "the mean, in layer" not in svg
+    assert "balance is forced" in svg and "in layer" not in svg
 
 
 def test_the_map_shows_each_share_and_no_token_as_nothing() -> None:

@@ -104,12 +104,15 @@ def _draw_map(axes: Axes, cell: Series, size: Size) -> None:
     shown = sorted({0, len(layers) // 2, len(layers) - 1})
     axes.set_yticks(shown, [f"{layers[row]}" if row else f"layer {layers[0]}" for row in shown])
     columns = shade.shape[1]
-    axes.set_xticks([0, columns - 1], ["busiest", "least"])
+    axes.set_xticks([-0.5, columns - 0.5], ["busiest", "least"])
     first, last = axes.get_xticklabels()
     first.set_horizontalalignment("left")
     last.set_horizontalalignment("right")
+    steps = f"steps {found.counts_from:,} to {found.step:,}"
+    if found.counts_from == found.step:
+        steps = f"step {found.step:,}"
     axes.set_xlabel(
-        f"{columns} experts of each layer, steps {found.counts_from:,} to {found.step:,}",
+        f"{columns} experts of each layer, {steps}",
         fontsize=size.small,
         color=theme.QUIET.light,
         labelpad=2,
@@ -122,4 +125,4 @@ def _said(cell: Series) -> str:
     last = cell.load[-1]
     most = max(last.busiest_over_mean)
     layer = last.layers[last.busiest_over_mean.index(most)]
-    return f"last {most:.3g}x the mean, in layer {layer}"
+    return f"at last {most:.3g}x, in layer {layer}"
