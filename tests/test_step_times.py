@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,11 @@ def test_the_table_has_what_was_measured_and_what_was_not(points: Path) -> None:
     assert first.error
     assert f"{first.error:+.1%}" in text
     assert text.count("| held out") + text.count("| to fit") == 2
+    # A point with a note is of other code: it stands in the table, and not in the mean.
+    others = [replace(one, point=replace(one.point, note="other code")) for one in comparisons]
+    assert "mean error" in text
+    assert "mean error" not in step_times.tables(others)
+    assert f"{first.point.name} (other code)" in step_times.tables(others)
     # Slower than it was: the error is above 0.
     slower = first.predicted.tokens_per_second_per_gpu < (first.point.measured or 0)
     assert slower is (first.error > 0)
