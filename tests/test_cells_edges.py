@@ -221,3 +221,25 @@ def test_an_option_that_an_overlay_needs_is_held_to_its_value(value: int) -> Non
     found = cell.options["training.gc_freq"]
     assert finding.reason == f"bf16 needs training.gc_freq {value}, found {found}"
     assert not list(needs(cell))
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "saves"),
+    [
+        ("selective", "op", {"mm"}),
+        ("selective", "2", set()),
+        ("full", "op", set()),
+        ("none", "op", set()),
+        ("memory_budget", "op", set()),
+    ],
+)
+def test_operators_are_saved_by_name_in_one_mode_alone(
+    mode: str, option: str, saves: set[str]
+) -> None:
+    section = "activation_checkpoint"
+    chosen = {
+        f"{section}.mode": mode,
+        f"{section}.selective_ac_option": option,
+        f"{section}.op_sac_save_list": ["mm"],
+    }
+    assert with_options(cell_of("deepseek_v3_16b"), chosen).saves == saves
