@@ -83,3 +83,11 @@ def test_every_point_is_a_cell_of_its_own() -> None:
         assert (cell.hooks == "") is point.released
         sizes = {"16B_8layers": "8 layers", "16B": "27 layers", "671B": "671B"}
         assert point.group.startswith(sizes[cell.options["model.flavor"]])
+
+
+def test_what_was_predicted_beforehand_is_of_points_that_are_there() -> None:
+    kept = json.loads(step_times.PREDICTED.read_text())
+    named = {(p["group"], p["name"], p["documents"]) for p in kept["points"]}
+    points = read_points()
+    assert len(named) == len(kept["points"]) >= 12
+    assert named <= {(p.group, p.name, p.documents) for p in points}
