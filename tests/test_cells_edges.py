@@ -11,11 +11,12 @@ import pytest
 from cookbook.base.paths import ROOT
 from cookbook.base.schema import Words
 from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.expand import CellRequest, expand_sweep
+from cookbook.cells.expand import CellRequest, expand_sweep, in_rounds
 from cookbook.cells.finding import Finding
 from cookbook.cells.layout import DEGREES
 from cookbook.cells.rules.kernels import deepep_size
 from cookbook.cells.rules.layout import layout_findings
+from cookbook.cells.rules.overlays import needs
 from cookbook.cells.rules.pipeline import enough_microbatches
 from cookbook.cells.rules.refusals import refusals
 from cookbook.cells.sweep import load_sweep, sweep_of_recipe
@@ -202,3 +203,43 @@ def test_experts_and_heads_are_divided_without_a_rest(short: str, reason: str) -
     options = {DEGREES[short]: 3, "training.seq_len": 2046}
     (finding,) = of_batch(6, **{name.replace(".", "__"): value for name, value in options.items()})
     assert (finding.option, finding.reason) == (DEGREES[short], reason)
+
+
+def test_rounds_turn_and_leave_out_what_is_refused() -> None:
+    cells = [replace(cell_of("debug"), name=name) for name in "abc"]
+    cells[1] = replace(cells[1], refused="no GPU")
+    names = [cell.name for cell in in_rounds(cells, 3)]
+    assert names == ["a", "b", "c", "c-r2", "a-r2", "a-r3", "c-r3"]
+
+
+@pytest.mark.parametrize("value", [2, 4])
+def test_an_option_that_an_overlay_needs_is_held_to_its_value(value: int) -> None:
+    cell = cell_of("deepseek_v3_16b")
+    needed = {"training.gc_freq": Setting(value, "mine.yaml")}
+    changed = replace(cell.precision, needs=replace(cell.precision.needs, settings=needed))
+    (finding,) = needs(replace(cell, precision=changed))
+    found = cell.options["training.gc_freq"]
+    assert finding.reason == f"bf16 needs training.gc_freq {value}, found {found}"
+    assert not list(needs(cell))
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "saves"),
+    [
+        ("selective", "op", {"mm"}),
+        ("selective", "2", set()),
+        ("full", "op", set()),
+        ("none", "op", set()),
+        ("memory_budget", "op", set()),
+    ],
+)
+def test_operators_are_saved_by_name_in_one_mode_alone(
+    mode: str, option: str, saves: set[str]
+) -> None:
+    section = "activation_checkpoint"
+    chosen = {
+        f"{section}.mode": mode,
+        f"{section}.selective_ac_option": option,
+        f"{section}.op_sac_save_list": ["mm"],
+    }
+    assert with_options(cell_of("deepseek_v3_16b"), chosen).saves == saves

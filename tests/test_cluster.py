@@ -109,6 +109,15 @@ def test_a_wrong_profile_is_one_message_with_its_place(
     assert "\n" not in str(caught.value)
 
 
+def test_a_cluster_may_start_nothing_again(tmp_path: Path) -> None:
+    text = (
+        load_cluster("soperator-b200")
+        .path.read_text()
+        .replace("max_restarts: 3", "max_restarts: 0")
+    )
+    assert load_cluster(_write(tmp_path, text)).max_restarts == 0
+
+
 H200_ROW = "NVIDIA H200, 9.0, 143771, 580.1, GPU-a\\n"
 
 

@@ -213,12 +213,15 @@ def test_a_walk_goes_on_to_its_end_past_what_the_rules_refuse() -> None:
     assert (fits[0], fits[-1]) == (True, False)
 
 
-def test_overlays_change_on_the_way() -> None:
-    end = on_gpus(4, precision="float8", ep_backend="deepep")
-    (last,) = walk(CELL, end, C4).stops[1:]
-    assert last.changed == "precision and EP backend"
-    assert last.step == evaluate(end, C4).step
-    assert "quantizing" in last.step.terms_ms
+def test_overlays_change_on_the_way_and_the_rest_behind_them() -> None:
+    end = on_gpus(4, {BATCH: 2}, precision="float8", ep_backend="deepep")
+    first, second, third = walk(CELL, end, C4).stops
+    names = [stop.changed for stop in (first, second, third)]
+    assert names == ["from", "precision and EP backend", "pipeline and batch"]
+    between = on_gpus(4, precision="float8", ep_backend="deepep")
+    assert second.step == evaluate(between, C4).step
+    assert third.step == evaluate(end, C4).step
+    assert "quantizing" in second.step.terms_ms
 
 
 def test_a_picture_has_memory_to_the_right_and_speed_upwards() -> None:

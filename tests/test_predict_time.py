@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -234,14 +233,6 @@ def test_the_documents_tables_are_what_the_bench_prints(comparisons: list[Compar
     parts = step_times.tables(comparisons).strip().split("\n\n")
     assert len(parts) >= 12
     assert [part for part in parts if part not in document] == []
-
-
-def test_what_was_predicted_beforehand_is_of_points_that_are_there() -> None:
-    kept = json.loads((HARDWARE.parents[1] / "docs/time-predicted.json").read_text())
-    named = {(p["group"], p["name"], p["documents"]) for p in kept["points"]}
-    points = read_points()
-    assert len(named) == len(kept["points"]) >= 12
-    assert named <= {(p.group, p.name, p.documents) for p in points}
 
 
 @pytest.mark.parametrize(

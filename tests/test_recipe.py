@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
+from cookbook.cells.cluster import load_cluster
 from cookbook.cells.environment import exported
+from cookbook.cells.expand import CellRequest, expand_sweep
 from cookbook.cells.names import names_in
 from cookbook.cells.overlay import load_overlay
 from cookbook.cells.recipe import load_recipe
+from cookbook.cells.sweep import sweep_of_recipe
+from cookbook.run.record import read_record
 from tests.cells import EP_BACKENDS, PRECISIONS, walked
 from tests.cells import RECIPES as RECIPE_NAMES
 
@@ -211,6 +216,29 @@ def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
         "E": "0",
         "F": "1_000",
     }
+
+
+@pytest.mark.parametrize("key", ["max_restarts", "spare_nodes"])
+def test_none_may_be_asked_for(key: str, tmp_path: Path) -> None:
+    """No restarts, no spare nodes: other counts are of something that there must be."""
+    for value in (0, 2):
+        recipe = load_recipe(_write(tmp_path, f"{HEAD}{key}: {value}\n", f"a{value}.yaml"))
+        assert getattr(recipe, key) == value
+    for text, found in (("-1", "the number -1"), ("1.5", "the number 1.5"), ("true", "true")):
+        path = _write(tmp_path, f"{HEAD}{key}: {text}\n", f"b{text}.yaml")
+        with pytest.raises(InputError, match=f"{key}: found {found}, allowed: a whole number, 0"):
+            load_recipe(path)
+
+
+def test_no_restarts_stay_none_in_the_job(tmp_path: Path) -> None:
+    text = (RECIPES / "debug.yaml").read_text() + "max_restarts: 0\n"
+    request = CellRequest(cluster=replace(load_cluster("soperator-b200"), max_restarts=7))
+    (cell,) = expand_sweep(sweep_of_recipe(_write(tmp_path, text)), request)
+    cell.record().write(tmp_path / "cell.yaml")
+    assert cell.max_restarts == read_record(tmp_path / "cell.yaml").max_restarts == 0
+    # Where the recipe says nothing, the cluster does.
+    (other,) = expand_sweep(sweep_of_recipe("debug"), request)
+    assert other.max_restarts == 7
 
 
 def test_names_are_those_of_the_files() -> None:

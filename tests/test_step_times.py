@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,11 @@ def test_the_table_has_what_was_measured_and_what_was_not(points: Path) -> None:
     assert first.error
     assert f"{first.error:+.1%}" in text
     assert text.count("| held out") + text.count("| to fit") == 2
+    # A point with a note is of other code: it stands in the table, and not in the mean.
+    others = [replace(one, point=replace(one.point, note="other code")) for one in comparisons]
+    assert "mean error" in text
+    assert "mean error" not in step_times.tables(others)
+    assert f"{first.point.name} (other code)" in step_times.tables(others)
     # Slower than it was: the error is above 0.
     slower = first.predicted.tokens_per_second_per_gpu < (first.point.measured or 0)
     assert slower is (first.error > 0)
@@ -77,3 +83,11 @@ def test_every_point_is_a_cell_of_its_own() -> None:
         assert (cell.hooks == "") is point.released
         sizes = {"16B_8layers": "8 layers", "16B": "27 layers", "671B": "671B"}
         assert point.group.startswith(sizes[cell.options["model.flavor"]])
+
+
+def test_what_was_predicted_beforehand_is_of_points_that_are_there() -> None:
+    kept = json.loads(step_times.PREDICTED.read_text())
+    named = {(p["group"], p["name"], p["documents"]) for p in kept["points"]}
+    points = read_points()
+    assert len(named) == len(kept["points"]) >= 12
+    assert named <= {(p.group, p.name, p.documents) for p in points}

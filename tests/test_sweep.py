@@ -159,6 +159,7 @@ def test_synonyms_and_recipes_that_share_a_stand_in_make_no_cell_twice(tmp_path:
         (HEAD + "vary: {training.step: [1]}", "vary.training.step: TorchTitan 0.2.2 has no option"),
         (HEAD + "vary: {training.steps: []}", "found an empty list, a sweep over nothing, allowed"),
         (HEAD + "vary: {training.steps: 5}", "found the number 5, allowed: a list of at least one"),
+        (HEAD + "vary: {model.flavor: 16B}", "found the text '16B', allowed: a list of at least"),
         (HEAD + "vary: {training.steps: [a]}", "found the text 'a', allowed: a whole number"),
         (HEAD + "vary: {job.dump_folder: [a]}", "job.dump_folder is set by the scripts"),
         (HEAD + "vary: {training.steps: [1, 1]}", "sweep mine: two of its cells are called"),

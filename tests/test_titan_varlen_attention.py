@@ -105,6 +105,17 @@ def test_room_for_more_documents_changes_nothing() -> None:
     assert torch.equal(attend(inputs, short), attend(inputs, long))
 
 
+def test_what_follows_the_last_end_is_a_document_that_needs_room_too() -> None:
+    """16 ends and then some more tokens: 17 documents, one more than there is room for."""
+    tokens = torch.full((2, LENGTH), EOS + 1)
+    tokens[0, :16] = EOS
+    ends = document_ends(tokens, EOS)
+    assert ends.sum(dim=1).tolist() == [17, 1]
+    room = bounds_capacity(int(ends.sum(dim=1).max()), LENGTH)
+    found = torch.unique_consecutive(cumulative_lengths(document_bounds(ends, room)))
+    assert found.tolist() == [*range(17), LENGTH, 2 * LENGTH]
+
+
 def test_every_batch_of_usual_documents_gets_the_same_room() -> None:
     # A sequence of C4 has 19 documents of 8192 tokens.
     assert {bounds_capacity(documents, 8192) for documents in range(65)} == {64}

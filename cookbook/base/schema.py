@@ -57,6 +57,11 @@ def key_named(name: str, **options: Any) -> Any:
     return dataclasses.field(metadata={"key": name}, **options)
 
 
+def from_zero(default: int | None) -> Any:
+    """A dataclass field for a whole number that may be 0."""
+    return dataclasses.field(default=default, metadata={"from_zero": True})
+
+
 def fill(
     cls: type[T],
     file: YamlFile,
@@ -131,7 +136,10 @@ def _schema(cls: type, given: frozenset[str]) -> dict[str, _Key]:
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
         name = field.metadata.get("key", field.name)
-        schema[field.name] = _key(name, hints[field.name], required)
+        if field.metadata.get("from_zero"):
+            schema[field.name] = _Key(name, _is_natural, "a whole number, 0 or more", required)
+        else:
+            schema[field.name] = _key(name, hints[field.name], required)
     return schema
 
 
@@ -154,6 +162,10 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_natural(value: Any) -> bool:
+    return _is_int(value) and bool(value >= 0)
 
 
 def _is_number(value: Any) -> bool:
@@ -195,7 +207,7 @@ def _is_text(value: Any) -> bool:
 _KINDS: dict[Any, tuple[_Holds, str, Callable[[Any], Any]]] = {
     str: (_is_text, "a text", str),
     bool: (lambda value: isinstance(value, bool), "true or false", bool),
-    # Every count in our files is of something that there must be.
+    # Every count in our files is of something that there must be, but for those `from_zero`.
     int: (lambda value: _is_int(value) and value > 0, "a whole number above 0", int),
     float: (lambda value: _is_number(value) and value > 0, "a number above 0", float),
     tuple[str, ...]: (_all(_is_text, list), "a list of texts", tuple),

@@ -12,7 +12,7 @@ from typing import Literal
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu, has_slurm, visible_gpus
-from cookbook.base.schema import Words, fill, key_named
+from cookbook.base.schema import Words, fill, from_zero, key_named
 from cookbook.base.yamlfile import YamlFile, described, read_yaml
 from cookbook.cells.environment import check_environment
 from cookbook.cells.names import find_file
@@ -64,7 +64,7 @@ class Cluster:
     cpus_per_task: int | None = None
     exclusive: bool = True
     requeue: bool = True
-    max_restarts: int = 3
+    max_restarts: int = from_zero(3)
     seconds_to_stop: int = 300
     node_failure_days: float | None = None
     write_gb_per_s: float | None = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cookbook.base.errors import InputError, named_at, unknown_name
-from cookbook.base.schema import fill, key_named
+from cookbook.base.errors import named_at, unknown_name
+from cookbook.base.schema import fill, from_zero, key_named
 from cookbook.base.yamlfile import read_yaml
 from cookbook.cells.names import check_name, find_file, names_in
 from cookbook.cells.sections import read_sections, sections
@@ -44,9 +44,9 @@ class Recipe:
     path: Path
     short_name: str = key_named("name")
     stand_in: str | None = None
-    spare_nodes: int = 0
+    spare_nodes: int = from_zero(0)
     too_few_nodes: Literal["wait", "stop"] = "wait"
-    max_restarts: int | None = None
+    max_restarts: int | None = from_zero(None)
     published: Published | None = None
 
     @property
@@ -69,9 +69,6 @@ def load_recipe(name: str) -> Recipe:
         path=path,
     )
     check_name(file.place("name"), recipe.short_name)
-    if recipe.max_restarts is not None and recipe.max_restarts < 0:
-        found = f"found {recipe.max_restarts}, allowed: 0 or more"
-        raise InputError(file.place("max_restarts"), found)
     pairs = [f"{p}+{e}" for p in names_in("precision") for e in names_in("ep_backend")]
     for pair in recipe.published_numbers:
         if pair not in pairs:

@@ -12,7 +12,7 @@ import yaml
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
-from cookbook.base.schema import Unchecked, Words, fill
+from cookbook.base.schema import Unchecked, Words, fill, from_zero
 from cookbook.base.yamlfile import read_yaml
 
 _SHARING = ("tensor", "context", "pipeline")
@@ -56,7 +56,7 @@ class CellRecord:
     baseline: str | None = None
     repeat_of: str | None = None
     repeat: int = 1
-    max_restarts: int = 3
+    max_restarts: int = from_zero(3)
     environment: Words = field(default_factory=Words)
     options: Unchecked = field(default_factory=Unchecked)
     files: Words = field(default_factory=Words)
