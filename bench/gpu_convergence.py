@@ -121,7 +121,7 @@ def session(out: Path, words: Sequence[str], results: Path, seconds: float) -> N
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
             )
-        write_whole(pid, str(process.pid))
+        write_whole(pid, f"{process.pid} {psutil.Process(process.pid).create_time()}")
     until = time.monotonic() + seconds
     while _is_alive(pid) and time.monotonic() < until:
         time.sleep(1)
@@ -132,9 +132,12 @@ def session(out: Path, words: Sequence[str], results: Path, seconds: float) -> N
 
 
 def _is_alive(pid: Path) -> bool:
+    """Whether that very process runs: its number may be another's by now."""
     try:
-        process = psutil.Process(int(pid.read_text(encoding="utf-8")))
-        return process.status() != psutil.STATUS_ZOMBIE and "train" in process.cmdline()
+        number, began = pid.read_text(encoding="utf-8").split()
+        process = psutil.Process(int(number))
+        is_it: bool = process.create_time() == float(began)
+        return is_it and bool(process.status() != psutil.STATUS_ZOMBIE)
     except (OSError, ValueError, psutil.Error):
         return False
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_convergence
 from bench.convergence_curves import read_arms
 from bench.convergence_plan import ARMS, REGISTERED, TRIAL, order
 from bench.convergence_rehearsal import Pace, choose_steps, seconds_for, waves
 from bench.convergence_runs import (
-    CURVES,
     Place,
     Run,
     Turns,
@@ -31,7 +27,7 @@ from bench.convergence_runs import (
     refused,
     train,
 )
-from bench.gpu_convergence import ARCHIVE, collect, pack, session
+from bench.gpu_convergence import ARCHIVE, collect, pack
 from bench.torchrun import Job
 from bench.training import Outcome
 from cookbook.base.errors import InputError
@@ -243,32 +239,6 @@ def test_what_was_collected_stays(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="another text or number of steps"):
         collect(longer.out, data)
     assert read_arms(data) == {("bf16", 1): [4.0, 3.5, 3.0]}
-
-
-def test_a_command_starts_the_training_waits_and_packs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, results = tmp_path / "out", tmp_path / "results"
-    (out / CURVES).mkdir(parents=True)
-    (out / CURVES / "bf16-seed1.csv").write_text("step,loss\n1,4.0\n")
-    # Another process has the number of a trainer that is gone.
-    (out / "trainer.pid").write_text(str(os.getpid()))
-    words = ["--trial", "--data", str(tmp_path), "train", str(out), "--seconds", "1"]
-    session(out, words, results, 60)
-    shown = capsys.readouterr().out
-    assert "steps.json: is not there" in shown
-    assert "1 runs finished; the training has ended" in shown
-    assert [path.name for path in results.iterdir()] == [ARCHIVE]
-
-
-def test_the_runs_need_the_text_of_the_rehearsal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_convergence, "make_text", lambda *_: "abc")
-    chosen = {"steps": 10, "beside": 2, "text": "xyz", "longest_run": 9}
-    (tmp_path / "steps.json").write_text(json.dumps(chosen))
-    with pytest.raises(InputError, match="not those of the rehearsal"):
-        gpu_convergence.make_runs(TRIAL, tmp_path / "out", None, tmp_path, 60)
 
 
 def test_the_rehearsal_takes_the_most_steps_that_fit(tmp_path: Path) -> None:
