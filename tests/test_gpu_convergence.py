@@ -230,14 +230,18 @@ def test_what_was_collected_stays(tmp_path: Path) -> None:
     (job,) = jobs_of(PLAN, [run], place(tmp_path))
     for number, losses in enumerate(([4.0, 3.5, 3.0], [5.0, 5.0, 5.0])):
         where = place(tmp_path / str(number))
-        keep(PLAN, run, job, outcome(losses), where)
+        keep(PLAN, run, job, replace(outcome(losses), seconds=float(number)), where)
         collect(where.out, data)
     assert read_arms(data) == {("bf16", 1): [4.0, 3.5, 3.0]}
     assert collect(where.out, data) == 0
+    assert len(read_records(data)) == 2
     longer = place(tmp_path / "longer")
     keep(replace(PLAN, steps=4), run, job, outcome([4.0, 3.0, 2.0, 1.0]), longer)
-    with pytest.raises(InputError, match="another text or number of steps"):
-        collect(longer.out, data)
+    other = replace(place(tmp_path / "other"), text="xyz")
+    keep(PLAN, run, job, outcome([4.0, 3.0, 2.0]), other)
+    for where in (longer, other):
+        with pytest.raises(InputError, match="another text or number of steps"):
+            collect(where.out, data)
     assert read_arms(data) == {("bf16", 1): [4.0, 3.5, 3.0]}
 
 
