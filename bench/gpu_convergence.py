@@ -1,139 +1,236 @@
-"""Trains the proxy model in BF16 and MXFP8 with five seeds each, and judges their loss curves.
+"""The convergence experiment: tries it out, times it, runs it, and judges it. docs/convergence.md
 
-    python -m bench.gpu_convergence train OUT [--text FOLDER] [--steps 1500] [--seconds 570]
-    python -m bench.gpu_convergence draw OUT docs/convergence
+    python -m bench.gpu_convergence plan                               # the rule's power and errors
+    python -m bench.gpu_convergence rehearse OUT --text T --results R  # how many steps fit
+    python -m bench.gpu_convergence session OUT --text T --results R   # the next runs
+    python -m bench.gpu_convergence collect R/convergence.tar.gz       # into docs/convergence
+    python -m bench.gpu_convergence judge                              # when all runs are there
 
-`train` runs the cells of `sweep convergence_proxy` with each of five seeds side by side, on each
-GPU in turn, and writes each curve to OUT/<run>.csv as it grows; a curve that is there with all its
-steps is kept. `draw` makes curves.svg and verdict.md of those that are whole.
-
-The text is Python source: by default the corpus of set-up, else all that lies below FOLDER.
+T is a folder with Python sources, R one for what is brought home. `session` starts the training in
+the background, waits for --seconds and packs what is finished; called again, it waits on. With
+`--trial --data FOLDER` before the command's name, each tries itself out with a debug model, also
+on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from bench.cells import gpu_ids
-from bench.convergence_verdict import PRECISIONS, SEEDS, curve_name, draw, read_curve
-from bench.torchrun import Job
-from bench.training import Outcome, train_all
+import psutil
+
+from bench import convergence_first, convergence_page, convergence_power
+from bench.convergence_curves import DATA, FIRST, Curves, read_arms, write_arms
+from bench.convergence_plan import ARMS, REGISTERED, TRIAL, Experiment, run_name
+from bench.convergence_rehearsal import STEPS_FILE, choose_steps, rehearse, write_steps
+from bench.convergence_runs import (
+    CURVES,
+    FINISHED,
+    RECORD,
+    Place,
+    done_in,
+    read_curve,
+    read_records,
+    train,
+)
+from bench.convergence_text import make_text
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.expand import CellRequest, command_line_settings, expand_sweep
-from cookbook.cells.sweep import load_sweep
-from cookbook.install.corpus import make_corpus
-from cookbook.log.lines import StepMetrics
+from cookbook.base.paths import ROOT
+
+ARCHIVE = "convergence.tar.gz"
+_TRAINER = "trainer.pid"
+_LOG = "trainer.log"
+_OF_LONGEST = 0.7
 
 
-def missing(out: Path, steps: int) -> list[tuple[str, int]]:
-    """The trainings without a whole curve in `out`, the slowest precision first.
-
-    On each of 2 or 4 GPUs in turn they then take about the same time.
-    """
-    wanted = [(precision, seed) for precision in reversed(PRECISIONS) for seed in SEEDS]
-    return [
-        (precision, seed)
-        for precision, seed in wanted
-        if not (path := out / f"{curve_name(precision, seed)}.csv").is_file()
-        or len(read_curve(path)) < steps
-    ]
+def chosen_steps(data: Path) -> dict[str, Any]:
+    """What the rehearsal chose, as committed."""
+    path = data / STEPS_FILE
+    if not path.is_file():
+        raise InputError(str(path), "is not there", "run: rehearse, and commit what it writes")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
-def cell_of(precision: str, seed: int, steps: int, assets: Path, words: Sequence[str]) -> Cell:
-    """The cell of `sweep convergence_proxy` with that precision, on one GPU of this machine."""
-    settings = [
-        f"training.steps={steps}",
-        f"debug.seed={seed}",
-        f"training.dataset_path={assets / 'corpus'}",
-        f"model.hf_assets_path={assets / 'tokenizer'}",
-        *words,
-    ]
-    request = CellRequest(
-        _one_gpu(load_cluster("local")),
-        precision=precision,
-        overrides=command_line_settings(settings),
-    )
-    (cell,) = expand_sweep(load_sweep("convergence_proxy"), request)
-    if cell.refused:
-        raise InputError(cell.name, cell.refused)
-    return replace(cell, name=curve_name(precision, seed))
+def time_steps(
+    experiment: Experiment, place: Place, besides: Sequence[int], seconds: float, results: Path
+) -> None:
+    """Write how many steps fit to `results`."""
+    try:
+        found = {n: rehearse(experiment, replace(place, beside=n), seconds) for n in besides}
+    finally:
+        _pack_logs(place.out, results)
+    if experiment is REGISTERED and (
+        lacking := {one.name for one in ARMS} - set(found[besides[0]])
+    ):
+        raise InputError("rehearse", f"{', '.join(sorted(lacking))} cannot run here")
+    chosen = choose_steps(experiment, found, max(1, len(place.gpus))) | {"text": place.text}
+    write_steps(chosen, results / STEPS_FILE)
+    print({key: value for key, value in chosen.items() if key != "paces"})
 
 
-def _one_gpu(cluster: Cluster) -> Cluster:
-    return replace(cluster, gpus_per_node=1) if cluster.gpu else cluster
+def _pack_logs(out: Path, results: Path) -> None:
+    """What the trainings said, where one failed: its machine may be gone soon."""
+    logs = sorted(out.glob("runs/*/attempt-*/train.log"))
+    results.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(results / "logs.tar.gz", "w:gz") as archive:
+        for log in logs:
+            archive.add(log, log.relative_to(out))
 
 
-def train(out: Path, text: Path | None, steps: int, seconds: float, words: Sequence[str]) -> int:
-    """Run what is missing until all end or `seconds` have passed; write what there is of each."""
-    deadline = time.monotonic() + seconds
-    out.mkdir(parents=True, exist_ok=True)
-    assets = out / "assets"
-    make_corpus(assets, text)
-    gpus = gpu_ids()
-    jobs = [
-        Job(
-            cell_of(precision, seed, steps, assets, words),
-            folder=out / "runs" / curve_name(precision, seed),
-            caches=out,
-            environment={"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {},
+def make_runs(
+    experiment: Experiment, out: Path, text: Path | None, data: Path, seconds: float
+) -> None:
+    """Make the next runs in their order."""
+    chosen = chosen_steps(data)
+    place = Place.here(out, make_text(out / "assets", text), chosen["beside"])
+    if place.text != chosen["text"]:
+        raise InputError(
+            str(text or "Python's own sources"),
+            "are not those of the rehearsal",
+            f"give the folder that {data / STEPS_FILE} was made with",
         )
-        for number, (precision, seed) in enumerate(missing(out, steps))
-    ]
-
-    def note(job: Job, outcome: Outcome) -> None:
-        _write_curve(out, job, outcome.steps)
-        why = f": {outcome.reason}" if outcome.reason else ""
-        print(f"{job.cell.name}: {len(outcome.steps)} steps{why}", flush=True)
-
-    train_all(
-        jobs,
-        note,
-        deadline=deadline,
-        may_start=lambda job, running: True,
-        # What is there now is not lost if this machine is.
-        look=lambda job, done: _write_curve(out, job, done),
-    )
-    return 1 if missing(out, steps) else 0
+    # The last runs of a session have the GPUs to themselves, and are faster than they were timed.
+    least = min(_OF_LONGEST * chosen["longest_run"], seconds)
+    left = train(experiment.plan(chosen["steps"]), place, data, seconds, least)
+    print(f"{left} runs left", flush=True)
 
 
-def _write_curve(out: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
-    lines = [f"{step.step},{step.loss},{step.grad_norm}\n" for step in steps]
-    write_whole(out / f"{job.cell.name}.csv", "".join(["step,loss,grad_norm\n", *lines]))
+def session(out: Path, words: Sequence[str], results: Path, seconds: float) -> None:
+    """See that the trainer runs, wait for it, and pack what is finished.
+
+    Args:
+        words: this program's, for `train`, which goes on between the commands of a machine.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    pid = out / _TRAINER
+    if not _is_alive(pid):
+        command = [sys.executable, "-m", "bench.gpu_convergence", *words]
+        with (out / _LOG).open("ab") as log:
+            # A session of its own, which the end of this command leaves alone.
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+            )
+        write_whole(pid, f"{process.pid} {psutil.Process(process.pid).create_time()}")
+    until = time.monotonic() + seconds
+    while _is_alive(pid) and time.monotonic() < until:
+        time.sleep(1)
+    pack(out, results)
+    running = "goes on" if _is_alive(pid) else "has ended"
+    print((out / _LOG).read_text(encoding="utf-8", errors="replace"), end="")
+    print(f"{len(done_in(out))} runs finished; the training {running}")
+
+
+def _is_alive(pid: Path) -> bool:
+    """Whether that very process runs: its number may be another's by now."""
+    try:
+        number, began = pid.read_text(encoding="utf-8").split()
+        process = psutil.Process(int(number))
+        is_it: bool = process.create_time() == float(began)
+        return is_it and bool(process.status() != psutil.STATUS_ZOMBIE)
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
+def pack(out: Path, results: Path) -> None:
+    """Curves, records and the trainer's log in one archive, since few files may come back."""
+    results.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(results / ARCHIVE, "w:gz") as archive:
+        for name in (CURVES, RECORD, _LOG):
+            if (out / name).exists():
+                archive.add(out / name, name)
+
+
+def collect(source: Path, data: Path) -> int:
+    """Add a session's runs to `data`; what is there already stays. Return how many were added.
+
+    Args:
+        source: an archive of `pack`, or the folder of the runs.
+    """
+    if source.is_file():
+        # What came from another machine may lie in a folder that cannot be written to.
+        with tempfile.TemporaryDirectory() as folder, tarfile.open(source) as archive:
+            archive.extractall(folder, filter="data")
+            return collect(Path(folder), data)
+    records, there = read_records(data), read_arms(data)
+    new = [one for one in read_records(source) if one not in records]
+    if len({(one["text"], one["steps"]) for one in records + new}) > 1:
+        raise InputError(str(source), "its runs have another text or number of steps")
+    added: Curves = {
+        key: read_curve(source / CURVES / f"{run_name(*key)}.csv")
+        for one in new
+        if one["result"] == FINISHED and (key := (one["arm"], one["seed"])) not in there
+    }
+    write_arms({**there, **added}, data)
+    write_whole(data / RECORD, json.dumps(records + new, indent=1) + "\n")
+    return len(added)
 
 
 def main() -> int:
-    """Train or draw."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    trained = commands.add_parser("train")
-    trained.add_argument("out", type=Path)
-    trained.add_argument("--text", type=Path)
-    trained.add_argument("--steps", type=int, default=1500)
-    trained.add_argument("--seconds", type=float, default=570)
-    trained.add_argument("--set", action="append", default=[], help="as for `submit.py run`")
-    drawn = commands.add_parser("draw")
-    drawn.add_argument("out", type=Path)
-    drawn.add_argument("target", type=Path)
-    arguments = parser.parse_args()
-    if arguments.command == "draw":
-        try:
-            draw(arguments.out, arguments.target)
-        except ModuleNotFoundError as error:
-            sys.exit(f"draw needs the package {error.name}; run: ./setup.sh --local --dev")
-        return 0
-    out = arguments.out.resolve()
+    """Take one step of the experiment."""
+    given = _parser().parse_args()
+    experiment = TRIAL if given.trial else REGISTERED
     try:
-        return train(out, arguments.text, arguments.steps, arguments.seconds, arguments.set)
+        _take(given, experiment)
     except InputError as error:
-        parser.error(str(error))
+        _parser().error(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--trial", action="store_true", help="a debug model, to try it out")
+    parser.add_argument("--data", type=Path, default=DATA, help="default: docs/convergence")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("plan")
+    for name in ("rehearse", "train", "session"):
+        command = commands.add_parser(name)
+        command.add_argument("out", type=Path)
+        command.add_argument("--text", type=Path)
+        if name != "train":
+            command.add_argument("--results", type=Path, required=True)
+    commands.choices["rehearse"].add_argument("--beside", type=int, nargs="+", default=[2, 4])
+    commands.choices["rehearse"].add_argument("--seconds", type=float, default=150)
+    commands.choices["train"].add_argument("--seconds", type=float, required=True)
+    commands.choices["session"].add_argument("--seconds", type=float, default=560)
+    commands.choices["session"].add_argument("--until", type=float, default=1440)
+    commands.add_parser("collect").add_argument("archive", type=Path)
+    judged = commands.add_parser("judge")
+    judged.add_argument("--closed", default="", metavar="REASON", help="judge what there is")
+    return parser
+
+
+def _take(given: argparse.Namespace, experiment: Experiment) -> None:
+    data: Path = given.data.resolve()
+    if given.command == "plan":
+        write_whole(data / "power.md", convergence_power.render())
+        write_whole(FIRST / "again.md", convergence_first.render())
+    elif given.command == "judge":
+        convergence_page.write(data, experiment.plan(chosen_steps(data)["steps"]), given.closed)
+    elif given.command == "collect":
+        print(f"{collect(given.archive, data)} runs added to {data}")
+    elif given.command == "rehearse":
+        out = given.out.resolve()
+        place = Place.here(out, make_text(out / "assets", given.text), 1)
+        time_steps(experiment, place, given.beside, given.seconds, given.results)
+    elif given.command == "train":
+        make_runs(experiment, given.out.resolve(), given.text, data, given.seconds)
+    else:
+        words = ["--trial"] if given.trial else []
+        words += ["--data", str(data), "train", str(given.out.resolve())]
+        words += ["--seconds", str(given.until)]
+        words += ["--text", str(given.text.resolve())] if given.text else []
+        session(given.out.resolve(), words, given.results, given.seconds)
 
 
 if __name__ == "__main__":

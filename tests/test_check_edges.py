@@ -37,19 +37,25 @@ def checked(*totals: float) -> CellCheck:
 
 
 @pytest.mark.parametrize(
-    ("gib", "verdict"),
+    ("gib", "stages", "verdict"),
     [
-        (919.9, "fits"),
-        (920.0, "fits"),
-        (920.1, "tight"),
-        (1049.9, "tight"),
-        (1050.0, "tight"),
-        (1050.1, "will not fit"),
+        (919.9, 1, "fits"),
+        (920.0, 1, "fits"),
+        (920.1, 1, "tight"),
+        (880.0, 2, "fits"),
+        (880.1, 2, "tight"),
+        (1049.9, 1, "tight"),
+        (1050.0, 2, "tight"),
+        (1050.1, 1, "will not fit"),
     ],
 )
-def test_verdicts_turn_at_92_and_105_percent(gib: float, verdict: str) -> None:
-    assert memory.verdict(gib, GPU_GIB) == verdict
+def test_verdicts_turn_at_92_or_in_a_pipeline_88_and_at_105_percent(
+    gib: float, stages: int, verdict: str
+) -> None:
     check = checked(gib)
+    cell = cell_of("deepseek_v3_16b", {"parallelism.pipeline_parallel_degree": stages})
+    assert memory.verdict(gib, GPU_GIB, cell.options) == verdict
+    check = dataclasses.replace(check, cell=dataclasses.replace(check.cell, options=cell.options))
     assert check.verdict == verdict
     shortage = _shortage(check)
     level = {"fits": None, "tight": "warning", "will not fit": "error"}[verdict]

@@ -14,7 +14,6 @@ import pytest
 from bench.memory_points import compare
 from cookbook.cells.cell import Cell
 from cookbook.check.check import CellCheck, check_cells
-from cookbook.predict.memory import verdict
 from cookbook.predict.shapes import destinations
 from tests.check_cells import cell_of, h200
 
@@ -143,15 +142,6 @@ def test_what_cannot_fit_is_refused_with_the_largest_term(checks: dict[str, Cell
     assert "activations" in without.summary and "activation_checkpoint.mode full" in without.summary
     too_large = checks["671b on one node"]
     assert not too_large.may_run and "use more GPUs" in too_large.summary
-
-
-def test_verdicts_leave_room_for_the_models_error() -> None:
-    assert [verdict(gib, 100) for gib in (90, 95, 104, 110)] == [
-        "fits",
-        "tight",
-        "tight",
-        "will not fit",
-    ]
 
 
 def test_terms_add_up(checks: dict[str, CellCheck]) -> None:

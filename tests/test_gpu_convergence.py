@@ -1,190 +1,272 @@
-"""The rule that says whether a precision's loss curves are BF16's, and what is trained for it."""
+"""The runs of the convergence experiment: which, in which order, where, and what is kept."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.convergence_verdict import (
-    PRECISIONS,
-    SEEDS,
-    Curves,
-    curve_name,
-    draw,
-    judge,
-    read_curves,
-    render,
+from bench.convergence_curves import read_arms
+from bench.convergence_plan import ARMS, REGISTERED, TRIAL, order
+from bench.convergence_rehearsal import Pace, choose_steps, seconds_for, waves
+from bench.convergence_runs import (
+    Place,
+    Run,
+    Turns,
+    cell_of,
+    curve_of,
+    done_in,
+    jobs_of,
+    keep,
+    missing,
+    read_records,
+    refused,
+    train,
 )
-from bench.gpu_convergence import cell_of, missing, train
+from bench.gpu_convergence import ARCHIVE, collect, pack
 from bench.torchrun import Job
 from bench.training import Outcome
 from cookbook.base.errors import InputError
+from cookbook.base.gpus import Gpu
+from cookbook.cells.rules.refusals import refusals
 from cookbook.log.lines import StepMetrics
-from cookbook.results.loss import MARGIN, LossVerdict
 
 pytestmark = pytest.mark.bench
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-STEPS = 200
+H200 = Gpu("NVIDIA H200", 9.0, 139.8)
+BY_NAME = {arm.name: arm for arm in ARMS}
+STEPS = 3
+PLAN = TRIAL.plan(STEPS)
+# What the arms may differ in, beside their precision's and their EP backend's own options.
+OF_LAYOUT = {"training.local_batch_size", "parallelism.expert_parallel_degree"}
 
 
-def curves(shift: float, scatter: float, seeds: int = len(SEEDS)) -> Curves:
-    """Five seeds of BF16, `scatter` apart; `mxfp8`'s are the same, moved by `shift`."""
-    found: dict[tuple[str, int], list[float]] = {}
-    for number, seed in enumerate(SEEDS):
-        base = [4.0 - step / STEPS + scatter * (number - 2) for step in range(STEPS)]
-        found["bf16", seed] = base
-        found["mxfp8_wgrad_hp", seed] = base
-        if number < seeds:
-            found["mxfp8", seed] = [loss + shift for loss in base]
-    return found
+def place(out: Path, gpus: Sequence[str] = ("4", "7"), beside: int = 2) -> Place:
+    return Place(out, "abc", H200 if gpus else None, gpus, beside)
 
 
-def half_width(verdict: LossVerdict) -> float:
-    assert verdict.low is not None and verdict.high is not None
-    return (verdict.high - verdict.low) / 2
+def outcome(losses: Sequence[float], reason: str | None = None) -> Outcome:
+    steps = [StepMetrics(0, step, loss, 1.0) for step, loss in enumerate(losses, 1)]
+    return Outcome(reason, 5.0, steps, None, None, [])
+
+
+def test_every_arm_trains_on_the_same_tokens_and_can_run_on_two_h200(tmp_path: Path) -> None:
+    plan = REGISTERED.plan(1000)
+    for arm in ARMS:
+        cell = cell_of(plan, arm, 1003, place(tmp_path))
+        assert refusals(cell) == []
+        assert (cell.recipe.name, cell.world) == ("proxy", arm.gpus)
+        assert cell.options["training.local_batch_size"] * cell.world == 16
+        assert cell.options["parallelism.expert_parallel_degree"] == arm.gpus
+        assert (cell.steps, cell.options["debug.seed"]) == (1000, 1003)
+        assert cell.options["debug.moe_force_load_balance"] is False
+        assert cell.options["training.dataset_path"] == str(tmp_path / "assets/pieces")
+        declared = cell.precision.name, cell.ep_backend.name
+        assert declared == (arm.precision, arm.ep_backend)
+
+
+def test_a_precision_differs_from_its_reference_in_its_overlay_alone(tmp_path: Path) -> None:
+    plan = REGISTERED.plan(1000)
+    for arm in ARMS:
+        if arm.reference:
+            own, base = (
+                cell_of(plan, one, 1003, place(tmp_path)).options
+                for one in (arm, BY_NAME[arm.reference])
+            )
+            names = own.settings.keys() | base.settings.keys()
+            apart = {name for name in names if own[name] != base[name]}
+            assert not apart & OF_LAYOUT
+            prefixes = ("quantize.", "model.converters", "cookbook.", "job.description")
+            others = {name for name in apart if not name.startswith(prefixes)}
+            assert all("expert_parallel_a2a" in name for name in others), others
+
+
+def test_kernels_prove_themselves_in_the_rehearsal_and_not_again(tmp_path: Path) -> None:
+    for plan, proves in ((REGISTERED.plan(600), False), (REGISTERED.rehearsal(), True)):
+        cell = cell_of(plan, ARMS[0], plan.seeds[0], place(tmp_path))
+        assert cell.options["cookbook.self_check"] is proves
+    assert set(REGISTERED.rehearsal().seeds).isdisjoint(REGISTERED.seeds)
+
+
+def test_what_cannot_run_here_is_said(tmp_path: Path) -> None:
+    assert refused(REGISTERED.plan(600), place(tmp_path)) == {}
+    assert refused(REGISTERED.plan(600), place(tmp_path, ["0"])) == {
+        "bf16_ep2": "needs 2 GPUs, 1 are here",
+        "mxfp8_a2a_ep2": "needs 2 GPUs, 1 are here",
+    }
+    on_cpu = refused(PLAN, place(tmp_path, []))
+    assert list(on_cpu) == ["float8"]
+    assert "9.0" in on_cpu["float8"]
+
+
+def test_the_next_runs_are_those_without_a_curve_in_the_registered_order() -> None:
+    everything = order(PLAN.seeds)
+    assert missing(PLAN, set(), []) == everything
+    done = {(everything[0][0].name, everything[0][1]), (everything[4][0].name, everything[4][1])}
+    assert missing(PLAN, done, []) == [*everything[1:4], *everything[5:]]
+
+
+def test_a_run_that_fails_by_itself_is_given_up_after_three_starts() -> None:
+    first = order(PLAN.seeds)[0]
+
+    def starts(*results: str) -> list[dict[str, Any]]:
+        return [{"arm": first[0].name, "seed": first[1], "result": result} for result in results]
+
+    assert first in missing(PLAN, set(), starts("failed", "failed"))
+    assert first in missing(PLAN, set(), starts("failed", "cut off", "cut off", "failed"))
+    assert first not in missing(PLAN, set(), starts("failed", "cut off", "failed", "failed"))
+
+
+def test_runs_take_the_gpus_in_turn_and_start_in_order(tmp_path: Path) -> None:
+    one, two = BY_NAME["bf16"], BY_NAME["bf16_ep2"]
+    runs: list[Run] = [(one, 1), (one, 2), (two, 1), (one, 3), (one, 4)]
+    jobs = jobs_of(PLAN, runs, place(tmp_path))
+    gpus = [job.environment["CUDA_VISIBLE_DEVICES"] for job in jobs]
+    assert gpus == ["4", "7", "4,7", "4", "7"]
+    turns = Turns(jobs, 2)
+    running: list[Job] = []
+    # The second does not go before the first.
+    assert not turns.may_start(jobs[1], running)
+    for job in jobs[:3]:
+        assert turns.may_start(job, running)
+        running.append(job)
+    # Two runs on each GPU now.
+    assert not turns.may_start(jobs[3], running)
+    assert not turns.may_start(jobs[4], running)
+    running.remove(jobs[1])
+    # GPU 7 has room, but the next in order is for GPU 4.
+    assert not turns.may_start(jobs[4], running)
+    assert not turns.may_start(jobs[3], running)
+    running.remove(jobs[0])
+    assert turns.may_start(jobs[3], running)
+    on_cpu = jobs_of(PLAN, runs[:2], place(tmp_path, []))
+    assert [dict(job.environment) for job in on_cpu] == [{}, {}]
+    assert not Turns(on_cpu, 1).may_start(on_cpu[0], [on_cpu[1]])
 
 
 @pytest.mark.parametrize(
-    ("shift", "scatter", "word"),
+    ("losses", "reason", "result"),
     [
-        (0.0, 0.0, "equivalent"),
-        (0.005, 0.0005, "equivalent"),
-        (-0.02, 0.001, "different"),
-        # Near enough on average, but so few seeds say too little.
-        (0.0, 0.02, "cannot tell"),
-        (0.005, 0.003, "cannot tell"),
+        ([4.0, 3.5, 3.0], None, "finished"),
+        # All its steps are there, whatever became of it then.
+        ([4.0, 3.5, 3.0], "exit status 1", "finished"),
+        ([4.0, 3.5], "stopped after 5 s", "cut off"),
+        ([4.0, 3.5], "exit status 1", "failed"),
+        ([], "out of memory", "failed"),
+        # A loss that is no number is a result.
+        ([4.0, math.nan, math.nan], None, "finished"),
+        ([4.0, math.inf], "exit status 1", "finished"),
     ],
 )
-def test_the_interval_decides(shift: float, scatter: float, word: str) -> None:
-    found = judge(curves(shift, scatter))
-    assert found["mxfp8_wgrad_hp"].difference == 0.0
-    mxfp8 = found["mxfp8"]
-    assert mxfp8.verdict == word
-    assert mxfp8.difference == pytest.approx(shift)
-    # The mean of BF16 over its last tenth, steps 180 to 199.
-    assert mxfp8.limit == pytest.approx(MARGIN * 3.0525)
-    # Five values evenly spaced have the variance 2.5 times the step's square; t(12) is 1.782.
-    assert half_width(mxfp8) == pytest.approx(1.782 * (2.5 * 2 / 5) ** 0.5 * scatter, rel=1e-3)
-
-
-def test_one_run_is_judged_by_what_chance_does_to_the_others() -> None:
-    found = judge(curves(0.0, 0.001, seeds=1))["mxfp8"]
-    assert found.runs == 1
-    # Variance 2.5e-6 from two groups of five, t(8) is 1.860; means over one and five.
-    assert half_width(found) == pytest.approx(1.860 * (2.5 * 1.2) ** 0.5 * 0.001, rel=1e-3)
-
-
-def test_a_loss_that_is_no_number_is_different() -> None:
-    broken = dict(curves(0.0, 0.001))
-    broken["mxfp8", SEEDS[0]] = [float("nan")] * STEPS
-    words = {name: verdict.verdict for name, verdict in judge(broken).items()}
-    assert words == {"mxfp8_wgrad_hp": "equivalent", "mxfp8": "different"}
-    assert "different" in render(broken)
-
-
-def test_without_a_second_seed_nothing_is_judged() -> None:
-    one = {key: curve for key, curve in curves(0.0, 0.001).items() if key[1] == SEEDS[0]}
-    with pytest.raises(SystemExit, match="what chance does"):
-        judge(one)
-
-
-def test_whole_curves_are_kept_and_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_a_run_did_is_kept(
+    tmp_path: Path, losses: list[float], reason: str | None, result: str
 ) -> None:
-    out, target = tmp_path / "out", tmp_path / "target"
-    out.mkdir()
-    assert len(missing(out, STEPS)) == len(PRECISIONS) * len(SEEDS)
-    for (precision, seed), losses in curves(0.0, 0.001).items():
-        rows = [f"{step},{loss},1.0\n" for step, loss in enumerate(losses, 1)]
-        text = "".join(["step,loss,grad_norm\n", *rows])
-        (out / f"{curve_name(precision, seed)}.csv").write_text(text)
-    assert missing(out, STEPS) == []
-    half = out / "mxfp8-seed43.csv"
-    half.write_text("".join(half.read_text().splitlines(keepends=True)[: STEPS // 2]))
-    assert missing(out, STEPS) == [("mxfp8", 43)]
-
-    draw(out, target)
-    assert not (target / half.name).exists()
-    assert "left out: mxfp8-seed43 has 99 of 200 steps" in capsys.readouterr().out
-    verdict = (target / "verdict.md").read_text()
-    table = [[word.strip() for word in line.split("|")[1:-1]] for line in verdict.splitlines()]
-    (row,) = (row[1:] for row in table if row and row[0] == "mxfp8")
-    seeds, loss, distance, interval, limit, word, gap = row
-    assert (seeds, limit, word) == ("4", "±0.0076", "equivalent")
-    # The missing seed is the second lowest, so that the mean of the others is higher.
-    assert float(loss) == pytest.approx(3.05275, abs=1e-4)
-    assert float(distance) == pytest.approx(0.00025, abs=1e-4)
-    low, high = map(float, interval.split(" to "))
-    # Variances 2.5, 2.5 and 2.917 millionths over 11 degrees of freedom, t(11) is 1.796.
-    assert (high - low) / 2 == pytest.approx(
-        1.796 * (2.614 * (1 / 4 + 1 / 5)) ** 0.5 / 1e3, abs=1e-4
-    )
-    assert gap.startswith("0.0000")
-    # BF16's seeds are 0.001 to 0.004 from one another, 0.002 on average.
-    assert ["bf16", "5", "3.0525", "", "", "", "", "0.0020"] in table
-    assert ["43", "3.0515", "3.0515", ""] in table
-    first = (target / "curves.svg").read_bytes()
-    draw(target, target)
-    assert (target / "curves.svg").read_bytes() == first
+    run = (BY_NAME["mxfp8"], 2)
+    (job,) = jobs_of(PLAN, [run], place(tmp_path))
+    assert keep(PLAN, run, job, outcome(losses, reason), place(tmp_path)) == result
+    assert done_in(tmp_path) == ({("mxfp8", 2)} if result == "finished" else set())
+    (record,) = read_records(tmp_path)
+    assert (record["arm"], record["seed"], record["result"]) == ("mxfp8", 2, result)
+    assert (record["steps"], record["steps_made"]) == (STEPS, len(losses))
+    assert record["text"] == "abc"
+    assert {"python", "torch", "torchtitan", "torchao"} == set(record["versions"])
+    keep(PLAN, run, job, outcome(losses, reason), place(tmp_path))
+    assert len(read_records(tmp_path)) == 2
 
 
-def test_the_page_says_what_its_data_does() -> None:
-    curves = read_curves(DOCS / "convergence")
-    assert {len(curve) for curve in curves.values()} == {1500}
-    assert len(curves) == len(PRECISIONS) * len(SEEDS)
-    verdict = render(curves)
-    assert (DOCS / "convergence/verdict.md").read_text() == verdict
-    assert verdict in (DOCS / "convergence.md").read_text()
+def test_a_curve_has_every_step_or_is_none() -> None:
+    steps = [StepMetrics(0, step, float(step), 1.0) for step in (1, 2, 3)]
+    assert curve_of(steps, 3) == [1.0, 2.0, 3.0]
+    assert curve_of(steps[:2], 3) is None
+    assert curve_of([steps[0], steps[2]], 3) is None
+    broken = [steps[0], StepMetrics(0, 2, math.nan, 1.0)]
+    found = curve_of(broken, 4)
+    assert found is not None and found[0] == 1.0
+    assert all(math.isnan(loss) for loss in found[1:])
 
 
-def test_a_cell_is_that_of_the_sweep_on_one_gpu(tmp_path: Path) -> None:
-    cell = cell_of("mxfp8_wgrad_hp", 44, 30, tmp_path, ["optimizer.lr=1e-3"])
-    assert (cell.recipe.name, cell.ep_backend.name) == ("proxy", "standard")
-    assert cell.precision.name == "mxfp8_wgrad_hp"
-    assert (cell.steps, cell.options["debug.seed"]) == (30, 44)
-    assert cell.options["optimizer.lr"] == 1e-3
-    assert cell.options["training.dataset_path"] == str(tmp_path / "corpus")
-    assert cell.options["model.hf_assets_path"] == str(tmp_path / "tokenizer")
-    assert cell.cluster.gpu is None or cell.world == 1
-    with pytest.raises(InputError, match="has no option"):
-        cell_of("bf16", 42, 30, tmp_path, ["optimizer.rate=1"])
-
-
-def test_what_is_missing_is_trained_and_kept_as_it_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_session_goes_on_where_the_last_one_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bench.gpu_convergence.make_corpus", lambda *_: None)
-    monkeypatch.setattr("bench.gpu_convergence.gpu_ids", lambda: ["4", "7"])
-    made = tmp_path / "mxfp8-seed42.csv"
-    made.write_text("step,loss,grad_norm\n1,4.0,1.0\n2,3.5,1.0\n")
-    asked: list[Job] = []
+    data, asked = tmp_path / "docs", list[str]()
 
     def train_all(
-        jobs: Sequence[Job],
-        note: Callable[[Job, Outcome], None],
-        look: Callable[[Job, Sequence[StepMetrics]], None],
-        **_: Any,
-    ) -> None:
-        asked.extend(jobs)
-        steps = [StepMetrics(0, 1, 4.0, 1.0), StepMetrics(0, 2, 3.0, 0.5)]
-        first, second, *others = jobs
-        look(first, steps[:1])
-        assert (tmp_path / f"{first.cell.name}.csv").read_text().count("\n") == 2
-        note(second, Outcome("stopped after 5 s", 5.0, steps[:1], None, None, []))
-        for job in (first, *others):
-            note(job, Outcome(None, 5.0, steps, None, None, []))
+        jobs: Sequence[Job], note: Callable[[Job, Outcome], None], **given: Any
+    ) -> list[Job]:
+        assert given["least"] == 7
+        asked.extend(job.cell.name for job in jobs)
+        for number, job in enumerate(jobs[:8]):
+            cut_off = number == 7
+            losses = [9.87, 9.87] if cut_off else [9.87, 9.87, 9.87]
+            note(job, outcome(losses, "stopped after 5 s" if cut_off else None))
+        return list(jobs[8:])
 
-    monkeypatch.setattr("bench.gpu_convergence.train_all", train_all)
-    assert train(tmp_path, None, 2, 60, []) == 1
-    names = [job.cell.name for job in asked]
-    assert len(names) == len(PRECISIONS) * len(SEEDS) - 1
-    assert "mxfp8-seed42" not in names
-    assert [job.environment["CUDA_VISIBLE_DEVICES"] for job in asked[:3]] == ["4", "7", "4"]
-    assert [curve_name(*key) for key in missing(tmp_path, 2)] == names[1:2]
-    curve = (tmp_path / f"{names[0]}.csv").read_text()
-    assert curve == "step,loss,grad_norm\n1,4.0,1.0\n2,3.0,0.5\n"
-    assert made.read_text().endswith("2,3.5,1.0\n")
+    monkeypatch.setattr("bench.convergence_runs.train_all", train_all)
+    names = [f"{arm.name}-seed{seed}" for arm, seed in order(PLAN.seeds)]
+    first, second = place(tmp_path / "first"), place(tmp_path / "second")
+    assert train(PLAN, first, data, 60, 7) == len(names) - 7
+    assert asked == names
+    pack(first.out, tmp_path / "results")
+    assert collect(tmp_path / "results" / ARCHIVE, data) == 7
+    asked.clear()
+    assert train(PLAN, second, data, 60, 7) == len(names) - 14
+    assert asked == names[7:]
+    assert collect(second.out, data) == 7
+    assert len(read_arms(data)) == 14
+    assert [one["result"] for one in read_records(data)].count("cut off") == 2
+    # No loss is shown on the way.
+    assert "9.87" not in capsys.readouterr().out
+    other = replace(second, text="xyz")
+    with pytest.raises(InputError, match="one text only"):
+        train(PLAN, other, data, 60, 7)
+
+
+def test_what_was_collected_stays(tmp_path: Path) -> None:
+    data, run = tmp_path / "docs", (BY_NAME["bf16"], 1)
+    (job,) = jobs_of(PLAN, [run], place(tmp_path))
+    for number, losses in enumerate(([4.0, 3.5, 3.0], [5.0, 5.0, 5.0])):
+        where = place(tmp_path / str(number))
+        keep(PLAN, run, job, replace(outcome(losses), seconds=float(number)), where)
+        collect(where.out, data)
+    assert read_arms(data) == {("bf16", 1): [4.0, 3.5, 3.0]}
+    assert collect(where.out, data) == 0
+    assert len(read_records(data)) == 2
+    longer = place(tmp_path / "longer")
+    keep(replace(PLAN, steps=4), run, job, outcome([4.0, 3.0, 2.0, 1.0]), longer)
+    other = replace(place(tmp_path / "other"), text="xyz")
+    keep(PLAN, run, job, outcome([4.0, 3.0, 2.0]), other)
+    for where in (longer, other):
+        with pytest.raises(InputError, match="another text or number of steps"):
+            collect(where.out, data)
+    assert read_arms(data) == {("bf16", 1): [4.0, 3.5, 3.0]}
+
+
+def test_the_rehearsal_takes_the_most_steps_that_fit(tmp_path: Path) -> None:
+    one = {arm.name: Pace(20, 0.1) for arm in ARMS}
+    # Four runs of one GPU and two of two: eight GPU runs a seed, 14 seeds, 2 GPUs of 4 runs.
+    assert seconds_for(REGISTERED, 1000, one, 4, 2) == pytest.approx(14 * 8 * 120 / 8)
+    slow = {name: Pace(20, 0.5) for name in one}
+    found = choose_steps(REGISTERED, {2: one, 4: slow}, 2)
+    # 14 x 8 x (20 + 1500 x 0.1) / 4 = 4,760 s; 1,200 steps take 3,920 s.
+    assert REGISTERED.seconds == 4200
+    assert (found["steps"], found["beside"]) == (1200, 2)
+    assert (found["seconds_of_all"], found["longest_run"]) == (3920, 140)
+    faster = {name: Pace(20, 0.15) for name in one}
+    assert choose_steps(REGISTERED, {2: one, 4: faster}, 2)["beside"] == 4
+    assert choose_steps(REGISTERED, {2: slow}, 2)["steps"] == 600
+
+
+def test_the_rehearsal_fills_the_gpus(tmp_path: Path) -> None:
+    runs = order([1])
+
+    def names(beside: int) -> list[list[str]]:
+        found = waves(runs, place(tmp_path, beside=beside))
+        return [sorted(arm.name for arm, _ in wave) for wave in found]
+
+    alone = ["bf16", "float8", "mxfp8", "mxfp8_wgrad_hp"]
+    assert names(2) == [alone, ["bf16_ep2", "mxfp8_a2a_ep2"]]
+    assert names(4) == [sorted(arm.name for arm in ARMS)]

@@ -74,7 +74,9 @@ class CellCheck:
     def verdict(self) -> str | None:
         """`fits`, `tight` or `will not fit`; None without a GPU, or where nothing was built."""
         gpu = self.cell.cluster.gpu
-        return verdict(self.peak.total, gpu.memory_gib) if self.peak and gpu else None
+        if self.peak is None or gpu is None:
+            return None
+        return verdict(self.peak.total, gpu.memory_gib, self.cell.options)
 
     @property
     def summary(self) -> str:

@@ -125,7 +125,7 @@ def evaluate(
     views = counted[key]
     memory = max((predict_memory(cell, view) for view in views), key=lambda stage: stage.total)
     gpu = cell.cluster.gpu
-    fits = verdict(memory.total, gpu.memory_gib) if gpu else FITS
+    fits = verdict(memory.total, gpu.memory_gib, cell.options) if gpu else FITS
     if fits != FITS:
         return Candidate(cell, memory, fits)
     return _timed(cell, views, memory, documents)

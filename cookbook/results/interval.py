@@ -94,18 +94,18 @@ def _variance_of_mean(alike: float, num: float) -> float:
 def t_quantile(probability: float, freedom: int) -> float:
     """Student's t: what a value stays below with `probability`, from 0.5 up."""
     low, high = 0.0, 1.0
-    while _t_below(high, freedom) < probability:
+    while t_below(high, freedom) < probability:
         high *= 2
     for _ in range(80):
         middle = (low + high) / 2
-        if _t_below(middle, freedom) < probability:
+        if t_below(middle, freedom) < probability:
             low = middle
         else:
             high = middle
     return high
 
 
-def _t_below(value: float, freedom: int) -> float:
+def t_below(value: float, freedom: int) -> float:
     """The distribution function, by its finite sums (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(value / math.sqrt(freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
