@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,13 +67,18 @@ def test_what_pauses_without_a_word_is_given_the_time_of_a_save(
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_only_what_can_save_is_late(begin: Begin, cell: CellFolder, saves: bool) -> None:
-    attempt = begin("sleep 1.5", **{"checkpoint.enable": saves})
+    attempt = begin(
+        'until [[ -e "${CELL_DIR}/go" ]]; do sleep 0.1; done', **{"checkpoint.enable": saves}
+    )
     attempt.ask_to_stop(0.1)
-    end = attempt.wait()
-    assert end.cause is (Cause.TOO_LATE if saves else Cause.FINISHED)
-    assert cell.attempt(0).stop.exists()
     if saves:
-        assert attempt.wait().cause is Cause.FINISHED
+        assert attempt.wait().cause is Cause.TOO_LATE
+        (cell.path / "go").touch()
+    else:
+        # Long after that time.
+        threading.Timer(1.5, (cell.path / "go").touch).start()
+    assert attempt.wait().cause is Cause.FINISHED
+    assert cell.attempt(0).stop.exists()
 
 
 def _sleeper(cell: CellFolder, **variables: str) -> subprocess.Popen[bytes]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cookbook.results.compare import Comparison, compare_runs, compare_with_published
+from cookbook.results.compare_report import comparison_json, comparison_markdown
 from cookbook.results.tables import published_table
 from tests.test_results import Run, metrics_line
 
@@ -40,6 +42,8 @@ def test_the_tolerance_is_how_much_slower_a_cell_may_be(
     found = compared(tmp_path, {"log": log_of(100)}, {"log": log_of(speed)}, tolerance)
     assert [one.is_slower for one in found.cells] == [False, is_slower]
     assert [one.cell for one in found.slower] == ["cell"] * is_slower
+    assert json.loads(comparison_json(found))["is_fast_enough"] == (not is_slower)
+    assert ("slower than allowed: cell in" in comparison_markdown(found)) == is_slower
 
 
 def test_a_cell_without_a_speed_is_too_slow_where_the_first_run_has_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -25,18 +26,25 @@ from tests.test_results import Run, metrics_line
 
 FIGURE_BYTES = 100_000
 PAGE_BYTES = 2_000_000
-NUMBERS = st.floats(-1e6, 1e6)
 
 
-@given(st.lists(NUMBERS, max_size=400), st.integers(8, 100))
-def test_a_thinned_line_keeps_its_ends_and_peaks(values: list[float], most: int) -> None:
-    steps = list(range(len(values)))
+@pytest.mark.parametrize("most", [8, 9, 50, 100])
+@pytest.mark.parametrize("num", [101, 102, 399, 5000])
+def test_a_thinned_line_keeps_its_ends_and_peaks(num: int, most: int) -> None:
+    random_ = random.Random(num)
+    steps, values = list(range(num)), [random_.gauss(0, 1) for _ in range(num)]
     kept, shown = thin(steps, values, most)
-    assert len(kept) <= most + 2 and list(kept) == sorted(set(kept))
+    # Two of each run of neighbours, and both ends.
+    assert len(kept) <= most + 3 and list(kept) == sorted(set(kept))
     assert [values[int(step)] for step in kept] == list(shown)
-    if values:
-        assert (min(shown), max(shown)) == (min(values), max(values))
-        assert (kept[0], kept[-1]) == (steps[0], steps[-1])
+    assert (min(shown), max(shown)) == (min(values), max(values))
+    assert (kept[0], kept[-1]) == (steps[0], steps[-1])
+
+
+@pytest.mark.parametrize("num", [0, 1, 8])
+def test_a_short_line_is_drawn_as_it_is(num: int) -> None:
+    values = [float(step % 3) for step in range(num)]
+    assert thin(range(num), values, 8) == (range(num), values)
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=6))

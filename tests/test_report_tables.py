@@ -14,6 +14,7 @@ from cookbook.results.conditions import configuration, environment
 from cookbook.results.headlines import headlines, partly_finished
 from cookbook.results.page import render_page
 from cookbook.results.speed import FASTER, NOISE, STEPS, SpeedUp
+from cookbook.results.table import Table
 from cookbook.results.tables import loss_table, published_table, speed_table
 from cookbook.run.run import read_run
 from tests.made_up_run import RESTARTED, make_run, results_of
@@ -141,6 +142,14 @@ def test_of_two_verdicts_the_worse_one_is_the_headline(full: Path) -> None:
     unsure = replace(one, loss=replace(one.loss, verdict="cannot tell"))
     (line,) = headlines(replace(results, cells=(base, unsure)))[1:]
     assert line == f"Loss of {one.name}: cannot be told from this run."
+
+
+def test_a_column_that_says_nothing_of_any_row_is_left_out() -> None:
+    table = Table(("cell", "hours", "cost"), (("a", "-", "1"), ("b", "-", "-")), "lrr")
+    assert table.without_unknown() == Table(("cell", "cost"), (("a", "1"), ("b", "-")), "lr")
+    # The first one names the rows.
+    nothing = Table(("cell", "cost"), (("-", "-"),), "lr").without_unknown()
+    assert nothing == Table(("cell",), (("-",),), "l")
 
 
 def test_a_page_begins_with_what_no_reader_may_miss(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_100_jobs_are_queued_at_once(slurm: SlurmCluster, tmp_path: Path) -> Non
     script = write_script(tmp_path / "job.sh", "sleep 300\n")
     jobs = {slurm.submit(script, options=[f"--output={tmp_path}/%j"]) for _ in range(100)}
     assert len(jobs) == 100
-    assert {slurm.job_field(job, "JobState") for job in jobs} <= {"PENDING", "RUNNING"}
+    assert jobs <= set(slurm.run("squeue", "--noheader", "--format=%i").stdout.split())
     slurm.cancel_all()
 
 

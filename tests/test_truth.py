@@ -137,26 +137,6 @@ def test_a_state_follows_from_both_and_stays_when_slurm_forgets(
         assert only(run) == found
 
 
-# Every state that squeue's manual (JOB STATE CODES) lists, but for those of the table above, and
-# one that Slurm 25.11 has added.
-@pytest.mark.parametrize(
-    ("words", "state"),
-    [
-        ("CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD SUSPENDED EXPEDITING", "queued"),
-        ("RESIZING SIGNALING STAGE_OUT STOPPED", "running"),
-        ("BOOT_FAIL DEADLINE OUT_OF_MEMORY PREEMPTED REVOKED", "failed"),
-    ],
-)
-def test_each_other_state_of_slurm_is_one_of_ours(
-    slurm: Slurm, run: Run, words: str, state: str
-) -> None:
-    for word in words.split():
-        slurm.says(word)
-        found = only(run)
-        assert (found.state, found.has_ended) == (state, state == "failed"), word
-        assert found.reason == (f"Slurm: {word}" if state == "failed" else None)
-
-
 def test_accounting_does_not_word_an_end_anew(slurm: Slurm, run: Run) -> None:
     slurm.says("TIMEOUT", "TimeLimit")
     found = only(run)
