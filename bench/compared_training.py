@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -44,6 +44,8 @@ _WHOLE = StateDictOptions(full_state_dict=True, strict=False)
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 Tensors = dict[str, torch.Tensor]
+# By what is compared and by parameter: the relative error, and the ratio of norms.
+Errors = dict[str, dict[str, tuple[float, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ class ComparedTrainer(Trainer):
                 set_model_state_dict(part, _named("weights", begin), options=_WHOLE)
         self.start = self._weights()
         self.kept: Tensors = {f"weights {name}": value for name, value in self.start.items()}
-        self.errors: dict[str, dict[str, tuple[float, float]]] = {}
+        self.errors: Errors = {}
         self.losses: list[float] = []
         self._take_gradients_before_they_are_clipped()
         self._note_losses()
@@ -174,16 +176,22 @@ class ComparedTrainer(Trainer):
             torch.save({n: v.cpu() for n, v in self.kept.items()}, self.compared.keep)
         if dist.get_rank():
             return
+        largest = largest_of([errors for errors, _ in everywhere])
         # Of a pipeline only the last stage knows them; the others have negative ones.
-        largest: dict[str, dict[str, tuple[float, float]]] = {}
-        for errors, _ in everywhere:
-            for what, named in errors.items():
-                found = largest.setdefault(what, {})
-                for name, error in named.items():
-                    found[name] = max(found.get(name, error), error)
         losses = max((losses for _, losses in everywhere), key=lambda known: known[:1])
         text = json.dumps({"errors": largest, "losses": losses, "torch": torch.__version__})
         write_whole(Path(self.compared.found), text)
+
+
+def largest_of(ranks: Sequence[Errors]) -> Errors:
+    """The largest error of each parameter on any rank that has it."""
+    largest: Errors = {}
+    for errors in ranks:
+        for what, named in errors.items():
+            found = largest.setdefault(what, {})
+            for name, error in named.items():
+                found[name] = max(found.get(name, error), error)
+    return largest
 
 
 def _load(path: str) -> Tensors:

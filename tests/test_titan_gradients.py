@@ -21,6 +21,7 @@ from tests.titan_run import write_assets
 pytestmark = pytest.mark.titan
 
 CELL = Case("bf16", "deepep", "tp2-ep4")
+PIPELINE = Case("bf16", "standard", "pp2-ep2")
 FAULT = replace(CELL, fault="the router's gradient is one TP rank's")
 
 
@@ -40,7 +41,7 @@ def compare(case: Case, folder: Path, **changes: Any) -> dict[str, Any]:
     return asdict(case) | {"name": case.name, "stopped": None, "errors": errors}
 
 
-def test_a_corrected_cell_agrees_with_one_rank_and_a_fault_does_not(tmp_path: Path) -> None:
+def test_corrected_cells_agree_with_one_rank_and_a_fault_does_not(tmp_path: Path) -> None:
     write_assets(tmp_path)
     (tmp_path / "corpus").symlink_to("varied")
     tensors = str(tmp_path / "reference.pt")
@@ -51,10 +52,22 @@ def test_a_corrected_cell_agrees_with_one_rank_and_a_fault_does_not(tmp_path: Pa
     # Every parameter of every kind, and the balance of the experts.
     kinds = {*agrees["errors"]["gradients"], "layers.*.moe.expert_bias"}
     assert kinds == set(agrees["errors"]["changes"]) and len(kinds) > 20
+    # Where experts' balance once counted the zeros by which a pipeline learns its shapes.
+    piped = compare(PIPELINE, tmp_path, reference=tensors)
+    assert not is_seen(piped), piped["errors"]
     differs = compare(FAULT, tmp_path, reference=tensors)
     assert is_seen(differs)
     found = worst(differs, GRADIENTS)
     assert found is not None and found.where.endswith("moe.router.gate.weight")
+
+
+def test_the_largest_error_of_all_ranks_counts() -> None:
+    from bench.compared_training import largest_of
+
+    first = {"gradients": {"gate": (1e-7, 1.0)}}
+    second = {"gradients": {"gate": (0.5, 0.5), "output": (1e-8, 1.0)}}
+    assert largest_of([first, second]) == second
+    assert largest_of([second, first]) == second
 
 
 def put_in_all() -> set[str]:
