@@ -1,4 +1,4 @@
-"""The tables of docs/numerics.md, made from the results of `bench.gpu_numerics`."""
+"""The tables of docs/numerics/h200.md, made from the results of `bench.gpu_numerics`."""
 
 from __future__ import annotations
 

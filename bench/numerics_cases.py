@@ -66,7 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 # Over the recipes: the same data, and a learning rate that only rises.
-_EVERY = {
+EVERY = {
     "training.dataset": "c4_test",
     "lr_scheduler.decay_ratio": None,
     "lr_scheduler.decay_type": "linear",
@@ -94,7 +94,7 @@ def cell_of(case: Case, machine: Cluster, assets: Path, steps: int) -> Cell:
     else:
         recipe, own = "debug", _DEBUG if machine.gpu else _DEBUG_CPU
     options = {
-        **_EVERY,
+        **EVERY,
         **own,
         **LAYOUTS[case.layout],
         **VARIANTS[case.variant],

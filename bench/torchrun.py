@@ -39,6 +39,7 @@ class Job:
         seconds: it is ended when it takes longer.
         environment: variables over the cell's own.
         released: TorchTitan as it is, without the cookbook's hooks (GPU only).
+        module: what trains, with TorchTitan's words.
     """
 
     cell: Cell
@@ -47,6 +48,7 @@ class Job:
     seconds: float = math.inf
     environment: Mapping[str, str] = field(default_factory=dict)
     released: bool = False
+    module: str = "torchtitan.train"
 
 
 def torchrun_command(job: Job, attempt: Attempt) -> list[str]:
@@ -57,7 +59,7 @@ def torchrun_command(job: Job, attempt: Attempt) -> list[str]:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--role=rank"),
         *(f"--nproc-per-node={job.cell.world}", f"--log-dir={attempt.path / 'ranks'}"),
         *("--redirects=3", "--tee=3", f"--local-ranks-filter={record.loss_rank}"),
-        *("-m", "torchtitan.train", *words, f"--job.dump_folder={attempt.path}"),
+        *("-m", job.module, *words, f"--job.dump_folder={attempt.path}"),
     ]
 
 

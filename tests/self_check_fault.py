@@ -65,12 +65,19 @@ class Fault:
 
     @contextmanager
     def put_in(self) -> Iterator[None]:
-        """The fault, while this lasts; `target` is a name of a module or class."""
-        place, _, name = self.target.rpartition(".")
-        owner = _resolve(place)
-        original = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
-        with patch.object(owner, name, self.wrapper(original)):
+        """The fault, while this lasts."""
+        with put_in(self.target, self.wrapper):
             yield
+
+
+@contextmanager
+def put_in(target: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
+    """What `wrapper` makes of `target`, a name of a module or class, in its place."""
+    place, _, name = target.rpartition(".")
+    owner = _resolve(place)
+    original = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    with patch.object(owner, name, wrapper(original)):
+        yield
 
 
 def _resolve(path: str) -> Any:

@@ -23,7 +23,7 @@ from cookbook.stack.stack import load_stack
 from tests.titan_config import parse
 
 ALL = [case for part in PARTS.values() for case in part()]
-# The cells and their options when docs/numerics.md was measured; options with TorchTitan's own
+# The cells and their options when docs/numerics/h200.md was measured; options with TorchTitan's own
 # default are left out. A difference means that its tables no longer show what the command runs.
 MEASURED = json.loads((Path(__file__).parent / "gpu_numerics_cells.json").read_text())
 H200 = this_machine(4, Gpu("NVIDIA H200", 9.0, 139.8))

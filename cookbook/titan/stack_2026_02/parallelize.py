@@ -21,6 +21,7 @@ from cookbook.titan.stack_2026_02.plain_checkpoint import save_plain_weights
 from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
 from cookbook.titan.stack_2026_02.recomputation import apply_ac
 from cookbook.titan.stack_2026_02.router_load import count_load
+from cookbook.titan.stack_2026_02.token_counts import count_in_training_only
 
 
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
@@ -45,6 +46,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         keep_gathered(model)
     save_plain_weights(model)
     count_load(model)
+    count_in_training_only(model)
     if not torch.cuda.is_available():
         sum_gradients_in_fsdp(model)
     return model

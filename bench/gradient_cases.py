@@ -1,0 +1,165 @@
+"""The cells whose gradients `bench.gradients` compares, the references, and the bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.numerics_cases import EVERY, LAYOUTS, RANKS, VARIANTS
+from cookbook.base.gpus import Gpu
+from cookbook.cells.cell import Cell
+from cookbook.cells.this_machine import cell_on, this_machine
+
+# So many losses did the comparison see that was there before.
+STEPS = 20
+# The parameters are compared after these steps: each has moved some times, none has gone astray.
+CHANGED_AFTER = 5
+SEQUENCES, SEQ_LEN = 4, 64
+
+# One rank that computes all of it, as the reference.
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        precision, backend: names of overlays.
+        layout: one of `LAYOUTS`, or `ALONE`.
+        fault: one of `bench.known_faults`; empty for the corrected cell.
+        scale: the name of a parameter, and what its gradient is multiplied by.
+        exact: nothing but the precision's own rounding: float32 in place of BF16.
+        torch: the versions that have the fault begin with this; empty for all.
+    """
+
+    precision: str
+    backend: str
+    layout: str
+    variant: str = "plain"
+    fault: str = ""
+    scale: tuple[str, float] | None = None
+    exact: bool = True
+    torch: str = ""
+
+    @property
+    def name(self) -> str:
+        ends = [] if self.exact else ["bfloat16"]
+        ends += [self.fault.replace(" ", "-").replace("'", "")] if self.fault else []
+        ends += [f"scaled-by-{self.scale[1]!r}"] if self.scale else []
+        return "-".join([self.precision, self.backend, self.layout, self.variant, *ends])
+
+    @property
+    def is_reference(self) -> bool:
+        return self.layout == ALONE
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the precision quantizes the routed experts."""
+        return self.precision != "bf16"
+
+    @property
+    def reference(self) -> Case:
+        """One rank, in float32 but for what precision and EP backend round."""
+        backend = self.backend if self.backend == "mxfp8_a2a" else "standard"
+        return Case(self.precision, backend, ALONE)
+
+    @property
+    def steps(self) -> int:
+        if self.scale:
+            return 1
+        return STEPS if self.fault or self.is_reference else CHANGED_AFTER
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.is_reference else RANKS
+
+
+def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
+    """The case as a cell of this machine, with the text and the tokenizer in `assets`."""
+    layout = {"parallelism.expert_parallel_degree": 1} | LAYOUTS.get(case.layout, {})
+    split = layout.get("parallelism.tensor_parallel_degree", 1)
+    split *= layout.get("parallelism.pipeline_parallel_degree", 1)
+    options: dict[str, Any] = {
+        **EVERY,
+        **layout,
+        **VARIANTS[case.variant],
+        "training.seq_len": SEQ_LEN,
+        "training.local_batch_size": SEQUENCES * split // case.ranks,
+        "training.mixed_precision_param": "float32" if case.exact else "bfloat16",
+        "training.steps": case.steps,
+        "training.dataset_path": str(assets / "corpus"),
+        "model.hf_assets_path": str(assets / "tokenizer"),
+        "optimizer.lr": 4e-4,
+        # The same rate whatever the number of steps.
+        "lr_scheduler.warmup_steps": 2,
+        "lr_scheduler.decay_ratio": 0.0,
+        # The self-check would refuse some faults before the first step, and the report of the
+        # first step the released code, which does not say how it sends tokens.
+        "cookbook.self_check": False,
+        "cookbook.dispatch": "",
+    }
+    if "parallelism.pipeline_parallel_degree" in layout:
+        options["parallelism.pipeline_parallel_microbatch_size"] = 1
+    precision, backend = case.precision, case.backend
+    if backend == "mxfp8_a2a":
+        options["cookbook.emulated"] = gpu is None or gpu.compute_capability < 10
+    if case.is_reference:
+        # Its experts and what they exchange are rounded by `plain_experts`, by nothing else.
+        precision, backend = "bf16", "standard"
+        if case.precision == "mxfp8_linear":
+            precision = case.precision
+            options |= {"model.converters": ["quantize.linear.mx"], "cookbook.grouped_gemms": ""}
+        else:
+            options["cookbook.emulated"] = False
+    return cell_on(this_machine(case.ranks, gpu), "debug", precision, backend, options, case.name)
+
+
+def corrected_cases() -> list[Case]:
+    """The cells that must agree with one rank."""
+    exact = [("standard", layout) for layout in LAYOUTS] + [("deepep", name) for name in LAYOUTS]
+    cases = [Case("bf16", backend, layout) for backend, layout in exact]
+    cases += [Case("bf16", "mxfp8_a2a", "tp1-ep4")]
+    cases += [Case("bf16", backend, "tp2-ep4", "recompute") for backend in ("standard", "deepep")]
+    cases += [
+        Case(precision, backend, layout)
+        for precision in ("mxfp8_wgrad_hp", "mxfp8")
+        for layout in ("tp1-ep4", "tp2-ep4")
+        for backend in ("standard", "deepep", "mxfp8_a2a")
+    ]
+    cases += [
+        Case("mxfp8_linear", "standard", "tp1-ep4"),
+        Case("mxfp8_linear", "deepep", "tp1-ep4"),
+        Case("mxfp8_linear", "mxfp8_a2a", "tp2-ep4"),
+    ]
+    return cases
+
+
+def fault_cases() -> list[Case]:
+    """Each known fault, in a cell that has what is at fault."""
+    return [
+        Case("bf16", "deepep", "tp2-ep4", fault="the released code"),
+        Case("bf16", "standard", "tp2-ep4", fault="the released code"),
+        Case("bf16", "deepep", "tp2-ep4", fault="every TP rank sends every token"),
+        Case("bf16", "standard", "tp2-ep4", fault="the router's gradient is one TP rank's"),
+        Case("bf16", "deepep", "tp2-ep4", fault="the router's gradient is one TP rank's"),
+        Case(
+            "bf16",
+            "standard",
+            "tp2-ep4",
+            fault="shared experts' gradients are summed over TP",
+            torch="2.10.",
+        ),
+        Case("bf16", "standard", "tp2-ep4", fault="rows of the input's gradient are lost"),
+        Case("bf16", "deepep", "pp2-ep2", fault="a pipeline's gradients are not divided"),
+        Case("bf16", "standard", "pp2-ep2", fault="tokens that are no training are counted"),
+        Case("bf16", "deepep", "tp1-ep4", fault="scores are applied twice"),
+        Case("bf16", "deepep", "tp1-ep4", fault="scores are applied before the experts"),
+        Case("mxfp8", "deepep", "tp1-ep4", fault="expert groups are not padded"),
+        Case(
+            "mxfp8_wgrad_hp", "standard", "tp1-ep4", fault="the weight gradient's recipe is ignored"
+        ),
+        Case("bf16", "mxfp8_a2a", "tp1-ep4", fault="the dispatch is not quantized"),
+        Case("bf16", "mxfp8_a2a", "tp1-ep4", fault="the combine is not quantized"),
+    ]

@@ -1,0 +1,125 @@
+"""Faults that cells had, or nearly had, each put back in by name: what a comparison must see.
+
+Where the self-check has the same fault in a kernel, it is taken from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import RowwiseParallel
+from torchtitan.distributed.expert_parallel import ReordererSequenceParallel
+from torchtitan.models.llama4.infra import parallelize as released
+
+from cookbook.titan.any_stack.token_split import gather_sequence, sum_to_shares
+from tests.self_check_fault import instead, put_in, with_result
+from tests.self_check_faults import FAULTS as OF_KERNELS
+
+_STACK = "cookbook.titan.stack_2026_02"
+_GROUPS = "cookbook.titan.any_stack.expert_groups"
+
+Patch = tuple[str, Callable[[Any], Any]]
+
+
+def _of_kernel(name: str) -> Patch:
+    (found,) = [fault for fault in OF_KERNELS if fault.name == name]
+    return found.target, found.wrapper
+
+
+def _as_released(precisions: Any, model: Any, chunks: int = 1, **options: Any) -> None:
+    released.apply_moe_ep_tp(model, **options)
+
+
+def _every_rank_sends_all(moe: Any, x: torch.Tensor) -> torch.Tensor:
+    """A DeepEP layer whose TP ranks each send every token, and sum what returns."""
+    from cookbook.titan.stack_2026_02.deepep_exchange import arrive, leave
+
+    mesh = moe.cookbook_tp_mesh
+    mine = x.to_local() if isinstance(x, DTensor) else x
+    whole = gather_sequence(mine, mesh)
+    tokens = whole.view(-1, whole.shape[-1])
+    scores, experts, counts = moe.router(tokens, moe.expert_bias)
+    with torch.no_grad():
+        moe.tokens_per_expert.add_(counts)
+    rows, routing = leave(tokens, scores, experts, moe.experts.num_experts)
+    (returned,) = moe.experts((rows,), (routing,))
+    routed = arrive(returned, routing.exchange)
+    shared = moe.shared_experts(halves=moe.shared_experts(tokens))
+    return sum_to_shares((routed + shared).view(whole.shape), mesh)
+
+
+def _unquantized(backward: Any) -> Any:
+    """The combine's backward, which sends gradients as they are."""
+
+    def faulty(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.mxfp8_bwd = False
+        return backward.__func__(ctx, grad)
+
+    return staticmethod(faulty)
+
+
+def _scores_squared(sent: tuple[Any, ...]) -> tuple[Any, ...]:
+    received, experts, scores, counts = sent
+    return received, experts, scores * scores, counts
+
+
+def _scores_at_the_other_end(compute: Any) -> Any:
+    def faulty(experts: Any, *arrived: Any) -> Any:
+        experts.cookbook_score_before_experts = True
+        return compute(experts, *arrived)
+
+    return faulty
+
+
+FAULTS: dict[str, Patch] = {
+    "the released code": (f"{_STACK}.parallelize.apply_moe_ep_tp", instead(_as_released)),
+    "every TP rank sends every token": (
+        f"{_STACK}.deepep.SplitMoE.forward",
+        instead(_every_rank_sends_all),
+    ),
+    "the router's gradient is one TP rank's": _of_kernel(
+        "the router's gradient not summed over TP"
+    ),
+    "shared experts' gradients are summed over TP": (
+        f"{_STACK}.expert_parallel.PartialOutputRowwiseParallel",
+        instead(RowwiseParallel),
+    ),
+    "rows of the input's gradient are lost": (
+        f"{_STACK}.expert_parallel.SequenceShareReorderer",
+        instead(ReordererSequenceParallel),
+    ),
+    "expert groups are not padded": (
+        f"{_GROUPS}.padded_sizes",
+        instead(lambda counts, alignment: counts),
+    ),
+    "a pipeline's gradients are not divided": (
+        f"{_STACK}.pipeline_loss.scale_gradient",
+        instead(lambda loss, factor: loss),
+    ),
+    "tokens that are no training are counted": (
+        f"{_STACK}.parallelize.count_in_training_only",
+        instead(lambda model: None),
+    ),
+    "the weight gradient's recipe is ignored": _of_kernel("the weight gradient's recipe ignored"),
+    "the dispatch is not quantized": _of_kernel("one exchange of two not quantized"),
+    "the combine is not quantized": (
+        "torchao.prototype.moe_training.ep.a2a_combine._A2ACombineHPFwdMXFP8Bwd.backward",
+        _unquantized,
+    ),
+    "scores are applied twice": (f"{_STACK}.deepep.dispatch", with_result(_scores_squared)),
+    "scores are applied before the experts": (
+        f"{_STACK}.deepep.SendingExperts._compute",
+        _scores_at_the_other_end,
+    ),
+}
+
+
+@contextmanager
+def put_in_fault(name: str) -> Iterator[None]:
+    """The fault of that name, while this lasts."""
+    with put_in(*FAULTS[name]):
+        yield

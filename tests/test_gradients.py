@@ -1,0 +1,149 @@
+"""What the comparison of gradients says of its results, and the pages that tell of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gradient_cases import Case, corrected_cases, fault_cases
+from bench.gradient_table import (
+    BOUNDS,
+    corrected,
+    faulty,
+    is_seen,
+    loss_difference,
+    render,
+    smallest_seen,
+    verdict,
+    worst,
+)
+from bench.gradients import in_order, thinned
+from cookbook.base.paths import ROOT
+
+DOCUMENT = json.loads((ROOT / "docs/numerics/gradients.json").read_text())
+RUNS: list[dict[str, Any]] = DOCUMENT["runs"]
+BY_NAME = {run["name"]: run for run in RUNS}
+EXACT = [run for run in RUNS if run["exact"]]
+
+
+def words(name: str) -> str:
+    """A page as one line, as a reader reads it."""
+    return " ".join((ROOT / name).read_text().split())
+
+
+def run(gradient: float, change: float | None = None, **changes: Any) -> dict[str, Any]:
+    errors = {"gradients": {"layers.*.gate": [1e-9, 1.0, 0], "output": [gradient, 1.5]}}
+    if change is not None:
+        errors["changes"] = {"layers.*.gate": [change, 1.0, 2]}
+    return {
+        "name": "a", "precision": "bf16", "backend": "deepep", "exact": True, "fault": "",
+        "scale": None, "reference": "b", "stopped": None, "losses": [], "errors": errors,
+    } | changes  # fmt: skip
+
+
+def test_an_error_above_its_bound_is_seen_wherever_it_is() -> None:
+    assert not is_seen(run(4e-6, 1e-4))
+    assert is_seen(run(6e-6, 1e-4)) and is_seen(run(4e-6, 3e-4))
+    assert is_seen(run(float("nan"), 1e-4)) and is_seen(run(4e-6, float("inf")))
+    assert not is_seen(run(4e-6)) and is_seen(run(6e-6))
+    assert is_seen(run(4e-6, 1e-4, stopped="RuntimeError: no"))
+    assert is_seen(run(4e-6, 1e-4, errors={}))
+    # Each is held to the bound of what it rounds.
+    for changes in ({"precision": "mxfp8"}, {"backend": "mxfp8_a2a"}, {"exact": False}):
+        assert not is_seen(run(6e-6, 3e-4, **changes))
+    assert verdict(run(1.0)) == "DIFFERS" and verdict(run(0.0)) == "agrees"
+    assert verdict(run(0.0, reference="")) == "reference"
+    found = worst(run(4e-6, 1e-4), "changes")
+    assert found is not None and (found.where, found.error) == ("layers.2.gate", 1e-4)
+
+
+def test_losses_are_compared_only_where_all_are_there() -> None:
+    reference = run(0, losses=[2.0, 1.0])
+    assert loss_difference(run(0, losses=[2.0, 1.1]), reference) == pytest.approx(0.1)
+    assert loss_difference(run(0, losses=[2.0]), reference) is None
+    assert loss_difference(run(0, losses=[2.0, 1.0], stopped="no"), reference) is None
+    assert loss_difference(run(0, losses=[2.0, float("nan")]), reference) == float("inf")
+
+
+def test_the_worst_of_each_kind_is_kept() -> None:
+    errors = {"layers.0.gate": (1e-6, 1.0), "layers.2.gate": (3e-6, 2.0), "output": (5e-7, 1.0)}
+    assert thinned(errors) == {"layers.*.gate": [3e-6, 2.0, 2], "output": [5e-7, 1.0]}
+
+
+def test_runs_stand_in_the_order_of_the_lists() -> None:
+    listed = [case.name for case in (*corrected_cases(), *fault_cases())]
+    mixed = [run(0, name=name) for name in reversed(listed)] + [run(0, name="r", reference="")]
+    assert [one["name"] for one in in_order(mixed)] == ["r", *listed]
+
+
+def test_what_was_measured_is_what_the_command_runs() -> None:
+    listed = {case.name for case in (*corrected_cases(), *fault_cases())}
+    assert {one["name"] for one in EXACT if one["reference"] and not one["scale"]} == listed
+    for one in RUNS:
+        chosen = {key: one[key] for key in ("precision", "backend", "layout", "variant", "fault")}
+        scale = (one["scale"][0], one["scale"][1]) if one["scale"] else None
+        case = Case(**chosen, scale=scale, exact=one["exact"])
+        assert case.name == one["name"]
+        if one["reference"]:
+            assert one["reference"] == case.reference.name in BY_NAME
+
+
+def test_corrected_cells_agree_and_every_fault_is_seen() -> None:
+    """The numbers of the repository; a run of the command makes its own."""
+    assert [one["name"] for one in corrected(RUNS) if verdict(one) != "agrees"] == []
+    assert [one["name"] for one in faulty(RUNS) if verdict(one) != "DIFFERS"] == []
+    assert {one["torch"].split("+")[0] for one in RUNS if not one["stopped"]} == {"2.10.0"}
+
+
+def test_the_pages_say_what_was_measured() -> None:
+    page, readme = words("docs/numerics.md"), words("README.md")
+    table = render(DOCUMENT)
+    for line in table.splitlines():
+        assert " ".join(line.split()) in page
+    exact, faults = [one for one in corrected(RUNS) if one["exact"]], faulty(EXACT)
+    said = [loss_difference(one, BY_NAME[one["reference"]]) for one in faults]
+    by_losses = sum(apart is None or apart > 1e-4 for apart in said)
+    for text in (page, readme):
+        assert f"{len(exact)} cells" in text
+        assert f"{len({one['fault'] for one in faults})} known faults" in text
+        assert f"{len(faults) - by_losses} of {len(faults)} runs" in text
+    for bounds in BOUNDS.values():
+        for bound in bounds.values():
+            assert f"{bound:.0e}" in page
+    errors = [
+        (bool(one["fault"]), found.error)
+        for one in RUNS
+        if not one["exact"] and (found := worst(one, "gradients"))
+    ]
+    assert f"{max(e for fault, e in errors if not fault):.1e} away" in page
+    assert f"at least {min(e for fault, e in errors if fault):.1e}" in page
+    unseen, seen = smallest_seen(RUNS)
+    assert f"{seen:.1e}" in page and f"{unseen:.1e}" in page
+
+
+def test_the_table_of_losses_is_counted_right() -> None:
+    page = (ROOT / "docs/numerics/h200.md").read_text()
+    rows = re.findall(r"^\| .* \| (\S[^|]*) \|$", page, re.M)
+    rows = rows[rows.index("verdict") + 1 :][:56]
+    assert len([row for row in rows if row != "---"]) == 55
+    again = len(re.findall(r"\(again\) \|", page))
+    counts = {name: rows.count(name) for name in ("agrees", "reference", "shown")}
+    text = words("docs/numerics/h200.md")
+    assert (
+        f"{counts['agrees'] - again} with another EP backend agree with `standard`, "
+        f"{counts['reference']} are the references, {again} are a second run" in text
+    )
+    assert f"{counts['shown']} are only shown" in text
+    readme = words("README.md")
+    assert f"in {counts['agrees'] - again} comparisons" in readme
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/numerics.md", "docs/numerics/h200.md"])
+def test_each_page_says_which_torch(name: str) -> None:
+    first = words(name) if name == "README.md" else words(name)[:700]
+    assert "torch 2.11" in first and "2.10" in first
+    assert Path(ROOT / "docs/numerics/h200.md").exists()
