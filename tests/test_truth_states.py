@@ -16,8 +16,8 @@ __all__ = ["run", "slurm"]
 @pytest.mark.parametrize(
     ("words", "state"),
     [
-        ("CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD SUSPENDED EXPEDITING", "queued"),
-        ("RESIZING SIGNALING STAGE_OUT STOPPED", "running"),
+        ("CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD EXPEDITING", "queued"),
+        ("RESIZING SIGNALING STAGE_OUT SUSPENDED STOPPED", "running"),
         ("BOOT_FAIL DEADLINE OUT_OF_MEMORY PREEMPTED REVOKED", "failed"),
     ],
 )
@@ -28,7 +28,10 @@ def test_each_other_state_of_slurm_is_one_of_ours(
         slurm.says(word)
         found = only(run)
         assert (found.state, found.has_ended) == (state, state == "failed"), word
-        assert found.reason == (f"Slurm: {word}" if state == "failed" else None)
+        halted = f"suspended (Slurm: {word}): its processes stand still"
+        reasons = {"SUSPENDED": halted, "STOPPED": halted}
+        failed = f"Slurm: {word}" if state == "failed" else None
+        assert found.reason == reasons.get(word, failed)
 
 
 @pytest.mark.parametrize("state", [QUEUED, RUNNING])
