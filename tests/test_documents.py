@@ -45,5 +45,6 @@ def test_every_verb_of_the_readme_exists(words: list[str], tmp_path: Path) -> No
 
 def test_the_readme_lists_every_benchmark_and_no_other() -> None:
     listed = re.findall(r"-m bench\.(\w+)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    programs = [path for path in ROOT.glob("bench/*.py") if "__main__" in path.read_text()]
+    # A program without a parser of its own is what the ranks of another one run.
+    programs = [path for path in ROOT.glob("bench/*.py") if "ArgumentParser(" in path.read_text()]
     assert sorted(listed) == sorted(path.stem for path in programs)
