@@ -17,6 +17,7 @@ from cookbook.stack.argv import argv_of
 
 # What the hooks add to TorchTitan's options (`titan/stack_2026_02/job_config.py`).
 _OF_HOOKS = (
+    "deepep.",
     "cookbook.",
     "model.attention",
     "activation_checkpoint.op_sac_save_list",
