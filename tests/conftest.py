@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,3 +38,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needs the cluster starts its own.
     """
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+
+
+@pytest.fixture
+def corrections() -> Any:
+    """The names of what was corrected while a test runs; none before it."""
+    from cookbook.titan.stack_2026_02 import activity
+
+    before = set(activity.corrections)
+    activity.corrections.clear()
+    yield activity.corrections
+    activity.corrections.clear()
+    activity.corrections.update(before)

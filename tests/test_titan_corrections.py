@@ -12,17 +12,6 @@ import torch.nn as nn
 pytestmark = pytest.mark.titan
 
 
-@pytest.fixture
-def corrections() -> Any:
-    from cookbook.titan.stack_2026_02 import activity
-
-    before = set(activity.corrections)
-    activity.corrections.clear()
-    yield activity.corrections
-    activity.corrections.clear()
-    activity.corrections.update(before)
-
-
 def loss_with(pp: bool, global_batch: int, corrections: set[str]) -> tuple[float, torch.Tensor]:
     """The loss of 6 tokens and its gradient, at 2 x 3 data-parallel ranks and a batch of 4 x 5."""
     from cookbook.titan.stack_2026_02.pipeline_loss import build_loss

@@ -11,17 +11,6 @@ import torch
 pytestmark = pytest.mark.titan
 
 
-@pytest.fixture
-def corrections() -> Any:
-    from cookbook.titan.stack_2026_02 import activity
-
-    before = set(activity.corrections)
-    activity.corrections.clear()
-    yield activity.corrections
-    activity.corrections.clear()
-    activity.corrections.update(before)
-
-
 def test_only_training_counts_tokens(corrections: set[str]) -> None:
     from torchtitan.models.moe.moe import MoEArgs, build_moe
 

@@ -1,9 +1,8 @@
 """Logs how many tokens the router sends to each expert, at the steps whose metrics are logged.
 
 TorchTitan counts in each MoE layer (`tokens_per_expert`), for the expert bias. That count cannot be
-logged as it is: a recomputed forward adds to it again, and so does the forward without gradients by
-which a pipeline learns its shapes. Halving it, as TorchTitan does where a layer is recomputed, is
-right but for the latter. So each layer keeps a second count, of forwards that train.
+logged as it is: a recomputed forward adds to it again, and the optimizer sets it back. So each
+layer keeps a second count, of forwards that train.
 
 Between logged steps that is two additions of a few numbers on the device for each forward of a
 layer. At a logged step the ranks sum their counts, and one of them copies the sum to the host.
