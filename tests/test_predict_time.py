@@ -163,6 +163,20 @@ def test_deepep_waits_for_less_beside_compute() -> None:
         assert predict_step(one).terms_ms == predict_step(one, overlapped=False).terms_ms
 
 
+def test_each_chunk_quantizes_its_weights() -> None:
+    cells = [with_options(CELLS["fast"], {"deepep.num_chunks": chunks}) for chunks in (1, 2)]
+    once, twice = (predict_step(cell).terms_ms["quantizing"] for cell in cells)
+    assert once < twice < 1.2 * once
+
+
+def test_the_page_says_what_the_fast_recipe_is_predicted_at() -> None:
+    page = (HARDWARE.parents[1] / "docs/time.md").read_text(encoding="utf-8")
+    found = predict_step(CELLS["fast"]).tokens_per_second_per_gpu
+    (row,) = [line for line in page.splitlines() if "(the fast recipe)" in line]
+    assert f"| {found:,.0f} |" in row
+    assert found > 3 * 918
+
+
 def test_flexattention_ignores_what_the_list_says_of_attention() -> None:
     cell = with_options(CELLS["fast"], {"model.attention": "flavor", **SELECTIVE})
     with_it = with_options(cell, {SAVES: ["communication", "attention"]})
