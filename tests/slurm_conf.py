@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,13 @@ class Settings:
 
 
 def _first_job() -> int:
-    """The port of a job follows from its id: jobs of two clusters here must not meet at it."""
-    return 1 + os.getpid() % 900
+    """The port of a job follows from its id: jobs of two clusters here must not meet at it.
+
+    pytest's workers, whose process ids are neighbours, each have a third of the 1,000 ports.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
+    return 1 + (zlib.crc32(run.encode()) + 333 * worker) % 1000
 
 
 def write_configuration(folder: Path, node_names: Sequence[str], settings: Settings) -> None:

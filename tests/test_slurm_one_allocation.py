@@ -15,6 +15,7 @@ import pytest
 from cookbook.base.errors import JobError
 from cookbook.base.schema import Words
 from cookbook.cells.cell import Cell
+from cookbook.run.history import Cause, read_history
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import cancel_run, cell_states
 from cookbook.submit.create import create_run
@@ -194,6 +195,8 @@ def test_a_sweep_trains_in_one_allocation_with_repeats(slurm: SlurmCluster, tmp_
     begins = [state.started or 0.0 for state in trained]
     assert all(end <= start for end, start in zip(sorted(ended), sorted(begins)[1:], strict=False))
     for state in trained:
+        (end,) = read_history(run.cell(state.cell).attempts())
+        assert end.cause is Cause.FINISHED, end
         logs = (run.folder / state.cell).glob("attempt-0/ranks/*/*/0/stdout.log")
         assert len(list(logs)) == 2
     report = json.loads(submit("report", "--format", "json"))

@@ -126,14 +126,21 @@ def test_a_killed_supervisor_is_started_again_and_ends_what_it_left(
     run, job = start(cell, "sleep 300")
     until(lambda: "attempt-0" in steps_of(slurm, job))
     folder = str(run.cells[0].job_files)
+
+    def tasks() -> list[psutil.Process]:
+        words = ["sleep", "300"]
+        return processes_with(
+            lambda one: one.cmdline() == words and one.environ().get("SLURM_JOB_ID") == job
+        )
+
+    # Slurm names a step before its tasks run.
+    until(lambda: len(tasks()) == 2)
     found = processes_with(lambda one: folder in one.cmdline())
     (child,) = [one for one in found if one.ppid() in {other.pid for other in found}]
     child.send_signal(signal.SIGKILL)
     slurm.wait(job, {"COMPLETED"}, timeout=60)
     assert [end.cause for end in ends(run)] == [Cause.CUT_SHORT, Cause.FINISHED]
-    assert not processes_with(
-        lambda one: one.cmdline() == ["sleep", "300"] and one.environ().get("SLURM_JOB_ID") == job
-    )
+    assert not tasks()
 
 
 def test_a_node_that_slurm_takes_back_after_a_failure_is_left(
