@@ -33,7 +33,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order and group the tests for several workers (`-n 3 --dist loadgroup`).
+    """Order and group the tests for several workers (`make test`).
 
     Tests on Slurm come first: they mostly wait, so that others can run beside them. Each worker
     that has some starts its own cluster. Then come trainings, so that short tests fill the end.
