@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _shares_with_its_module(item: pytest.Function) -> bool:
     definitions = item._fixtureinfo.name2fixturedefs.values()
     return any(one.scope == "module" for found in definitions for one in found)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """pytest's, under a name that no test had: what is read once is known by its path.
+
+    pytest gives the name of a folder that it has removed to the next test.
+    """
+    own = tmp_path / str(next(_numbers))
+    own.mkdir()
+    return own
+
+
+_numbers = itertools.count()
 
 
 @pytest.fixture
