@@ -42,6 +42,27 @@ _REAL = {"debug.moe_force_load_balance": False}
 _EIGHT_LAYERS = {"model.flavor": "16B_8layers"}
 _EIGHT_LAYERS_RELEASED = {**_EIGHT_LAYERS, "experimental.custom_import": "bench.short_flavors"}
 _NOT_RECOMPUTED = {"activation_checkpoint.mode": "none", "training.local_batch_size": 2}
+# What makes the fast recipe on one node of 4 GPUs, one change after another.
+_ATTENTION = {"model.attention": "flash_attention_4"}
+_WORKER = {
+    **_ATTENTION,
+    "training.dataloader.num_workers": 1,
+    "training.dataloader.prefetch_factor": 2,
+    "training.dataloader.persistent_workers": True,
+}
+_EP2 = {**_WORKER, "parallelism.expert_parallel_degree": 2}
+_SAVED = {
+    **_EP2,
+    "loss.num_chunks": 8,
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "op",
+    "activation_checkpoint.op_sac_save_list": ["attention", "communication"],
+}
+_FAST = {
+    **_SAVED,
+    "activation_checkpoint.op_sac_save_list": ["attention", "communication", "grouped_mm"],
+    "deepep.score_activations": True,
+}
 
 CELLS: dict[str, Trained] = {
     # The published options, in the code that was published.
@@ -54,6 +75,13 @@ CELLS: dict[str, Trained] = {
     "standard-tp2": Trained("standard", _TP2),
     "deepep-tp2": Trained("deepep", _TP2),
     "deepep-no-recompute": Trained("deepep", _NOT_RECOMPUTED),
+    "fast-attention": Trained("deepep", _ATTENTION),
+    "fast-worker": Trained("deepep", _WORKER),
+    "fast-ep2": Trained("deepep", _EP2),
+    "fast-saved": Trained("deepep", _SAVED),
+    "fast": Trained("deepep", _FAST),
+    "fast-real": Trained("deepep", {**_FAST, **_REAL}),
+    "fast-tp2": Trained("deepep", {**_FAST, **_TP2}),
     "deepep-8layers": Trained("deepep", _EIGHT_LAYERS),
     "released-standard-8layers": Trained("standard", _EIGHT_LAYERS_RELEASED, released=True),
     "released-deepep-8layers": Trained("deepep", _EIGHT_LAYERS_RELEASED, released=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,14 +31,12 @@ def neighbours_scales_of_cast(made: tuple[torch.Tensor, torch.Tensor]) -> Any:
 
 
 def one_slot_lost(plan: Any) -> Any:
-    from cookbook.titan.any_stack.expert_groups import GroupPlan
-
     slots, rows = plan.slots.clone(), plan.rows.clone()
     token = int((slots >= 0).any(1).nonzero()[0])
     k = int((slots[token] >= 0).nonzero()[0])
     rows[slots[token, k]] = -1
     slots[token, k] = -1
-    return GroupPlan(rows, slots, plan.sizes)
+    return replace(plan, rows=rows, slots=slots)
 
 
 def plain_send(ctx: Any, tokens: torch.Tensor, *splits: Any) -> torch.Tensor:

@@ -11,6 +11,8 @@ from cookbook.base.errors import InputError
 from cookbook.cells.cell import Cell
 from cookbook.cells.rules.refusals import refusals
 from cookbook.check.check import CellCheck, check_cells
+from cookbook.predict.layers import RankLayers, layer_bytes
+from cookbook.predict.shapes import shapes_of
 from tests.check_cells import cell_of, h200
 
 pytestmark = pytest.mark.titan
@@ -38,6 +40,7 @@ def saving(*names: str) -> dict[str, Any]:
     return SELECTIVE | {"activation_checkpoint.op_sac_save_list": list(names)}
 
 
+SCORED = {"deepep.score_activations": True}
 PP2 = {"parallelism.pipeline_parallel_degree": 2, "parallelism.expert_parallel_degree": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -49,6 +52,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nothing saved": saving("attention"),
     "sent rows saved": saving("attention", "communication"),
     "all saved": saving("attention", "communication", "grouped_mm"),
+    "nothing saved, scored": saving("attention") | SCORED,
+    "all saved, scored": saving("attention", "communication", "grouped_mm") | SCORED,
 }
 
 
@@ -68,9 +73,7 @@ def term(check: CellCheck, name: str) -> float:
 
 
 def test_logits_of_a_chunk_and_gradients_in_fp32(checks: dict[str, CellCheck]) -> None:
-    from cookbook.predict.layers import RankLayers
     from cookbook.predict.memory import _chunked_loss
-    from cookbook.predict.shapes import shapes_of
 
     def logits(name: str) -> float:
         check = checks[name]
@@ -106,13 +109,28 @@ def test_what_is_saved_is_kept_by_every_layer(checks: dict[str, CellCheck]) -> N
     assert again[1].reserved - again[0].reserved < gemms / GIB * 1.05
 
 
+def test_scored_activations_keep_no_outputs(checks: dict[str, CellCheck]) -> None:
+    kept = {name: term(checks[name], "activations") * GIB for name in OPTIONS}
+    # The last product's rows, and what came back of them.
+    less = MOE_LAYERS * 2 * (ROWS + TOKENS) * DIM
+    assert kept["all saved"] - kept["all saved, scored"] == pytest.approx(less)
+    assert kept["nothing saved"] == kept["nothing saved, scored"]
+    # Nor does a layer of which nothing is recomputed.
+    names = ("nothing saved", "nothing saved, scored")
+    layers = [
+        layer_bytes(shapes_of(checks[name].cell, checks[name].views[0]), moe=True) for name in names
+    ]
+    assert layers[0].saved - layers[1].saved == pytest.approx(2 * ROWS * DIM)
+
+
 def test_rows_that_are_not_saved_are_sent_again(checks: dict[str, CellCheck]) -> None:
     sent = {}
-    for name in ("nothing saved", "sent rows saved"):
+    for name in ("nothing saved", "sent rows saved", "nothing saved, scored"):
         work = checks[name].work
         assert work
         sent[name] = work.traffic["ep/deepep"].nvlink
     assert sent["nothing saved"] == pytest.approx(sent["sent rows saved"] * 6 / 4)
+    assert sent["nothing saved, scored"] == pytest.approx(sent["sent rows saved"] * 5 / 4)
 
 
 @pytest.mark.parametrize(

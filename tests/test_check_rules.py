@@ -171,8 +171,11 @@ def test_every_finding_has_a_public_reference() -> None:
         assert one.reference.startswith("https://") and one.reason
 
 
-def test_chunks_need_the_hooks_that_make_them() -> None:
-    cell = cell_of(BIG, {"deepep.num_chunks": 2}, ep_backend="deepep")
-    assert "deepep.num_chunks" not in {one.option for one in judge(cell)}
+@pytest.mark.parametrize(
+    ("option", "value"), [("deepep.num_chunks", 2), ("deepep.score_activations", True)]
+)
+def test_what_the_hooks_do_needs_them(option: str, value: Any) -> None:
+    cell = cell_of(BIG, {option: value}, ep_backend="deepep")
+    assert option not in {one.option for one in judge(cell)}
     bare = dataclasses.replace(cell, hooks="none")
-    assert "deepep.num_chunks" in {one.option for one in judge(bare) if one.level == ERROR}
+    assert option in {one.option for one in judge(bare) if one.level == ERROR}

@@ -163,6 +163,30 @@ def test_deepep_waits_for_less_beside_compute() -> None:
         assert predict_step(one).terms_ms == predict_step(one, overlapped=False).terms_ms
 
 
+def test_scored_activations_leave_less_to_do_again() -> None:
+    scored = {"deepep.score_activations": True}
+    for options, less in (
+        # Two products of three again; nothing where they are saved; the way back.
+        ({MODE: "full", SAVES: []}, {"grouped GEMMs": 11 / 12, "EP, exposed": 1}),
+        ({SAVES: ["communication"]}, {"grouped GEMMs": 11 / 12}),
+        ({SAVES: ["communication", "grouped_mm"]}, {"grouped GEMMs": 1}),
+        ({MODE: "none", SAVES: []}, {"grouped GEMMs": 1}),
+    ):
+        cell = cell_of("deepseek_v3_16b", FLASH | SELECTIVE | options, ep_backend="deepep")
+        steps = [predict_step(one, overlapped=False) for one in (cell, with_options(cell, scored))]
+        assert steps[1].step_ms < steps[0].step_ms
+        for kind in ("grouped GEMMs", "EP, exposed", "moving rows"):
+            ratio = steps[1].terms_ms[kind] / steps[0].terms_ms[kind]
+            if less.get(kind) == 1 and kind == "EP, exposed":
+                # Six exchanges were five and a half of two kinds.
+                assert 0.7 < ratio < 0.95
+            elif kind in less:
+                assert ratio == pytest.approx(less[kind], rel=1e-3), (options, kind)
+        assert steps[1].terms_ms["moving rows"] < 0.9 * steps[0].terms_ms["moving rows"]
+    standard = cell_of("deepseek_v3_16b", ep_backend="standard")
+    assert predict_step(standard) == predict_step(with_options(standard, scored))
+
+
 def test_each_chunk_quantizes_its_weights() -> None:
     cells = [with_options(CELLS["fast"], {"deepep.num_chunks": chunks}) for chunks in (1, 2)]
     once, twice = (predict_step(cell).terms_ms["quantizing"] for cell in cells)

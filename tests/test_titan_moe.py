@@ -97,6 +97,7 @@ def run_layer(
     released: bool = False,
     compiled: bool = False,
     chunks: int = 1,
+    score_activations: bool = False,
 ) -> dict[str, torch.Tensor]:
     """What `reference` returns, from this rank's part of the layer and whole again."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -107,7 +108,9 @@ def run_layer(
     from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
 
     unquantized = Precisions(dispatch_forward=False, combine_backward=False)
-    corrected = partial(apply_moe_ep_tp, unquantized, chunks=chunks)
+    corrected = partial(
+        apply_moe_ep_tp, unquantized, chunks=chunks, score_activations=score_activations
+    )
     dims = ParallelDims(
         dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=RANKS, etp=1, world_size=RANKS
     )
@@ -201,6 +204,17 @@ def test_layer_matches_plain_pytorch_when_compiled(moe_impl: str) -> None:
 def test_a_layer_in_chunks_is_the_same_layer(tp: int, chunks: int) -> None:
     expected = reference(False, False)
     layer = partial(run_layer, chunks=chunks)
+    for found in run_ranks(layer, RANKS, "deepep", tp, False, False):
+        for name, difference in worst(found, expected).items():
+            assert difference < 2e-6, name
+
+
+# With several parts each has scores of its own.
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("tp", [1, TP])
+def test_scored_activations_are_the_same_layer(tp: int, chunks: int) -> None:
+    expected = reference(False, False)
+    layer = partial(run_layer, chunks=chunks, score_activations=True)
     for found in run_ranks(layer, RANKS, "deepep", tp, False, False):
         for name, difference in worst(found, expected).items():
             assert difference < 2e-6, name

@@ -67,6 +67,12 @@ def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any
             "communication and grouped_mm",
             id="deepep in chunks",
         ),
+        pytest.param(
+            2,
+            (*EP2, *DEEPEP, "--deepep.score_activations"),
+            "communication and grouped_mm",
+            id="deepep, scored activations",
+        ),
         pytest.param(4, (*EP2, *PP2), "communication and grouped_mm", id="standard, pp 2"),
     ],
 )

@@ -83,10 +83,10 @@ def test_backends_agree_and_say_so(assets: Path, tmp_path: Path) -> None:
     assert 0 < apart(deepep, bf16) < ROUNDING
     assert apart(deepep, bf16, "grad_norms") < 10 * ROUNDING
 
-    in_chunks = "--deepep.num_chunks=3"
-    chunked = run(assets, tmp_path / "c", 2, *EP2, *DEEPEP, *BF16, in_chunks)
-    assert 0 < apart(chunked, deepep) < ROUNDING
-    assert apart(chunked, deepep, "grad_norms") < 10 * ROUNDING
+    for option in ("--deepep.num_chunks=3", "--deepep.score_activations"):
+        other = run(assets, tmp_path / option, 2, *EP2, *DEEPEP, *BF16, option)
+        assert 0 < apart(other, deepep) < ROUNDING
+        assert apart(other, deepep, "grad_norms") < 10 * ROUNDING
 
 
 def test_mxfp8_backends_agree_with_real_routing(assets: Path, tmp_path: Path) -> None:

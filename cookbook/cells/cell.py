@@ -22,6 +22,7 @@ ATTENTION = "model.attention"
 # selective recomputation saves.
 NUM_CHUNKS = "loss.num_chunks"
 EP_CHUNKS = "deepep.num_chunks"
+SCORE_ACTIVATIONS = "deepep.score_activations"
 SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 # What that may name; the first three are TorchTitan's own list.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.tables import text_table
-from cookbook.cells.cell import ATTENTION, EP_CHUNKS, NUM_CHUNKS, Cell
+from cookbook.cells.cell import ATTENTION, EP_CHUNKS, NUM_CHUNKS, SCORE_ACTIVATIONS, Cell
 from cookbook.cells.rules.refusals import refusals
 from cookbook.plan.search import FITS, evaluate
 from cookbook.predict.documents import Documents
@@ -22,7 +22,7 @@ _GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention and loss", (ATTENTION, NUM_CHUNKS, "training.dataloader.")),
     ("precision and EP backend", ()),
     ("TP", ("parallelism.tensor_parallel_degree",)),
-    ("EP", ("parallelism.expert_parallel_degree", EP_CHUNKS)),
+    ("EP", ("parallelism.expert_parallel_degree", EP_CHUNKS, SCORE_ACTIVATIONS)),
     ("pipeline and batch", (_PIPELINE, "training.local_batch_size")),
     ("recomputation", ("activation_checkpoint.",)),
 )

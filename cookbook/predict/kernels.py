@@ -223,7 +223,9 @@ class Kernels:
         rows = float(s.act * s.rows * s.dim)
         if s.deepep:
             received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
-            moved = 2 * (rows + received) + (2 * rows if backward else 0)
+            # The gradient of the scores of outputs reads these and their gradients.
+            dotted = 2 * rows if backward and not s.scored_activations else 0
+            moved = 2 * (rows + received) + dotted
             time_ms = self.bytes_ms(moved)
             if backward and self.is_released:
                 time_ms += rows / (self.hardware.released_deepep_rows_gb_per_s * 1e6)

@@ -13,6 +13,7 @@ from cookbook.predict.kernels import (
     GROUPED,
     POINTWISE,
     QUANTIZING,
+    ROWS,
     Kernels,
     Terms,
     add,
@@ -131,7 +132,12 @@ class LayerTimes:
             left_out.add(GROUPED)
             if QUANTIZING in terms:
                 left_out.add(QUANTIZING)
-        return {kind: time_ms for kind, time_ms in terms.items() if kind not in left_out}
+        again = {kind: time_ms for kind, time_ms in terms.items() if kind not in left_out}
+        if moe and self._kernels.shapes.scored_activations:
+            # Two of three products, and rows on their way to the experts alone.
+            parts = {GROUPED: 2 / 3, ROWS: 1 / 2, EP: 1 / 2}
+            again = {kind: parts.get(kind, 1) * time_ms for kind, time_ms in again.items()}
+        return again
 
     def part(self, part: Mapping[str, Any]) -> tuple[Terms, Terms]:
         """A microbatch through all of a part: forward, and backward with what is done again."""

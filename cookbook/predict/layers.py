@@ -116,6 +116,9 @@ def _moe(s: Shapes) -> LayerBytes:
     # Its input is the norm's output, which attention's count has.
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
     experts = s.act * s.rows * (s.dim + _activations(s) * s.expert_hidden)
+    if s.scored_activations and not s.compiled:
+        # Before they are scored, for the gradient of the scores.
+        experts += s.act * s.rows * s.expert_hidden
     # One row a (token, expert) pair; under TP the standard path fills rows for all tokens.
     sent = float(s.act * s.sent_rows * s.dim)
     all_rows = float(s.tokens * s.top_k * s.dim)
@@ -129,11 +132,16 @@ def _moe(s: Shapes) -> LayerBytes:
     if s.deepep:
         received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
         grouped = float(s.act * s.rows * s.dim)
+        returned = float(s.act * s.sent_tokens * s.dim)
+        scored = s.scored_activations
+        if scored:
+            # No gradient needs what follows the activations.
+            saved_out = returned = 0.0
         return LayerBytes(
             input=0,
             # The experts' outputs are kept for the gradient of their scores.
-            saved=router + shared + experts + grouped,
-            selected=gate_up + saved_out + (received + s.act * s.sent_tokens * s.dim) * sends,
+            saved=router + shared + experts + (0.0 if scored else grouped),
+            selected=gate_up + saved_out + (received + returned) * sends,
             selected_of_saved=gate_up + saved_out,
             temporary=max(
                 2 * received + s.act * s.tokens * s.dim,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cells.cell import NUM_CHUNKS, Cell
+from cookbook.cells.cell import NUM_CHUNKS, SCORE_ACTIVATIONS, Cell
 
 # With real routing some ranks get more tokens than others; the fullest one decides. Early in
 # training, before the bias of the auxiliary-loss-free balancing has settled, a fifth more is
@@ -54,6 +54,7 @@ class Shapes:
     vocab: int
     ep: int
     deepep: bool
+    scored_activations: bool
     compiled: bool
     saves: frozenset[str]
     loss_tokens: int | None
@@ -114,6 +115,9 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
         vocab=model["vocab_size"] // (layout.tp if vocab_is_cut else 1),
         ep=layout.ep,
         deepep=cell.uses_deepep,
+        scored_activations=cell.uses_deepep
+        and options[SCORE_ACTIVATIONS]
+        and not model["moe_args.score_before_experts"],
         compiled="model" in components,
         saves=cell.saves,
         loss_tokens=-(-tokens // options[NUM_CHUNKS]) if options[NUM_CHUNKS] else None,

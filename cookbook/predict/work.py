@@ -189,7 +189,8 @@ def _exchange(
     high, low = float(shapes.act), MXFP8_BYTES
     if backend == "deepep":
         one = deepep_traffic(cell, view, shapes, group)
-        return one.times(4), one.times(2)
+        # Rows whose activations were scored are sent to their experts again, and not back.
+        return one.times(4), one.times(1 if shapes.scored_activations else 2)
     elements = float(shapes.sent_rows * shapes.dim)
     widths = [high] * 4
     if backend == "mxfp8_a2a":

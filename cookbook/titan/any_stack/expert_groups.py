@@ -25,11 +25,15 @@ class GroupPlan:
         rows: (padded rows,) int32, the token of each row, -1 for padding.
         slots: (tokens, top k) int32, the row of each of a token's copies, -1 for experts elsewhere.
         sizes: (local experts,) int32 on the device, padded.
+        order: (padded rows,) int64, the copy in each row, from tokens x top k on for padding.
+        num_padding: how many rows are padding.
     """
 
     rows: torch.Tensor
     slots: torch.Tensor
     sizes: torch.Tensor
+    order: torch.Tensor
+    num_padding: int
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
@@ -71,7 +75,8 @@ def plan_groups(experts: torch.Tensor, counts: list[int], alignment: int) -> Gro
     rows = torch.where(order < num_copies, order // max(top_k, 1), -1).to(torch.int32)
     slots = torch.full((keys.numel(),), -1, dtype=torch.int32, device=keys.device)
     slots.scatter_(0, order, torch.arange(total, dtype=torch.int32, device=keys.device))
-    return GroupPlan(rows, slots[:num_copies].view(num_tokens, top_k), on_device[:num_experts])
+    slots = slots[:num_copies].view(num_tokens, top_k)
+    return GroupPlan(rows, slots, on_device[:num_experts], order, len(padding))
 
 
 def _spread(
@@ -158,8 +163,11 @@ class _Collect(torch.autograd.Function):
         scores: torch.Tensor | None,
         rows: torch.Tensor,
         slots: torch.Tensor,
+        is_needed: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, slots, *(() if scores is None else (grouped, scores)))
+        if not is_needed:
+            return grouped.new_empty(slots.shape[0], grouped.shape[1])
         return _collect(grouped, scores, rows, slots)
 
     @staticmethod
@@ -167,9 +175,24 @@ class _Collect(torch.autograd.Function):
         rows, slots, *weighted = ctx.saved_tensors
         grad = grad.contiguous()
         if not weighted:
-            return _spread(grad, None, rows, slots), None, None, None
+            return _spread(grad, None, rows, slots), None, None, None, None
         grouped, scores = weighted
-        return _spread(grad, scores, rows, slots), _dot(grad, grouped, slots), None, None
+        return _spread(grad, scores, rows, slots), _dot(grad, grouped, slots), None, None, None
+
+
+class _RowScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scores: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, num_padding: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(slots)
+        return torch.cat([scores.reshape(-1), scores.new_zeros(num_padding)])[order].unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (slots,) = ctx.saved_tensors
+        by_copy = grad.squeeze(1)[slots.clamp_min(0).long()]
+        return by_copy.masked_fill(slots < 0, 0), None, None, None
 
 
 def spread(tokens: torch.Tensor, scores: torch.Tensor | None, plan: GroupPlan) -> torch.Tensor:
@@ -181,6 +204,19 @@ def spread(tokens: torch.Tensor, scores: torch.Tensor | None, plan: GroupPlan) -
     return _Spread.apply(tokens, scores, plan.rows, plan.slots)
 
 
-def collect(grouped: torch.Tensor, scores: torch.Tensor | None, plan: GroupPlan) -> torch.Tensor:
-    """Padded groups (rows, features) back to tokens (received, features), differentiable."""
-    return _Collect.apply(grouped, scores, plan.rows, plan.slots)
+def collect(
+    grouped: torch.Tensor, scores: torch.Tensor | None, plan: GroupPlan, is_needed: bool = True
+) -> torch.Tensor:
+    """Padded groups (rows, features) back to tokens (received, features), differentiable.
+
+    Args:
+        is_needed: whether the sums are; where not, they are memory as it is found.
+    """
+    tokens: torch.Tensor = _Collect.apply(grouped, scores, plan.rows, plan.slots, is_needed)
+    return tokens
+
+
+def row_scores(scores: torch.Tensor, plan: GroupPlan) -> torch.Tensor:
+    """Scores (received, top k) by row of the padded groups (rows, 1), 0 for padding."""
+    by_row: torch.Tensor = _RowScores.apply(scores, plan.slots, plan.order, plan.num_padding)
+    return by_row

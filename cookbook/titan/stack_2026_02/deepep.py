@@ -19,7 +19,8 @@ from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.models.moe.moe_deepep import DeepEPMoE
 
-from cookbook.titan.any_stack.expert_groups import collect, plan_groups, spread
+from cookbook.titan.any_stack.again import is_repeated
+from cookbook.titan.any_stack.expert_groups import collect, plan_groups, row_scores, spread
 from cookbook.titan.any_stack.token_split import (
     Share,
     gather_sequence,
@@ -34,6 +35,8 @@ from cookbook.titan.stack_2026_02.deepep_exchange import (
     dispatch,
     leave,
 )
+from cookbook.titan.stack_2026_02.recomputation import not_saved
+from cookbook.titan.stack_2026_02.scored_experts import scored_experts
 
 
 class SendingExperts(nn.Module):
@@ -47,6 +50,7 @@ class SendingExperts(nn.Module):
 
     cookbook_group: ProcessGroup
     cookbook_score_before_experts: bool
+    cookbook_score_activations: bool
 
     def forward(
         self, rows: tuple[torch.Tensor, ...], routings: tuple[Routing, ...]
@@ -60,10 +64,20 @@ class SendingExperts(nn.Module):
             arrived = dispatch(part, routing, self.cookbook_group)
             activity.dispatches.add("deepep")
             if computed is not None:
-                returned.append(combine(computed, routings[index - 1].exchange))
+                returned.append(self._combine(computed, routings[index - 1]))
             computed = self._compute(*arrived)
         assert computed is not None
-        return *returned, combine(computed, routings[-1].exchange)
+        return *returned, self._combine(computed, routings[-1])
+
+    @property
+    def _scores_activations(self) -> bool:
+        return self.cookbook_score_activations and not self.cookbook_score_before_experts
+
+    def _combine(self, computed: torch.Tensor, routing: Routing) -> torch.Tensor:
+        if not self._scores_activations:
+            return combine(computed, routing)
+        with not_saved():
+            return combine(computed, routing, is_needed=not is_repeated())
 
     def _compute(
         self, rows: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, counts: list[int]
@@ -71,6 +85,10 @@ class SendingExperts(nn.Module):
         """The experts' outputs for rows that arrived, summed for each row over its experts."""
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         activity.corrections.add("deepep-padded-groups")
+        if self._scores_activations:
+            grouped = spread(rows, None, plan)
+            out = scored_experts(self, grouped, row_scores(scores, plan), plan.sizes)
+            return collect(out, None, plan, is_needed=not is_repeated())
         before, after = scores, None
         if not self.cookbook_score_before_experts:
             before, after = after, before
@@ -167,15 +185,17 @@ def _sending(experts: type[nn.Module]) -> type[nn.Module]:
     return type(f"Sending{experts.__name__}", (SendingExperts, experts), {})
 
 
-def correct(moe: Any, chunks: int) -> None:
+def correct(moe: Any, chunks: int, score_activations: bool) -> None:
     """Make these of a layer, its experts and shared experts: the instances alone, as FSDP does it.
 
     Args:
         chunks: into how many parts the layer cuts its tokens.
+        score_activations: whether the experts' activations are scored, not their outputs.
     """
     moe.__class__ = SplitMoE
     moe.cookbook_chunks = chunks
     kind: Any = type(moe.experts)
     moe.experts.__class__ = _sending(kind)
+    moe.experts.cookbook_score_activations = score_activations
     if moe.shared_experts is not None:
         moe.shared_experts.__class__ = HalvedFeedForward

@@ -99,9 +99,13 @@ def dispatch(
     return received, experts, scores, counts.tolist()
 
 
-def combine(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Start to send (received, features) back; what is returned is for `arrive` alone."""
-    return _Combine.apply(rows, exchange)
+def combine(rows: torch.Tensor, routing: Routing, is_needed: bool = True) -> torch.Tensor:
+    """Start to send (received, features) back; what is returned is for `arrive` alone.
+
+    Args:
+        is_needed: whether anybody reads what comes, on any rank; where not, nothing is sent.
+    """
+    return _Combine.apply(rows, routing, is_needed)
 
 
 def arrive(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -199,9 +203,11 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, routing: Routing, is_needed: bool) -> torch.Tensor:
         global _current
-        ctx.exchange = _current = exchange
+        ctx.exchange = _current = routing.exchange
+        if not is_needed:
+            return rows.new_empty(len(routing.experts), rows.shape[1])
         return _send_back(rows.contiguous())
 
     @staticmethod
@@ -209,7 +215,7 @@ class _Combine(torch.autograd.Function):
         exchange = ctx.exchange
         exchange.sent.current_stream_wait()
         received, exchange.received_gradients = exchange.received_gradients, None
-        return received, None
+        return received, None, None
 
 
 class _Arrive(torch.autograd.Function):

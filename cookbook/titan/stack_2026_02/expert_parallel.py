@@ -144,6 +144,7 @@ def apply_moe_ep_tp(
     model: nn.Module,
     *,
     chunks: int = 1,
+    score_activations: bool = False,
     use_deepep: bool = False,
     **options: Any,
 ) -> None:
@@ -152,6 +153,7 @@ def apply_moe_ep_tp(
     Args:
         precisions: of the standard backend's two exchanges.
         chunks: into how many parts a DeepEP layer cuts its tokens.
+        score_activations: whether its experts' activations are scored, not their outputs.
         options: TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on.
     """
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
@@ -171,7 +173,7 @@ def apply_moe_ep_tp(
 
         names["DeepEPExpertParallel"] = ChunkedExpertParallel
         for moe in layers:
-            correct(moe, chunks)
+            correct(moe, chunks, score_activations)
     # No door: TorchTitan's function makes its plan of classes that it looks up by these names. It
     # is used by other model families too, so that they get their own names back.
     with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():

@@ -75,6 +75,11 @@ class DeepEP:
     """Into how many parts an MoE layer cuts its tokens: while the experts compute one part, the
     next is sent to them and the last one back. 1 sends all at once."""
 
+    score_activations: bool = False
+    """Apply the routing scores to the experts' activations instead of their outputs: the same sum,
+    rounded elsewhere. The outputs are then not kept for the gradients, and neither they nor their
+    way back are computed again where a layer is recomputed."""
+
 
 @dataclass
 class Parallelism:

@@ -21,6 +21,7 @@ from cookbook.titan.stack_2026_02.plain_checkpoint import save_plain_weights
 from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
 from cookbook.titan.stack_2026_02.recomputation import apply_ac
 from cookbook.titan.stack_2026_02.router_load import count_load
+from cookbook.titan.stack_2026_02.scored_experts import scored_experts
 from cookbook.titan.stack_2026_02.token_counts import count_in_training_only
 
 
@@ -33,9 +34,14 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             apply_moe_ep_tp,
             Precisions.of(job_config),
             chunks=job_config.deepep.num_chunks,
+            score_activations=job_config.deepep.score_activations,
         ),
         "apply_ac": partial(apply_ac, job_config.activation_checkpoint.op_sac_save_list),
     }
+    compiled = job_config.compile
+    if compiled.enable and "model" in compiled.components:
+        # TorchTitan compiles its own function for the experts.
+        scored_experts.compile(compiled.backend)
     if job_config.loss.num_chunks:
         hand_on(model)
         # No door: the class of which TorchTitan's plan for TP makes the output layer's part.

@@ -8,7 +8,8 @@ writes itself or gives a buffer to write to: FlexAttention and the dense GEMMs o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,16 +46,36 @@ OPERATORS = {
 }
 
 
+# What computes now is needed by no gradient.
+_is_needless = False
+
+
+def operators_of(names: Iterable[str]) -> Iterator[Any]:
+    """The operators of these names that are installed."""
+    for name in names:
+        namespace, _, operator = name.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is not None:
+            yield packet.default
+
+
 def kinds_of_operators() -> dict[Any, str]:
     """What each known operator is for, by operator."""
     found: dict[Any, str] = {torch._higher_order_ops.flex_attention: "attention"}
     for kind, names in OPERATORS.items():
-        for name in names:
-            namespace, _, operator = name.partition(".")
-            packet = getattr(getattr(torch.ops, namespace), operator, None)
-            if packet is not None:
-                found[packet.default] = kind
+        found |= dict.fromkeys(operators_of(names), kind)
     return found
+
+
+@contextmanager
+def not_saved() -> Iterator[None]:
+    """Within it a `SaveList` saves nothing: no gradient needs what is computed."""
+    global _is_needless
+    before, _is_needless = _is_needless, True
+    try:
+        yield
+    finally:
+        _is_needless = before
 
 
 class SaveList(set[Any]):
@@ -65,7 +86,7 @@ class SaveList(set[Any]):
         self._kinds = kinds_of_operators()
 
     def __contains__(self, operator: object) -> bool:
-        is_saved = super().__contains__(operator)
+        is_saved = super().__contains__(operator) and not _is_needless
         # A layer without experts is compiled as a whole: asked while it is traced, of operators
         # that layers with experts may compute again.
         if is_saved and TracingContext.try_get() is None:

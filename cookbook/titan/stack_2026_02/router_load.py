@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.tools.logging import logger
 
+from cookbook.titan.any_stack.again import is_repeated
+
 FILE = "router_load.jsonl"
 _COUNT = "cookbook_load"
 # An expert with less than this part of the mean is starved.
@@ -153,8 +155,7 @@ def _moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
 
 def _is_counted() -> bool:
     """Whether this is a forward that trains: no look at shapes, no recomputation."""
-    # A recomputed forward runs within the backward, so within a task of autograd's engine.
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+    return torch.is_grad_enabled() and not is_repeated()
 
 
 # The difference of TorchTitan's count, by two operations in place: nothing waits or is allocated.

@@ -1,0 +1,125 @@
+"""Routed experts that apply the routing scores to their activations, not to their outputs.
+
+An expert's output is linear in its activation, so that the sum over a token's experts is the same;
+only what is rounded differs. Then no gradient needs the outputs: they are not kept, and a layer
+that is recomputed stops before the last product. Megatron Core applies the scores here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cookbook.titan.any_stack.again import is_repeated
+from cookbook.titan.stack_2026_02.recomputation import OPERATORS, not_saved, operators_of
+
+_GROUPED = frozenset(operators_of(OPERATORS["grouped_mm"]))
+
+
+class ScoredExperts:
+    """What computes in place of `GroupedExperts.forward`, which takes no scores.
+
+    Like TorchTitan's function it is compiled once for all layers, which are alike.
+    """
+
+    def __init__(self) -> None:
+        self._activate: Callable[..., torch.Tensor] = _activate
+        self._project: Callable[..., torch.Tensor] = _project
+        self._is_compiled = False
+
+    def compile(self, backend: str) -> None:
+        """Compile both halves; further calls change nothing."""
+        if not self._is_compiled:
+            self._activate = torch.compile(_activate, backend=backend, fullgraph=True)
+            self._project = torch.compile(_project, backend=backend, fullgraph=True)
+            self._is_compiled = True
+
+    def __call__(
+        self, experts: Any, rows: torch.Tensor, scores: torch.Tensor, sizes: torch.Tensor
+    ) -> torch.Tensor:
+        """Scored outputs (rows, features); of any value where the forward is repeated.
+
+        Args:
+            experts: TorchTitan's `GroupedExperts`.
+            rows: (rows, features), in padded groups by expert.
+            scores: (rows, 1) float32.
+            sizes: (local experts,) int32, rows of each group.
+        """
+        w1, w2, w3 = (_local(weight) for weight in (experts.w1, experts.w2, experts.w3))
+        offsets = torch.cumsum(sizes, 0, dtype=torch.int32)
+        if not experts.use_grouped_mm:
+            return _project(w2, _activate(w1, w3, rows, scores, offsets, False), offsets, False)
+        # Any number of rows may come.
+        torch._dynamo.mark_dynamic(rows, 0)
+        torch._dynamo.mark_dynamic(scores, 0)
+        activations = self._activate(w1, w3, rows, scores, offsets)
+        torch._dynamo.mark_dynamic(activations, 0)
+        with last_product():
+            return self._project(w2, activations, offsets).type_as(rows)
+
+
+def last_product() -> AbstractContextManager[Any]:
+    """A context for the grouped GEMM whose result no gradient needs: not saved, not repeated."""
+    return _Unmultiplied() if is_repeated() else not_saved()
+
+
+class _Unmultiplied(TorchDispatchMode):
+    """Grouped GEMMs return memory as it is found; autograd notes their operands all the same."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Compiled code runs below this mode as it does below selective recomputation's own.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _GROUPED:
+            return func(*args, **(kwargs or {}))
+        rows, weights = args[:2]
+        # Quantized operands are multiplied into BF16.
+        dtype = torch.bfloat16 if rows.dtype.itemsize == 1 else rows.dtype
+        return rows.new_empty(len(rows), weights.shape[-1], dtype=dtype)
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _activate(
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    rows: torch.Tensor,
+    scores: torch.Tensor,
+    offsets: torch.Tensor,
+    grouped: bool = True,
+) -> torch.Tensor:
+    # Grouped GEMMs take no other type. Cast once, so that one copy is kept.
+    rows = rows.bfloat16() if grouped else rows
+    activations = torch.nn.functional.silu(_multiply(rows, w1, offsets, grouped))
+    activations = activations * _multiply(rows, w3, offsets, grouped)
+    return (activations * scores).type_as(activations)
+
+
+def _project(
+    w2: torch.Tensor, activations: torch.Tensor, offsets: torch.Tensor, grouped: bool = True
+) -> torch.Tensor:
+    return _multiply(activations, w2, offsets, grouped)
+
+
+def _multiply(
+    rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, grouped: bool
+) -> torch.Tensor:
+    """Each group of rows times its expert's weights (experts, out, in)."""
+    if grouped:
+        return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=offsets)
+    parts = rows.tensor_split(offsets[:-1].tolist())
+    return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
+
+
+scored_experts = ScoredExperts()
