@@ -66,7 +66,7 @@ def test_a_dry_run_needs_packages_and_no_files(monkeypatch: pytest.MonkeyPatch) 
     refused = refused_here(cell, is_dry=False).refused
     assert refused and refused.startswith(f"{DATA}: /nowhere is not there")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused = refused_here(cell, is_dry=True)
-    assert refused.refused and refused.refused.startswith("not installed: deep_ep")
+    found = refused_here(cell, is_dry=True)
+    assert found.refused and found.refused.startswith("not installed: deep_ep")
     # What it was refused for first stands.
-    assert refused_here(refused, is_dry=False) == refused
+    assert refused_here(found, is_dry=False) == found
