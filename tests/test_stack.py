@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from cookbook.base.errors import InputError
 from cookbook.stack.argv import argv_of, parse_argv
 from cookbook.stack.option import Option
-from cookbook.stack.options import Options, Setting
-from cookbook.stack.pins import read_pins, stack_name
+from cookbook.stack.options import Setting
+from cookbook.stack.pins import read_pins
 from cookbook.stack.stack import load_stack
 from tests.cells import STACK
 from tests.golden import OPTION_TABLE, option_table
@@ -215,6 +214,9 @@ def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: Any, mess
         ("training.step", "training.steps"),
         ("trainning.steps", "training.steps"),
         ("tensor_parallel_degree", "parallelism.tensor_parallel_degree"),
+        # So short that the whole name is far: its last word is compared.
+        ("steps", "training.steps"),
+        ("lr", "optimizer.lr"),
         ("parallelism.expert_parallel_degre", "parallelism.expert_parallel_degree"),
         ("checkpoint.intervall", "checkpoint.interval"),
         ("quantize.grouped_mm.mx.recipe", "quantize.grouped_mm.mx.recipe_name"),
@@ -236,47 +238,3 @@ def test_the_table_is_json_that_a_second_stack_can_copy() -> None:
     table = json.loads(OPTION_TABLE.read_text(encoding="utf-8"))
     assert set(table) == {"options", "models", "model_args", "datasets"}
     assert set(table["models"]["deepseek_v3"]) >= {"671B", "16B", "debugmodel"}
-
-
-PINS = """# stack 2030.01
-torch==2.10.0  # from the index
-flash-attn-4==4.0.0b36; extra == 'flash_attention'
-# torchao==0.17.0
-deep_ep @ git+https://github.com/deepseek-ai/DeepEP@29d31c0 ; extra == "deepep"
-"""
-
-
-def test_pins_are_versions_or_commits_some_of_them_extra(tmp_path: Path) -> None:
-    file = tmp_path / "requirements.txt"
-    file.write_text(PINS)
-    assert stack_name(file) == "2030.01"
-    pins = read_pins(file)
-    assert [(pin.name, pin.value, pin.extra) for pin in pins] == [
-        ("torch", "2.10.0", ""),
-        ("flash-attn-4", "4.0.0b36", "flash_attention"),
-        ("deep_ep", "29d31c0", "deepep"),
-    ]
-    # What pip is given for one that a plain install leaves out.
-    assert [pin.requirement for pin in pins] == [
-        "torch==2.10.0",
-        "flash-attn-4==4.0.0b36",
-        "deep_ep @ git+https://github.com/deepseek-ai/DeepEP@29d31c0",
-    ]
-
-
-def test_what_is_set_last_holds_and_names_its_place() -> None:
-    steps, length, flavor = "training.steps", "training.seq_len", "model.flavor"
-    recipe = Options(STACK, {steps: Setting(5, "mine.yaml:3: training.steps")})
-    assert recipe[steps] == 5 and recipe[length] == STACK.options[length].default
-    assert steps in recipe and length not in recipe
-    layers = ({steps: Setting(6, "sweep.yaml:2")}, {steps: Setting(7, "--set")})
-    over = recipe.over(*layers)
-    assert (over[steps], recipe[steps]) == (7, 5)
-    # Each place ends with the option.
-    assert recipe.place(steps) == "mine.yaml:3: training.steps"
-    assert over.place(steps) == "--set: training.steps"
-    assert over.place(length) == length
-    named = {"model.name": Setting("deepseek_v3", ""), flavor: Setting("16B", "")}
-    model = recipe.over(named).model
-    assert model is not None and model.n_layers == 27
-    assert recipe.over(named, {flavor: Setting("17B", "")}).model is None
