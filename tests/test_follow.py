@@ -20,7 +20,11 @@ Happen = Callable[[], object]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    def sleep(seconds: float) -> None:
+        raise AssertionError("waits although nobody follows, or all has ended")
+
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
+    monkeypatch.setattr(time, "sleep", sleep)
     return Run(tmp_path)
 
 
@@ -172,3 +176,19 @@ def test_nothing_is_left_to_cancel(run: Run, capsys: pytest.CaptureFixture[str])
     write(run)
     assert cancel(Namespace(run=None)) == 0
     assert capsys.readouterr().out == f"{run.folder.name}: all cells have ended already\n"
+
+
+@pytest.mark.parametrize(
+    ("second", "status"), [("finished", 0), ("refused", 0), ("failed", 1), ("cancelled", 1)]
+)
+def test_who_watches_to_the_end_gets_report_and_status(
+    run: Run, second: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.add("a", metrics_line(20))
+    run.add("b", metrics_line(3), state=second, reason="why")
+    write(run)
+    assert show_status(Namespace(run=None, watch=True)) == status
+    said = capsys.readouterr().out
+    assert "tokens/s/GPU" in said
+    words = f"b failed; its log: python submit.py logs {run.folder.name}/b"
+    assert (words in said) == (second == "failed") and "a failed" not in said
