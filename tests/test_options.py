@@ -63,3 +63,9 @@ def test_the_table_says_what_may_be_nothing_and_what_there_is_to_choose() -> Non
     assert options["activation_checkpoint.mode"].parse("here", "full") == "full"
     with pytest.raises(InputError, match="unknown value 'ful'"):
         options["activation_checkpoint.mode"].parse("here", "ful")
+
+
+def test_digits_of_other_scripts_are_no_numbers() -> None:
+    for name in ("training.steps", "optimizer.lr"):
+        with pytest.raises(InputError, match="here: found the text '\u0665', allowed: a"):
+            load_stack().options[name].parse("here", "\u0665")

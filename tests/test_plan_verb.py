@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,15 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Search:
     return search
 
 
-def test_what_is_held_and_varied_reaches_the_search(search: Search) -> None:
+def test_what_is_held_and_varied_reaches_the_search(
+    search: Search, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--vary", f"{TP}=1,2", "--set", f"{BATCH}=2", "--documents", "300:200"]
     assert main([*ONE_NODE, *words, "--precision", "mxfp8", "--ep-backend", "deepep"]) == 0
     assert {cell.pair for cell in search.cells} == {"mxfp8+deepep"}
+    # The recipe stands beside what was found, with what is held.
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recipe")]
+    assert re.search(r" EP 8 +2 .* mxfp8\+deepep ", row)
     held = {(cell.options[EP], cell.options[BATCH], cell.nodes) for cell in search.cells}
     assert held == {(8, 2, 1)}
     assert {cell.options[TP] for cell in search.cells} == {1, 2}

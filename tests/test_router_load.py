@@ -153,3 +153,23 @@ def test_the_map_shows_each_share_and_no_token_as_nothing() -> None:
     assert array is not None
     # From the busiest to the least, as parts of three times the mean.
     assert array[..., 3].tolist() == [pytest.approx([2 / 3, 1 / 3, 0], abs=0.03), [1, 0, 0]]
+
+
+def test_curves_are_of_the_most_the_median_and_the_least_uneven_layer() -> None:
+    with drawing_style():
+        load = steps_of((2.0, 1.0, 1.5), (4.0, 1.0, 2.5))
+        canvas = draw_load([series("a", [8.0], load=load)], WIDE)
+    assert canvas is not None
+    strip = canvas.figure.axes[0]
+    assert [list(line.get_ydata()) for line in strip.lines] == [[2, 4], [1.5, 2.5], [1, 1]]
+
+
+def test_the_map_is_of_what_was_counted_last_and_the_worst_layer_is_named() -> None:
+    first = LoadStep(3, 3, False, (3, 4), (1.5, 3.0), (0, 0), 3, ((1, 3), (0, 4)))
+    last = LoadStep(4, 4, False, (3, 4), (1.0, 2.0), (0, 0), 4, ((2, 2), (0, 2)))
+    with drawing_style():
+        canvas = draw_load([series("a", [8.0], load=[first, last])], WIDE)
+        assert canvas is not None
+        svg = canvas.svg("x")
+    assert "2 experts of each layer, step 4<" in svg
+    assert "at last 2x, in layer 4<" in svg
