@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.cells.cell import Cell
 from cookbook.cells.rules.here import missing_files, missing_here
+from cookbook.cells.this_machine import cell_on, this_machine
 from cookbook.verbs.launch import refused_here
 from tests.cells import CLUSTER_FILES
 from tests.check_cells import cell_of, with_options
 
 (CONTAINER,) = [str(path) for path in CLUSTER_FILES if path.stem == "container"]
+H200 = Gpu("NVIDIA H200", 9.0, 139.8)
 TOKENIZER, DATA = "model.hf_assets_path", "training.dataset_path"
 
 
@@ -70,3 +73,15 @@ def test_a_dry_run_needs_packages_and_no_files(monkeypatch: pytest.MonkeyPatch) 
     assert found.refused and found.refused.startswith("not installed: deep_ep")
     # What it was refused for first stands.
     assert refused_here(found, is_dry=False) == found
+
+
+def test_a_cell_on_this_machine_has_its_ranks_and_what_is_asked_of_it() -> None:
+    machine = this_machine(3, None, {"OMP_NUM_THREADS": "2"})
+    cell = cell_on(machine, "debug", "mxfp8", "standard", {"training.steps": 5}, "mine")
+    assert (cell.name, cell.world, cell.nodes, cell.steps) == ("mine", 3, 1, 5)
+    assert cell.cluster.device == "cpu" and cell.emulated
+    assert cell.environment["OMP_NUM_THREADS"] == "2"
+    # A large recipe has no stand-in here: what is asked for is measured.
+    large = cell_on(this_machine(4, H200), "deepseek_v3_16b", "bf16", "standard", {})
+    assert (large.recipe.name, large.world, large.cluster.device) == ("deepseek_v3_16b", 4, "cuda")
+    assert large.name == "16b-bf16-standard"

@@ -243,3 +243,7 @@ def test_a_cell_is_held_to_its_overlays_by_options_of_the_job() -> None:
         "--cookbook.dispatch=mxfp8",
     ):
         assert word in train_argv(cell)
+    # Whether it emulates follows from the cluster.
+    emulated = cell_of("debug", precision="mxfp8", cluster="local")
+    assert "--cookbook.emulated" in train_argv(emulated)
+    assert "--cookbook.emulated" not in train_argv(cell)
