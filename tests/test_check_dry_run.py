@@ -138,8 +138,10 @@ def test_what_is_in_flight_follows_the_schedule(dry_run: DryRun) -> None:
     ],
 )
 def test_torchtitan_is_quoted(dry_run: DryRun, options: dict[str, Any], words: str) -> None:
-    failure = dry_run.build(with_options(debug_cell(8), options)).failure
+    built = dry_run.build(with_options(debug_cell(8), options))
+    failure = built.failure
     assert failure and words in failure["error"], failure
+    assert built.views == ()
     assert failure["place"] or failure["kind"] == "SystemExit"
 
 

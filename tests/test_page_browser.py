@@ -107,6 +107,13 @@ def test_texts_are_legible(browser: Browser, page: Path, width: int, scheme: str
             assert not set(figure["colours"]) & other_theme, figure["name"]
             for one, other in combinations(figure["texts"], 2):
                 assert not overlap(one["box"], other["box"]), (figure["name"], one, other)
+        ground = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        inks = seen.page.evaluate(
+            "[...document.querySelectorAll('h1, h2, p, li, th, td, figcaption, dt, dd')]"
+            ".map(e => getComputedStyle(e).color)"
+        )
+        assert luminance(ground) == pytest.approx(float(scheme == "light"), abs=0.02)
+        assert len(inks) > 50 and min(contrast(ink, ground) for ink in set(inks)) >= CONTRAST
         small = seen.page.evaluate(
             "[...document.querySelectorAll('main p, main li, td, th, figcaption')]"
             f".filter(e => parseFloat(getComputedStyle(e).fontSize) < {SMALLEST + 2})"

@@ -115,6 +115,9 @@ def test_the_summary_is_of_the_end_and_names_the_layer() -> None:
     forced = summarize_load(steps_of((1.0,), forced=True))
     assert forced is not None and forced.is_forced
     assert summarize_load([]) is None
+    # Of fewer than ten steps the last one counts.
+    few = summarize_load(steps_of((9.0,), (9.0,), (1.5,)))
+    assert few is not None and (few.busiest_over_mean, few.steps) == (1.5, (3, 3))
 
 
 def test_a_report_shows_it_where_it_was_logged_alone(tmp_path: Path) -> None:
@@ -157,11 +160,11 @@ def test_the_map_shows_each_share_and_no_token_as_nothing() -> None:
 
 def test_curves_are_of_the_most_the_median_and_the_least_uneven_layer() -> None:
     with drawing_style():
-        load = steps_of((2.0, 1.0, 1.5), (4.0, 1.0, 2.5))
+        load = steps_of((2.0, 1.0, 1.2), (4.0, 1.0, 1.5))
         canvas = draw_load([series("a", [8.0], load=load)], WIDE)
     assert canvas is not None
     strip = canvas.figure.axes[0]
-    assert [list(line.get_ydata()) for line in strip.lines] == [[2, 4], [1.5, 2.5], [1, 1]]
+    assert [list(line.get_ydata()) for line in strip.lines] == [[2, 4], [1.2, 1.5], [1, 1]]
 
 
 def test_the_map_is_of_what_was_counted_last_and_the_worst_layer_is_named() -> None:
