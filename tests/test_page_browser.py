@@ -139,6 +139,12 @@ def test_a_click_on_a_heading_sorts(browser: Browser, full: Path) -> None:
         heading.locator("button").click()
         assert seen.column("table-cells", 4) == ["922", "853", "701", "655"]
         assert seen.column("table-cells", 1)[0] == "671b-mxfp8-deepep"
+        # Thousands are more than hundreds.
+        last = "#table-cells tbody tr:last-child > :nth-child(4)"
+        seen.page.evaluate(f"document.querySelector('{last}').textContent = '1,655'")
+        for expected in (["701", "853", "922", "1,655"], ["1,655", "922", "853", "701"]):
+            heading.locator("button").click()
+            assert seen.column("table-cells", 4) == expected
         # What is not known stays last, in either direction.
         published = seen.page.locator("#table-published thead button").nth(1)
         published.click()
