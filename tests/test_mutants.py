@@ -18,7 +18,10 @@ def test_a_listed_fault_can_be_put_in(mutant: Mutant) -> None:
     """Whoever changes the code that a fault is in changes the list too."""
     assert mutant.problem() is None
     for word in mutant.tests.partition(" -k ")[0].split():
-        assert (ROOT / word.partition("::")[0]).is_file(), word
+        file, *names = word.partition("[")[0].split("::")
+        assert (ROOT / file).is_file(), word
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert all(f"def {name}(" in text or f"class {name}:" in text for name in names), word
 
 
 def test_no_fault_is_listed_twice() -> None:
