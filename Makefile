@@ -22,7 +22,7 @@ demo: setup-local ## set up, then train every cell of the matrix that this machi
 	.venv/bin/python submit.py sweep matrix --cluster local
 
 test: setup-dev ## all tests, a real Slurm cluster included
-	$(in_venv) .venv/bin/python -m pytest -n 3 --dist loadgroup --durations=25 $(PYTEST_ARGS)
+	$(in_venv) .venv/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
 
 test-slurm: setup-dev ## only the tests that start a Slurm cluster on this machine
 	$(in_venv) .venv/bin/python -m pytest -m slurm $(PYTEST_ARGS)

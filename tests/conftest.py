@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,13 +32,37 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_checkout(tmp_path_factory.mktemp("a checkout") / "moe-cookbook", assets=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on Slurm come first: they mostly wait, so that others can run beside them.
+    """Order and group the tests for several workers (`make test`).
 
-    Several workers (`-n 3 --dist loadgroup`) get one test after another, in this order. Each that
-    needs the cluster starts its own.
+    Tests on Slurm come first: they mostly wait, so that others can run beside them. Each worker
+    that has some starts its own cluster. Then come trainings, so that short tests fill the end.
+    What a module's tests share is made once: they go to one worker.
     """
-    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+    items.sort(key=lambda item: [not item.get_closest_marker(name) for name in ("slurm", "titan")])
+    for item in items:
+        if isinstance(item, pytest.Function) and _shares_with_its_module(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _shares_with_its_module(item: pytest.Function) -> bool:
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return any(one.scope == "module" for found in definitions for one in found)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """pytest's, under a name that no test had: what is read once is known by its path.
+
+    pytest gives the name of a folder that it has removed to the next test.
+    """
+    own = tmp_path / str(next(_numbers))
+    own.mkdir()
+    return own
+
+
+_numbers = itertools.count()
 
 
 @pytest.fixture

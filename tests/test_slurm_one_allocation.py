@@ -141,7 +141,13 @@ def test_a_requeued_job_goes_on_with_the_cells_that_are_left(
     assert [path.name for path in run.cells[0].path.glob("began-*")] in (["began-"], ["began-0"])
 
 
-def test_a_submitter_that_was_killed_before_it_noted_the_job(cell: Cell) -> None:
+def test_a_submitter_that_was_killed_before_it_noted_the_job(
+    slurm: SlurmCluster, cell: Cell, tmp_path: Path
+) -> None:
+    # The same user's other jobs may have been given anything.
+    other = tmp_path / "other.sh"
+    other.write_text("#!/bin/bash\nsleep 100\n")
+    slurm.submit(other, "line\nbreak", "a|b|\n", options=["--hold"])
     held = replace(cell, cluster=replace(cell.cluster, sbatch=Words(hold=True)))
     run = started(held, "exit 0\n", "exit 0\n")
     job = job_of(run)

@@ -147,8 +147,10 @@ def jobs_by_script(scripts: Iterable[Path], uid: int) -> dict[Path, str]:
     """The newest job of each of these batch files, among the jobs of the user `uid`."""
     named = {str(script.resolve()): script for script in scripts}
     lines = _squeue(f"--user={uid}", f"--Format=JobID:{_WIDTH}|,Command:4096|")
+    # Other jobs have commands of any kind, of several lines as well.
+    rows = [line for line in lines if len(line) == 2 and line[0].isdecimal()]
     found: dict[Path, str] = {}
-    for job_id, command in sorted(lines, key=lambda line: int(line[0])):
+    for job_id, command in sorted(rows, key=lambda row: int(row[0])):
         if command in named:
             found[named[command]] = job_id
     return found
