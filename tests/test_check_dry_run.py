@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,8 +139,10 @@ def test_what_is_in_flight_follows_the_schedule(dry_run: DryRun) -> None:
     ],
 )
 def test_torchtitan_is_quoted(dry_run: DryRun, options: dict[str, Any], words: str) -> None:
-    failure = dry_run.build(with_options(debug_cell(8), options)).failure
+    built = dry_run.build(with_options(debug_cell(8), options))
+    failure = built.failure
     assert failure and words in failure["error"], failure
+    assert built.views == ()
     assert failure["place"] or failure["kind"] == "SystemExit"
 
 
@@ -220,14 +223,29 @@ def test_an_interrupted_check_ends_its_processes(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = _children(os.getpid())
-    with pytest.raises(KeyboardInterrupt), DryRun():
+    with pytest.raises(KeyboardInterrupt), DryRun() as opened:
         (pid,) = _children(os.getpid()) - before
+        building = threading.Thread(target=opened.build, args=(cell_of("deepseek_v3_671b"),))
+        building.start()
+        # Each rank is built in a process of its own.
+        deadline = time.monotonic() + 20
+        while not (ranks := _children(pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)
         raise KeyboardInterrupt
+    building.join(20)
+    assert ranks and not building.is_alive()
     deadline = time.monotonic() + 5
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+    while any(map(_runs, {pid, *ranks})) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not psutil.pid_exists(pid)
+    assert not any(map(_runs, {pid, *ranks}))
     assert not list(tmp_path.iterdir())
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _sockets(pid: int) -> set[str]:

@@ -11,9 +11,9 @@ import pytest
 
 from cookbook.base.gpus import Gpu
 from cookbook.cells.cell import Cell
-from cookbook.check.advice_kernels import deepep_within_a_node, hints_from_model
+from cookbook.check.advice_kernels import hints_from_model
 from cookbook.check.advice_run import checkpoints_resume
-from cookbook.check.check import CellCheck, _shortage
+from cookbook.check.check import CellCheck, _shortage, judge
 from cookbook.predict import memory, work
 from cookbook.predict.memory import StageMemory
 from cookbook.predict.shapes import shapes_of
@@ -222,6 +222,11 @@ def test_emulated_experts_have_no_speed_to_tell_of(tmp_path: Path) -> None:
     assert cell.emulated
     view = {"model": MODEL | {"moe_inter_dim": 1408}}
     assert not [one for one in hints_from_model(cell, view) if one.rule == "small_experts"]
+    # That its speed means nothing is told.
+    rule = "emulated_has_no_speed"
+    assert rule in {one.rule for one in judge(cell)}
+    in_hardware = cell_of("deepseek_v3_16b", precision="mxfp8")
+    assert rule not in {one.rule for one in judge(in_hardware)}
 
 
 @pytest.mark.parametrize(("degree", "told"), [(4, True), (8, True), (16, False)])
@@ -232,7 +237,7 @@ def test_deepep_within_a_node_is_told_of_up_to_the_whole_node(degree: int, told:
         ep_backend="deepep",
         nodes=2,
     )
-    assert bool(list(deepep_within_a_node(cell))) is told
+    assert ("deepep_within_a_node" in {one.rule for one in judge(cell)}) is told
 
 
 @pytest.mark.parametrize(("interval", "told"), [(99, False), (100, False), (101, True)])

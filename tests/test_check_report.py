@@ -38,8 +38,9 @@ def checked(
 
 
 def test_one_refused_cell_is_told_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = on_gpus(4)
-    failure = {"error": "no", "rank": 1, "place": "torchtitan/a.py:3", "kind": "ValueError"}
+    cell = on_gpus(4, {"metrics.log_freq": 7})
+    message = "log_freq is odd"
+    failure = {"error": message, "rank": 1, "place": "torchtitan/a.py:3", "kind": "ValueError"}
     found = checked([cell, cell], [built(cell), Built(failure=failure)], monkeypatch)
     content = json.loads(render_json(found))
     assert content["may_run"] is False
@@ -50,6 +51,10 @@ def test_one_refused_cell_is_told_in_json(monkeypatch: pytest.MonkeyPatch) -> No
     assert peak and good["memory"]["total_gib"] == round(peak.total, 2)
     assert (refused["memory"], refused["step"], refused["built"]) == (None, None, False)
     assert json.loads(render_json(found[:1]))["may_run"] is True
+    (error,) = [one for one in refused["findings"] if one["level"] == "error"]
+    assert (error["rule"], error["option"]) == ("torchtitan", "metrics.log_freq")
+    assert error["reason"].endswith("refuses it: log_freq is odd (rank 1, torchtitan/a.py:3)")
+    assert error["reference"].endswith("/torchtitan/a.py")
 
 
 def test_a_failure_is_put_at_the_most_particular_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,6 +363,10 @@ def test_a_cluster_that_the_environment_names(runs: Path) -> None:
     answer = submit("run", "debug", runs=runs, variables={"COOKBOOK_CLUSTER": "locl"})
     assert answer.status == 2
     assert "COOKBOOK_CLUSTER: unknown cluster 'locl'" in answer.stderr
+    # What the command line names counts.
+    words = ["show", "debug", "--cluster", "h200-node"]
+    answer = submit(*words, runs=runs, variables={"COOKBOOK_CLUSTER": "locl"})
+    assert (answer.status, yaml.safe_load(answer.stdout)["cluster"]) == (0, "h200-node")
 
 
 def test_where_no_cell_can_run_nothing_is_made(runs: Path) -> None:

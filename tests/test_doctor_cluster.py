@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from cookbook.base.gpus import NVIDIA_SMI
 from cookbook.doctor.__main__ import main
 from cookbook.doctor.check import Finding
 from cookbook.doctor.diagnosis import is_ready
-from cookbook.doctor.surroundings import SLURM_PARTITIONS, SLURM_PING, Answer
+from cookbook.doctor.surroundings import SLURM_PARTITIONS, SLURM_PING, Answer, Surroundings
 from tests.doctor_node import B200_ROW, H200_ROW, LIMITS, Node, whole_node
 from tests.submit import ROOT
 
@@ -139,3 +141,30 @@ def test_for_a_local_profile(capfd: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_profile() -> None:
     with pytest.raises(InputError, match=r"--cluster: .*did you mean 'local'"):
         main(["--cluster", "lokal"])
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        ([], (None, False, None)),
+        (["--local"], (None, True, None)),
+        (["--cluster", "local"], ("local", True, None)),
+        (["--cluster", "h200-node", "--partition", "hidden"], ("h200-node", False, "hidden")),
+    ],
+)
+def test_words_say_what_is_looked_at(
+    words: list[str],
+    seen: tuple[str | None, bool, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    problem = Finding("gpus", "problem", "none", "buy some")
+
+    def diagnose(here: Surroundings) -> list[Finding]:
+        name = here.cluster.name if here.cluster else None
+        assert (name, here.local, here.partition) == seen
+        return [problem]
+
+    monkeypatch.setattr("cookbook.doctor.__main__.diagnose", diagnose)
+    assert main([*words, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == [asdict(problem)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from cookbook.base.gpus import Gpu
 from cookbook.cells.cluster import load_cluster
 from cookbook.cells.this_machine import this_machine
 from cookbook.doctor import numerics
+from cookbook.verbs.cli import main
+from tests.cells import CLUSTER_FILES
 
 H200 = Gpu("NVIDIA H200", 9.0, 139.8)
 B200 = Gpu("NVIDIA B200", 10.0, 179.0)
@@ -69,21 +72,87 @@ def test_on_a_cluster_it_is_a_job_of_one_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     srun = tmp_path / "srun"
-    srun.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/words\nexit 1\n')
+    srun.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/words\nexit 3\n')
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     cluster = load_cluster("soperator-b200")
-    assert numerics.prove_on(cluster, tmp_path / "out.json") == 1
+    assert numerics.prove_on(cluster, tmp_path / "out.json") == 3
     words = (tmp_path / "words").read_text().splitlines()
     assert {"--nodes=1", "--ntasks=1", "--gpus-per-node=8", "--exclusive"} <= set(words)
     assert words[-4:] == ["cookbook.doctor", "--numerics", "--output", f"{tmp_path}/out.json"]
     assert capsys.readouterr().out.startswith("srun --nodes=1 ")
+    (cpu_nodes,) = [str(path) for path in CLUSTER_FILES if path.stem == "cpu-nodes"]
+    assert main(["doctor", "--numerics", "--cluster", cpu_nodes]) == 3
+    words = (tmp_path / "words").read_text().splitlines()
+    assert {"--partition=cpu", "--account=research"} <= set(words)
+    assert words[-2:] == ["cookbook.doctor", "--numerics"]
+    assert not any(word.startswith(("--gpus", "--exclusive")) for word in words)
 
 
 def test_without_slurm_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(InputError, match="there is no srun here"):
         numerics.prove_on(load_cluster("soperator-b200"), None)
+
+
+# Stands in for torchrun: keeps its words and the cells, and writes what the ranks would have.
+TORCHRUN = """
+import os, shutil, sys
+from pathlib import Path
+folder = Path(__file__).parents[2]
+(folder / "words").write_text("\\n".join(sys.argv[1:]))
+shutil.copy(sys.argv[-3], folder / "cells")
+if (folder / "proofs").exists():
+    shutil.copy(folder / "proofs", sys.argv[-1])
+sys.exit(int((folder / "status").read_text()))
+"""
+
+
+@pytest.mark.parametrize("cluster", [[], ["--cluster", "local"]])
+@pytest.mark.parametrize(
+    ("oks", "ends", "status", "said"),
+    [
+        ([True, True], 0, 0, "2 kernels proved on the CPU in 7 s"),
+        ([True, False], 1, 1, "1 of 2 kernels are wrong on the CPU"),
+        (None, 1, 1, "not proved: the ranks ended before they could say anything"),
+        (None, 0, 1, "not proved: the ranks ended before they could say anything"),
+    ],
+)
+def test_the_status_says_whether_all_kernels_are_right(
+    oks: list[bool] | None,
+    ends: int,
+    status: int,
+    said: str,
+    cluster: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "torch/distributed").mkdir(parents=True)
+    for name, text in {
+        "__init__": "",
+        "distributed/__init__": "",
+        "distributed/run": TORCHRUN,
+    }.items():
+        (tmp_path / "torch" / f"{name}.py").write_text(text)
+    (tmp_path / "status").write_text(str(ends))
+    if oks is not None:
+        proofs = {"gpu": None, "seconds": 7.4, "proofs": [{"ok": ok} for ok in oks]}
+        (tmp_path / "proofs").write_text(json.dumps(proofs))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(numerics, "visible_gpus", list)
+    output = tmp_path / "out.json"
+    assert main(["doctor", "--numerics", *cluster, "--output", str(output)]) == status
+    printed = capfd.readouterr().out.splitlines()
+    assert printed[-1] == said
+    assert output.exists() == (oks is not None)
+    words = (tmp_path / "words").read_text().splitlines()
+    assert "--nproc-per-node=2" in words and words[-1] == str(output)
+    cells = dict(json.loads((tmp_path / "cells").read_text()))
+    assert set(cells) == CPU
+    assert all(f"--cookbook.precision={name.split()[0]}" in cells[name] for name in CPU)
+    reason = "not here  bf16 deepep: deepep needs CUDA GPUs"
+    assert [line for line in printed if line.startswith(reason)]
 
 
 def test_the_verdict_names_the_machine() -> None:

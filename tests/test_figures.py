@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cookbook.log.curve import CurveStep
 from cookbook.log.router_load import LoadStep
+from cookbook.results.figures import theme
 from cookbook.results.figures.canvas import NARROW, WIDE, Size, drawing_style, spread, thin
 from cookbook.results.figures.loss import draw_difference, draw_whole
 from cookbook.results.figures.series import Series, StepTime, all_series, short_labels
@@ -193,3 +194,12 @@ def test_a_run_of_many_cells_stays_small(tmp_path: Path) -> None:
     for path in (folder / "figures").iterdir():
         assert path.stat().st_size < FIGURE_BYTES, path.name
     assert (folder / "report.html").stat().st_size < PAGE_BYTES
+
+
+def test_cells_differ_in_colour_and_then_in_their_dash() -> None:
+    places = range(len(theme.CELLS) * len(theme.DASHES))
+    looks = [(theme.colour_of(place), str(theme.dash_of(place))) for place in places]
+    assert len(set(looks)) == len(looks)
+    assert {dash for _, dash in looks[: len(theme.CELLS)]} == {"-"}
+    # More cells than that begin anew.
+    assert theme.colour_of(len(looks)) == theme.colour_of(0)

@@ -13,6 +13,7 @@ from cookbook.install import deepep_build
 from cookbook.install.deepep import DeepEp, Nvshmem, find_deepep
 from cookbook.install.deepep_build import CannotBuildError, Plan, Toolkit, is_built, make_plan
 from cookbook.install.flash_attention import runs_on
+from cookbook.install.packages import find_distribution, package_folder
 
 
 @pytest.mark.parametrize(
@@ -107,3 +108,21 @@ def test_the_toolkit_is_of_torchs_major_version(
     monkeypatch.setattr(deepep_build, "_find_toolkits", lambda cuda: iter(found))
     with pytest.raises(CannotBuildError, match=said):
         make_plan("10.0")
+
+
+def test_a_package_is_looked_for_where_it_is_asked_for(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "flash_attn/cute").mkdir(parents=True)
+    (there / "flash_attn").mkdir(parents=True)
+    # A file of that name is no package.
+    (there / "flash_attn/cute").touch()
+    name = "flash_attn.cute"
+    assert package_folder(name, [str(there), str(here)]) == here / "flash_attn/cute"
+    assert package_folder(name, [str(there)]) is None
+    assert package_folder("yaml") is not None and package_folder("yaml", [str(here)]) is None
+    (here / "mine-1.5.dist-info").mkdir()
+    (here / "mine-1.5.dist-info/METADATA").write_text("Name: mine\nVersion: 1.5\n")
+    found = find_distribution("mine", [str(there), str(here)])
+    assert found is not None and found.version == "1.5"
+    assert find_distribution("mine") is None and find_distribution("PyYAML") is not None
+    assert find_distribution("PyYAML", [str(here)]) is None

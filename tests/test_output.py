@@ -74,13 +74,18 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, path: str, reason: str)
     assert listing(folder) == ["file"]
 
 
-@pytest.mark.parametrize("form", ["md", "json"])
-def test_a_report_that_cannot_be_kept_is_printed(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", ["md", "json", "html"])
+def test_a_report_that_cannot_be_kept_is_printed_and_a_page_is_not(
+    tmp_path: Path, form: str
+) -> None:
     run = tmp_path / "runs" / "matrix-20261121-192057"
     shutil.copytree(ROOT / "tests" / "old_run", run)
     (run / "report.md" / "x").mkdir(parents=True)
     answer = submit("report", "--format", form, runs=tmp_path / "runs")
-    assert answer.status == 0
-    assert "debug-mxfp8-standard" in answer.stdout
     (said,) = answer.stderr.splitlines()
-    assert said == f"submit.py: not kept: {run / 'report.md'}: Is a directory"
+    if form == "html":
+        assert (answer.status, answer.stdout) == (1, "")
+        assert said == f"submit.py: {run / 'report.md'}: Is a directory"
+    else:
+        assert answer.status == 0 and "debug-mxfp8-standard" in answer.stdout
+        assert said == f"submit.py: not kept: {run / 'report.md'}: Is a directory"

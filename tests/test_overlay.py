@@ -205,6 +205,15 @@ def test_every_value_that_files_declare_is_known_to_the_training_process(kind: s
             assert name in STACK.options
 
 
+def test_emulation_may_change_no_option(tmp_path: Path) -> None:
+    """An empty block is emulation too; without one there is none."""
+    for name, block in (("none", ""), ("null", "emulated:\n"), ("empty", "emulated: {}\n")):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"description: mine\n{block}")
+        emulated = load_overlay("precision", str(file)).emulated
+        assert emulated == ({} if name == "empty" else None)
+
+
 def test_synonyms_name_one_overlay_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = tmp_path / "recipes"
     shutil.copytree(RECIPES, recipes)
@@ -243,3 +252,7 @@ def test_a_cell_is_held_to_its_overlays_by_options_of_the_job() -> None:
         "--cookbook.dispatch=mxfp8",
     ):
         assert word in train_argv(cell)
+    # Whether it emulates follows from the cluster.
+    emulated = cell_of("debug", precision="mxfp8", cluster="local")
+    assert "--cookbook.emulated" in train_argv(emulated)
+    assert "--cookbook.emulated" not in train_argv(cell)

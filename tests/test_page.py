@@ -13,6 +13,7 @@ import pytest
 from cookbook.base.yamlfile import shown_path
 from cookbook.results.figures.draw import NAMES
 from cookbook.results.keep import keep_report
+from cookbook.results.loss import MARGIN
 from tests.made_up_run import (
     RESTART_STEP,
     RESTARTED,
@@ -56,6 +57,28 @@ def test_files_are_small_and_whole(full: Path) -> None:
             assert path.read_text().startswith("<svg ") and path.read_text().endswith("</svg>\n")
         else:
             assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_figure_is_drawn_for_wide_and_for_narrow_pages(partly: Path) -> None:
+    page = (partly / "report.html").read_text()
+    widths = [float(width) for width in re.findall(r'viewBox="0 0 ([\d.]+) ', page)]
+    assert widths == [760, 352] * (len(widths) // 2) and len(widths) > 8
+
+
+def _texts(path: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)<", path.read_text())
+
+
+def test_the_end_of_the_loss_is_its_last_30_percent_and_the_margin_the_verdicts(
+    full: Path,
+) -> None:
+    def least(name: str) -> float:
+        texts = [text.replace(",", "") for text in _texts(full / f"figures/{name}.svg")]
+        return min(float(text) for text in texts if re.fullmatch(r"\d+", text))
+
+    assert least("loss") < 0.3 * 1500
+    assert least("loss-last") >= 0.7 * 1500
+    assert f"±{MARGIN:.2%}" in _texts(full / "figures/loss-difference.svg")
 
 
 def test_what_is_printed_begins_the_file_and_says_where_the_page_is(full: Path) -> None:

@@ -107,6 +107,13 @@ def test_texts_are_legible(browser: Browser, page: Path, width: int, scheme: str
             assert not set(figure["colours"]) & other_theme, figure["name"]
             for one, other in combinations(figure["texts"], 2):
                 assert not overlap(one["box"], other["box"]), (figure["name"], one, other)
+        ground = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        inks = seen.page.evaluate(
+            "[...document.querySelectorAll('h1, h2, p, li, th, td, figcaption, dt, dd')]"
+            ".map(e => getComputedStyle(e).color)"
+        )
+        assert luminance(ground) == pytest.approx(float(scheme == "light"), abs=0.02)
+        assert len(inks) > 50 and min(contrast(ink, ground) for ink in set(inks)) >= CONTRAST
         small = seen.page.evaluate(
             "[...document.querySelectorAll('main p, main li, td, th, figcaption')]"
             f".filter(e => parseFloat(getComputedStyle(e).fontSize) < {SMALLEST + 2})"
@@ -132,6 +139,12 @@ def test_a_click_on_a_heading_sorts(browser: Browser, full: Path) -> None:
         heading.locator("button").click()
         assert seen.column("table-cells", 4) == ["922", "853", "701", "655"]
         assert seen.column("table-cells", 1)[0] == "671b-mxfp8-deepep"
+        # Thousands are more than hundreds.
+        last = "#table-cells tbody tr:last-child > :nth-child(4)"
+        seen.page.evaluate(f"document.querySelector('{last}').textContent = '1,655'")
+        for expected in (["701", "853", "922", "1,655"], ["1,655", "922", "853", "701"]):
+            heading.locator("button").click()
+            assert seen.column("table-cells", 4) == expected
         # What is not known stays last, in either direction.
         published = seen.page.locator("#table-published thead button").nth(1)
         published.click()

@@ -57,6 +57,9 @@ def test_a_backward_in_halves_leaves_less_bubble() -> None:
 def test_every_rank_does_every_microbatch_once() -> None:
     for schedule, per_rank in (("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("LoopedBFS", 2)):
         actions = actions_of(schedule, 4, per_rank, 8)
+        assert sorted(stage for stages in actions.stages for stage in stages) == [
+            *range(4 * per_rank)
+        ]
         for own, stages in zip(actions.actions, actions.stages, strict=True):
             wanted = {(s, k, m) for s in stages for k in "FB" for m in range(8)}
             assert {tuple(action) for action in own} == wanted
@@ -86,4 +89,5 @@ def test_numbers_that_torch_refuses_are_an_error_of_the_input() -> None:
     with pytest.raises(InputError, match="DualPipeV with 3 microbatches"):
         actions_of("DualPipeV", 4, 2, 3)
     # And the next question is answered all the same.
-    assert actions_of("1F1B", 2, 1, 2).stages == ([0], [1])
+    answer = actions_of("1F1B", 2, 1, 8)
+    assert (answer.stages, answer.in_flight) == (([0], [1]), ([[2]], [[1]]))

@@ -6,12 +6,17 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cookbook.run.run import new_record, write_run
+from cookbook.cells.cell import Cell
+from cookbook.run.run import Run, new_record, read_run, write_run
+from cookbook.verbs import profile
+from cookbook.verbs.cli import main
 from tests.submit import ROOT, Answer, listing, submit
 from tests.traces import GEMM, TraceFile
 
@@ -39,8 +44,8 @@ def runs(tmp_path: Path) -> Path:
 
 def _profile(answer: Answer) -> dict[str, Any]:
     assert (answer.status, answer.stderr) == (0, ""), answer
-    profile: dict[str, Any] = json.loads(answer.stdout)
-    return profile
+    found: dict[str, Any] = json.loads(answer.stdout)
+    return found
 
 
 RUN = "mine-20261121-120000"
@@ -67,9 +72,9 @@ def test_a_runs_traces_are_found_by_any_of_its_names(runs: Path, target: str) ->
 
 def test_one_file_is_one_rank(runs: Path) -> None:
     path = runs / ATTEMPT / "profile_traces/iteration_8/rank1_trace.json"
-    profile = _profile(submit("profile", str(path), "--json", runs=runs))
-    (rank,) = profile["ranks"]
-    assert (rank["rank"], rank["steps"], profile["device"]) == (1, [7], "NVIDIA H200")
+    found = _profile(submit("profile", str(path), "--json", runs=runs))
+    (rank,) = found["ranks"]
+    assert (rank["rank"], rank["steps"], found["device"]) == (1, [7], "NVIDIA H200")
     assert rank["step_ms"] == pytest.approx(10)
     parts = [category["ms"] for category in rank["categories"].values()]
     idle = rank["idle"]["host_ms"] + rank["idle"]["queued_ms"]
@@ -129,6 +134,106 @@ def test_a_dry_run_says_what_would_train_and_writes_nothing(runs: Path) -> None:
     assert "debug-bf16-standard" in answer.stdout and "8 steps" in answer.stdout
 
 
+def test_of_several_traced_cells_one_is_to_be_named(runs: Path) -> None:
+    other = f"{RUN}/16b-bf16-standard"
+    _trace(runs / other / "attempt-0/profile_traces/iteration_8", 1)
+    answer = submit("profile", RUN, runs=runs)
+    assert (answer.status, answer.stdout) == (2, "")
+    assert f"{RUN}: several cells left traces: 16b-bf16-deepep, 16b-bf16-standard; name one" in (
+        answer.stderr
+    )
+    (rank,) = _profile(submit("profile", other, "--json", runs=runs))["ranks"]
+    assert rank["rank"] == 1
+
+
+class Trainer:
+    """Stands in for what trains a cell: leaves a run in that state, with traces or without."""
+
+    def __init__(self, runs: Path, state: str, traced: bool = True) -> None:
+        self.runs, self.state, self.traced = runs, state, traced
+        self.cell: Cell | None = None
+
+    def __call__(self, name: str, cells: Sequence[Cell], arguments: Namespace) -> Run:
+        (self.cell,) = cells
+        print("progress")
+        folder = self.runs / f"{name}-20261122-12000{len(list(self.runs.iterdir()))}"
+        write_run(
+            folder,
+            new_record(
+                folder.name,
+                cluster="local",
+                scheduler="local",
+                stack="2026.02",
+                cells=[self.cell.name],
+            ),
+        )
+        status = {"state": self.state, "reason": "no luck", "attempt": 0}
+        (folder / self.cell.name / "attempt-0").mkdir(parents=True)
+        (folder / self.cell.name / "status.json").write_text(json.dumps(status))
+        if self.traced:
+            _trace(folder / self.cell.name / "attempt-0/profile_traces/iteration_8")
+        return read_run(folder)
+
+
+@pytest.fixture
+def trains(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Callable[..., Trainer]:
+    def set_up(state: str, traced: bool = True) -> Trainer:
+        trainer = Trainer(runs, state, traced)
+        monkeypatch.setattr(profile, "start_run", trainer)
+        monkeypatch.setattr(profile, "watch_run", lambda run: True)
+        return trainer
+
+    return set_up
+
+
+TRAINED = ["profile", "debug", "--cluster", "local"]
+
+
+def test_json_is_alone_on_standard_output(
+    trains: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trains("finished")
+    assert main([*TRAINED, "--json"]) == 0
+    said = capsys.readouterr()
+    assert [rank["rank"] for rank in json.loads(said.out)["ranks"]] == [0]
+    assert said.err == "progress\n"
+    assert main(TRAINED) == 0
+    assert capsys.readouterr().out.startswith("progress\n")
+
+
+@pytest.mark.parametrize(
+    ("state", "traced", "said"),
+    [
+        ("failed", True, "debug-bf16-standard failed: no luck; its log: python submit.py logs "),
+        ("finished", False, "debug-bf16-standard: the profiler left no trace; see its log"),
+    ],
+)
+def test_a_training_that_left_nothing_to_look_at_is_a_failure(
+    trains: Callable[..., Trainer],
+    state: str,
+    traced: bool,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trains(state, traced)
+    assert main(TRAINED) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_last_steps_are_traced_however_many_there_are(trains: Callable[..., Trainer]) -> None:
+    frequency = "profiling.profile_freq"
+    for words, expected in [
+        ([], (8, 8)),
+        (["--set", "training.steps=20"], (20, 20)),
+        (["--set", "training.steps=20", "--set", f"{frequency}=10"], (20, 10)),
+    ]:
+        trainer = trains("finished")
+        assert main([*TRAINED, *words]) == 0
+        assert trainer.cell is not None
+        assert (trainer.cell.steps, trainer.cell.options[frequency]) == expected
+        assert trainer.cell.options["profiling.enable_profiling"]
+
+
 @pytest.mark.titan
 def test_a_recipe_is_trained_and_profiled(tmp_path: Path) -> None:
     if not (ROOT / "assets/local/stamp.json").exists():
@@ -145,10 +250,10 @@ def test_a_recipe_is_trained_and_profiled(tmp_path: Path) -> None:
     assert answer.status == 0, answer
     # Progress is said elsewhere than the profile.
     assert "step 3/3" in answer.stderr
-    profile = json.loads(answer.stdout)
-    assert (profile["on_gpu"], profile["device"]) == (False, "CPU")
-    assert [rank["rank"] for rank in profile["ranks"]] == [0, 1]
-    for rank in profile["ranks"]:
+    found = json.loads(answer.stdout)
+    assert (found["on_gpu"], found["device"]) == (False, "CPU")
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
         assert rank["steps"] == [1, 2]
         parts = [category["ms"] for category in rank["categories"].values()]
         assert sum(parts) + rank["idle"]["host_ms"] == pytest.approx(rank["step_ms"])
@@ -159,4 +264,4 @@ def test_a_recipe_is_trained_and_profiled(tmp_path: Path) -> None:
     (run,) = tmp_path.iterdir()
     assert run.name.startswith("debug-profile-")
     again = submit("profile", run.name, "--json", runs=tmp_path)
-    assert json.loads(again.stdout)["ranks"] == profile["ranks"]
+    assert json.loads(again.stdout)["ranks"] == found["ranks"]

@@ -15,7 +15,7 @@ from cookbook.profile import profile as profile_module
 from cookbook.profile.figure import render_svg
 from cookbook.profile.find import cell_traces, choose_ranks, folder_traces
 from cookbook.profile.profile import Profile, make_profile
-from cookbook.profile.report import render_text
+from cookbook.profile.report import HOST, QUEUED, render_text
 from cookbook.run.folder import CellFolder
 from tests.traces import ALL_GATHER, GEMM, NCCL, TraceFile
 
@@ -227,3 +227,27 @@ def test_nccl_kernels_without_a_record_are_matched_by_their_name(tmp_path: Path)
         trace.kernel(NCCL, 0, duration, launched=0).write(tmp_path)
     profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
     assert _waited(profile, "communication") == pytest.approx([0, 3])
+
+
+def test_the_longest_step_fills_the_picture_and_idle_time_is_told_apart(tmp_path: Path) -> None:
+    for rank, end in enumerate((10_000, 5_000)):
+        trace = TraceFile(rank, 2).step(7, 0, end).kernel(GEMM, 0, 2_000, launched=0)
+        # Launched at once, and started a millisecond later; from then on nothing is launched.
+        trace.kernel(GEMM, 3_000, 4_000, launched=2_000).write(tmp_path)
+    traces = choose_ranks(folder_traces(tmp_path), None)
+    picture = ET.fromstring(render_svg(make_profile("x", traces)))
+    rows: dict[str, dict[str, float]] = {}
+    for bar in picture.iter(f"{SVG}rect"):
+        title = bar.find(f"{SVG}title")
+        if title is not None:
+            said = rows.setdefault(bar.attrib["y"], {})
+            said[str(title.text)] = float(bar.attrib["width"])
+    first, second = rows.values()
+    assert sum(first.values()) == pytest.approx(2 * sum(second.values()), abs=0.1)
+    assert 700 < sum(first.values()) <= 790
+    assert list(second) == [
+        "dense GEMMs: 3.0 ms",
+        f"{HOST}: 1.0 ms",
+        f"{QUEUED}: 1.0 ms",
+    ]
+    assert f"{HOST}: 6.0 ms" in first

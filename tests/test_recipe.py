@@ -71,6 +71,13 @@ def test_the_published_numbers_are_those_of_the_article() -> None:
     assert recipe.published and recipe.published.source.startswith("https://")
 
 
+def test_what_a_recipe_does_not_say(tmp_path: Path) -> None:
+    recipe = load_recipe(_write(tmp_path, HEAD))
+    assert (recipe.short_name, recipe.stand_in, recipe.published_numbers) == ("mine", None, {})
+    # A job keeps no spares, waits where too many nodes are bad, and restarts as its cluster says.
+    assert (recipe.spare_nodes, recipe.too_few_nodes, recipe.max_restarts) == (0, "wait", None)
+
+
 def test_sections_may_be_nested_or_dotted(tmp_path: Path) -> None:
     nested = "quantize:\n  grouped_mm:\n    mx:\n      fqns: [experts]\n"
     dotted = "quantize.grouped_mm.mx.fqns: [experts]\n"

@@ -115,6 +115,9 @@ def test_the_summary_is_of_the_end_and_names_the_layer() -> None:
     forced = summarize_load(steps_of((1.0,), forced=True))
     assert forced is not None and forced.is_forced
     assert summarize_load([]) is None
+    # Of fewer than ten steps the last one counts.
+    few = summarize_load(steps_of((9.0,), (9.0,), (1.5,)))
+    assert few is not None and (few.busiest_over_mean, few.steps) == (1.5, (3, 3))
 
 
 def test_a_report_shows_it_where_it_was_logged_alone(tmp_path: Path) -> None:
@@ -153,3 +156,23 @@ def test_the_map_shows_each_share_and_no_token_as_nothing() -> None:
     assert array is not None
     # From the busiest to the least, as parts of three times the mean.
     assert array[..., 3].tolist() == [pytest.approx([2 / 3, 1 / 3, 0], abs=0.03), [1, 0, 0]]
+
+
+def test_curves_are_of_the_most_the_median_and_the_least_uneven_layer() -> None:
+    with drawing_style():
+        load = steps_of((2.0, 1.0, 1.2), (4.0, 1.0, 1.5))
+        canvas = draw_load([series("a", [8.0], load=load)], WIDE)
+    assert canvas is not None
+    strip = canvas.figure.axes[0]
+    assert [list(line.get_ydata()) for line in strip.lines] == [[2, 4], [1.2, 1.5], [1, 1]]
+
+
+def test_the_map_is_of_what_was_counted_last_and_the_worst_layer_is_named() -> None:
+    first = LoadStep(3, 3, False, (3, 4), (1.5, 3.0), (0, 0), 3, ((1, 3), (0, 4)))
+    last = LoadStep(4, 4, False, (3, 4), (1.0, 2.0), (0, 0), 4, ((2, 2), (0, 2)))
+    with drawing_style():
+        canvas = draw_load([series("a", [8.0], load=[first, last])], WIDE)
+        assert canvas is not None
+        svg = canvas.svg("x")
+    assert "2 experts of each layer, step 4<" in svg
+    assert "at last 2x, in layer 4<" in svg

@@ -52,6 +52,18 @@ def test_a_peak_outlives_the_many_that_follow(tmp_path: Path) -> None:
         assert read_peak_memory([log]) == scan_log(log, 0).memory_gib == 1024.5
 
 
+def test_a_colour_hides_no_peak(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    line = metrics_line(1, memory="71.5")
+    for coloured in (
+        line.replace("memory: ", "memory: \x1b[1m"),
+        line.replace("mem", "\x1b[1mmem"),
+    ):
+        assert coloured != line
+        log.write_text(coloured)
+        assert read_peak_memory([log]) == scan_log(log, 0).memory_gib == 71.5
+
+
 def test_where_the_loss_rank_is_not_shown_the_lowest_rank_that_is_counts(tmp_path: Path) -> None:
     log = tmp_path / "attempt-0" / "train.log"
     log.parent.mkdir()

@@ -88,6 +88,27 @@ def test_dev_is_added_and_stays(ready: Checkout) -> None:
     assert ready.setup("--local", "--quiet").stdout == ""
 
 
+def test_a_machine_that_is_not_ready_is_status_1(ready: Checkout) -> None:
+    doctor = ready.folder / "cookbook/doctor/__main__.py"
+    doctor.write_text("import sys; print('words:', sys.argv[1:]); sys.exit(1)")
+    for options, words in ((["--local"], "['--local']"), (["--no-tokenizers"], "[]")):
+        result = ready.setup(*options, "--no-deepep", "--no-flash-attention")
+        assert result.returncode == 1
+        assert f"words: {words}" in result.stdout
+
+
+def test_another_index_gives_torch_and_stays(checkout: Checkout) -> None:
+    url = "https://packages.example/cu130"
+    assert checkout.setup("--local", "--torch-index", url).returncode == 0
+    log = checkout.folder / "build/setup.log"
+    assert f"--index-url {url} -r build/tmp/torch.txt" in log.read_text()
+    # Who does not name it again keeps it; another one installs anew.
+    assert checkout.setup("--local", "--quiet").stdout == ""
+    again = checkout.setup("--local", "--torch-index", f"{url}0")
+    assert "installing the pins" in again.stdout
+    assert f"--index-url {url}0 -r" in log.read_text()
+
+
 def test_changed_pins_are_enough(ready: Checkout, tmp_path: Path) -> None:
     """A new pin and a new version reach the environment that is there, and the doctor sees them."""
     kept = ready.folder / ".venv/kept"

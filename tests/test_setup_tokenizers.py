@@ -104,6 +104,11 @@ def test_tokenizers_come_from_the_hub(ready: Checkout, hub: Hub) -> None:
     hub.asked.clear()
     assert ready.setup("--no-deepep", "--quiet").stdout == ""
     assert hub.asked == []
+    # Half a tokenizer is none.
+    config = ready.folder / "assets/hf/DeepSeek-V3.1-Base/tokenizer_config.json"
+    config.write_text("")
+    assert ready.setup("--no-deepep").returncode == 0
+    assert config.read_text() and hub.asked
 
 
 def test_a_hub_that_fails_leaves_no_half_and_the_rest_goes_on(ready: Checkout, hub: Hub) -> None:

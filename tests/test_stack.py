@@ -214,6 +214,9 @@ def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: Any, mess
         ("training.step", "training.steps"),
         ("trainning.steps", "training.steps"),
         ("tensor_parallel_degree", "parallelism.tensor_parallel_degree"),
+        # So short that the whole name is far: its last word is compared.
+        ("steps", "training.steps"),
+        ("lr", "optimizer.lr"),
         ("parallelism.expert_parallel_degre", "parallelism.expert_parallel_degree"),
         ("checkpoint.intervall", "checkpoint.interval"),
         ("quantize.grouped_mm.mx.recipe", "quantize.grouped_mm.mx.recipe_name"),

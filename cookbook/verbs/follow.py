@@ -111,6 +111,8 @@ def _named_cell(name: str | None) -> tuple[Run, CellFolder]:
         if any(cell.name == name for cell in newest.cells):
             return newest, newest.cell(name)
     run = find_run(name)
+    if not run.cells:
+        raise InputError(run.name, "has no cell", "start a new run")
     states = cell_states(run)
     running = [state.cell for state in states if state.state == RUNNING]
     started = [cell.name for cell in run.cells if cell.newest_log()]

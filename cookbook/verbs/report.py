@@ -35,11 +35,11 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     try:
         missing = keep_report(run, results)
     except OSError as error:
+        if form == "html":
+            raise
         # A colleague's run, or a full disk: what was asked for has been printed.
         path = Path(error.filename or run.folder / MARKDOWN)
         print(f"submit.py: not kept: {shown_path(path)}: {error.strerror}", file=sys.stderr)
-        if form == "html":
-            raise
     else:
         page = shown_path(run.folder / PAGE)
         if form == "html":

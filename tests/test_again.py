@@ -1,0 +1,86 @@
+"""The cell that a run's record tells of: made again as it was asked for last, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.base.errors import InputError
+from cookbook.cells.again import recorded_cell
+from cookbook.cells.cell import Cell
+from cookbook.run.record import CellRecord
+from cookbook.stack.options import Setting
+from tests.cells import CLUSTER_FILES, Point
+
+(CPU_NODES,) = [str(path) for path in CLUSTER_FILES if path.stem == "cpu-nodes"]
+STEPS = "training.steps"
+
+
+def debug(ep_backend: str = "standard") -> Cell:
+    return Point("debug", "bf16", ep_backend, CPU_NODES).cell()
+
+
+def asked(cell: Cell, **options: Any) -> CellRecord:
+    """The record of `cell` with other options, as a change of it has them."""
+    settings = {name.replace("__", "."): Setting(value, "") for name, value in options.items()}
+    return replace(cell, options=cell.options.over(settings)).record()
+
+
+def again(record: CellRecord, nodes: int | None = None, **options: Any) -> Cell:
+    settings = {name.replace("__", "."): Setting(value, "") for name, value in options.items()}
+    return recorded_cell("mine", record, "cell.yaml", nodes, settings)
+
+
+def test_it_is_the_recorded_cell_under_the_name_of_its_folder() -> None:
+    cell = debug()
+    found = again(cell.record())
+    assert found.record() == replace(cell, name="mine").record()
+    assert found.refused is None
+
+
+def test_what_was_asked_last_counts_and_what_is_asked_now_wins() -> None:
+    first = asked(debug(), training__steps=10)
+    changed = first.changed(1, replace(asked(debug(), training__steps=20), nodes=2))
+    assert (again(first).steps, again(changed).steps) == (10, 20)
+    assert (again(first).nodes, again(changed).nodes) == (1, 2)
+    assert again(changed, training__steps=30).steps == 30
+    assert again(changed, nodes=1).nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"stack": "2025.01"}, "cell.yaml: stack: found 2025.01, and this is "),
+        ({"ranks_per_node": 4}, "cell.yaml: ranks_per_node: found 4, and cpu-nodes has 2 here"),
+        ({"recipe": "", "files": {}}, "cell.yaml: does not say its recipe; start a new run"),
+        ({"cluster": "locl", "files": {}}, "cell.yaml: unknown cluster 'locl'"),
+    ],
+)
+def test_a_record_of_something_else_is_named(other: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        again(replace(debug().record(), **other))
+    assert str(caught.value).startswith(said)
+
+
+def test_spare_nodes_are_no_nodes_to_train_on(tmp_path: Path) -> None:
+    recipe = tmp_path / "spare.yaml"
+    text = debug().recipe.path.read_text(encoding="utf-8")
+    recipe.write_text(f"{text}\nspare_nodes: 1\n", encoding="utf-8")
+    record = Point(str(recipe), "bf16", "standard", CPU_NODES).cell().record()
+    assert again(record).nodes == 1
+    with pytest.raises(InputError, match="--nodes: found 2, allowed: 1 to 1 on cluster cpu-nodes"):
+        again(record, nodes=2)
+
+
+def test_what_cannot_run_here_is_refused_with_its_reason() -> None:
+    found = again(debug("deepep").record())
+    assert found.refused is not None and found.refused.startswith("deepep needs CUDA GPUs")
+
+
+def test_a_value_that_fits_no_layout_is_an_error_of_the_input() -> None:
+    with pytest.raises(InputError, match="expert_parallel_degree: 3 does not divide"):
+        again(debug().record(), parallelism__expert_parallel_degree=3)

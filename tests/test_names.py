@@ -1,0 +1,63 @@
+"""Names of files: which may be given, how one is found, and how a record names it for later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.errors import InputError
+from cookbook.base.paths import RECIPES, ROOT, runs_folder
+from cookbook.cells.finding import WARNING, Finding
+from cookbook.cells.layout import Layout
+from cookbook.cells.names import check_name, find_file, reference
+
+
+@pytest.mark.parametrize("name", ["a", "a" * 60, "0.b-c_D"])
+def test_a_name_that_cells_can_have(name: str) -> None:
+    assert check_name("here", name) == name
+
+
+@pytest.mark.parametrize("name", ["", "a" * 61, "-a", ".a", "a b", "a/b", "a\n", "ä"])
+def test_a_name_that_cells_cannot_have(name: str) -> None:
+    with pytest.raises(
+        InputError, match=r"^here: found .*, allowed: letters, digits, .* at most 60"
+    ):
+        check_name("here", name)
+
+
+def test_a_reference_finds_the_same_file_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = RECIPES / "precision" / "mxfp8.yaml"
+    monkeypatch.chdir(tmp_path)
+    # One's own file, with the name of one that the cookbook has.
+    own = Path("mxfp8.yaml")
+    own.touch()
+    names = [reference("precision", path) for path in (known, own)]
+    assert names == ["mxfp8", str(tmp_path / "mxfp8.yaml")]
+    monkeypatch.chdir(ROOT)
+    assert [find_file("precision", name) for name in names] == [known, tmp_path / "mxfp8.yaml"]
+    # A precision is no recipe.
+    assert reference("", known) == str(known)
+
+
+def test_runs_go_to_the_checkouts_own_folder_where_none_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for text in (None, ""):
+        monkeypatch.delenv("COOKBOOK_RUNS", raising=False)
+        if text is not None:
+            monkeypatch.setenv("COOKBOOK_RUNS", text)
+        assert runs_folder() == ROOT / "runs"
+
+
+def test_a_stage_has_the_ranks_of_all_but_the_pipeline() -> None:
+    layout = Layout(world=256, pp=2, dp_replicate=1, dp_shard=64, cp=1, tp=2, ep=32, etp=1)
+    assert layout.stage_ranks == 128
+
+
+def test_a_finding_names_option_reason_and_remedy() -> None:
+    whole = Finding(WARNING, "rule", "training.steps", "is odd", "set another")
+    assert str(whole) == "training.steps: is odd; set another"
+    assert str(Finding(WARNING, "rule", "", "is odd")) == "is odd"
