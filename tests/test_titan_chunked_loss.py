@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.titan_ranks import run_ranks
 from tests.titan_run import EP2, EP4, PP2, TP2, active, job, refused, train, write_assets
@@ -62,6 +64,27 @@ def test_losses_are_those_of_whole_logits(
     assert chunked["losses"] == pytest.approx(whole["losses"], rel=tolerance)
     assert chunked["grad_norms"] == pytest.approx(whole["grad_norms"], rel=10 * tolerance)
     assert whole["losses"][0] > 5
+
+
+def test_without_fsdp_it_multiplies_in_the_type_of_autocast() -> None:
+    from cookbook.titan.any_stack.chunked_loss import chunked_cross_entropy
+    from cookbook.titan.stack_2026_02.chunked_loss import build_chunked_loss
+
+    # A compiled model has no say in how the loss is computed.
+    compiled = SimpleNamespace(enable=True, components=["model"], backend="there is no such")
+    config = SimpleNamespace(loss=SimpleNamespace(num_chunks=3), compile=compiled)
+    torch.manual_seed(0)
+    hidden: Any = torch.randn(2, 7, 16)
+    weight, labels = torch.randn(40, 16), torch.randint(40, (2, 7))
+    hidden.output_weight = weight
+    loss = build_chunked_loss(config)
+    low, high = (
+        chunked_cross_entropy(hidden.to(dtype), weight.to(dtype), labels, 3)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert loss(hidden, labels).equal(high) and not low.equal(high)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss(hidden, labels).equal(low)
 
 
 def test_an_output_layer_that_a_converter_replaced_is_refused(assets: Path, tmp_path: Path) -> None:
