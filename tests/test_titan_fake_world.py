@@ -152,6 +152,15 @@ def test_the_first_rank_of_every_stage_is_built(monkeypatch: pytest.MonkeyPatch)
     assert all(view["memory_gib"] > 0 for view in ranks)
 
 
+def test_torchtitans_warnings_are_kept_and_not_those_of_the_fake_world(
+    answers: dict[str, Any],
+) -> None:
+    (view,) = answers["bf16"]["ranks"]
+    assert any(text.startswith("HF assets path ") for text in view["warnings"])
+    assert len(set(view["warnings"])) == len(view["warnings"])
+    assert not [text for text in view["warnings"] if "fake" in text or "peak flops" in text]
+
+
 def test_the_jobs_refusals_are_quoted(answers: dict[str, Any]) -> None:
     (view,) = answers["refused"]["ranks"]
     assert view["kind"] == "SystemExit"

@@ -44,7 +44,7 @@ def wrong(errors: Iterable[Error]) -> list[str]:
 
 # --- Attention: more heads than are compared at a time, documents of one token.
 
-SHAPE = AttentionShape(batch=2, length=96, heads=6, head_dim=16, v_head_dim=8, scale=0.25)
+SHAPE = AttentionShape(batch=2, length=96, heads=6, head_dim=16, v_head_dim=8, scale=0.3)
 
 
 def attention(changes: dict[int, Change], packing: str, like_trained: bool) -> list[str]:
@@ -70,6 +70,13 @@ def test_every_head_is_compared() -> None:
         "dk",
         "dv",
     ]
+
+
+def test_a_value_that_is_not_written_is_found() -> None:
+    """NaN is not larger than any bound."""
+    last = torch.arange(192)[:, None, None] == 191
+    unwritten: Change = lambda v: v.masked_fill(last, torch.nan)  # noqa: E731
+    assert attention({2: unwritten}, "edges", False) == ["out", "dq", "dk"]
 
 
 def test_what_fails_for_trained_values_alone_is_found() -> None:
@@ -155,6 +162,22 @@ def fill_read(original: Any) -> Any:
         return total + 1e-3 * outputs[plan.rows < 0].sum(0).detach()
 
     return faulty
+
+
+def fill_written(original: Any) -> Any:
+    """One number of one row."""
+
+    def faulty(tokens: torch.Tensor, scores: Any, plan: Any) -> torch.Tensor:
+        grouped: torch.Tensor = original(tokens, scores, plan)
+        last = (plan.rows < 0).nonzero()[-1]
+        return grouped.index_fill(0, last, torch.nan)
+
+    return faulty
+
+
+def test_rows_that_fill_groups_up_are_zero() -> None:
+    with put_in(f"{ROWS}.spread", fill_written), pytest.raises(ValueError, match="are not zero"):
+        rows_wrong(True)
 
 
 @pytest.mark.parametrize("scored_before", [True, False])

@@ -167,6 +167,22 @@ def test_no_save_begins_while_another_is_being_written(monkeypatch: pytest.Monke
     assert saved == [1, 5, 8]
 
 
+@pytest.mark.parametrize(
+    ("enable", "load_only", "decides"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_a_job_that_only_loads_saves_nothing(
+    enable: bool, load_only: bool, decides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cookbook.titan.stack_2026_02 import saving
+
+    manager = Manager(monkeypatch, minutes=2)
+    manager.enable, manager.load_only = enable, load_only
+    monkeypatch.setattr(saving, "_initialize", lambda manager: None)
+    saving._initialize_and_decide(manager)
+    assert (manager.save != manager.note) is decides
+
+
 def test_a_stop_is_told_once_its_checkpoint_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
