@@ -78,6 +78,7 @@ DEEPEP = "--parallelism.expert_parallel_comm_backend=deepep"
         ((A2A,), "the MXFP8 all-to-all needs parallelism.expert_parallel_degree > 1"),
         ((A2A, EP, ETP), "and parallelism.expert_tensor_parallel_degree=1"),
         ((EP, DEEPEP), "needs the package deep_ep, which is not installed here"),
+        (("--activation_checkpoint.op_sac_save_list=mm",), "op_sac_save_list is for "),
     ],
 )
 def test_combinations_that_cannot_be_right_are_refused(

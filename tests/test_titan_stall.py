@@ -117,6 +117,7 @@ def test_collectives_are_recorded_once_where_no_step_comes(
     (tmp_path / "rank_1").unlink()
     time.sleep(0.2)
     assert not list(tmp_path.glob("rank_*"))
+    stalled.end()
 
 
 def test_the_alarm_is_set_by_usual_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
