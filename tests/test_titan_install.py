@@ -94,6 +94,14 @@ def test_combinations_that_cannot_be_right_are_refused(
     checks.check_job(parse(A2A, EP))
 
 
+def test_each_exchange_is_quantized_by_its_own_option() -> None:
+    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+
+    other = A2A.replace("dispatch_fwd", "combine_bwd")
+    assert Precisions.of(parse(A2A)) == Precisions(dispatch_forward=True, combine_backward=False)
+    assert Precisions.of(parse(other)) == Precisions(dispatch_forward=False, combine_backward=True)
+
+
 def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
     from cookbook.titan.stack_2026_02.mx import MXGroupedMMConverter, MXLinearConverter
 
