@@ -126,6 +126,13 @@ MOVING = (
         ),
     ),
     Fault(
+        "parts of the tokens in another order",
+        "dispatch and combine deepep",
+        (*DEEPEP, "--deepep.num_chunks=2"),
+        f"{STACK}.deepep.cut",
+        with_result(lambda parts: parts[::-1]),
+    ),
+    Fault(
         "the last row not brought back",
         "dispatch and combine standard",
         EP2,

@@ -12,6 +12,7 @@ import torch
 
 from bench import gpu_attention
 from cookbook.titan.any_stack import varlen_attention as varlen
+from cookbook.titan.self_check.attention import AttentionShape, flash_attention_4, random_inputs
 from cookbook.titan.self_check.attention_errors import Errors, within_bounds
 from cookbook.titan.self_check.packings import PACKINGS, document_ends_of
 
@@ -78,6 +79,21 @@ def test_wrong_gradients_behind_a_right_forward_are_found(
     (case,) = bench(tmp_path, "--packings=whole", "--flex", status=1)["cases"]
     assert case["flash_attention_4"]["errors"]["out"]["part"] < 5e-3
     assert "flex" not in case
+
+
+@pytest.mark.parametrize(("kind", "packing"), [("sdpa", "whole"), ("flex", "edges")])
+def test_torchtitans_attention_has_the_scale_and_the_documents_of_the_shape(
+    kind: str, packing: str
+) -> None:
+    """Not the usual scale: YaRN's is another beyond 4,096 tokens."""
+    from cookbook.titan.stack_2026_02 import own_attention
+
+    shape = AttentionShape(batch=2, length=32, heads=2, head_dim=16, v_head_dim=16, scale=0.7)
+    q, k, v, _ = random_inputs(shape, "cpu")
+    ends = document_ends_of(packing, 2, 32)
+    attends = (getattr(own_attention, kind), flash_attention_4)
+    found, expected = (attend(shape, ends)(q, k, v).float() for attend in attends)
+    assert float((found - expected).norm() / expected.norm()) < 0.01
 
 
 def test_one_wrong_document_of_one_head_is_found() -> None:

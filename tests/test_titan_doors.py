@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -98,6 +99,24 @@ print(json.dumps(sorted(replaced(before)) + torchtitan))
 
 def test_importing_what_fits_any_stack_does_nothing_and_needs_no_torchtitan() -> None:
     assert in_fresh_process(IMPORT_ANY_STACK) == []
+
+
+ENDED_BY = """
+import ctypes, json, os
+os.environ |= {environment}
+import torchtitan.train
+import cookbook.titan.stack_2026_02
+number = ctypes.c_int()
+# PR_GET_PDEATHSIG
+assert ctypes.CDLL(None).prctl(2, ctypes.byref(number)) == 0
+print(json.dumps(number.value))
+"""
+
+
+def test_a_rank_ends_where_its_torchrun_does() -> None:
+    """In `test_titan_stall.py` it does; here every job of the stack asks for it."""
+    code = ENDED_BY.format(environment={"TORCHELASTIC_RUN_ID": "1"})
+    assert in_fresh_process(code) == signal.SIGKILL
 
 
 # Replaced by these tests' runner, and by PyTorch for every optimizer.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -72,6 +74,7 @@ def answers() -> dict[str, Any]:
     for name, (options, _) in ATTENTION.items():
         requests[name] = request(9.0, options)
     requests["another family"] = request(10.0, ("--model.name=llama3",))
+    requests["failed"] = request(10.0, ("--optimizer.name=Adagrad",))
     requests["refused"] = request(10.0, (*A2A, "--parallelism.expert_parallel_comm_backend=deepep"))
     done = subprocess.run(
         [sys.executable, "-m", "cookbook.titan.fake_world", "cookbook.titan.stack_2026_02"],
@@ -108,6 +111,54 @@ def test_another_model_family_is_built_without_data(answers: dict[str, Any]) -> 
     assert view["parameters"]["total"] > 0, view
     nothing = {"grouped_gemms": None, "linear_layers": "bf16", "attention": "sdpa"}
     assert view["active"] == nothing
+
+
+def test_a_failure_is_put_where_torchtitan_raised_it(answers: dict[str, Any]) -> None:
+    (view,) = answers["failed"]["ranks"]
+    assert "Adagrad" in view["error"] and view["kind"] == "NotImplementedError"
+    assert view["place"].startswith("torchtitan/components/optimizer.py:")
+
+
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (killed, "the process ended with signal 9"),
+        (lambda *_: sys.exit(1), "the process ended with status 1"),
+        (lambda *_: time.sleep(10), "not built within 1 s"),
+    ],
+)
+def test_a_rank_without_an_answer_is_told(
+    build: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cookbook.titan.fake_world import __main__ as fake_world
+
+    monkeypatch.setattr(fake_world, "_build_rank", build)
+    monkeypatch.setattr(fake_world, "_LIMIT_S", 1.0)
+    (first, *_) = fake_world.build_cell({"world": 8, "pp": 1})["ranks"]
+    assert (first["rank"], first["error"]) == (0, said)
+
+
+def test_the_first_rank_of_every_stage_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cookbook.titan.fake_world import __main__ as fake_world
+
+    monkeypatch.setattr(fake_world, "_build_rank", lambda request, rank, *_: {"rank": rank})
+    ranks = fake_world.build_cell({"world": 12, "pp": 3})["ranks"]
+    assert [view["rank"] for view in ranks] == [0, 4, 8]
+    # Of each its own child's memory.
+    assert all(view["memory_gib"] > 0 for view in ranks)
+
+
+def test_torchtitans_warnings_are_kept_and_not_those_of_the_fake_world(
+    answers: dict[str, Any],
+) -> None:
+    (view,) = answers["bf16"]["ranks"]
+    assert any(text.startswith("HF assets path ") for text in view["warnings"])
+    assert len(set(view["warnings"])) == len(view["warnings"])
+    assert not [text for text in view["warnings"] if "fake" in text or "peak flops" in text]
 
 
 def test_the_jobs_refusals_are_quoted(answers: dict[str, Any]) -> None:

@@ -36,6 +36,17 @@ def parse(*options: str) -> Any:
     return ConfigManager().parse_args([module, *options])
 
 
+def test_a_build_of_the_known_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel of another index has the CUDA that it was built for in its version."""
+    from cookbook.titan.stack_2026_02 import versions
+
+    known = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda package: f"{known(package)}+cu128")
+    versions.check_versions()
+    found = versions.versions()
+    assert found["torch"] == torch.__version__ and found["torchao"] == "0.16.0+cu128"
+
+
 def test_options_of_the_published_script_are_understood() -> None:
     config = parse(
         "--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp",
@@ -67,6 +78,7 @@ DEEPEP = "--parallelism.expert_parallel_comm_backend=deepep"
         ((A2A,), "the MXFP8 all-to-all needs parallelism.expert_parallel_degree > 1"),
         ((A2A, EP, ETP), "and parallelism.expert_tensor_parallel_degree=1"),
         ((EP, DEEPEP), "needs the package deep_ep, which is not installed here"),
+        (("--activation_checkpoint.op_sac_save_list=mm",), "op_sac_save_list is for "),
     ],
 )
 def test_combinations_that_cannot_be_right_are_refused(
@@ -80,6 +92,14 @@ def test_combinations_that_cannot_be_right_are_refused(
     assert words in refusal(lambda: checks.check_job(parse(*options)), caplog)
     checks.check_job(parse())
     checks.check_job(parse(A2A, EP))
+
+
+def test_each_exchange_is_quantized_by_its_own_option() -> None:
+    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+
+    other = A2A.replace("dispatch_fwd", "combine_bwd")
+    assert Precisions.of(parse(A2A)) == Precisions(dispatch_forward=True, combine_backward=False)
+    assert Precisions.of(parse(other)) == Precisions(dispatch_forward=False, combine_backward=True)
 
 
 def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
@@ -117,18 +137,26 @@ def test_no_module_of_torchtitan_is_left_on_cuda() -> None:
     assert torch.cuda not in devices and len(devices) == 1
 
 
-def draw_random() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw_random() -> tuple[torch.Tensor, ...]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, zeros
 
     import cookbook.titan.stack_2026_02  # noqa: F401
+    from cookbook.titan.any_stack.cpu_random import seed_shards_apart
 
     torch.manual_seed(42)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     placed = zeros(64, device_mesh=mesh, placements=[Replicate(), Shard(0)])
     first = placed.normal_().to_local().clone()
     second = placed.normal_().to_local().clone()
-    return first, second, torch.rand(4)
+    plain = torch.rand(4)
+    # As the next job does, with a seed of its own and with the same.
+    started_anew = []
+    for seed in (43, 42):
+        seed_shards_apart()
+        torch.manual_seed(seed)
+        started_anew.append(placed.normal_().to_local().clone())
+    return first, second, plain, *started_anew
 
 
 def test_shards_draw_other_numbers_and_replicas_the_same() -> None:
@@ -136,7 +164,8 @@ def test_shards_draw_other_numbers_and_replicas_the_same() -> None:
     (a, b, c, d) = (rank[0] for rank in ranks)
     assert torch.equal(a, c) and torch.equal(b, d)
     assert not torch.isin(a, b).any()
-    for first, second, plain in ranks:
+    for first, second, plain, other_seed, same_seed in ranks:
         assert not torch.equal(first, second)
+        assert torch.equal(first, same_seed) and not torch.isin(first, other_seed).any()
         # Numbers outside of DTensors are drawn as if there were none.
         assert torch.equal(plain, ranks[0][2])

@@ -70,3 +70,51 @@ def test_a_run_that_fails_is_torn_down_by_python(assets: Path, tmp_path: Path) -
     ended = train(assets, tmp_path, "--training.dataset_path=/missing")
     assert ended.returncode < 0
     assert "/missing" in ended.stderr
+
+
+# Ends as a job or as another program, without a model.
+_PROGRAM = """
+import sys
+import torch.distributed as dist
+from cookbook.titan.any_stack.leave import leave_when_done
+
+leave_when_done()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if "done" in sys.argv:
+    dist.destroy_process_group()
+if "fails" in sys.argv:
+    raise ValueError("on purpose")
+print("the last words")
+sys.exit(3 if "refused" in sys.argv else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "how", "status"),
+    [
+        ("torchtitan.train", ["done"], 0),
+        ("torchtitan.train", ["refused"], 3),
+        ("torchtitan.train", ["done", "fails"], 1),
+        # What is no training has a status of its own: it may have found a wrong kernel.
+        ("another", ["done", "refused"], 3),
+    ],
+)
+def test_the_status_is_the_programs_own(
+    module: str, how: list[str], status: int, tmp_path: Path
+) -> None:
+    path = tmp_path / f"{module.replace('.', '/')}.py"
+    path.parent.mkdir(exist_ok=True)
+    (path.parent / "__init__.py").touch()
+    path.write_text(_PROGRAM)
+    # An empty text is as if the variable were not set: what is printed waits in a buffer.
+    place = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(
+        [sys.executable, "-m", module, *how],
+        cwd=tmp_path,
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == status, ended.stderr
+    assert ("the last words" in ended.stdout) == ("fails" not in how)

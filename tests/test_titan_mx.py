@@ -237,7 +237,7 @@ def exchange() -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-    from cookbook.titan.stack_2026_02 import quantized_a2a
+    from cookbook.titan.stack_2026_02 import activity, quantized_a2a
 
     quantized_a2a.prepare_quantized_a2a()
     group, rank = dist.group.WORLD, dist.get_rank()
@@ -260,11 +260,14 @@ def exchange() -> dict[str, Any]:
     return {
         "quantized": there_and_back(quantized_a2a._Dispatch.apply, quantized_a2a._Combine.apply),
         "plain": there_and_back(plain, plain),
+        "noted": activity.observe_dispatch(),
     }
 
 
 def test_quantized_all_to_all_rounds_what_it_sends_and_nothing_else() -> None:
     for found in run_ranks(exchange, 2):
+        # Both of them, one in the forward and one in the backward.
+        assert found["noted"] == {"mxfp8"}
         quantized, plain = found["quantized"], found["plain"]
         for name in ("there", "gradient there"):
             expected = rounded(plain[name], 1).bfloat16()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.titan_refusal import refusal
 
@@ -82,6 +83,28 @@ def test_emulated_linear_layers_use_no_kernel(monkeypatch: pytest.MonkeyPatch) -
     config = convert("linear", emulate=True).config
     assert config.kernel_preference.name == "EMULATED"
     assert config.mxfp8_dim1_cast_kernel_choice.name == "TORCH"
+
+
+@pytest.mark.parametrize(("capability", "emulates"), [((9, 0), True), ((10, 0), False)])
+def test_the_exchange_casts_with_operations_below_blackwell(
+    capability: tuple[int, int], emulates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchao.prototype.moe_training.ep import a2a_combine, a2a_dispatch
+
+    from cookbook.titan.stack_2026_02 import quantized_a2a
+
+    modules: Any = (a2a_dispatch, a2a_combine)
+    kernel = object()
+    for module in modules:
+        for name in ("triton_to_mxfp8_dim0", "all_to_all_single"):
+            monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(quantized_a2a, "has_cuda_capability", lambda *wanted: capability >= wanted)
+    quantized_a2a.prepare_quantized_a2a()
+    for module in modules:
+        assert (module.triton_to_mxfp8_dim0 is not kernel) is emulates
+        # NCCL knows the type.
+        assert module.all_to_all_single is kernel
 
 
 def test_groups_are_padded_to_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

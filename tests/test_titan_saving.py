@@ -123,19 +123,113 @@ def test_the_clock_of_rank_0_decides_in_place_of_steps(assets: Path, tmp_path: P
     assert saved(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
 
 
+class Manager(SimpleNamespace):
+    """What `Saving` uses of TorchTitan's, of one rank alone, and the steps that were saved."""
+
+    def __init__(self, minutes: float) -> None:
+        options = SimpleNamespace(checkpoint=SimpleNamespace(interval_minutes=minutes))
+        trainer = SimpleNamespace(job_config=options, device="cpu")
+        super().__init__(
+            states={"train_state": trainer},
+            save=self.note,
+            _should_save=lambda step: step % 10 == 0,
+            save_future=None,
+            enable_first_step_checkpoint=True,
+        )
+        self.saved: list[int] = []
+
+    def note(self, step: int, last_step: bool) -> None:
+        if self._should_save(step, last_step):
+            self.saved.append(step)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, without a process group."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("alone")
 def test_no_save_begins_while_another_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
     from cookbook.titan.stack_2026_02 import saving
 
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    options = SimpleNamespace(checkpoint=SimpleNamespace(interval_minutes=0.0001))
-    manager = SimpleNamespace(
-        states={"train_state": SimpleNamespace(job_config=options)},
-        save=None,
-        _should_save=None,
-        save_future=Future(),
-    )
-    decides = saving.Saving(manager)
-    decides.saved_at -= 60
-    assert decides._wish() == saving.Wish.NOTHING
-    manager.save_future.set_result(None)
-    assert decides._wish() == saving.Wish.SAVE
+    now = [1000.0]
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    manager = Manager(minutes=2)
+    saving.Saving(manager)
+    saved: list[int] = manager.saved
+    # When each step ends, in seconds; the first is saved whatever the clock says.
+    for step, seconds in enumerate((10, 100, 129, 131, 200, 250, 252), 1):
+        now[0] = 1000.0 + seconds
+        manager.save_future = Future()
+        if step not in (4, 6):
+            manager.save_future.set_result(None)
+        manager.save(step)
+    # Two minutes after the first save one is still being written, and two minutes after the next.
+    assert saved == [1, 5]
+    now[0] += 70
+    manager.save(8)
+    assert saved == [1, 5, 8]
+
+
+@pytest.mark.parametrize(
+    ("enable", "load_only", "decides"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_a_job_that_only_loads_saves_nothing(
+    enable: bool, load_only: bool, decides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cookbook.titan.stack_2026_02 import saving
+
+    manager = Manager(minutes=2)
+    manager.enable, manager.load_only = enable, load_only
+    monkeypatch.setattr(saving, "_initialize", lambda manager: None)
+    saving._initialize_and_decide(manager)
+    assert (manager.save != manager.note) is decides
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stop_is_told_once_its_checkpoint_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from cookbook.titan.stack_2026_02 import saving
+
+    monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    told = tmp_path / saving.STOPPED
+    manager = Manager(minutes=0)
+    manager._async_wait = lambda: manager.saved.append(-1 if told.exists() else 0)
+    saving.Saving(manager)
+    manager.save(6)
+    (tmp_path / saving.STOP).touch()
+    manager.save(7)
+    assert manager.saved == [7, 0] and told.read_text() == "77 7\n"
+    # In its last step the job ends as ever.
+    told.unlink()
+    manager.save(8, last_step=True)
+    assert manager.saved == [7, 0, 8] and not told.exists()
+    assert manager.states["train_state"].should_continue_training() is False
+
+
+def stopped_on(rank_asked: int, attempts: Path) -> dict[str, Any]:
+    """What a rank that is alone on its node does after a step in which one of them is asked."""
+    from cookbook.titan.stack_2026_02 import saving
+
+    rank = os.environ["RANK"]
+    attempt = attempts / rank
+    attempt.mkdir()
+    os.environ |= {"LOCAL_RANK": "0", "COOKBOOK_ATTEMPT_DIR": str(attempt)}
+    if int(rank) == rank_asked:
+        (attempt / saving.STOP).touch()
+    manager = Manager(minutes=0)
+    manager._async_wait = lambda: None
+    saving.Saving(manager)
+    manager.save(7)
+    return {"saved": manager.saved, "told": (attempt / saving.STOPPED).exists()}
+
+
+def test_all_ranks_stop_where_one_node_is_asked(tmp_path: Path) -> None:
+    found = run_ranks(stopped_on, 2, 1, tmp_path)
+    assert found == [{"saved": [7], "told": True}, {"saved": [7], "told": False}]

@@ -46,6 +46,7 @@ JOBS: dict[str, tuple[tuple[str, ...], int, set[str]]] = {
     ),
     "standard, tp": ((*EP2, *TP2), 2, {"sdpa", "dispatch and combine standard"}),
     "a2a": (A2A, 2, {"sdpa", "dispatch and combine mxfp8_a2a"}),
+    "half of a2a": (A2A[:-1], 2, {"sdpa", "dispatch and combine mxfp8_a2a"}),
 }
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,14 +84,69 @@ def test_one_that_goes_on_or_has_ended_leaves_no_stack(
     assert (tmp_path / "stacks").exists() is (then == "goes on")
 
 
+def on_a_clock(stall: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which the test sets."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: time.sleep(0.01))
+    monkeypatch.setattr(stall, "time", clock)
+    monkeypatch.setattr(stall, "recorded_collectives", lambda: b"trace")
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: None)
+    return now
+
+
+def test_collectives_are_recorded_once_where_no_step_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cookbook.titan.any_stack import stall
+
+    now = on_a_clock(stall, monkeypatch)
+    ended, stalled = (stall.StallAlarm(tmp_path, tmp_path / "rank_", rank) for rank in (0, 1))
+    for _ in range(6):
+        now[0] += 10.0
+        ended.step()
+        stalled.step()
+    ended.end()
+    now[0] += 47.0
+    # 48 s have not passed.
+    time.sleep(0.2)
+    assert not list(tmp_path.glob("rank_*"))
+    now[0] += 2.0
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "rank_1").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (tmp_path / "rank_1").unlink()
+    time.sleep(0.2)
+    assert not list(tmp_path.glob("rank_*"))
+    stalled.end()
+
+
+def test_the_alarm_is_set_by_usual_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the first one, which compiles, nor by one that has saved."""
+    from cookbook.titan.any_stack import stall
+
+    now, alarms = on_a_clock(stall, monkeypatch), []
+    monkeypatch.setattr(
+        "faulthandler.dump_traceback_later", lambda seconds, file: alarms.append(seconds)
+    )
+    alarm = stall.StallAlarm(tmp_path, tmp_path / "trace_", 0)
+    for seconds in (100.0, 60.0, 5.0, 5.0, 90.0, 5.0):
+        now[0] += seconds
+        alarm.step()
+    # Three steps must be known; then four usual steps, and 8 s.
+    assert alarms == [28.0, 4 * 32.5 + 8.0, 28.0]
+    alarm.end()
+
+
 _ORPHAN = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 if sys.argv[1] == "torchrun":
     rank = subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], "rank"])
     print(rank.pid, flush=True)
     time.sleep(60)
 from cookbook.titan.any_stack.orphan import end_with_torchrun
 end_with_torchrun()
+# As a rank that hangs in a kernel does.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 time.sleep(60)
 """

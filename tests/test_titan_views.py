@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
-from cookbook.check.dry_run import Built, build_cells
+from cookbook.check.dry_run import DryRun
 from cookbook.predict.view import count_views, stage_layers
 from tests.check_cells import cell_of, with_options
 
@@ -54,21 +53,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, tuple[Cell, Built]]:
-    """Every case, built by one subprocess."""
-    cells = {
-        name: dataclasses.replace(cell_of(recipe, options), name=name)
-        for name, (recipe, options) in CASES.items()
-    }
-    answers = build_cells(list(cells.values()))
-    return {name: (cell, one) for (name, cell), one in zip(cells.items(), answers, strict=True)}
+def dry_run() -> Iterator[DryRun]:
+    """One subprocess, which builds every case."""
+    with DryRun() as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_counted_rank_is_the_one_that_torchtitan_builds(
-    name: str, built: dict[str, tuple[Cell, Built]]
-) -> None:
-    cell, answer = built[name]
+def test_a_counted_rank_is_the_one_that_torchtitan_builds(name: str, dry_run: DryRun) -> None:
+    cell = cell_of(*CASES[name])
+    answer = dry_run.build(cell)
     assert answer.views, answer
     counted = count_views(cell)
     assert len(counted) == len(answer.views) == cell.layout.pp

@@ -32,7 +32,7 @@ BLOCK = 32
 
 
 def _cast_with_operations(
-    values: torch.Tensor, inner_block_size: int = BLOCK, scaling_mode: str = "rceil"
+    values: torch.Tensor, inner_block_size: int, scaling_mode: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """TorchAO's cast kernel, which needs SM100, as PyTorch operations for any device."""
     scales, data = to_mx(

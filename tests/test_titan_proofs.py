@@ -1,0 +1,276 @@
+"""What each proof of the self-check would miss: kernels that are wrong in one respect alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from cookbook.titan.self_check import exchange, loss, rows
+from cookbook.titan.self_check.attention import (
+    Attend,
+    AttentionShape,
+    attention_errors,
+    flash_attention_4,
+)
+from cookbook.titan.self_check.packings import document_ends_of
+from cookbook.titan.self_check.proof import Error
+from tests.self_check_fault import (
+    halves_swapped,
+    put_in,
+    with_argument,
+    with_gradient,
+    with_result,
+)
+
+pytestmark = pytest.mark.titan
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+LOSS = "cookbook.titan.self_check.loss.chunked_cross_entropy"
+ROWS = "cookbook.titan.self_check.rows"
+
+
+def wrong(errors: Iterable[Error]) -> list[str]:
+    """The tensors that are off, of those that were compared."""
+    found = list(errors)
+    # Rounding shows in each of them.
+    assert all(error.part > 0 for error in found)
+    return [error.tensor for error in found if error.fault]
+
+
+# --- Attention: more heads than are compared at a time, documents of one token.
+
+SHAPE = AttentionShape(batch=2, length=96, heads=6, head_dim=16, v_head_dim=8, scale=0.3)
+
+
+def attention(changes: dict[int, Change], packing: str, like_trained: bool) -> list[str]:
+    def attend_by(shape: AttentionShape, ends: torch.Tensor) -> Attend:
+        attend = flash_attention_4(shape, ends)
+        same: Change = lambda x: x  # noqa: E731
+        return lambda *qkv: attend(*(changes.get(i, same)(x) for i, x in enumerate(qkv)))
+
+    return wrong(attention_errors(SHAPE, packing, like_trained, attend_by, "cpu"))
+
+
+@pytest.mark.parametrize("packing", ["edges", "short", "whole"])
+@pytest.mark.parametrize("like_trained", [False, True])
+def test_attention_that_only_rounds_is_right(packing: str, like_trained: bool) -> None:
+    assert attention({}, packing, like_trained) == []
+
+
+def test_every_head_is_compared() -> None:
+    last = 1 + 0.2 * (torch.arange(6) == 5)[:, None]
+    assert attention({2: lambda v: (v * last).bfloat16()}, "edges", False) == [
+        "out",
+        "dq",
+        "dk",
+        "dv",
+    ]
+
+
+def test_a_value_that_is_not_written_is_found() -> None:
+    """NaN is not larger than any bound."""
+    last = torch.arange(192)[:, None, None] == 191
+    unwritten: Change = lambda v: v.masked_fill(last, torch.nan)  # noqa: E731
+    assert attention({2: unwritten}, "edges", False) == ["out", "dq", "dk"]
+
+
+def test_what_fails_for_trained_values_alone_is_found() -> None:
+    """Random ones are nowhere near this bound."""
+    bounded: dict[int, Change] = {1: lambda k: k.clamp(-6, 6)}
+    assert attention(bounded, "whole", False) == []
+    assert set(attention(bounded, "whole", True)) >= {"dq", "dk"}
+
+
+def test_trained_values_may_be_twice_as_far_off_and_no_others() -> None:
+    """Gradients of peaked scores are small differences."""
+    off: dict[int, Change] = {2: lambda v: v * 1.015}
+    assert "out" in attention(off, "whole", False)
+    assert "out" not in attention(off, "whole", True)
+    assert "out" in attention({2: lambda v: v * 1.03}, "whole", True)
+
+
+def test_documents_begin_at_the_first_token_and_are_the_same_in_every_process() -> None:
+    assert document_ends_of("edges", 1, 200)[0].nonzero().flatten().tolist() == [
+        *(0, 1, 3, 66, 130),
+        *(195, 199),
+    ]
+    drawn = document_ends_of("short", 2, 2000)
+    assert drawn.equal(document_ends_of("short", 2, 2000)) and drawn.sum() > 4
+
+
+# --- The loss in chunks.
+
+
+def loss_wrong() -> list[str]:
+    return wrong(loss.loss_errors(95, 32, 64, 4, None, None, "cpu"))
+
+
+def test_a_loss_in_chunks_is_right() -> None:
+    assert loss_wrong() == []
+
+
+# Of 64 words; as little of the whole gradient as rounding.
+ONE_ROW = torch.tensor([1.07] + [1] * 63)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (with_result(lambda value: value * 1.002), ["loss"]),
+        (with_argument(2, lambda labels: labels.clamp_min(0)), None),
+        (with_argument(2, lambda labels: labels.where(labels != 63, -100)), None),
+        (with_gradient(0, lambda grad: grad * 1.03), ["gradient of the hidden states"]),
+        (with_gradient(1, lambda grad: grad * ONE_ROW), ["gradient of the weight"]),
+    ],
+)
+def test_a_wrong_loss_in_chunks_is_found(fault: Any, expected: list[str] | None) -> None:
+    with put_in(LOSS, fault):
+        found = loss_wrong()
+    assert found == (
+        expected or ["loss", "gradient of the weight", "gradient of the hidden states"]
+    )
+
+
+# --- Rows to expert groups and back.
+
+
+def rows_wrong(scored_before: bool) -> list[str]:
+    return wrong(rows.row_errors(rows.RowsShape(60, 32, 8, 3, 16), scored_before, "cpu"))
+
+
+def absent_from_the_last_row(original: Any) -> Any:
+    """A copy of another rank's has the slot -1."""
+
+    def faulty(outputs: torch.Tensor, scores: Any, plan: Any) -> torch.Tensor:
+        total: torch.Tensor = original(outputs, scores, plan)
+        times = (plan.slots < 0).sum(1, keepdim=True)
+        return total + 1e-3 * times * outputs[-1].detach()
+
+    return faulty
+
+
+def fill_read(original: Any) -> Any:
+    """As a kernel that sums whole blocks, with little weight."""
+
+    def faulty(outputs: torch.Tensor, scores: Any, plan: Any) -> torch.Tensor:
+        total: torch.Tensor = original(outputs, scores, plan)
+        return total + 1e-3 * outputs[plan.rows < 0].sum(0).detach()
+
+    return faulty
+
+
+def fill_written(original: Any) -> Any:
+    """One number of one row."""
+
+    def faulty(tokens: torch.Tensor, scores: Any, plan: Any) -> torch.Tensor:
+        grouped: torch.Tensor = original(tokens, scores, plan)
+        last = (plan.rows < 0).nonzero()[-1]
+        return grouped.index_fill(0, last, torch.nan)
+
+    return faulty
+
+
+def test_rows_that_fill_groups_up_are_zero() -> None:
+    with put_in(f"{ROWS}.spread", fill_written), pytest.raises(ValueError, match="are not zero"):
+        rows_wrong(True)
+
+
+@pytest.mark.parametrize("scored_before", [True, False])
+def test_rows_that_are_read_where_there_is_no_copy_are_found(scored_before: bool) -> None:
+    assert rows_wrong(scored_before) == []
+    for fault in (fill_read, absent_from_the_last_row):
+        with put_in(f"{ROWS}.collect", fault):
+            assert "output" in rows_wrong(scored_before)
+
+
+def test_its_factor_tells_an_expert_from_its_neighbours_and_those_of_other_ranks() -> None:
+    factors = rows.expert_factors(256, "cpu")
+    for distance in (1, 2, 4, 8, 16, 32, 64, 128):
+        assert (factors[distance:] != factors[:-distance]).all()
+
+
+# --- Dispatch and combine, here without any communication.
+
+
+class Layer(nn.Module):
+    """An MoE layer in plain PyTorch; `changed` are its parts that are wrong."""
+
+    def __init__(self, given: exchange.Exchanged, experts: int, changed: dict[str, Change]) -> None:
+        super().__init__()
+        self.router = exchange.FixedRouter(given.scores, given.experts, experts)
+        self.experts = exchange.FactorExperts(experts, "cpu")
+        self.changed = changed
+
+    def change(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = with_gradient(0, self.changed.get(f"grad of {name}", lambda x: x))(
+            lambda x: x
+        )(self.changed.get(name, lambda x: x)(values))
+        return changed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        folded = self.change("x", x.flatten(0, 1))
+        scores, experts, counts = self.router(folded)
+        order = experts.flatten().argsort(stable=True)
+        token = order // experts.shape[1]
+        out = self.experts(folded[token], counts)
+        scored = out.float() * self.change("scores", scores).flatten()[order, None]
+        total = torch.zeros(folded.shape).index_add(0, token, scored)
+        return self.change("out", total.to(x.dtype)).view_as(x)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def in_fp8(values: torch.Tensor) -> torch.Tensor:
+    rounded = values.detach().to(torch.float8_e4m3fn).to(values.dtype)
+    return values + (rounded - values).detach()
+
+
+OUT, DX = "output", "gradient of the tokens"
+DS, DF = "gradient of the scores", "gradient of the experts"
+
+
+@pytest.mark.parametrize(
+    ("changed", "quantized", "expected"),
+    [
+        ({}, (False, False), []),
+        # What is to be quantized, and is not.
+        ({}, (True, False), [OUT]),
+        ({}, (False, True), [DX]),
+        ({"x": in_fp8}, (True, False), []),
+        ({"grad of out": in_fp8}, (False, True), []),
+        # What is quantized, and is not to be.
+        ({"out": in_fp8}, (False, False), [OUT]),
+        ({"grad of x": in_fp8}, (False, False), [DX]),
+        ({"grad of scores": halves_swapped}, (False, False), [DS]),
+    ],
+)
+def test_an_exchange_is_held_to_what_it_says_of_itself(
+    changed: dict[str, Change],
+    quantized: tuple[bool, bool],
+    expected: list[str],
+    group: dist.ProcessGroup,
+) -> None:
+    shape = exchange.ExchangeShape(3, 32, 32, 8, 3, ep=1, tp=1)
+    given = exchange.inputs_of(shape, 0, "cpu")
+    layer = Layer(given, shape.experts, changed)
+    assert wrong(exchange.exchange_errors(shape, given, layer, None, group, quantized)) == expected
+
+
+def test_the_gradient_of_each_expert_is_compared(group: dist.ProcessGroup) -> None:
+    shape = exchange.ExchangeShape(3, 32, 32, 8, 3, ep=1, tp=1)
+    given = exchange.inputs_of(shape, 0, "cpu")
+    layer = Layer(given, shape.experts, {})
+    layer.experts.factor.register_hook(lambda grad: grad * (1 + 0.1 * (torch.arange(8) == 2)))
+    found = exchange.exchange_errors(shape, given, layer, None, group, (False, False))
+    assert wrong(found) == [DF]

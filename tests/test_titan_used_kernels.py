@@ -1,0 +1,234 @@
+"""At which shapes a cell's kernels are proved: its own, counted by hand; nothing runs."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.self_check_fault import DEEPEP, JOB
+from tests.titan_ranks import run_ranks
+
+pytestmark = pytest.mark.titan
+
+Uses = list[tuple[str, str, bool]]
+DEGREES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+
+
+def degrees(**given: int) -> tuple[str, ...]:
+    assert given.keys() <= set(DEGREES)
+    return tuple(f"--parallelism.{name}_parallel_degree={given[name]}" for name in given)
+
+
+LONG = ("--training.seq_len=8192", "--training.local_batch_size=4")
+# The options, the ranks, the device, and what is proved: all of it, or of linear layers some.
+CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
+    "16B, TP 2, EP 8, on GPUs": (
+        ("--model.flavor=16B", *LONG, *degrees(tensor=2, expert=8), "--loss.num_chunks=8"),
+        *(8, "cuda"),
+        {
+            # 16 heads over two ranks; as many sequences as 2**31 scores have room for.
+            "flex": [
+                "4 x 8,192 tokens, 8 heads of 192/128, documents: edges, values as trained",
+                "4 x 8,192 tokens, 8 heads of 192/128, documents: whole, random values",
+            ],
+            # 64 experts over 8 ranks, 512 rows each.
+            "grouped GEMM bf16": [
+                "8 experts of 1408 x 2048, about 4,096 rows",
+                "8 experts of 2048 x 1408, about 4,096 rows",
+                "9 experts of 384 x 256, about 700 rows",
+            ],
+            "loss in chunks": ["2,047 tokens of 2048, 102,400 words, 8 chunks"],
+            "dispatch and combine standard": [
+                "3 x 2,730 tokens of 2048 a rank, 64 experts over 8 ranks, top 6, TP 2"
+            ],
+        },
+    ),
+    "671B, PP 2, EP 8, on GPUs": (
+        ("--model.flavor=671B", *LONG, *degrees(pipeline=2, expert=8)),
+        *(16, "cuda"),
+        {
+            # A microbatch of one sequence, and one that has no room.
+            "flex": [
+                "1 x 8,192 tokens, 128 heads of 192/128, documents: edges, values as trained",
+                "1 x 8,192 tokens, 128 heads of 192/128, documents: whole, random values",
+            ],
+            "grouped GEMM bf16": [
+                "32 experts of 2048 x 7168, about 16,384 rows",
+                "32 experts of 7168 x 2048, about 16,384 rows",
+                "9 experts of 384 x 256, about 700 rows",
+            ],
+            "dispatch and combine standard": [
+                "3 x 2,730 tokens of 7168 a rank, 256 experts over 8 ranks, top 8, TP 1"
+            ],
+        },
+    ),
+    "671B, without PP, on GPUs": (
+        ("--model.flavor=671B", *LONG, *degrees(expert=4)),
+        *(8, "cuda"),
+        {
+            # Room or not: one sequence must not be read for another.
+            "flex": [
+                "2 x 8,192 tokens, 128 heads of 192/128, documents: edges, values as trained",
+                "2 x 8,192 tokens, 128 heads of 192/128, documents: whole, random values",
+            ],
+            # 64 experts a rank would have as many rows, but for the limit.
+            "grouped GEMM bf16": [
+                "64 experts of 2048 x 7168, about 32,768 rows",
+                "64 experts of 7168 x 2048, about 32,768 rows",
+                "9 experts of 384 x 256, about 700 rows",
+            ],
+            "dispatch and combine standard": [
+                "3 x 2,730 tokens of 7168 a rank, 256 experts over 4 ranks, top 8, TP 1"
+            ],
+        },
+    ),
+    "CP 2, TP 2, without EP, on a CPU": (
+        degrees(context=2, tensor=2),
+        *(8, "cpu"),
+        {
+            # Half of each sequence; SDPA knows no documents.
+            "sdpa": ["2 x 32 tokens, 2 heads of 192/128, documents: whole, values as trained"],
+            # The hidden size of 256 is cut over TP.
+            "grouped GEMM bf16": [
+                "8 experts of 128 x 256, about 384 rows",
+                "8 experts of 256 x 128, about 384 rows",
+            ],
+        },
+    ),
+    "long sequences on a CPU": (
+        LONG,
+        *(1, "cpu"),
+        {
+            # Cut short, and still several.
+            "sdpa": ["2 x 160 tokens, 2 heads of 192/128, documents: whole, values as trained"],
+            "grouped GEMM bf16": [
+                "8 experts of 256 x 256, about 384 rows",
+                "8 experts of 256 x 256, about 384 rows",
+            ],
+        },
+    ),
+    "TP 2, EP 2, ETP 2, on a CPU": (
+        degrees(tensor=2, expert=2, expert_tensor=2),
+        *(4, "cpu"),
+        {
+            "sdpa": ["2 x 64 tokens, 2 heads of 192/128, documents: whole, values as trained"],
+            # Four experts, their hidden size cut over ETP. No rank has whole rows to send.
+            "grouped GEMM bf16": [
+                "4 experts of 128 x 256, about 384 rows",
+                "4 experts of 256 x 128, about 384 rows",
+            ],
+        },
+    ),
+    "DeepEP, TP 2, EP 2, on a CPU": (
+        (*DEEPEP, *degrees(tensor=2)),
+        *(4, "cpu"),
+        {
+            "sdpa": ["2 x 64 tokens, 2 heads of 192/128, documents: whole, values as trained"],
+            "grouped GEMM bf16": [
+                "4 experts of 256 x 256, about 384 rows",
+                "4 experts of 256 x 256, about 384 rows",
+            ],
+            "rows to expert groups and back": [
+                "96 tokens of 256, 4 experts, top 3, scores before the experts",
+                "96 tokens of 256, 4 experts, top 3, scores after the experts",
+            ],
+            "dispatch and combine deepep": [
+                "3 x 32 tokens of 256 a rank, 8 experts over 2 ranks, top 3, TP 2"
+            ],
+        },
+    ),
+}
+
+
+# Of Float8 the recipe decides, and the bound of one scale for a tensor is wider.
+LINEAR = {
+    "rowwise": "float8",
+    "rowwise_with_gw_hp": "float8",
+    "tensorwise": "float8 tensorwise",
+}
+
+
+def float8(recipe: str) -> tuple[str, ...]:
+    options = {"emulate": "", "filter_fqns": "=output,router.gate"}
+    if recipe != "tensorwise":
+        options["recipe_name"] = f"={recipe}"
+    words = (f"--quantize.linear.float8.{name}{value}" for name, value in options.items())
+    return ("--model.converters=quantize.linear.float8", *words)
+
+
+def uses(cases: dict[str, tuple[tuple[str, ...], int, str]]) -> dict[str, Uses]:
+    """Kernel, shape, and whether all ranks prove it together, as the first of so many ranks."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    import cookbook.titan.stack_2026_02  # noqa: F401  (registers the spec)
+    from cookbook.titan.stack_2026_02.used_kernels import Cell, kernels_of
+
+    dist.destroy_process_group()
+    found = {}
+    for name, (options, world, device) in cases.items():
+        dist.init_process_group("fake", rank=0, world_size=world)
+        config = ConfigManager().parse_args([*JOB, *options])
+        degree: dict[str, Any] = {
+            one: getattr(config.parallelism, f"{one}_parallel_degree") for one in DEGREES
+        }
+        dims = ParallelDims(
+            dp_replicate=1,
+            dp_shard=-1,
+            cp=degree["context"],
+            tp=degree["tensor"],
+            pp=degree["pipeline"],
+            ep=degree["expert"],
+            etp=degree["expert_tensor"],
+            world_size=world,
+        )
+        args = deepcopy(get_train_spec("deepseek_v3").model_args[config.model.flavor])
+        args.update_from_config(config)
+        kernels = kernels_of(Cell(config, dims, args, device))
+        found[name] = [(one.kernel, one.shape, one.collective) for one in kernels]
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Uses]:
+    cases = {name: case[:3] for name, case in CASES.items()}
+    cases |= {recipe: (float8(recipe), 1, "cpu") for recipe in LINEAR}
+    (first,) = run_ranks(uses, 1, cases)
+    of_all_cases: dict[str, Uses] = first
+    return of_all_cases
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_are_proved_at_the_cells_own_shapes(case: str, found: dict[str, Uses]) -> None:
+    shapes: dict[str, list[str]] = {}
+    for kernel, shape, together in found[case]:
+        shapes.setdefault(kernel, []).append(shape)
+        # What sends something waits for other ranks; a loss over TP ranks does.
+        assert together == (kernel.startswith("dispatch") or kernel == "loss in chunks")
+    assert shapes.pop("linear layer bf16")
+    assert shapes == CASES[case][3]
+
+
+@pytest.mark.parametrize("recipe", LINEAR)
+def test_float8_is_held_to_the_bound_of_its_recipe(recipe: str, found: dict[str, Uses]) -> None:
+    kinds = {kernel for kernel, _, _ in found[recipe] if "linear" in kernel}
+    assert kinds == {"linear layer bf16", f"linear layer {LINEAR[recipe]}"}
+
+
+def test_every_kind_of_linear_layer_is_proved(found: dict[str, Uses]) -> None:
+    """Of the 16B: attention, the dense layer, shared experts, the router; not the output."""
+    of_16b = [shape for kernel, shape, _ in found["16B, TP 2, EP 8, on GPUs"] if "linear" in kernel]
+    assert [shape.removeprefix("4,096 rows, ") for shape in of_16b] == [
+        *("64 x 2048", "576 x 2048", "4096 x 512", "2048 x 2048", "2816 x 2048", "2048 x 2816"),
+        *("3072 x 2048", "10944 x 2048", "2048 x 10944"),
+    ]
+    # A CPU proves the smallest, for the code around it.
+    on_a_cpu = [
+        shape for kernel, shape, _ in found["TP 2, EP 2, ETP 2, on a CPU"] if "linear" in kernel
+    ]
+    assert on_a_cpu == ["96 rows, 8 x 256"]
