@@ -37,8 +37,6 @@ def _computing() -> list[str]:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes):
             modules.append(str(path.relative_to(ROOT)))
-    # TO REMOVE with the merge of the faults of cookbook/titan/: until then they are not asked for.
-    modules = [name for name in modules if not name.startswith("cookbook/titan/")]
     return [*modules, "setup.sh"]
 
 
