@@ -10,6 +10,9 @@ faults of their own by rules; none takes a list that people write.
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -18,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +35,11 @@ from cookbook.base.paths import ROOT
 LIST = Path(__file__).with_name("mutants.yaml")
 # A fault may make a loop endless; that is seen too.
 SECONDS = 400
+# What most tests import; the driver's environment has no torch.
+IMPORTED = (
+    *("pytest", "hypothesis", "yaml", "jinja2", "submitit", "tabulate", "psutil"),
+    *("matplotlib.pyplot", "torch", "torchtitan.train", "torchao.prototype.moe_training"),
+)
 Given = TypeVar("Given")
 Answer = TypeVar("Answer")
 _KEYS = {"what", "file", "was", "now", "tests", "ci", "equivalent"}
@@ -100,30 +109,54 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, tests: str) -> int | None:
-    """pytest's exit status for its words `tests`; None where it ran out of time."""
-    words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *shlex.split(tests)]
-    try:
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", *words],
+class Checkout:
+    """A folder with a copy of the checkout, and a process that runs tests in it.
+
+    Args:
+        modules: what that process imports once for all runs.
+    """
+
+    def __init__(self, folder: Path, modules: Sequence[str]) -> None:
+        self.folder = folder
+        script = ROOT / "tests/forked_pytest.py"
+        self._pytest = subprocess.Popen(
+            [sys.executable, str(script), str(SECONDS), *modules],
             cwd=folder,
-            capture_output=True,
-            timeout=SECONDS,
-            check=False,
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return None
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run_tests(self, tests: str) -> int | None:
+        """pytest's exit status for its words `tests`; None where it ran out of time."""
+        words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *shlex.split(tests)]
+        assert self._pytest.stdin is not None and self._pytest.stdout is not None
+        self._pytest.stdin.write(json.dumps(words) + "\n")
+        self._pytest.stdin.flush()
+        status: int | None = json.loads(self._pytest.stdout.readline())
+        return status
+
+    def close(self) -> None:
+        """End the process; nothing is running in it."""
+        self._pytest.communicate()
 
 
-def is_found(folder: Path, mutant: Mutant) -> tuple[bool, str]:
+# Python takes a compiled module for that of its source by the time in seconds and the size of it.
+_times = itertools.count(1)
+
+
+def is_found(checkout: Checkout, mutant: Mutant) -> tuple[bool, str]:
     """Whether its tests see the fault, and in words how they ended."""
-    path = folder / mutant.file
-    original = path.read_text(encoding="utf-8")
+    path = checkout.folder / mutant.file
+    original, stat = path.read_text(encoding="utf-8"), path.stat()
+    own_time = stat.st_mtime_ns + next(_times) * 10**9
     path.write_text(original.replace(mutant.was, mutant.now), encoding="utf-8")
+    os.utime(path, ns=(own_time, own_time))
     try:
-        status = run_tests(folder, mutant.tests)
+        status = checkout.run_tests(mutant.tests)
     finally:
         path.write_text(original, encoding="utf-8")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     if status is None:
         return True, "ran out of time"
     # 2 and more: nothing was collected, or an import failed, which says nothing of the tests.
@@ -131,14 +164,14 @@ def is_found(folder: Path, mutant: Mutant) -> tuple[bool, str]:
     return status == 1, ends.get(status, f"pytest ended with status {status}")
 
 
-def _in_a_folder(
-    folders: SimpleQueue[Path], work: Callable[[Path, Given], Answer], given: Given
+def _in_a_checkout(
+    checkouts: SimpleQueue[Checkout], work: Callable[[Checkout, Given], Answer], given: Given
 ) -> Answer:
-    folder = folders.get()
+    checkout = checkouts.get()
     try:
-        return work(folder, given)
+        return work(checkout, given)
     finally:
-        folders.put(folder)
+        checkouts.put(checkout)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -161,17 +194,19 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     began, missed = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        folders: SimpleQueue[Path] = SimpleQueue()
-        for number in range(options.jobs):
-            folders.put(copy_tree(Path(scratch, str(number))))
-
-        with ThreadPoolExecutor(options.jobs) as pool:
+        checkouts: SimpleQueue[Checkout] = SimpleQueue()
+        with ExitStack() as ends:
+            for number in range(options.jobs):
+                checkout = Checkout(copy_tree(Path(scratch, str(number))), IMPORTED)
+                ends.callback(checkout.close)
+                checkouts.put(checkout)
+            pool = ends.enter_context(ThreadPoolExecutor(options.jobs))
             tests = sorted({one.tests for one in chosen})
-            clean = pool.map(partial(_in_a_folder, folders, run_tests), tests)
+            clean = pool.map(partial(_in_a_checkout, checkouts, Checkout.run_tests), tests)
             if failing := [one for one, status in zip(tests, clean, strict=True) if status != 0]:
                 print("these fail without a fault:", *failing, sep="\n  ")
                 return 1
-            found = pool.map(partial(_in_a_folder, folders, is_found), chosen)
+            found = pool.map(partial(_in_a_checkout, checkouts, is_found), chosen)
             for one, (is_seen, said) in zip(chosen, found, strict=True):
                 missed += not is_seen
                 print(f"{said:10} {one.file}: {one.what}", flush=True)

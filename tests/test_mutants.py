@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.paths import ROOT
-from tests.mutants import Mutant, is_found, read_list
+from tests import mutants
+from tests.mutants import Checkout, Mutant, is_found, read_list
 
 LISTED = read_list()
 
@@ -74,8 +75,27 @@ def test_a_fault_is_found_by_its_tests_alone(
     now: str, tests: str, expected: tuple[bool, str], folder: Path
 ) -> None:
     before = (folder / "adding.py").read_text()
-    assert is_found(folder, Mutant("wrong sign", "adding.py", "a + b", now, tests)) == expected
-    assert (folder / "adding.py").read_text() == before
+    checkout = Checkout(folder, ["pytest"])
+    try:
+        fault = Mutant("wrong sign", "adding.py", "a + b", now, tests)
+        # Neither the fault nor its absence stays behind, in compiled modules for example.
+        for _ in range(2):
+            assert is_found(checkout, fault) == expected
+            assert (folder / "adding.py").read_text() == before
+            assert checkout.run_tests("test_adding.py") == 0
+    finally:
+        checkout.close()
+
+
+def test_what_takes_too_long_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "SECONDS", 3)
+    checkout = Checkout(folder, ["pytest"])
+    try:
+        endless = Mutant("endless", "adding.py", "return a", "while True: a", "test_adding.py")
+        assert is_found(checkout, endless) == (True, "ran out of time")
+        assert checkout.run_tests("test_adding.py") == 0
+    finally:
+        checkout.close()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Runs pytest again and again, each time in a fork of one process that has imported the rest.
+
+    python tests/forked_pytest.py SECONDS MODULE ...        # in the folder of a checkout
+
+Most of a short run's time goes into importing such modules as torch. Nothing of this project is
+imported here: each run imports it as it is in the folder by then. A line of standard input is
+pytest's words in JSON, and is answered with its exit status, `null` where SECONDS were not enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main(seconds: float, modules: list[str]) -> None:
+    """Answer each line until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    # What is imported may print.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        os.dup2(nothing, descriptor)
+    for name in modules:
+        # The driver's environment has no torch.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # Where `python -m pytest` looks first, in place of this file's folder.
+    sys.path[0] = str(Path.cwd())
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            os.dup2(nothing, 0)
+            _run(json.loads(line))
+        answers.write(json.dumps(_wait(child, seconds)) + "\n")
+
+
+def _run(words: list[str]) -> None:
+    os.setsid()
+    status = 3
+    try:
+        import pytest
+
+        status = int(pytest.main(words))
+    finally:
+        os._exit(status)
+
+
+def _wait(child: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    ended, status = 0, 0
+    while not ended and time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.02)
+    # It and what it left.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if ended:
+        return os.waitstatus_to_exitcode(status)
+    os.waitpid(child, 0)
+    return None
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2:])
