@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -255,7 +254,6 @@ def test_as_a_command_without_any_package() -> None:
         "from cookbook.doctor.__main__ import main; status = main(['--json']); "
         "assert 'torch' not in sys.modules; sys.exit(status)"
     )
-    before = os.times()
     result = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program],
         capture_output=True,
@@ -263,11 +261,7 @@ def test_as_a_command_without_any_package() -> None:
         timeout=60,
         check=False,
     )
-    after = os.times()
     assert result.returncode == 1, result.stderr
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert findings["pins"]["state"] == "problem"
     assert set(findings["pins"]) == {"name", "state", "found", "remedy"}
-    # Time on the processor: the machine may be busy with other tests.
-    took = sum(after[2:4]) - sum(before[2:4])
-    assert took < 5, f"{took:.1f} s"
