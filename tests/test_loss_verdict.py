@@ -144,6 +144,8 @@ def test_too_few_common_steps_tell_nothing() -> None:
     assert (last.verdict, last.difference, last.low, last.limit) == (CANNOT_TELL, None, None, None)
     assert last.reason == "10 steps that both logged, 15 are needed"
     assert judge_curves({}, falling(100))[0].reason == "0 steps that both logged, 15 are needed"
+    one = judge_curves(falling(1), falling(100))[0]
+    assert one.reason == "1 step that both logged, 15 are needed"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

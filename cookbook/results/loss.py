@@ -128,7 +128,8 @@ def _judge_one(window: str, own: Losses, reference: Losses, steps: Sequence[int]
         return LossVerdict(window, DIFFERENT, None, None, None, None, num, 1, reason)
     gaps = [own[step] - reference[step] for step in steps]
     if num < LEAST_VALUES:
-        reason = f"{num} steps that both logged, {LEAST_VALUES} are needed"
+        logged = "1 step" if num == 1 else f"{num} steps"
+        reason = f"{logged} that both logged, {LEAST_VALUES} are needed"
         return LossVerdict(window, CANNOT_TELL, None, None, None, None, num, 1, reason)
     limit = MARGIN * statistics.fmean(reference[step] for step in steps)
     difference = statistics.fmean(gaps)
