@@ -75,6 +75,8 @@ def answers() -> dict[str, Any]:
         requests[name] = request(9.0, options)
     requests["another family"] = request(10.0, ("--model.name=llama3",))
     requests["failed"] = request(10.0, ("--optimizer.name=Adagrad",))
+    unknown = "--parallelism.pipeline_parallel_schedule=Nope"
+    requests["failed in torch"] = request(10.0, (*PP2, unknown))
     requests["refused"] = request(10.0, (*A2A, "--parallelism.expert_parallel_comm_backend=deepep"))
     done = subprocess.run(
         [sys.executable, "-m", "cookbook.titan.fake_world", "cookbook.titan.stack_2026_02"],
@@ -117,6 +119,10 @@ def test_a_failure_is_put_where_torchtitan_raised_it(answers: dict[str, Any]) ->
     (view,) = answers["failed"]["ranks"]
     assert "Adagrad" in view["error"] and view["kind"] == "NotImplementedError"
     assert view["place"].startswith("torchtitan/components/optimizer.py:")
+    # Where TorchTitan called what raised it: torch's own place says little.
+    for view in answers["failed in torch"]["ranks"]:
+        assert "Nope" in view["error"]
+        assert view["place"].startswith("torchtitan/")
 
 
 def killed(*_: Any) -> None:
