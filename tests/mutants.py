@@ -66,6 +66,8 @@ class Mutant:
 
     def problem(self, root: Path = ROOT) -> str | None:
         """Why the fault cannot be put in; None where it can."""
+        if not all(isinstance(text, str) for text in (self.was, self.now)):
+            return "`was` and `now` must be texts: quote what YAML takes for a number"
         path = root / self.file
         if not path.is_file():
             return f"there is no {self.file}"

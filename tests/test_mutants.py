@@ -103,6 +103,7 @@ def test_what_takes_too_long_is_ended(folder: Path, monkeypatch: pytest.MonkeyPa
     [
         (Mutant("w", "gone.py", "a", "b", "t"), "there is no gone.py"),
         (Mutant("w", "adding.py", "a", "c", "t"), "must stand once"),
+        (Mutant("w", "adding.py", "a + b", 0, "t"), "must be texts"),  # type: ignore[arg-type]
         (Mutant("w", "adding.py", "a + b", "a + b", "t"), "nothing is changed"),
         (Mutant("w", "adding.py", "a + b", "a - b"), "either `tests` or `equivalent`"),
     ],

@@ -130,3 +130,13 @@ def test_a_kernel_that_raises_has_failed_and_the_others_are_proved() -> None:
     assert exact.fault and "nothing was quantized" in exact.fault
     infinite = prove(Use("k", "s", lambda: [Error("out", math.inf, math.nan, FP8)], ""), "cpu")
     assert json.loads(json.dumps(infinite.as_json(), allow_nan=False))["errors"][0]["whole"] is None
+
+
+def test_a_proof_leaves_no_notes_of_what_ran() -> None:
+    from cookbook.titan.stack_2026_02 import activity
+    from cookbook.titan.stack_2026_02.self_check import _apart
+
+    before = set(activity.losses)
+    with _apart("cpu"):
+        activity.losses.add("of the proof")
+    assert activity.losses == before
