@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.test_titan_recomputation import GROUPED, Computed
+from tests.test_titan_recomputation import GROUPED, SAVE, Computed
+from tests.titan_ranks import run_ranks
+from tests.titan_run import DEEPEP, EP2, job, train, write_assets
 
 pytestmark = pytest.mark.titan
 
@@ -113,6 +116,26 @@ def test_the_last_product_is_neither_saved_nor_repeated(
     found, calls = scored(mode, backend)
     assert calls[GROUPED] == products
     assert all(map(torch.equal, found, scored("none", backend)[0]))
+
+
+def train_and_look(argv: list[str]) -> dict[str, Any]:
+    from cookbook.titan.stack_2026_02.scored_experts import scored_experts
+
+    return train(argv) | {"is_compiled": scored_experts.is_compiled}
+
+
+@pytest.mark.parametrize("save", [(), ("--activation_checkpoint.mode=full",), SAVE])
+def test_a_compiled_job_trains_the_same(tmp_path: Path, save: tuple[str, ...]) -> None:
+    write_assets(tmp_path)
+    options = (*EP2, *DEEPEP, "--deepep.score_activations", *save)
+    compiled = ("--compile.enable", "--compile.components=model", "--compile.backend=aot_eager")
+    runs = [
+        run_ranks(train_and_look, 2, job(tmp_path, tmp_path / str(number), *words), seconds=200)[0]
+        for number, words in enumerate([options, (*options, *compiled)])
+    ]
+    assert [run["is_compiled"] for run in runs] == [False, True]
+    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], rel=1e-4)
+    assert runs[1]["grad_norms"] == pytest.approx(runs[0]["grad_norms"], rel=1e-3)
 
 
 class Products(Computed):

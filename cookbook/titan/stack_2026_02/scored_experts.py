@@ -2,7 +2,9 @@
 
 An expert's output is linear in its activation, so that the sum over a token's experts is the same;
 only what is rounded differs. Then no gradient needs the outputs: they are not kept, and a layer
-that is recomputed stops before the last product. Megatron Core applies the scores here too.
+that is recomputed stops before the last product. Nothing but the residual sum may follow them in
+what is recomputed as one, which holds for TorchTitan's layers. Megatron Core applies the scores
+here too, since v0.13.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ class ScoredExperts:
     def __init__(self) -> None:
         self._activate: Callable[..., torch.Tensor] = _activate
         self._project: Callable[..., torch.Tensor] = _project
-        self._is_compiled = False
+        self.is_compiled = False
 
     def compile(self, backend: str) -> None:
         """Compile both halves; further calls change nothing."""
-        if not self._is_compiled:
+        if not self.is_compiled:
             self._activate = torch.compile(_activate, backend=backend, fullgraph=True)
             self._project = torch.compile(_project, backend=backend, fullgraph=True)
-            self._is_compiled = True
+            self.is_compiled = True
 
     def __call__(
         self, experts: Any, rows: torch.Tensor, scores: torch.Tensor, sizes: torch.Tensor
