@@ -9,7 +9,28 @@ from pathlib import Path
 import pytest
 
 from bench import step_times
-from bench.step_points import POINTS, cell_of_point, compare, read_points
+from bench.step_points import POINTS, Point, cell_of_point, compare, read_points
+from bench.throughput_cells import CELLS
+from cookbook.predict.memory import predict_memory
+from cookbook.predict.view import count_views
+
+
+def test_the_bars_are_predicted_as_the_page_says() -> None:
+    """Speed as in docs/time.md, memory as `check` has it, of the cells that will be compared."""
+    page = (POINTS.parent / "performance.md").read_text(encoding="utf-8")
+    table = page.partition("## The bars on 4 H200")[2].partition("The bars:")[0]
+    rows = [[word.strip() for word in line.split("|")] for line in table.splitlines()]
+    rows = [row[1:-1] for row in rows if len(row) == 7 and row[1] in CELLS]
+    assert len(rows) >= 14
+    for name, _, documents, speed, gib in rows:
+        trained = CELLS[name]
+        point = Point("", name, name, documents, {}, 4, trained.precision, trained.ep_backend)
+        (found,) = compare([replace(point, released=trained.released)])
+        assert speed == f"{found.predicted.tokens_per_second_per_gpu:,.0f}", name
+        cell = cell_of_point(found.point)
+        expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        needed = max(predict_memory(cell, view, expandable).total for view in count_views(cell))
+        assert gib == f"{needed:.0f}", name
 
 
 @pytest.fixture

@@ -139,8 +139,8 @@ def test_a_wrong_loss_in_chunks_is_found(fault: Any, expected: list[str] | None)
 # --- Rows to expert groups and back.
 
 
-def rows_wrong(scored_before: bool) -> list[str]:
-    return wrong(rows.row_errors(rows.RowsShape(60, 32, 8, 3, 16), scored_before, "cpu"))
+def rows_wrong(scored: Any) -> list[str]:
+    return wrong(rows.row_errors(rows.RowsShape(60, 32, 8, 3, 16), scored, "cpu"))
 
 
 def absent_from_the_last_row(original: Any) -> Any:
@@ -177,15 +177,27 @@ def fill_written(original: Any) -> Any:
 
 def test_rows_that_fill_groups_up_are_zero() -> None:
     with put_in(f"{ROWS}.spread", fill_written), pytest.raises(ValueError, match="are not zero"):
-        rows_wrong(True)
+        rows_wrong("before")
 
 
-@pytest.mark.parametrize("scored_before", [True, False])
-def test_rows_that_are_read_where_there_is_no_copy_are_found(scored_before: bool) -> None:
-    assert rows_wrong(scored_before) == []
+@pytest.mark.parametrize("scored", ["before", "between", "after"])
+def test_rows_that_are_read_where_there_is_no_copy_are_found(scored: str) -> None:
+    assert rows_wrong(scored) == []
     for fault in (fill_read, absent_from_the_last_row):
         with put_in(f"{ROWS}.collect", fault):
-            assert "output" in rows_wrong(scored_before)
+            assert "output" in rows_wrong(scored)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (with_result(lambda scores: scores.roll(1, 0)), "output"),
+        (with_gradient(0, lambda grad: grad.roll(1, 0)), "gradient of the scores"),
+    ],
+)
+def test_wrong_scores_of_rows_are_found(fault: Any, expected: str) -> None:
+    with put_in(f"{ROWS}.row_scores", fault):
+        assert expected in rows_wrong("between")
 
 
 def test_its_factor_tells_an_expert_from_its_neighbours_and_those_of_other_ranks() -> None:

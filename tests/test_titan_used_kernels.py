@@ -123,7 +123,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
         },
     ),
     "DeepEP, TP 2, EP 2, on a CPU": (
-        (*DEEPEP, *degrees(tensor=2)),
+        (*DEEPEP, *degrees(tensor=2), "--deepep.score_activations"),
         *(4, "cpu"),
         {
             "sdpa": ["2 x 64 tokens, 2 heads of 192/128, documents: whole, values as trained"],
@@ -134,6 +134,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
             "rows to expert groups and back": [
                 "96 tokens of 256, 4 experts, top 3, scores before the experts",
                 "96 tokens of 256, 4 experts, top 3, scores after the experts",
+                "96 tokens of 256, 4 experts, top 3, scores on the activations",
             ],
             "dispatch and combine deepep": [
                 "3 x 32 tokens of 256 a rank, 8 experts over 2 ranks, top 3, TP 2"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from cookbook.titan.any_stack.expert_groups import collect, plan_groups, spread
+from cookbook.titan.any_stack.expert_groups import collect, plan_groups, row_scores, spread
 from cookbook.titan.self_check.inputs import generator, random_routing
 from cookbook.titan.self_check.proof import Bound, Error, error_of
 
@@ -50,8 +51,12 @@ def random_rows(rows: int, columns: int, device: str, seed: int) -> torch.Tensor
     return values.bfloat16()
 
 
-def row_errors(shape: RowsShape, scored_before: bool, device: str) -> Iterator[Error]:
+def row_errors(
+    shape: RowsShape, scored: Literal["before", "between", "after"], device: str
+) -> Iterator[Error]:
     """Compare a round trip with scores: tokens to groups, each group's factor, and back.
+
+    The scores weight rows on their way to the groups, in these, or on their way back.
 
     A third of the copies belong to experts of other ranks. The rows that fill groups up are
     poisoned in between, where nothing of them may reach a token.
@@ -66,7 +71,7 @@ def row_errors(shape: RowsShape, scored_before: bool, device: str) -> Iterator[E
     counts = torch.bincount(experts[experts >= 0], minlength=shape.experts).tolist()
 
     plan = plan_groups(experts, counts, shape.alignment)
-    grouped = spread(x, scores if scored_before else None, plan)
+    grouped = spread(x, scores if scored == "before" else None, plan)
     factors = expert_factors(shape.experts, device)
     by_row = factors.repeat_interleave(plan.sizes.long())[:, None]
     fill = torch.cat(
@@ -75,8 +80,11 @@ def row_errors(shape: RowsShape, scored_before: bool, device: str) -> Iterator[E
             for size, count in zip(plan.sizes.tolist(), counts, strict=True)
         ]
     )[:, None]
-    outputs = (grouped.float() * by_row).bfloat16().masked_fill(fill, _POISON)
-    out = collect(outputs, None if scored_before else scores, plan)
+    outputs = grouped.float() * by_row
+    if scored == "between":
+        outputs = outputs * row_scores(scores, plan)
+    outputs = outputs.bfloat16().masked_fill(fill, _POISON)
+    out = collect(outputs, scores if scored == "after" else None, plan)
     dx, ds = torch.autograd.grad(out, [x, scores], grad)
 
     # What is not there has the factor 0.

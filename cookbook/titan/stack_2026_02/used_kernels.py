@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -252,12 +252,17 @@ def _rows(cell: Cell) -> Iterator[Use]:
         args.moe_args.top_k,
         moe_utils.TOKEN_GROUP_ALIGN_SIZE_M,
     )
-    for before in (True, False):
-        words = "scores before the experts" if before else "scores after the experts"
+    places: dict[Literal["before", "between", "after"], str] = {
+        "before": "scores before the experts",
+        "after": "scores after the experts",
+    }
+    if cell.job_config.deepep.score_activations:
+        places["between"] = "scores on the activations"
+    for scored, words in places.items():
         yield Use(
             "rows to expert groups and back",
             f"{shape}, {words}",
-            partial(row_errors, shape, before, cell.device),
+            partial(row_errors, shape, scored, cell.device),
             "EP backend standard does without it",
         )
 
