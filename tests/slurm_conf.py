@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cookbook.cells.cluster import Cluster
+
 MUNGE_SOCKET = "munge.socket"
-# Slurm's daemons listen below the range from which the kernel takes ports for connections.
-_PORTS = range(17000, 31000)
+# Slurm's daemons listen below the ports where jobs meet (`rendezvous_port` and the 1,000 from it):
+# a job that finds slurmd at its rendezvous waits for it in vain.
+_PORTS = range(15000, Cluster.rendezvous_port)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.cells.cluster import Cluster
 from tests.recording_torchrun import install_recording_torchrun, read_records
 from tests.slurm_cluster import Settings, SlurmCluster, SlurmError
 from tests.slurm_installed import require_slurm
@@ -241,6 +243,14 @@ def test_a_daemon_that_cannot_start_is_shown_with_its_log(tmp_path: Path) -> Non
     ):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_daemon_listens_where_jobs_meet(two_nodes: SlurmCluster) -> None:
+    conf = two_nodes.conf.read_text()
+    listening = {int(port) for port in re.findall(r"(?:Port|SlurmctldPort)=(\d+)", conf)}
+    assert len(listening) == 3
+    meeting = range(Cluster.rendezvous_port, Cluster.rendezvous_port + 1000)
+    assert not listening & set(meeting)
 
 
 def test_a_missing_slurm_is_a_skip_that_says_how_to_install_it_and_a_failure_in_ci(
