@@ -33,6 +33,8 @@ class Point:
         fitted: the fact that the point was used to fit; empty for one that was held out.
         overlapped: measured with the code that computes beside DeepEP's exchanges.
         measured: tokens/s/GPU; None where it was not measured yet.
+        foretold: what was predicted of it, tokens/s/GPU, when it was measured; None where that
+            was not committed before.
     """
 
     group: str
@@ -47,7 +49,12 @@ class Point:
     overlapped: bool = True
     fitted: str = ""
     measured: float | None = None
+    foretold: float | None = None
     note: str = ""
+
+    def error_of(self, predicted: float | None) -> float | None:
+        """That of a step's time that follows from `predicted` tokens/s/GPU."""
+        return self.measured / predicted - 1 if self.measured and predicted else None
 
 
 @dataclass(frozen=True)
@@ -60,9 +67,7 @@ class Comparison:
     @property
     def error(self) -> float | None:
         """Of the step's time, as a part of the measured one."""
-        if self.point.measured is None:
-            return None
-        return self.point.measured / self.predicted.tokens_per_second_per_gpu - 1
+        return self.point.error_of(self.predicted.tokens_per_second_per_gpu)
 
 
 def read_points(path: Path = POINTS) -> list[Point]:

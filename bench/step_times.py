@@ -4,9 +4,9 @@
     python -m bench.step_times --note OUT/throughput.json --gpus 2 --layers 8
                                                       # note in docs/time.json what was measured
 
-A point that was predicted before it was measured has no `fitted`, and the commit that added it is
-older than its figure. `--keep` writes what is predicted now to `docs/time-predicted.json`, to be
-committed before the run that it is about.
+`--keep` writes what is predicted now to `docs/time-predicted.json`, to be committed before the run
+that it is about; `--note` puts it beside what was measured, where it stays whatever the model says
+later.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def _measured(comparisons: Sequence[Comparison]) -> str:
         "measured ms",
         "predicted ms",
         "error",
+        "predicted before",
         "largest terms, ms",
         "used",
     ]
-    return markdown_table(head, [[*_row(one)] for one in comparisons], "llrrrll")
+    return markdown_table(head, [[*_row(one)] for one in comparisons], "llrrrrll")
 
 
 def _row(one: Comparison) -> Iterator[str]:
@@ -62,6 +63,8 @@ def _row(one: Comparison) -> Iterator[str]:
     yield f"{1000 * predicted.tokens_per_gpu / point.measured:,.0f}"
     yield f"{predicted.step_ms:,.0f}"
     yield f"{one.error:+.1%}"
+    foretold = point.error_of(point.foretold)
+    yield "" if foretold is None else f"{foretold:+.1%}"
     yield _largest(one)
     yield f"to fit {point.fitted}" if point.fitted else "held out"
 
@@ -88,11 +91,13 @@ def _waiting(comparisons: Sequence[Comparison]) -> str:
 
 def _summary(comparisons: Sequence[Comparison]) -> Iterator[str]:
     known = [one for one in comparisons if one.error is not None and not one.point.note]
-    for title, kept in (
-        ("used to fit something", [one for one in known if one.point.fitted]),
-        ("held out", [one for one in known if not one.point.fitted]),
+    foretold = [one.point.error_of(one.point.foretold) for one in known]
+    for title, found in (
+        ("used to fit something", [one.error for one in known if one.point.fitted]),
+        ("held out", [one.error for one in known if not one.point.fitted]),
+        ("predicted before they were measured, as predicted then", foretold),
     ):
-        errors = [abs(one.error or 0.0) for one in kept]
+        errors = [abs(error) for error in found if error is not None]
         if errors:
             yield (
                 f"{len(errors)} points {title}: mean error {statistics.fmean(errors):.1%}, "
@@ -109,14 +114,22 @@ def note(path: Path, gpus: int, layers: int) -> int:
                 speed = float(run["tokens_per_second_per_gpu"])
                 measured.setdefault((name, one["corpus"]), []).append(speed)
     content: dict[str, Any] = json.loads(POINTS.read_text(encoding="utf-8"))
+    kept = json.loads(PREDICTED.read_text(encoding="utf-8"))["points"]
+    foretold = {_key(one): one["tokens_per_second_per_gpu"] for one in kept}
     found = 0
     for point in content["points"]:
         speeds = measured.get((point["name"], point["documents"]))
         if speeds and point["group"] == f"{layers} layers, {gpus} H200":
             point["measured"] = statistics.median(speeds)
+            if _key(point) in foretold:
+                point["foretold"] = foretold[_key(point)]
             found += 1
     write_whole(POINTS, json.dumps(content, indent=1) + "\n")
     return found
+
+
+def _key(point: dict[str, Any]) -> tuple[str, ...]:
+    return point["group"], point["name"], point["documents"]
 
 
 def keep(comparisons: Sequence[Comparison]) -> None:

@@ -1,0 +1,180 @@
+"""The bars of docs/performance.md: what was predicted, measured and asked for, and the figure.
+
+    python -m bench.bars            # the tables, and docs/performance/h200x4-bars.svg, anywhere
+
+The figures are those of docs/performance/h200x4-bars.json. Speeds are compared within one round
+only; predictions are those that were committed before (docs/time.json).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench.step_points import Point, cell_of_point, read_points
+from cookbook.base.files import write_whole
+from cookbook.base.paths import ROOT
+from cookbook.base.tables import markdown_table
+from cookbook.predict.memory import predict_memory
+from cookbook.predict.view import count_views
+from cookbook.results.figures.canvas import WIDE, drawing_style, standalone
+from cookbook.results.figures.series import Series
+from cookbook.results.figures.throughput import draw_throughput
+
+MEASURED = ROOT / "docs/performance/h200x4-bars.json"
+FIGURE = ROOT / "docs/performance/h200x4-bars.svg"
+# One change after another, as docs/performance.md names them.
+STAIRS = (
+    "released-standard",
+    "released-deepep",
+    "deepep",
+    "fast-attention",
+    "fast-worker",
+    "fast-ep2",
+    "fast-saved",
+    "fast",
+)
+
+Run = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One cell over another in a round, and how many times as fast it had to be."""
+
+    cell: str
+    base: str
+    command: str
+    wanted: float
+
+
+BARS = (
+    Bar("fast", "released-deepep", "long", 1.6),
+    Bar("fast", "released-deepep", "short", 1.6),
+    Bar("fast", "released-standard", "long", 2.0),
+    Bar("fast-real", "released-deepep-real", "real", 1.5),
+    Bar("fast-tp2", "deepep-tp2", "tp2", 1.4),
+)
+
+
+def read_runs() -> dict[str, dict[str, Run]]:
+    """What each cell did, by the round's command and the cell's name."""
+    rounds = json.loads(MEASURED.read_text(encoding="utf-8"))["rounds"]
+    return {one["command"]: one["runs"] for one in rounds}
+
+
+def measured_table() -> str:
+    """Every cell: its speed and what was predicted of it, memory, start and last loss."""
+    points = {
+        (point.name, point.documents): point
+        for point in read_points()
+        if point.group == "27 layers, 4 H200" and point.foretold
+    }
+    head = ["cell", "documents", "predicted", "measured", "over the first", "error of the step"]
+    head += ["GiB, predicted", "GiB", "start (s)", "last loss", "loss, off by"]
+    rows = [row for runs in read_runs().items() for row in _rows(*runs, points)]
+    return markdown_table(head, rows, "llrrrrrrrrr")
+
+
+def _rows(
+    command: str, runs: Mapping[str, Run], points: Mapping[tuple[str, str], Point]
+) -> Iterator[list[str]]:
+    documents = "short" if command == "short" else "long"
+    first = next(iter(runs.values()))
+    for name, run in runs.items():
+        point = points[name, documents]
+        error = point.error_of(point.foretold)
+        speed = run["tokens_per_second_per_gpu"]
+        yield [
+            name,
+            documents,
+            f"{point.foretold:,.0f}",
+            f"{speed:,.0f}",
+            "" if run is first else f"{speed / first['tokens_per_second_per_gpu']:.3f}x",
+            f"{error:+.1%}",
+            f"{_memory_gib(point):.1f}",
+            f"{run['memory_gib']:.1f}",
+            f"{run['start_seconds']:.0f}",
+            f"{run['losses'][-1]:.5f}",
+            "" if run is first else f"{_off(run, first):.1e}",
+        ]
+
+
+def _memory_gib(point: Point) -> float:
+    """What PyTorch reserves, as `check` predicts it; the cells had expandable segments."""
+    cell = cell_of_point(point)
+    expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return max(predict_memory(cell, view, expandable).reserved for view in count_views(cell))
+
+
+def _off(run: Run, base: Run) -> float:
+    """The largest relative difference of the losses of all steps."""
+    pairs = zip(run["losses"], base["losses"], strict=True)
+    return float(max(abs(own - other) / other for own, other in pairs))
+
+
+def judged() -> str:
+    """Each bar with what was measured."""
+    runs = read_runs()
+    rows = []
+    for bar in BARS:
+        own, base = (runs[bar.command][name] for name in (bar.cell, bar.base))
+        ratio = own["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+        documents = "short" if bar.command == "short" else "long"
+        verdict = "met" if ratio >= bar.wanted else "**missed**"
+        rows.append([f"`{bar.cell}` over `{bar.base}`", documents, f"{bar.wanted:g}x"])
+        rows[-1] += [f"{ratio:.3f}x", verdict]
+    return markdown_table(["bar", "documents", "wanted", "measured", ""], rows, "llrrl")
+
+
+def draw() -> str:
+    """The stairs from the published options to the fast ones, on long documents; an SVG."""
+    runs = read_runs()["long"]
+    base = runs["released-deepep"]["tokens_per_second_per_gpu"]
+    cells = [
+        _series(name, place, runs[name]["tokens_per_second_per_gpu"], base)
+        for place, name in enumerate(STAIRS)
+    ]
+    with drawing_style():
+        canvas = draw_throughput(cells, WIDE)
+        assert canvas is not None
+        return standalone(canvas.svg("bars"))
+
+
+def _series(name: str, place: int, tokens: float, base: float) -> Series:
+    is_baseline = name == "released-deepep"
+    return Series(
+        name=name,
+        label=name,
+        position=place,
+        status=None,
+        note=None,
+        is_baseline=is_baseline,
+        base_tokens=base,
+        is_comparable=True,
+        tokens=tokens,
+        tokens_low=None,
+        tokens_high=None,
+        speedup=None if is_baseline else tokens / base,
+        published=None,
+        published_speedup=None,
+        steps=(),
+        times=(),
+        restarts=(),
+        memory_gib=None,
+        capacity_gib=None,
+    )
+
+
+def main() -> int:
+    """Print the tables and write the figure."""
+    print(judged())
+    print(measured_table())
+    write_whole(FIGURE, draw())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
