@@ -96,6 +96,35 @@ def test_fsdp_hides_behind_compute_but_for_its_first_gather_and_last_reduction()
     assert found == pytest.approx(first + layers)
 
 
+def test_compute_beside_fsdp_loses_a_share_of_what_is_hidden() -> None:
+    """What is sent is exposed or hidden; beside compute NCCL takes longer, and compute too."""
+    sizes = {
+        True: gathered("layers.") * 3 / 4 / 1e6,
+        False: gathered("tok_embeddings") * 3 / 4 / 1e6,
+    }
+    slow = only(
+        nvlink_gb_per_s=1.0,
+        nccl_beside_compute_share=0.5,
+        compute_beside_nccl_share=0.75,
+        flex_attention_forward_tflops=0.001,
+        flex_attention_backward_tflops=0.001,
+    )
+    found = terms(on_gpus(4), slow)
+    assert found["FSDP, exposed"] == pytest.approx(sizes[False] * (2 + 4))
+    hidden = sizes[True] * (2 + 2 + 4) / 0.5
+    assert found["compute beside FSDP"] == pytest.approx(0.25 * hidden)
+    # The backward computes nothing: the gathers of the forward alone are hidden.
+    half = dataclasses.replace(slow, flex_attention_backward_tflops=1e30)
+    found = terms(on_gpus(4, NONE), half)
+    assert found["compute beside FSDP"] == pytest.approx(0.25 * sizes[True] * 2 / 0.5)
+    exposed = sizes[True] * (2 + 4) / 0.5 + sizes[False] * (2 + 4)
+    assert found["FSDP, exposed"] == pytest.approx(exposed)
+    # A step of two rounds sends and hides twice.
+    twice = {"training.global_batch_size": 32}
+    again = terms(on_gpus(4, twice), slow)["compute beside FSDP"]
+    assert again == pytest.approx(0.25 * 2 * hidden)
+
+
 def test_released_deepep_sends_and_computes_each_token_for_every_tp_rank() -> None:
     own = on_gpus(4, {"parallelism.tensor_parallel_degree": 2}, ep_backend="deepep")
     released = dataclasses.replace(own, hooks="")

@@ -57,8 +57,12 @@ class Links:
             return self._nccl_ms(Traffic(infiniband=size))
         return self._nccl_ms(Traffic(nvlink=size))
 
-    def unit_ms(self, unit: Mapping[str, Any]) -> tuple[float, float]:
-        """One FSDP module: its parameters gathered, its gradients reduced (over replicas too)."""
+    def unit_ms(self, unit: Mapping[str, Any], beside_compute: bool = False) -> tuple[float, float]:
+        """One FSDP module: its parameters gathered, its gradients reduced (over replicas too).
+
+        Args:
+            beside_compute: NCCL shares the GPU with compute, and takes longer.
+        """
         layout, per_node = self.cell.layout, self.cell.cluster.ranks_per_node
         if unit["name"].endswith("moe.experts") and layout.ep > 1:
             group = Group.of(unit["shards"], layout.ep * layout.etp, per_node)
@@ -66,10 +70,13 @@ class Links:
             group = Group.of(unit["shards"], layout.tp, per_node)
         stage = layout.dp_shard * layout.cp * layout.tp
         replicas = Group.of(layout.dp_replicate, stage, per_node)
-        gather = self._nccl_ms(group.gather(unit["gathered"] * self.shapes.act))
-        reduce = self._nccl_ms(group.gather(unit["gathered"] * self.shapes.grad))
+        sent = (
+            group.gather(unit["gathered"] * self.shapes.act),
+            group.gather(unit["gathered"] * self.shapes.grad),
+            replicas.gather(unit["local"] * self.shapes.grad),
+        )
+        gather, reduce, again = (self._nccl_ms(traffic, beside_compute) for traffic in sent)
         # A ring all-reduce is a reduce-scatter and an all-gather.
-        again = self._nccl_ms(replicas.gather(unit["local"] * self.shapes.grad))
         return gather, reduce + 2 * again
 
     def _deepep_ms(self, sent: Traffic) -> float:
@@ -83,9 +90,10 @@ class Links:
         outside = self._outside(sent, hw.all_to_all_infiniband_share)
         return hw.all_to_all_latency_ms + max(within, outside)
 
-    def _nccl_ms(self, sent: Traffic) -> float:
+    def _nccl_ms(self, sent: Traffic, beside_compute: bool = False) -> float:
         hw = self.hardware
-        within = sent.nvlink / (hw.nvlink_gb_per_s * hw.nccl_nvlink_share * 1e6)
+        share = hw.nccl_beside_compute_share if beside_compute else hw.nccl_nvlink_share
+        within = sent.nvlink / (hw.nvlink_gb_per_s * share * 1e6)
         return max(within, self._outside(sent, hw.nccl_infiniband_share))
 
     def _outside(self, sent: Traffic, share: float | None) -> float:

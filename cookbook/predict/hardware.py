@@ -35,6 +35,8 @@ class Hardware:
     fp8_gemm_share: float
     memory_bandwidth_share: float
     nccl_nvlink_share: float
+    nccl_beside_compute_share: float
+    compute_beside_nccl_share: float
     flex_attention_forward_tflops: float
     flex_attention_backward_tflops: float
     flex_attention_waste_tokens: float

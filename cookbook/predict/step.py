@@ -24,7 +24,8 @@ from cookbook.predict.shapes import Shapes, shapes_of
 from cookbook.predict.view import count_views
 
 OPTIMIZER, COPIES = "optimizer and gradient norm", "copies and casts, FSDP's packing"
-FSDP, BUBBLE, HOST, TEXT = "FSDP, exposed", "pipeline bubble", "host", "texts"
+FSDP, BESIDE = "FSDP, exposed", "compute beside FSDP"
+BUBBLE, HOST, TEXT = "pipeline bubble", "host", "texts"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ def predict_step(
     view = views[rank]
     terms = scaled(worked, rounds)
     terms[BUBBLE] = rounds * bubble
-    terms[FSDP] = _fsdp_ms(cell, view, links, times, rounds)
+    terms[FSDP], hidden_ms = _fsdp_ms(cell, view, links, times, rounds)
+    terms[BESIDE] = hidden_ms * (1 - hardware.compute_beside_nccl_share)
     gathers, reduces = _rounds_of_fsdp(cell, rounds)
     terms[COPIES] = kernels.copies(view, gathers, reduces)
     if layout.pp > 1:
@@ -171,25 +173,32 @@ def _rounds_of_fsdp(cell: Cell, rounds: int) -> tuple[int, int]:
 
 def _fsdp_ms(
     cell: Cell, view: Mapping[str, Any], links: Links, times: LayerTimes, rounds: int
-) -> float:
-    """What compute does not hide: layer by layer, and the first gather and the last reduction."""
+) -> tuple[float, float]:
+    """What compute does not hide, layer by layer, and what it does.
+
+    Nothing hides the gather before the first layer, and the reduction behind the last backward.
+    """
     if not view["mixed_precision"]:
-        return 0.0
-    exposed = 0.0
+        return 0.0, 0.0
+    exposed = hidden = 0.0
     gathers, _ = _rounds_of_fsdp(cell, 1)
     for part in view["parts"]:
-        costs = [(unit["name"], *links.unit_ms(unit)) for unit in part["units"]]
-        ends = [c for c in costs if not c[0].startswith("layers.")]
+        units = {unit["name"]: unit for unit in part["units"]}
         for layer in part["layers"]:
             prefix = f"layers.{layer['id']}."
-            own = [cost for cost in costs if f"{cost[0]}.".startswith(prefix)]
-            gather, reduce = sum(c[1] for c in own), sum(c[2] for c in own)
+            costs = [
+                links.unit_ms(unit, beside_compute=True)
+                for name, unit in units.items()
+                if f"{name}.".startswith(prefix)
+            ]
+            gather, reduce = sum(cost[0] for cost in costs), sum(cost[1] for cost in costs)
             forward, backward = times.compute_ms(layer)
-            exposed += max(0.0, gather - forward)
-            exposed += max(0.0, gather * (gathers - 1) + reduce - backward)
-        # Before the first layer, and behind the last backward, there is nothing to hide under.
-        exposed += sum(gather for _, gather, _ in ends[:1]) + sum(r for _, _, r in ends[:1])
-    return exposed * rounds
+            sent = (gather, gather * (gathers - 1) + reduce)
+            exposed += max(0.0, sent[0] - forward) + max(0.0, sent[1] - backward)
+            hidden += min(sent[0], forward) + min(sent[1], backward)
+        ends = [unit for name, unit in units.items() if not name.startswith("layers.")]
+        exposed += sum(sum(links.unit_ms(unit)) for unit in ends[:1])
+    return exposed * rounds, hidden * rounds
 
 
 def _as_it_runs(cell: Cell, shapes: Shapes) -> Shapes:
