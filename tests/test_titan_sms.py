@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
 from tests.titan_refusal import refusal
 
@@ -148,3 +149,15 @@ def test_what_is_set_is_observed_whoever_set_it(made: list[Any]) -> None:
     del os.environ["NCCL_MAX_CTAS"]
     torch._C._set_sm_carveout_experimental(0)
     assert observe_sms() == {"carveout 0"}
+
+
+def test_a_rank_reports_what_is_set(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from cookbook.titan.stack_2026_02 import first_step
+
+    # It ends the counting for the whole process.
+    monkeypatch.setattr(first_step, "observe_attention", lambda: None)
+    start("--comm.num_sms=24")
+    report: Any = first_step.FirstStepReport.__new__(first_step.FirstStepReport)
+    report.model_parts = [nn.ModuleDict({"layers": nn.ModuleDict()})]
+    report.parallel_dims = SimpleNamespace(get_optional_mesh=lambda name: None)
+    assert report._observe().num_sms == {"NCCL_MAX_CTAS 24", "carveout 24"}
