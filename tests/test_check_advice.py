@@ -83,10 +83,10 @@ BY_STEPS = {"checkpoint.interval_minutes": 0.0}
             {},
             HINT,
             NUM_SMS,
-            "hides TP's exchanges and the all-to-all of EP, which get at most 24 SMs too",
+            "24 limits TP's exchanges and the all-to-all of EP too, which nothing hides",
         ),
-        (BIG, {NUM_SMS: 24}, {"ep_backend": "deepep"}, HINT, NUM_SMS, "hides TP's exchanges, "),
-        (SMALL, {NUM_SMS: 24}, {}, HINT, NUM_SMS, "hides the all-to-all of EP, "),
+        (BIG, {NUM_SMS: 24}, {"ep_backend": "deepep"}, HINT, NUM_SMS, "limits TP's exchanges too"),
+        (SMALL, {NUM_SMS: 24}, {}, HINT, NUM_SMS, "limits the all-to-all of EP too, "),
         (
             SMALL,
             {"training.dataset_path": "/nope"},

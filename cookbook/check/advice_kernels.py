@@ -61,7 +61,7 @@ def few_sms_for_all(cell: Cell) -> Iterator[Finding]:
             HINT,
             "few_sms_for_all",
             NUM_SMS,
-            f"nothing hides {' and '.join(waits)}, which get at most {num_sms} SMs too",
+            f"{num_sms} limits {' and '.join(waits)} too, which nothing hides",
             "compare with 0",
             _NCCL,
         )

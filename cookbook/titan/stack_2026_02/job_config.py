@@ -84,10 +84,11 @@ class DeepEP:
 @dataclass
 class Comm:
     num_sms: int = 0
-    """How many of a GPU's SMs are NCCL's: each collective takes at most so many (NCCL_MAX_CTAS),
-    and GEMMs leave so many free, so that a collective beside them delays none of their blocks.
-    Dense GEMMs then run through cuBLASLt, which can do so. Collectives beside which nothing
-    computes get no more SMs either. 0 changes nothing; on a CPU it has no effect."""
+    """How many of a GPU's SMs are NCCL's: each collective takes at most so many (NCCL_MAX_CTAS;
+    sends and receives, as of an all-to-all: up to the next power of two), and GEMMs leave so many
+    free, so that none of their blocks need wait for a collective's. Dense GEMMs then run through
+    cuBLASLt, which can do so. Collectives beside which nothing computes are limited too. 0 changes
+    nothing; on a CPU it has no effect."""
 
 
 @dataclass
