@@ -22,6 +22,7 @@ _OF_HOOKS = (
     "model.attention",
     "activation_checkpoint.op_sac_save_list",
     "loss.",
+    "comm.num_sms",
     "checkpoint.interval_minutes",
     "parallelism.expert_parallel_a2a_",
     "quantize.linear.mx.emulate",

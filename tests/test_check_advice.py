@@ -12,6 +12,7 @@ from tests.check_cells import cell_of
 
 BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
 TP, EP = (f"parallelism.{word}_parallel_degree" for word in ("tensor", "expert"))
+NUM_SMS = "comm.num_sms"
 BATCH, STEPS = "training.local_batch_size", "training.steps"
 BALANCE = "debug.moe_force_load_balance"
 BY_STEPS = {"checkpoint.interval_minutes": 0.0}
@@ -77,6 +78,16 @@ BY_STEPS = {"checkpoint.interval_minutes": 0.0}
             "trains 512 sequences (local batch 16 x 32",
         ),
         (
+            BIG,
+            {NUM_SMS: 24},
+            {},
+            HINT,
+            NUM_SMS,
+            "24 limits TP's exchanges and the all-to-all of EP too, which nothing hides",
+        ),
+        (BIG, {NUM_SMS: 24}, {"ep_backend": "deepep"}, HINT, NUM_SMS, "limits TP's exchanges too"),
+        (SMALL, {NUM_SMS: 24}, {}, HINT, NUM_SMS, "limits the all-to-all of EP too, "),
+        (
             SMALL,
             {"training.dataset_path": "/nope"},
             {},
@@ -120,6 +131,10 @@ def test_what_is_doubtful_is_told_with_its_numbers(
         (SMALL, {"checkpoint.exclude_from_loading": ["mine"]}, {}),
         (BIG, {TP: 8}, {}),
         (SMALL, {TP: 8}, {}),
+        # What NCCL sends then is FSDP's, beside compute.
+        (SMALL, {NUM_SMS: 24, EP: 1}, {}),
+        (SMALL, {NUM_SMS: 24}, {"ep_backend": "deepep"}),
+        ("debug", {NUM_SMS: 24, EP: 2}, {"cluster": "local"}),
     ],
 )
 def test_nothing_is_said_at_the_other_side_of_each_edge(

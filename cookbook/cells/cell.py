@@ -18,11 +18,12 @@ from cookbook.stack.options import Options
 
 # The option that chooses what computes attention.
 ATTENTION = "model.attention"
-# Options of the cookbook's own: the loss without whole logits, DeepEP's tokens in parts, what
-# selective recomputation saves.
+# Options of the cookbook's own: the loss without whole logits, DeepEP's tokens in parts, the SMs
+# that are NCCL's, what selective recomputation saves.
 NUM_CHUNKS = "loss.num_chunks"
 EP_CHUNKS = "deepep.num_chunks"
 SCORE_ACTIVATIONS = "deepep.score_activations"
+NUM_SMS = "comm.num_sms"
 SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 # What that may name; the first three are TorchTitan's own list.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")

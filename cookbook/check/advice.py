@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     advice_run.parameters_are_sharded,
     advice_run.tp_in_a_node,
     advice_kernels.deepep_within_a_node,
+    advice_kernels.few_sms_for_all,
     advice_kernels.emulated_has_no_speed,
     advice_kernels.reference_has_no_speed,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cookbook.cells.cell import ATTENTION, Cell
+from cookbook.cells.cell import ATTENTION, NUM_SMS, Cell
 from cookbook.cells.finding import HINT, WARNING, Finding
 from cookbook.cells.rules.kernels import NVLINK_PEERS
 from cookbook.cells.rules.references import DEEPEP, FLASH_ATTENTION, TORCHAO, TORCHTITAN
@@ -15,6 +15,7 @@ _BLOG = (
     "https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-"
     "for-deepseek-v3-on-b200-with-torchtitan"
 )
+_NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-max-ctas"
 _CUSTOM_IMPORT = "experimental.custom_import"
 
 
@@ -44,6 +45,25 @@ def deepep_within_a_node(cell: Cell) -> Iterator[Finding]:
             "travel over NVLink alone",
             "measure both",
             f"{DEEPEP}/README.md",
+        )
+
+
+def few_sms_for_all(cell: Cell) -> Iterator[Finding]:
+    """A limit for what NCCL does beside GEMMs also holds where nothing else runs."""
+    num_sms = cell.options[NUM_SMS]
+    if not num_sms or cell.cluster.gpu is None:
+        return
+    waits = ["TP's exchanges"] if cell.layout.tp > 1 else []
+    if cell.layout.ep > 1 and not cell.uses_deepep:
+        waits.append("the all-to-all of EP")
+    if waits:
+        yield Finding(
+            HINT,
+            "few_sms_for_all",
+            NUM_SMS,
+            f"{num_sms} limits {' and '.join(waits)} too, which nothing hides",
+            "compare with 0",
+            _NCCL,
         )
 
 

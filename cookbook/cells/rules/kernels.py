@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cookbook.cells.cell import EP_CHUNKS, NUM_CHUNKS, SAVE_LIST, SCORE_ACTIVATIONS, Cell
+from cookbook.cells.cell import (
+    EP_CHUNKS,
+    NUM_CHUNKS,
+    NUM_SMS,
+    SAVE_LIST,
+    SCORE_ACTIVATIONS,
+    Cell,
+)
 from cookbook.cells.finding import ERROR, Finding
 from cookbook.cells.layout import DEGREES
 from cookbook.cells.rules.layout import DEEPEP_SIZES
@@ -78,7 +85,13 @@ def hooks_are_on(cell: Cell) -> Iterator[Finding]:
             "DeepEP under TP counts every token once for each TP rank where it is not corrected"
         )
         yield Finding(ERROR, "hooks_are_on", _CUSTOM_IMPORT, reason, remedy, reference)
-    own = {NUM_CHUNKS: 0, EP_CHUNKS: 1, SCORE_ACTIVATIONS: False, SAVE_LIST: list[str]()}
+    own = {
+        NUM_CHUNKS: 0,
+        EP_CHUNKS: 1,
+        SCORE_ACTIVATIONS: False,
+        NUM_SMS: 0,
+        SAVE_LIST: list[str](),
+    }
     for name, default in own.items():
         if cell.options[name] != default:
             yield Finding(

@@ -33,6 +33,7 @@ from cookbook.titan.stack_2026_02.attention import (
 from cookbook.titan.stack_2026_02.recomputation import observe_recomputation
 from cookbook.titan.stack_2026_02.router_load import RouterLoad
 from cookbook.titan.stack_2026_02.self_check import check_kernels
+from cookbook.titan.stack_2026_02.sms import observe_sms
 from cookbook.titan.stack_2026_02.versions import refuse, versions
 
 # What may be declared, and by which overlay.
@@ -51,6 +52,7 @@ class RankActivity:
     loss: frozenset[str]
     recomputation: frozenset[str]
     saved: frozenset[str]
+    num_sms: frozenset[str]
     emulated: bool
     corrections: frozenset[str]
     node: str
@@ -157,6 +159,7 @@ class FirstStepReport(metrics.MetricsProcessor):
             loss=frozenset(activity.losses),
             recomputation=observe_recomputation(self.model_parts),
             saved=frozenset(activity.saved),
+            num_sms=observe_sms(),
             emulated=model.emulated or activity.casts_are_emulated(),
             corrections=frozenset(activity.corrections),
             node=socket.gethostname(),
@@ -182,8 +185,8 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     """What is active in the job; where ranks disagree, `a and b`.
 
     Returns:
-        `grouped_gemms`, `linear_layers`, `dispatch`, `loss`, `recomputation`, what it `saved` (each
-        null where no rank has any), `emulated`.
+        `grouped_gemms`, `linear_layers`, `dispatch`, `loss`, `recomputation`, what it `saved`, what
+        sets `num_sms` (each null where no rank has any), `emulated`.
     """
     return {
         "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),
@@ -192,6 +195,7 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
         "loss": words(frozenset().union(*(view.loss for view in views))),
         "recomputation": words(frozenset().union(*(view.recomputation for view in views))),
         "saved": words(frozenset().union(*(view.saved for view in views))),
+        "num_sms": words(frozenset().union(*(view.num_sms for view in views))),
         "emulated": any(view.emulated for view in views),
     }
 

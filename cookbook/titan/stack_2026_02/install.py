@@ -7,12 +7,15 @@ import torch
 from cookbook.titan.any_stack.leave import leave_when_done
 from cookbook.titan.any_stack.orphan import end_with_torchrun
 from cookbook.titan.stack_2026_02.cpu import prepare_cpu
+from cookbook.titan.stack_2026_02.sms import divide_sms_before_nccl
 from cookbook.titan.stack_2026_02.spec import register
 
 
 def install() -> None:
     """Register the changed spec; bind TorchTitan to the CPU where there is no GPU."""
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        divide_sms_before_nccl()
+    else:
         prepare_cpu()
     register()
     leave_when_done()
