@@ -21,6 +21,7 @@ _OF_HOOKS = (
     "cookbook.",
     "model.attention",
     "activation_checkpoint.op_sac_save_list",
+    "activation_checkpoint.num_layers_kept",
     "loss.",
     "comm.num_sms",
     "checkpoint.interval_minutes",

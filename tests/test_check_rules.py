@@ -23,6 +23,7 @@ SCHEDULE = f"{P}.pipeline_parallel_schedule"
 MICROBATCH = f"{P}.pipeline_parallel_microbatch_size"
 PER_STAGE = f"{P}.pipeline_parallel_layers_per_stage"
 BATCH, GLOBAL, SEQ = "training.local_batch_size", "training.global_batch_size", "training.seq_len"
+KEPT, MODE = "activation_checkpoint.num_layers_kept", "activation_checkpoint.mode"
 BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
 B200 = "soperator-b200"
 
@@ -59,6 +60,9 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     (BIG, {EP: 1}, {"ep_backend": "deepep"}, "", "deepep needs parallelism.expert_parallel_degree"),
     (SMALL, {TP: 2, ETP: 2}, {"ep_backend": "deepep"}, ETP, "DeepEP needs 1, found 2"),
     (BIG, {"deepep.num_chunks": 0}, {}, "deepep.num_chunks", "found 0, allowed: 1 and up"),
+    (BIG, {KEPT: -1}, {}, KEPT, "found -1, allowed: 0 and up"),
+    (BIG, {KEPT: 1, MODE: "none"}, {}, KEPT, "mode none recomputes no layer as a whole"),
+    (BIG, {KEPT: 1, MODE: "memory_budget"}, {}, KEPT, "recomputes no layer as a whole"),
     (
         SMALL,
         {"model.flavor": "236B", EP: 40, PP: 1},
@@ -175,7 +179,12 @@ def test_every_finding_has_a_public_reference() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("deepep.num_chunks", 2), ("deepep.score_activations", True), ("comm.num_sms", 64)],
+    [
+        ("deepep.num_chunks", 2),
+        ("deepep.score_activations", True),
+        ("comm.num_sms", 64),
+        (KEPT, 1),
+    ],
 )
 def test_what_the_hooks_do_needs_them(option: str, value: Any) -> None:
     cell = cell_of(BIG, {option: value}, ep_backend="deepep")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import xml.dom.minidom
@@ -25,7 +26,7 @@ from cookbook.plan.search import FITS, TOO_LARGE, Found, evaluate, search
 from cookbook.plan.space import RECOMPUTATION, Space, space_of
 from cookbook.predict.documents import C4
 from cookbook.stack.options import Setting
-from tests.check_cells import cell_of
+from tests.check_cells import cell_of, with_options
 from tests.submit import submit
 
 TP, PP, EP = (f"parallelism.{word}_parallel_degree" for word in ("tensor", "pipeline", "expert"))
@@ -125,6 +126,14 @@ def test_none_beats_the_front(found: Found) -> None:
 
 def speed(candidate: Any) -> float:
     return float(candidate.step.tokens_per_second_per_gpu)
+
+
+def test_layers_that_a_recipe_keeps_are_kept_where_a_mode_recomputes_them() -> None:
+    kept = "activation_checkpoint.num_layers_kept"
+    tried = space("activation_checkpoint.mode=full,none", f"{TP}=1", held={EP: 8})
+    keeping = dataclasses.replace(tried, base=with_options(DEEPEP, {kept: 1}))
+    found = {(c.options["activation_checkpoint.mode"], c.options[kept]) for c in keeping.cells()}
+    assert found == {("full", 1), ("none", 0)}
 
 
 def test_set_holds_an_option_and_vary_names_its_values() -> None:

@@ -146,6 +146,12 @@ def test_which_layers_are_computed_again() -> None:
     # Every second one: the second, not the first.
     assert recomputed(mode="selective", selective_ac_option="2") == [False, True, False, True]
     assert recomputed(mode="selective", selective_ac_option="0") == [True] * 4
+    # The last ones may be kept.
+    assert recomputed(mode="full", num_layers_kept=1) == [True] * 3 + [False]
+    every = {"mode": "selective", "selective_ac_option": "2"}
+    assert recomputed(**every, num_layers_kept=1) == [False, True, False, False]
+    assert recomputed(mode="full", num_layers_kept=4) == [False] * 4
+    assert recomputed(mode="full", num_layers_kept=9) == [False] * 4
 
 
 def test_replicas_count_in_the_rounds_of_a_step() -> None:

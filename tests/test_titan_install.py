@@ -79,6 +79,10 @@ DEEPEP = "--parallelism.expert_parallel_comm_backend=deepep"
         ((A2A, EP, ETP), "and parallelism.expert_tensor_parallel_degree=1"),
         ((EP, DEEPEP), "needs the package deep_ep, which is not installed here"),
         (("--activation_checkpoint.op_sac_save_list=mm",), "op_sac_save_list is for "),
+        (
+            ("--activation_checkpoint.mode=none", "--activation_checkpoint.num_layers_kept=1"),
+            "num_layers_kept is for ",
+        ),
     ],
 )
 def test_combinations_that_cannot_be_right_are_refused(

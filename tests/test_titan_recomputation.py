@@ -94,6 +94,49 @@ def test_losses_are_bit_equal_to_full_recomputation(
         assert 0 < sent[0] == sent[1] < sent[2]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "layout", "mode"),
+    [
+        pytest.param(2, (*EP2, *DEEPEP, "--deepep.score_activations"), SAVE, id="deepep, saved"),
+        # Each stage keeps its last layer: with two of them nothing is left of four layers but two.
+        pytest.param(4, (*EP2, *PP2), FULL, id="standard, pp 2"),
+    ],
+)
+def test_kept_layers_compute_nothing_again_and_losses_stay(
+    assets: Path, tmp_path: Path, ranks: int, layout: tuple[str, ...], mode: tuple[str, ...]
+) -> None:
+    keep = "--activation_checkpoint.num_layers_kept=1"
+    runs = [
+        trained(assets, tmp_path / str(index), ranks, *layout, *more)
+        for index, more in enumerate((mode, (*mode, keep)))
+    ]
+    assert runs[0]["losses"] == runs[1]["losses"]
+    assert runs[0]["grad_norms"] == runs[1]["grad_norms"]
+    first, second = (active(run)["recomputation"] for run in runs)
+    assert second == " and ".join(sorted(("none", first)))
+
+
+@pytest.mark.parametrize(("kept", "left"), [(0, 3), (1, 2), (3, 0), (5, 0)])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_the_last_layers_are_kept(mode: str, kept: int, left: int) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+    from torchtitan.config.job_config import ActivationCheckpoint
+
+    from cookbook.titan.stack_2026_02.recomputation import apply_ac
+
+    model = nn.Module()
+    plain = {str(index): Layer() for index in range(3)}
+    model.layers = nn.ModuleDict(plain)
+    config = ActivationCheckpoint(mode=mode, selective_ac_option="op")
+    apply_ac([], kept, model, config, op_sac_save_list=set())
+    layers = [model.layers[str(index)] for index in range(3)]
+    assert [isinstance(one, CheckpointWrapper) for one in layers] == [
+        index < left for index in range(3)
+    ]
+    # What is kept is the layer itself.
+    assert all(model.layers[str(index)] is plain[str(index)] for index in range(left, 3))
+
+
 def test_without_a_list_torchtitans_own_holds(assets: Path, tmp_path: Path) -> None:
     found = active(trained(assets, tmp_path, 2, *EP2, *SELECTIVE))
     assert (found["recomputation"], found["saved"]) == ("selective", "communication and mm")
@@ -153,7 +196,7 @@ def recompute(
     model.layers = nn.ModuleDict({"0": change(Layer())})
     config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
     released = set(deepseek_parallelize._op_sac_save_list)
-    apply_ac(save, model, config, op_sac_save_list=released)
+    apply_ac(save, 0, model, config, op_sac_save_list=released)
     assert released == deepseek_parallelize._op_sac_save_list
     model.layers["0"] = around(model.layers["0"])
     activity.saved.clear()
@@ -252,3 +295,26 @@ def test_a_list_that_cannot_be_meant_ends_the_job(
         check_save_list(options)
         return
     assert said in refusal(lambda: check_save_list(options), caplog)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "said"),
+    [
+        ("none", 1, "is for activation_checkpoint.mode=full or selective, found none"),
+        ("memory_budget", 2, "found memory_budget"),
+        ("full", -1, "found -1, allowed: 0 or more"),
+        ("full", 1, ""),
+        ("selective", 1, ""),
+        ("none", 0, ""),
+    ],
+)
+def test_layers_that_cannot_be_kept_end_the_job(
+    mode: str, kept: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cookbook.titan.stack_2026_02.checks import check_kept_layers
+
+    options = SimpleNamespace(mode=mode, num_layers_kept=kept)
+    if not said:
+        check_kept_layers(options)
+        return
+    assert said in refusal(lambda: check_kept_layers(options), caplog)

@@ -45,6 +45,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "activation_checkpoint.selective_ac_option": "3",
         },
     ),
+    "two layers of each stage kept": (
+        "deepseek_v3_16b",
+        {PP: 2, EP: 8, SCHEDULE: "Interleaved1F1B", "activation_checkpoint.num_layers_kept": 2},
+    ),
     "accumulated": (
         "deepseek_v3_16b",
         {PP: 2, EP: 8, SCHEDULE: "GPipe", "training.global_batch_size": 16 * 128 * 3},

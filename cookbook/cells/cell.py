@@ -25,6 +25,7 @@ EP_CHUNKS = "deepep.num_chunks"
 SCORE_ACTIVATIONS = "deepep.score_activations"
 NUM_SMS = "comm.num_sms"
 SAVE_LIST = "activation_checkpoint.op_sac_save_list"
+LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
 # What that may name; the first three are TorchTitan's own list.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cookbook.cells.cell import ATTENTION, Cell
+from cookbook.cells.cell import ATTENTION, LAYERS_KEPT, Cell
 from cookbook.plan.search import Candidate
 
 
@@ -25,13 +25,14 @@ def schedule(cell: Cell) -> str:
 
 
 def recomputation(cell: Cell) -> str:
-    """`full`, `none`, or what selective recomputation saves."""
-    mode = cell.options["activation_checkpoint.mode"]
+    """`full`, `none`, or what selective recomputation saves; and how many layers it leaves out."""
+    mode = str(cell.options["activation_checkpoint.mode"])
     if cell.saves:
-        return f"saves {', '.join(sorted(cell.saves))}"
-    if mode == "selective":
-        return f"every {cell.options['activation_checkpoint.selective_ac_option']}."
-    return str(mode)
+        mode = f"saves {', '.join(sorted(cell.saves))}"
+    elif mode == "selective":
+        mode = f"every {cell.options['activation_checkpoint.selective_ac_option']}."
+    kept = cell.options[LAYERS_KEPT]
+    return f"{mode}; keeps {kept} layers" if kept else mode
 
 
 def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str, Any]:

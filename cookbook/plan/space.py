@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError, unknown_name
-from cookbook.cells.cell import ATTENTION, EP_CHUNKS, NUM_CHUNKS, SAVE_LIST, Cell
+from cookbook.cells.cell import ATTENTION, EP_CHUNKS, LAYERS_KEPT, NUM_CHUNKS, SAVE_LIST, Cell
 from cookbook.cells.layout import DEGREES
 from cookbook.cells.overlay import load_overlay
 from cookbook.cells.resolve import lay_out
@@ -34,7 +34,7 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
         _BY: "op",
         SAVE_LIST: ["attention", "communication", "grouped_mm"],
     },
-    "none": {_MODE: "none", SAVE_LIST: []},
+    "none": {_MODE: "none", SAVE_LIST: [], LAYERS_KEPT: 0},
 }
 _WORKERS = "training.dataloader.num_workers"
 # A process that tokenizes beside the training.
@@ -116,15 +116,16 @@ class Space:
         """Recomputation, attention, the loss, and any other option that the user varies."""
         ways = list(RECOMPUTATION.values())
         if _MODE in self.varied:
-            # A list of what to save is refused beside any other mode.
-            ways = [
-                {_MODE: mode} if mode == "selective" else {_MODE: mode, SAVE_LIST: []}
-                for mode in self.varied[_MODE]
-            ]
+            ways = [{_MODE: mode, **self._unused(mode)} for mode in self.varied[_MODE]]
         others = {name: values for name, values in self.varied.items() if name not in _STRUCTURE}
         others |= self._means()
         for way, values in itertools.product(ways, itertools.product(*others.values())):
             yield {**chosen, **way, **dict(zip(others, values, strict=True))}
+
+    def _unused(self, mode: str) -> dict[str, Any]:
+        """What is refused beside a mode that has no use for it."""
+        options: dict[str, Any] = {} if mode == "selective" else {SAVE_LIST: []}
+        return options if mode in ("full", "selective") else {**options, LAYERS_KEPT: 0}
 
     def _chunks(self, start: Cell, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Between nodes experts compute beside what DeepEP sends; within one it is soon done."""

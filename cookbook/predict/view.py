@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
+from cookbook.cells.cell import LAYERS_KEPT, Cell
 from cookbook.cells.layout import Layout
 from cookbook.cells.rules.layout import STAGES_PER_RANK
 from cookbook.predict.actions import Actions, actions_of
@@ -68,7 +68,7 @@ def count_views(cell: Cell, model: Mapping[str, Any] | None = None) -> tuple[dic
     views = []
     for rank in range(layout.pp):
         stages = actions.stages[rank] if actions else [0]
-        again = iter(_recomputed(cell, sum(len(splits[stage]) for stage in stages)))
+        again = iter(_recomputed(cell, [len(splits[stage]) for stage in stages]))
         views.append(
             {
                 "rank": rank * layout.stage_ranks,
@@ -170,14 +170,24 @@ def _part(
     }
 
 
-def _recomputed(cell: Cell, layers: int) -> list[bool]:
-    """Whether each of a rank's layers is computed again; `n` counts over all parts of a rank."""
+def _recomputed(cell: Cell, sizes: Sequence[int]) -> list[bool]:
+    """Whether each of a rank's layers is computed again; `n` counts over all parts of a rank.
+
+    Args:
+        sizes: the layers of each part.
+    """
     mode = cell.options["activation_checkpoint.mode"]
     option = cell.options["activation_checkpoint.selective_ac_option"]
+    again = [mode in ("full", "selective")] * sum(sizes)
     if mode == "selective" and option != "op":
         every = int(option)
-        return [every == 0 or (layer + 1) % every == 0 for layer in range(layers)]
-    return [mode in ("full", "selective")] * layers
+        again = [every == 0 or (layer + 1) % every == 0 for layer in range(sum(sizes))]
+    end = 0
+    for size in sizes:
+        end += size
+        kept = min(cell.options[LAYERS_KEPT], size)
+        again[end - kept : end] = [False] * kept
+    return again
 
 
 def _accumulation(cell: Cell) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from cookbook.cells.cell import (
     EP_CHUNKS,
+    LAYERS_KEPT,
     NUM_CHUNKS,
     NUM_SMS,
     SAVE_LIST,
@@ -91,6 +92,7 @@ def hooks_are_on(cell: Cell) -> Iterator[Finding]:
         SCORE_ACTIVATIONS: False,
         NUM_SMS: 0,
         SAVE_LIST: list[str](),
+        LAYERS_KEPT: 0,
     }
     for name, default in own.items():
         if cell.options[name] != default:

@@ -1,11 +1,11 @@
-"""What the list of operators that selective recomputation saves refuses."""
+"""What the options that recompute less refuse: operators that are saved, layers that are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from cookbook.base.errors import nearest
-from cookbook.cells.cell import SAVE_LIST, SAVED_OPERATORS, Cell
+from cookbook.cells.cell import LAYERS_KEPT, SAVE_LIST, SAVED_OPERATORS, Cell
 from cookbook.cells.finding import ERROR, Finding
 
 
@@ -24,6 +24,20 @@ def save_list(cell: Cell) -> Iterator[Finding]:
             f"activation_checkpoint.mode {mode} has no use for a list of operators",
             "set activation_checkpoint.mode=selective and "
             "activation_checkpoint.selective_ac_option=op, or leave the list out",
+        )
+
+
+def layers_kept(cell: Cell) -> Iterator[Finding]:
+    """Layers are kept where a mode would recompute them."""
+    mode = cell.options["activation_checkpoint.mode"]
+    if cell.options[LAYERS_KEPT] and mode not in ("full", "selective"):
+        yield Finding(
+            ERROR,
+            "layers_kept",
+            LAYERS_KEPT,
+            f"activation_checkpoint.mode {mode} recomputes no layer as a whole",
+            "set activation_checkpoint.mode=selective or full, or leave the number out",
+            is_input=True,
         )
 
 

@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     values.kept_checkpoints,
     values.pinned_memory,
     recomputation.save_list,
+    recomputation.layers_kept,
     overlays.hardware,
     overlays.needs,
     overlays.declaration,

@@ -35,6 +35,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "activation_checkpoint.memory_budget": (0, 1),
     "loss.num_chunks": (0, math.inf),
     "deepep.num_chunks": (1, math.inf),
+    "activation_checkpoint.num_layers_kept": (0, math.inf),
     "debug.seed": (0, 2**63 - 1),
 }
 

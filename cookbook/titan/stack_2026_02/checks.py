@@ -18,6 +18,7 @@ def check_job(job_config: Any) -> None:
             f"--job.custom_config_module={__package__}.job_config"
         )
     check_save_list(job_config.activation_checkpoint)
+    check_kept_layers(job_config.activation_checkpoint)
     options = job_config.parallelism
     backend = options.expert_parallel_comm_backend
     if backend == "deepep" and find_spec("deep_ep") is None:
@@ -51,4 +52,16 @@ def check_save_list(options: Any) -> None:
         raise refuse(
             "activation_checkpoint.op_sac_save_list is for activation_checkpoint.mode=selective "
             "with activation_checkpoint.selective_ac_option=op; set them, or leave the list out"
+        )
+
+
+def check_kept_layers(options: Any) -> None:
+    """End this rank where layers are to be kept that nothing recomputes."""
+    kept = options.num_layers_kept
+    if kept < 0:
+        raise refuse(f"activation_checkpoint.num_layers_kept: found {kept}, allowed: 0 or more")
+    if kept and options.mode not in ("full", "selective"):
+        raise refuse(
+            "activation_checkpoint.num_layers_kept is for activation_checkpoint.mode=full or "
+            f"selective, found {options.mode}; set one, or leave the number out"
         )

@@ -52,6 +52,10 @@ class ActivationCheckpoint:
     and `mm` (every second other GEMM, where it is not compiled); empty is TorchTitan's own list,
     all of these but `grouped_mm`. The log's `cookbook active` line says what was saved."""
 
+    num_layers_kept: int = 0
+    """Of how many layers `mode=full` or `selective` recomputes nothing: the last ones of each
+    pipeline stage. For memory that is left, a layer at a time."""
+
 
 @dataclass
 class Checkpoint:

@@ -36,7 +36,11 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             chunks=job_config.deepep.num_chunks,
             score_activations=job_config.deepep.score_activations,
         ),
-        "apply_ac": partial(apply_ac, job_config.activation_checkpoint.op_sac_save_list),
+        "apply_ac": partial(
+            apply_ac,
+            job_config.activation_checkpoint.op_sac_save_list,
+            job_config.activation_checkpoint.num_layers_kept,
+        ),
     }
     compiled = job_config.compile
     if compiled.enable and "model" in compiled.components:

@@ -94,11 +94,14 @@ class SaveList(set[Any]):
         return is_saved
 
 
-def apply_ac(save: list[str], model: nn.Module, ac_config: Any, **options: Any) -> None:
-    """Wrap the layers of `model` as TorchTitan does.
+def apply_ac(
+    save: list[str], num_layers_kept: int, model: nn.Module, ac_config: Any, **options: Any
+) -> None:
+    """Wrap the layers of `model`, the whole or one stage, as TorchTitan does.
 
     Args:
         save: kinds of operators that selective recomputation saves; empty for TorchTitan's own.
+        num_layers_kept: of how many layers, the last ones, nothing is recomputed.
         options: TorchTitan's own, `op_sac_save_list` and so on.
     """
     operators: set[Any] = options.pop("op_sac_save_list")
@@ -108,6 +111,11 @@ def apply_ac(save: list[str], model: nn.Module, ac_config: Any, **options: Any) 
         operators = {operator for operator in operators if operator not in kinds}
         operators |= {operator for operator, kind in kinds.items() if kind in save}
     titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)
+    layers = model.get_submodule("layers")
+    wrapped = list(layers.named_children())
+    for name, layer in wrapped[len(wrapped) - min(num_layers_kept, len(wrapped)) :]:
+        if isinstance(layer, CheckpointWrapper):
+            layers.register_module(name, layer._checkpoint_wrapped_module)
 
 
 def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
