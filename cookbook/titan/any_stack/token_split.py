@@ -59,40 +59,42 @@ def global_positions(local: torch.Tensor, share: Share, per_token: int = 1) -> t
 def gather_sequence(mine: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
     """The shares (batch, part, features) of all TP ranks, as (batch, length, features).
 
-    All TP ranks must have the same gradient of the whole: each keeps its own positions of it. Whose
-    gradient is a term of a sum over TP takes `for_terms` of the whole.
+    All TP ranks must have the same gradient of the whole: each keeps its own positions of it. For
+    users whose gradient is one term of a sum over TP there is `with_partial_gradient`.
     """
     shares = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)
     return shares.redistribute(placements=(Replicate(),)).to_local()
 
 
-class _ForTerms(torch.autograd.Function):
-    """Not DTensor.from_local, which in PyTorch 2.10 makes a sum of every user's term."""
+class _PartialGradient(torch.autograd.Function):
+    """Not DTensor.from_local: in PyTorch 2.10 its backward sums what it gets over TP."""
 
     @staticmethod
     def forward(
-        ctx: Any, mine: torch.Tensor, whole: torch.Tensor, tp_mesh: DeviceMesh
+        ctx: Any, whole: torch.Tensor, mine: torch.Tensor, tp_mesh: DeviceMesh
     ) -> torch.Tensor:
         return DTensor.from_local(whole, tp_mesh, (Replicate(),), run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
-        # Nobody waits for the sum before it is read.
+    def backward(ctx: Any, grad: DTensor) -> tuple[None, torch.Tensor, None]:
+        # Whoever reads the sum waits for it; until then other work hides it.
         share = grad.redistribute(placements=(Shard(1),), async_op=True)
-        return share.to_local(), None, None
+        return None, share.to_local(), None
 
 
-def for_terms(mine: torch.Tensor, whole: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """`whole`, which was gathered of `mine`, for users whose gradients are terms of sums over TP.
+def with_partial_gradient(
+    whole: torch.Tensor, mine: torch.Tensor, tp_mesh: DeviceMesh
+) -> torch.Tensor:
+    """`whole`, gathered from `mine`, for linear layers whose weights are cut by columns.
 
-    These are linear layers whose weights are cut by columns. Given a plain tensor, each of them
-    sums its gradient of the whole over TP by itself, and the gather keeps a share of every sum.
-    Here the terms of all users are added first, and one reduce-scatter brings each rank its share.
+    Each of them has one term of its input's gradient on each TP rank. Given a plain tensor, every
+    layer sums its terms by an all-reduce, and the gather drops all positions but this rank's. Here
+    the terms of all layers are added first, and one reduce-scatter sums them.
 
     Returns:
-        A DTensor (batch, length, features), the same on all ranks; its gradient goes to `mine`.
+        A DTensor (batch, length, features), the same on all TP ranks; its gradient goes to `mine`.
     """
-    return _ForTerms.apply(mine, whole.detach(), tp_mesh)
+    return _PartialGradient.apply(whole.detach(), mine, tp_mesh)
 
 
 def sum_to_shares(term: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:

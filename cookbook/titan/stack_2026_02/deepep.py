@@ -23,10 +23,10 @@ from cookbook.titan.any_stack.again import is_repeated
 from cookbook.titan.any_stack.expert_groups import collect, plan_groups, row_scores, spread
 from cookbook.titan.any_stack.token_split import (
     Share,
-    for_terms,
     gather_sequence,
     sum_to_shares,
     take_share,
+    with_partial_gradient,
 )
 from cookbook.titan.stack_2026_02 import activity
 from cookbook.titan.stack_2026_02.deepep_exchange import (
@@ -145,8 +145,8 @@ class SplitMoE(DeepEPMoE):
         Under TP `x` is this rank's share of every sequence, (batch, length / TP, features), and so
         is what is returned. The experts get the share itself, before any gather, and their output
         is added after the shared experts' output has been summed over TP: the split copies nothing.
-        The shared experts' gradient of the whole is summed over TP once, as the rows' gradients
-        travel.
+        The shared experts' gradient of the whole is summed over TP once, while the gradients of the
+        rows are on their way.
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
         mine = x.to_local() if isinstance(x, DTensor) else x
@@ -172,8 +172,8 @@ class SplitMoE(DeepEPMoE):
         rows, routings = zip(*left, strict=True)
         shared = self.shared_experts
         if shared is not None and tp_mesh is not None:
-            # Made after `leave`, so that in the backward its sum starts before that one waits.
-            tokens = for_terms(mine, whole, tp_mesh).view(-1, features)
+            # After `leave`, so that in the backward its sum starts before `leave` waits.
+            tokens = with_partial_gradient(whole, mine, tp_mesh).view(-1, features)
         halves = None if shared is None else shared(tokens)
         returned = self.experts(rows, routings)
         out = None if shared is None else shared(halves=halves)
