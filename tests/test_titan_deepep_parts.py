@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,14 @@ pytestmark = pytest.mark.titan
 DIM, EXPERTS, TOP_K, TOKENS = 32, 4, 2, 12
 
 
-def parallel_layer(tp: int, chunks: int = 1) -> Any:
-    """A DeepEP layer over two ranks, by TorchTitan's plan and the cookbook's."""
+def parallel_layer(
+    tp: int, chunks: int = 1, change: Callable[[Any], None] = lambda layer: None
+) -> Any:
+    """A DeepEP layer over two ranks, by TorchTitan's plan and the cookbook's.
+
+    Args:
+        change: what is done to the layer before, as TorchTitan's converters do it.
+    """
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.moe.moe import MoEArgs, build_moe
 
@@ -36,6 +43,7 @@ def parallel_layer(tp: int, chunks: int = 1) -> Any:
             parameter.normal_(std=0.3)
     layer.expert_bias = torch.zeros(EXPERTS, dtype=torch.float64)
     layer.tokens_per_expert = torch.zeros(EXPERTS, dtype=torch.float64)
+    change(layer)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
     model: Any = SimpleNamespace(layers={"0": block})

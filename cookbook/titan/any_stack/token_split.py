@@ -59,10 +59,42 @@ def global_positions(local: torch.Tensor, share: Share, per_token: int = 1) -> t
 def gather_sequence(mine: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
     """The shares (batch, part, features) of all TP ranks, as (batch, length, features).
 
-    All TP ranks must have the same gradient of the whole: each keeps its own positions of it.
+    All TP ranks must have the same gradient of the whole: each keeps its own positions of it. For
+    users whose gradient is one term of a sum over TP there is `with_partial_gradient`.
     """
     shares = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)
     return shares.redistribute(placements=(Replicate(),)).to_local()
+
+
+class _PartialGradient(torch.autograd.Function):
+    """Not DTensor.from_local: in PyTorch 2.10 its backward sums what it gets over TP."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: torch.Tensor, mine: torch.Tensor, tp_mesh: DeviceMesh
+    ) -> torch.Tensor:
+        return DTensor.from_local(whole, tp_mesh, (Replicate(),), run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[None, torch.Tensor, None]:
+        # Whoever reads the sum waits for it; until then other work hides it.
+        share = grad.redistribute(placements=(Shard(1),), async_op=True)
+        return None, share.to_local(), None
+
+
+def with_partial_gradient(
+    whole: torch.Tensor, mine: torch.Tensor, tp_mesh: DeviceMesh
+) -> torch.Tensor:
+    """`whole`, gathered from `mine`, for linear layers whose weights are cut by columns.
+
+    Each of them has one term of its input's gradient on each TP rank. Given a plain tensor, every
+    layer sums its terms by an all-reduce, and the gather drops all positions but this rank's. Here
+    the terms of all layers are added first, and one reduce-scatter sums them.
+
+    Returns:
+        A DTensor (batch, length, features), the same on all TP ranks; its gradient goes to `mine`.
+    """
+    return _PartialGradient.apply(whole.detach(), mine, tp_mesh)
 
 
 def sum_to_shares(term: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:

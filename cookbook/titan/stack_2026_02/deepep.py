@@ -26,6 +26,7 @@ from cookbook.titan.any_stack.token_split import (
     gather_sequence,
     sum_to_shares,
     take_share,
+    with_partial_gradient,
 )
 from cookbook.titan.stack_2026_02 import activity
 from cookbook.titan.stack_2026_02.deepep_exchange import (
@@ -144,6 +145,8 @@ class SplitMoE(DeepEPMoE):
         Under TP `x` is this rank's share of every sequence, (batch, length / TP, features), and so
         is what is returned. The experts get the share itself, before any gather, and their output
         is added after the shared experts' output has been summed over TP: the split copies nothing.
+        The shared experts' gradient of the whole is summed over TP once, while the gradients of the
+        rows are on their way.
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
         mine = x.to_local() if isinstance(x, DTensor) else x
@@ -168,6 +171,9 @@ class SplitMoE(DeepEPMoE):
         left = [leave(part, scores, chosen, count) for part, scores, chosen in parts]
         rows, routings = zip(*left, strict=True)
         shared = self.shared_experts
+        if shared is not None and tp_mesh is not None:
+            # After `leave`, so that in the backward its sum starts before `leave` waits.
+            tokens = with_partial_gradient(whole, mine, tp_mesh).view(-1, features)
         halves = None if shared is None else shared(tokens)
         returned = self.experts(rows, routings)
         out = None if shared is None else shared(halves=halves)
