@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,11 @@ def _key(point: dict[str, Any]) -> tuple[str, ...]:
 
 
 def keep(comparisons: Sequence[Comparison]) -> None:
-    """Write what is predicted of the points that were not measured yet."""
-    content = [
+    """Write what is predicted of the points that were not measured yet, beside what was then."""
+    before = json.loads(PREDICTED.read_text(encoding="utf-8"))["points"]
+    measured = {_key(asdict(one.point)) for one in comparisons if one.error is not None}
+    content = [one for one in before if _key(one) in measured]
+    content += [
         {
             "group": one.point.group,
             "name": one.point.name,

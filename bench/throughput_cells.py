@@ -63,6 +63,11 @@ _FAST = {
     "activation_checkpoint.op_sac_save_list": ["attention", "communication", "grouped_mm"],
     "deepep.score_activations": True,
 }
+# Since the first run of these: at EP 2 FSDP's transfers cost too much, and memory was left.
+_EP4 = {**_FAST, "parallelism.expert_parallel_degree": 4}
+_KEPT = {**_EP4, "activation_checkpoint.num_layers_kept": 7}
+_KEPT_REAL = {**_EP4, **_REAL, "activation_checkpoint.num_layers_kept": 3}
+_FAST_TP2 = {**_EP4, **_TP2, "activation_checkpoint.num_layers_kept": 18}
 
 CELLS: dict[str, Trained] = {
     # The published options, in the code that was published.
@@ -82,6 +87,11 @@ CELLS: dict[str, Trained] = {
     "fast": Trained("deepep", _FAST),
     "fast-real": Trained("deepep", {**_FAST, **_REAL}),
     "fast-tp2": Trained("deepep", {**_FAST, **_TP2}),
+    "fast-sms": Trained("deepep", {**_FAST, "comm.num_sms": 8}),
+    "fast-ep4": Trained("deepep", _EP4),
+    "fast-kept": Trained("deepep", _KEPT),
+    "fast-kept-real": Trained("deepep", _KEPT_REAL),
+    "fast-kept-tp2": Trained("deepep", _FAST_TP2),
     "deepep-8layers": Trained("deepep", _EIGHT_LAYERS),
     "released-standard-8layers": Trained("standard", _EIGHT_LAYERS_RELEASED, released=True),
     "released-deepep-8layers": Trained("deepep", _EIGHT_LAYERS_RELEASED, released=True),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import bars
-from bench.step_points import POINTS, read_points
+from bench.step_points import POINTS, compare, read_points
 from cookbook.base.paths import ROOT
 
 PAGE = ROOT / "docs/performance.md"
@@ -36,8 +36,7 @@ def test_what_was_foretold_is_what_was_committed() -> None:
     foretold = [point for point in read_points() if point.foretold]
     assert len(foretold) >= 15
     for point in foretold:
-        if (point.name, point.documents) in committed:
-            assert point.foretold == committed[point.name, point.documents], point.name
+        assert point.foretold == committed[point.name, point.documents], point.name
 
 
 def test_losses_and_memory_are_what_the_page_says() -> None:
@@ -67,3 +66,18 @@ def test_a_bar_that_is_missed_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         "met",
     ]
     assert all(line.count("1.600x") == 1 for line in lines)
+
+
+def test_what_is_tried_next_is_predicted_as_the_page_says() -> None:
+    table = (
+        PAGE.read_text(encoding="utf-8").partition("**Tried next**")[2].partition("\n    python")[0]
+    )
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| fast")]
+    assert len(rows) == 6
+    points = {(one.name, one.documents): one for one in read_points()}
+    for row in rows:
+        name, documents, speed, gib = (word.strip() for word in row)
+        (found,) = compare([points[name, documents]])
+        assert found.point.measured is None
+        assert speed == f"{found.predicted.tokens_per_second_per_gpu:,.0f}", name
+        assert gib == f"{bars._memory_gib(found.point):.0f}", name

@@ -84,6 +84,26 @@ def test_a_measurement_is_noted_at_its_own_point(
     assert points.read_text() == before
 
 
+def test_what_is_predicted_anew_leaves_what_was_predicted_before(
+    points: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparisons = list(compare(read_points(points)))
+    measured = next(one.point for one in comparisons if one.error is not None)
+    waiting = [one for one in comparisons if one.error is None]
+    key = {"group": measured.group, "name": measured.name, "documents": measured.documents}
+    old = {**key, "tokens_per_second_per_gpu": 1}
+    stale = {**old, "name": waiting[0].point.name, "documents": waiting[0].point.documents}
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"points": [old, stale]}))
+    monkeypatch.setattr(step_times, "PREDICTED", kept)
+    step_times.keep(comparisons)
+    found = json.loads(kept.read_text())["points"]
+    assert found[0] == old
+    assert [one["tokens_per_second_per_gpu"] for one in found[1:]] == [
+        round(one.predicted.tokens_per_second_per_gpu) for one in waiting
+    ]
+
+
 def test_every_point_is_a_cell_of_its_own() -> None:
     points = read_points()
     keys = {(p.group, p.name, p.documents) for p in points}

@@ -87,7 +87,7 @@ def as_in_a_job(layer: Any, how: str) -> Any:
     model = nn.Module()
     model.layers = nn.ModuleDict({"0": layer})
     config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
-    apply_ac(["communication"], model, config, op_sac_save_list=set())
+    apply_ac(["communication"], 0, model, config, op_sac_save_list=set())
     return model.layers["0"]
 
 
