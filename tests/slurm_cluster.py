@@ -44,6 +44,12 @@ class SlurmError(Exception):
     """The cluster did not do what a test asked; the message holds the log that says why."""
 
 
+def tail(path: Path, lines: int = 15) -> str:
+    """A file's last lines under its name, for what a failed test says."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return "\n".join([f"-- {path.name}:", *text.splitlines()[-lines:]])
+
+
 @dataclass
 class SlurmCluster:
     """A running cluster: nodes `worker-0` to `worker-N`, partition `main`, no accounting.
@@ -156,9 +162,17 @@ class SlurmCluster:
             self._until(reached, timeout, "slurmctld")
         except TimeoutError as late:
             shown = self.run("scontrol", "show", "job", job_id, check=False).stdout
-            raise SlurmError(f"job {job_id}: {seen}, not {sorted(states)}\n{shown}{late}") from None
+            said = self._said(shown)
+            raise SlurmError(
+                f"job {job_id}: {seen}, not {sorted(states)}\n{shown}{said}\n{late}"
+            ) from None
         assert seen is not None
         return seen
+
+    def _said(self, shown: str) -> str:
+        """The last lines that a job wrote, by what `scontrol show job` says of it."""
+        found = re.search(r"StdOut=(\S+)", shown)
+        return tail(Path(found.group(1))) if found else ""
 
     def requeue(self, job_id: str, timeout: float = 60) -> int:
         """Requeue a running job, wait until it runs again; return its SLURM_RESTART_COUNT."""
@@ -227,9 +241,7 @@ class SlurmCluster:
 
     def log_tail(self, name: str, lines: int = 15) -> str:
         """The last lines that a daemon wrote: `munged`, `slurmctld` or a node's name."""
-        path = self.folder / "log" / name
-        text = path.read_text(errors="replace") if path.exists() else ""
-        return "\n".join([f"-- {name}:", *text.splitlines()[-lines:]])
+        return tail(self.folder / "log" / name, lines)
 
     def stop(self) -> None:
         """End every process of the cluster, by its id, and remove its folder."""

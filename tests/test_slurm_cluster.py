@@ -245,6 +245,15 @@ def test_a_daemon_that_cannot_start_is_shown_with_its_log(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_job_that_does_not_end_is_shown_with_what_it_wrote(
+    two_nodes: SlurmCluster, tmp_path: Path
+) -> None:
+    script = write_script(tmp_path / "job.sh", "echo waits for nobody\nsleep 60\n")
+    job = two_nodes.submit(script, options=["--nodes=2", f"--output={tmp_path}/job.log"])
+    with pytest.raises(SlurmError, match=r"(?s)JobState=RUNNING.*job\.log:\nwaits for nobody"):
+        two_nodes.wait(job, {"COMPLETED"}, timeout=5)
+
+
 def test_no_daemon_listens_where_jobs_meet(two_nodes: SlurmCluster) -> None:
     conf = two_nodes.conf.read_text()
     listening = {int(port) for port in re.findall(r"(?:Port|SlurmctldPort)=(\d+)", conf)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm_cluster import SlurmCluster
+from tests.slurm_cluster import SlurmCluster, tail
 from tests.submit import broken_corpus
 
 pytestmark = pytest.mark.slurm
@@ -49,7 +49,8 @@ def submit(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Any]:
         command = (sys.executable, str(ROOT / "submit.py"), *words)
         done = slurm.run(*command, check=False, env=environment, timeout=400)
         if check is not None:
-            assert done.returncode == check, f"{done.stdout}\n{done.stderr}"
+            logs = "\n".join(map(tail, sorted((tmp_path / "runs").glob("*/*/job/*.log"))))
+            assert done.returncode == check, f"{done.stdout}\n{done.stderr}\n{logs}"
         return done
 
     call.runs = tmp_path / "runs"  # type: ignore[attr-defined]
