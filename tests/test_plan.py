@@ -373,5 +373,10 @@ def test_tokens_travel_between_nodes_in_parts() -> None:
         for cell in space.cells()
     }
     assert chunks == {("standard", 8, 1), ("standard", 16, 1), ("deepep", 8, 1), ("deepep", 16, 2)}
+    scored = "deepep.score_activations"
+    found = {(cell.ep_backend.name, cell.options[scored]) for cell in space.cells()}
+    assert found == {("standard", False), ("deepep", True)}
+    held = space_of(base, [*words, f"{scored}=false"], {}, {"precision": "mxfp8"})
+    assert {cell.options[scored] for cell in held.cells()} == {False}
     held = space_of(base, [*words, "deepep.num_chunks=4"], {}, {"precision": "mxfp8"})
     assert {cell.options["deepep.num_chunks"] for cell in held.cells()} == {4}

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError, unknown_name
-from cookbook.cells.cell import ATTENTION, EP_CHUNKS, LAYERS_KEPT, NUM_CHUNKS, SAVE_LIST, Cell
+from cookbook.cells.cell import (
+    ATTENTION,
+    EP_CHUNKS,
+    LAYERS_KEPT,
+    NUM_CHUNKS,
+    SAVE_LIST,
+    SCORE_ACTIVATIONS,
+    Cell,
+)
 from cookbook.cells.layout import DEGREES
 from cookbook.cells.overlay import load_overlay
 from cookbook.cells.resolve import lay_out
@@ -70,7 +78,7 @@ class Space:
             start = self._with_overlays(*pair)
             seen = set()
             for chosen in self._combinations():
-                chosen |= self._chunks(start, chosen)
+                chosen |= self._of_deepep(start, chosen)
                 settings = {name: Setting(value, "plan") for name, value in chosen.items()}
                 key = tuple(sorted((name, str(value)) for name, value in chosen.items()))
                 if key in seen:
@@ -127,12 +135,14 @@ class Space:
         options: dict[str, Any] = {} if mode == "selective" else {SAVE_LIST: []}
         return options if mode in ("full", "selective") else {**options, LAYERS_KEPT: 0}
 
-    def _chunks(self, start: Cell, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Between nodes experts compute beside what DeepEP sends; within one it is soon done."""
-        between_nodes = chosen[DEGREES["ep"]] > start.cluster.ranks_per_node
-        if EP_CHUNKS in self.varied or not start.uses_deepep:
+    def _of_deepep(self, start: Cell, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Scores on activations; and between nodes experts compute beside what DeepEP sends."""
+        if not start.uses_deepep:
             return {}
-        return {EP_CHUNKS: max(start.options[EP_CHUNKS], 2) if between_nodes else 1}
+        between_nodes = chosen[DEGREES["ep"]] > start.cluster.ranks_per_node
+        chunks = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
+        means = {EP_CHUNKS: chunks, SCORE_ACTIVATIONS: True}
+        return {name: value for name, value in means.items() if name not in self.varied}
 
     def _means(self) -> dict[str, list[Any]]:
         """What always pays where it can be had (docs/performance.md): one value each."""
