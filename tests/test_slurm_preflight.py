@@ -144,6 +144,9 @@ def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) 
         command = f"scontrol update JobId={job} StartTime=now ExcNodeList="
         assert command in jobs.log(job)
         _until(lambda: jobs.cluster.job_field(job, "JobState") == "PENDING")
+        # Slurm keeps a requeued job back until the nodes have forgotten its last start; one that is
+        # told to start sooner may fail at once. A user is slower than that.
+        time.sleep(jobs.cluster.settings.requeue_delay + 1)
         jobs.cluster.run(command)
         assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
     assert all(restart == 1 for restart, _ in jobs.trained_on())
