@@ -22,10 +22,11 @@ from cookbook.plan.explain import walk
 from cookbook.plan.figure import render_svg
 from cookbook.plan.recipe_file import render_recipe, write_recipe
 from cookbook.plan.report import published_lines, render_json, render_text
-from cookbook.plan.search import FITS, TOO_LARGE, Found, evaluate, search
+from cookbook.plan.search import _COUNTED, FITS, TOO_LARGE, Found, evaluate, search
 from cookbook.plan.space import RECOMPUTATION, Space, space_of
 from cookbook.predict.documents import C4
-from cookbook.stack.options import Setting
+from cookbook.predict.view import count_views
+from cookbook.stack.options import Options, Setting
 from tests.check_cells import cell_of, with_options
 from tests.submit import submit
 
@@ -34,6 +35,9 @@ BATCH = "training.local_batch_size"
 NO_PIPELINE = [f"--vary={PP}=1"]
 BASE = cell_of("deepseek_v3_16b_fast", cluster="h200-node")
 DEEPEP = cell_of("deepseek_v3_16b_fast", cluster="h200-node", ep_backend="deepep")
+SAVES = "activation_checkpoint.op_sac_save_list"
+EVERY = "activation_checkpoint.selective_ac_option"
+KEPT = "activation_checkpoint.num_layers_kept"
 NAMED = {"precision": "bf16", "ep_backend": "deepep"}
 
 
@@ -128,11 +132,45 @@ def speed(candidate: Any) -> float:
     return float(candidate.step.tokens_per_second_per_gpu)
 
 
+def test_layouts_share_what_was_counted_only_where_it_is_the_same() -> None:
+    """Whatever the counted ranks depend on tells two layouts apart."""
+    read: set[str] = set()
+
+    class Read(Options):
+        def __getitem__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getitem__(name)
+
+    for cell in (BASE, cell_of("deepseek_v3_671b", {"parallelism.pipeline_parallel_degree": 4})):
+        every = {"activation_checkpoint.mode": "selective", SAVES: [], EVERY: "2"}
+        for one in (cell, with_options(cell, every), with_options(cell, {KEPT: 3})):
+            options = Read(one.options.stack, one.options.settings)
+            count_views(dataclasses.replace(one, options=options))
+    assert {KEPT, EVERY, "training.seq_len"} <= read
+    assert read <= set(_COUNTED)
+
+
+def test_layers_that_are_kept_count_in_a_search() -> None:
+    kept = space(f"{KEPT}=20,6,2,0", f"{BATCH}=4,8", f"{TP}=1", held={EP: 8})
+    cells = list(kept.cells())
+    together = search(cells)
+    assert {cell.options[KEPT] for cell in cells} == {0, 2, 6, 20}
+    looked_at = [one.cell for one in together.candidates]
+    assert [one.memory for one in together.candidates] == [
+        evaluate(one).memory for one in looked_at
+    ]
+    # What was not looked at does not fit, also where others of its batch do.
+    skipped = [cell for cell in cells if cell not in looked_at]
+    assert {evaluate(cell).verdict for cell in skipped} <= {TOO_LARGE}
+    assert {one.cell.options[KEPT] for one in together.ranked()} == {0, 2, 6}
+    speeds = {one.cell.options[KEPT]: speed(one) for one in reversed(together.ranked())}
+    assert len(set(speeds.values())) == 3
+
+
 def test_layers_that_a_recipe_keeps_are_kept_where_a_mode_recomputes_them() -> None:
-    kept = "activation_checkpoint.num_layers_kept"
     tried = space("activation_checkpoint.mode=full,none", f"{TP}=1", held={EP: 8})
-    keeping = dataclasses.replace(tried, base=with_options(DEEPEP, {kept: 1}))
-    found = {(c.options["activation_checkpoint.mode"], c.options[kept]) for c in keeping.cells()}
+    keeping = dataclasses.replace(tried, base=with_options(DEEPEP, {KEPT: 1}))
+    found = {(c.options["activation_checkpoint.mode"], c.options[KEPT]) for c in keeping.cells()}
     assert found == {("full", 1), ("none", 0)}
 
 

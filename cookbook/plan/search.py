@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
+from cookbook.cells.cell import LAYERS_KEPT, Cell
 from cookbook.predict.documents import Documents
 from cookbook.predict.memory import StageMemory, predict_memory, verdict
 from cookbook.predict.step import StepTime, predict_step
@@ -16,6 +16,7 @@ from cookbook.predict.view import count_views
 
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
 _BATCH, _MODE = "training.local_batch_size", "activation_checkpoint.mode"
+_EVERY = "activation_checkpoint.selective_ac_option"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,13 @@ def search(
 
 
 def _mode(cell: Cell) -> str:
-    return " ".join([cell.options[_MODE], *sorted(cell.saves)])
+    """How layers are recomputed; plain `full` needs least."""
+    words = [cell.options[_MODE], *sorted(cell.saves)]
+    if words == ["selective"]:
+        words.append(f"every {cell.options[_EVERY]}")
+    if kept := cell.options[LAYERS_KEPT]:
+        words.append(f"keeps {kept}")
+    return " ".join(words)
 
 
 def _structure(cell: Cell, mode: str) -> str:
@@ -159,11 +166,12 @@ _COUNTED = (
     "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers",
     "parallelism.module_fqns_per_model_part",
-    "training.local_batch_size",
+    _BATCH,
     "training.global_batch_size",
     "training.seq_len",
     "model.name",
     "model.flavor",
-    "activation_checkpoint.mode",
-    "activation_checkpoint.selective_ac_option",
+    _MODE,
+    _EVERY,
+    LAYERS_KEPT,
 )
