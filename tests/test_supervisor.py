@@ -236,6 +236,9 @@ def test_an_attempt_whose_supervisor_was_killed_is_noted(
         env={**os.environ, "CELL_DIR": str(cell.path), "COOKBOOK_SUPERVISED": "1"},
         start_new_session=True,
     )
+    # Started is sooner than known by its environment, by which it is found.
+    while b"CELL_DIR=" not in Path(f"/proc/{left.pid}/environ").read_bytes():
+        time.sleep(0.01)
     done = supervised("exit 0", status=Status(RUNNING, 0, started=time.time() - 60))
     assert left.wait(timeout=1) < 0
     assert done.causes == [Cause.CUT_SHORT, Cause.FINISHED]

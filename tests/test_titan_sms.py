@@ -118,7 +118,8 @@ def test_the_option_wins_over_the_environment_and_says_so(
     exported: str, is_told: bool, made: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     os.environ["NCCL_MAX_CTAS"] = exported
-    start("--comm.num_sms=24")
+    with caplog.at_level(logging.WARNING):
+        start("--comm.num_sms=24")
     assert made == [("nccl", ("24", 24, "Cublaslt"))]
     warned = "ENV[NCCL_MAX_CTAS] = 8 will be overridden to 24 by comm.num_sms"
     told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
