@@ -20,6 +20,7 @@ from cookbook.run.history import AttemptEnd, Cause
 from cookbook.run.record import CellRecord
 from cookbook.run.status import QUEUED, Status, write_status
 from tests.saved import save
+from tests.started import start_marked
 from tests.test_step_clock import at
 
 Begin = Callable[..., RunningAttempt]
@@ -83,7 +84,7 @@ def test_only_what_can_save_is_late(begin: Begin, cell: CellFolder, saves: bool)
 
 def _sleeper(cell: CellFolder, **variables: str) -> subprocess.Popen[bytes]:
     marks = {"CELL_DIR": str(cell.path), "COOKBOOK_SUPERVISED": "1"}
-    return subprocess.Popen(["sleep", "60"], env={**os.environ, **marks, **variables})
+    return start_marked(60, {**os.environ, **marks, **variables})
 
 
 def test_only_processes_of_this_very_job_are_ended(

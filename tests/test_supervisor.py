@@ -20,6 +20,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_history
 from cookbook.run.record import CellRecord
 from cookbook.run.status import QUEUED, RUNNING, Status, read_status, write_status
+from tests.started import start_marked
 
 # What every script begins with: its attempt's folder, and a step that it prints.
 HEAD = """
@@ -231,14 +232,8 @@ def test_an_attempt_whose_supervisor_was_killed_is_noted(
     log = cell.path / "attempt-0" / "train.log"
     log.parent.mkdir(parents=True)
     log.write_text("[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: 4  loss: 7  x\n")
-    left = subprocess.Popen(
-        ["sleep", "300"],
-        env={**os.environ, "CELL_DIR": str(cell.path), "COOKBOOK_SUPERVISED": "1"},
-        start_new_session=True,
-    )
-    # Started is sooner than known by its environment, by which it is found.
-    while b"CELL_DIR=" not in Path(f"/proc/{left.pid}/environ").read_bytes():
-        time.sleep(0.01)
+    marks = {"CELL_DIR": str(cell.path), "COOKBOOK_SUPERVISED": "1"}
+    left = start_marked(300, {**os.environ, **marks})
     done = supervised("exit 0", status=Status(RUNNING, 0, started=time.time() - 60))
     assert left.wait(timeout=1) < 0
     assert done.causes == [Cause.CUT_SHORT, Cause.FINISHED]
