@@ -71,6 +71,13 @@ def gathered(prefix: str) -> int:
     return sum(u["gathered"] for u in units if u["name"].startswith(prefix) and u["shards"] > 1)
 
 
+# Attention takes seconds in each layer.
+SLOW_ATTENTION = {
+    "flex_attention_forward_tflops": 0.001,
+    "flex_attention_backward_tflops": 0.001,
+}
+
+
 @pytest.mark.parametrize(("policy", "gathers"), [("always", 2), ("default", 2), ("never", 1)])
 def test_what_fsdp_sends_is_exposed_where_nothing_is_computed(policy: str, gathers: int) -> None:
     """Parameters in BF16, once more for the backward where they are not kept; FP32 gradients."""
@@ -81,11 +88,9 @@ def test_what_fsdp_sends_is_exposed_where_nothing_is_computed(policy: str, gathe
 
 
 def test_fsdp_hides_behind_compute_but_for_its_first_gather_and_last_reduction() -> None:
-    # Attention takes seconds in each layer.
     slow = only(
         nvlink_gb_per_s=1.0,
-        flex_attention_forward_tflops=0.001,
-        flex_attention_backward_tflops=0.001,
+        **SLOW_ATTENTION,
     )
     first = gathered("tok_embeddings") * (2 + 4) * 3 / 4 / 1e6
     assert terms(on_gpus(4), slow)["FSDP, exposed"] == pytest.approx(first)
@@ -106,8 +111,7 @@ def test_compute_beside_fsdp_loses_a_share_of_what_is_hidden() -> None:
         nvlink_gb_per_s=1.0,
         nccl_beside_compute_share=0.5,
         compute_beside_nccl_share=0.75,
-        flex_attention_forward_tflops=0.001,
-        flex_attention_backward_tflops=0.001,
+        **SLOW_ATTENTION,
     )
     found = terms(on_gpus(4), slow)
     assert found["FSDP, exposed"] == pytest.approx(sizes[False] * (2 + 4))
@@ -130,8 +134,7 @@ def test_beside_fsdp_gemms_that_leave_nccl_its_sms_take_no_second_wave() -> None
         nvlink_gb_per_s=1.0,
         sms=132,
         compute_beside_nccl_share=0.75,
-        flex_attention_forward_tflops=0.001,
-        flex_attention_backward_tflops=0.001,
+        **SLOW_ATTENTION,
         bf16_peak_tflops=1.0,
     )
     without, divided = (terms(on_gpus(4, {"comm.num_sms": num}), slow) for num in (0, 33))
