@@ -14,7 +14,7 @@ from cookbook.cells.cluster import Cluster
 MUNGE_SOCKET = "munge.socket"
 # Slurm's daemons listen below the ports where jobs meet (`rendezvous_port` and the 1,000 from it):
 # a job that finds slurmd at its rendezvous waits for it in vain.
-_PORTS = range(15000, Cluster.rendezvous_port)
+PORTS = range(15000, Cluster.rendezvous_port)
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ def _address(index: int) -> str:
 def _free_ports(count: int) -> list[int]:
     """Ports on which nothing listens now, tried from a place that differs between processes."""
     free: list[int] = []
-    start = os.getpid() * 97 % len(_PORTS)
-    for offset in range(len(_PORTS)):
-        port = _PORTS[(start + offset) % len(_PORTS)]
+    start = os.getpid() * 97 % len(PORTS)
+    for offset in range(len(PORTS)):
+        port = PORTS[(start + offset) % len(PORTS)]
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
@@ -138,4 +138,4 @@ def _free_ports(count: int) -> list[int]:
         free.append(port)
         if len(free) == count:
             return free
-    raise OSError(f"no {count} free ports from {_PORTS.start} to {_PORTS.stop}")
+    raise OSError(f"no {count} free ports from {PORTS.start} to {PORTS.stop}")

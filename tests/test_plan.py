@@ -150,21 +150,25 @@ def test_layouts_share_what_was_counted_only_where_it_is_the_same() -> None:
     assert read <= set(_COUNTED)
 
 
-def test_layers_that_are_kept_count_in_a_search() -> None:
-    kept = space(f"{KEPT}=20,6,2,0", f"{BATCH}=4,8", f"{TP}=1", held={EP: 8})
-    cells = list(kept.cells())
+@pytest.mark.parametrize(
+    ("option", "values", "mode"),
+    # What needs most comes first.
+    [(KEPT, [20, 6, 2, 0], "full"), (EVERY, ["20", "2", "1"], "selective")],
+)
+def test_layers_that_are_kept_count_in_a_search(option: str, values: list[Any], mode: str) -> None:
+    tried = [f"{option}={','.join(map(str, values))}", f"activation_checkpoint.mode={mode}"]
+    held: dict[str, Any] = {EP: 8} | ({SAVES: []} if option == EVERY else {})
+    cells = list(space(*tried, f"{BATCH}=4,8,16", f"{TP}=1", held=held).cells())
     together = search(cells)
-    assert {cell.options[KEPT] for cell in cells} == {0, 2, 6, 20}
+    assert {cell.options[option] for cell in cells} == set(values)
     looked_at = [one.cell for one in together.candidates]
-    assert [one.memory for one in together.candidates] == [
-        evaluate(one).memory for one in looked_at
-    ]
+    alone = [evaluate(cell).memory for cell in looked_at]
+    assert [one.memory for one in together.candidates] == alone
     # What was not looked at does not fit, also where others of its batch do.
     skipped = [cell for cell in cells if cell not in looked_at]
-    assert {evaluate(cell).verdict for cell in skipped} <= {TOO_LARGE}
-    assert {one.cell.options[KEPT] for one in together.ranked()} == {0, 2, 6}
-    speeds = {one.cell.options[KEPT]: speed(one) for one in reversed(together.ranked())}
-    assert len(set(speeds.values())) == 3
+    assert skipped
+    assert {evaluate(cell).verdict for cell in skipped} == {TOO_LARGE}
+    assert len({speed(one) for one in together.ranked()}) == len(together.ranked()) > 2
 
 
 def test_layers_that_a_recipe_keeps_are_kept_where_a_mode_recomputes_them() -> None:
