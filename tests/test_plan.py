@@ -132,7 +132,8 @@ def speed(candidate: Any) -> float:
     return float(candidate.step.tokens_per_second_per_gpu)
 
 
-def test_layouts_share_what_was_counted_only_where_it_is_the_same() -> None:
+@pytest.mark.parametrize("pp", [1, pytest.param(4, marks=pytest.mark.titan)])
+def test_layouts_share_what_was_counted_only_where_it_is_the_same(pp: int) -> None:
     """Whatever the counted ranks depend on tells two layouts apart."""
     read: set[str] = set()
 
@@ -141,11 +142,11 @@ def test_layouts_share_what_was_counted_only_where_it_is_the_same() -> None:
             read.add(name)
             return super().__getitem__(name)
 
-    for cell in (BASE, cell_of("deepseek_v3_671b", {"parallelism.pipeline_parallel_degree": 4})):
-        every = {"activation_checkpoint.mode": "selective", SAVES: [], EVERY: "2"}
-        for one in (cell, with_options(cell, every), with_options(cell, {KEPT: 3})):
-            options = Read(one.options.stack, one.options.settings)
-            count_views(dataclasses.replace(one, options=options))
+    cell = cell_of("deepseek_v3_671b", {PP: pp}) if pp > 1 else BASE
+    every = {"activation_checkpoint.mode": "selective", SAVES: [], EVERY: "2"}
+    for one in (cell, with_options(cell, every), with_options(cell, {KEPT: 3})):
+        options = Read(one.options.stack, one.options.settings)
+        count_views(dataclasses.replace(one, options=options))
     assert {KEPT, EVERY, "training.seq_len"} <= read
     assert read <= set(_COUNTED)
 
