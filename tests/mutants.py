@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -166,6 +167,31 @@ def is_found(checkout: Checkout, mutant: Mutant) -> tuple[bool, str]:
     return status == 1, ends.get(status, f"pytest ended with status {status}")
 
 
+def together(tests: Iterable[str]) -> list[str]:
+    """pytest's words for all of `tests`, a run or two for each file: no test runs twice."""
+    whole: set[str] = set()
+    named, chosen = (defaultdict[str, list[str]](list) for _ in range(2))
+    for words in sorted(set(tests)):
+        places, _, expression = words.partition(" -k ")
+        for place in places.split():
+            file = place.partition("::")[0]
+            if expression:
+                chosen[file].append(f"({shlex.split(expression)[0]})")
+            elif place == file:
+                whole.add(file)
+            else:
+                named[file].append(place)
+    return [
+        *sorted(whole),
+        *(" ".join(places) for file, places in sorted(named.items()) if file not in whole),
+        *(
+            f"{file} -k {shlex.quote(' or '.join(parts))}"
+            for file, parts in sorted(chosen.items())
+            if file not in whole
+        ),
+    ]
+
+
 def _in_a_checkout(
     checkouts: SimpleQueue[Checkout], work: Callable[[Checkout, Given], Answer], given: Given
 ) -> Answer:
@@ -203,7 +229,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 ends.callback(checkout.close)
                 checkouts.put(checkout)
             pool = ends.enter_context(ThreadPoolExecutor(options.jobs))
-            tests = sorted({one.tests for one in chosen})
+            tests = together(one.tests for one in chosen)
             clean = pool.map(partial(_in_a_checkout, checkouts, Checkout.run_tests), tests)
             if failing := [one for one, status in zip(tests, clean, strict=True) if status != 0]:
                 print("these fail without a fault:", *failing, sep="\n  ")

@@ -87,6 +87,20 @@ def test_a_fault_is_found_by_its_tests_alone(
         checkout.close()
 
 
+def test_without_a_fault_no_test_runs_twice() -> None:
+    assert mutants.together(
+        [
+            *("tests/a.py", "tests/a.py::test_one", "tests/a.py -k two"),
+            *("tests/b.py::test_one", 'tests/b.py -k "one or two"', "tests/b.py -k 'not one'"),
+            *("tests/b.py::test_two[x]", "tests/a.py tests/c.py -k one", "tests/d.py tests/e.py"),
+        ]
+    ) == [
+        *("tests/a.py", "tests/d.py", "tests/e.py"),
+        "tests/b.py::test_one tests/b.py::test_two[x]",
+        *("tests/b.py -k '(one or two) or (not one)'", "tests/c.py -k '(one)'"),
+    ]
+
+
 def test_what_takes_too_long_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "SECONDS", 3)
     checkout = Checkout(folder, ["pytest"])

@@ -189,7 +189,8 @@ def test_a_sweep_trains_in_one_allocation_with_repeats(slurm: SlurmCluster, tmp_
 
     profile = str(tmp_path / "nodes.yaml")
     words = ("sweep", "smoke", "--precision", "bf16", "--cluster", profile, "--nodes", "2")
-    submit(*words, "--set", "training.steps=2", "--one-allocation", "--repeat", "2")
+    small = ("--set", "training.steps=2", "--set", "training.seq_len=64")
+    submit(*words, *small, "--one-allocation", "--repeat", "2")
     (folder,) = (tmp_path / "runs").glob("[!.]*/run.json")
     run = read_run(folder.parent)
     trained = [state for state in cell_states(run) if state.state == "finished"]

@@ -21,6 +21,8 @@ from tests.submit import broken_corpus
 pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parent.parent
+# Small steps: what is tested is the way around them.
+SMALL = ("--set", "training.seq_len=64")
 CLUSTER = """
 description: two CPU nodes of the test cluster
 scheduler: slurm
@@ -45,7 +47,7 @@ def submit(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Any]:
 
     def call(*words: str, check: int | None = 0) -> subprocess.CompletedProcess[str]:
         if words[0] in ("sweep", "run"):
-            words = (*words, "--cluster", str(profile), "--nodes", "2")
+            words = (*words, *SMALL, "--cluster", str(profile), "--nodes", "2")
         command = (sys.executable, str(ROOT / "submit.py"), *words)
         done = slurm.run(*command, check=False, env=environment, timeout=400)
         if check is not None:
@@ -98,8 +100,8 @@ def test_a_sweep_trains_in_slurm_jobs_and_agrees_with_slurm(
 
 
 def test_the_job_runs_the_bytes_that_render_prints(slurm: SlurmCluster, submit: Any) -> None:
-    words = ("debug", "--set", "training.steps=3", "--cluster", str(submit.profile), "--nodes", "2")
-    rendered = submit("render", *words).stdout
+    words = ("debug", "--set", "training.steps=3", *SMALL, "--cluster", str(submit.profile))
+    rendered = submit("render", *words, "--nodes", "2").stdout
     submit("run", "debug", "--set", "training.steps=3", "--detach")
     cell = _newest(submit.runs) / "debug-bf16-standard"
     assert (cell / "train.sh").read_text() == rendered
@@ -131,7 +133,6 @@ def test_cancel_ends_the_jobs_and_status_says_so(slurm: SlurmCluster, submit: An
 def test_a_requeued_job_resumes_from_its_checkpoint(slurm: SlurmCluster, submit: Any) -> None:
     options = {
         "training.steps": 10000,
-        "training.seq_len": 64,
         "checkpoint.enable": "true",
         "checkpoint.interval": 2,
         "checkpoint.keep_latest_k": 2,

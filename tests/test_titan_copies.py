@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from tests.submit import environment
 
 pytestmark = pytest.mark.titan
 
-# What each precision turns on: (grouped GEMMs, linear layers).
+# What the precisions that train here turn on: (grouped GEMMs, linear layers). MXFP8 trains with the
+# quantized exchange, and `check` builds the model of all.
 TURNED_ON = {
     "bf16": ("bf16", "bf16"),
-    "mxfp8": ("mxfp8", "bf16"),
     "mxfp8_wgrad_hp": ("mxfp8_wgrad_with_hp", "bf16"),
     "mxfp8_linear": ("mxfp8", "mx"),
 }
+TRAINED = [*TURNED_ON, "float8"]
 # TorchAO computes FP8 rowwise on GPUs alone.
 NO_FLOAT8 = "my-float8 needs a GPU of compute capability 9.0, there is no CUDA GPU"
 
@@ -46,8 +48,9 @@ class Copies:
             self.new(f"my-{name}", name, "description:", "optimizer: {lr: 4e-4}\ndescription:")
         self.new("my-exchange", "standard", "description:", "optimizer: {eps: 1e-7}\ndescription:")
         self.new("my-a2a", "mxfp8_a2a", "description:", "optimizer: {eps: 1e-7}\ndescription:")
-        self.sweep("all-of-mine", "precision: [" + ", ".join(f"my-{p}" for p in PRECISIONS) + "]")
-        self.sweep("varied", "precision: [my-bf16]", vary=True)
+        self.sweep("all-of-mine", PRECISIONS)
+        self.sweep("some-of-mine", TRAINED)
+        self.sweep("varied", ["bf16"], vary=True)
 
     def new(self, name: str, source: str, line: str, change: str) -> None:
         """Copy with `submit.py new`, and edit a line of the copy."""
@@ -58,13 +61,14 @@ class Copies:
         assert line in text
         path.write_text(text.replace(line, change, 1), encoding="utf-8")
 
-    def sweep(self, name: str, precisions: str, vary: bool = False) -> None:
+    def sweep(self, name: str, precisions: Sequence[str], vary: bool = False) -> None:
         self.new(name, "smoke", "recipes: [debug]", "recipes: [my-debug]")
         path = self.folder / "recipes" / "sweep" / f"{name}.yaml"
-        text = re.sub(r"(?m)^precision: .*", precisions, path.read_text(encoding="utf-8"))
+        mine = "precision: [" + ", ".join(f"my-{one}" for one in precisions) + "]"
+        text = re.sub(r"(?m)^precision: .*", mine, path.read_text(encoding="utf-8"))
         text = re.sub(r"(?m)^ep_backend: .*", "ep_backend: [my-exchange]", text)
         text = re.sub(r"(?m)^baseline: .*\n", "", text)
-        text += "options: {training.steps: 2}\n"
+        text += "options: {training.steps: 2, training.seq_len: 64}\n"
         text += "vary: {lr_scheduler.min_lr_factor: [0.1, 0.2]}\n" if vary else ""
         path.write_text(text, encoding="utf-8")
 
@@ -113,11 +117,11 @@ def test_copies_are_checked_by_what_they_turn_on(copies: Copies) -> None:
 
 
 def test_copies_train_and_are_reported_under_their_own_names(copies: Copies) -> None:
-    cells = copies.trained("sweep", "all-of-mine", "--no-check")
+    cells = copies.trained("sweep", "some-of-mine", "--no-check")
     assert [cell["name"] for cell in cells] == [
-        f"my-debug-my-{name}-my-exchange" for name in PRECISIONS
+        f"my-debug-my-{name}-my-exchange" for name in TRAINED
     ]
-    for cell, name in zip(cells, PRECISIONS, strict=True):
+    for cell, name in zip(cells, TRAINED, strict=True):
         if name == "float8":
             assert (cell["status"], cell["reason"]) == ("refused", NO_FLOAT8)
             continue
@@ -139,10 +143,13 @@ def test_a_copied_sweep_varies_an_option(copies: Copies) -> None:
 
 
 def test_a_copied_quantized_exchange(copies: Copies) -> None:
-    words = ("--precision", "my-mxfp8", "--ep-backend", "my-a2a", "--set", "training.steps=1")
-    (cell,) = copies.trained("run", "my-debug", *words, "--no-check")
+    words = ("--precision", "my-mxfp8", "--ep-backend", "my-a2a")
+    small = ("--set", "training.steps=1", "--set", "training.seq_len=64")
+    (cell,) = copies.trained("run", "my-debug", *words, *small, "--no-check")
     assert (cell["status"], cell["ep_backend"]) == ("finished", "my-a2a")
-    assert cell["active"]["dispatch"] == "mxfp8"
+    active = cell["active"]
+    assert (active["dispatch"], active["grouped_gemms"]) == ("mxfp8", "mxfp8")
+    assert active["precision"] == "my-mxfp8"
 
 
 def test_what_is_declared_and_not_built_is_refused_before_and_at_the_first_step(
@@ -157,7 +164,7 @@ def test_what_is_declared_and_not_built_is_refused_before_and_at_the_first_step(
     assert f"{said}and in the model that TorchTitan builds bf16 and mxfp8 is active" in " ".join(
         checked.stdout.split()
     )
-    ran = copies.run("run", *words, "--no-check", "--set", "training.steps=2")
+    ran = copies.run("run", *words, "--no-check", "--set", "training.seq_len=64")
     assert ran.returncode == 1
     status = copies.run("status").stdout
     assert f"failed  {said}but bf16 and mxfp8 is active" in re.sub(r"job \d+ +", "", status)

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.titan_run import DEEPEP, EP2, EP4, PP2, SEQ_LEN, TP2, run, write_assets
+from tests.titan_run import DEEPEP, EP2, EP4, NUM_LAYERS, PP2, SEQ_LEN, TP2, run, write_assets
 
 pytestmark = pytest.mark.titan
 
@@ -23,8 +23,8 @@ SELECTIVE = (
     "--activation_checkpoint.selective_ac_option=op",
 )
 EVERY_SECOND_LAYER = (SELECTIVE[0], "--activation_checkpoint.selective_ac_option=2")
-# TorchTitan's debugmodel: six layers, of which the first is dense.
-LAYERS, EXPERTS, TOP_K = [1, 2, 3, 4, 5], 8, 3
+# The first layer is dense.
+LAYERS, EXPERTS, TOP_K = list(range(1, NUM_LAYERS)), 8, 3
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,8 @@ def test_forced_balance_is_said_and_is_even(assets: Path, tmp_path: Path) -> Non
     lines = logged(assets, tmp_path, 2, *EP2, "--debug.moe_force_load_balance")
     for line in lines:
         assert line["forced"] is True
-        assert line["busiest_over_mean"] == [1.0] * 5 and line["starved_experts"] == [0] * 5
+        assert line["busiest_over_mean"] == [1.0] * len(LAYERS)
+        assert line["starved_experts"] == [0] * len(LAYERS)
 
 
 class Counting(nn.Module):

@@ -11,6 +11,9 @@ from typing import Any
 from tests.titan_ranks import run_ranks
 
 SEQ_LEN = 64
+# Of the debug models in these tests; TorchTitan's have six layers of sixteen heads, which takes
+# twice as long and shows no more. The first layer is dense.
+NUM_LAYERS, NUM_HEADS = 4, 4
 CHARACTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 
 
@@ -49,6 +52,7 @@ def train(arguments: list[str], attempt: Path | None = None) -> dict[str, Any]:
     if attempt:
         os.environ["COOKBOOK_ATTEMPT_DIR"] = str(attempt)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    _make_debug_models_small()
     found: dict[str, Any] = {"losses": [], "grad_norms": [], "said": []}
     log = MetricsProcessor.log
 
@@ -73,6 +77,16 @@ def train(arguments: list[str], attempt: Path | None = None) -> dict[str, Any]:
         assert ended.code == 1
         return found | {"ended": True}
     return found | {"ended": False}
+
+
+def _make_debug_models_small() -> None:
+    from torchtitan.models.deepseek_v3 import deepseekv3_args
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    for flavors in (deepseekv3_args, get_train_spec("deepseek_v3").model_args):
+        for name, arguments in flavors.items():
+            if name.startswith("debugmodel"):
+                arguments.n_layers, arguments.n_heads = NUM_LAYERS, NUM_HEADS
 
 
 def job(
