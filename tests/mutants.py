@@ -122,9 +122,14 @@ class Checkout:
     def __init__(self, folder: Path, modules: Sequence[str]) -> None:
         self.folder = folder
         script = ROOT / "tests/forked_pytest.py"
+        # Each run imports the cookbook anew, and need not compile what has not changed.
+        compiling = {
+            name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+        }
         self._pytest = subprocess.Popen(
             [sys.executable, str(script), str(SECONDS), *modules],
             cwd=folder,
+            env=compiling,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
