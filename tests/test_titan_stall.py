@@ -7,7 +7,10 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,23 +87,39 @@ def test_one_that_goes_on_or_has_ended_leaves_no_stack(
     assert (tmp_path / "stacks").exists() is (then == "goes on")
 
 
-def on_a_clock(stall: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which the test sets."""
+@pytest.fixture
+def on_a_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[list[float], Callable[[int], Any]]]:
+    """The time, which the test sets, and what makes a rank's alarm, which ends with the test."""
+    from cookbook.titan.any_stack import stall
+
     now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: time.sleep(0.01))
-    monkeypatch.setattr(stall, "time", clock)
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(stall, "_LOOK_S", 0.01)
     monkeypatch.setattr(stall, "recorded_collectives", lambda: b"trace")
     monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: None)
-    return now
+    with ExitStack() as ends:
+
+        def alarm(rank: int) -> Any:
+            made = stall.StallAlarm(tmp_path, tmp_path / "rank_", rank)
+            ends.callback(made.end)
+            return made
+
+        yield now, alarm
+    for thread in looking():
+        thread.join(timeout=5)
+
+
+def looking() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "stall alarm"]
 
 
 def test_collectives_are_recorded_once_where_no_step_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, on_a_clock: tuple[list[float], Callable[[int], Any]]
 ) -> None:
-    from cookbook.titan.any_stack import stall
-
-    now = on_a_clock(stall, monkeypatch)
-    ended, stalled = (stall.StallAlarm(tmp_path, tmp_path / "rank_", rank) for rank in (0, 1))
+    now, alarm = on_a_clock
+    ended, stalled = alarm(0), alarm(1)
     for _ in range(6):
         now[0] += 10.0
         ended.step()
@@ -118,23 +137,26 @@ def test_collectives_are_recorded_once_where_no_step_comes(
     time.sleep(0.2)
     assert not list(tmp_path.glob("rank_*"))
     stalled.end()
+    # Nothing is left that looks.
+    while looking():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-def test_the_alarm_is_set_by_usual_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_alarm_is_set_by_usual_steps(
+    on_a_clock: tuple[list[float], Callable[[int], Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not by the first one, which compiles, nor by one that has saved."""
-    from cookbook.titan.any_stack import stall
-
-    now, alarms = on_a_clock(stall, monkeypatch), []
+    (now, alarm_of), alarms = on_a_clock, []
     monkeypatch.setattr(
         "faulthandler.dump_traceback_later", lambda seconds, file: alarms.append(seconds)
     )
-    alarm = stall.StallAlarm(tmp_path, tmp_path / "trace_", 0)
+    alarm = alarm_of(0)
     for seconds in (100.0, 60.0, 5.0, 5.0, 90.0, 5.0):
         now[0] += seconds
         alarm.step()
     # Three steps must be known; then four usual steps, and 8 s.
     assert alarms == [28.0, 4 * 32.5 + 8.0, 28.0]
-    alarm.end()
 
 
 _ORPHAN = """

@@ -21,6 +21,8 @@ from typing import Any, TextIO
 # Earlier than the supervisor ends the attempt (cookbook/job/step_clock.py).
 STEPS, MORE_S = 4.0, 8.0
 _FEWEST = 3
+# How often the thread looks whether a step is late.
+_LOOK_S = 1.0
 
 
 class StallAlarm:
@@ -40,6 +42,7 @@ class StallAlarm:
         self._path = attempt / "stacks" / f"rank-{rank}.txt"
         # Open before it is needed: a process that hangs may open nothing.
         self._file: TextIO | None = None
+        self._ended = threading.Event()
         threading.Thread(target=self._trace, name="stall alarm", daemon=True).start()
 
     def step(self) -> None:
@@ -64,7 +67,7 @@ class StallAlarm:
     def end(self) -> None:
         """All steps are made."""
         faulthandler.cancel_dump_traceback_later()
-        self._due = None
+        self._ended.set()
         if self._file is not None and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
             # Other ranks may have something to say.
@@ -73,8 +76,7 @@ class StallAlarm:
 
     def _trace(self) -> None:
         written: float | None = None
-        while True:
-            time.sleep(1.0)
+        while not self._ended.wait(_LOOK_S):
             due = self._due
             if due is None or due == written or time.monotonic() < due:
                 continue
