@@ -1,10 +1,11 @@
 """Runs pytest again and again, each time in a fork of one process that has imported the rest.
 
-    python tests/forked_pytest.py SECONDS MODULE ...        # in the folder of a checkout
+    python tests/forked_pytest.py SECONDS LOG MODULE ...    # in the folder of a checkout
 
 Most of a short run's time goes into importing such modules as torch. Nothing of this project is
 imported here: each run imports it as it is in the folder by then. A line of standard input is
 pytest's words in JSON, and is answered with its exit status, `null` where SECONDS were not enough.
+LOG has what the last run printed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 
 
-def main(seconds: float, modules: list[str]) -> None:
+def main(seconds: float, log: Path, modules: list[str]) -> None:
     """Answer each line until there are no more."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     # What is imported may print.
@@ -36,6 +37,9 @@ def main(seconds: float, modules: list[str]) -> None:
         child = os.fork()
         if not child:
             os.dup2(nothing, 0)
+            printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for descriptor in (1, 2):
+                os.dup2(printed, descriptor)
             _run(json.loads(line))
         answers.write(json.dumps(_wait(child, seconds)) + "\n")
 
@@ -48,6 +52,7 @@ def _run(words: list[str]) -> None:
 
         status = int(pytest.main(words))
     finally:
+        sys.stdout.flush()
         os._exit(status)
 
 
@@ -67,4 +72,4 @@ def _wait(child: int, seconds: float) -> int | None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), sys.argv[2:])
+    main(float(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

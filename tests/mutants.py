@@ -121,13 +121,14 @@ class Checkout:
 
     def __init__(self, folder: Path, modules: Sequence[str]) -> None:
         self.folder = folder
+        self._log = folder.with_name(f"{folder.name}.log")
         script = ROOT / "tests/forked_pytest.py"
         # Each run imports the cookbook anew, and need not compile what has not changed.
         compiling = {
             name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
         }
         self._pytest = subprocess.Popen(
-            [sys.executable, str(script), str(SECONDS), *modules],
+            [sys.executable, str(script), str(SECONDS), str(self._log), *modules],
             cwd=folder,
             env=compiling,
             stdin=subprocess.PIPE,
@@ -143,6 +144,10 @@ class Checkout:
         self._pytest.stdin.flush()
         status: int | None = json.loads(self._pytest.stdout.readline())
         return status
+
+    def output(self) -> str:
+        """What the last run printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
         """End the process; nothing is running in it."""
@@ -197,6 +202,14 @@ def together(tests: Iterable[str]) -> list[str]:
     ]
 
 
+def why_not_clean(checkout: Checkout, tests: str) -> str:
+    """Empty where the tests pass without a fault; else how they failed."""
+    status = checkout.run_tests(tests)
+    if status == 0:
+        return ""
+    return f"{tests}\npytest ended with status {status}:\n{checkout.output()[-3000:]}"
+
+
 def _in_a_checkout(
     checkouts: SimpleQueue[Checkout], work: Callable[[Checkout, Given], Answer], given: Given
 ) -> Answer:
@@ -235,9 +248,9 @@ def main(words: Sequence[str] | None = None) -> int:
                 checkouts.put(checkout)
             pool = ends.enter_context(ThreadPoolExecutor(options.jobs))
             tests = together(one.tests for one in chosen)
-            clean = pool.map(partial(_in_a_checkout, checkouts, Checkout.run_tests), tests)
-            if failing := [one for one, status in zip(tests, clean, strict=True) if status != 0]:
-                print("these fail without a fault:", *failing, sep="\n  ")
+            clean = pool.map(partial(_in_a_checkout, checkouts, why_not_clean), tests)
+            if failing := list(filter(None, clean)):
+                print("these fail without a fault:", *failing, sep="\n\n")
                 return 1
             found = pool.map(partial(_in_a_checkout, checkouts, is_found), chosen)
             for one, (is_seen, said) in zip(chosen, found, strict=True):

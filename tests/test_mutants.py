@@ -87,6 +87,18 @@ def test_a_fault_is_found_by_its_tests_alone(
         checkout.close()
 
 
+def test_what_fails_without_a_fault_is_shown(folder: Path) -> None:
+    checkout = Checkout(folder, ["pytest"])
+    try:
+        assert mutants.why_not_clean(checkout, "test_adding.py") == ""
+        (folder / "adding.py").write_text("def add(a, b):\n    return a - b\n")
+        said = mutants.why_not_clean(checkout, "test_adding.py")
+        assert said.startswith("test_adding.py\npytest ended with status 1:\n")
+        assert "assert -1 == 5" in said
+    finally:
+        checkout.close()
+
+
 def test_without_a_fault_no_test_runs_twice() -> None:
     assert mutants.together(
         [
