@@ -67,7 +67,7 @@ _FAST = {
 _EP4 = {**_FAST, "parallelism.expert_parallel_degree": 4}
 _KEPT = {**_EP4, "activation_checkpoint.num_layers_kept": 7}
 _KEPT_REAL = {**_EP4, **_REAL, "activation_checkpoint.num_layers_kept": 3}
-# All of them: the host needs longer than the GPU where layers are recomputed by operator.
+# All of them: at TP 2 the GPU waits for the host, which has more to do where layers are recomputed.
 _KEPT_TP2 = {**_EP4, **_TP2, "activation_checkpoint.num_layers_kept": 27}
 
 CELLS: dict[str, Trained] = {

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 
@@ -51,6 +52,8 @@ def _run(words: list[str]) -> None:
         import pytest
 
         status = int(pytest.main(words))
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(status)

@@ -178,7 +178,7 @@ def is_found(checkout: Checkout, mutant: Mutant) -> tuple[bool, str]:
 
 
 def together(tests: Iterable[str]) -> list[str]:
-    """pytest's words for all of `tests`, a run or two for each file: no test runs twice."""
+    """pytest's words for all of `tests`: one run for each file, two where some are chosen by -k."""
     whole: set[str] = set()
     named, chosen = (defaultdict[str, list[str]](list) for _ in range(2))
     for words in sorted(set(tests)):

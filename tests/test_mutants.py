@@ -99,7 +99,7 @@ def test_what_fails_without_a_fault_is_shown(folder: Path) -> None:
         checkout.close()
 
 
-def test_without_a_fault_no_test_runs_twice() -> None:
+def test_without_a_fault_the_tests_of_a_file_run_together() -> None:
     assert mutants.together(
         [
             *("tests/a.py", "tests/a.py::test_one", "tests/a.py -k two"),

@@ -148,8 +148,9 @@ def test_a_copied_quantized_exchange(copies: Copies) -> None:
     (cell,) = copies.trained("run", "my-debug", *words, *small, "--no-check")
     assert (cell["status"], cell["ep_backend"]) == ("finished", "my-a2a")
     active = cell["active"]
-    assert (active["dispatch"], active["grouped_gemms"]) == ("mxfp8", "mxfp8")
-    assert active["precision"] == "my-mxfp8"
+    assert (active["precision"], active["ep_backend"]) == ("my-mxfp8", "my-a2a")
+    assert (active["grouped_gemms"], active["linear_layers"]) == ("mxfp8", "bf16")
+    assert active["dispatch"] == "mxfp8" and active["emulated"] is True
 
 
 def test_what_is_declared_and_not_built_is_refused_before_and_at_the_first_step(
@@ -164,7 +165,7 @@ def test_what_is_declared_and_not_built_is_refused_before_and_at_the_first_step(
     assert f"{said}and in the model that TorchTitan builds bf16 and mxfp8 is active" in " ".join(
         checked.stdout.split()
     )
-    ran = copies.run("run", *words, "--no-check", "--set", "training.seq_len=64")
+    ran = copies.run("run", *words, "--no-check", "--set", "training.steps=2")
     assert ran.returncode == 1
     status = copies.run("status").stdout
     assert f"failed  {said}but bf16 and mxfp8 is active" in re.sub(r"job \d+ +", "", status)
