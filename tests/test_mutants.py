@@ -91,6 +91,8 @@ def test_what_fails_without_a_fault_is_shown(folder: Path) -> None:
     checkout = Checkout(folder, ["pytest"])
     try:
         assert mutants.why_not_clean(checkout, "test_adding.py") == ""
+        # A word of -k that names no test.
+        assert "status 5" in mutants.why_not_clean(checkout, "test_adding.py -k nothing")
         (folder / "adding.py").write_text("def add(a, b):\n    return a - b\n")
         said = mutants.why_not_clean(checkout, "test_adding.py")
         assert said.startswith("test_adding.py\npytest ended with status 1:\n")
