@@ -31,12 +31,12 @@ def neighbours_scales_of_cast(made: tuple[torch.Tensor, torch.Tensor]) -> Any:
 
 
 def one_slot_lost(plan: Any) -> Any:
-    slots, rows = plan.slots.clone(), plan.rows.clone()
+    slots, copies = plan.slots.clone(), plan.copies.clone()
     token = int((slots >= 0).any(1).nonzero()[0])
     k = int((slots[token] >= 0).nonzero()[0])
-    rows[slots[token, k]] = -1
+    copies[slots[token, k]] = -1
     slots[token, k] = -1
-    return replace(plan, rows=rows, slots=slots)
+    return replace(plan, copies=copies, slots=slots)
 
 
 def plain_send(ctx: Any, tokens: torch.Tensor, *splits: Any) -> torch.Tensor:
@@ -54,13 +54,13 @@ def folded_share(folded: torch.Tensor, share: Any) -> torch.Tensor:
 
 
 def _without_scores(original: Any) -> Wrapper:
-    return lambda grouped, scores, rows, slots: original(grouped, None, rows, slots)
+    return lambda grouped, scores, *plan: original(grouped, None, *plan)
 
 
 def _fill_unwritten(original: Any) -> Wrapper:
-    def faulty(tokens: Any, scores: Any, rows: Any, slots: Any) -> Any:
-        grouped = original(tokens, scores, rows, slots)
-        grouped[rows < 0] = 0.5
+    def faulty(tokens: Any, scores: Any, copies: Any, slots: Any) -> Any:
+        grouped = original(tokens, scores, copies, slots)
+        grouped[copies < 0] = 0.5
         return grouped
 
     return faulty

@@ -33,6 +33,7 @@ KERNELS = {
     "moving_rows": [
         "_fill_indices_kernel",
         "_spread_kernel",
+        "_place_kernel",
         "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<...>>",
         "void at::native::indexing_backward_kernel_stride_1<c10::BFloat16, 4>(long const*)",
         "void at::native::_scatter_gather_elementwise_kernel<128, 8, ...>(int, ...)",

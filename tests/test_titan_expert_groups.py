@@ -55,18 +55,19 @@ def test_groups_are_whole_blocks_in_the_order_of_the_tokens(case: str, alignment
     plan = plan_groups(experts, counts, alignment)
     assert plan.sizes.tolist() == padded_sizes(counts, alignment)
     assert all(size % alignment == 0 and size > 0 for size in plan.sizes.tolist())
-    assert plan.rows.numel() == int(plan.sizes.sum())
+    assert plan.ends.tolist() == plan.sizes.cumsum(0).tolist()
+    assert plan.copies.numel() == plan.ends[-1]
     start = 0
     for expert, (size, count) in enumerate(zip(plan.sizes.tolist(), counts, strict=True)):
-        rows = plan.rows[start : start + size].tolist()
-        wanted = [token for token, chosen in enumerate(experts.tolist()) if expert in chosen]
-        assert rows == wanted + [-1] * (size - count)
+        copies = plan.copies[start : start + size].tolist()
+        wanted = (experts.reshape(-1) == expert).nonzero().squeeze(1).tolist()
+        assert copies == wanted + [-1] * (size - count)
         start += size
-    for token, chosen in enumerate(experts.tolist()):
-        for k, expert in enumerate(chosen):
-            slot = int(plan.slots[token, k])
-            assert (slot == -1) == (expert == ELSEWHERE)
-            assert slot == -1 or int(plan.rows[slot]) == token
+    assert plan.slots.shape == experts.shape
+    for copy, expert in enumerate(experts.reshape(-1).tolist()):
+        slot = int(plan.slots.reshape(-1)[copy])
+        assert (slot == -1) == (expert == ELSEWHERE)
+        assert slot == -1 or int(plan.copies[slot]) == copy
 
 
 def reference(
@@ -99,7 +100,7 @@ def grouped(
     groups = rows.split(plan.sizes.tolist())
     outputs = [torch.tanh(group @ weights[expert]) for expert, group in enumerate(groups)]
     # What experts make of padding must not reach a token: here it is far from zero.
-    padding = (plan.rows < 0).unsqueeze(1)
+    padding = (plan.copies < 0).unsqueeze(1)
     return collect(torch.cat(outputs).masked_fill(padding, 1e6), after, plan)
 
 
@@ -109,15 +110,15 @@ def test_more_experts_than_a_byte_counts() -> None:
     experts = torch.arange(num_experts).flip(0).unsqueeze(1)
     counts = [1] * num_experts
     plan = plan_groups(experts, counts, 8)
-    assert plan.rows.view(num_experts, 8)[:, 0].tolist() == list(range(num_experts))[::-1]
-    assert bool((plan.rows.view(num_experts, 8)[:, 1:] == -1).all())
+    assert plan.copies.view(num_experts, 8)[:, 0].tolist() == list(range(num_experts))[::-1]
+    assert bool((plan.copies.view(num_experts, 8)[:, 1:] == -1).all())
 
 
 def eight_rows() -> tuple[GroupPlan, torch.Tensor]:
     """A token with eight experts: one large row, and seven that BF16 loses beside it."""
     experts = torch.arange(8).unsqueeze(0)
     plan = plan_groups(experts, [1] * 8, 8)
-    grouped = torch.zeros(plan.rows.numel(), 4, dtype=torch.bfloat16)
+    grouped = torch.zeros(plan.copies.numel(), 4, dtype=torch.bfloat16)
     grouped[plan.slots[0].long()] = torch.tensor([256.0] + [0.5] * 7).bfloat16().unsqueeze(1)
     return plan, grouped
 
@@ -160,12 +161,12 @@ def test_padding_rows_are_zero_in_the_forward_and_in_the_backward() -> None:
     plan = plan_groups(experts, counts, 32)
     tokens = torch.randn(experts.shape[0], 8, dtype=torch.float64, requires_grad=True)
     rows = spread(tokens, None, plan)
-    assert not rows[plan.rows < 0].any()
+    assert not rows[plan.copies < 0].any()
     rows.retain_grad()
     collect(rows, None, plan).sum().backward()
     assert rows.grad is not None
-    assert not rows.grad[plan.rows < 0].any()
-    assert bool((rows.grad[plan.rows >= 0] == 1).all())
+    assert not rows.grad[plan.copies < 0].any()
+    assert bool((rows.grad[plan.copies >= 0] == 1).all())
 
 
 def test_nothing_but_the_plan_is_kept_without_scores() -> None:
@@ -187,30 +188,43 @@ def kernels_against_operations() -> None:
     """Runs in a process of its own, whose Triton interprets kernels on the CPU."""
     from cookbook.titan.any_stack import group_kernels
 
+    # Several programs even for the cases here.
+    group_kernels._COPIES = 16
     for case, (experts, counts) in CASES.items():
-        plan = plan_groups(experts, counts, 32)
+        plan, top_k = plan_groups(experts, counts, 32), experts.shape[1]
+        copies, slots = group_kernels.place(experts, plan.sizes, plan.ends, len(plan.copies))
+        assert torch.equal(copies, plan.copies) and torch.equal(slots, plan.slots)
+        assert (copies.dtype, slots.dtype) == (plan.copies.dtype, plan.slots.dtype)
         # The kernels take 2048 and 1024 features at a time: once more than both, ragged.
         for features in (40, 2100) if case == "empty experts" else (40,):
             for dtype, rtol, atol in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 1e-3)):
                 torch.manual_seed(4)
                 tokens = torch.randn(experts.shape[0], features).to(dtype)
-                rows = torch.randn(plan.rows.numel(), features).to(dtype)
+                rows = torch.randn(plan.copies.numel(), features).to(dtype)
                 scores = torch.rand(experts.shape)
                 pairs = [
                     (
                         group_kernels.dot(tokens, rows, plan.slots),
                         expert_groups._dot(tokens, rows, plan.slots),
-                    )
+                    ),
+                    (
+                        group_kernels.take(scores, plan.copies),
+                        expert_groups._at(scores, plan.copies),
+                    ),
+                    (
+                        group_kernels.take(rows[:, :1], plan.slots),
+                        expert_groups._at(rows[:, :1], plan.slots),
+                    ),
                 ]
                 for weights in (scores, None):
                     pairs += [
                         (
-                            group_kernels.spread(tokens, weights, plan.rows, plan.slots),
-                            expert_groups._spread(tokens, weights, plan.rows, plan.slots),
+                            group_kernels.spread(tokens, weights, plan.copies, top_k),
+                            expert_groups._spread(tokens, weights, plan.copies, plan.slots),
                         ),
                         (
                             group_kernels.collect(rows, weights, plan.slots),
-                            expert_groups._collect(rows, weights, plan.rows, plan.slots),
+                            expert_groups._collect(rows, weights, plan.copies, plan.slots),
                         ),
                     ]
                 for found, expected in pairs:
@@ -248,9 +262,14 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
     from cookbook.titan.any_stack import group_kernels
 
     pointers = {"tokens": "*bf16", "grouped": "*bf16", "scores": "*fp32", "products": "*fp32"}
-    pointers |= {"rows": "*i32", "slots": "*i32", "features": "i32"}
+    pointers |= dict.fromkeys(("copies", "slots", "counts", "sums", "sizes", "ends"), "*i32")
+    pointers |= {"experts": "*i64", "places": "*i32", "values": "*fp32", "taken": "*fp32"}
+    pointers |= dict.fromkeys(("num_copies", "num_places", "features"), "i32")
     constants: dict[str, Any] = {"has_scores": True, "top_k": 8, "block": 1024, "features": 7168}
-    for name in ("_spread_kernel", "_collect_kernel", "_dot_kernel"):
+    constants["num_experts"] = 16
+    kernels = [name for name in vars(group_kernels) if name.endswith("_kernel")]
+    assert len(kernels) == 6
+    for name in kernels:
         kernel = getattr(group_kernels, name)
         signature = {a: pointers.get(a, "constexpr") for a in kernel.arg_names}
         if name == "_dot_kernel":

@@ -159,7 +159,7 @@ def fill_read(original: Any) -> Any:
 
     def faulty(outputs: torch.Tensor, scores: Any, plan: Any) -> torch.Tensor:
         total: torch.Tensor = original(outputs, scores, plan)
-        return total + 1e-3 * outputs[plan.rows < 0].sum(0).detach()
+        return total + 1e-3 * outputs[plan.copies < 0].sum(0).detach()
 
     return faulty
 
@@ -169,7 +169,7 @@ def fill_written(original: Any) -> Any:
 
     def faulty(tokens: torch.Tensor, scores: Any, plan: Any) -> torch.Tensor:
         grouped: torch.Tensor = original(tokens, scores, plan)
-        last = (plan.rows < 0).nonzero()[-1]
+        last = (plan.copies < 0).nonzero()[-1]
         return grouped.index_fill(0, last, torch.nan)
 
     return faulty

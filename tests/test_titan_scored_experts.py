@@ -71,13 +71,14 @@ def scored(mode: str, backend: str | None) -> Run:
     if backend:
         compute.compile(backend)
     experts, (rows, scores, sizes) = layer(), inputs()
+    ends = sizes.cumsum(0, dtype=torch.int32)
     upstream = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(2))
     around = RECOMPUTED[mode] or (lambda function: function())
     shared = torch.ones(ROWS, DIM, requires_grad=True)
 
     def block() -> torch.Tensor:
         # What follows saves something, so that nothing before it is left out for being the last.
-        return compute(experts, rows, scores, sizes) + shared.sin()
+        return compute(experts, rows, scores, ends) + shared.sin()
 
     with Computed() as computed:
         out = around(block)

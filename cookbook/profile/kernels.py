@@ -192,8 +192,10 @@ RULES = (
     # Also what a loss in chunks launches, but for its GEMMs.
     Rule("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),
     # --- Moving rows to their experts and back. TorchTitan: _fill_indices_kernel and indexing;
-    # the cookbook: _spread_kernel, _collect_kernel, _dot_kernel; DeepEP's permutation.
-    Rule("moving_rows", kernel=r"_fill_indices_kernel|^_(spread|collect|dot)_kernel"),
+    # the cookbook: the kernels of `group_kernels.py`; DeepEP's permutation.
+    Rule(
+        "moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|collect|dot)_kernel"
+    ),
     Rule("moving_rows", kernel=r"permute_(fwd|bwd)?_?kernel|_exchange_row_offsets|unpermute"),
     # The embedding's gather and its backward are no experts' rows.
     Rule("pointwise", operation=r"^aten::embedding"),

@@ -11,6 +11,7 @@ routing score is applied and the sum is taken in float32 in the same pass.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,21 +20,21 @@ import torch
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Where each row of the padded groups comes from, and where each token's copies went.
+    """Which copy of a token lies in each row of the padded groups, and where each copy went.
+
+    Copy `i * top_k + k` is that of token `i` for the `k`-th of its experts.
 
     Attributes:
-        rows: (padded rows,) int32, the token of each row, -1 for padding.
-        slots: (tokens, top k) int32, the row of each of a token's copies, -1 for experts elsewhere.
+        copies: (padded rows,) int32, the copy in each row, -1 for padding.
+        slots: (tokens, top k) int32, the row of each copy, -1 for experts elsewhere.
         sizes: (local experts,) int32 on the device, padded.
-        order: (padded rows,) int64, the copy in each row, from tokens x top k on for padding.
-        num_padding: how many rows are padding.
+        ends: (local experts,) int32 on the device, where each padded group ends.
     """
 
-    rows: torch.Tensor
+    copies: torch.Tensor
     slots: torch.Tensor
     sizes: torch.Tensor
-    order: torch.Tensor
-    num_padding: int
+    ends: torch.Tensor
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
@@ -51,65 +52,69 @@ def plan_groups(experts: torch.Tensor, counts: list[int], alignment: int) -> Gro
         experts: (tokens, top k) int, local expert of each copy, -1 for an expert on another rank.
         counts: tokens per local expert, on the host.
     """
-    num_tokens, top_k = experts.shape
-    num_copies, num_experts = num_tokens * top_k, len(counts)
     sizes = padded_sizes(counts, alignment)
-    padding = [
-        expert
-        for expert, (size, count) in enumerate(zip(sizes, counts, strict=True))
-        for _ in range(size - count)
-    ]
+    ends = list(itertools.accumulate(sizes))
     # One small copy to the device carries both lists.
-    host = torch.tensor(sizes + padding, dtype=torch.int32)
+    host = torch.tensor([ends, sizes], dtype=torch.int32)
     if experts.is_cuda:
         host = host.pin_memory()
-    on_device = host.to(experts.device, non_blocking=True)
+    ends_there, sizes_there = host.to(experts.device, non_blocking=True)
+    copies, slots = _place(experts, sizes_there, ends_there, ends[-1])
+    return GroupPlan(copies, slots, sizes_there, ends_there)
 
-    copies = experts.reshape(-1).to(torch.int16)
-    copies = copies.masked_fill(copies < 0, num_experts)
-    # Padding rows take part in the sort as further copies of their expert, behind the real ones.
-    keys = torch.cat([copies, on_device[num_experts:].to(torch.int16)])
-    total = sum(sizes)
-    order = torch.argsort(keys, stable=True)[:total]
 
-    rows = torch.where(order < num_copies, order // max(top_k, 1), -1).to(torch.int32)
-    slots = torch.full((keys.numel(),), -1, dtype=torch.int32, device=keys.device)
-    slots.scatter_(0, order, torch.arange(total, dtype=torch.int32, device=keys.device))
-    slots = slots[:num_copies].view(num_tokens, top_k)
-    return GroupPlan(rows, slots, on_device[:num_experts], order, len(padding))
+def _place(
+    experts: torch.Tensor, sizes: torch.Tensor, ends: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The copies and slots of a plan."""
+    if experts.is_cuda:
+        from cookbook.titan.any_stack import group_kernels
+
+        return group_kernels.place(experts, sizes, ends, num_rows)
+    chosen, order = experts.reshape(-1).sort(stable=True)
+    order, chosen = order[chosen >= 0], chosen[chosen >= 0]
+    here = torch.bincount(chosen, minlength=len(sizes))
+    # A copy's row: where its group starts, and how many of that group come before it.
+    before = torch.arange(len(chosen)) - (here.cumsum(0) - here)[chosen]
+    rows = (ends - sizes)[chosen] + before
+    copies = torch.full((num_rows,), -1, dtype=torch.int32)
+    slots = torch.full((experts.numel(),), -1, dtype=torch.int32)
+    copies[rows], slots[order] = order.int(), rows.int()
+    return copies, slots.view(experts.shape)
 
 
 def _spread(
-    tokens: torch.Tensor, scores: torch.Tensor | None, rows: torch.Tensor, slots: torch.Tensor
+    tokens: torch.Tensor, scores: torch.Tensor | None, copies: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     """Each row of the groups: its token, times the score of that copy; zero for padding."""
+    top_k = slots.shape[1]
     if tokens.is_cuda:
         from cookbook.titan.any_stack import group_kernels
 
-        return group_kernels.spread(tokens, scores, rows, slots)
-    real = rows >= 0
-    grouped = tokens.new_zeros(rows.numel(), tokens.shape[1])
-    values = tokens[rows[real].long()]
+        return group_kernels.spread(tokens, scores, copies, top_k)
+    real = copies >= 0
+    grouped = tokens.new_zeros(copies.numel(), tokens.shape[1])
+    values = tokens[copies[real].long() // top_k]
     if scores is not None:
-        values = (values * _scores_by_row(scores, rows, slots)[real]).to(tokens.dtype)
+        values = (values * _at(scores, copies[real]).unsqueeze(1)).to(tokens.dtype)
     grouped[real] = values
     return grouped
 
 
 def _collect(
-    grouped: torch.Tensor, scores: torch.Tensor | None, rows: torch.Tensor, slots: torch.Tensor
+    grouped: torch.Tensor, scores: torch.Tensor | None, copies: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     """Each token: the sum of its copies' rows, times their scores."""
     if grouped.is_cuda:
         from cookbook.titan.any_stack import group_kernels
 
         return group_kernels.collect(grouped, scores, slots)
-    real = rows >= 0
+    real = copies >= 0
     values = grouped[real].to(torch.promote_types(grouped.dtype, torch.float32))
     if scores is not None:
-        values = values * _scores_by_row(scores, rows, slots)[real]
+        values = values * _at(scores, copies[real]).unsqueeze(1)
     tokens = values.new_zeros(slots.shape[0], grouped.shape[1])
-    tokens.index_add_(0, rows[real].long(), values)
+    tokens.index_add_(0, copies[real].long() // slots.shape[1], values)
     return tokens.to(grouped.dtype)
 
 
@@ -125,11 +130,14 @@ def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> to
     return products.masked_fill(slots < 0, 0)
 
 
-def _scores_by_row(scores: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    here = slots >= 0
-    by_row = scores.new_zeros(rows.numel(), 1)
-    by_row[slots[here].long(), 0] = scores[here]
-    return by_row
+def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """`values`, all in one row, at each of `places`, in their shape; 0 at -1."""
+    if values.is_cuda:
+        from cookbook.titan.any_stack import group_kernels
+
+        return group_kernels.take(values, places)
+    flat = values.reshape(-1)
+    return torch.cat([flat, flat.new_zeros(1)])[places.long()]
 
 
 class _Spread(torch.autograd.Function):
@@ -138,21 +146,21 @@ class _Spread(torch.autograd.Function):
         ctx: Any,
         tokens: torch.Tensor,
         scores: torch.Tensor | None,
-        rows: torch.Tensor,
+        copies: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
         # Without scores the backward needs no token.
-        ctx.save_for_backward(rows, slots, *(() if scores is None else (tokens, scores)))
-        return _spread(tokens, scores, rows, slots)
+        ctx.save_for_backward(copies, slots, *(() if scores is None else (tokens, scores)))
+        return _spread(tokens, scores, copies, slots)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        rows, slots, *weighted = ctx.saved_tensors
+        copies, slots, *weighted = ctx.saved_tensors
         grad = grad.contiguous()
         if not weighted:
-            return _collect(grad, None, rows, slots), None, None, None
+            return _collect(grad, None, copies, slots), None, None, None
         tokens, scores = weighted
-        return _collect(grad, scores, rows, slots), _dot(tokens, grad, slots), None, None
+        return _collect(grad, scores, copies, slots), _dot(tokens, grad, slots), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -161,38 +169,37 @@ class _Collect(torch.autograd.Function):
         ctx: Any,
         grouped: torch.Tensor,
         scores: torch.Tensor | None,
-        rows: torch.Tensor,
+        copies: torch.Tensor,
         slots: torch.Tensor,
         is_needed: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows, slots, *(() if scores is None else (grouped, scores)))
+        ctx.save_for_backward(copies, slots, *(() if scores is None else (grouped, scores)))
         if not is_needed:
             return grouped.new_empty(slots.shape[0], grouped.shape[1])
-        return _collect(grouped, scores, rows, slots)
+        return _collect(grouped, scores, copies, slots)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        rows, slots, *weighted = ctx.saved_tensors
+        copies, slots, *weighted = ctx.saved_tensors
         grad = grad.contiguous()
         if not weighted:
-            return _spread(grad, None, rows, slots), None, None, None, None
+            return _spread(grad, None, copies, slots), None, None, None, None
         grouped, scores = weighted
-        return _spread(grad, scores, rows, slots), _dot(grad, grouped, slots), None, None, None
+        return _spread(grad, scores, copies, slots), _dot(grad, grouped, slots), None, None, None
 
 
 class _RowScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scores: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, num_padding: int
+        ctx: Any, scores: torch.Tensor, copies: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(slots)
-        return torch.cat([scores.reshape(-1), scores.new_zeros(num_padding)])[order].unsqueeze(1)
+        return _at(scores, copies).unsqueeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (slots,) = ctx.saved_tensors
-        by_copy = grad.squeeze(1)[slots.clamp_min(0).long()]
-        return by_copy.masked_fill(slots < 0, 0), None, None, None
+        return _at(grad, slots), None, None
 
 
 def spread(tokens: torch.Tensor, scores: torch.Tensor | None, plan: GroupPlan) -> torch.Tensor:
@@ -201,7 +208,7 @@ def spread(tokens: torch.Tensor, scores: torch.Tensor | None, plan: GroupPlan) -
     Args:
         scores: (received, top k) float32 to multiply with, or None.
     """
-    return _Spread.apply(tokens, scores, plan.rows, plan.slots)
+    return _Spread.apply(tokens, scores, plan.copies, plan.slots)
 
 
 def collect(
@@ -212,11 +219,11 @@ def collect(
     Args:
         is_needed: whether the sums are; where not, they are memory as it is found.
     """
-    tokens: torch.Tensor = _Collect.apply(grouped, scores, plan.rows, plan.slots, is_needed)
+    tokens: torch.Tensor = _Collect.apply(grouped, scores, plan.copies, plan.slots, is_needed)
     return tokens
 
 
 def row_scores(scores: torch.Tensor, plan: GroupPlan) -> torch.Tensor:
     """Scores (received, top k) by row of the padded groups (rows, 1), 0 for padding."""
-    by_row: torch.Tensor = _RowScores.apply(scores, plan.slots, plan.order, plan.num_padding)
+    by_row: torch.Tensor = _RowScores.apply(scores, plan.copies, plan.slots)
     return by_row

@@ -1,30 +1,88 @@
-"""Triton kernels that move, weight and sum the rows of a group plan on a GPU, in one pass each.
+"""Triton kernels that plan groups of rows on a GPU, and move, weight and sum the rows.
 
-`expert_groups` does the same with PyTorch operations on a CPU. Sums run in float32, in a fixed
-order and without atomics, so every run has the same ones.
+Each is one pass. `expert_groups` does the same with PyTorch operations on a CPU. Sums run in
+float32, in a fixed order and without atomics, so every run has the same ones.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+# Copies that a program counts, or places. Their number is another in each layer, and is no reason
+# to compile a kernel again.
+_COPIES = 1024
+
+
+@triton.jit(do_not_specialize=["num_copies"])
+def _count_kernel(  # type: ignore[no-untyped-def]
+    experts, counts, num_copies, num_experts: tl.constexpr, block: tl.constexpr
+):
+    part = tl.program_id(0)
+    copy = part * block + tl.arange(0, block)
+    expert = tl.load(experts + copy, mask=copy < num_copies, other=-1)
+    for one in range(num_experts):
+        count = tl.sum((expert == one).to(tl.int32), 0)
+        tl.store(counts + one * tl.num_programs(0) + part, count)
+
+
+@triton.jit(do_not_specialize=["num_copies"])
+def _place_kernel(  # type: ignore[no-untyped-def]
+    experts,
+    sums,
+    sizes,
+    ends,
+    copies,
+    slots,
+    num_copies,
+    num_experts: tl.constexpr,
+    block: tl.constexpr,
+):
+    part = tl.program_id(0)
+    copy = part * block + tl.arange(0, block)
+    inside = copy < num_copies
+    expert = tl.load(experts + copy, mask=inside, other=-1)
+    slot = tl.full((block,), -1, tl.int32)
+    for one in range(num_experts):
+        is_its = (expert == one).to(tl.int32)
+        start = tl.load(ends + one) - tl.load(sizes + one)
+        before = tl.load(sums + one * tl.num_programs(0) + part) - tl.sum(is_its, 0)
+        slot = tl.where(expert == one, start + before + tl.cumsum(is_its, 0) - 1, slot)
+    tl.store(slots + copy, slot, mask=inside)
+    tl.store(copies + slot, copy, mask=slot >= 0)
+
+
+@triton.jit(do_not_specialize=["num_places"])
+def _take_kernel(  # type: ignore[no-untyped-def]
+    values, places, taken, num_places, block: tl.constexpr
+):
+    index = tl.program_id(0) * block + tl.arange(0, block)
+    place = tl.load(places + index, mask=index < num_places, other=-1)
+    value = tl.load(values + place, mask=place >= 0, other=0.0)
+    tl.store(taken + index, value, mask=index < num_places)
+
 
 @triton.jit
 def _spread_kernel(  # type: ignore[no-untyped-def]
-    tokens, rows, scores, grouped, features, has_scores: tl.constexpr, block: tl.constexpr
+    tokens,
+    copies,
+    scores,
+    grouped,
+    features,
+    has_scores: tl.constexpr,
+    top_k: tl.constexpr,
+    block: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    row = tl.load(rows + slot).to(tl.int64)
+    copy = tl.load(copies + slot).to(tl.int64)
+    row = copy // top_k
     inside = column < features
-    # Padding (row -1) reads nothing and writes zeros.
-    value = tl.load(tokens + row * features + column, mask=inside & (row >= 0), other=0.0)
+    # Padding (copy -1) reads nothing and writes zeros.
+    value = tl.load(tokens + row * features + column, mask=inside & (copy >= 0), other=0.0)
     if has_scores:
-        value = value.to(tl.float32) * tl.load(scores + slot)
+        value = value.to(tl.float32) * tl.load(scores + copy, mask=copy >= 0, other=0.0)
     tl.store(grouped + slot * features + column, value, mask=inside)
 
 
@@ -81,23 +139,64 @@ def _block(features: int, limit: int) -> int:
     return min(int(triton.next_power_of_2(features)), limit)
 
 
+def place(
+    experts: torch.Tensor, sizes: torch.Tensor, ends: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies (rows,) and slots (tokens, top k), both int32, of a group plan.
+
+    Copies are counted by expert in parts; a part's copies lie behind those of all parts before it.
+    The sums take 2 launches where a sort takes 20: what waits for them here is the whole GPU.
+
+    Args:
+        experts: (tokens, top k) int, -1 for an expert on another rank.
+        sizes: (local experts,) int32, rows of each group.
+        ends: (local experts,) int32, where each group ends.
+    """
+    num_copies, num_experts = experts.numel(), len(sizes)
+    copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
+    slots = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
+    if not num_copies:
+        return copies, slots
+    experts = experts.contiguous()
+    parts = triton.cdiv(num_copies, _COPIES)
+    counts = sizes.new_empty(num_experts, parts)
+    _count_kernel[(parts,)](experts, counts, num_copies, num_experts, _COPIES)
+    sums = counts.cumsum(1, dtype=torch.int32)
+    _place_kernel[(parts,)](
+        experts, sums, sizes, ends, copies, slots, num_copies, num_experts, _COPIES
+    )
+    return copies, slots
+
+
+def take(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """`values`, all in one row, at each of `places`, in their shape; 0 at -1."""
+    taken = values.new_empty(places.shape)
+    if taken.numel():
+        blocks = triton.cdiv(places.numel(), _COPIES)
+        _take_kernel[(blocks,)](
+            values.contiguous(), places.contiguous(), taken, places.numel(), _COPIES
+        )
+    return taken
+
+
 def spread(
-    tokens: torch.Tensor, scores: torch.Tensor | None, rows: torch.Tensor, slots: torch.Tensor
+    tokens: torch.Tensor, scores: torch.Tensor | None, copies: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """(rows, features): tokens at their rows, times their scores; zero for padding."""
+    """(rows, features): tokens at the rows of their copies, times their scores; 0 for padding."""
     features = tokens.shape[1]
-    grouped = tokens.new_empty(rows.numel(), features)
+    grouped = tokens.new_empty(copies.numel(), features)
     if not grouped.numel():
         return grouped
-    by_row: Any = None
-    if scores is not None:
-        # The additional last place takes the scores of copies for other ranks.
-        by_row = scores.new_zeros(rows.numel() + 1, dtype=torch.float32)
-        places = torch.where(slots >= 0, slots, rows.numel()).view(-1).long()
-        by_row.scatter_(0, places, scores.float().reshape(-1))
     block = _block(features, 2048)
-    _spread_kernel[(rows.numel(), triton.cdiv(features, block))](
-        tokens.contiguous(), rows, by_row, grouped, features, by_row is not None, block
+    _spread_kernel[(copies.numel(), triton.cdiv(features, block))](
+        tokens.contiguous(),
+        copies,
+        None if scores is None else scores.float().contiguous(),
+        grouped,
+        features,
+        scores is not None,
+        top_k,
+        block,
     )
     return grouped
 

@@ -88,7 +88,7 @@ class SendingExperts(nn.Module):
         activity.corrections.add("deepep-padded-groups")
         if self._scores_activations:
             grouped = spread(rows, None, plan)
-            out = scored_experts(self, grouped, row_scores(scores, plan), plan.sizes)
+            out = scored_experts(self, grouped, row_scores(scores, plan), plan.ends)
             return collect(out, None, plan, is_needed=not is_repeated())
         before, after = scores, None
         if not self.cookbook_score_before_experts:

@@ -42,7 +42,7 @@ class ScoredExperts:
             self.is_compiled = True
 
     def __call__(
-        self, experts: Any, rows: torch.Tensor, scores: torch.Tensor, sizes: torch.Tensor
+        self, experts: Any, rows: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
         """Scored outputs (rows, features); of any value where the forward is repeated.
 
@@ -50,19 +50,18 @@ class ScoredExperts:
             experts: TorchTitan's `GroupedExperts`.
             rows: (rows, features), in padded groups by expert.
             scores: (rows, 1) float32.
-            sizes: (local experts,) int32, rows of each group.
+            ends: (local experts,) int32, where each group of rows ends.
         """
         w1, w2, w3 = (_local(weight) for weight in (experts.w1, experts.w2, experts.w3))
-        offsets = torch.cumsum(sizes, 0, dtype=torch.int32)
         if not experts.use_grouped_mm:
-            return _project(w2, _activate(w1, w3, rows, scores, offsets, False), offsets, False)
+            return _project(w2, _activate(w1, w3, rows, scores, ends, False), ends, False)
         # Any number of rows may come.
         torch._dynamo.mark_dynamic(rows, 0)
         torch._dynamo.mark_dynamic(scores, 0)
-        activations = self._activate(w1, w3, rows, scores, offsets)
+        activations = self._activate(w1, w3, rows, scores, ends)
         torch._dynamo.mark_dynamic(activations, 0)
         with last_product():
-            return self._project(w2, activations, offsets).type_as(rows)
+            return self._project(w2, activations, ends).type_as(rows)
 
 
 def last_product() -> AbstractContextManager[Any]:
@@ -98,29 +97,29 @@ def _activate(
     w3: torch.Tensor,
     rows: torch.Tensor,
     scores: torch.Tensor,
-    offsets: torch.Tensor,
+    ends: torch.Tensor,
     grouped: bool = True,
 ) -> torch.Tensor:
     # Grouped GEMMs take no other type. Cast once, so that one copy is kept.
     rows = rows.bfloat16() if grouped else rows
-    activations = torch.nn.functional.silu(_multiply(rows, w1, offsets, grouped))
-    activations = activations * _multiply(rows, w3, offsets, grouped)
+    activations = torch.nn.functional.silu(_multiply(rows, w1, ends, grouped))
+    activations = activations * _multiply(rows, w3, ends, grouped)
     return (activations * scores).type_as(activations)
 
 
 def _project(
-    w2: torch.Tensor, activations: torch.Tensor, offsets: torch.Tensor, grouped: bool = True
+    w2: torch.Tensor, activations: torch.Tensor, ends: torch.Tensor, grouped: bool = True
 ) -> torch.Tensor:
-    return _multiply(activations, w2, offsets, grouped)
+    return _multiply(activations, w2, ends, grouped)
 
 
 def _multiply(
-    rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, grouped: bool
+    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, grouped: bool
 ) -> torch.Tensor:
     """Each group of rows times its expert's weights (experts, out, in)."""
     if grouped:
-        return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=offsets)
-    parts = rows.tensor_split(offsets[:-1].tolist())
+        return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
+    parts = rows.tensor_split(ends[:-1].tolist())
     return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
 
 
