@@ -15,6 +15,7 @@ from cookbook.titan.stack_2026_02.chunked_loss import (
     hand_on,
     keep_gathered,
 )
+from cookbook.titan.stack_2026_02.compiled_blocks import compile_blocks
 from cookbook.titan.stack_2026_02.cpu import sum_gradients_in_fsdp
 from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
 from cookbook.titan.stack_2026_02.plain_checkpoint import save_plain_weights
@@ -28,7 +29,7 @@ from cookbook.titan.stack_2026_02.token_counts import count_in_training_only
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
     """`parallelize_deepseekv3`, also for one stage of a pipeline."""
     # No door: TorchTitan calls these functions by their names, the first after the TP of the other
-    # layers, the second before compile and FSDP wrap the layers.
+    # layers, the second before compile and FSDP wrap the layers, the third before FSDP does.
     names: dict[str, Any] = {
         "apply_moe_ep_tp": partial(
             apply_moe_ep_tp,
@@ -41,6 +42,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             job_config.activation_checkpoint.op_sac_save_list,
             job_config.activation_checkpoint.num_layers_kept,
         ),
+        "apply_compile": compile_blocks,
     }
     compiled = job_config.compile
     if compiled.enable and "model" in compiled.components:
