@@ -122,6 +122,9 @@ def corrected_cases() -> list[Case]:
     cases = [Case("bf16", backend, layout) for backend, layout in exact]
     cases += [Case("bf16", "mxfp8_a2a", "tp1-ep4")]
     cases += [Case("bf16", backend, "tp2-ep4", "recompute") for backend in ("standard", "deepep")]
+    cases += [Case("bf16", backend, "tp2-ep4", "compile") for backend in ("standard", "deepep")]
+    cases += [Case("bf16", "deepep", layout, "fast") for layout in LAYOUTS]
+    cases += [Case("bf16", "deepep", layout, "fast-compile") for layout in ("tp1-ep4", "tp2-ep4")]
     cases += [
         Case(precision, backend, layout)
         for precision in ("mxfp8_wgrad_hp", "mxfp8")

@@ -57,11 +57,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 _KEPT = {"activation_checkpoint.mode": "none", "compile.enable": False}
 _RECOMPUTED = {"activation_checkpoint.mode": "full", "compile.enable": False}
 _COMPILED = {"compile.enable": True, "compile.components": ["model", "loss"]}
+# What the fast recipes choose, and DeepEP in parts.
+_FAST = {
+    "model.attention": "flash_attention_4",
+    "loss.num_chunks": 4,
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "op",
+    "activation_checkpoint.op_sac_save_list": ["attention", "communication", "grouped_mm"],
+    "activation_checkpoint.num_layers_kept": 1,
+    "deepep.score_activations": True,
+    "deepep.num_chunks": 2,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": _KEPT,
     "recompute": _RECOMPUTED,
     "compile": {**_KEPT, **_COMPILED},
     "recompute-compile": {**_RECOMPUTED, **_COMPILED},
+    "fast": {**_FAST, "compile.enable": False},
+    "fast-compile": {**_FAST, **_COMPILED},
     "deterministic": {**_KEPT, "debug.deterministic": True},
 }
 

@@ -228,6 +228,6 @@ def test_preempted_it_goes_on_when_the_nodes_are_free(by_hand: ByHand) -> None:
 
 
 def test_the_time_limit_is_no_end(by_hand: ByHand) -> None:
-    job = by_hand.submit("stop end", "--time=00:01:00", "--signal=B:USR1@50")
-    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED", "TIMEOUT"}, 150) == "COMPLETED"
+    job = by_hand.submit("stop end", "--time=00:02:00", "--signal=B:USR1@110")
+    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED", "TIMEOUT"}, 250) == "COMPLETED"
     assert by_hand.attempts() == ["stop", "end"]
