@@ -30,7 +30,9 @@ def _of_kernel(name: str) -> Patch:
     return found.target, found.wrapper
 
 
-def _as_released(precisions: Any, model: Any, chunks: int = 1, **options: Any) -> None:
+def _as_released(
+    precisions: Any, model: Any, chunks: int, score_activations: bool, **options: Any
+) -> None:
     released.apply_moe_ep_tp(model, **options)
 
 

@@ -55,6 +55,10 @@ def test_an_error_above_its_bound_is_seen_wherever_it_is() -> None:
     # Each is held to the bound of what it rounds.
     for changes in ({"precision": "mxfp8"}, {"backend": "mxfp8_a2a"}, {"exact": False}):
         assert not is_seen(run(6e-6, 3e-4, **changes))
+    # A fault that breaks the comparison's own code has not been seen.
+    broken = run(1.0, stopped="TypeError: no", fault="the released code")
+    assert not is_seen(broken) and verdict(broken) == "stopped"
+    assert is_seen(broken | {"fault": "expert groups are not padded"})
     assert verdict(run(1.0)) == "DIFFERS" and verdict(run(0.0)) == "agrees"
     assert verdict(run(0.0, reference="")) == "reference"
     found = worst(run(4e-6, 1e-4), "changes")
