@@ -211,3 +211,29 @@ def test_the_slowest_of_each_collective_is_held_to_the_floor(
     assert "all_to_all over ranks 0-15 reaches 19.9 GB/s, the profile wants 20" in verdict.error
     _measured({"all_to_all": [20.0], "all_reduce": [100.0]}, monkeypatch)
     assert not check_links(_names(2), pair).error
+
+
+def test_who_closed_a_connection_is_heard_before_whose_was_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut = "local rank 0: torch.distributed.DistNetworkError: Failed to recv, got 0 bytes."
+    own = "local rank 0: RuntimeError: Unable to find address for: none0"
+    heard: list[bool] = []
+
+    def run(
+        names: Sequence[str],
+        command: Sequence[str],
+        limit_s: float,
+        on_line: Any,
+        is_enough: Callable[[], bool],
+    ) -> StepEnd:
+        for node, words in (("worker-1", cut), ("worker-0", own)):
+            on_line(f"{ENDED} {json.dumps({'node': node, 'said': words})}\n", 1.0)
+            heard.append(is_enough())
+        return StepEnd(1.0, False, {}, "")
+
+    monkeypatch.setattr(links, "run_step", run)
+    monkeypatch.setattr(links, "node_addresses", lambda names: dict.fromkeys(names, "10.0.0.1"))
+    outcome = links._test([["worker-1", "worker-0"]], Links(1, "cpu", Bandwidth(1.0, 1.0)))
+    assert heard == [False, True]
+    assert outcome.faults == {0: f"the ranks cannot talk (worker-0: {own})"}

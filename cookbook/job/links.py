@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from cookbook.cells.cluster import Bandwidth
 from cookbook.job.links_node import ENDED, LinksQuestion
 from cookbook.job.step import python_of_job, run_step
+from cookbook.log.failure import is_consequence
 from cookbook.run.slurm import node_addresses
 
 _MARK = "cookbook-link"
@@ -167,8 +168,13 @@ def _test(teams: list[list[str]], links: Links) -> Outcome:
     command = [python_of_job(), "-m", "cookbook.job.links_node", json.dumps(asdict(question))]
 
     def is_enough() -> bool:
-        # Of a team that failed, the others wait in vain.
-        return all(any(map(ended.get, team)) or all(n in ended for n in team) for team in teams)
+        # Of a team that failed, the others wait in vain. One whose connection was closed may be
+        # heard before the one that closed it.
+        return all(
+            any(ended.get(n) and not is_consequence(ended[n]) for n in team)
+            or all(n in ended for n in team)
+            for team in teams
+        )
 
     run_step([node for team in teams for node in team], command, LIMIT_S + 10, on_line, is_enough)
     outcome = Outcome()
@@ -184,6 +190,7 @@ def _test(teams: list[list[str]], links: Links) -> Outcome:
                     f"the profile wants {getattr(links.floor, name):g}"
                 )
         words = [f"{node}: {ended[node]}" for node in team if ended.get(node)]
+        words.sort(key=is_consequence)
         silent = [f"{node}: no answer" for node in team if node not in ended]
         if words or silent:
             outcome.is_slow.discard(number)

@@ -118,6 +118,11 @@ class Failure:
     is_refusal: bool = False
 
 
+def is_consequence(error: str) -> bool:
+    """Whether an error says only that somebody else failed first."""
+    return _CONSEQUENCE.search(error) is not None
+
+
 def find_reason(path: Path) -> str | None:
     """The text of `find_failure`."""
     failure = find_failure(path)
