@@ -289,5 +289,5 @@ def _read_traceback(
 def _weighed(text: str, rank: int | None) -> _Finding:
     if _OUT_OF_MEMORY.search(text):
         return _Finding(_MEMORY_WEIGHT, rank, text)
-    weight = _CONSEQUENCE_WEIGHT if _CONSEQUENCE.search(text) else _EXCEPTION_WEIGHT
+    weight = _CONSEQUENCE_WEIGHT if is_consequence(text) else _EXCEPTION_WEIGHT
     return _Finding(weight, rank, text)

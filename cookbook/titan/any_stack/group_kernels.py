@@ -145,7 +145,7 @@ def place(
     """Copies (rows,) and slots (tokens, top k), both int32, of a group plan.
 
     Copies are counted by expert in parts; a part's copies lie behind those of all parts before it.
-    The sums take 2 launches where a sort takes 20: what waits for them here is the whole GPU.
+    These are 4 launches where a sort takes some 20, for which the whole GPU waits here.
 
     Args:
         experts: (tokens, top k) int, -1 for an expert on another rank.

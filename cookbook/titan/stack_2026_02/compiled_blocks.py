@@ -2,8 +2,8 @@
 
 TorchTitan compiles the norms and the attention of a layer with experts one by one, and adds what
 they return in between. Compiled together, the sum belongs to the second norm's kernel and the sums
-of the gradients to the norms', so that hidden states are read and written half as often; and the
-host enters one compiled function instead of three, in the forward and in the backward.
+of the gradients to the norms', so that hidden states are read and written less often; and the host
+enters one compiled function instead of three, in the forward and in the backward.
 """
 
 from __future__ import annotations
@@ -51,14 +51,12 @@ def compile_blocks(model: nn.Module, compile_config: Any, ep_enabled: bool) -> N
     # Compiled once for all layers, which are alike.
     joined = torch.compile(_before_experts, backend=compile_config.backend, fullgraph=True)
     for layer in model.get_submodule("layers").children():
-        block: Any = layer._checkpoint_wrapped_module if _is_wrapped(layer) else layer
-        if not getattr(block, "moe_enabled", False):
+        is_wrapped = isinstance(layer, CheckpointWrapper)
+        block: Any = layer._checkpoint_wrapped_module if is_wrapped else layer
+        if not block.moe_enabled:
             continue
+        # Wrapped, and not compiled before they are called.
         for name in _PARTS:
             setattr(block, name, getattr(block, name)._orig_mod)
         block.__class__ = JoinedBlock
         block.cookbook_before_experts = joined
-
-
-def _is_wrapped(layer: nn.Module) -> bool:
-    return isinstance(layer, CheckpointWrapper)

@@ -1,0 +1,82 @@
+"""docs/performance.md and docs/numerics.md say of the runs on 2 H200 what their data says."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+
+from cookbook.base.paths import ROOT
+
+LAUNCHES = json.loads((ROOT / "docs/performance/h200x2-launches.json").read_text())["runs"]
+TRAINED = json.loads((ROOT / "docs/numerics/attention-trained-h200.json").read_text())
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / name).read_text().split())
+
+
+def runs(cell: str) -> list[dict[str, Any]]:
+    return [run[cell] | {"code": run["code"]} for run in LAUNCHES if cell in run]
+
+
+def speeds(found: list[dict[str, Any]]) -> list[float]:
+    return [run["tokens_per_second_per_gpu"] for run in found]
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    pairs = zip(one["losses"], other["losses"], strict=True)
+    return max(abs(float(a) - float(b)) / float(a) for a, b in pairs)
+
+
+def test_fewer_launches_brought_what_the_page_says() -> None:
+    kept = runs("kept8")
+    before = [run for run in kept if run["code"].startswith("c7ad604")]
+    after = [run for run in kept if run["code"].startswith("36489da")]
+    assert len(before) == len(after) == 2 and len(kept) == 4
+    (b1, b2), (a1, a2) = speeds(before), speeds(after)
+    text = page("docs/performance.md")
+    assert f"{b1:,.0f} and {b2:,.0f} tokens/s/GPU before, {a1:,.0f} and {a2:,.0f} after" in text
+    assert f"{a1 / b1:.3f}x and {a2 / b2:.3f}x: less than was predicted" in text
+    assert all(apart(one, other) < 1e-5 for one in before for other in after)
+    s1, s2 = speeds(runs("sms8"))
+    assert f"{s1 / a1:.3f}x and {s2 / a2:.3f}x of `kept8` ({s1:,.0f} and {s2:,.0f} tokens" in text
+
+
+def test_twenty_steps_with_real_routing_are_as_the_page_says() -> None:
+    (released,), (quick,) = runs("published"), runs("quick")
+    assert len(released["losses"]) == len(quick["losses"]) == 20
+    text = page("docs/performance.md")
+    assert f"within {apart(released, quick):.1e}".replace("e-0", "e-") in text
+    assert f"({quick['losses'][-1]} and {released['losses'][-1]} at the last)" in text
+    (fast,), (slow,) = speeds([quick]), speeds([released])
+    after = [run for run in runs("kept8") if run["code"].startswith("36489da")]
+    assert f"at {fast / slow:.2f} times the speed ({fast:,.0f} and {slow:,.0f} tokens" in text
+    (host,) = speeds(runs("host-kept"))
+    kept = statistics.median(speeds(after))
+    assert f"a step of 8 layers takes {1000 * 512 / host:.0f} ms" in text
+    assert f"of the {1000 * 4 * 8192 / kept:.0f} ms that `kept8` takes" in text
+
+
+def row(kind: dict[str, Any]) -> tuple[float, float]:
+    """Of the gradients the largest error, and of all the largest of a document and head."""
+    errors = kind["errors"]
+    whole = max(error["whole"] for name, error in errors.items() if name != "out")
+    return whole, max(error["part"] for error in errors.values())
+
+
+@pytest.mark.parametrize(
+    ("place", "kept"),
+    [("6, 1", 3), ("1, 1", 8), ("6, 61", 483), ("1, 61", 488)],
+)
+def test_errors_with_what_attention_gets_in_training(place: str, kept: int) -> None:
+    (case,) = [one for one in TRAINED["cases"] if one["inputs"] == f"kept-{kept}.pt"]
+    flash = case["flash_attention_4"]
+    cells = [flash["errors"]["out"]["whole"], *row(flash)]
+    cells += row(case["flex"]) if "flex" in case else []
+    shown = [f"{cell:.4f}" for cell in cells] + [""] * (5 - len(cells))
+    line = " ".join(f"| {place} | {' | '.join(shown)} |".split())
+    assert line in page("docs/numerics.md")
+    assert case["ok"] and TRAINED["ok"]
