@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.gradient_cases import Case, corrected_cases, fault_cases
+from bench.gradient_cases import Case, cell_of, corrected_cases, fault_cases
 from bench.gradient_table import (
     BOUNDS,
     corrected,
@@ -96,6 +96,13 @@ def test_what_was_measured_is_what_the_command_runs() -> None:
         assert case.name == one["name"]
         if one["reference"]:
             assert one["reference"] == case.reference.name in BY_NAME
+
+
+def test_a_case_is_compiled_where_its_name_says_so() -> None:
+    for case in corrected_cases():
+        options = cell_of(case, None, ROOT).options
+        assert options["compile.enable"] == ("compile" in case.variant), case.name
+        assert ("model.attention" in options) == case.variant.startswith("fast"), case.name
 
 
 def test_corrected_cells_agree_and_every_fault_is_seen() -> None:

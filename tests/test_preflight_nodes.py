@@ -227,13 +227,21 @@ def test_who_closed_a_connection_is_heard_before_whose_was_closed(
         on_line: Any,
         is_enough: Callable[[], bool],
     ) -> StepEnd:
-        for node, words in (("worker-1", cut), ("worker-0", own)):
+        for node, words in said:
             on_line(f"{ENDED} {json.dumps({'node': node, 'said': words})}\n", 1.0)
             heard.append(is_enough())
         return StepEnd(1.0, False, {}, "")
 
     monkeypatch.setattr(links, "run_step", run)
     monkeypatch.setattr(links, "node_addresses", lambda names: dict.fromkeys(names, "10.0.0.1"))
-    outcome = links._test([["worker-1", "worker-0"]], Links(1, "cpu", Bandwidth(1.0, 1.0)))
+    one_rank = Links(1, "cpu", Bandwidth(1.0, 1.0))
+    said = [("worker-1", cut), ("worker-0", own)]
+    outcome = links._test([["worker-1", "worker-0"]], one_rank)
     assert heard == [False, True]
     assert outcome.faults == {0: f"the ranks cannot talk (worker-0: {own})"}
+    # Nobody says more: then all have been heard.
+    heard.clear()
+    said = [("worker-1", cut), ("worker-0", cut)]
+    outcome = links._test([["worker-1", "worker-0"]], one_rank)
+    assert heard == [False, True]
+    assert outcome.faults == {0: f"the ranks cannot talk (worker-1: {cut})"}

@@ -15,7 +15,8 @@ from tests.titan_ranks import run_ranks
 
 pytestmark = pytest.mark.titan
 
-DIM, HIDDEN, EXPERTS, TOP_K = 32, 16, 8, 3
+# Three experts on each of four ranks: of two, the first group ends where its size says.
+DIM, HIDDEN, EXPERTS, TOP_K = 32, 16, 12, 3
 BATCH, LENGTH = 2, 12
 RANKS, TP = 4, 2
 
