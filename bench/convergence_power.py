@@ -251,8 +251,8 @@ def _steps_table(curves: Curves) -> str:
     for steps in REGISTERED.steps:
         pairs = [spread_of(curves, END, steps).pair, typical_pair(curves, steps)]
         power = [_percent(simulate(len(SEEDS), pair, {}).each, 1) for pair in pairs]
-        minutes = [f"{gpu_minutes(steps, gain):.0f}" for gain in (1, 1.5, 2, 2.5)]
+        minutes = [f"{gpu_minutes(steps, gain):.0f}" for gain in (1, 2, 3, 4)]
         rows.append([f"{steps:,}", *map(_percent, pairs), *power, *minutes])
     head = ["steps", "pairs apart there", "in the median tenth", "power, there", "power, median"]
-    head += ["GPU minutes, one run a GPU", "gain 1.5", "gain 2", "gain 2.5"]
+    head += ["GPU minutes, one run a GPU", "gain 2", "gain 3", "gain 4"]
     return markdown_table(head, rows, "r" * len(head))

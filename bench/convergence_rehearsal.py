@@ -1,6 +1,6 @@
 """Times the convergence experiment's cells side by side, and says how many steps fit.
 
-No loss is read. The seed is none of the experiment's, and its runs are not kept.
+No loss is read. The seeds are none of the experiment's, and their runs are not kept.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ from cookbook.base.files import write_whole
 from cookbook.log.lines import StepMetrics
 
 STEPS_FILE = "steps.json"
+# What is timed: so long, once every run trains that shares the GPUs.
+_TOGETHER_SECONDS = 45
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,13 @@ class Pace:
 
 
 def rehearse(experiment: Experiment, place: Place, seconds: float) -> dict[str, Pace]:
-    """The pace of every arm, each trained for `seconds` beside as many others as fit."""
+    """The pace of every arm beside as many others as fit, which all must train within `seconds`."""
     plan = experiment.rehearsal()
     left_out = refused(plan, place)
     for name, why in left_out.items():
         print(f"left out: {name}: {why}", flush=True)
     found = {}
-    for wave in waves(order(plan.seeds), place):
+    for wave in waves(plan.seeds, place):
         runs = [(arm, seed) for arm, seed in wave if arm.name not in left_out]
         arms = dict(zip(jobs_of(plan, runs, place), (arm for arm, _ in runs), strict=True))
         for arm, pace in _time(arms, seconds).items():
@@ -55,11 +58,15 @@ def rehearse(experiment: Experiment, place: Place, seconds: float) -> dict[str, 
     return found
 
 
-def waves(runs: Sequence[tuple[Arm, int]], place: Place) -> list[list[tuple[Arm, int]]]:
-    """The runs in groups that run at once, each as full as the GPUs have room."""
+def waves(seeds: Sequence[int], place: Place) -> list[list[tuple[Arm, int]]]:
+    """The runs in groups that run at once, each as full as the GPUs have room.
+
+    Where there is room for all arms of several seeds, as many seeds as that are taken.
+    """
     room = place.beside * max(1, len(place.gpus))
+    full = max(1, room // sum(arm.gpus for arm in ARMS))
     found: list[list[tuple[Arm, int]]] = []
-    for run in sorted(runs, key=lambda run: run[0].gpus):
+    for run in sorted(order(seeds[:full]), key=lambda run: run[0].gpus):
         if not found or sum(arm.gpus for arm, _ in found[-1]) + run[0].gpus > room:
             found.append([])
         found[-1].append(run)
@@ -68,21 +75,23 @@ def waves(runs: Sequence[tuple[Arm, int]], place: Place) -> list[list[tuple[Arm,
 
 def _time(arms: Mapping[Job, Arm], seconds: float) -> dict[str, Pace]:
     seen: dict[Job, list[tuple[float, int]]] = {job: [] for job in arms}
-    paces: dict[str, Pace] = {}
+    paces: dict[str, list[Pace]] = {}
 
     def look(job: Job, steps: Sequence[StepMetrics]) -> None:
         seen[job].append((time.monotonic(), len(steps)))
 
+    def all_train() -> float:
+        """When every run was first seen to train; steps count from then on."""
+        return max(next((at for at, n in one if n > 2), math.inf) for one in seen.values())
+
     def note(job: Job, outcome: Outcome) -> None:
-        # Steps count once every run beside it trains.
-        begins = [next((at for at, n in one if n > 2), math.inf) for one in seen.values()]
-        all_train = max(begins)
-        counted = [(at, steps) for at, steps in seen[job] if at >= all_train]
+        counted = [(at, steps) for at, steps in seen[job] if at >= all_train()]
         if len(counted) < 2 or counted[0][1] == counted[-1][1] or not outcome.start_seconds:
             reason = outcome.reason or "it made all its steps"
             raise InputError(job.cell.name, f"cannot be timed: {reason}", f"see {job.folder}")
         (began, first), (ended, last) = counted[0], counted[-1]
-        paces[arms[job].name] = Pace(outcome.start_seconds, (ended - began) / (last - first))
+        pace = Pace(outcome.start_seconds, (ended - began) / (last - first))
+        paces.setdefault(arms[job].name, []).append(pace)
 
     train_all(
         list(arms),
@@ -90,8 +99,15 @@ def _time(arms: Mapping[Job, Arm], seconds: float) -> dict[str, Pace]:
         deadline=time.monotonic() + seconds,
         may_start=lambda job, running: True,
         look=look,
+        enough=lambda: time.monotonic() > all_train() + _TOGETHER_SECONDS,
     )
-    return paces
+    return {name: _mean(found) for name, found in paces.items()}
+
+
+def _mean(paces: Sequence[Pace]) -> Pace:
+    return Pace(
+        statistics.fmean(one.start for one in paces), statistics.fmean(one.step for one in paces)
+    )
 
 
 def seconds_for(

@@ -77,6 +77,7 @@ def train_all(
     least: float = 30,
     may_start: Callable[[Job, Sequence[Job]], bool] = lambda job, running: not running,
     look: Callable[[Job, Sequence[StepMetrics]], None] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[Job]:
     """Run jobs until all have ended or `deadline` (of `time.monotonic`) has come.
 
@@ -87,6 +88,7 @@ def train_all(
         least: with fewer seconds left than this, no job is started.
         may_start: whether a job may start beside those that run; by default, when none does.
         look: called now and then with the steps that a running job has made so far.
+        enough: where it says so, what is under way is ended as at the deadline.
 
     Returns:
         The jobs for which there was no time.
@@ -104,7 +106,7 @@ def train_all(
                 if not running:
                     break
                 time.sleep(_POLL_SECONDS)
-                is_late = time.monotonic() > deadline
+                is_late = time.monotonic() > deadline or enough()
                 end([one for one in running if is_late or one.seconds > one.job.seconds])
                 for training in [one for one in running if one.has_ended()]:
                     running.remove(training)

@@ -207,7 +207,7 @@ def test_the_tables_of_power_are_those_that_the_code_makes() -> None:
         f"{100 * odds.every:.1f}%",
     ]
     for steps in REGISTERED.steps:
-        minutes = convergence_power.gpu_minutes(steps, 1.5)
+        minutes = convergence_power.gpu_minutes(steps, 3)
         (row,) = re.findall(rf"^\| +{steps:,} \|.*", POWER, re.M)
         assert f" {minutes:.0f} " in row
 

@@ -246,27 +246,28 @@ def test_what_was_collected_stays(tmp_path: Path) -> None:
 
 
 def test_the_rehearsal_takes_the_most_steps_that_fit(tmp_path: Path) -> None:
-    one = {arm.name: Pace(20, 0.1) for arm in ARMS}
+    one = {arm.name: Pace(10, 0.05) for arm in ARMS}
     # Four runs of one GPU and two of two: eight GPU runs a seed, 14 seeds, 2 GPUs of 4 runs.
-    assert seconds_for(REGISTERED, 1000, one, 4, 2) == pytest.approx(14 * 8 * 120 / 8)
-    slow = {name: Pace(20, 0.5) for name in one}
+    assert seconds_for(REGISTERED, 1000, one, 4, 2) == pytest.approx(14 * 8 * 60 / 8)
+    slow = {name: Pace(10, 0.5) for name in one}
     found = choose_steps(REGISTERED, {2: one, 4: slow}, 2)
-    # 14 x 8 x (20 + 1500 x 0.1) / 4 = 4,760 s; 1,200 steps take 3,920 s.
-    assert REGISTERED.seconds == 4200
-    assert (found["steps"], found["beside"]) == (1200, 2)
-    assert (found["seconds_of_all"], found["longest_run"]) == (3920, 140)
-    faster = {name: Pace(20, 0.15) for name in one}
+    # 14 x 8 x (10 + 800 x 0.05) / 4 = 1,400 s; 600 steps take 1,120 s.
+    assert REGISTERED.seconds == 1260
+    assert (found["steps"], found["beside"]) == (600, 2)
+    assert (found["seconds_of_all"], found["longest_run"]) == (1120, 40)
+    faster = {name: Pace(10, 0.075) for name in one}
     assert choose_steps(REGISTERED, {2: one, 4: faster}, 2)["beside"] == 4
-    assert choose_steps(REGISTERED, {2: slow}, 2)["steps"] == 600
+    assert choose_steps(REGISTERED, {2: slow}, 2)["steps"] == 400
 
 
 def test_the_rehearsal_fills_the_gpus(tmp_path: Path) -> None:
-    runs = order([1])
-
     def names(beside: int) -> list[list[str]]:
-        found = waves(runs, place(tmp_path, beside=beside))
+        found = waves((1, 2), place(tmp_path, beside=beside))
+        assert len({run for wave in found for run in wave}) == sum(map(len, found))
         return [sorted(arm.name for arm, _ in wave) for wave in found]
 
     alone = ["bf16", "float8", "mxfp8", "mxfp8_wgrad_hp"]
     assert names(2) == [alone, ["bf16_ep2", "mxfp8_a2a_ep2"]]
     assert names(4) == [sorted(arm.name for arm in ARMS)]
+    # Two GPUs of eight runs have room for all arms twice; there is no third seed to fill more.
+    assert names(8) == names(16) == [sorted(arm.name for arm in (*ARMS, *ARMS))]

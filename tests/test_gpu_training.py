@@ -189,6 +189,25 @@ def test_the_deadline_ends_what_runs_and_starts_nothing_more(
     assert train_all(jobs, lambda *_: None, deadline=time.monotonic() + 5) == jobs
 
 
+def test_what_runs_is_ended_once_enough_was_seen(
+    tmp_path: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_LOOK_SECONDS", 0.1)
+    stand_in("for number in range(1, 300):\n    step(number)\n    time.sleep(0.2)")
+    seen: list[int] = []
+    outcomes: list[Outcome] = []
+    train_all(
+        [job(tmp_path)],
+        lambda job, outcome: outcomes.append(outcome),
+        look=lambda job, steps: seen.append(len(steps)),
+        enough=lambda: max(seen, default=0) >= 5,
+    )
+    (outcome,) = outcomes
+    assert outcome.reason and outcome.reason.startswith("stopped")
+    assert 5 <= len(outcome.steps) < 100
+    assert not running_with(str(tmp_path))
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_benchmark_leaves_nothing_behind(
     tmp_path: Path, sent: signal.Signals
