@@ -174,12 +174,22 @@ def train(plan: Plan, place: Place, have: Path, seconds: float, least: float) ->
     print(f"{len(jobs)} runs to make, {len(finished)} are there", flush=True)
     run_of = {run_name(arm.name, seed): (arm, seed) for arm, seed in runs}
 
+    results: list[str] = []
+
     def note(job: Job, outcome: Outcome) -> None:
-        result = keep(plan, run_of[job.cell.name], job, outcome, place)
-        print(f"{job.cell.name}: {result} after {outcome.seconds:.0f} s", flush=True)
+        results.append(keep(plan, run_of[job.cell.name], job, outcome, place))
+        print(f"{job.cell.name}: {results[-1]} after {outcome.seconds:.0f} s", flush=True)
 
     turns = Turns(jobs, place.beside)
-    train_all(jobs, note, deadline=deadline, least=least, may_start=turns.may_start)
+    train_all(
+        jobs,
+        note,
+        deadline=deadline,
+        least=least,
+        may_start=turns.may_start,
+        # A machine that fails would use up every run's starts.
+        enough=lambda: len(results) >= STARTS and set(results[-STARTS:]) == {FAILED},
+    )
     records = earlier + read_records(place.out)
     finished = done_in(place.out) | set(read_arms(have))
     return len([run for run in missing(plan, finished, records) if run[0].name not in left_out])

@@ -225,6 +225,29 @@ def test_a_session_goes_on_where_the_last_one_ended(
         train(PLAN, other, data, 60, 7)
 
 
+def test_a_machine_that_fails_does_not_use_up_the_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    def train_all(
+        jobs: Sequence[Job],
+        note: Callable[[Job, Outcome], None],
+        *,
+        enough: Callable[[], bool],
+        **given: Any,
+    ) -> list[Job]:
+        for job, reason in zip(jobs, ["no GPU", None, *["no GPU"] * 3], strict=False):
+            ended.append(enough())
+            note(job, outcome([] if reason else [4.0, 3.5, 3.0], reason))
+        ended.append(enough())
+        return list(jobs[5:])
+
+    monkeypatch.setattr("bench.convergence_runs.train_all", train_all)
+    train(PLAN, place(tmp_path / "out"), tmp_path / "docs", 60, 7)
+    assert ended == [False] * 5 + [True]
+
+
 def test_what_was_collected_stays(tmp_path: Path) -> None:
     data, run = tmp_path / "docs", (BY_NAME["bf16"], 1)
     (job,) = jobs_of(PLAN, [run], place(tmp_path))
