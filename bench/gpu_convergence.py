@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--text", type=Path)
         if name != "train":
             command.add_argument("--results", type=Path, required=True)
-    commands.choices["rehearse"].add_argument("--beside", type=int, nargs="+", default=[4, 8])
+    commands.choices["rehearse"].add_argument("--beside", type=int, nargs="+", default=[4])
     commands.choices["rehearse"].add_argument("--seconds", type=float, default=200)
     commands.choices["train"].add_argument("--seconds", type=float, required=True)
     commands.choices["session"].add_argument("--seconds", type=float, default=560)

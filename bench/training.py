@@ -143,6 +143,8 @@ def _ended_by_sigterm() -> Iterator[None]:
     """Let `kill` and `timeout` end the program as Ctrl-C does, with what it has started."""
 
     def leave(number: int, frame: FrameType | None) -> None:
+        # A second one, as `timeout` and `kill` send together, must not cut the cleaning short.
+        signal.signal(number, signal.SIG_IGN)
         sys.exit(128 + number)
 
     before = signal.signal(signal.SIGTERM, leave)

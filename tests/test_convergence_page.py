@@ -36,6 +36,7 @@ from bench.convergence_plan import (
 )
 from bench.convergence_power import spread_of
 from bench.convergence_runs import RECORD
+from bench.gpu_convergence import chosen_steps
 from cookbook.base.errors import InputError
 from cookbook.results.loss import judge_repeats
 
@@ -239,14 +240,29 @@ def test_the_page_says_what_is_registered() -> None:
     assert f"{REGISTERED.seconds / 60:.0f} minutes" in text
 
 
+def test_the_page_says_what_the_rehearsal_chose() -> None:
+    chosen = chosen_steps(DATA)
+    text = " ".join(PAGE.split())
+    assert chosen["steps"] in REGISTERED.steps
+    assert f"It chose {chosen['steps']} steps, with {chosen['beside']} runs a GPU" in text
+    for name, pace in chosen["paces"][str(chosen["beside"])].items():
+        assert re.search(rf"`{name}` {pace['step']:.3f}", text), name
+
+
 def test_the_page_has_the_verdict_where_there_is_one() -> None:
-    verdict = DATA / "verdict.md"
-    if not read_arms(DATA):
-        assert not verdict.exists()
-        assert "No registered run has been made yet." in PAGE
-    else:
+    curves, verdict = read_arms(DATA), DATA / "verdict.md"
+    plan = REGISTERED.plan(chosen_steps(DATA)["steps"])
+    if verdict.exists():
         assert verdict.read_text(encoding="utf-8") in PAGE
-        assert "No registered run" not in PAGE
+        assert "There is no verdict" not in PAGE
+    else:
+        complete = complete_seeds(curves, plan)
+        assert len(complete) < len(SEEDS)
+        of_all = f"{len(curves)} of the {len(ARMS) * len(SEEDS)} runs are made"
+        assert f"{of_all}, {len(complete)} of the {len(SEEDS)} seeds are whole" in " ".join(
+            PAGE.split()
+        )
+        assert "There is no verdict" in PAGE
 
 
 def test_a_plan_is_for_its_own_steps_alone() -> None:
