@@ -27,6 +27,7 @@ import torchtitan.tools.profiling
 import torchtitan.tools.utils
 from torch.distributed.fsdp import FSDPModule
 
+from cookbook.titan.any_stack.cpu_bf16 import multiply_bf16_in_float32
 from cookbook.titan.any_stack.cpu_random import seed_shards_apart
 
 # Of glibc's malloc.h.
@@ -114,6 +115,7 @@ def prepare_cpu() -> None:
     utils.generate_permute_indices = partial(utils.generate_permute_indices, use_cpu=True)
 
     _give_memory_back()
+    multiply_bf16_in_float32()
     seed_shards_apart()
     _histc_of_integers()
     _barrier_without_device_ids()
