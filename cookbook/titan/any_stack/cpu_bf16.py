@@ -1,8 +1,8 @@
 """BF16 matrix products on a CPU without instructions for them, by way of float32.
 
-Where oneDNN has no BF16 (a CPU without AVX-512, say), PyTorch multiplies in plain loops, at 1 GFLOP/s a
-core where float32 has 70. Products of BF16 numbers are exact in float32, and sums are taken in it
-either way, so a result differs by no more than the order of its sum.
+Where oneDNN has no BF16 (a CPU without AVX-512, say), PyTorch multiplies in plain loops, at
+1 GFLOP/s a core where float32 has 70. Products of BF16 numbers are exact in float32, and sums are
+taken in it either way, so a result differs by no more than the order of its sum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def multiply_bf16_in_float32() -> torch.library.Library | None:
     """
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         for name in _PRODUCTS:
