@@ -16,6 +16,11 @@ import torch
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
+def cpu_has_bf16() -> bool:
+    """Whether oneDNN, which PyTorch multiplies with, has BF16 on this CPU."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @functools.cache
 def multiply_bf16_in_float32() -> torch.library.Library | None:
     """Bind this process's BF16 products on the CPU to float32's, where that is faster.
@@ -25,7 +30,7 @@ def multiply_bf16_in_float32() -> torch.library.Library | None:
     Returns:
         What the kernels live in; they stay as long as it does. None where the CPU has BF16.
     """
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if cpu_has_bf16():
         return None
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
