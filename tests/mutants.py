@@ -238,6 +238,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if problems := [f"{one.what}: {why}" for one in listed if (why := one.problem())]:
         print("\n".join(problems))
         return 1
+    if not chosen:
+        parser.error(f"no fault of the list holds {options.only!r}")
     began, missed = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         checkouts: SimpleQueue[Checkout] = SimpleQueue()
@@ -259,7 +261,7 @@ def main(words: Sequence[str] | None = None) -> int:
     equivalent = [one for one in listed if one.equivalent]
     print(
         f"{len(chosen) - missed} of {len(chosen)} faults found in "
-        f"{time.monotonic() - began:.0f} s; {len(equivalent)} more are equivalent"
+        f"{time.monotonic() - began:.0f} s; in the whole list {len(equivalent)} are equivalent"
     )
     return 1 if missed else 0
 

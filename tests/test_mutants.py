@@ -138,3 +138,9 @@ def test_what_takes_too_long_is_ended(folder: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_a_fault_that_cannot_be_put_in_is_told(mutant: Mutant, said: str, folder: Path) -> None:
     assert said in (mutant.problem(folder) or "")
+
+
+def test_a_choice_that_holds_no_fault_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        mutants.main(["--only", "no such fault"])
+    assert "no fault of the list holds 'no such fault'" in capsys.readouterr().err
