@@ -245,6 +245,7 @@ def test_the_page_says_what_the_rehearsal_chose() -> None:
     text = " ".join(PAGE.split())
     assert chosen["steps"] in REGISTERED.steps
     assert f"It chose {chosen['steps']} steps, with {chosen['beside']} runs a GPU" in text
+    assert f"all runs take {chosen['seconds_of_all'] / 60:.0f}." in text
     for name, pace in chosen["paces"][str(chosen["beside"])].items():
         assert re.search(rf"`{name}` {pace['step']:.3f}", text), name
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench.convergence_curves import read_arms
 from bench.convergence_plan import ARMS, REGISTERED, TRIAL, order
-from bench.convergence_rehearsal import Pace, choose_steps, seconds_for, waves
+from bench.convergence_rehearsal import Pace, choose_steps, rehearse, seconds_for, waves
 from bench.convergence_runs import (
     Place,
     Run,
@@ -281,6 +282,44 @@ def test_the_rehearsal_takes_the_most_steps_that_fit(tmp_path: Path) -> None:
     faster = {name: Pace(10, 0.075) for name in one}
     assert choose_steps(REGISTERED, {2: one, 4: faster}, 2)["beside"] == 4
     assert choose_steps(REGISTERED, {2: slow}, 2)["steps"] == 400
+
+
+def test_steps_are_timed_while_all_runs_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, ended = [0.0], list[float]()
+
+    def train_all(
+        jobs: Sequence[Job],
+        note: Callable[[Job, Outcome], None],
+        *,
+        look: Callable[[Job, Sequence[StepMetrics]], None],
+        enough: Callable[[], bool],
+        **given: Any,
+    ) -> list[Job]:
+        steps = [0] * len(jobs)
+        while not enough():
+            now[0] += 10
+            for number, job in enumerate(jobs):
+                # They begin one after another, and are faster while others still load.
+                if now[0] >= 10 * number:
+                    steps[number] += 5 if now[0] > 10 * (len(jobs) - 1) else 50
+                look(job, [StepMetrics(0, step, 4.0, 1.0) for step in range(steps[number])])
+        ended.append(now[0])
+        for number, job in enumerate(jobs):
+            note(job, replace(outcome([], "stopped"), start_seconds=10.0 + number // 6))
+        return []
+
+    monkeypatch.setattr("bench.convergence_rehearsal.train_all", train_all)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("bench.convergence_rehearsal.time", clock)
+    found = rehearse(REGISTERED, place(tmp_path, beside=8), 1000)
+    assert found.keys() == BY_NAME.keys()
+    # Ten seconds make five steps; the runs of an arm start in 10 or 11 s.
+    assert all(pace.step == pytest.approx(2) for pace in found.values())
+    assert sum(pace.start for pace in found.values()) == pytest.approx(6 * 10.5)
+    # The last of twelve begins at 110 s; 45 s later the next look is the last.
+    assert ended == [160]
 
 
 def test_the_rehearsal_fills_the_gpus(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ print("ok")
 _WHICH = (
     _BEGIN
     + """
-multiply_bf16_in_float32()
+from cookbook.titan.stack_2026_02.cpu import prepare_cpu
+prepare_cpu()
 names = [one + end for one in ("mm", "addmm", "bmm", "baddbmm") for end in ("", ".out")]
 print({"cpu_bf16.py" in torch._C._dispatch_dump(f"aten::{name}") for name in names})
 """
@@ -106,4 +107,4 @@ def test_products_are_those_of_float32_and_other_types_are_left_alone() -> None:
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_only_a_cpu_without_bf16_has_its_kernels_replaced(supported: bool) -> None:
-    assert run(_WHICH, supported) == str({not supported})
+    assert run(_WHICH, supported).splitlines()[-1] == str({not supported})
