@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from typing import Any
 
@@ -80,3 +81,33 @@ def test_errors_with_what_attention_gets_in_training(place: str, kept: int) -> N
     line = " ".join(f"| {place} | {' | '.join(shown)} |".split())
     assert line in page("docs/numerics.md")
     assert case["ok"] and TRAINED["ok"]
+
+
+def test_what_was_not_tried_is_bounded_by_the_profile() -> None:
+    figure = (ROOT / "docs/performance/step-fast-short.svg").read_text()
+    bar = figure.split("rank 1 (slowest)")[1].split("rank 3 (fastest)")[0]
+    parts = re.findall(r"<title>([^<]*): ([\d.]+) ms</title>", bar)
+    slowest = {title: float(ms) for title, ms in parts}
+    step = sum(slowest.values())
+    idle = sum(ms for title, ms in slowest.items() if title.startswith("idle"))
+    text = page("docs/performance.md")
+    assert f"profile of `fast` ({step:,.0f} ms, short documents)" in text
+    for change, saved, ms in (
+        ("CUDA graphs", "all of the GPU's idle time", idle),
+        (
+            "BF16 moments and gradients",
+            "less than half of the optimizer and the gradient norm",
+            slowest["optimizer and gradient norm"],
+        ),
+        (
+            "FSDP prefetch further ahead",
+            "FSDP's exposed part",
+            slowest["FSDP communication, exposed"],
+        ),
+        (
+            "stragglers at the all-reduce",
+            "their exposed part",
+            slowest["all-reduce of norm, loss, counts, exposed"],
+        ),
+    ):
+        assert f"| {change} | {saved} | {ms:,.0f} | {100 * ms / step:.1f}% |" in text
