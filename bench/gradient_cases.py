@@ -19,6 +19,15 @@ SEQUENCES, SEQ_LEN = 4, 64
 
 # One rank that computes all of it, as the reference.
 ALONE = "alone"
+# Besides `LAYOUTS`: TP cuts every expert, with the standard backend alone.
+CUT: dict[str, dict[str, Any]] = {
+    "tp2-ep1": {"parallelism.tensor_parallel_degree": 2},
+    "tp2-ep2-etp2": {
+        "parallelism.expert_parallel_degree": 2,
+        "parallelism.expert_tensor_parallel_degree": 2,
+        "parallelism.tensor_parallel_degree": 2,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Case:
 
     Attributes:
         precision, backend: names of overlays.
-        layout: one of `LAYOUTS`, or `ALONE`.
+        layout: one of `LAYOUTS` or `CUT`, or `ALONE`.
         fault: one of `bench.known_faults`; empty for the corrected cell.
         scale: the name of a parameter, and what its gradient is multiplied by.
         exact: nothing but the precision's own rounding: float32 in place of BF16.
@@ -78,7 +87,7 @@ class Case:
 
 def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
     """The case as a cell of this machine, with the text and the tokenizer in `assets`."""
-    layout = {"parallelism.expert_parallel_degree": 1} | LAYOUTS.get(case.layout, {})
+    layout = {"parallelism.expert_parallel_degree": 1} | (LAYOUTS | CUT).get(case.layout, {})
     split = layout.get("parallelism.tensor_parallel_degree", 1)
     split *= layout.get("parallelism.pipeline_parallel_degree", 1)
     options: dict[str, Any] = {
@@ -118,7 +127,8 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
 
 def corrected_cases() -> list[Case]:
     """The cells that must agree with one rank."""
-    exact = [("standard", layout) for layout in LAYOUTS] + [("deepep", name) for name in LAYOUTS]
+    exact = [("standard", layout) for layout in (*LAYOUTS, *CUT)]
+    exact += [("deepep", layout) for layout in LAYOUTS]
     cases = [Case("bf16", backend, layout) for backend, layout in exact]
     cases += [Case("bf16", "mxfp8_a2a", "tp1-ep4")]
     cases += [Case("bf16", backend, "tp2-ep4", "recompute") for backend in ("standard", "deepep")]
@@ -147,6 +157,7 @@ def fault_cases() -> list[Case]:
         Case("bf16", "deepep", "tp2-ep4", fault="every TP rank sends every token"),
         Case("bf16", "standard", "tp2-ep4", fault="the router's gradient is one TP rank's"),
         Case("bf16", "deepep", "tp2-ep4", fault="the router's gradient is one TP rank's"),
+        Case("bf16", "standard", "tp2-ep1", fault="the router's gradient is one TP rank's"),
         Case(
             "bf16",
             "standard",

@@ -43,36 +43,59 @@ def test_a_pipeline_reports_the_loss_and_gets_gradients_per_token(
     assert corrections == {"pipeline-gradients-per-token"}
 
 
-def moe_layer(shared: bool) -> Any:
+def moe_layer(shared: bool, score_before_experts: bool) -> Any:
     layer = nn.Module()
     layer.router = nn.Identity()
     layer.shared_experts = nn.Identity() if shared else None
-    layer.reorderer = None
+    layer.reorderer = nn.Identity()
+    layer.score_before_experts = score_before_experts
     return layer
 
 
 @pytest.mark.parametrize("etp", [None, object()], ids=["ETP 1", "ETP = TP"])
+@pytest.mark.parametrize("ep", [None, object()], ids=["EP 1", "EP"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_only_ranks_that_send_a_share_each_sum_their_gradients(
-    etp: Any, shared: bool, corrections: set[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("before", [True, False])
+def test_only_terms_of_the_scores_gradient_are_summed(
+    ep: Any,
+    etp: Any,
+    shared: bool,
+    before: bool,
+    corrections: set[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With ETP = TP all TP ranks send all tokens: a sum would count each TP times."""
+    """A score before an expert that TP cuts has the whole gradient: a sum counts it TP times."""
     from torchtitan.models.llama4.infra import parallelize
 
     from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
     from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
 
     monkeypatch.setattr(parallelize, "apply_moe_ep_tp", lambda *_, **__: None)
-    layer = moe_layer(shared)
+    layer = moe_layer(shared, before)
     model: Any = SimpleNamespace(layers={"0": SimpleNamespace(moe=layer, moe_enabled=True)})
-    meshes: Any = {"tp_mesh": object(), "ep_mesh": object(), "etp_mesh": etp}
+    meshes: Any = {"tp_mesh": object(), "ep_mesh": ep, "etp_mesh": etp}
     apply_moe_ep_tp(Precisions(False, False), model, **meshes)
-    hooked = bool(layer.router._forward_hooks)
-    if etp is not None:
-        assert not hooked and not corrections
-        return
-    assert hooked
-    labels = {"router-gradients-summed-over-tp"}
+    is_share = ep is not None and etp is None
+    is_term = is_share or not before
+    assert bool(layer.router._forward_hooks) == is_term
+    # Only a share of a sequence needs to know the sequence's length.
+    assert bool(layer._forward_pre_hooks) == is_share
+    labels = {"router-gradients-summed-over-tp"} if is_term else set()
     assert corrections == labels | (
         {"shared-expert-gradients-not-summed-over-tp"} if shared else set()
     )
+
+
+def test_without_tp_nothing_is_summed(
+    corrections: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan.models.llama4.infra import parallelize
+
+    from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
+    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+
+    monkeypatch.setattr(parallelize, "apply_moe_ep_tp", lambda *_, **__: None)
+    layer = moe_layer(True, False)
+    model: Any = SimpleNamespace(layers={"0": SimpleNamespace(moe=layer, moe_enabled=True)})
+    apply_moe_ep_tp(Precisions(False, False), model, ep_mesh=object())  # type: ignore[arg-type]
+    assert not layer.router._forward_hooks and not corrections

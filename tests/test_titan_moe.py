@@ -99,6 +99,8 @@ def run_layer(
     compiled: bool = False,
     chunks: int = 1,
     score_activations: bool = False,
+    ep: int = RANKS,
+    etp: int = 1,
 ) -> dict[str, torch.Tensor]:
     """What `reference` returns, from this rank's part of the layer and whole again."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -113,7 +115,7 @@ def run_layer(
         apply_moe_ep_tp, unquantized, chunks=chunks, score_activations=score_activations
     )
     dims = ParallelDims(
-        dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=RANKS, etp=1, world_size=RANKS
+        dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=ep, etp=etp, world_size=RANKS
     )
     dims.build_mesh()
     layer = build_layer(moe_impl, score_before_experts, route_norm)
@@ -126,8 +128,8 @@ def run_layer(
         model,
         tp_mesh=dims.get_optional_mesh("tp"),
         ep_mesh=dims.get_optional_mesh("ep"),
-        etp_mesh=None,
-        ep_etp_mesh=None,
+        etp_mesh=dims.get_optional_mesh("etp"),
+        ep_etp_mesh=dims.get_optional_mesh(["ep", "etp"]),
         use_deepep=moe_impl == "deepep",
     )
     if compiled:
@@ -162,7 +164,7 @@ def run_layer(
             whole = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim).to_local()
         else:
             whole = grad
-        if not name.startswith("experts."):
+        if not name.startswith("experts.") or ep == 1:
             # Data-parallel ranks are summed by FSDP later; TP ranks should agree by now.
             dist.all_reduce(whole)
             whole = whole / tp
@@ -221,6 +223,19 @@ def test_scored_activations_are_the_same_layer(tp: int, chunks: int) -> None:
             assert difference < 2e-6, name
 
 
+# Without EP, and with ETP, TP cuts every expert: a rank has one term of its output.
+@pytest.mark.parametrize("score_before_experts", [False, True])
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, TP)], ids=["EP 1", "ETP"])
+def test_a_layer_whose_experts_tp_cuts_matches_plain_pytorch(
+    ep: int, etp: int, score_before_experts: bool
+) -> None:
+    expected = reference(score_before_experts, False)
+    layer = partial(run_layer, ep=ep, etp=etp)
+    for found in run_ranks(layer, RANKS, "standard", TP, score_before_experts, False):
+        for name, difference in worst(found, expected).items():
+            assert difference < 2e-6, name
+
+
 def test_released_torchtitan_does_not() -> None:
     """What the corrections are for; where this fails, TorchTitan has been fixed."""
     expected = reference(False, False)
@@ -238,3 +253,8 @@ def test_released_torchtitan_does_not() -> None:
     is_counted_twice = torch.__version__.startswith("2.10.")
     wrong = 1.0 if is_counted_twice else 0.0
     assert standard["shared_experts.w2.weight"] == pytest.approx(wrong, abs=2e-6)
+    # Where TP cuts the experts, the router's gradient is a term of the sum too.
+    cut = partial(run_layer, released=True, ep=1)
+    experts_cut = worst(run_ranks(cut, RANKS, "standard", TP, False, False)[0], expected)
+    assert experts_cut["out"] < 2e-6
+    assert experts_cut["router.gate.weight"] > 0.1

@@ -22,12 +22,12 @@ _CUSTOM_IMPORT = "experimental.custom_import"
 def router_gradient(cell: Cell) -> Iterator[Finding]:
     """Released TorchTitan takes a TP rank's part of the router's gradient for the whole."""
     hooks = cell.options.stack.hooks
-    if cell.hooks != hooks and cell.layout.tp > 1 and cell.layout.ep > 1:
+    if cell.hooks != hooks and cell.layout.tp > 1:
         yield Finding(
             WARNING,
             "router_gradient",
             _CUSTOM_IMPORT,
-            "under TP and EP the router's gradient, uncorrected, is only a part of the sum",
+            "under TP the router's gradient, uncorrected, is only a part of the sum",
             f"leave {_CUSTOM_IMPORT} alone, or import {hooks} in {cell.hooks or 'a module'!r}",
             "https://github.com/pytorch/torchtitan/pull/2416",
         )

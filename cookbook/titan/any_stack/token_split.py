@@ -119,11 +119,12 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient_over_tp(scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """The same `scores`, with their gradient summed over TP: each rank has that of its own tokens.
+    """The same `scores`, with their gradient summed over TP.
 
-    Every TP rank scores every token with the same gate but uses the scores of its own share only.
-    Its gradient of the gate is therefore one term of a sum. Released TorchTitan 0.2.2 uses the term
-    as if it were the sum, and the gates of the TP ranks drift apart (fixed later,
-    pytorch/torchtitan#2416). The sum is taken here, where it is smallest: tokens x top k.
+    Every TP rank scores every token with the same gate. It uses the scores of its own share only,
+    or, where TP cuts the experts, for its own term of their output. Its gradient of the gate is
+    therefore one term of a sum. Released TorchTitan 0.2.2 uses the term as if it were the sum, and
+    the gates of the TP ranks drift apart (fixed later for shares, pytorch/torchtitan#2416). The sum
+    is taken here, where it is smallest: tokens x top k.
     """
     return _SumGradient.apply(scores, tp_mesh)

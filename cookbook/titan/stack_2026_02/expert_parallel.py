@@ -128,15 +128,30 @@ def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: A
     return sum_gradient_over_tp(top_scores, tp_mesh), experts, counts
 
 
-def _correct_gradients(layers: list[Any], tp_mesh: DeviceMesh) -> None:
-    """Hook MoE layers whose TP ranks each send a share of the tokens."""
+def _has_term_of_scores(moe: Any, is_share: bool) -> bool:
+    """Whether a TP rank's gradient of the router's scores is one term of a sum over TP.
+
+    It is where the rank sends only its share of the tokens. Elsewhere TP cuts every expert, and a
+    rank has one term of its output, and so of the gradient of the scores that multiply it. Scores
+    that multiply the experts' input get the gradient of that, which TorchTitan sums.
+    """
+    return is_share or not moe.score_before_experts
+
+
+def _correct_gradients(layers: list[Any], tp_mesh: DeviceMesh, is_share: bool) -> None:
+    """Hook the MoE layers of a model under TP.
+
+    Args:
+        is_share: whether each TP rank sends a share of the tokens, since EP borrows the TP ranks.
+    """
     for moe in layers:
-        moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
+        if _has_term_of_scores(moe, is_share):
+            moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
+            activity.corrections.add("router-gradients-summed-over-tp")
         if moe.shared_experts is not None:
             activity.corrections.add("shared-expert-gradients-not-summed-over-tp")
-        if moe.reorderer is not None:
+        if is_share and moe.reorderer is not None:
             moe.register_forward_pre_hook(_remember_length)
-    activity.corrections.add("router-gradients-summed-over-tp")
 
 
 def apply_moe_ep_tp(
@@ -181,6 +196,5 @@ def apply_moe_ep_tp(
         warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
         llama4_parallelize.apply_moe_ep_tp(model, use_deepep=use_deepep, **options)
     tp_mesh, ep_mesh, etp_mesh = (options.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
-    # Only where EP borrows the TP ranks does each of them send tokens of its own.
-    if tp_mesh is not None and ep_mesh is not None and etp_mesh is None:
-        _correct_gradients(layers, tp_mesh)
+    if tp_mesh is not None:
+        _correct_gradients(layers, tp_mesh, is_share=ep_mesh is not None and etp_mesh is None)
