@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from cookbook.titan.any_stack import varlen_attention as varlen
+from cookbook.titan.self_check import attention as attention_proof
 from cookbook.titan.self_check import exchange, loss, rows
 from cookbook.titan.self_check.attention import (
     Attend,
     AttentionShape,
+    Told,
     attention_errors,
     flash_attention_4,
 )
@@ -101,6 +105,54 @@ def test_documents_begin_at_the_first_token_and_are_the_same_in_every_process() 
     ]
     drawn = document_ends_of("short", 2, 2000)
     assert drawn.equal(document_ends_of("short", 2, 2000)) and drawn.sum() > 4
+    # No more than a sequence has room for: the last takes the rest.
+    most = document_ends_of("edges", 2, 200, 3)
+    assert most.nonzero().tolist() == [[0, 0], [0, 1], [0, 199], [1, 90], [1, 186], [1, 199]]
+
+
+def test_attention_is_told_of_as_many_documents_as_in_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FlashAttention-4 takes another kernel beyond 256 of them."""
+    calls = []
+
+    def noted(*args: Any) -> torch.Tensor:
+        calls.append(args[3:5])
+        out: torch.Tensor = operator(*args)
+        return out
+
+    operator = varlen.varlen_attention
+    monkeypatch.setattr(varlen, "varlen_attention", noted)
+    # Three sequences of 4,096 tokens with room for 33 documents each, one more than two share.
+    for room, packing, documents in ((99, "whole", 2), (99, "edges", 7), (9, "edges", 6)):
+        shape = replace(SHAPE, told=Told(room, 4096))
+        assert wrong(attention_errors(shape, packing, True, flash_attention_4, "cpu")) == []
+        cu_seqlens, longest = calls.pop()
+        assert (len(cu_seqlens), int(cu_seqlens[-1]), longest) == (room + 1, 192, 4096)
+        assert int((cu_seqlens.diff() > 0).sum()) == documents
+    assert list(attention_errors(SHAPE, "whole", True, flash_attention_4, "cpu"))
+    cu_seqlens, longest = calls.pop()
+    assert (len(cu_seqlens), longest) == (2 * 16 + 1, 96)
+
+
+def test_long_documents_are_compared_in_fewer_heads_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A square of scores in float32 is 1 GiB for 16,384 tokens."""
+    heads = []
+
+    def noted(q: torch.Tensor, *args: Any) -> Any:
+        if q.dtype == torch.float32:
+            heads.append(q.shape[1])
+        return forward(q, *args)
+
+    forward = varlen.reference_forward
+    monkeypatch.setattr(varlen, "reference_forward", noted)
+    for scores, expected in ((96**2 - 1, [1] * 6), (2 * 96**2, [2] * 3), (1 << 28, [4, 2])):
+        monkeypatch.setattr(attention_proof, "SCORES", scores)
+        assert list(attention_errors(SHAPE, "whole", True, flash_attention_4, "cpu"))
+        assert heads == expected
+        heads.clear()
 
 
 # --- The loss in chunks.

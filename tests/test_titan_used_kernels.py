@@ -22,6 +22,7 @@ def degrees(**given: int) -> tuple[str, ...]:
     return tuple(f"--parallelism.{name}_parallel_degree={given[name]}" for name in given)
 
 
+FLASH = "--model.attention=flash_attention_4"
 LONG = ("--training.seq_len=8192", "--training.local_batch_size=4")
 # The options, the ranks, the device, and what is proved: all of it, or of linear layers some.
 CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
@@ -82,6 +83,25 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
             ],
             "dispatch and combine standard": [
                 "3 x 2,730 tokens of 7168 a rank, 256 experts over 4 ranks, top 8, TP 1"
+            ],
+        },
+    ),
+    "FlashAttention-4, long sequences, on GPUs": (
+        ("--model.flavor=16B", FLASH, "--training.seq_len=32768", "--training.local_batch_size=4"),
+        *(1, "cuda"),
+        {
+            # As short as the reference has room for. The kernel is told of the documents of all
+            # four sequences, and beyond 256 it is another one.
+            "flash_attention_4": [
+                "2 x 16,384 tokens, 16 heads of 192/128, documents: edges in room for 1,024, "
+                "values as trained",
+                "2 x 16,384 tokens, 16 heads of 192/128, documents: whole in room for 1,024, "
+                "random values",
+            ],
+            "grouped GEMM bf16": [
+                "64 experts of 1408 x 2048, about 32,768 rows",
+                "64 experts of 2048 x 1408, about 32,768 rows",
+                "9 experts of 384 x 256, about 700 rows",
             ],
         },
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,13 +32,35 @@ from cookbook.titan.self_check.proof import Bound, Error
 RANDOM = Bound(WHOLE_BOUND, PART_BOUND)
 # Gradients of peaked scores are small differences.
 TRAINED = Bound(2 * WHOLE_BOUND, 2 * PART_BOUND)
+# Of the reference at a time, over heads: 1 GiB in float32, and its backward holds some of them.
+SCORES = 1 << 28
 # Attention of folded q, k and v, (tokens, heads, head_dim), for the ends of their documents.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Told:
+    """What training tells the kernel of a batch, whatever documents it has.
+
+    FlashAttention-4 compiles by these numbers: beyond 256 documents it is another kernel.
+
+    Attributes:
+        room: documents of all sequences together, empty ones included.
+        length: no document is longer; the tokens of a sequence.
+    """
+
+    room: int
+    length: int
+
+
+@dataclass(frozen=True)
 class AttentionShape:
-    """What one rank's attention gets: heads are those of one TP rank."""
+    """What one rank's attention gets: heads are those of one TP rank.
+
+    Attributes:
+        told: what the kernel is told where training has more sequences, or longer ones; None where
+            this shape is that of training.
+    """
 
     batch: int
     length: int
@@ -46,12 +68,18 @@ class AttentionShape:
     head_dim: int
     v_head_dim: int
     scale: float
+    told: Told | None = field(default=None, kw_only=True)
 
     def __str__(self) -> str:
         return (
             f"{self.batch} x {self.length:,} tokens, {self.heads} heads of "
             f"{self.head_dim}/{self.v_head_dim}"
         )
+
+    @property
+    def most_documents(self) -> int:
+        """That a sequence has room for."""
+        return self.told.room // self.batch if self.told else self.length
 
     def at_most(self, tokens: int, heads: int) -> AttentionShape:
         """The same kind of shape with fewer sequences and heads, two sequences where they fit."""
@@ -128,27 +156,37 @@ def attention_errors(
     Args:
         attend_by: makes the attention for a shape and the documents' ends, (batch, length), bool.
     """
-    ends = document_ends_of(packing, shape.batch, shape.length).to(device)
+    ends = document_ends_of(packing, shape.batch, shape.length, shape.most_documents).to(device)
     inputs = (trained_inputs if like_trained else random_inputs)(shape, device)
     results = {"": differentiate(attend_by(shape, ends), inputs)}
     exact = torch.unique_consecutive(padded_lengths(ends))
-    errors = compare(shape, results, inputs, exact, heads=4)[""]
+    heads = max(1, min(4, SCORES // int(exact.diff().max()) ** 2))
+    errors = compare(shape, results, inputs, exact, heads)[""]
     for name, error in errors.relative().items():
         whole, part = (math.inf if math.isnan(x) else x for x in (error["whole"], error["part"]))
         yield Error(name, whole, part, TRAINED if like_trained else RANDOM)
 
 
-def padded_lengths(ends: torch.Tensor) -> torch.Tensor:
-    """Cumulative lengths as training makes them, with empty documents; `ends` as above."""
-    documents = int(ends.sum(dim=1).max())
-    return cumulative_lengths(document_bounds(ends, bounds_capacity(documents, ends.shape[1])))
+def padded_lengths(ends: torch.Tensor, room: int | None = None) -> torch.Tensor:
+    """Cumulative lengths as training makes them, with empty documents; `ends` as above.
+
+    Args:
+        room: documents of all sequences together, none of them more than its share; None for what
+            training gives a batch of this very shape.
+    """
+    if room is None:
+        documents = int(ends.sum(dim=1).max())
+        room = len(ends) * bounds_capacity(documents, ends.shape[1])
+    lengths = cumulative_lengths(document_bounds(ends, room // len(ends)))
+    return torch.nn.functional.pad(lengths, (0, room + 1 - len(lengths)), value=ends.numel())
 
 
 def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
     """The operator that training calls; on a CPU it is the operator's own implementation."""
-    cu_seqlens = padded_lengths(ends)
+    cu_seqlens = padded_lengths(ends, shape.told.room if shape.told else None)
+    longest = shape.told.length if shape.told else shape.length
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return varlen.varlen_attention(q, k, v, cu_seqlens, shape.length, shape.scale)
+        return varlen.varlen_attention(q, k, v, cu_seqlens, longest, shape.scale)
 
     return attend

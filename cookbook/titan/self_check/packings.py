@@ -9,8 +9,12 @@ from itertools import cycle
 
 import torch
 
-# Around the tiles of FlashAttention-4's kernels (64, 96 and 128 rows), and as short as can be.
-_EDGES = (1, 1, 2, 63, 64, 65, 95, 96, 97, 127, 128, 129, 1, 191, 192, 193, 255, 256, 257, 3, 511)
+# Around the tiles of FlashAttention-4's kernels (64, 96 and 128 rows) and their common multiples,
+# and as short as can be.
+_EDGES = (
+    *(1, 1, 2, 63, 64, 65, 95, 96, 97, 127, 128, 129, 1, 191, 192, 193),
+    *(255, 256, 257, 383, 384, 385, 3, 511),
+)
 
 # Median and standard deviation of the logarithm of lengths in tokens. C4: 430 on average. Long, as
 # the local corpus of Python's sources: 5,500 on average.
@@ -19,10 +23,15 @@ _LOG_NORMAL = {"short": (260, 1.0), "long": (2600, 1.224)}
 PACKINGS = ("short", "long", "edges", "whole")
 
 
-def document_ends_of(packing: str, batch: int, length: int) -> torch.Tensor:
+def document_ends_of(
+    packing: str, batch: int, length: int, most: int | None = None
+) -> torch.Tensor:
     """(batch, length), bool: the last token of each document, the same in every process.
 
     Documents follow one another through the whole batch and are cut where a sequence ends.
+
+    Args:
+        most: documents of a sequence; the last of them takes what is left of it.
     """
     ends = torch.zeros(batch * length, dtype=torch.bool)
     if packing != "whole":
@@ -33,6 +42,8 @@ def document_ends_of(packing: str, batch: int, length: int) -> torch.Tensor:
                 break
             ends[position] = True
     ends = ends.view(batch, length)
+    if most is not None:
+        ends &= ends.cumsum(dim=1) < most
     ends[:, -1] = True
     return ends
 

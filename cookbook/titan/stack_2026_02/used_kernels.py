@@ -22,8 +22,10 @@ from torchtitan.models.deepseek_v3.model.model import Attention, DeepSeekV3Model
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.model_converter import build_model_converters
 
+from cookbook.titan.any_stack.documents import bounds_capacity
 from cookbook.titan.self_check.attention import (
     AttentionShape,
+    Told,
     attention_errors,
     flash_attention_4,
 )
@@ -45,6 +47,7 @@ class Limits:
 
     tokens: int
     attention_scores: int
+    sequence: int
     heads: int
     rows: int
     linear_rows: int
@@ -54,8 +57,8 @@ class Limits:
     def on(cls, device: str) -> Limits:
         """For a GPU, or for a CPU."""
         if device == "cuda":
-            return cls(8192, 1 << 31, 128, 32768, 4096, ("edges", "whole"))
-        return cls(96, 1 << 16, 2, 384, 96, ("edges",))
+            return cls(8192, 1 << 31, 16384, 128, 32768, 4096, ("edges", "whole"))
+        return cls(96, 1 << 16, 160, 2, 384, 96, ("edges",))
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,10 @@ def _attention(cell: Cell) -> Iterator[Use]:
     chosen = cell.job_config.model.attention == FLASH_ATTENTION_4
     kind = FLASH_ATTENTION_4 if chosen else cell.model_args.attn_type
     # Context parallelism gives a rank a part of each sequence; the kernel is the same.
-    length = cell.job_config.training.seq_len // cell.dims.cp
+    whole = cell.job_config.training.seq_len // cell.dims.cp
     heads = max(1, layer.n_heads // cell.dims.tp)
     limits = cell.limits
+    length = min(whole, limits.sequence)
     batch = limits.attention_scores // (min(heads, limits.heads) * length * length)
     shape = AttentionShape(
         batch=cell.sequences,
@@ -112,6 +116,7 @@ def _attention(cell: Cell) -> Iterator[Use]:
         head_dim=layer.qk_head_dim,
         v_head_dim=layer.v_head_dim,
         scale=layer.softmax_scale,
+        told=Told(cell.sequences * bounds_capacity(0, whole), whole) if chosen else None,
     )
     tokens = max(2 if cell.sequences > 1 else 1, batch) * length
     if cell.device == "cpu":
@@ -128,9 +133,10 @@ def _attention(cell: Cell) -> Iterator[Use]:
         # Once with each kind of inputs; several sequences of many documents as trained ones.
         like_trained = packing == packings[0]
         words = "values as trained" if like_trained else "random values"
+        room = f" in room for {shape.told.room:,}" if shape.told else ""
         yield Use(
             kind,
-            f"{shape}, documents: {packing}, {words}",
+            f"{shape}, documents: {packing}{room}, {words}",
             partial(attention_errors, shape, packing, like_trained, _ATTENTION[kind], cell.device),
             avoid,
         )
