@@ -15,6 +15,7 @@ from cookbook.job.attempt import RunningAttempt
 from cookbook.job.leftovers import end_left_processes
 from cookbook.job.room import blame_full_disk, has_room
 from cookbook.job.step_clock import Patience
+from cookbook.log.phases import Phase
 from cookbook.run.folder import CellFolder
 from cookbook.run.history import AttemptEnd, Cause
 from cookbook.run.record import CellRecord
@@ -39,7 +40,8 @@ def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CellFolder:
 @pytest.fixture
 def begin(cell: CellFolder) -> Begin:
     def start(body: str = "true", **options: object) -> RunningAttempt:
-        CellRecord(options=Unchecked(options)).write(cell.record)
+        logged = {"metrics.log_freq": 1}
+        CellRecord(options=Unchecked(logged | options)).write(cell.record)
         cell.script.write_text(body + "\n")
         return RunningAttempt(cell, cell.attempt(0), Patience(), usual=1.0)
 
@@ -55,6 +57,9 @@ def begin(cell: CellFolder) -> Begin:
         ({"profiling.enable_profiling": True}, 905.0),
         ({"profiling.enable_memory_snapshot": True}, 905.0),
         ({"validation.enable": False}, 25.0),
+        # Nine steps more without a line; ten is TorchTitan's default.
+        ({"metrics.log_freq": 10}, 34.0),
+        ({"metrics.log_freq": None}, 34.0),
     ],
 )
 def test_what_pauses_without_a_word_is_given_the_time_of_a_save(
@@ -64,6 +69,46 @@ def test_what_pauses_without_a_word_is_given_the_time_of_a_save(
     attempt.clock.look(at(3), 1, 0.0)
     assert attempt.clock.limit == longest
     assert attempt.wait().cause is Cause.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [
+        ({}, 35.0),
+        ({"checkpoint.async_mode": "disabled"}, 35.0),
+        ({"checkpoint.async_mode": "async"}, 900.0),
+        ({"checkpoint.async_mode": "async_with_pinned_mem"}, 900.0),
+    ],
+)
+def test_a_save_waits_for_one_that_is_written_behind_the_trainings_back(
+    begin: Begin, cell: CellFolder, options: dict[str, object], longest: float
+) -> None:
+    attempt = begin(**options)
+    # Two seconds to copy; nobody says how long it was written.
+    saved = "Finished saving the checkpoint (or staging if async is enabled)in 2.00 seconds."
+    cell.attempt(0).log.write_text(f"[rank0]:[titan] 2026 - root - INFO - {saved}\n")
+    clock = attempt.clock
+    for now in range(0, 40, 2):
+        clock.look(at(3, Phase.SAVING_CHECKPOINT), 1, float(now))
+    assert clock.silent > 25.0
+    assert clock.limit == longest
+    assert attempt.wait().cause is Cause.FINISHED
+
+
+def test_what_counts_is_what_this_attempt_is_asked_for(cell: CellFolder) -> None:
+    """`run --resume --set` asks a later attempt for something else than the first one."""
+    first = CellRecord(options=Unchecked({"metrics.log_freq": 1, "checkpoint.enable": False}))
+    asked = {"metrics.log_freq": 50, "checkpoint.enable": True, "validation.enable": True}
+    changed = first.changed(1, CellRecord(options=Unchecked(asked)))
+    changed.write(cell.record)
+    cell.script.write_text("sleep 5\n")
+    attempt = RunningAttempt(cell, cell.attempt(1), Patience(), usual=1.0)
+    attempt.clock.look(at(3), 1, 0.0)
+    assert attempt.clock.limit == 5 + 49 + 900
+    attempt.ask_to_stop(0.1)
+    assert attempt.wait().cause is Cause.TOO_LATE
+    attempt.process.kill()
+    attempt.process.wait()
 
 
 @pytest.mark.parametrize("saves", [True, False])

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.base.paths import ROOT
 from cookbook.log import phases
 from cookbook.log.lines import LogTail
 from cookbook.log.phases import Phase, parse_phase
 from tests.test_logs import LOGS
+
+TITAN = ROOT / "cookbook" / "titan" / "stack_2026_02"
 
 
 def phases_of(log: Path, rank: int | None = None) -> list[Phase]:
@@ -86,3 +89,18 @@ def test_the_phases_are_told_by_messages_of_the_installed_torchtitan() -> None:
     assert phases._PHASES
     for message in phases._PHASES:
         assert f'"{message}' in source, message
+
+
+def test_the_cookbooks_own_messages_are_said_by_its_training_process() -> None:
+    source = (TITAN / "saving.py").read_text(encoding="utf-8")
+    assert phases._OWN_PHASES
+    for message in phases._OWN_PHASES:
+        assert f'"{message}' in source, message
+
+
+def test_what_is_waited_for_without_a_word_of_torchtitan_is_a_save() -> None:
+    titan = "[rank8]:[titan] 2026-11-20 18:29:22,279 - root - INFO - "
+    for what in ("written", "copied"):
+        line = f"{titan}cookbook: waiting until the checkpoint is {what}"
+        assert parse_phase(line, 8) == Phase.SAVING_CHECKPOINT
+    assert parse_phase(f"{titan}cookbook: the checkpoint is copied", 8) == Phase.TRAINING

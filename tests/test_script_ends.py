@@ -100,13 +100,21 @@ def test_asked_to_save_it_tells_the_ranks_and_goes_back_to_the_queue(job: Job, s
 
 @pytest.mark.parametrize(
     ("checkpoint", "restarts", "expected"),
-    [(True, "0", True), (True, "3", False), (False, "0", False)],
+    [
+        ("step-7/.metadata", "0", True),
+        ("step-7/.metadata", "3", False),
+        # It is being written in the background, or was never written to its end.
+        ("step-7/__0_0.distcp", "0", False),
+        (None, "0", False),
+    ],
 )
 def test_what_is_late_is_requeued_where_it_would_come_further(
-    job: Job, checkpoint: bool, restarts: str, expected: bool
+    job: Job, checkpoint: str | None, restarts: str, expected: bool
 ) -> None:
     if checkpoint:
-        (job.cell_dir / "checkpoint" / "step-7").mkdir(parents=True)
+        file = job.cell_dir / "checkpoint" / checkpoint
+        file.parent.mkdir(parents=True)
+        file.touch()
     job.runner.replace("torchrun", TRAINS)
     asks = '[[ "$1" != requeue ]] || echo "$*" >>"${RECORDS}/requeued"\n'
     job.runner.replace("scontrol", f'[[ "$1" == show ]] && echo "N=1 NodeAddr=10.0.0.7 "\n{asks}')

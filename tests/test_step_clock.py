@@ -42,9 +42,25 @@ def test_a_hang_is_seen_within_five_steps_and_thirty_seconds(seconds: float) -> 
 
 
 def test_where_each_tenth_step_is_logged_nine_more_are_waited_for() -> None:
-    clock = StepClock(Patience())
+    clock = StepClock(Patience(), log_freq=10)
     now = trained(clock, 2.0, stride=10)
     assert 10 * 2 < seen_after(clock, at(70), now) <= 14 * 2 + 30
+
+
+def test_the_first_logged_step_of_a_restart_is_waited_for_by_ten_as_well() -> None:
+    """What is usual is known from before; how far the next logged step is, no log has shown."""
+    clock = StepClock(Patience(), usual=6.0, log_freq=10)
+    clock.look(at(110), 1, 0.0)
+    assert 13 * 6 < seen_after(clock, at(110), 0.0) <= 14 * 6 + 30
+
+
+def test_until_a_step_has_a_usual_time_each_line_is_a_sign_of_life() -> None:
+    clock = StepClock(Patience(), log_freq=100)
+    for now in range(0, 20_000, 4):
+        # Minutes after the first step, and long before the hundredth.
+        clock.look(at(1), now // 1000, float(now))
+        assert clock.hang is None
+    assert 1700 < seen_after(clock, at(1), 20_000.0, size=20) < 1900
 
 
 @pytest.mark.parametrize(
@@ -62,6 +78,15 @@ def test_a_save_may_take_as_long_as_saves_do(
     clock = StepClock(Patience(), longest_save=lambda: longest)
     now = trained(clock, 1.0)
     assert least < seen_after(clock, at(7, phase), now) < most
+
+
+def test_a_save_that_only_copies_says_nothing_of_the_next_one() -> None:
+    clock = StepClock(Patience(least_save_s=900.0), longest_save=lambda: 0.5)
+    now = trained(clock, 1.0)
+    assert 900 < seen_after(clock, at(7, Phase.SAVING_CHECKPOINT), now) < 905
+    slow = StepClock(Patience(least_save_s=900.0), longest_save=lambda: 300.0)
+    now = trained(slow, 1.0)
+    assert 1500 < seen_after(slow, at(7, Phase.SAVING_CHECKPOINT), now) < 1530
 
 
 def test_before_the_first_step_each_line_is_a_sign_of_life() -> None:

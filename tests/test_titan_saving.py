@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -134,6 +135,8 @@ class Manager(SimpleNamespace):
             save=self.note,
             _should_save=lambda step: step % 10 == 0,
             save_future=None,
+            maybe_wait_for_staging=lambda: None,
+            staging=False,
             enable_first_step_checkpoint=True,
         )
         self.saved: list[int] = []
@@ -211,6 +214,37 @@ def test_a_stop_is_told_once_its_checkpoint_is_written(
     manager.save(8, last_step=True)
     assert manager.saved == [7, 0, 8] and not told.exists()
     assert manager.states["train_state"].should_continue_training() is False
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_training_waits_for_is_said_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cookbook.titan.stack_2026_02 import saving
+
+    monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    caplog.set_level(logging.INFO)
+    manager = Manager(minutes=0)
+    manager._async_wait = lambda: logging.getLogger().info("waits")
+    manager.maybe_wait_for_staging = manager._async_wait
+    saving.Saving(manager)
+    manager.maybe_wait_for_staging()
+    manager.staging, manager.staging_future, manager.save_future = True, Future(), Future()
+    manager.maybe_wait_for_staging()
+    manager.staging_future.set_result(None)
+    manager.maybe_wait_for_staging()
+    (tmp_path / saving.STOP).touch()
+    manager.save(7)
+    manager.save_future.set_result(None)
+    manager.save(8)
+    asked = "cookbook: asked to stop; the run ends at a checkpoint of step"
+    copied = ["cookbook: waiting until the checkpoint is copied", "waits"]
+    written = ["cookbook: waiting until the checkpoint is written", "waits"]
+    assert [record.getMessage() for record in caplog.records] == [
+        *("waits", *copied, "cookbook: the checkpoint is copied", "waits"),
+        *(f"{asked} 7", *written, f"{asked} 8", "waits"),
+    ]
 
 
 def stopped_on(rank_asked: int, attempts: Path) -> dict[str, Any]:

@@ -203,3 +203,31 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_steps_that_are_not_logged_are_told_once_in_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The supervisor takes a silent log for a hang, until it knows how long a step takes."""
+    import torchtitan.components.metrics as metrics
+
+    from cookbook.titan.stack_2026_02 import first_step
+
+    now = [5000.0]
+    monkeypatch.setattr(first_step, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(metrics, "_get_metrics_rank", lambda *_: 0)
+    ranks = iter([0] * 6 + [1] * 6)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: next(ranks))
+    monkeypatch.delenv("COOKBOOK_ATTEMPT_DIR", raising=False)
+    caplog.set_level("INFO")
+    for _ in range(2):
+        report: Any = first_step.FirstStepReport.__new__(first_step.FirstStepReport)
+        options = {"training": SimpleNamespace(steps=900), "comm": None}
+        report.job_config = SimpleNamespace(metrics=SimpleNamespace(log_freq=10), **options)
+        report.parallel_dims, report.reported = None, True
+        for step in range(13, 32):
+            now[0] += 25
+            assert report.should_log(step) is (step in (20, 30))
+    told = [13, 16, 19, 23, 26, 29]
+    said = [f"cookbook: made step {step}, which is not logged" for step in told]
+    assert [record.getMessage() for record in caplog.records] == said

@@ -19,6 +19,8 @@ from cookbook.log.lines import LogTail
 from cookbook.log.stacks import describe_stacks
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause
+from cookbook.run.record import CellRecord
+from cookbook.stack.stack import load_stack
 
 _POLL_S = 0.5
 # What torchrun and srun say of a rank, a torchrun or a node that is gone. What is left of the step
@@ -45,10 +47,15 @@ class RunningAttempt:
     ) -> None:
         self.cell = cell
         self.attempt = attempt
-        self._record = record_of(cell)
-        if any(self._record.options.get(name) for name in _PAUSES):
-            patience = replace(patience, more_s=patience.save_s)
-        self.clock = StepClock(patience, usual, lambda: longest_save(cell))
+        record = record_of(cell)
+        # As this attempt is asked, which may be otherwise than the first one was.
+        self._record = record.as_of(attempt.number)
+        self.clock = StepClock(
+            _patience_with(patience, self._record),
+            usual,
+            lambda: longest_save(cell, record, attempt.number),
+            self._record.log_freq or load_stack().options["metrics.log_freq"].default,
+        )
         self._tail = LogTail(attempt.log, self._record.loss_rank)
         self._signs = _Signs(attempt.log)
         self._job_id = slurm_job()
@@ -133,6 +140,16 @@ class RunningAttempt:
         # A script that ended by itself is seen then.
         end = replace(end, seen=seen or (end.ended if code else None))
         return end if cause is None else replace(end, cause=cause, reason=reason)
+
+
+def _patience_with(patience: Patience, record: CellRecord) -> Patience:
+    """The patience with what is trained so."""
+    if any(record.options.get(name) for name in _PAUSES):
+        patience = replace(patience, more_s=patience.save_s)
+    if record.options.get("checkpoint.async_mode", "disabled") != "disabled":
+        # Its saves took as long as the copying. The next one, or the last, waits for the writing.
+        patience = replace(patience, least_save_s=patience.save_s)
+    return patience
 
 
 class _Signs:

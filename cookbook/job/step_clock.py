@@ -20,17 +20,19 @@ class Patience:
     """How long an attempt may make no step.
 
     Attributes:
-        steps: usual step times, while it trains.
+        steps: usual step times, while it trains; of steps that nobody logs, as many more.
         more_s: seconds on top of those: a short pause of the file system is no hang.
         start_s: seconds without a new line in the log, until there are steps to judge by. To
             compile a large model takes many minutes.
         save_s: seconds for the first save of a checkpoint and for the end of the training.
+        least_save_s: seconds for any save, however short those before it were.
     """
 
     steps: float = 5.0
     more_s: float = 20.0
     start_s: float = 1800.0
     save_s: float = 900.0
+    least_save_s: float = 0.0
 
 
 class StepClock:
@@ -39,6 +41,7 @@ class StepClock:
     Args:
         usual: seconds of a step in the attempts before, None where that is not known.
         longest_save: the seconds of the longest save so far, None where there was none.
+        log_freq: the steps from one that is logged to the next.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class StepClock:
         patience: Patience,
         usual: float | None = None,
         longest_save: Callable[[], float | None] = lambda: None,
+        log_freq: int = 1,
     ) -> None:
         self._patience = patience
         self._before = usual
@@ -53,7 +57,7 @@ class StepClock:
         self._times: deque[float] = deque(maxlen=_KEPT)
         self._newest = Newest()
         self._size = 0
-        self._stride = 1
+        self._log_freq = log_freq
         self._step_at: float | None = None
         self._looked_at: float | None = None
         self.silent = 0.0
@@ -80,12 +84,16 @@ class StepClock:
         step, before = newest.step, self._newest.step
         if step is not None and (before is None or step.step > before.step):
             if before is not None and self._step_at is not None:
-                self._stride = step.step - before.step
-                self._times.append((now - self._step_at) / self._stride)
+                self._times.append((now - self._step_at) / (step.step - before.step))
             self._step_at, self.silent = now, 0.0
-        elif newest.phase != self._newest.phase or (step is None and size != self._size):
+        elif newest.phase != self._newest.phase or (self._listens and size != self._size):
             self.silent = 0.0
         self._newest, self._size = newest, size
+
+    @property
+    def _listens(self) -> bool:
+        """Whether any line is a sign of life: there are no steps to judge by yet."""
+        return self._newest.step is None or self.usual is None
 
     @property
     def limit(self) -> float:
@@ -95,10 +103,10 @@ class StepClock:
             return self._patience.save_s
         if self._newest.phase is Phase.SAVING_CHECKPOINT:
             return self._limit_of_save(usual)
-        if self._newest.step is None or self._newest.phase is not Phase.TRAINING or usual is None:
+        if usual is None or self._listens or self._newest.phase is not Phase.TRAINING:
             return self._patience.start_s
         # Where only each tenth step is logged, nine say nothing.
-        return (self._patience.steps + self._stride - 1) * usual + self._patience.more_s
+        return (self._patience.steps + self._log_freq - 1) * usual + self._patience.more_s
 
     def _limit_of_save(self, usual: float | None) -> float:
         longest = None
@@ -110,7 +118,8 @@ class StepClock:
             longest = self._longest_save()
         if usual is None or longest is None:
             return self._patience.save_s
-        return self._patience.steps * (usual + longest) + self._patience.more_s
+        limit = self._patience.steps * (usual + longest) + self._patience.more_s
+        return max(limit, self._patience.least_save_s)
 
     @property
     def hang(self) -> str | None:

@@ -105,10 +105,11 @@ class Supervisor:
     def _run_cell(self, cell: CellFolder) -> bool:
         """Run attempts until the cell has ended; whether nothing is wrong with it."""
         record = record_of(cell)
+        asked = record.newest
         end_left_step(cell, slurm_job())
         close_history(cell, record)
         ends = [end for end in read_history(cell.attempts()) if end.job_id == own_job()]
-        usual = usual_step_time(cell, record)
+        usual = usual_step_time(cell, record, cell.next_attempt().number)
         while True:
             end, usual = self._attempt(cell, usual)
             if self.signal_number:
@@ -136,7 +137,7 @@ class Supervisor:
                 return False
             self._write(cell, end, RUNNING, None)
             if end.cause is Cause.DISK_FULL:
-                self._wait_for_room(cell, record.options.get("checkpoint.folder", "checkpoint"))
+                self._wait_for_room(cell, asked.options.get("checkpoint.folder", "checkpoint"))
             # Later the disk may take what it did not take before.
             self._write(cell, end, RUNNING, None)
 

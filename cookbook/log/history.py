@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from cookbook.log.scan import LogScan, step_time
 from cookbook.log.text import blocks, lines_with
@@ -22,6 +23,10 @@ from cookbook.run.resumption import read_resumptions
 _SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
 # Steps that say what is usual.
 _FEWEST = 3
+# Options that change neither how long a step takes nor how a checkpoint is saved. A resumed run may
+# be asked for other ones, such as longer sequences, and then its earlier attempts are no measure.
+_NOT_OF_SAVES = ("training.steps", "metrics.", "job.", "validation.", "profiling.")
+_NOT_OF_STEPS = (*_NOT_OF_SAVES, "checkpoint.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +121,13 @@ def collect_history(
     )
 
 
-def usual_step_time(cell: CellFolder, record: CellRecord) -> float | None:
-    """The median seconds of a step in the newest attempt with some; None where none has any."""
-    for attempt in reversed(cell.attempts()):
+def usual_step_time(cell: CellFolder, record: CellRecord, number: int) -> float | None:
+    """The median seconds of a step in the newest attempt that says some; None where none does.
+
+    Args:
+        number: the attempt that this is asked for; those whose steps are others say nothing of it.
+    """
+    for attempt in reversed(_alike(cell, record, number, _NOT_OF_STEPS)):
         steps = list(_step_times(attempt.log, record.as_of(attempt.number).loss_rank))
         pairs = [(one, other) for one, other in pairwise(steps) if 0 < one[0] < other[0]]
         seconds = [(then - at) / (later - step) for (step, at), (later, then) in pairs]
@@ -127,16 +136,33 @@ def usual_step_time(cell: CellFolder, record: CellRecord) -> float | None:
     return None
 
 
-def longest_save(cell: CellFolder) -> float | None:
-    """The most seconds that any attempt took to save a checkpoint; None where none was saved."""
+def longest_save(cell: CellFolder, record: CellRecord, number: int) -> float | None:
+    """The most seconds that a checkpoint took to be saved; None where none was.
+
+    Args:
+        number: the attempt that this is asked for; those that save otherwise say nothing of it.
+    """
     seconds = [
         float(found)
-        for attempt in cell.attempts()
+        for attempt in _alike(cell, record, number, _NOT_OF_SAVES)
         if attempt.log.is_file()
         for block in blocks(attempt.log)
         for found in _SAVED.findall(block)
     ]
     return max(seconds, default=None)
+
+
+def _alike(
+    cell: CellFolder, record: CellRecord, number: int, apart_from: tuple[str, ...]
+) -> list[Attempt]:
+    """The attempts that were asked for what attempt `number` is, but for some options."""
+
+    def asked(attempt: int) -> tuple[int, dict[str, Any]]:
+        then = record.as_of(attempt)
+        options = then.options.items()
+        return then.nodes, {name: v for name, v in options if not name.startswith(apart_from)}
+
+    return [one for one in cell.attempts() if asked(one.number) == asked(number)]
 
 
 def _summary(

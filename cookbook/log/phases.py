@@ -37,9 +37,17 @@ _PHASES = {
     "Training completed": Phase.FINISHING,
     "Process group destroyed": Phase.FINISHING,
 }
-_PHASE = re.compile(rf"\[titan\] [^\[\]]* - INFO - ({'|'.join(map(re.escape, _PHASES))})")
+# What the cookbook's part of the training process says, where TorchTitan waits without a word for
+# what is written, or copied, behind the training's back (`titan/stack_2026_02/saving.py`).
+_OWN_PHASES = {
+    "cookbook: waiting until the checkpoint is ": Phase.SAVING_CHECKPOINT,
+    "cookbook: the checkpoint is copied": Phase.TRAINING,
+}
+_ALL_PHASES = _PHASES | _OWN_PHASES
+_OPENERS = "|".join(map(re.escape, _ALL_PHASES))
+_PHASE = re.compile(rf"\[titan\] [^\[\]]* - INFO - ({_OPENERS})")
 # Begins with what all of them share, for speed.
-_PHASE_BYTES = re.compile(f"INFO - (?:{'|'.join(map(re.escape, _PHASES))})".encode())
+_PHASE_BYTES = re.compile(f"INFO - (?:{_OPENERS})".encode())
 
 
 def parse_phase(line: str, rank: int | None = None) -> Phase | None:
@@ -50,7 +58,7 @@ def parse_phase(line: str, rank: int | None = None) -> Phase | None:
     ranks = RANK.findall(line, 0, found.start())
     if rank is not None and (not ranks or int(ranks[-1]) != rank):
         return None
-    return _PHASES[found.group(1)]
+    return _ALL_PHASES[found.group(1)]
 
 
 def last_phase(block: bytes, start: int, rank: int | None) -> Phase | None:

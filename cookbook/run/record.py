@@ -74,6 +74,11 @@ class CellRecord:
         return self.newest._count("training.steps")
 
     @property
+    def log_freq(self) -> int | None:
+        """Steps from one that is logged to the next, None for TorchTitan's default."""
+        return self.newest._count("metrics.log_freq")
+
+    @property
     def loss_rank(self) -> int:
         """The global rank that prints the real loss: the first of the last pipeline stage."""
         newest = self.newest

@@ -138,9 +138,11 @@ JOB=("${VENV}/bin/python" -m cookbook.job)
 stop_at_checkpoint() {
   INTERRUPTED=yes
   [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]] || touch "${COOKBOOK_ATTEMPT_DIR}/stop"
-  # Without a checkpoint, a job that started again would make the same steps again.
-  if ((RESTARTS < 10)) && compgen -G "${CELL_DIR}/checkpoint/step-*" >/dev/null; then
-    (sleep 225 && kill -0 $$ && scontrol requeue "${SLURM_JOB_ID}") &
+  # Without a checkpoint, a job that started again would make the same steps again. One that is still
+  # being written, in the background, has no .metadata.
+  if ((RESTARTS < 10)); then
+    (sleep 225 && kill -0 $$ && compgen -G "${CELL_DIR}/checkpoint/step-*/.metadata" >/dev/null &&
+      scontrol requeue "${SLURM_JOB_ID}") &
   fi
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ from cookbook.titan.stack_2026_02.versions import refuse, versions
 # What may be declared, and by which overlay.
 _ASPECTS = {"grouped_gemms": "precision", "linear_layers": "precision", "dispatch": "ep_backend"}
 _KINDS = {"precision": "precision", "ep_backend": "EP backend"}
+# Of steps that are not logged, one line in a minute.
+_TELL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class FirstStepReport(metrics.MetricsProcessor):
     model_args: Any = None
     _load: RouterLoad | None = None
     _first_unlogged: int | None = None
+    # Seconds of the monotonic clock.
+    _told_at: float | None = None
 
     def should_log(self, step: int) -> bool:
         """Whether this step is logged: the first that every rank asks after each optimizer step."""
@@ -78,7 +83,9 @@ class FirstStepReport(metrics.MetricsProcessor):
         if not self.reported:
             self.reported = True
             self._report()
-        return super().should_log(step)
+        is_logged: bool = super().should_log(step)
+        self._tell(step, is_logged)
+        return is_logged
 
     def log(
         self,
@@ -102,6 +109,15 @@ class FirstStepReport(metrics.MetricsProcessor):
         self._first_unlogged = None
         extra = {**(extra_metrics or {}), **load}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
+
+    def _tell(self, step: int, is_logged: bool) -> None:
+        """Say at times that steps are made, though none is logged: the supervisor reads the log."""
+        now = time.monotonic()
+        is_due = self._told_at is None or now - self._told_at >= _TELL_S
+        if is_due and not is_logged and self._is_metrics_rank():
+            logger.info(f"cookbook: made step {step}, which is not logged")
+        if is_due or is_logged:
+            self._told_at = now
 
     def _is_metrics_rank(self) -> bool:
         rank = metrics._get_metrics_rank(self.parallel_dims, self.job_config)

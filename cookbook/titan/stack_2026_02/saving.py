@@ -47,7 +47,9 @@ class Saving:
         self.saved_at = time.monotonic()
         self.is_due = False
         self._save, self._is_a_step_to_save = manager.save, manager._should_save
+        self._wait_for_copy = manager.maybe_wait_for_staging
         manager.save, manager._should_save = self.save, self.should_save
+        manager.maybe_wait_for_staging = self.wait_for_copy
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """What TorchTitan calls after each step: save, where that is to be."""
@@ -74,6 +76,17 @@ class Saving:
             return bool(curr_step == 1 and self.manager.enable_first_step_checkpoint)
         return bool(self._is_a_step_to_save(curr_step))
 
+    def wait_for_copy(self) -> None:
+        """What TorchTitan calls before it changes weights that may still be copied."""
+        copy = self.manager.staging_future if self.manager.staging else None
+        waits = copy is not None and not copy.done()
+        # The first copy takes long: its memory is pinned. The supervisor reads that it is no hang.
+        if waits:
+            logger.info("cookbook: waiting until the checkpoint is copied")
+        self._wait_for_copy()
+        if waits:
+            logger.info("cookbook: the checkpoint is copied")
+
     def _agree(self) -> Wish:
         wish = torch.tensor(self._wish(), dtype=torch.int32, device=self.trainer.device)
         dist.all_reduce(wish, op=dist.ReduceOp.MAX)
@@ -90,10 +103,16 @@ class Saving:
 
     def _interval_is_over(self) -> bool:
         # Training waits where a save begins while another is being written.
-        writes = self.manager.save_future is not None and not self.manager.save_future.done()
-        return not writes and time.monotonic() - self.saved_at >= self.interval_s
+        return not self._writes() and time.monotonic() - self.saved_at >= self.interval_s
+
+    def _writes(self) -> bool:
+        future = self.manager.save_future
+        return future is not None and not future.done()
 
     def _stop(self, step: int) -> None:
+        # TorchTitan has said already that it "finished saving": it has copied.
+        if self._writes():
+            logger.info("cookbook: waiting until the checkpoint is written")
         self.manager._async_wait()
         if self.attempt and dist.get_rank() == 0:
             job = os.environ.get("SLURM_JOB_ID", "local")
