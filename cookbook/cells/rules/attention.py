@@ -1,4 +1,4 @@
-"""What FlashAttention-4, the other choice of `model.attention`, refuses."""
+"""What a cell's attention refuses: the flavor's own, or FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _GENERATIONS = (9, 10)
 # Of queries and keys, and of values. It takes other sizes, but the gradients of none of them have
 # been compared with a reference, and some have been wrong on some GPUs.
 _HEAD_DIMS = (192, 128)
+# TorchTitan's `attn_type` of PyTorch's scaled_dot_product_attention.
+_SDPA = "sdpa"
 
 
 def flash_attention_gpu(cell: Cell) -> Iterator[Finding]:
@@ -48,17 +50,25 @@ def flash_attention_heads(cell: Cell) -> Iterator[Finding]:
         )
 
 
-def flash_attention_context_parallel(cell: Cell) -> Iterator[Finding]:
-    """A document must lie on one rank."""
-    if cell.uses_flash_attention and cell.layout.cp > 1:
-        yield _refused(
-            "flash_attention_context_parallel",
-            DEGREES["cp"],
-            "FlashAttention-4 computes each document on one rank, and context parallelism "
-            f"({cell.layout.cp}) cuts documents over several",
-            f"set it to 1, or set {ATTENTION}=flavor",
-            f"{TORCHTITAN}/models/deepseek_v3/model/args.py",
-        )
+def context_parallel_attention(cell: Cell) -> Iterator[Finding]:
+    """TorchTitan has context parallelism for SDPA alone, and most flavors have FlexAttention."""
+    own = _own_attention(cell)
+    if cell.layout.cp == 1 or (own == _SDPA and not cell.uses_flash_attention):
+        return
+    reason = (
+        "FlashAttention-4 computes each document on one rank, and context parallelism "
+        f"({cell.layout.cp}) cuts documents over several"
+        if cell.uses_flash_attention
+        else "TorchTitan has context parallelism for SDPA only, and flavor "
+        f"{cell.options['model.flavor']} has {own}"
+    )
+    yield _refused(
+        "context_parallel_attention",
+        DEGREES["cp"],
+        reason,
+        "set it to 1" + (f", or set {ATTENTION}=flavor" if own == _SDPA else ""),
+        f"{TORCHTITAN}/models/deepseek_v3/model/args.py",
+    )
 
 
 def flash_attention_hooks(cell: Cell) -> Iterator[Finding]:
@@ -73,6 +83,13 @@ def flash_attention_hooks(cell: Cell) -> Iterator[Finding]:
             f"{ATTENTION}=flavor",
             f"{TORCHTITAN}/models/deepseek_v3/model/model.py",
         )
+
+
+def _own_attention(cell: Cell) -> str:
+    """The flavor's `attn_type`; SDPA, which nothing refuses, where the stack does not know it."""
+    flavors = cell.options.stack.model_args.get(cell.options["model.name"], {})
+    own: str = flavors.get(cell.options["model.flavor"], {}).get("attn_type", _SDPA)
+    return own
 
 
 def _refused(rule: str, option: str, reason: str, remedy: str, reference: str) -> Finding:

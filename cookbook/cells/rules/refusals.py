@@ -41,7 +41,7 @@ RULES: tuple[Rule, ...] = (
     kernels.mxfp8_linear_compiles,
     attention.flash_attention_gpu,
     attention.flash_attention_heads,
-    attention.flash_attention_context_parallel,
+    attention.context_parallel_attention,
     attention.flash_attention_hooks,
     pipeline.enough_microbatches,
     pipeline.splittable_backward,

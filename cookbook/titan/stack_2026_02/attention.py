@@ -94,8 +94,7 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
     if job_config.parallelism.context_parallel_degree > 1:
         raise refuse(
             f"model.attention={FLASH_ATTENTION_4} computes each document on one rank, and "
-            "parallelism.context_parallel_degree > 1 cuts documents over several; set it to 1, or "
-            "leave out model.attention"
+            "parallelism.context_parallel_degree > 1 cuts documents over several; set it to 1"
         )
     if reason := _wrong_heads(model_args) or varlen_attention.why_not():
         raise refuse(
