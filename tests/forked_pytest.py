@@ -3,14 +3,15 @@
     python tests/forked_pytest.py SECONDS LOG MODULE ...    # in the folder of a checkout
 
 Most of a short run's time goes into importing such modules as torch. Nothing of this project is
-imported here: each run imports it as it is in the folder by then. A line of standard input is
-pytest's words in JSON, and is answered with its exit status, `null` where SECONDS were not enough.
-LOG has what the last run printed.
+imported here: each run imports it as it is in the folder by then. A line of standard input is a
+list of pytest's words in JSON. The answer is a list of two: the exit status, `null` where SECONDS
+were not enough, and the names of the tests that failed. LOG has what the last run printed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 
 def main(seconds: float, log: Path, modules: list[str]) -> None:
@@ -34,24 +36,42 @@ def main(seconds: float, log: Path, modules: list[str]) -> None:
             importlib.import_module(name)
     # Where `python -m pytest` looks first, in place of this file's folder.
     sys.path[0] = str(Path.cwd())
+    # At its end pytest collects garbage ten times: 0.7 s with all of torch's objects to look at.
+    gc.freeze()
     for line in sys.stdin:
+        names = os.memfd_create("failed")
         child = os.fork()
         if not child:
             os.dup2(nothing, 0)
             printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for descriptor in (1, 2):
                 os.dup2(printed, descriptor)
-            _run(json.loads(line))
-        answers.write(json.dumps(_wait(child, seconds)) + "\n")
+            _run(json.loads(line), names)
+        status = _wait(child, seconds)
+        failed = os.pread(names, os.fstat(names).st_size, 0).decode()
+        os.close(names)
+        answers.write(json.dumps([status, failed.splitlines()]) + "\n")
 
 
-def _run(words: list[str]) -> None:
+class _Failed:
+    """Writes the name of each test that fails, a line each."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """pytest's hook."""
+        if report.failed:
+            os.write(self._file, f"{report.nodeid}\n".encode())
+
+
+def _run(words: list[str], names: int) -> None:
     os.setsid()
     status = 3
     try:
         import pytest
 
-        status = int(pytest.main(words))
+        status = int(pytest.main(words, plugins=[_Failed(names)]))
     except BaseException:
         traceback.print_exc()
     finally:

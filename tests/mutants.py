@@ -112,6 +112,36 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a run of pytest ended.
+
+    Attributes:
+        status: its exit status; None where it ran out of time.
+        failed: the names of the tests that failed, such as `tests/test_a.py::test_b[c]`.
+    """
+
+    status: int | None
+    failed: list[str]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of a fault.
+
+    Attributes:
+        is_found: whether its tests saw it.
+        said: in words how they ended.
+        by: pytest's words for the tests that saw it; without the fault they must pass.
+        seconds: how long it took.
+    """
+
+    is_found: bool
+    said: str
+    by: tuple[str, ...]
+    seconds: float
+
+
 class Checkout:
     """A folder with a copy of the checkout, and a process that runs tests in it.
 
@@ -122,7 +152,7 @@ class Checkout:
     def __init__(self, folder: Path, modules: Sequence[str]) -> None:
         self.folder = folder
         self._log = folder.with_name(f"{folder.name}.log")
-        script = ROOT / "tests/forked_pytest.py"
+        script = Path(__file__).with_name("forked_pytest.py")
         # Each run imports the cookbook anew, and need not compile what has not changed.
         compiling = {
             name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
@@ -136,14 +166,13 @@ class Checkout:
             text=True,
         )
 
-    def run_tests(self, tests: str) -> int | None:
-        """pytest's exit status for its words `tests`; None where it ran out of time."""
-        words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *shlex.split(tests)]
+    def run_tests(self, *tests: str) -> Ended:
+        """Run pytest with its words `tests`, up to the first test that fails."""
+        words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
         assert self._pytest.stdin is not None and self._pytest.stdout is not None
         self._pytest.stdin.write(json.dumps(words) + "\n")
         self._pytest.stdin.flush()
-        status: int | None = json.loads(self._pytest.stdout.readline())
-        return status
+        return Ended(*json.loads(self._pytest.stdout.readline()))
 
     def output(self) -> str:
         """What the last run printed."""
@@ -158,56 +187,50 @@ class Checkout:
 _times = itertools.count(1)
 
 
-def is_found(checkout: Checkout, mutant: Mutant) -> tuple[bool, str]:
-    """Whether its tests see the fault, and in words how they ended."""
+def try_fault(checkout: Checkout, mutant: Mutant) -> Tried:
+    """Whether its tests see the fault."""
+    began = time.monotonic()
     path = checkout.folder / mutant.file
     original, stat = path.read_text(encoding="utf-8"), path.stat()
     own_time = stat.st_mtime_ns + next(_times) * 10**9
     path.write_text(original.replace(mutant.was, mutant.now), encoding="utf-8")
     os.utime(path, ns=(own_time, own_time))
+    words = shlex.split(mutant.tests)
     try:
-        status = checkout.run_tests(mutant.tests)
+        ended = checkout.run_tests(*words)
     finally:
         path.write_text(original, encoding="utf-8")
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    if status is None:
-        return True, "ran out of time"
+    seconds = time.monotonic() - began
+    if ended.status is None:
+        return Tried(True, "ran out of time", tuple(words), seconds)
     # 2 and more: nothing was collected, or an import failed, which says nothing of the tests.
     ends = {0: "NOT FOUND", 1: "found"}
-    return status == 1, ends.get(status, f"pytest ended with status {status}")
+    said = ends.get(ended.status, f"pytest ended with status {ended.status}")
+    by = tuple(ended.failed) if ended.status == 1 else ()
+    return Tried(ended.status == 1, said, by, seconds)
 
 
-def together(tests: Iterable[str]) -> list[str]:
-    """pytest's words for all of `tests`: one run for each file, two where some are chosen by -k."""
-    whole: set[str] = set()
-    named, chosen = (defaultdict[str, list[str]](list) for _ in range(2))
-    for words in sorted(set(tests)):
-        places, _, expression = words.partition(" -k ")
-        for place in places.split():
-            file = place.partition("::")[0]
-            if expression:
-                chosen[file].append(f"({shlex.split(expression)[0]})")
-            elif place == file:
-                whole.add(file)
-            else:
-                named[file].append(place)
-    return [
-        *sorted(whole),
-        *(" ".join(places) for file, places in sorted(named.items()) if file not in whole),
-        *(
-            f"{file} -k {shlex.quote(' or '.join(parts))}"
-            for file, parts in sorted(chosen.items())
-            if file not in whole
-        ),
-    ]
+def together(seen: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """pytest's words for all the tests that saw a fault: one run for the named ones of a file."""
+    named: defaultdict[str, set[str]] = defaultdict(set)
+    others = set()
+    for words in seen:
+        if all("::" in word for word in words):
+            for word in words:
+                named[word.partition("::")[0]].add(word)
+        else:
+            others.add(words)
+    return [*(tuple(sorted(names)) for _, names in sorted(named.items())), *sorted(others)]
 
 
-def why_not_clean(checkout: Checkout, tests: str) -> str:
+def why_not_clean(checkout: Checkout, tests: Sequence[str]) -> str:
     """Empty where the tests pass without a fault; else how they failed."""
-    status = checkout.run_tests(tests)
+    status = checkout.run_tests(*tests).status
     if status == 0:
         return ""
-    return f"{tests}\npytest ended with status {status}:\n{checkout.output()[-3000:]}"
+    said = f"pytest ended with status {status}:\n{checkout.output()[-3000:]}"
+    return f"{shlex.join(tests)}\n{said}"
 
 
 def _in_a_checkout(
@@ -235,7 +258,7 @@ def main(words: Sequence[str] | None = None) -> int:
         and not one.equivalent
         and (one.ci or not options.ci)
     ]
-    if problems := [f"{one.what}: {why}" for one in listed if (why := one.problem())]:
+    if problems := [f"{one.what}: {why}" for one in listed if (why := one.problem(ROOT))]:
         print("\n".join(problems))
         return 1
     if not chosen:
@@ -249,15 +272,19 @@ def main(words: Sequence[str] | None = None) -> int:
                 ends.callback(checkout.close)
                 checkouts.put(checkout)
             pool = ends.enter_context(ThreadPoolExecutor(options.jobs))
-            tests = together(one.tests for one in chosen)
-            clean = pool.map(partial(_in_a_checkout, checkouts, why_not_clean), tests)
+            tried = pool.map(partial(_in_a_checkout, checkouts, try_fault), chosen)
+            saw = []
+            for one, came in zip(chosen, tried, strict=True):
+                missed += not came.is_found
+                saw.append(came.by)
+                print(f"{came.said:10} {came.seconds:5.1f} s  {one.file}: {one.what}", flush=True)
+            # A test that fails without the fault too has not seen it.
+            clean = pool.map(
+                partial(_in_a_checkout, checkouts, why_not_clean), together(filter(None, saw))
+            )
             if failing := list(filter(None, clean)):
                 print("these fail without a fault:", *failing, sep="\n\n")
                 return 1
-            found = pool.map(partial(_in_a_checkout, checkouts, is_found), chosen)
-            for one, (is_seen, said) in zip(chosen, found, strict=True):
-                missed += not is_seen
-                print(f"{said:10} {one.file}: {one.what}", flush=True)
     equivalent = [one for one in listed if one.equivalent]
     print(
         f"{len(chosen) - missed} of {len(chosen)} faults found in "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from cookbook.base.paths import ROOT
 from tests import mutants
-from tests.mutants import Checkout, Mutant, is_found, read_list
+from tests.mutants import Checkout, Ended, Mutant, read_list, try_fault
 
 LISTED = read_list()
 
@@ -63,16 +64,16 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("now", "tests", "expected"),
     [
-        ("a - b", "test_adding.py", (True, "found")),
+        ("a - b", "test_adding.py", (True, "found", ("test_adding.py::test_sum",))),
         # Only a test that adds nothing looks.
-        ("a - b", "test_adding.py -k zero", (False, "NOT FOUND")),
+        ("a - b", "test_adding.py -k zero", (False, "NOT FOUND", ())),
         # An import that fails, and tests that are not there, say nothing of the tests.
-        ("(", "test_adding.py", (False, "pytest ended with status 2")),
-        ("a - b", "test_adding.py -k nothing", (False, "pytest ended with status 5")),
+        ("(", "test_adding.py", (False, "pytest ended with status 2", ())),
+        ("a - b", "test_adding.py -k nothing", (False, "pytest ended with status 5", ())),
     ],
 )
 def test_a_fault_is_found_by_its_tests_alone(
-    now: str, tests: str, expected: tuple[bool, str], folder: Path
+    now: str, tests: str, expected: tuple[bool, str, tuple[str, ...]], folder: Path
 ) -> None:
     before = (folder / "adding.py").read_text()
     checkout = Checkout(folder, ["pytest"])
@@ -80,9 +81,10 @@ def test_a_fault_is_found_by_its_tests_alone(
         fault = Mutant("wrong sign", "adding.py", "a + b", now, tests)
         # Neither the fault nor its absence stays behind, in compiled modules for example.
         for _ in range(2):
-            assert is_found(checkout, fault) == expected
+            tried = try_fault(checkout, fault)
+            assert (tried.is_found, tried.said, tried.by) == expected
             assert (folder / "adding.py").read_text() == before
-            assert checkout.run_tests("test_adding.py") == 0
+            assert checkout.run_tests("test_adding.py") == Ended(0, [])
     finally:
         checkout.close()
 
@@ -90,28 +92,57 @@ def test_a_fault_is_found_by_its_tests_alone(
 def test_what_fails_without_a_fault_is_shown(folder: Path) -> None:
     checkout = Checkout(folder, ["pytest"])
     try:
-        assert mutants.why_not_clean(checkout, "test_adding.py") == ""
+        assert mutants.why_not_clean(checkout, ["test_adding.py"]) == ""
         # A word of -k that names no test.
-        assert "status 5" in mutants.why_not_clean(checkout, "test_adding.py -k nothing")
+        assert "status 5" in mutants.why_not_clean(checkout, ["test_adding.py", "-k", "nothing"])
         (folder / "adding.py").write_text("def add(a, b):\n    return a - b\n")
-        said = mutants.why_not_clean(checkout, "test_adding.py")
+        said = mutants.why_not_clean(checkout, ["test_adding.py"])
         assert said.startswith("test_adding.py\npytest ended with status 1:\n")
         assert "assert -1 == 5" in said
     finally:
         checkout.close()
 
 
-def test_without_a_fault_the_tests_of_a_file_run_together() -> None:
+@pytest.mark.parametrize(
+    ("tests", "status", "words"),
+    [
+        ("test_adding.py", 0, ["1 of 1 faults found in "]),
+        ("test_adding.py -k zero", 1, ["NOT FOUND ", "0 of 1 faults found in "]),
+        # It fails whatever is added.
+        ("test_broken.py", 1, ["these fail without a fault:", "test_broken.py::test_no\n"]),
+    ],
+)
+def test_each_fault_is_tried_and_who_saw_it_runs_again_without_it(
+    tests: str,
+    status: int,
+    words: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "test_broken.py").write_text("def test_no():\n    assert False\n")
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    monkeypatch.setattr(mutants, "ROOT", folder)
+    monkeypatch.setattr(mutants, "IMPORTED", ("pytest",))
+    fault = Mutant("wrong sign", "adding.py", "a + b", "a - b", tests)
+    monkeypatch.setattr(mutants, "read_list", lambda: [fault])
+    assert mutants.main([]) == status
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words), printed
+
+
+def test_tests_that_saw_faults_run_together_file_by_file() -> None:
     assert mutants.together(
         [
-            *("tests/a.py", "tests/a.py::test_one", "tests/a.py -k two"),
-            *("tests/b.py::test_one", 'tests/b.py -k "one or two"', "tests/b.py -k 'not one'"),
-            *("tests/b.py::test_two[x]", "tests/a.py tests/c.py -k one", "tests/d.py tests/e.py"),
+            *(("tests/b.py::test_two[x y]",), ("tests/a.py::test_one",)),
+            *(("tests/b.py::test_one",), ("tests/b.py::test_two[x y]",)),
+            # Of a fault that ran out of time nobody knows which test saw it.
+            ("tests/b.py", "-k", "one or two"),
         ]
     ) == [
-        *("tests/a.py", "tests/d.py", "tests/e.py"),
-        "tests/b.py::test_one tests/b.py::test_two[x]",
-        *("tests/b.py -k '(one or two) or (not one)'", "tests/c.py -k '(one)'"),
+        ("tests/a.py::test_one",),
+        ("tests/b.py::test_one", "tests/b.py::test_two[x y]"),
+        ("tests/b.py", "-k", "one or two"),
     ]
 
 
@@ -120,8 +151,12 @@ def test_what_takes_too_long_is_ended(folder: Path, monkeypatch: pytest.MonkeyPa
     checkout = Checkout(folder, ["pytest"])
     try:
         endless = Mutant("endless", "adding.py", "return a", "while True: a", "test_adding.py")
-        assert is_found(checkout, endless) == (True, "ran out of time")
-        assert checkout.run_tests("test_adding.py") == 0
+        tried = try_fault(checkout, endless)
+        assert (tried.is_found, tried.said, tried.by) == (
+            *(True, "ran out of time"),
+            ("test_adding.py",),
+        )
+        assert checkout.run_tests("test_adding.py").status == 0
     finally:
         checkout.close()
 
