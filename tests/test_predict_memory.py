@@ -131,6 +131,18 @@ def test_what_is_saved_by_name_is_kept_and_not_computed_again() -> None:
     assert again["communication"] == again["attention"]
 
 
+def test_the_shared_experts_save_the_same_gemms_with_each_ep_backend() -> None:
+    eager = {**SELECTIVE, "compile.components": ["loss"]}
+    of_gemms = {}
+    for backend in ("standard", "deepep"):
+        saves = [
+            layers_of(on_gpus(4, {**eager, LIST: list(names)}, ep_backend=backend)).kept(0)
+            for names in (("communication",), ("communication", "mm"))
+        ]
+        of_gemms[backend] = saves[1] - saves[0]
+    assert of_gemms["deepep"] == of_gemms["standard"] > 0
+
+
 def test_a_layers_backward_has_its_parameters_and_the_next_ones() -> None:
     found = layers_of(on_gpus(4)).backward()
     (view,) = count_views(on_gpus(4))

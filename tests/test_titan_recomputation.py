@@ -142,6 +142,19 @@ def test_without_a_list_torchtitans_own_holds(assets: Path, tmp_path: Path) -> N
     assert (found["recomputation"], found["saved"]) == ("selective", "communication and mm")
 
 
+def test_without_a_list_deepep_sends_nothing_again(assets: Path, tmp_path: Path) -> None:
+    """TorchTitan lists its own operators, which the corrected layer does not call."""
+    options = (*EP2, *DEEPEP)
+    runs = [
+        trained(assets, tmp_path / str(index), 2, *options, *mode)
+        for index, mode in enumerate(((), SELECTIVE))
+    ]
+    assert runs[0]["losses"] == runs[1]["losses"]
+    assert active(runs[1])["saved"] == "communication and mm"
+    sent = [run["calls"]["exchanges"] for run in runs]
+    assert 0 < sent[0] == sent[1]
+
+
 class Computed(TorchDispatchMode):
     """How often each operator has run."""
 
@@ -274,6 +287,24 @@ def test_every_operator_of_torchtitans_list_is_known() -> None:
         "aten.max.default",
         "inductor_compiled_code",
     }
+
+
+def lists() -> list[set[str]]:
+    """What is saved of a list with and without an operator of DeepEP."""
+    # Importing it registers the operators.
+    import torchtitan.distributed.deepep  # noqa: F401
+
+    import cookbook.titan.stack_2026_02.deepep_exchange  # noqa: F401
+    from cookbook.titan.stack_2026_02.recomputation import with_own
+
+    mm, sent = torch.ops.aten.mm.default, torch.ops.deepep.dispatch.default
+    return [{str(one) for one in with_own(listed)} for listed in ({mm}, {mm, sent})]
+
+
+def test_the_cookbooks_operators_are_listed_where_torchtitans_are() -> None:
+    # In a rank, which has the stand-in for DeepEP.
+    (found,) = run_ranks(lists, 1)
+    assert found == [{MM}, {MM, "deepep.dispatch.default", "cookbook.deepep_dispatch.default"}]
 
 
 @pytest.mark.parametrize(

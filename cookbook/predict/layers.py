@@ -141,8 +141,8 @@ def _moe(s: Shapes) -> LayerBytes:
             input=0,
             # The experts' outputs are kept for the gradient of their scores.
             saved=router + shared + experts + (0.0 if scored else grouped),
-            selected=gate_up + saved_out + (received + returned) * sends,
-            selected_of_saved=gate_up + saved_out,
+            selected=gate_up + saved_out + shared_mm + (received + returned) * sends,
+            selected_of_saved=gate_up + saved_out + shared_mm,
             temporary=max(
                 2 * received + s.act * s.tokens * s.dim,
                 2 * grouped + 3 * s.act * s.rows * s.expert_hidden,

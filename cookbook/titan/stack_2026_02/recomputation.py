@@ -45,6 +45,11 @@ OPERATORS = {
     "mm": ("aten.mm",),
 }
 
+# What a corrected layer calls in place of an operator that TorchTitan's list has.
+IN_PLACE_OF = {
+    "deepep.combine": "cookbook.deepep_combine",
+    "deepep.dispatch": "cookbook.deepep_dispatch",
+}
 
 # What computes now is needed by no gradient.
 _is_needless = False
@@ -57,6 +62,14 @@ def operators_of(names: Iterable[str]) -> Iterator[Any]:
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
             yield packet.default
+
+
+def with_own(operators: set[Any]) -> set[Any]:
+    """TorchTitan's list, with the cookbook's operators that run in place of some in it."""
+    own = [
+        name for released, name in IN_PLACE_OF.items() if operators & {*operators_of([released])}
+    ]
+    return operators | {*operators_of(own)}
 
 
 def kinds_of_operators() -> dict[Any, str]:
@@ -104,7 +117,7 @@ def apply_ac(
         num_layers_kept: of how many layers, the last ones, nothing is recomputed.
         options: TorchTitan's own, `op_sac_save_list` and so on.
     """
-    operators: set[Any] = options.pop("op_sac_save_list")
+    operators = with_own(options.pop("op_sac_save_list"))
     if save:
         kinds = kinds_of_operators()
         # What TorchTitan lists beyond these kinds, as the maximum that scales FP8, stays.
