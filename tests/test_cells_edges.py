@@ -142,13 +142,13 @@ def test_a_memory_budget_keeps_that_part_and_computes_the_rest_again(tmp_path: P
         }
         layers = RankLayers.__new__(RankLayers)
         layers._cell, layers._view = with_options(cell, options), view
-        # An input of 10, and 100 that the forward saves.
-        sizes: Any = type("Bytes", (), {"input": 10.0, "saved": 100.0, "selected": 5.0})
+        # An input of 10, and 100 that the forward saves, 20 of them between compiled pieces.
+        sizes: Any = type("Bytes", (), {"input": 10.0, "saved": 100.0, "between": 20.0})
         layers._bytes = {False: sizes}
         kept[budget] = layers.kept(0)
         again[budget] = layers._cost(layer)[2]
-    assert kept == {0.0: 10.0, 0.25: 35.0, 1.0: 110.0}
-    assert again == {0.0: 100.0, 0.25: 75.0, 1.0: 0.0}
+    assert kept == {0.0: 30.0, 0.25: 50.0, 1.0: 110.0}
+    assert again == {0.0: 80.0, 0.25: 60.0, 1.0: 0.0}
 
 
 def test_the_precision_wins_over_the_recipe(tmp_path: Path) -> None:

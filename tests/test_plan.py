@@ -353,7 +353,10 @@ def test_the_command_searches_and_writes(tmp_path: Path) -> None:
     assert (answer.status, answer.stderr) == (0, "")
     assert answer.stdout.startswith("16b on 1 node(s) x 8 H200: 20 of 20 layouts; ")
     assert "tokens/s/GPU" in answer.stdout
-    assert answer.stdout.rstrip().endswith(f"wrote {recipe}")
+    # The walk is asked for: it comes last, where one sees it.
+    head, walked = answer.stdout.split(f"\nwrote {recipe}\n\n")
+    assert "tokens/s/GPU" in head
+    assert walked.startswith("microseconds a token and GPU") and "memory " in walked
     assert recipe.is_file()
     assert figure.read_text().startswith("<svg")
     again = asked("--json", runs=tmp_path)

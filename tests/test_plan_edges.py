@@ -13,7 +13,9 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
+from cookbook.base.paths import RECIPES
 from cookbook.cells.cell import Cell
+from cookbook.cells.recipe import load_recipe
 from cookbook.plan import search as searching
 from cookbook.plan.describe import as_mapping, times
 from cookbook.plan.explain import Stop, walk
@@ -247,3 +249,21 @@ def test_names_and_files_that_are_taken_are_refused(tmp_path: Path) -> None:
     path.write_text("name: mine\n")
     with pytest.raises(InputError, match="exists already"):
         check_target(path)
+
+
+def test_a_planned_recipe_keeps_what_the_recipe_says_beside_options(tmp_path: Path) -> None:
+    """But for what was published, which was not of this layout."""
+    text = (RECIPES / "deepseek_v3_16b.yaml").read_text()
+    own = {"spare_nodes": 1, "too_few_nodes": "stop", "max_restarts": 0, "stand_in": "debug"}
+    rest = "\n".join(line for line in text.splitlines() if line.partition(":")[0] not in own)
+    source = tmp_path / "own.yaml"
+    source.write_text(rest + "\n" + "".join(f"{key}: {own[key]}\n" for key in own))
+    base = cell_of(str(source), nodes=16)
+    planned = tmp_path / "planned.yaml"
+    planned.write_text(render_recipe("planned", candidate(1, 2, cell=base), base))
+    kept, recipe = load_recipe(str(planned)), base.recipe
+    said_anew = {"name", "short_name", "description", "nodes", "settings", "path", "published"}
+    for field in dataclasses.fields(recipe):
+        if field.name not in said_anew:
+            assert getattr(kept, field.name) == own[field.name] == getattr(recipe, field.name)
+    assert kept.published is None

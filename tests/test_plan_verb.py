@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,3 +112,52 @@ def test_a_name_that_cannot_be_written_is_told_before_the_search(
     assert main([*ONE_NODE, "-o", str(tmp_path / "won.txt")]) == 2
     assert "is not the name of a YAML file" in capsys.readouterr().err
     assert search.cells == ()
+
+
+def test_the_best_may_be_none_but_not_fewer(
+    search: Search, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ONE_NODE, "--best", "0"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert not [line for line in rows if re.match(r" *1 ", line)]
+    assert main([*ONE_NODE, "--best", "-1"]) == 2
+    assert capsys.readouterr().err == "submit.py: --best: found -1, allowed: 0 and up\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "message"),
+    [
+        (EP, "8,0", "found 0, allowed: 1 and up"),
+        (TP, "-2", "found -2, allowed: 1 and up"),
+        ("parallelism.pipeline_parallel_degree", "0", "found 0, allowed: 1 and up"),
+        ("parallelism.data_parallel_shard_degree", "-1,-2", "found -2, allowed: -1 or 1 and up"),
+        (BATCH, "0,4", "found 0, allowed: 1 and up"),
+        ("activation_checkpoint.memory_budget", "0.5,2", "found 2.0, allowed: 0 to 1"),
+    ],
+)
+def test_values_that_no_job_has_are_refused_before_the_search(
+    option: str, values: str, message: str, search: Search, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "deepseek_v3_16b", "--cluster", "h200-node"]
+    assert main([*words, "--vary", f"{option}={values}"]) == 2
+    assert capsys.readouterr().err == f"submit.py: --vary {option}: {message}\n"
+    assert search.cells == ()
+
+
+def test_a_value_that_no_layout_has_is_told_with_its_reason(
+    search: Search, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = "parallelism.context_parallel_degree"
+    words = [*ONE_NODE, "--vary", f"{TP}=1,3", "--vary"]
+    assert main([*words, f"{context}=1,2"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    unknown = "context parallelism: its time is not modelled; set it to 1"
+    assert lines == [
+        f"left out: {TP}=3: 3 does not divide 8 ranks; try 2",
+        f"left out: {context}=2: {unknown}",
+    ]
+    assert main([*words, f"{context}=1,2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"][1] == f"{context}=2: {unknown}"
+    # Where that is all that was asked for, it is the error.
+    assert main([*ONE_NODE, "--vary", f"{context}=2"]) == 2
+    assert f"no layout that the rules allow; {context}=2: {unknown}" in capsys.readouterr().err

@@ -261,11 +261,14 @@ def test_a_memory_budget_computes_again_what_it_does_not_keep() -> None:
         "activation_checkpoint.mode": "memory_budget",
         "activation_checkpoint.memory_budget": 0.25,
     }
-    times = layers(only(flex_attention_forward_tflops=1.0), on_gpus(4, budget))
+    facts = only(flex_attention_forward_tflops=1.0, bf16_peak_tflops=1.0, all_to_all_latency_ms=1.0)
+    times = layers(facts, on_gpus(4, budget))
     forward, _ = times.part(part(True))
-    assert times.again(True, recomputed=False)["attention"] == pytest.approx(
-        0.75 * forward["attention"]
-    )
+    again = times.again(True, recomputed=False)
+    assert again["attention"] == pytest.approx(0.75 * forward["attention"])
+    # No gradient needs the last of the experts' three products, and nothing is sent again.
+    assert again["grouped GEMMs"] == pytest.approx(0.75 * 2 / 3 * forward["grouped GEMMs"])
+    assert "EP, exposed" in forward and "EP, exposed" not in again
 
 
 def test_the_host_is_waited_for_where_tokens_are_sent() -> None:

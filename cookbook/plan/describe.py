@@ -9,12 +9,14 @@ from cookbook.plan.search import Candidate
 
 
 def degrees(cell: Cell) -> str:
-    """`TP 2, PP 2 (2 stages a rank), EP 32`."""
+    """`TP 2, PP 2 Interleaved1F1B/4, EP 32`; other degrees where they are not 1."""
     layout = cell.layout
     words = [f"TP {layout.tp}", f"PP {layout.pp}"]
     if layout.pp > 1:
         words[-1] += f" {schedule(cell)}"
-    return ", ".join([*words, f"EP {layout.ep}"])
+    words.append(f"EP {layout.ep}")
+    others = {"ETP": layout.etp, "CP": layout.cp, "DP replicate": layout.dp_replicate}
+    return ", ".join([*words, *(f"{name} {size}" for name, size in others.items() if size > 1)])
 
 
 def schedule(cell: Cell) -> str:
@@ -25,12 +27,16 @@ def schedule(cell: Cell) -> str:
 
 
 def recomputation(cell: Cell) -> str:
-    """`full`, `none`, or what selective recomputation saves; and how many layers it leaves out."""
+    """`full`, `none`, `memory_budget 0.5`, or what selective recomputation saves; and how many
+    layers it leaves out.
+    """
     mode = str(cell.options["activation_checkpoint.mode"])
-    if cell.saves:
+    if mode == "memory_budget":
+        mode += f" {cell.options['activation_checkpoint.memory_budget']:g}"
+    elif cell.saves:
         mode = f"saves {', '.join(sorted(cell.saves))}"
     elif mode == "selective":
-        mode = f"every {cell.options['activation_checkpoint.selective_ac_option']}."
+        mode = f"1 layer in {cell.options['activation_checkpoint.selective_ac_option']}"
     kept = cell.options[LAYERS_KEPT]
     return f"{mode}; keeps {kept} layers" if kept else mode
 
@@ -47,6 +53,8 @@ def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str,
         "pipeline_parallel_degree": layout.pp,
         "pipeline_parallel_schedule": schedule(cell) if layout.pp > 1 else None,
         "expert_parallel_degree": layout.ep,
+        "expert_tensor_parallel_degree": layout.etp,
+        "data_parallel_replicate_degree": layout.dp_replicate,
         "local_batch_size": cell.options["training.local_batch_size"],
         "recomputation": recomputation(cell),
         "attention": cell.options[ATTENTION],

@@ -16,13 +16,15 @@ from cookbook.predict.step import StepTime, predict_step
 from cookbook.stack.options import Setting
 
 _PIPELINE = "parallelism.pipeline_parallel"
+_EP = tuple(f"parallelism.expert_{word}parallel_degree" for word in ("", "tensor_"))
 # In this order, since a batch or a mode fits only behind what makes room for it. What stands in no
 # group goes with the first.
 _GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention and loss", (ATTENTION, NUM_CHUNKS, "training.dataloader.")),
     ("precision and EP backend", ()),
     ("TP", ("parallelism.tensor_parallel_degree",)),
-    ("EP", ("parallelism.expert_parallel_degree", EP_CHUNKS, SCORE_ACTIVATIONS)),
+    ("data parallelism", ("parallelism.data_parallel_",)),
+    ("EP", (*_EP, EP_CHUNKS, SCORE_ACTIVATIONS)),
     ("pipeline and batch", (_PIPELINE, "training.local_batch_size")),
     ("recomputation", ("activation_checkpoint.",)),
 )

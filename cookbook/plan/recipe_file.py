@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.cells.cell import Cell
 from cookbook.cells.names import check_name
+from cookbook.cells.recipe import Recipe
 from cookbook.plan.describe import degrees, recomputation
 from cookbook.plan.search import Candidate
 
@@ -60,12 +62,23 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
         f'name: "{name}"',
         f'description: "{recipe.short_name} as planned: {degrees(cell)}"',
         f"nodes: {cell.nodes}",
+        *_own_keys(recipe),
     ]
-    if recipe.stand_in:
-        lines.append(f"stand_in: {recipe.stand_in}")
     for section, content in _sections(cell).items():
         lines += ["", f"{section}:", *_lines(section, content, base, 1)]
     return "\n".join(lines) + "\n"
+
+
+# What the planned recipe says itself, or, of published numbers, does not hold for it.
+_NOT_KEPT = ("name", "short_name", "description", "nodes", "settings", "path", "published")
+
+
+def _own_keys(recipe: Recipe) -> Iterator[str]:
+    """What the recipe says beside TorchTitan's options, where it is not the default."""
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name not in _NOT_KEPT and value != field.default:
+            yield f"{field.name}: {_scalar(value)}"
 
 
 def _sections(cell: Cell) -> dict[str, dict[str, Any]]:

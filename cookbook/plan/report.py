@@ -17,14 +17,24 @@ _HEAD += ["GiB", "exposed", "bubble", "limited by"]
 
 
 def render_json(
-    found: Found, base: Cell, recipe: Candidate | None, best: int, walk: Walk | None
+    found: Found,
+    base: Cell,
+    recipe: Candidate | None,
+    best: int,
+    walk: Walk | None,
+    left_out: Sequence[str] = (),
 ) -> str:
-    """`{"layouts", "recipe", "best", "front", "walk"}`."""
+    """`{"layouts", "left_out", "recipe", "best", "front", "walk"}`, and where it was searched for.
+
+    Args:
+        left_out: what was asked for and no layout has, with the reason.
+    """
     content = {
         "cluster": base.cluster.name,
         "nodes": base.nodes,
         "interrupted": found.interrupted,
         "layouts": _counts(found),
+        "left_out": [*left_out],
         "recipe": as_mapping(recipe) if recipe else None,
         "best": [as_mapping(one, recipe) for one in found.ranked()[:best]],
         "front": [as_mapping(one, recipe) for one in found.front()],

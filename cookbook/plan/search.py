@@ -17,6 +17,7 @@ from cookbook.predict.view import count_views
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
 _BATCH, _MODE = "training.local_batch_size", "activation_checkpoint.mode"
 _EVERY = "activation_checkpoint.selective_ac_option"
+_BUDGET = "activation_checkpoint.memory_budget"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def _mode(cell: Cell) -> str:
     words = [cell.options[_MODE], *sorted(cell.saves)]
     if words == ["selective"]:
         words.append(f"every {cell.options[_EVERY]}")
+    if words == ["memory_budget"]:
+        words.append(str(cell.options[_BUDGET]))
     if kept := cell.options[LAYERS_KEPT]:
         words.append(f"keeps {kept}")
     return " ".join(words)

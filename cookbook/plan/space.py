@@ -21,7 +21,7 @@ from cookbook.cells.cell import (
 from cookbook.cells.layout import DEGREES
 from cookbook.cells.overlay import load_overlay
 from cookbook.cells.resolve import lay_out
-from cookbook.cells.rules.refusals import refusals
+from cookbook.cells.rules.refusals import refusals, wrong_value
 from cookbook.predict.view import model_of
 from cookbook.stack.options import Setting, Settings
 
@@ -29,6 +29,9 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _BATCH = "training.local_batch_size"
 _MODE, _BY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+_BUDGET = "activation_checkpoint.memory_budget"
+# Options that one mode alone reads.
+_OF_MODE = {_BY: "selective", _BUDGET: "memory_budget"}
 # Ways to recompute, by name: options that belong together.
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "full": {_MODE: "full", SAVE_LIST: []},
@@ -74,19 +77,25 @@ class Space:
 
     def cells(self) -> Iterator[Cell]:
         """Every layout that the rules allow, each once."""
+        return (cell for cell in self.unjudged() if not refusals(cell))
+
+    def unjudged(self) -> Iterator[Cell]:
+        """Those that they refuse too."""
         for pair in itertools.product(*(self.overlays[kind] for kind in OVERLAYS)):
             start = self._with_overlays(*pair)
             seen = set()
             for chosen in self._combinations():
                 chosen |= self._of_deepep(start, chosen)
-                settings = {name: Setting(value, "plan") for name, value in chosen.items()}
+                settings = {name: Setting(chosen[name], self._place(name)) for name in chosen}
                 key = tuple(sorted((name, str(value)) for name, value in chosen.items()))
                 if key in seen:
                     continue
                 seen.add(key)
-                cell = replace(start, options=start.options.over(settings))
-                if not refusals(cell):
-                    yield replace(cell, name=f"{start.name}-{len(seen)}")
+                options = start.options.over(settings)
+                yield replace(start, options=options, name=f"{start.name}-{len(seen)}")
+
+    def _place(self, name: str) -> str:
+        return f"--vary {name}" if name in self.varied else "plan"
 
     def _with_overlays(self, precision: str, ep_backend: str) -> Cell:
         base = self.base
@@ -125,10 +134,23 @@ class Space:
         ways = list(RECOMPUTATION.values())
         if _MODE in self.varied:
             ways = [{_MODE: mode, **self._unused(mode)} for mode in self.varied[_MODE]]
+        elif _BUDGET in self.varied:
+            ways.append({_MODE: "memory_budget", **self._unused("memory_budget")})
         others = {name: values for name, values in self.varied.items() if name not in _STRUCTURE}
         others |= self._means()
         for way, values in itertools.product(ways, itertools.product(*others.values())):
-            yield {**chosen, **way, **dict(zip(others, values, strict=True))}
+            yield self._settled({**chosen, **way, **dict(zip(others, values, strict=True))})
+
+    def _settled(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        """Without what is not read beside the rest, so that no layout comes twice."""
+        mode = chosen[_MODE]
+        settled = {n: value for n, value in chosen.items() if _OF_MODE.get(n, mode) == mode}
+        if settled[DEGREES["ep"]] == 1:
+            settled.pop(DEGREES["etp"], None)
+        by_layer = mode == "selective" and settled.get(_BY, self.base.options[_BY]) != "op"
+        if by_layer and SAVE_LIST not in self.varied:
+            settled[SAVE_LIST] = []
+        return settled
 
     def _unused(self, mode: str) -> dict[str, Any]:
         """What is refused beside a mode that has no use for it."""
@@ -197,7 +219,8 @@ class Space:
         return sorted({*_MICROBATCHES, self.base.options[_BATCH]})
 
 
-_STRUCTURE = (*DEGREES.values(), _SCHEDULE, _PER_STAGE, _BATCH, _MODE)
+_LAID_OUT = tuple(DEGREES[short] for short in ("tp", "pp", "ep"))
+_STRUCTURE = (*_LAID_OUT, _SCHEDULE, _PER_STAGE, _BATCH, _MODE)
 
 
 def space_of(
@@ -231,9 +254,18 @@ def space_of(
         if key in varied:
             raise InputError(place, "has its values twice", "name it once, after --vary or --set")
         varied[key] = [option.parse(place, value) for value in values]
+    for key, tried in varied.items():
+        for value in tried:
+            _check_value(base, asked[key].place if key in asked else f"--vary {key}", key, value)
     for kind, usual in (("precision", _precisions(base)), ("ep_backend", ["standard", "deepep"])):
         named.setdefault(kind, list(dict.fromkeys([getattr(base, kind).name, *usual])))
     return Space(base, varied, named)
+
+
+def _check_value(base: Cell, place: str, option: str, value: Any) -> None:
+    options = base.options.over({option: Setting(value, place)})
+    if wrong := wrong_value(replace(base, options=options), option):
+        raise InputError(place, wrong.reason, wrong.remedy)
 
 
 def _precisions(base: Cell) -> list[str]:

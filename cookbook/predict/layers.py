@@ -23,8 +23,10 @@ class LayerBytes:
 
     `saved` is all that backward needs beyond the layer's input; `selected` is what selective
     recomputation of operations keeps instead, `selected_of_saved` how much of `saved` that spares;
-    `temporary` is what is needed besides at the fullest moment. `freed` are the large blocks that
-    forward takes and gives back, `freed_again` those that it gives back too where it is recomputed.
+    `between` is the part of `saved` that compiled pieces hand to one another, which a memory budget
+    cannot spare; `temporary` is what is needed besides at the fullest moment. `freed` are the large
+    blocks that forward takes and gives back, `freed_again` those that it gives back too where it is
+    recomputed.
     """
 
     input: float
@@ -34,6 +36,7 @@ class LayerBytes:
     temporary: float
     freed: tuple[float, ...] = ()
     freed_again: tuple[float, ...] = ()
+    between: float = 0.0
 
 
 def layer_bytes(shapes: Shapes, moe: bool) -> LayerBytes:
@@ -50,6 +53,7 @@ def layer_bytes(shapes: Shapes, moe: bool) -> LayerBytes:
         temporary=max(attention.temporary, feed_forward.temporary),
         freed=fuller.freed,
         freed_again=fuller.freed_again,
+        between=feed_forward.between,
     )
 
 
@@ -119,6 +123,11 @@ def _moe(s: Shapes) -> LayerBytes:
     if s.scored_activations and not s.compiled:
         # Before they are scored, for the gradient of the scores.
         experts += s.act * s.rows * s.expert_hidden
+    # Pieces compiled one by one: the norm's output, the router's, and the rows that experts get.
+    between = router + s.act * (s.tokens + s.rows) * s.dim
+    if s.scored_activations:
+        # The experts' two halves are compiled one by one as well.
+        between += s.act * s.rows * s.expert_hidden
     # One row a (token, expert) pair; under TP the standard path fills rows for all tokens.
     sent = float(s.act * s.sent_rows * s.dim)
     all_rows = float(s.tokens * s.top_k * s.dim)
@@ -137,10 +146,11 @@ def _moe(s: Shapes) -> LayerBytes:
         if scored:
             # No gradient needs what follows the activations.
             saved_out = returned = 0.0
+        # The experts' outputs are kept for the gradient of their scores.
+        outputs = 0.0 if scored else grouped
         return LayerBytes(
             input=0,
-            # The experts' outputs are kept for the gradient of their scores.
-            saved=router + shared + experts + (0.0 if scored else grouped),
+            saved=router + shared + experts + outputs,
             selected=gate_up + saved_out + shared_mm + (received + returned) * sends,
             selected_of_saved=gate_up + saved_out + shared_mm,
             temporary=max(
@@ -149,6 +159,7 @@ def _moe(s: Shapes) -> LayerBytes:
             ),
             freed=(float(s.act * s.tokens * s.dim),),
             freed_again=(grouped,) * 2 + (float(s.act * s.rows * s.expert_hidden),) * 3,
+            between=between + outputs,
         )
     if s.score_first:
         weighted = 4.0 * s.sent_rows * s.dim
@@ -170,6 +181,7 @@ def _moe(s: Shapes) -> LayerBytes:
         temporary=max(sum(freed), backward),
         freed=freed,
         freed_again=(weighted,),
+        between=between + weighted,
     )
 
 
@@ -187,7 +199,8 @@ class RankLayers:
         everything = cost.input + cost.saved
         if mode == "memory_budget":
             budget = self._cell.options["activation_checkpoint.memory_budget"]
-            return cost, cost.input + budget * cost.saved, (1 - budget) * cost.saved
+            spared = (1 - budget) * (cost.saved - cost.between)
+            return cost, everything - spared, spared
         if mode == "none" or not layer["recomputed"]:
             return cost, everything, 0.0
         by_operation = self._cell.options["activation_checkpoint.selective_ac_option"] == "op"

@@ -91,7 +91,7 @@ def predict_step(
     Raises:
         InputError: something that the model does not know; nothing is guessed.
     """
-    _refuse(cell)
+    refuse_unmodelled(cell)
     hardware = hardware or hardware_of(cell)
     documents = documents or documents_of(cell)
     views = views or count_views(cell)
@@ -234,8 +234,12 @@ def _refuse_small(cell: Cell, times: LayerTimes, hardware: Hardware) -> None:
         )
 
 
-def _refuse(cell: Cell) -> None:
-    """What the model does not know."""
+def refuse_unmodelled(cell: Cell) -> None:
+    """Refuse what the model does not know.
+
+    Raises:
+        InputError: its place is that of the option to change.
+    """
     options = cell.options
 
     def refusal(name: str, found: str, remedy: str) -> InputError:

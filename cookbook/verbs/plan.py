@@ -15,6 +15,7 @@ from cookbook.cells.expand import command_line_settings
 from cookbook.cells.rules.refusals import refusals
 from cookbook.plan.explain import Walk, walk
 from cookbook.plan.figure import render_svg
+from cookbook.plan.left_out import left_out
 from cookbook.plan.recipe_file import check_target, write_recipe
 from cookbook.plan.report import published_lines, render_json, render_text
 from cookbook.plan.search import Candidate, Found, evaluate, search
@@ -29,6 +30,8 @@ _BAR, _EVERY_SECONDS = 24, 0.2
 
 def plan(arguments: argparse.Namespace) -> int:
     """Search, print what was found, and write what was asked for; 1 where nothing fits."""
+    if arguments.best < 0:
+        raise InputError("--best", f"found {arguments.best}, allowed: 0 and up")
     base = unjudged_cell(arguments)
     _answer_by_refusal(base)
     if arguments.output:
@@ -40,9 +43,11 @@ def plan(arguments: argparse.Namespace) -> int:
     )
     overlays = {"precision": arguments.precision, "ep_backend": arguments.ep_backend}
     asked = command_line_settings(arguments.set)
-    cells = list(space_of(base, arguments.vary, asked, overlays).cells())
+    space = space_of(base, arguments.vary, asked, overlays)
+    cells = list(space.cells())
+    refused = left_out(space, cells)
     if not cells:
-        raise InputError("--vary", "leaves no layout that the rules allow", "vary more")
+        raise InputError("--vary", "leaves no layout that the rules allow", _first(refused))
     recipe = None if refusals(base) else evaluate(base, documents)
     found = search(cells, documents, _Progress(len(cells)))
     if found.interrupted and sys.stderr.isatty():
@@ -55,16 +60,21 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.figure:
         write_whole(Path(arguments.figure), render_svg(found, base, recipe))
     if arguments.json:
-        print(render_json(found, base, recipe, arguments.best, way), end="")
+        print(render_json(found, base, recipe, arguments.best, way, refused), end="")
     else:
         print(render_text(found, base, recipe, arguments.best, documents, len(cells)), end="")
-        for line in published_lines(base, ranked):
+        for line in [f"left out: {one}" for one in refused] + published_lines(base, ranked):
             print(line)
-        if way:
-            print(f"\n{way.render()}", end="")
         if arguments.output and ranked:
             print(f"wrote {shown_path(Path(arguments.output))}")
+        if way:
+            print(f"\n{way.render()}", end="")
     return 0 if ranked and not found.interrupted else 1
+
+
+def _first(refused: list[str]) -> str:
+    """Of what was held or varied, the first that no layout can have."""
+    return refused[0] if refused else "vary more"
 
 
 def _answer_by_refusal(base: Cell) -> None:

@@ -45,17 +45,19 @@ class _Problem:
 def layout_findings(options: Options, world: int) -> list[Finding]:
     """All that does not divide in a job of `world` ranks, the outermost degree first."""
     return [
-        Finding(
-            ERROR,
-            "layout",
-            problem.option,
-            problem.found,
-            problem.remedy or _suggestion(problem, options, world),
-            f"{TORCHTITAN}/distributed/parallel_dims.py",
-            is_input=True,
-        )
+        _finding(problem, problem.remedy or _suggestion(problem, options, world))
         for problem in _problems(options, world)
     ]
+
+
+def impossible_findings(options: Options) -> list[Finding]:
+    """Values that fit no job at all: models that there are not, degrees and batches below 1."""
+    return [_finding(problem, problem.remedy) for problem in _impossible(options)]
+
+
+def _finding(problem: _Problem, remedy: str) -> Finding:
+    reference = f"{TORCHTITAN}/distributed/parallel_dims.py"
+    return Finding(ERROR, "layout", problem.option, problem.found, remedy, reference, is_input=True)
 
 
 def _suggestion(problem: _Problem, options: Options, world: int) -> str:
@@ -82,12 +84,7 @@ def _suggestion(problem: _Problem, options: Options, world: int) -> str:
 
 
 def _problems(options: Options, world: int) -> list[_Problem]:
-    problems = list(_flavor(options))
-    for short, name in DEGREES.items():
-        value = options[name]
-        if value < 1 and not (short == "dp_shard" and value == -1):
-            allowed = "-1 or 1 and up" if short == "dp_shard" else "1 and up"
-            problems.append(_Problem(name, f"found {value}, allowed: {allowed}"))
+    problems = list(_impossible(options))
     if problems:
         return problems
     layout = layout_of(options, world)
@@ -98,6 +95,18 @@ def _problems(options: Options, world: int) -> list[_Problem]:
     if model is not None:
         problems += [*_model(layout, model), *_stages(options, layout, model.n_layers)]
     return problems + list(_batch(options, layout))
+
+
+def _impossible(options: Options) -> Iterator[_Problem]:
+    yield from _flavor(options)
+    for short, name in DEGREES.items():
+        value = options[name]
+        if value < 1 and not (short == "dp_shard" and value == -1):
+            allowed = "-1 or 1 and up" if short == "dp_shard" else "1 and up"
+            yield _Problem(name, f"found {value}, allowed: {allowed}")
+    batch = options["training.local_batch_size"]
+    if batch < 1:
+        yield _Problem("training.local_batch_size", f"found {batch}, allowed: 1 and up")
 
 
 def _flavor(options: Options) -> Iterator[_Problem]:
@@ -235,9 +244,6 @@ def _batch(options: Options, layout: Layout) -> Iterator[_Problem]:
             f"try {max(seq_len // divisor, 1) * divisor}",
         )
     local = options["training.local_batch_size"]
-    if local < 1:
-        yield _Problem("training.local_batch_size", f"found {local}, allowed: 1 and up")
-        return
     replicas = layout.dp_replicate * layout.dp_shard
     total = options["training.global_batch_size"]
     if total >= 0 and (total == 0 or total % (local * replicas)):

@@ -19,7 +19,7 @@ from cookbook.cells.rules import (
     recomputation,
     values,
 )
-from cookbook.cells.rules.layout import layout_findings
+from cookbook.cells.rules.layout import impossible_findings, layout_findings
 
 Rule = Callable[[Cell], Iterator[Finding]]
 
@@ -56,3 +56,9 @@ def refusals(cell: Cell) -> list[Finding]:
         return problems
     found = [finding for rule in RULES for finding in rule(cell)]
     return sorted(found, key=lambda finding: not finding.is_input)
+
+
+def wrong_value(cell: Cell, option: str) -> Finding | None:
+    """What is wrong with the value of `option`, whatever the others are."""
+    found = [*impossible_findings(cell.options), *values.bounds(cell)]
+    return next((finding for finding in found if finding.option == option), None)
