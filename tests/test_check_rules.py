@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cookbook.cells.finding import ERROR, WARNING
+from cookbook.cells.rules.refusals import refusals as cell_refusals
 from cookbook.check.check import judge
 from tests.check_cells import cell_of, cluster_of, refusals, with_options
 
@@ -20,6 +21,7 @@ TP, PP, CP = (
 EP, ETP = f"{P}.expert_parallel_degree", f"{P}.expert_tensor_parallel_degree"
 SHARD, REPLICATE = f"{P}.data_parallel_shard_degree", f"{P}.data_parallel_replicate_degree"
 SCHEDULE = f"{P}.pipeline_parallel_schedule"
+OVERLAP = f"{P}.pipeline_parallel_expert_parallel_overlap"
 MICROBATCH = f"{P}.pipeline_parallel_microbatch_size"
 PER_STAGE = f"{P}.pipeline_parallel_layers_per_stage"
 BATCH, GLOBAL, SEQ = "training.local_batch_size", "training.global_batch_size", "training.seq_len"
@@ -155,6 +157,30 @@ def test_corrections_that_are_off_are_noticed() -> None:
     assert [one.level for one in found] == [ERROR, ERROR, WARNING]
     assert "counts every token once for each TP rank" in found[0].reason
     assert "padded to 32" in found[1].reason
+
+
+@pytest.mark.parametrize(
+    ("ep_backend", "changes", "hooks", "refused"),
+    [
+        ("deepep", {}, None, True),
+        ("deepep", {SCHEDULE: "dualpipev"}, None, True),
+        ("deepep", {OVERLAP: False}, None, False),
+        ("deepep", {SCHEDULE: "Interleaved1F1B"}, None, False),
+        ("deepep", {PP: 1}, None, False),
+        # The released layer has what the hooks call.
+        ("deepep", {TP: 1}, "none", False),
+        ("standard", {}, None, False),
+        ("mxfp8_a2a", {}, None, False),
+    ],
+)
+def test_dual_pipe_v_overlaps_no_deepep(
+    ep_backend: str, changes: dict[str, Any], hooks: str | None, refused: bool
+) -> None:
+    options = {SCHEDULE: "DualPipeV", "compile.components": ["loss"], MODE: "none"}
+    cell = cell_of(BIG, options | changes, ep_backend=ep_backend)
+    cell = dataclasses.replace(cell, hooks=hooks) if hooks else cell
+    found = [one for one in cell_refusals(cell) if one.rule == "dual_pipe_v_overlap"]
+    assert [one.option for one in found] == [OVERLAP] * refused
 
 
 def test_converters_without_their_gpu_are_refused() -> None:

@@ -101,6 +101,7 @@ def run_layer(
     score_activations: bool = False,
     ep: int = RANKS,
     etp: int = 1,
+    dual_pipe_v: bool = False,
 ) -> dict[str, torch.Tensor]:
     """What `reference` returns, from this rank's part of the layer and whole again."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -130,6 +131,7 @@ def run_layer(
         ep_mesh=dims.get_optional_mesh("ep"),
         etp_mesh=dims.get_optional_mesh("etp"),
         ep_etp_mesh=dims.get_optional_mesh(["ep", "etp"]),
+        dual_pipe_v=dual_pipe_v,
         use_deepep=moe_impl == "deepep",
     )
     if compiled:
@@ -234,6 +236,20 @@ def test_a_layer_whose_experts_tp_cuts_matches_plain_pytorch(
     for found in run_ranks(layer, RANKS, "standard", TP, score_before_experts, False):
         for name, difference in worst(found, expected).items():
             assert difference < 2e-6, name
+
+
+def test_dual_pipe_v_hooks_around_experts_are_not_for_deepep() -> None:
+    """Its hooks call dispatch and combine of TorchTitan, which the corrected layer does not have.
+
+    `dual_pipe_v_overlap` in `cookbook/cells/rules/pipeline.py` refuses such a cell.
+    """
+    expected = reference(False, False)
+    layer = partial(run_layer, dual_pipe_v=True)
+    for found in run_ranks(layer, RANKS, "standard", TP, False, False):
+        for name, difference in worst(found, expected).items():
+            assert difference < 2e-6, name
+    with pytest.raises(AssertionError, match="not enough values to unpack"):
+        run_ranks(layer, RANKS, "deepep", TP, False, False, seconds=30)
 
 
 def test_released_torchtitan_does_not() -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from cookbook.cells.cell import Cell
 from cookbook.cells.finding import ERROR, Finding
-from cookbook.cells.rules.references import PIPELINING
+from cookbook.cells.rules.references import PIPELINING, TORCHTITAN
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+_OVERLAP = "parallelism.pipeline_parallel_expert_parallel_overlap"
 _SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
 
@@ -81,4 +82,24 @@ def two_stages(cell: Cell) -> Iterator[Finding]:
             f"needs two on each of {ranks} ranks",
             f"try {math.ceil(layers / (2 * ranks))}",
             PIPELINING,
+        )
+
+
+def dual_pipe_v_overlap(cell: Cell) -> Iterator[Finding]:
+    """DualPipeV's hooks call TorchTitan's dispatch and combine; the corrected layer has its own.
+
+    They fit the standard backend and `mxfp8_a2a`, whose classes have both. TorchTitan builds such a
+    cell, and it stops in its first step.
+    """
+    is_corrected = cell.uses_deepep and cell.hooks == cell.options.stack.hooks
+    is_overlapped = cell.options[_OVERLAP] and cell.options[_SCHEDULE].lower() == "dualpipev"
+    if is_corrected and is_overlapped and cell.layout.pp > 1 and cell.layout.ep > 1:
+        yield Finding(
+            ERROR,
+            "dual_pipe_v_overlap",
+            _OVERLAP,
+            "DualPipeV overlaps the exchanges of the standard backend, not those of DeepEP, which "
+            "overlap with the shared experts already",
+            "set it to false, or take EP backend standard",
+            f"{TORCHTITAN}/distributed/dual_pipe_v.py",
         )

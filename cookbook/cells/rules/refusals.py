@@ -46,6 +46,7 @@ RULES: tuple[Rule, ...] = (
     pipeline.enough_microbatches,
     pipeline.splittable_backward,
     pipeline.two_stages,
+    pipeline.dual_pipe_v_overlap,
 )
 
 
