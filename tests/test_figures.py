@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from cookbook.log.curve import CurveStep
 from cookbook.log.router_load import LoadStep
 from cookbook.results.figures import theme
-from cookbook.results.figures.canvas import NARROW, WIDE, Size, drawing_style, spread, thin
+from cookbook.results.figures.canvas import (
+    NARROW,
+    WIDE,
+    Canvas,
+    Size,
+    drawing_style,
+    spread,
+    thin,
+)
 from cookbook.results.figures.loss import draw_difference, draw_whole
 from cookbook.results.figures.series import Series, StepTime, all_series, short_labels
 from cookbook.results.figures.steps import draw_steps
@@ -86,6 +94,7 @@ def series(
         note=None,
         is_baseline=position == 0,
         is_comparable=position > 0,
+        baseline="base",
         steps=steps,
         times=(),
         restarts=(),
@@ -162,6 +171,33 @@ def test_differences_are_in_percent_within_their_band() -> None:
     assert "±0.25%" in canvas.svg("a")
     # Without a baseline there is nothing to be different from.
     assert draw_difference([replace(above, position=0)], WIDE) is None
+
+
+def test_a_loss_differs_from_that_of_its_own_recipes_baseline() -> None:
+    base, other = [8.0] * 30, [4.0] * 30
+    cells = [
+        series("base", base),
+        series("above", [8.08] * 30, 1),
+        replace(series("small", other, 2), is_baseline=True, is_comparable=False),
+        replace(series("small-above", [4.02] * 30, 3), baseline="small"),
+    ]
+    with drawing_style():
+        canvas = draw_difference(cells, WIDE, margin=0.0025)
+        alone = draw_difference([*cells[:2], cells[2]], WIDE)
+    assert canvas is not None and alone is not None
+    (axes,) = canvas.figure.axes
+    shown = {str(line.get_gid()): list(line.get_ydata()) for line in axes.lines}
+    assert shown["above"] == pytest.approx([1.0] * 30)
+    assert shown["small-above"] == pytest.approx([0.5] * 30)
+    words = texts_of(canvas)
+    assert {"above from base", "small-above from small"} <= words
+    assert "loss, % from that of the baseline of its recipe" in words
+    # With one baseline in it, the figure names it once.
+    assert {"loss, % from that of base", "above", "base"} <= texts_of(alone)
+
+
+def texts_of(canvas: Canvas) -> set[str]:
+    return {text.get_text() for text in canvas.figure.texts}
 
 
 def test_stalls_and_restarts_stand_at_their_steps() -> None:

@@ -72,7 +72,8 @@ _PLANS = (
     _Plan(
         "loss-difference",
         "Loss against the baseline",
-        "At each step that both logged; of many steps pale, with the running mean. The band is "
+        "Each cell against the baseline of its recipe, at each step that both logged; of many "
+        "steps pale, with the running mean. The band is "
         f"the margin within which losses count as equivalent, ±{MARGIN:.2%}.",
         partial(draw_difference, margin=MARGIN),
     ),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cookbook.results.figures import theme
 from cookbook.results.figures.canvas import Canvas, Size, quiet_axes, spread, thin
-from cookbook.results.figures.series import Series
+from cookbook.results.figures.series import Series, short_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,26 +65,37 @@ def draw_last(cells: Sequence[Series], size: Size) -> Canvas | None:
 def draw_difference(
     cells: Sequence[Series], size: Size, margin: float | None = None
 ) -> Canvas | None:
-    """How far each loss is from the baseline's at the same step, in percent.
+    """How far each loss is from its own baseline's at the same step, in percent.
+
+    Each recipe has a baseline; of several, each label says from which.
 
     Args:
         margin: differences within plus or minus this share count as none; drawn as a band.
     """
-    base = next((cell for cell in cells if cell.is_baseline), None)
-    others = [cell for cell in cells if cell.is_comparable and not cell.is_baseline]
-    if base is None:
+    bases = {cell.name: cell for cell in cells if cell.is_baseline}
+    others = [cell for cell in cells if cell.is_comparable and cell.baseline in bases]
+    beside = [(cell, bases[cell.baseline or ""]) for cell in others if not cell.is_baseline]
+    used = {base.name: base for cell, base in beside if len(_difference(cell, base)) > 1}
+    if not used:
         return None
-    found = [(cell, pairs) for cell in others if len(pairs := _difference(cell, base)) > 1]
-    if not found:
-        return None
-    named = [base, *(cell for cell, _ in found)]
-    canvas, axes = _axes(named, size, f"loss, % from that of {base.label}", 280)
+    found = [
+        (cell if len(used) == 1 else _named_beside(cell, base), pairs)
+        for cell, base in beside
+        if len(pairs := _difference(cell, base)) > 1
+    ]
+    named = [cell for cell, _ in found]
+    title, zero = "loss, % from that of the baseline of its recipe", theme.QUIET.light
+    if len(used) == 1:
+        (base,) = used.values()
+        named.insert(0, base)
+        title, zero = f"loss, % from that of {base.label}", base.colour
+    canvas, axes = _axes(named, size, title, 280)
     for cell, pairs in found:
         steps, percents = [step for step, _ in pairs], [percent for _, percent in pairs]
         _line(axes, cell, steps, percents, _MOST_POINTS // (2 * len(found)))
     if margin is not None:
         axes.axhspan(-100 * margin, 100 * margin, color=theme.BAND.light, linewidth=0, zorder=0)
-    axes.axhline(0, color=base.colour, linewidth=2)
+    axes.axhline(0, color=zero, linewidth=2)
     shown = sorted(abs(percent) for _, pairs in found for _, percent in pairs)
     # One wild step must not flatten all others; what leaves the figure is drawn to its edge.
     reach = max(1.15 * shown[int(0.98 * (len(shown) - 1))], 150 * (margin or 0.0), 1e-3)
@@ -101,6 +113,12 @@ def draw_difference(
         )
     _label(canvas, axes, named, size)
     return canvas
+
+
+def _named_beside(cell: Series, base: Series) -> Series:
+    """The cell, with what it is held against in its label, as short as that can be."""
+    own = short_labels([cell.label, base.label])[1]
+    return replace(cell, label=f"{cell.label} from {own}")
 
 
 def _axes(cells: Sequence[Series], size: Size, title: str, height: float) -> tuple[Canvas, Axes]:

@@ -35,6 +35,7 @@ class Series:
         position: the cell's place in the run, which decides its colour.
         note: what a reader must know of its numbers: `emulated`, `so far`, `refused`.
         is_baseline: whether others are held against it.
+        baseline: the name of the cell that it is held against.
         base_tokens: the throughput of its baseline.
         is_comparable: whether it is held against the baseline, of the same recipe and batch.
         tokens_low, tokens_high: the interval of its speed-up, times the baseline's throughput.
@@ -62,6 +63,7 @@ class Series:
     memory_gib: float | None
     capacity_gib: float | None
     load: Sequence[LoadStep] = ()
+    baseline: str | None = None
 
     @property
     def colour(self) -> str:
@@ -153,6 +155,7 @@ def _series(
         memory_gib=cell.memory_gib,
         capacity_gib=statistics.median(capacities) if capacities else None,
         load=results.loads.get(cell.name, ()),
+        baseline=base.name if base else None,
     )
 
 
