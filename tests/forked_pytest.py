@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -34,6 +35,8 @@ def main(seconds: float, log: Path, modules: list[str]) -> None:
         # The driver's environment has no torch.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    for plugin in importlib.metadata.entry_points(group="pytest11"):
+        plugin.load()
     # Where `python -m pytest` looks first, in place of this file's folder.
     sys.path[0] = str(Path.cwd())
     # At its end pytest collects garbage ten times: 0.7 s with all of torch's objects to look at.

@@ -263,15 +263,15 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     if not chosen:
         parser.error(f"no fault of the list holds {options.only!r}")
-    began, missed = time.monotonic(), 0
+    began, missed, jobs = time.monotonic(), 0, min(options.jobs, len(chosen))
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         checkouts: SimpleQueue[Checkout] = SimpleQueue()
         with ExitStack() as ends:
-            for number in range(options.jobs):
+            for number in range(jobs):
                 checkout = Checkout(copy_tree(Path(scratch, str(number))), IMPORTED)
                 ends.callback(checkout.close)
                 checkouts.put(checkout)
-            pool = ends.enter_context(ThreadPoolExecutor(options.jobs))
+            pool = ends.enter_context(ThreadPoolExecutor(jobs))
             tried = pool.map(partial(_in_a_checkout, checkouts, try_fault), chosen)
             saw = []
             for one, came in zip(chosen, tried, strict=True):

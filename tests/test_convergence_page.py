@@ -35,9 +35,10 @@ from bench.convergence_plan import (
     Plan,
 )
 from bench.convergence_power import spread_of
-from bench.convergence_runs import RECORD
+from bench.convergence_runs import FINISHED, RECORD, read_records
 from bench.gpu_convergence import chosen_steps
 from cookbook.base.errors import InputError
+from cookbook.base.paths import ROOT
 from cookbook.results.loss import judge_repeats
 
 pytestmark = pytest.mark.bench
@@ -46,6 +47,7 @@ STEPS = 40
 PLAN = REGISTERED.plan(STEPS)
 PAGE = (DATA.parent / "convergence.md").read_text(encoding="utf-8")
 POWER = (DATA / "power.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 AGAIN = (FIRST / "again.md").read_text(encoding="utf-8")
 
 
@@ -252,18 +254,21 @@ def test_the_page_says_what_the_rehearsal_chose() -> None:
 
 def test_the_page_has_the_verdict_where_there_is_one() -> None:
     curves, verdict = read_arms(DATA), DATA / "verdict.md"
+    starts = read_records(DATA)
+    made = {(one["arm"], one["seed"]) for one in starts if one["result"] == FINISHED}
+    assert made == set(curves)
     plan = REGISTERED.plan(chosen_steps(DATA)["steps"])
+    page, readme = (" ".join(text.split()) for text in (PAGE, README))
     if verdict.exists():
         assert verdict.read_text(encoding="utf-8") in PAGE
-        assert "There is no verdict" not in PAGE
+        assert "There is no verdict" not in page and "no verdict" not in readme
     else:
         complete = complete_seeds(curves, plan)
         assert len(complete) < len(SEEDS)
-        of_all = f"{len(curves)} of the {len(ARMS) * len(SEEDS)} runs are made"
-        assert f"{of_all}, {len(complete)} of the {len(SEEDS)} seeds are whole" in " ".join(
-            PAGE.split()
-        )
-        assert "There is no verdict" in PAGE
+        of_all = f"{len(made)} of the {len(ARMS) * len(SEEDS)} runs are made"
+        assert f"{of_all}, {len(complete)} of the {len(SEEDS)} seeds are whole" in page
+        assert "There is no verdict" in page
+        assert f"{of_all}, and there is no verdict before all are" in readme
 
 
 def test_a_plan_is_for_its_own_steps_alone() -> None:
