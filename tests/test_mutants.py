@@ -146,6 +146,24 @@ def test_tests_that_saw_faults_run_together_file_by_file() -> None:
     ]
 
 
+def test_ranks_are_forked_from_what_is_imported(folder: Path) -> None:
+    """They need not import torch anew."""
+    (folder / "test_ranks.py").write_text(
+        "import multiprocessing\nimport sys\n\n\ndef tell(queue):\n"
+        "    queue.put(['colorsys' in sys.modules, 'adding' in sys.modules])\n\n\n"
+        "def test_both():\n    import adding\n"
+        "    context = multiprocessing.get_context('forkserver')\n"
+        "    queue = context.Queue()\n    context.Process(target=tell, args=(queue,)).start()\n"
+        "    assert queue.get(timeout=60) == [True, False]\n"
+    )
+    checkout = Checkout(folder, ["pytest", "colorsys"])
+    try:
+        for _ in range(2):
+            assert checkout.run_tests("test_ranks.py") == Ended(0, []), checkout.output()
+    finally:
+        checkout.close()
+
+
 def test_what_takes_too_long_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "SECONDS", 3)
     checkout = Checkout(folder, ["pytest"])
