@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -143,3 +144,27 @@ def test_nothing_is_said_at_the_other_side_of_each_edge(
     found = judge(cell_of(recipe, options, **where))
     # How often to save is told of by itself.
     assert [one for one in found if one.rule != "saving"] == []
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        ((2, 1, 1, 1), "averages the gradients of 2 replicas"),
+        # With shards, of sequences too, the replicas are HSDP's.
+        ((2, 2, 1, 1), ""),
+        ((2, 1, 2, 1), ""),
+        ((1, 4, 1, 1), ""),
+        ((2, 2, 1, 2), ""),
+    ],
+)
+def test_replicas_without_shards_are_told_of(
+    degrees: tuple[int, int, int, int], words: str
+) -> None:
+    """DDP averages; tests/test_titan_train.py trains with it."""
+    names = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
+    options = {f"parallelism.{name}_degree": n for name, n in zip(names, degrees, strict=False)}
+    options |= {EP: degrees[-1], TP: 8 // math.prod(degrees[:3]), "compile.enable": False}
+    found = judge(cell_of(SMALL, options, nodes=1))
+    assert not [one for one in found if one.rule == "layout"], found
+    said = [one.reason for one in found if one.rule == "replicas_are_summed"]
+    assert len(said) == bool(words) and all(words in reason for reason in said)

@@ -136,6 +136,17 @@ def test_a_pipeline_has_the_gradients_of_a_run_without_one(assets: Path, tmp_pat
     assert apart(piped, flat, "grad_norms") < ROUNDING
 
 
+def test_replicas_without_shards_have_averaged_gradients(assets: Path, tmp_path: Path) -> None:
+    """Why `replicas_are_summed` warns; where this fails, TorchTitan has been fixed."""
+    degree = "--parallelism.data_parallel_"
+    replicas = (f"{degree}replicate_degree=2", f"{degree}shard_degree=1")
+    one = run(assets, tmp_path / "one", 1, data="same", steps=1)
+    two = run(assets, tmp_path / "two", 2, *replicas, data="same", steps=1)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    # All sequences are the same, so that the mean is half of the right gradient.
+    assert one["grad_norms"][0] / two["grad_norms"][0] == pytest.approx(2, rel=1e-2)
+
+
 def test_a_quantized_run_resumes_where_it_stopped_also_in_bf16(
     assets: Path, tmp_path: Path
 ) -> None:

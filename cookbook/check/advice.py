@@ -19,6 +19,7 @@ RULES: tuple[Rule, ...] = (
     advice_run.checkpoints_resume,
     advice_run.balance_is_real,
     advice_run.parameters_are_sharded,
+    advice_run.replicas_are_summed,
     advice_run.tp_in_a_node,
     advice_kernels.deepep_within_a_node,
     advice_kernels.few_sms_for_all,

@@ -156,6 +156,23 @@ def parameters_are_sharded(cell: Cell) -> Iterator[Finding]:
         )
 
 
+def replicas_are_summed(cell: Cell) -> Iterator[Finding]:
+    """Replicas without shards are DDP's, which averages what FSDP, told so, sums."""
+    layout_ = cell.layout
+    if layout_.dp_replicate > 1 and layout_.dp_shard * layout_.cp == 1 and layout_.ep == 1:
+        replicas = layout_.dp_replicate
+        yield Finding(
+            WARNING,
+            "replicas_are_summed",
+            DEGREES["dp_replicate"],
+            f"without shards TorchTitan takes DDP, which averages the gradients of {replicas} "
+            "replicas; the loss is divided by the tokens of all replicas already, so gradients are "
+            f"{replicas} times too small where they are clipped",
+            f"set it to 1 and {DEGREES['dp_shard']} to -1: FSDP sums",
+            f"{TORCHTITAN}/models/llama3/infra/parallelize.py",
+        )
+
+
 def tp_in_a_node(cell: Cell) -> Iterator[Finding]:
     """TP exchanges activations four times a layer: it belongs on NVLink."""
     degree, per_node = cell.layout.tp, cell.cluster.ranks_per_node
