@@ -106,8 +106,11 @@ def copy_tree(folder: Path) -> Path:
         if source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
-    for name in (".venv", "assets"):
+    # FlashAttention-4, where tests have installed it, is 0.5 GB.
+    installed = [str(path.relative_to(ROOT)) for path in ROOT.glob("build/flash_attention-*[0-9]")]
+    for name in (".venv", "assets", *installed):
         if (ROOT / name).exists() and not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).symlink_to((ROOT / name).resolve())
     return folder
 

@@ -17,6 +17,21 @@ INSTALLING = "setup: installing FlashAttention-4 99.1 (10 packages); about a min
 SITE = ".venv/lib/python*/site-packages"
 
 
+COMPILER = """
+import json, sys
+from cookbook.titan.any_stack.kernel_cache import folder_of
+folder = folder_of(int(sys.argv[1]), 13)
+folder.mkdir(parents=True)
+(folder / "a.o").touch()
+print(json.dumps({"folder": str(folder), "kernels": ["a.o"]}))
+"""
+
+
+def compiled_by(checkout: Checkout, text: str) -> None:
+    """In the place of what compiles FlashAttention-4's kernels, which needs the package itself."""
+    (checkout.folder / "cookbook/titan/any_stack/compile_attention.py").write_text(text)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     """Versions that no machine has; no GPU, whatever this machine has."""
@@ -28,6 +43,7 @@ def checkout(tmp_path: Path) -> Checkout:
     for name in pins.findall(requirements.read_text()):
         write_wheel(wheels, name[0], "99.1", WHEEL_FILES.get(name[0], ()))
     has_gpu(checkout, "")
+    compiled_by(checkout, COMPILER)
     return checkout
 
 
@@ -101,3 +117,28 @@ def test_what_cannot_be_had_is_a_failure_and_the_rest_goes_on(checkout: Checkout
     assert "| ERROR: No matching distribution found for flash-attn-4==99.1" in done.stdout
     assert "not done: FlashAttention-4" in done.stdout
     assert "ready: " in done.stdout
+
+
+def kernels_of(checkout: Checkout) -> set[str]:
+    folder = checkout.folder / ".venv/.cookbook/attention_kernels"
+    return {str(path.relative_to(folder)) for path in folder.rglob("*.o")}
+
+
+def test_kernels_are_compiled_once_for_the_gpus_that_are_named(checkout: Checkout) -> None:
+    first = checkout.setup(*OTHERS)
+    assert "FlashAttention-4's kernels are not compiled, each node's first job" in first.stdout
+    assert not kernels_of(checkout)
+    done = checkout.setup(*OTHERS, "--arch", "9.0,10.0")
+    assert done.returncode == 0, done.stdout
+    said = "compiling FlashAttention-4's kernels for GPUs 9.0 and 10.0; a minute for each kind"
+    assert f"setup: {said} of GPU" in done.stdout
+    assert kernels_of(checkout) == {"sm90-cuda13/a.o", "sm100-cuda13/a.o"}
+    assert checkout.setup(*OTHERS, "--arch", "9.0;10.0", "--quiet").stdout == ""
+
+
+def test_kernels_that_cannot_be_compiled_are_a_warning(checkout: Checkout) -> None:
+    compiled_by(checkout, "raise SystemExit('no such compiler')\n")
+    done = checkout.setup(*OTHERS, "--arch", "10.0")
+    assert done.returncode == 0, done.stdout
+    assert "  | no such compiler" in done.stdout and "not done" not in done.stdout
+    assert "each node's first job compiles these kernels; to try again, run" in done.stdout

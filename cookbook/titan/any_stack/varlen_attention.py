@@ -11,15 +11,15 @@ results where FlashAttention-4 returns five.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
+
+from cookbook.titan.any_stack import flash_kernels
 
 FLASH_ATTENTION_4 = "flash_attention_4"
 REFERENCE = "flash_attention_4_reference"
@@ -90,10 +90,7 @@ def _forward(
         ran.add(REFERENCE)
         return reference_forward(q, k, v, cu_seqlens, scale)
     ran.add(FLASH_ATTENTION_4)
-    out, lse, *_ = _kernels()._flash_attn_fwd(
-        q, k, v, return_lse=True, **_packing(cu_seqlens, max_seqlen, scale)
-    )
-    return out, lse
+    return flash_kernels.forward(q, k, v, cu_seqlens, max_seqlen, scale)
 
 
 @torch.library.custom_op("cookbook::varlen_attention_backward", mutates_args=())
@@ -110,38 +107,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not q.is_cuda:
         return reference_backward(grad_out, q, k, v, out, lse, cu_seqlens, scale)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _kernels()._flash_attn_bwd(
-        *(q, k, v, out, grad_out, lse),
-        **_packing(cu_seqlens, max_seqlen, scale),
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        # dQ is summed by atomic additions otherwise, in another order each time.
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return dq, dk, dv
-
-
-def _kernels() -> Any:
-    """FlashAttention-4; imported at the first call, since that takes seconds."""
-    # Compiling its kernels takes each process 6 to 10 s. Kept, in /tmp of the node by default, they
-    # are loaded in 0.03 s by the next job. Not on a shared file system: some have no file locks,
-    # and FlashAttention-4 fails without.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    return import_module("flash_attn.cute.interface")
-
-
-def _packing(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
-    """Keyword arguments that the forward and the backward kernels share."""
-    return {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_k": max_seqlen,
-        "softmax_scale": scale,
-        "causal": True,
-    }
+    return flash_kernels.backward(grad_out, q, k, v, out, lse, cu_seqlens, max_seqlen, scale)
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:

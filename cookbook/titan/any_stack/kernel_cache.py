@@ -1,0 +1,96 @@
+"""FlashAttention-4's kernels that set-up compiled: where they lie, and how a job takes them over.
+
+A job gets copies, in FlashAttention-4's own cache in /tmp of each node: that locks its files, which
+some shared file systems cannot. Imports no torch, since set-up asks where they lie.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+# FlashAttention-4's own variables: "1" where it keeps what it compiles, and in which folder.
+ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+
+COMPILED = Path(sys.prefix) / ".cookbook" / "attention_kernels"
+# In a folder of kernels: what the CPU has that compiled them.
+CPU = "cpu"
+
+_CPUINFO = Path("/proc/cpuinfo")
+# What a compiler may use of an x86 CPU, by the names that Linux gives it.
+_INSTRUCTIONS = (
+    *("abm", "adx", "amx", "apx", "avx", "bmi", "f16c", "fma", "gfni", "lzcnt", "movbe"),
+    *("pclmul", "popcnt", "sha", "sse", "ssse", "tbm", "vaes", "vpclmul", "xop"),
+)
+
+
+def folder_of(capability: int, cuda: int, compiled: Path | None = None) -> Path:
+    """The kernels for one kind of GPU, by one compiler.
+
+    FlashAttention-4's own cache tells apart neither for all of its kernels.
+
+    Args:
+        capability: 90 for SM90 (H100, H200), 100 for SM100 (B200).
+        cuda: the CUDA major version of the compiler. A driver of CUDA 12 cannot load what the
+            compiler of CUDA 13 made.
+        compiled: where the folders of all GPUs are; None for this Python's.
+    """
+    return (compiled or COMPILED) / f"sm{capability}-cuda{cuda}"
+
+
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of this machine's CPU; all that an ARM CPU names."""
+    for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
+        name, _, words = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(word for word in words.split() if word.startswith(_INSTRUCTIONS))
+        if name.strip() == "Features":
+            return frozenset(words.split())
+    return frozenset()
+
+
+def take_over(folder: Path, cache: Path) -> int:
+    """Copy the kernels of `folder` that `cache` lacks, and say how many that were.
+
+    None where set-up compiled none, or on a CPU with instructions that this one lacks: a kernel
+    comes with the code that starts it. A cache that cannot be written to is logged, and the kernels
+    are compiled as they would be without.
+    """
+    copied = 0
+    try:
+        if not folder.is_dir():
+            return 0
+        if not set((folder / CPU).read_text(encoding="utf-8").split()) <= cpu_features():
+            return 0
+        for kernel in sorted(folder.rglob("*.o")):
+            place = cache / kernel.relative_to(folder)
+            if place.exists():
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            # Another rank may read it: there is the whole file, or none.
+            part = place.with_name(f".{place.name}.{os.getpid()}.part")
+            shutil.copyfile(kernel, part)
+            part.replace(place)
+            copied += 1
+    except OSError as error:
+        logging.getLogger(__name__).warning(
+            "FlashAttention-4's kernels of set-up are not used: %s; they are compiled here", error
+        )
+    return copied
+
+
+def keep(cache: Path, folder: Path) -> None:
+    """Put the kernels that this machine compiled into `cache` in the place of `folder`."""
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    for kernel in cache.rglob("*.o"):
+        place = part / kernel.relative_to(cache)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(kernel, place)
+    (part / CPU).write_text(" ".join(sorted(cpu_features())), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
