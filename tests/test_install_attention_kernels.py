@@ -47,7 +47,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(kernel_cache, "COMPILED", machine.compiled)
     monkeypatch.setattr(attention_kernels, "installed_gpus", lambda: machine.gpus)
     monkeypatch.setattr(attention_kernels, "differences", lambda pins: machine.lacks)
-    monkeypatch.setattr(attention_kernels.subprocess, "run", machine.run)
+    monkeypatch.setattr("subprocess.run", machine.run)
     return machine
 
 

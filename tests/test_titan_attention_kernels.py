@@ -191,6 +191,7 @@ def files_of(folder: Path) -> dict[str, str]:
 def test_set_ups_kernels_are_copied_where_they_are_missing(tmp_path: Path) -> None:
     folder, cache = tmp_path / "compiled", tmp_path / "cache"
     (folder / "old").mkdir(parents=True)
+    (folder / "old/c.o").touch()
     compiled_here(folder)
     (cache / "print/fwd").mkdir(parents=True)
     (cache / "print/fwd/a.o").write_text("compiled by a job")
