@@ -1,9 +1,8 @@
-"""The look at a job's nodes from its beginning to its answer, and the steps that it starts."""
+"""The look at a job's nodes from its beginning to its answer."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from cookbook.job.compare import Fault
 from cookbook.job.links import Links, LinksVerdict
 from cookbook.job.nodes import CannotStartError, JobNodes
 from cookbook.job.preflight import leave_out_known, look_at_links, preflight
-from cookbook.job.step import run_step
 from cookbook.run import slurm
 from cookbook.run.excluded import HARDWARE_H, exclude_nodes, read_excluded
 from cookbook.run.folder import CellFolder
@@ -166,46 +164,3 @@ def test_what_cannot_start_ends_its_script_and_is_noted(
     assert (said.out, said.err) == ("", "cookbook.job: preflight: disk: 4 of 4 nodes\n")
     status = read_status(cell)
     assert (status.state, status.reason) == ("failed", "preflight: disk: 4 of 4 nodes")
-
-
-@pytest.fixture
-def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Has this stand for srun; where it writes its words."""
-
-    def put(body: str) -> Path:
-        program, words = tmp_path / "bin" / "srun", tmp_path / "words"
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >"{words}"\n{body}\n')
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-        monkeypatch.setenv("SLURM_CPUS_PER_TASK", "96")
-        return words
-
-    return put
-
-
-def test_a_step_has_a_task_on_each_node_and_its_lines_are_read(
-    srun: Callable[[str], Path],
-) -> None:
-    bad = "srun: error: Task launch for StepId=7.1 failed on node worker-1: Connection refused"
-    words = srun(f"echo one; echo two; echo '{bad}' >&2; exit 1")
-    lines: list[str] = []
-    end = run_step(["worker-0", "worker-1"], ["true"], 20.0, lambda line, at: lines.append(line))
-    assert lines == ["one\n", "two\n"]
-    assert (end.is_late, end.not_launched) == (False, {"worker-1": "Connection refused"})
-    said = words.read_text().splitlines()
-    expected = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=worker-0,worker-1"]
-    # One bad node must neither end the others nor keep them from the next step.
-    expected += ["--cpus-per-task=96", "--overlap", "--kill-on-bad-exit=0", "--wait=0"]
-    assert set(expected) <= set(said) and said[-1] == "true"
-
-
-def test_a_step_that_takes_too_long_is_ended(srun: Callable[[str], Path]) -> None:
-    srun("echo one; exec sleep 60")
-    end = run_step(["worker-0"], [sys.executable], 0.3, lambda line, at: None)
-    assert end.is_late and end.not_launched == {}
-    seen: list[str] = []
-    end = run_step(
-        ["worker-0"], ["true"], 50.0, lambda line, at: seen.append(line), lambda: bool(seen)
-    )
-    assert not end.is_late and seen == ["one\n"]

@@ -106,10 +106,46 @@ def test_the_head_is_the_first_of_the_nodes_that_train(job: Job) -> None:
 
 def test_a_head_node_that_cannot_be_resolved_starts_nothing(job: Job) -> None:
     job.runner.replace("getent", "exit 2\n")
+    job.runner.replace("sleep", 'echo "$1" >>"${RECORDS}/slept"\n')
     start = job.run()
     assert (start.status, start.srun, start.torchrun) == (2, [], [])
-    assert "cannot resolve the head node worker-0 (10.0.0.7)" in start.output
+    assert "cannot resolve the head node worker-0: neither Slurm nor DNS" in start.output
     assert job.ends(start) == [["--exit-status=2", "--signal="]]
+    # It was asked for a minute.
+    slept = (job.runner.folder / "records" / "slept").read_text().split()
+    assert 55 <= sum(map(int, slept)) <= 65
+
+
+@pytest.mark.parametrize("late", ["getent", "scontrol"])
+def test_a_head_node_whose_address_comes_late_is_waited_for(job: Job, late: str) -> None:
+    job.runner.replace("sleep", "exit 0\n")
+    says = {
+        "getent": "echo '10.0.0.8 STREAM x'",
+        "scontrol": 'echo "NodeName=$3 NodeAddr=10.0.0.7 "',
+    }
+    fails = f'echo x >>"${{RECORDS}}/{late}"\n(($(wc -l <"${{RECORDS}}/{late}") > 3)) || exit 2\n'
+    job.runner.replace(late, f"{fails}{says[late]}\n")
+    start = job.run()
+    assert start.status == 0, start.output
+    assert endpoint(start).partition(":")[0] == ("10.0.0.8" if late == "getent" else "10.0.0.7")
+
+
+def test_a_launcher_finds_the_cookbook_though_slurm_answers_late(job: Job) -> None:
+    launcher = job.root / "train_16b.sh"
+    launcher.write_text((ROOT / "train_16b.sh").read_text())
+    job.runner.replace("sleep", "exit 0\n")
+    fails = 'echo x >>"${RECORDS}/squeue"\n(($(wc -l <"${RECORDS}/squeue") > 3)) || exit 1\n'
+    job.runner.replace("squeue", f"{fails}echo {launcher}\n")
+    start = job.runner.end(
+        job.runner.start(launcher, root=job.root, environment={"COOKBOOK_ROOT": ""})
+    )
+    assert start.status == 0, start.output
+    job.runner.replace("squeue", "exit 1\n")
+    start = job.runner.end(
+        job.runner.start(launcher, root=job.root, environment={"COOKBOOK_ROOT": ""})
+    )
+    assert (start.status, start.torchrun) == (2, [])
+    assert "squeue gives no answer" in start.output and "export COOKBOOK_ROOT" in start.output
 
 
 def test_the_port_of_the_rendezvous_is_one_whatever_the_jobs_number(job: Job) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from dataclasses import asdict
 
 from cookbook.job.compare import Fault, Faults, common_fault, differing, skewed
@@ -31,15 +29,13 @@ def ask_nodes(job: JobNodes) -> None:
 
     question = _question(job)
     command = [python_of_job(), "-m", "cookbook.job.node", json.dumps(asdict(question))]
-    deadline, waiting, silent = time.monotonic() + LIMIT_S, list(asked), dict[str, str]()
+    left, waiting, silent = LIMIT_S, list(asked), dict[str, str]()
     # Where a node cannot start its task, Slurm ends the others' too, those that answer late.
     for _ in range(2):
-        left = deadline - time.monotonic()
         if not waiting or left < 1:
             break
         end = run_step(waiting, command, left, on_line)
-        if not reports and (words := _no_step(end.errors)):
-            raise CannotStartError(f"Slurm starts no step on the job's nodes: {words}")
+        left -= end.seconds
         for node in waiting:
             silent[node] = end.not_launched.get(node) or _last_words(node, end)
         waiting = [node for node in waiting if node not in reports | end.not_launched]
@@ -75,13 +71,6 @@ def _question(job: JobNodes) -> Question:
         deepep_between_nodes=deepep and degree > record.ranks_per_node,
         files={what: str(path) for what, path in paths.items() if path},
     )
-
-
-def _no_step(errors: str) -> str:
-    """What srun said where no task was started on any node; empty where some were."""
-    said = re.compile("create step|step creation")
-    words = [line for line in errors.splitlines() if said.search(line)]
-    return words[-1] if words else ""
 
 
 def _last_words(node: str, end: StepEnd) -> str:

@@ -17,6 +17,7 @@ from cookbook.cells.cluster import Cluster
 from cookbook.cells.recipe import Recipe
 from cookbook.job.compare import Faults, all_of
 from cookbook.job.leave import leave_for_queue
+from cookbook.job.patience import ask_again
 from cookbook.job.stop import restarts_after_failure
 from cookbook.run import slurm
 from cookbook.run.excluded import (
@@ -149,7 +150,7 @@ def slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
     choice = choose(needed, known, list(listed.values()))
     if job.recipe.too_few_nodes == "stop":
         # Slurm waits for those that it has drained itself; this recipe does not.
-        gone = slurm.drained(known)
+        gone = ask_again(lambda _: slurm.drained(known))
         usable = [node for node in known if node not in gone]
         choice = choose(needed, usable, list(listed.values()))
         left = len(usable) - len(choice.nodes)

@@ -24,6 +24,7 @@ from cookbook.job.nodes import (
     remember_nodes,
     write_found,
 )
+from cookbook.job.patience import ask_again
 from cookbook.run import slurm
 from cookbook.run.excluded import HARDWARE_H, read_excluded
 from cookbook.run.folder import Attempt, CellFolder
@@ -87,7 +88,7 @@ def leave_out_known(job: JobNodes) -> None:
         # Somebody's slip in the list is no reason to stop a job at night.
         job.say(f"the list of nodes to leave out is not used: {error}")
         listed = {}
-    for node, why in slurm.drained(job.nodes).items():
+    for node, why in ask_again(lambda _: slurm.drained(job.nodes)).items():
         job.faults[node] = [Fault("Slurm", why, 0.0)]
         job.say(f"{node}: {why}; left out")
     for node in job.nodes:

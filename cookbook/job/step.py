@@ -14,6 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cookbook.base.errors import JobError
+from cookbook.job.patience import ask_again
+from cookbook.run import slurm
+from cookbook.run.slurm import NoAnswerError
+
+# The first that a task prints: from then on, time is the node's and not Slurm's.
+_BEGUN = "cookbook: task begun"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
 # For srun's own messages to the tasks that it ends.
 _GRACE_S = 3.0
@@ -24,7 +31,7 @@ class StepEnd:
     """How a step ended.
 
     Attributes:
-        seconds: how long it took.
+        seconds: how long it took from its first task's start.
         not_launched: nodes on which no task could be started, and Slurm's reason.
         errors: what srun and the tasks wrote to standard error.
     """
@@ -42,13 +49,23 @@ def run_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `command` once on each of `nodes`, for `limit_s` at most.
+    """Run `command` once on each of `nodes`, for `limit_s` at most from its first task's start.
+
+    Slurm has ten minutes to start one: its controller may be busy, and is asked again.
 
     Args:
         on_line: gets each line of standard output, and the time at which it came.
         is_enough: whether nothing that is still to come matters.
+
+    Raises:
+        JobError: Slurm starts no step.
     """
-    srun = [
+    words = [*_srun(nodes), "sh", "-c", f'echo "{_BEGUN}"; exec "$@"', "sh", *command]
+    return ask_again(lambda left: _try_step(words, (limit_s, left), on_line, is_enough))
+
+
+def _srun(nodes: Sequence[str]) -> list[str]:
+    return [
         "srun",
         f"--nodes={len(nodes)}",
         f"--ntasks={len(nodes)}",
@@ -63,9 +80,19 @@ def run_step(
         "--input=none",
         "--quit-on-interrupt",
     ]
-    started = time.monotonic()
+
+
+def _try_step(
+    words: Sequence[str],
+    limits_s: tuple[float, float],
+    on_line: Callable[[str, float], None],
+    is_enough: Callable[[], bool],
+) -> StepEnd:
+    """Start a step and wait for its end; for its tasks, and for their start, that long at most."""
+    limit_s, start_s = limits_s
+    started, begun = time.monotonic(), list[float]()
     process = subprocess.Popen(
-        [*srun, *command],
+        words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -77,7 +104,9 @@ def run_step(
     def read_output() -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            on_line(line, time.time())
+            begun.append(time.monotonic())
+            if line.strip() != _BEGUN:
+                on_line(line, time.time())
 
     def read_errors() -> None:
         assert process.stderr is not None
@@ -90,14 +119,29 @@ def run_step(
     try:
         while process.poll() is None and not is_late and not is_enough():
             time.sleep(0.05)
-            is_late = time.monotonic() - started > limit_s
+            since = time.monotonic() - (begun[0] if begun else started)
+            is_late = since > (limit_s if begun else start_s)
     finally:
         _end(process)
     for reader in readers:
         reader.join(_GRACE_S)
     text = "".join(errors)
     not_launched = {node: why.strip() for node, why in _NOT_LAUNCHED.findall(text)}
-    return StepEnd(time.monotonic() - started, is_late, not_launched, text)
+    if not begun and not not_launched and process.returncode:
+        raise _no_step(text, is_late, start_s)
+    return StepEnd(time.monotonic() - (begun or [started])[0], is_late, not_launched, text)
+
+
+def _no_step(errors: str, is_late: bool, start_s: float) -> JobError:
+    """Why Slurm started no task on any node."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    # What follows srun's error is advice.
+    why = next((line for line in lines if line.startswith("srun: error: ")), "")
+    why = why or (lines or ["srun said nothing"])[-1]
+    if is_late:
+        why = f"none in {start_s:.0f} s ({why})"
+    error = NoAnswerError if slurm.is_passing(why) else JobError
+    return error(f"Slurm starts no step on the job's nodes: {why}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

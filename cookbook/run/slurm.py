@@ -31,8 +31,19 @@ STOPPED = frozenset({"CANCELLED"})
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # A `*` stands for a node that does not answer.
 _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
+# What its commands say of a controller that is busy, or away for a while.
+_PASSING = re.compile(r"contact slurm controller|timed out|zero bytes|temporarily", re.IGNORECASE)
 # Without a width, squeue cuts fields.
 _WIDTH = 64
+
+
+class NoAnswerError(JobError):
+    """The controller does not answer now, and may do so later."""
+
+
+def is_passing(errors: str) -> bool:
+    """Whether what a command of Slurm said is that the controller is busy, or away."""
+    return bool(_PASSING.search(errors))
 
 
 @dataclass(frozen=True)
@@ -195,6 +206,8 @@ def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
 def drained(nodes: Sequence[str]) -> dict[str, str]:
     """Those of `nodes` that Slurm gives to no further job, and the reason that it was told."""
     answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
+    if answer.returncode and is_passing(answer.stderr):
+        raise NoAnswerError(f"scontrol show node: {answer.stderr.strip()}")
     found = {}
     for line in answer.stdout.splitlines():
         name = re.match(r"NodeName=(\S+)", line)
@@ -277,4 +290,5 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
             f"{command[0]} is not on PATH; log in to the cluster, or use --cluster local"
         ) from None
     except subprocess.TimeoutExpired:
-        raise JobError(f"{command[0]}: no answer in 60 s; is the Slurm controller up?") from None
+        words = f"{command[0]}: no answer in 60 s; is the Slurm controller up?"
+        raise NoAnswerError(words) from None

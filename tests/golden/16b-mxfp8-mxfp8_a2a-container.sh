@@ -38,6 +38,30 @@ fail() {
   exit 2
 }
 
+# Slurm's controller may be busy, and a node's name may come late to DNS: neither is worth a job.
+# retry TRIES SECONDS COMMAND...
+retry() {
+  local tries="$1" pause="$2"
+  shift 2
+  until "$@"; do
+    ((--tries > 0)) || return 1
+    sleep "${pause}"
+  done
+}
+
+# The address of node $1. Slurm's is asked for first: a node's own name may lead to loopback on that node.
+address_of() {
+  local shown address resolved
+  shown="$(scontrol show node "$1" --oneliner)" || return 1
+  address="$(sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p' <<<"${shown}")"
+  resolved="$(getent ahostsv4 "${address:-$1}" | awk 'NR == 1 { print $1 }')"
+  case "${resolved}" in
+    "") return 1 ;;
+    127.*) echo "${address:-$1}" ;;
+    *) echo "${resolved}" ;;
+  esac
+}
+
 [[ -n "${SLURM_JOB_ID:-}" ]] || fail "runs inside a Slurm job; start it with: sbatch train.sh"
 NUM_NODES="${SLURM_JOB_NUM_NODES}"
 
@@ -189,16 +213,11 @@ while true; do
   # named (docs/preflight.md). COOKBOOK_PREFLIGHT=off goes on without. The answer: the nodes that train.
   TRAIN_NODES="$("${JOB[@]}" preflight "${CELL_DIR}" --attempt="${ATTEMPT}")"
 
-  # The first node hosts the rendezvous. Its address is resolved here, once, so that all nodes are told the
-  # same; a node's own name may lead to loopback on that node, so Slurm's address of it is asked for first.
+  # The first node hosts the rendezvous. Its address is resolved here, for a minute at most, so that all
+  # nodes are told the same.
   HEAD_NODE="${TRAIN_NODES%%,*}"
-  HEAD_ADDRESS="$(scontrol show node "${HEAD_NODE}" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
-  HEAD_ADDRESS="${HEAD_ADDRESS:-${HEAD_NODE}}"
-  RESOLVED="$(getent ahostsv4 "${HEAD_ADDRESS}" | awk 'NR == 1 { print $1 }')" || RESOLVED=""
-  [[ -n "${RESOLVED}" ]] || fail "cannot resolve the head node ${HEAD_NODE} (${HEAD_ADDRESS})"
-  if [[ "${RESOLVED}" != 127.* ]]; then
-    HEAD_ADDRESS="${RESOLVED}"
-  fi
+  HEAD_ADDRESS="$(retry 30 2 address_of "${HEAD_NODE}")" ||
+    fail "cannot resolve the head node ${HEAD_NODE}: neither Slurm nor DNS has its address"
   # Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
   RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
 

@@ -1,0 +1,162 @@
+"""The steps that the look at a job's nodes starts, and a Slurm that answers late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.errors import JobError
+from cookbook.job import patience
+from cookbook.job.nodes import JobNodes
+from cookbook.job.preflight import leave_out_known
+from cookbook.job.step import run_step
+from cookbook.run import slurm
+from cookbook.run.slurm import NoAnswerError
+from tests.test_preflight_nodes import job
+
+__all__ = ["job"]
+
+
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Has this stand for srun; where it writes its words."""
+
+    def put(body: str) -> Path:
+        program, words = tmp_path / "bin" / "srun", tmp_path / "words"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >"{words}"\n{body}\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", "96")
+        return words
+
+    return put
+
+
+def test_a_step_has_a_task_on_each_node_and_its_lines_are_read(
+    srun: Callable[[str], Path],
+) -> None:
+    bad = "srun: error: Task launch for StepId=7.1 failed on node worker-1: Connection refused"
+    words = srun(f"echo one; echo two; echo '{bad}' >&2; exit 1")
+    lines: list[str] = []
+    end = run_step(["worker-0", "worker-1"], ["true"], 20.0, lambda line, at: lines.append(line))
+    assert lines == ["one\n", "two\n"]
+    assert (end.is_late, end.not_launched) == (False, {"worker-1": "Connection refused"})
+    said = words.read_text().splitlines()
+    expected = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=worker-0,worker-1"]
+    # One bad node must neither end the others nor keep them from the next step.
+    expected += ["--cpus-per-task=96", "--overlap", "--kill-on-bad-exit=0", "--wait=0"]
+    assert set(expected) <= set(said) and said[-1] == "true"
+
+
+def test_what_the_tasks_print_is_told_from_their_beginning(srun: Callable[[str], Path]) -> None:
+    srun('while [[ "$1" == --* ]]; do shift; done; exec "$@"')
+    lines: list[str] = []
+    end = run_step(["worker-0"], ["echo", "a  b"], 20.0, lambda line, at: lines.append(line))
+    assert lines == ["a  b\n"] and not end.is_late
+
+
+DOWN = "Unable to contact slurm controller (connect failure)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        f"Unable to confirm allocation for job 7: {DOWN}",
+        "Unable to create step for job 7: Socket timed out on send/recv operation",
+        "Unable to create step for job 7: Zero Bytes were transmitted or received",
+    ],
+)
+def test_a_controller_that_is_busy_is_asked_again(
+    srun: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    error: str,
+) -> None:
+    monkeypatch.setattr(patience, "_PAUSE_S", 0.01)
+    asked = tmp_path / "asked"
+    fails = f"echo 'srun: error: {error}' >&2; echo 'srun: Check SLURM_JOB_ID.' >&2; exit 1"
+    srun(f"echo x >>{asked}; (($(wc -l <{asked}) > 3)) || {{ {fails}; }}; echo one")
+    lines: list[str] = []
+    run_step(["worker-0"], ["true"], 20.0, lambda line, at: lines.append(line))
+    assert lines == ["one\n"]
+    said = "cookbook: preflight: waits for Slurm: Slurm starts no step on the job's nodes: "
+    assert capsys.readouterr().err == f"{said}srun: error: {error}\n"
+    # Not for ever.
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
+    srun(fails)
+    with pytest.raises(NoAnswerError, match="Slurm starts no step"):
+        run_step(["worker-0"], ["true"], 20.0, lambda line, at: None)
+
+
+def test_a_step_that_slurm_refuses_is_asked_for_once(
+    srun: Callable[[str], Path], tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+    refuses = (
+        "srun: error: Unable to create step for job 7: More processors requested than permitted"
+    )
+    srun(f"echo x >>{asked}; echo '{refuses}' >&2; exit 1")
+    with pytest.raises(JobError, match="than permitted"):
+        run_step(["worker-0"], ["true"], 20.0, lambda line, at: None)
+    assert asked.read_text() == "x\n"
+
+
+def test_the_time_of_a_step_begins_with_its_first_task(
+    srun: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Slurm takes a second to start it, and more than that is the nodes' time.
+    srun("sleep 1; echo one; sleep 0.2")
+    end = run_step(["worker-0"], ["true"], 0.7, lambda line, at: None)
+    assert not end.is_late and end.seconds < 0.7
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
+    srun("echo 'srun: Job 7 step creation retrying (Requested nodes are busy)' >&2; exec sleep 60")
+    with pytest.raises(JobError, match=r"none in 0 s \(srun: Job 7 .* are busy\)"):
+        run_step(["worker-0"], ["true"], 20.0, lambda line, at: None)
+
+
+def test_a_controller_that_is_away_is_asked_again_for_what_it_has_drained(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "_PAUSE_S", 0.01)
+    asked: list[str] = []
+
+    def drained(names: list[str]) -> dict[str, str]:
+        asked.extend(names[:1])
+        if len(asked) < 3:
+            raise NoAnswerError(DOWN)
+        return {"worker-2": "Slurm: DRAIN: fan"}
+
+    monkeypatch.setattr(slurm, "drained", drained)
+    leave_out_known(job)
+    assert len(asked) == 3 and job.well == ["worker-0", "worker-1", "worker-3"]
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_what_slurm_does_not_say_is_not_that_nothing_is_drained(
+    monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    said = f"slurm_load_node error: {DOWN}" if is_away else "Node worker-0 not found"
+    answer = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(slurm, "_run", lambda command: answer)
+    if is_away:
+        with pytest.raises(NoAnswerError, match="contact slurm controller"):
+            slurm.drained(["worker-0"])
+    else:
+        assert slurm.drained(["worker-0"]) == {}
+
+
+def test_a_step_that_takes_too_long_is_ended(srun: Callable[[str], Path]) -> None:
+    srun("echo one; exec sleep 60")
+    end = run_step(["worker-0"], [sys.executable], 0.3, lambda line, at: None)
+    assert end.is_late and end.not_launched == {}
+    seen: list[str] = []
+    end = run_step(
+        ["worker-0"], ["true"], 50.0, lambda line, at: seen.append(line), lambda: bool(seen)
+    )
+    assert not end.is_late and seen == ["one\n"]
