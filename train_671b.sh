@@ -88,7 +88,8 @@ CELL="671b-${PRECISION}-${EP_BACKEND}"
 # Slurm runs a copy of this file from its spool folder, so the path of the copy says nothing. Slurm knows
 # the path that sbatch was given, followed by the arguments, and the folder that it was given in.
 if [[ -z "${COOKBOOK_ROOT:-}" ]]; then
-  SUBMITTED="$(retry 60 10 squeue --noheader --jobs="${SLURM_JOB_ID}" --format=%o)" ||
+  # `check-line` asks once.
+  SUBMITTED="$(retry "${COOKBOOK_CHECK:-60}" 10 squeue --noheader --jobs="${SLURM_JOB_ID}" --format=%o)" ||
     fail "COOKBOOK_ROOT: squeue gives no answer to find the cookbook by; export COOKBOOK_ROOT"
   COOKBOOK_ROOT="$(cd "${SLURM_SUBMIT_DIR}" && cd "$(dirname "${SUBMITTED%" $*"}")" && pwd)"
 fi
@@ -107,11 +108,11 @@ export PATH="${VENV}/bin:${PATH}"
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
 if [[ -r /etc/profile.d/90-nccl-network-vars.sh ]]; then
-  # The file is the cluster's own and may read unset variables.
-  set +u
+  # The file is the cluster's own: it may read unset variables, and commands in it may fail.
+  set +euo pipefail
   # shellcheck source=/dev/null
   source /etc/profile.d/90-nccl-network-vars.sh
-  set -u
+  set -euo pipefail
 fi
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export PYTORCH_ALLOC_CONF=expandable_segments:True

@@ -95,8 +95,10 @@ def test_a_controller_that_is_busy_is_asked_again(
 
 
 def test_a_step_that_slurm_refuses_is_asked_for_once(
-    srun: Callable[[str], Path], tmp_path: Path
+    srun: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(patience, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.5)
     asked = tmp_path / "asked"
     refuses = (
         "srun: error: Unable to create step for job 7: More processors requested than permitted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -203,12 +204,45 @@ def test_a_relative_folder_starts_at_the_cookbooks(job: Job) -> None:
 def test_a_clusters_own_file_is_read_though_it_reads_unset_variables(job: Job) -> None:
     file = job.folder / "90-network.sh"
     file.write_text('export NCCL_IB_HCA="${NOT_SET}mlx5_4:1" FROM_PROFILE=no\n')
-    job.render(source=[str(file), str(job.folder / "not there")])
+    job.render(source=[str(file)], source_if_exists=[str(job.folder / "not there")])
     start = job.run()
     assert start.status == 0, start.output
     assert start.environment["NCCL_IB_HCA"] == "mlx5_4:1"
     # What the profile itself says comes later.
     assert start.environment["FROM_PROFILE"] == "yes"
+
+
+@pytest.mark.parametrize("key", ["source", "source_if_exists"])
+def test_commands_of_a_clusters_own_file_may_fail_and_the_scripts_own_may_not(
+    job: Job, key: str
+) -> None:
+    file = job.folder / "modules of the site.sh"
+    file.write_text(
+        'module_is_not_there load cuda\nfalse\nfalse | cat\nexport CARDS="${NO}x"\nreturn 3\n'
+    )
+    profile: dict[str, Any] = {key: [str(file)]}
+    job.render(**profile)
+    start = job.run()
+    assert start.status == 0, start.output
+    assert start.environment["CARDS"] == "x"
+    # What comes after it is as strict as before: errors, unset variables, the heads of pipes.
+    for broken in ("false", ': "${NOT_SET}"', "false | cat"):
+        job.render(**profile)
+        text = job.script.read_text()
+        job.script.write_text(text.replace("\nTRAIN_ARGS=(", f"\n{broken}\nTRAIN_ARGS=(", 1))
+        start = job.run()
+        assert start.status != 0 and start.torchrun == [], broken
+
+
+def test_a_clusters_own_file_that_is_not_there_is_named_and_ends_the_job(job: Job) -> None:
+    file = job.folder / "not there.sh"
+    job.render(source=[str(file)])
+    start = job.run()
+    assert (start.status, start.asked, start.torchrun) == (2, [], [])
+    assert f"train.sh: source: cannot read {file} on " in start.output
+    assert "correct the cluster's profile" in start.output
+    # On the login node nobody has said that it is there.
+    assert job.run(COOKBOOK_CHECK="1").status == 0
 
 
 def test_a_variable_from_another_one_does_not_replace_the_users(job: Job) -> None:

@@ -45,6 +45,8 @@ class Cluster:
 
     `gpu` is None where ranks run on the CPU (gloo). `node_failure_days` is the mean time between
     two failures of a node, `write_gb_per_s` what all nodes together write to the shared folder.
+    A job reads the files of `source`, and ends where one is missing; it also reads those of
+    `source_if_exists` that are there.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Cluster:
     sbatch: Words = field(default_factory=Words)
     environment: Words = field(default_factory=Words)
     source: tuple[str, ...] = ()
+    source_if_exists: tuple[str, ...] = ()
     rendezvous_port: int = 29500
     container: Container | None = None
     price_per_gpu_hour: float | None = None

@@ -107,7 +107,10 @@ def render_template(cluster: Cluster, header: list[str], **context: Any) -> str:
             ranks_per_node=cluster.ranks_per_node,
             grace_seconds=cluster.grace_seconds,
             late_seconds=cluster.late_seconds,
-            source=cluster.source,
+            source=[
+                *((file, True) for file in cluster.source),
+                *((file, False) for file in cluster.source_if_exists),
+            ],
             container=container,
             container_mounts=shquote(mounts) if mounts else "",
             port=cluster.rendezvous_port,

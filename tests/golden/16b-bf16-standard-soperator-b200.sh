@@ -78,11 +78,11 @@ export PATH="${VENV}/bin:${PATH}"
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
 if [[ -r /etc/profile.d/90-nccl-network-vars.sh ]]; then
-  # The file is the cluster's own and may read unset variables.
-  set +u
+  # The file is the cluster's own: it may read unset variables, and commands in it may fail.
+  set +euo pipefail
   # shellcheck source=/dev/null
   source /etc/profile.d/90-nccl-network-vars.sh
-  set -u
+  set -euo pipefail
 fi
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export PYTORCH_ALLOC_CONF=expandable_segments:True

@@ -84,11 +84,14 @@ VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
 if [[ -r '/etc/profile.d/network cards.sh' ]]; then
-  # The file is the cluster's own and may read unset variables.
-  set +u
+  # The file is the cluster's own: it may read unset variables, and commands in it may fail.
+  set +euo pipefail
   # shellcheck source=/dev/null
   source '/etc/profile.d/network cards.sh'
-  set -u
+  set -euo pipefail
+elif [[ -z "${COOKBOOK_CHECK:-}" ]]; then
+  # `check-line` may run where the nodes' files are not.
+  fail "source: cannot read" '/etc/profile.d/network cards.sh' "on ${HOSTNAME}; correct the cluster's profile, or have the file there"
 fi
 export NCCL_DEBUG=WARN
 export WITH_SPACES='a '"'"'b'"'"' "c" $(touch executed) `touch executed`'
