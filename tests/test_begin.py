@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import threading
 from pathlib import Path
@@ -57,3 +58,20 @@ def test_a_run_that_has_made_its_steps_says_so(cell: Begun) -> None:
     words = cell.begin()
     assert "all 20 steps were made before, so nothing is left to do; for more: --training." in words
     assert f"for a run of its own: CELL_DIR={cell.folder.parent.parent}/another/{NAME}" in words
+
+
+def test_a_job_that_is_requeued_keeps_the_time_when_it_first_began(
+    cell: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By that time its run is the newest, or is not."""
+    monkeypatch.setattr("cookbook.run.slurm.job_infos", lambda jobs: {})
+    job = cell.folder / "job.json"
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    cell.begin()
+    assert json.loads(job.read_text())["job_id"] == "77"
+    job.write_text('{"job_id": "77", "queued": 1000.0}')
+    cell.begin(attempt=1)
+    assert json.loads(job.read_text()) == {"job_id": "77", "queued": 1000.0}
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    cell.begin(attempt=2)
+    assert json.loads(job.read_text())["job_id"] == "78"

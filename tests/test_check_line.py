@@ -85,3 +85,34 @@ def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path
     assert done.returncode == 2
     assert "training.steps: found 0, allowed: 1 and up" in done.stderr
     assert listing(tmp_path) == ["mine.sh"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "#!/bin/bash\n",
+        "#!/bin/bash\nset -euo pipefail\n",
+        # A script of one's own that calls the cookbook's.
+        "#!/bin/bash\n# -m cookbook.job begin\nsource train_671b.sh\n",
+        '#!/bin/bash\n# JOB=("${VENV}/bin/python" -m cookbook.job)\n',
+    ],
+)
+def test_a_script_that_is_not_the_cookbooks_is_never_run(
+    checkout: Path, tmp_path: Path, script: str
+) -> None:
+    path = tmp_path / "evil.sh"
+    path.write_text(f"{script}touch '{tmp_path}/ran'\n")
+    for words in (["sbatch", str(path)], ["bash", str(path)], [str(path), "train_671b.sh"]):
+        done = _check_line(checkout, *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"{path}: is no script of the cookbook, and was not run; name train_" in done.stderr
+    assert listing(tmp_path) == ["evil.sh"]
+
+
+def test_what_is_lost_of_a_scripts_own_check_is_not_run(checkout: Path, tmp_path: Path) -> None:
+    text = (checkout / "train_671b.sh").read_text()
+    head = text[: text.index('ANSWER="$(')]
+    (tmp_path / "cut.sh").write_text(f"{head}touch '{tmp_path}/ran'\n")
+    done = _check_line(checkout, "sbatch", "cut.sh", cwd=tmp_path)
+    assert done.returncode == 2 and "is no script of the cookbook" in done.stderr
+    assert listing(tmp_path) == ["cut.sh"]

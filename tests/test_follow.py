@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
+from cookbook.run import slurm
 from cookbook.run.excluded import exclude_nodes
+from cookbook.run.folder import CellFolder
+from cookbook.run.slurm import JobInfo
+from cookbook.run.status import write_job
 from cookbook.verbs.follow import cancel, show_logs, show_status
 from tests.test_results import Run, metrics_line
 
@@ -176,6 +180,24 @@ def test_nothing_is_left_to_cancel(run: Run, capsys: pytest.CaptureFixture[str])
     write(run)
     assert cancel(Namespace(run=None)) == 0
     assert capsys.readouterr().out == f"{run.folder.name}: all cells have ended already\n"
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_without_a_name_it_is_said_first_which_run_is_cancelled(
+    run: Run, is_named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(("a", "b", "c")):
+        run.add(name, state="queued")
+        write_job(CellFolder(run.folder / name), str(7 + number % 2))
+    write(run, "slurm")
+    said: list[str] = []
+    infos = {job: JobInfo("PENDING", "Priority") for job in ("7", "8")}
+    monkeypatch.setattr(slurm, "job_infos", lambda jobs: infos)
+    monkeypatch.setattr(slurm, "scancel", lambda jobs: said.append(capsys.readouterr().out))
+    name = run.folder.name
+    assert cancel(Namespace(run=name if is_named else None)) == 0
+    assert said == ["" if is_named else f"{name}, the newest run: cancels 2 jobs\n"]
+    assert capsys.readouterr().out == "cancelled: a, b, c\n"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from cookbook.run.status import (
     FAILED,
     QUEUED,
     REFUSED,
+    RUNNING,
     UNKNOWN,
     Status,
     read_job,
@@ -123,6 +125,31 @@ def test_the_newest_run_is_the_latest_whatever_its_sweep(tmp_path: Path) -> None
     assert run_names()[-1] == "b-20260102-000000-2"
     assert run_names()[0] == "z-20251231-235959"
     assert len(run_names()) == 4
+
+
+def test_a_run_of_scripts_by_hand_is_the_newest_by_the_job_that_began_last(tmp_path: Path) -> None:
+    content = '{"run": "a", "scheduler": "slurm", "cells": []}'
+    now = time.time()
+    for name, ago in (("smoke", 300), ("matrix", 100)):
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now - ago))
+        _run_json(tmp_path, content, f"{name}-{stamp}")
+    by_hand = _run_json(tmp_path, content, "16b")
+    other = _run_json(tmp_path, content, "mine-99999999-999999")
+    os.utime(other / "run.json", (now - 400, now - 400))
+    cells = [CellFolder(by_hand / name) for name in ("a", "b", "broken")]
+    for cell, ago in zip(cells, (900, 200, 0), strict=True):
+        cell.path.mkdir()
+        cell.record.touch()
+        write_status(cell, Status(RUNNING, started=now - ago))
+    cells[2].status.write_text("{")
+    order = [name.partition("-")[0] for name in run_names()]
+    assert order == ["mine", "smoke", "16b", "matrix"]
+    # What Slurm requeued started later than the job began.
+    write_job(cells[0], "7")
+    write_status(cells[1], Status(RUNNING, started=now - 350))
+    assert find_run(None).folder == by_hand
+    cells[0].job.write_text(json.dumps({"job_id": "7", "queued": now - 600}))
+    assert [name.partition("-")[0] for name in run_names()][:2] == ["mine", "16b"]
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ def _note(folder: CellFolder, cell: Cell, attempt: int) -> None:
     job_id = os.environ.get("SLURM_JOB_ID")
     _recorded(folder, cell, attempt).write(folder.record)
     write_status(folder, Status(RUNNING, attempt, started=time.time(), restarts=restarts()))
-    if job_id:
+    if job_id and _job_of(folder) != job_id:
+        # Requeued, it is no newer run.
         write_job(folder, job_id)
     if not is_run(run):
         record = new_record(
@@ -195,6 +196,13 @@ def _note(folder: CellFolder, cell: Cell, attempt: int) -> None:
             cells=[folder.name],
         )
         write_run(run, record)
+
+
+def _job_of(folder: CellFolder) -> str | None:
+    with contextlib.suppress(InputError):
+        job = read_job(folder)
+        return job.job_id if job else None
+    return None
 
 
 def _recorded(folder: CellFolder, cell: Cell, attempt: int) -> CellRecord:

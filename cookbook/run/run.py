@@ -6,6 +6,7 @@ runs/<sweep>-<time>/run.json
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import re
@@ -21,7 +22,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT, runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.run.folder import CellFolder
-from cookbook.run.status import read_json
+from cookbook.run.status import read_job, read_json, read_status
 
 _FILE = "run.json"
 
@@ -172,12 +173,28 @@ def find_run(name: str | None) -> Run:
 def run_names() -> list[str]:
     """The names of all runs, the newest last."""
     folders = [path.parent for path in runs_folder().glob(f"[!.]*/{_FILE}")]
-    return [path.name for path in sorted(folders, key=lambda path: (_time_of(path), path.name))]
+    return [path.name for path in sorted(folders, key=lambda path: (*_time_of(path), path.name))]
 
 
-def _time_of(folder: Path) -> str:
-    match = re.search(r"-(\d{8}-\d{6}(?:-\d+)?)$", folder.name)
-    return match[1] if match else ""
+def _time_of(folder: Path) -> tuple[float, str]:
+    """When a run was made, in seconds since the epoch, and the stamp in its name."""
+    match = re.search(r"-(([0-9]{8}-[0-9]{6})(?:-[0-9]+)?)$", folder.name)
+    # A number that is no date names a folder of one's own.
+    with contextlib.suppress(ValueError, OverflowError):
+        if match:
+            return time.mktime(time.strptime(match[2], "%Y%m%d-%H%M%S")), match[1]
+    return _began(folder), ""
+
+
+def _began(folder: Path) -> float:
+    """When the newest job began in a folder that scripts by hand share, such as `runs/16b`."""
+    times = []
+    for path in folder.glob("[!.]*/cell.yaml"):
+        cell = CellFolder(path.parent)
+        with contextlib.suppress(InputError):
+            job = read_job(cell)
+            times.append(job.queued if job else read_status(cell).started or 0.0)
+    return max(times, default=0.0) or (folder / _FILE).stat().st_mtime
 
 
 def _text(value: Any) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from cookbook.base.errors import InputError, JobError
@@ -271,16 +271,20 @@ def _state(
     )
 
 
-def cancel_run(run: Run) -> list[str]:
+def cancel_run(run: Run, say: Callable[[int], None] = lambda num_jobs: None) -> list[str]:
     """Ask the scheduler to stop what still waits or runs; the names of those cells.
 
     Of a job that is ending Slurm may still make a requeued one, so it is told too.
+
+    Args:
+        say: is told how many jobs there are, before any is stopped.
 
     Raises:
         JobError: Slurm does not answer, so nothing may have been stopped.
     """
     active = [state for state in cell_states(run) if not state.has_ended and state.job_id]
     jobs = sorted({state.job_id for state in active if state.job_id})
+    say(len(jobs))
     if run.scheduler == "slurm":
         if jobs:
             slurm.scancel(jobs)

@@ -1,6 +1,7 @@
 """The verb `check-line`: an sbatch line judged before it waits in the queue.
 
-The script itself is run, up to its own check, so that an edited copy is judged by what it says.
+The script itself is run, up to its own check, so that an edited copy is judged by what it says. A
+script without that check would train here, or do anything else, so it is refused and never run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from cookbook.job.__main__ import CHECKED
 from cookbook.run.slurm import submit_environment
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+# Lines of every rendered script: by these it asks whether it may run, and ends where it may not.
+_CHECKS = (
+    "set -euo pipefail",
+    'JOB=("${VENV}/bin/python" -m cookbook.job)',
+    'ANSWER="$(',
+    'read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"',
+)
 
 
 @dataclass(frozen=True)
@@ -34,11 +42,10 @@ class _Line:
 def check_line(arguments: argparse.Namespace) -> int:
     """Say whether the job that an sbatch line asks for may run."""
     line = _parse(arguments.line)
+    content = line.script.read_text(encoding="utf-8", errors="replace").splitlines()
+    _refuse_another(line.script, content)
     header = [
-        option
-        for text in line.script.read_text(encoding="utf-8", errors="replace").splitlines()
-        if text.startswith("#SBATCH ")
-        for option in text.split()[1:]
+        option for text in content if text.startswith("#SBATCH ") for option in text.split()[1:]
     ]
     # Options on the line win over those in the file.
     options = [*header, *line.options]
@@ -78,6 +85,18 @@ def _parse(line: Sequence[str]) -> _Line:
         "check-line",
         "names no script that is here",
         "write: python submit.py check-line PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh",
+    )
+
+
+def _refuse_another(script: Path, content: Sequence[str]) -> None:
+    """Refuse what is no script of the cookbook: one that does not ask before it trains."""
+    lines = [line.strip() for line in content]
+    if content[:1] == ["#!/bin/bash"] and all(check in lines for check in _CHECKS):
+        return
+    raise InputError(
+        f"check-line: {script}",
+        "is no script of the cookbook, and was not run",
+        "name train_671b.sh, train_16b.sh, a script of `python submit.py render`, or a copy",
     )
 
 

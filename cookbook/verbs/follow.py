@@ -88,7 +88,14 @@ def show_logs(arguments: argparse.Namespace) -> int:
 def cancel(arguments: argparse.Namespace) -> int:
     """Cancel what still waits or runs."""
     run = find_run(arguments.run)
-    cells = cancel_run(run)
+
+    def say(num_jobs: int) -> None:
+        # Whoever names no run must see which one it was, also where the command is slow.
+        if arguments.run is None and num_jobs:
+            jobs = "1 job" if num_jobs == 1 else f"{num_jobs} jobs"
+            print(f"{run.name}, the newest run: cancels {jobs}", flush=True)
+
+    cells = cancel_run(run, say)
     ending = [state.cell for state in cell_states(run) if state.is_ending]
     ending = [cell for cell in ending if cell not in cells]
     if cells:
