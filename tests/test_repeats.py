@@ -14,7 +14,13 @@ from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import load_cluster
 from cookbook.cells.expand import CellRequest, expand_sweep, in_rounds
 from cookbook.cells.sweep import load_sweep
-from cookbook.results.report import render_json
+from cookbook.log.history import AttemptSummary, History
+from cookbook.results.figures.canvas import WIDE, drawing_style
+from cookbook.results.figures.series import all_series
+from cookbook.results.figures.steps import draw_steps
+from cookbook.results.repeats import merged_history
+from cookbook.results.report import notes, render_json
+from cookbook.results.tables import repeats_table
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
 from cookbook.verbs.launch import refuse_unlike_sizes
@@ -171,3 +177,46 @@ def test_the_report_holds_each_repeat_once(run: Run) -> None:
     assert [one["name"] for one in cell["repeats"]] == ["base", "base-r2"]
     assert set(results.curves) == {"base", "base-r2"}
     assert [state.cell for state in cell_states(read_run(run.folder))] == ["base", "base-r2"]
+
+
+def test_stalls_and_restarts_of_every_repeat_are_told(run: Run) -> None:
+    """The first goes well; the second stalls at step 12, its job starts again, and it is slower."""
+    timed = {"training.steps": 20, "training.seq_len": 64, "training.local_batch_size": 2}
+    run.add("base", log_of(100), options=timed)
+    before = "".join(metrics_line(s, tps="25" if s == 6 else "60") for s in range(1, 10))
+    after = "".join(metrics_line(s, tps="25" if s == 14 else "60") for s in range(8, 21))
+    run.add("base-r2", before, after, options=timed, repeat_of="base", repeat=2)
+    results = run.collect()
+    (cell,) = results.cells
+    first, second = cell.repeats
+    # Of its own median: a slow repeat has no more stalls than others.
+    assert (first.stalls, second.stalls) == ((), (6, 14))
+    assert cell.throughput is not None and cell.throughput.stalls == (6, 14)
+    assert [len(one.history.attempts) for one in (first, second)] == [1, 2]
+    assert len(cell.history.attempts) == 3
+    assert (first.history.steps_lost, cell.history.steps_lost) == (0, 2)
+    table = repeats_table(results)
+    assert table is not None
+    assert [row[-2:] for row in table.rows] == [("0", "0"), ("2", "1")]
+    said = "\n".join(notes(results))
+    assert "base-r2: attempt 2: steps 8 to 20" in said
+    assert "base: attempt" not in said
+    (series,) = all_series(results)
+    strips = [(one.label, [t.step for t in one.times if t.is_stall]) for one in series.repeats]
+    assert strips == [("base, repeat 1", []), ("base, repeat 2", [6, 14])]
+    assert [list(one.restarts) for one in series.repeats] == [[], [8]]
+    with drawing_style():
+        canvas = draw_steps([series], WIDE)
+    assert canvas is not None and len(canvas.figure.axes) == 2
+
+
+def test_the_effective_time_of_repeats_is_of_the_time_of_all() -> None:
+    def summary(seconds: float) -> AttemptSummary:
+        return AttemptSummary(1, 1, 20, 2 * seconds, None, None, None, (), 3, seconds)
+
+    half = History((summary(100),), 3, 0.5)
+    most = History((summary(100), summary(200)), 6, 0.75)
+    both = merged_history([half, most, History()])
+    # 100 seconds of 200, and 300 of 400.
+    assert (both.steps_lost, both.effective) == (9, pytest.approx(2 / 3))
+    assert merged_history([History()]).effective is None

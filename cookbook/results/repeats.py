@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cookbook.log.curve import CurveStep
+from cookbook.log.history import History
 from cookbook.results.result import Repeat, Result
 from cookbook.results.speed import measure
 from cookbook.run.status import FINISHED
@@ -16,7 +17,8 @@ def merged(name: str, runs: Sequence[Result], curves: Mapping[str, Sequence[Curv
     """One result of all `runs` of a cell, in the order of their repeats; a single one as it is.
 
     Throughput is over the steps of all, TFLOPs, MFU and final loss are medians of those that are
-    known, memory is the peak, and the state is the first that is not `finished`.
+    known, memory is the peak, and the state is the first that is not `finished`. Stalls, attempts
+    and lost steps are those of all.
     """
     first = runs[0]
     if len(runs) == 1:
@@ -41,6 +43,7 @@ def merged(name: str, runs: Sequence[Result], curves: Mapping[str, Sequence[Curv
         emulated=any(run.emulated for run in runs),
         active=next((run.active for run in runs if run.active), None),
         resumptions=tuple(one for run in runs for one in run.resumptions),
+        history=merged_history([run.history for run in runs]),
         throughput=throughput,
         gpu_hours=sum(run.gpu_hours or 0.0 for run in runs) or None,
         cost_per_billion_tokens=_median(run.cost_per_billion_tokens for run in runs),
@@ -51,10 +54,28 @@ def merged(name: str, runs: Sequence[Result], curves: Mapping[str, Sequence[Curv
                 steps=run.steps,
                 tokens_per_second_per_gpu=run.tokens_per_second_per_gpu,
                 final_loss=run.final_loss,
+                stalls=run.throughput.stalls if run.throughput else (),
+                resumptions=run.resumptions,
+                history=run.history,
             )
             for run in runs
         ),
     )
+
+
+def merged_history(runs: Sequence[History]) -> History:
+    """The attempts of all; their effective time is of the time that all took."""
+    known = [(_effective_seconds(run), run.effective) for run in runs if run.effective]
+    elapsed = sum(seconds / share for seconds, share in known)
+    return History(
+        attempts=tuple(attempt for run in runs for attempt in run.attempts),
+        steps_lost=sum(run.steps_lost for run in runs),
+        effective=sum(seconds for seconds, _ in known) / elapsed if elapsed else None,
+    )
+
+
+def _effective_seconds(history: History) -> float:
+    return sum(attempt.effective_seconds for attempt in history.attempts)
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -52,6 +52,7 @@ def render_markdown(results: RunResults) -> str:
 
 def notes(results: RunResults) -> list[str]:
     """What the table has no room for: why a cell ended as it did, and where it continued."""
+    runs = [run for cell in results.cells for run in cell.repeats or (cell,)]
     return [
         *(
             f"{cell.name} ({cell.status or 'status unknown'}): {_one_line(cell.reason)}"
@@ -59,12 +60,12 @@ def notes(results: RunResults) -> list[str]:
             if cell.reason
         ),
         *(
-            f"{cell.name}: {line}"
-            for cell in results.cells
-            for resumption in cell.resumptions
+            f"{run.name}: {line}"
+            for run in runs
+            for resumption in run.resumptions
             for line in resumption.lines
         ),
-        *(f"{cell.name}: {line}" for cell in results.cells for line in cell.history.lines),
+        *(f"{run.name}: {line}" for run in runs for line in run.history.lines),
         *(
             f"{cell.name}: profiled, which slows the host down; take its speed from a run without "
             "profiling.enable_profiling"

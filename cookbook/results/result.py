@@ -28,6 +28,10 @@ class Repeat:
     steps: int | None
     tokens_per_second_per_gpu: float | None
     final_loss: float | None
+    stalls: tuple[int, ...] = ()
+    """Its logged steps that took 1.5 times its median one or more."""
+    resumptions: tuple[Resumption, ...] = ()
+    history: History = field(default_factory=History)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class Result:
     resumptions: tuple[Resumption, ...] = ()
     """Where its attempts continued, and which damaged checkpoints they passed over."""
     history: History = field(default_factory=History)
-    """Its attempts, why each ended, the steps lost, the effective training time."""
+    """Its attempts, why each ended, the steps lost, the effective training time; of all repeats."""
     throughput: Throughput | None = None
     """Spread, stalls and number of the steps behind `tokens_per_second_per_gpu`."""
     speed: SpeedUp | None = None

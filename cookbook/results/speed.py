@@ -39,7 +39,8 @@ class Throughput:
     warm_up_steps: int
     """Logged steps that are left out before them, over all attempts."""
     stalls: tuple[int, ...]
-    """The logged steps that took 1.5 times as long as the median one, or more."""
+    """The logged steps that took 1.5 times as long as the median one of their run, or more; of
+    several runs those of one behind those of the other."""
     stall_share: float
     """Part of the measured time that stalls took beyond the median: 0 to 1."""
 
@@ -81,24 +82,29 @@ def speeds_of(curve: Sequence[CurveStep]) -> list[float]:
 
 def measure(*curves: Sequence[CurveStep]) -> Throughput | None:
     """The throughput over the curves of one cell; None where no step is measured."""
-    kept = [step for curve in curves for step in measured_steps(curve)]
-    steps = _with_speed(kept)
-    if not steps:
+    kept = [measured_steps(curve) for curve in curves]
+    runs = [steps for steps in map(_with_speed, kept) if steps]
+    if not runs:
         return None
-    speeds = [speed for _, speed in steps]
+    speeds = [speed for steps in runs for _, speed in steps]
     median = statistics.median(speeds)
     several = speeds if len(speeds) > 1 else speeds * 2
     lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
-    stalls = [(step, speed) for step, speed in steps if speed * STALL <= median]
-    lost = sum(1 / speed - 1 / median for _, speed in stalls)
+    stalls, lost = list[int](), 0.0
+    for steps in runs:
+        # Of the run's own: a repeat on a slow node has no more stalls than others.
+        usual = statistics.median(speed for _, speed in steps)
+        stalled = {step: speed for step, speed in steps if speed * STALL <= usual}
+        stalls += stalled
+        lost += sum(1 / speed - 1 / usual for speed in stalled.values())
     return Throughput(
         median=median,
         lower_quartile=lower,
         upper_quartile=upper,
         mean=statistics.harmonic_mean(speeds),
-        num_steps=len(steps),
-        warm_up_steps=sum(map(len, curves)) - len(kept),
-        stalls=tuple(step for step, _ in stalls),
+        num_steps=len(speeds),
+        warm_up_steps=sum(map(len, curves)) - sum(map(len, kept)),
+        stalls=tuple(stalls),
         stall_share=lost / sum(1 / speed for speed in speeds),
     )
 

@@ -16,7 +16,7 @@ SPEED_LEGEND = (
 )
 REPEATS_LEGEND = (
     "Every cell was trained several times in turn. A speed-up and its interval are over the pairs "
-    "of repeats; figures over the steps show the first repeat."
+    "of repeats; step times are shown of each repeat, other figures over the steps of the first."
 )
 LOSS_LEGEND = (
     f"Mean loss minus the baseline's over the steps that both logged, with its {LOSS_LEVEL:.0%} "
@@ -94,13 +94,16 @@ def repeats_table(results: RunResults) -> Table | None:
             repeat.status or "unknown",
             tokens_text(repeat.tokens_per_second_per_gpu),
             UNKNOWN if repeat.final_loss is None else f"{repeat.final_loss:.4f}",
+            f"{len(repeat.stalls):,}",
+            f"{max(len(repeat.history.attempts) - 1, 0):,}",
         )
         for cell in results.cells
         for repeat in cell.repeats
     )
     if not rows:
         return None
-    return Table(("cell", "repeat", "status", "tokens/s/GPU", "final loss"), rows, "lllrr")
+    head = ("cell", "repeat", "status", "tokens/s/GPU", "final loss", "stalls", "restarts")
+    return Table(head, rows, "lllrrrr")
 
 
 def loss_table(results: RunResults) -> Table | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,7 @@ class Series:
         tokens_low, tokens_high: the interval of its speed-up, times the baseline's throughput.
         restarts: the first step of each attempt but the first.
         capacity_gib: the memory of its GPU, as the log's percentages say.
+        repeats: where the cell was trained several times, each of them, this first one too.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Series:
     capacity_gib: float | None
     load: Sequence[LoadStep] = ()
     baseline: str | None = None
+    repeats: Sequence[Series] = ()
 
     @property
     def colour(self) -> str:
@@ -118,14 +120,12 @@ def _series(
     is_baseline = base is cell
     base_tokens = base.tokens_per_second_per_gpu if base else None
     low, high = (cell.speed.low, cell.speed.high) if cell.speed else (None, None)
-    stalls = set(cell.throughput.stalls) if cell.throughput else set()
-    per_step = setting.tokens_per_step_per_gpu
     capacities = [
         100 * step.memory_gib / step.memory_percent
         for step in steps
         if step.memory_gib and step.memory_percent
     ]
-    return Series(
+    series = Series(
         name=cell.name,
         label=label,
         position=position,
@@ -144,19 +144,42 @@ def _series(
         published=cell.published_tokens_per_second_per_gpu,
         published_speedup=None if is_baseline else setting.published_speedup,
         steps=steps,
-        times=[
-            StepTime(step.step, per_step / step.tokens_per_second, step.step in stalls)
-            for step in steps
-            if per_step and step.tokens_per_second
-        ],
-        restarts=[
-            after.step for before, after in pairwise(steps) if after.attempt != before.attempt
-        ],
+        times=(),
+        restarts=(),
         memory_gib=cell.memory_gib,
         capacity_gib=statistics.median(capacities) if capacities else None,
         load=results.loads.get(cell.name, ()),
         baseline=base.name if base else None,
     )
+    if not cell.repeats:
+        return _with_times(
+            series, steps, cell.throughput.stalls if cell.throughput else (), setting
+        )
+    repeats = [
+        _with_times(
+            replace(series, label=f"{label}, repeat {number}"),
+            results.curves.get(repeat.name, ()),
+            repeat.stalls,
+            setting,
+        )
+        for number, repeat in enumerate(cell.repeats, 1)
+    ]
+    return replace(series, repeats=repeats)
+
+
+def _with_times(
+    series: Series, steps: Sequence[CurveStep], stalls: Sequence[int], setting: CellSetting
+) -> Series:
+    """The cell with the times of a run's `steps`, of which `stalls` took longest."""
+    per_step = setting.tokens_per_step_per_gpu
+    times = [
+        StepTime(step.step, per_step / step.tokens_per_second, step.step in stalls)
+        for step in steps
+        if per_step and step.tokens_per_second
+    ]
+    pairs = pairwise(steps)
+    restarts = [after.step for before, after in pairs if after.attempt != before.attempt]
+    return replace(series, steps=steps, times=times, restarts=restarts)
 
 
 def _note(cell: Result, setting: CellSetting) -> str | None:

@@ -20,8 +20,9 @@ _REACH = 2.6
 
 
 def draw_steps(cells: Sequence[Series], size: Size) -> Canvas | None:
-    """One strip above the other on the same steps; None where no cell has step times."""
-    cells = [cell for cell in cells if cell.times]
+    """One strip above the other on the same steps, for every repeat; None where no times are."""
+    runs = [run for cell in cells for run in cell.repeats or (cell,)]
+    cells = [run for run in runs if run.times]
     if not cells:
         return None
     each = _NAME + _STRIP + _GAP
