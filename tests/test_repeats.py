@@ -218,5 +218,6 @@ def test_the_effective_time_of_repeats_is_of_the_time_of_all() -> None:
     most = History((summary(100), summary(200)), 6, 0.75)
     both = merged_history([half, most, History()])
     # 100 seconds of 200, and 300 of 400.
-    assert (both.steps_lost, both.effective) == (9, pytest.approx(2 / 3))
+    assert both.steps_lost == 9
+    assert both.effective == pytest.approx(2 / 3)
     assert merged_history([History()]).effective is None

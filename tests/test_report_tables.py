@@ -13,6 +13,7 @@ import pytest
 from cookbook.results.conditions import configuration, environment
 from cookbook.results.headlines import headlines, partly_finished
 from cookbook.results.page import render_page
+from cookbook.results.result import Result
 from cookbook.results.speed import FASTER, NOISE, STEPS, SpeedUp
 from cookbook.results.table import Table
 from cookbook.results.tables import loss_table, published_table, speed_table
@@ -83,18 +84,66 @@ def test_headlines_do_not_call_noise_a_gain(full: Path) -> None:
     near = SpeedUp(1.01, 0.99, 1.03, NOISE, STEPS, 30)
     first = replace(one, speedup=1.01, speed=near)
     lines = headlines(replace(results, cells=(base, first)))
+    assert lines[0].startswith(f"No cell is measurably faster than the baseline {BASE}. ")
     assert lines[0].endswith("(95% interval -1.0% to +3.0%): inside the noise.")
+    assert "Fastest" not in lines[0]
     # Two cells whose intervals overlap are not told apart.
     second = replace(two, speedup=1.4, speed=SpeedUp(1.4, 1.3, 1.5, FASTER, STEPS, 30))
     third = replace(three, speedup=1.41, speed=SpeedUp(1.41, 1.32, 1.5, FASTER, STEPS, 30))
     lines = headlines(replace(results, cells=(base, second, third)))
-    assert lines[1] == f"{two.name} may be as fast (+40.0%): the two intervals overlap."
+    assert lines[1] == f"{two.name} (+40.0%) may be as fast: the intervals overlap."
     slow = replace(one, speedup=0.9, speed=SpeedUp(0.9, 0.88, 0.92, "slower", STEPS, 30))
     lines = headlines(replace(results, cells=(base, slow)))
-    assert lines[0].startswith(f"No cell is faster than the baseline {BASE}")
+    assert re.fullmatch(rf"No cell is faster than the baseline {BASE} at [\d,]+ \S+", lines[0])
+    # Slower, but by no more than chance may do.
+    close = replace(one, speedup=0.99, speed=SpeedUp(0.99, 0.97, 1.01, NOISE, STEPS, 30))
+    (line, *_) = headlines(replace(results, cells=(base, close)))
+    wide = f"; {one.name} (-1.0%, 95% interval -3.0% to +1.0%) may be as fast."
+    assert line.startswith(f"No cell is faster than the baseline {BASE}") and line.endswith(wide)
     few = replace(one, speedup=1.3, speed=SpeedUp(1.3, None, None, None, STEPS, 4))
     lines = headlines(replace(results, cells=(base, few)))
     assert "+30.0%" in lines[0] and "(too few steps for an interval)" in lines[0]
+    assert lines[0].startswith("No cell is measurably faster")
+    # A wide interval hides no sure gain behind it.
+    wide_one = replace(one, speedup=1.5, speed=SpeedUp(1.5, 0.9, 2.1, NOISE, STEPS, 30))
+    (line, later, *_) = headlines(replace(results, cells=(base, wide_one, second)))
+    sure = f"No cell but {two.name} (+40.0%, 95% interval +30.0% to +50.0%) is measurably faster"
+    assert line.startswith(sure) and line.endswith("inside the noise.")
+    assert later == f"{two.name} (+40.0%) may be as fast: the intervals overlap."
+    # Without an interval none overlaps.
+    later = headlines(replace(results, cells=(base, replace(few, speedup=1.42), second, third)))[1]
+    assert later.startswith(f"{three.name} (+41.0%) and {two.name} (+40.0%) may be as fast: too")
+
+
+def test_headlines_say_what_was_not_compared(full: Path) -> None:
+    _, results = results_of(full)
+    base, one, two, _ = results.cells
+
+    def speeds(*cells: Result) -> list[str]:
+        found = headlines(replace(results, cells=cells))
+        return [line for line in found if not line.startswith("Loss")]
+
+    unknown = {"speedup": None, "speed": None}
+    alone, other = replace(one, **unknown), replace(two, **unknown)  # type: ignore[arg-type]
+    missing = f"No speed-up is known of {one.name} and {two.name}: the baseline {BASE} "
+    for status, words in (("failed", "failed"), ("running", "is running")):
+        broken = replace(base, status=status, speedup=None)
+        assert speeds(broken, alone, other) == [f"{missing}{words}."]
+    assert speeds(alone, other) == [f"{missing}is not in this run."]
+    # One cell that finished is no comparison, and an emulated one has no speed.
+    failed = replace(alone, status="failed")
+    (line,) = speeds(base, failed)
+    assert re.fullmatch(f"Only {BASE} finished at .*: there is nothing to compare it with.", line)
+    assert speeds(base) == []
+    emulated = replace(alone, emulated=True)
+    (line,) = speeds(base, emulated)
+    assert line == f"{one.name} is emulated: the loss counts, the speed does not."
+    (line,) = speeds(base, two, failed)
+    assert line.startswith(f"Fastest of those that finished: {two.name}")
+    assert speeds(replace(base, emulated=True, speedup=None), alone) == [
+        f"{BASE} is emulated: the loss counts, the speed does not.",
+        f"No speed-up is known of {one.name}: the baseline {BASE} is emulated.",
+    ]
 
 
 def test_headlines_compare_no_cells_of_different_baselines(full: Path) -> None:
@@ -110,6 +159,7 @@ def test_headlines_compare_no_cells_of_different_baselines(full: Path) -> None:
         f"Fastest: {three.name}",
     ]
     assert not any("may be as fast" in line for line in lines)
+    assert lines[-1].endswith("equivalent to that of its own baseline within ±0.25%.")
 
 
 def test_tables_hold_intervals_and_verdicts(full: Path) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from cookbook.results.loss import CANNOT_TELL, DIFFERENT, EQUIVALENT, MARGIN
 from cookbook.results.result import Result, RunResults
-from cookbook.results.speed import LEVEL, NOISE
-from cookbook.run.status import FINISHED, REFUSED
+from cookbook.results.speed import FASTER, LEVEL, NOISE
+from cookbook.run.status import CANCELLED, FAILED, FINISHED, REFUSED
+
+_STATES = {FAILED: "failed", CANCELLED: "was cancelled", REFUSED: "was refused"}
 
 
 def partly_finished(results: RunResults) -> str | None:
@@ -23,7 +25,7 @@ def partly_finished(results: RunResults) -> str | None:
 
 def headlines(results: RunResults) -> list[str]:
     """The answers, as far as the logs hold them."""
-    return [*_fastest(results), *_losses(results)]
+    return [*_fastest(results), *_not_compared(results), *_losses(results)]
 
 
 def _fastest(results: RunResults) -> Iterator[str]:
@@ -32,29 +34,86 @@ def _fastest(results: RunResults) -> Iterator[str]:
     for cell in results.cells:
         if cell.speedup is not None:
             groups.setdefault(results.settings[cell.name].baseline, []).append(cell)
+    title = "Fastest" if partly_finished(results) is None else "Fastest of those that finished"
     for base, cells in groups.items():
         if len(cells) > 1:
             cells.sort(key=lambda cell: cell.speedup or 0.0, reverse=True)
-            yield from _fastest_over(base, *cells[:2])
+            yield from _fastest_over(base, cells, title)
 
 
-def _fastest_over(base: str | None, first: Result, second: Result) -> Iterator[str]:
-    """The fastest cell, and whether the next one may be as fast."""
+def _fastest_over(base: str | None, cells: Sequence[Result], title: str) -> Iterator[str]:
+    """The fastest cell, and which others may be as fast."""
+    first, *others = cells
     if first.name == base:
-        yield f"No cell is faster than the baseline {base}{_at(first)}."
+        unsure = [cell for cell in others if not cell.speed or cell.speed.verdict in (NOISE, None)]
+        text = f"No cell is faster than the baseline {base}{_at(first)}"
+        if unsure:
+            text += f"; {_list(list(map(_with_interval, unsure)))} may be as fast"
+        yield f"{text}."
         return
-    text = f"Fastest: {first.name}{_at(first)}, {_gain(first.speedup)} over {base}"
-    if first.speed is None or first.speed.low is None:
-        text += " (too few steps for an interval)"
+    is_sure = first.speed is not None and first.speed.verdict == FASTER
+    if is_sure:
+        yield f"{title}: {first.name}{_at(first)}, {_over(first, base)}."
     else:
-        text += f" ({LEVEL:.0%} interval {_gain(first.speed.low)} to {_gain(first.speed.high)})"
-        if first.speed.verdict == NOISE:
-            text += ": inside the noise"
-    yield f"{text}."
-    if second.name != base and _overlap(first, second):
-        yield (
-            f"{second.name} may be as fast ({_gain(second.speedup)}): the two intervals overlap."
-        )
+        sure = [cell for cell in others if cell.speed and cell.speed.verdict == FASTER]
+        but = f" but {_list(list(map(_with_interval, sure)))}" if sure else ""
+        text = f"No cell{but} is measurably faster than the baseline {base}"
+        yield f"{text}. {first.name} comes first{_at(first)}, {_over(first, base)}."
+    close = [cell for cell in others if cell.name != base and _may_be_as_fast(first, cell)]
+    if close:
+        names = [f"{cell.name} ({_gain(cell.speedup)})" for cell in close]
+        reason = "the intervals overlap"
+        if any(cell.speed is None or cell.speed.low is None for cell in (first, *close)):
+            reason = "too few steps to tell"
+        yield f"{_list(names)} may be as fast: {reason}."
+
+
+def _over(cell: Result, base: str | None) -> str:
+    text = f"{_gain(cell.speedup)} over {base} ({_interval(cell)})"
+    is_noise = cell.speed is not None and cell.speed.verdict == NOISE
+    return f"{text}: inside the noise" if is_noise else text
+
+
+def _with_interval(cell: Result) -> str:
+    return f"{cell.name} ({_gain(cell.speedup)}, {_interval(cell)})"
+
+
+def _interval(cell: Result) -> str:
+    if cell.speed is None or cell.speed.low is None:
+        return "too few steps for an interval"
+    return f"{LEVEL:.0%} interval {_gain(cell.speed.low)} to {_gain(cell.speed.high)}"
+
+
+def _not_compared(results: RunResults) -> Iterator[str]:
+    """Which cells that finished have no speed-up, where a word of the baseline says why."""
+    finished = [cell for cell in results.cells if cell.status == FINISHED]
+    emulated = [cell.name for cell in finished if cell.emulated]
+    if emulated:
+        are = "is" if len(emulated) == 1 else "are"
+        yield f"{_list(emulated)} {are} emulated: the loss counts, the speed does not."
+    by_name = {cell.name: cell for cell in results.cells}
+    without: dict[str, list[str]] = {}
+    for cell in finished:
+        base = results.settings[cell.name].baseline
+        if base and base != cell.name and not cell.emulated and cell.speedup is None:
+            without.setdefault(base, []).append(cell.name)
+    for base, names in without.items():
+        if why := _missing(by_name.get(base)):
+            yield f"No speed-up is known of {_list(names)}: the baseline {base} {why}."
+    if len(finished) == 1 < len(results.cells) and not emulated and not without:
+        (only,) = finished
+        yield f"Only {only.name} finished{_at(only)}: there is nothing to compare it with."
+
+
+def _missing(base: Result | None) -> str | None:
+    """Why there is nothing to hold a speed against; None where the reason is another."""
+    if base is None:
+        return "is not in this run"
+    if base.status != FINISHED:
+        return _STATES.get(base.status or "", f"is {base.status or 'of unknown status'}")
+    if base.emulated:
+        return "is emulated"
+    return None if base.tokens_per_second_per_gpu else "has no measured step"
 
 
 def _losses(results: RunResults) -> Iterator[str]:
@@ -65,6 +124,9 @@ def _losses(results: RunResults) -> Iterator[str]:
         (CANNOT_TELL, "cannot be told from this run"),
     ):
         names = [cell.name for cell in results.cells if _verdict(cell) == verdict]
+        bases = {results.settings[name].baseline for name in names}
+        if len(bases) > 1:
+            words = words.replace("the baseline's", "that of its own baseline")
         if names:
             yield f"Loss of {_list(names)}: {words}."
 
@@ -76,12 +138,12 @@ def _verdict(cell: Result) -> str | None:
     return min(found, key=order.index) if found else None
 
 
-def _overlap(one: Result, other: Result) -> bool:
-    if one.speed is None or other.speed is None:
+def _may_be_as_fast(first: Result, other: Result) -> bool:
+    if first.speed is None or other.speed is None:
         return False
-    if one.speed.low is None or other.speed.high is None:
+    if first.speed.low is None or other.speed.high is None:
         return True
-    return one.speed.low <= other.speed.high
+    return first.speed.low <= other.speed.high
 
 
 def _at(cell: Result) -> str:
