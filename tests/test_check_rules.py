@@ -26,6 +26,7 @@ MICROBATCH = f"{P}.pipeline_parallel_microbatch_size"
 PER_STAGE = f"{P}.pipeline_parallel_layers_per_stage"
 BATCH, GLOBAL, SEQ = "training.local_batch_size", "training.global_batch_size", "training.seq_len"
 KEPT, MODE = "activation_checkpoint.num_layers_kept", "activation_checkpoint.mode"
+SELECTED = "activation_checkpoint.selective_ac_option"
 BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
 B200 = "soperator-b200"
 
@@ -65,6 +66,10 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     (BIG, {KEPT: -1}, {}, KEPT, "found -1, allowed: 0 and up"),
     (BIG, {KEPT: 1, MODE: "none"}, {}, KEPT, "mode none recomputes no layer as a whole"),
     (BIG, {KEPT: 1, MODE: "memory_budget"}, {}, KEPT, "recomputes no layer as a whole"),
+    *(
+        (BIG, {SELECTED: word}, {}, SELECTED, f"found {word!r}, allowed: op, or n from 1 up")
+        for word in ("ops", "0", "00", "-1", "1.5", "2 ", "\u00b2", "")
+    ),
     (
         SMALL,
         {"model.flavor": "236B", EP: 40, PP: 1},
@@ -217,3 +222,17 @@ def test_what_the_hooks_do_needs_them(option: str, value: Any) -> None:
     assert option not in {one.option for one in judge(cell) if one.level == ERROR}
     bare = dataclasses.replace(cell, hooks="none")
     assert option in {one.option for one in judge(bare) if one.level == ERROR}
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [("ops", "did you mean 'op'?"), ("0", "set activation_checkpoint.mode=full"), ("x", "")],
+)
+def test_what_is_selected_is_told_with_its_remedy(word: str, remedy: str) -> None:
+    (finding,) = refusals(BIG, {SELECTED: word})
+    assert remedy in str(finding) if remedy else str(finding).endswith("every n-th layer")
+
+
+@pytest.mark.parametrize("word", ["op", "1", "2", "03", "61"])
+def test_operators_or_every_nth_layer_may_be_selected(word: str) -> None:
+    assert refusals(BIG, {SELECTED: word, MODE: "selective"}) == []

@@ -132,6 +132,12 @@ def test_the_best_may_be_none_but_not_fewer(
         ("parallelism.pipeline_parallel_degree", "0", "found 0, allowed: 1 and up"),
         ("parallelism.data_parallel_shard_degree", "-1,-2", "found -2, allowed: -1 or 1 and up"),
         (BATCH, "0,4", "found 0, allowed: 1 and up"),
+        (
+            "activation_checkpoint.selective_ac_option",
+            "2,0",
+            "found '0', allowed: op, or n from 1 up to recompute every n-th layer; "
+            "set activation_checkpoint.mode=full to recompute every layer",
+        ),
         ("activation_checkpoint.memory_budget", "0.5,2", "found 2.0, allowed: 0 to 1"),
     ],
 )

@@ -1,12 +1,34 @@
-"""What the options that recompute less refuse: operators that are saved, layers that are kept."""
+"""What the options that recompute less refuse: what is selected, operators that are saved, layers
+that are kept.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from cookbook.base.errors import nearest
 from cookbook.cells.cell import LAYERS_KEPT, SAVE_LIST, SAVED_OPERATORS, Cell
 from cookbook.cells.finding import ERROR, Finding
+from cookbook.cells.rules.references import TORCHTITAN
+
+_SELECTED = "activation_checkpoint.selective_ac_option"
+_REFERENCE = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
+
+
+def selected(cell: Cell) -> Iterator[Finding]:
+    """Operators, or every n-th layer: TorchTitan ends on any other word once the model is built.
+
+    Of 0 it recomputes every layer, which is called `full`.
+    """
+    chosen = cell.options[_SELECTED]
+    if chosen == "op" or re.fullmatch("0*[1-9][0-9]*", chosen):
+        return
+    remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
+    if chosen and not chosen.strip("0"):
+        remedy = "set activation_checkpoint.mode=full to recompute every layer"
+    reason = f"found {chosen!r}, allowed: op, or n from 1 up to recompute every n-th layer"
+    yield Finding(ERROR, "selected", _SELECTED, reason, remedy, _REFERENCE, is_input=True)
 
 
 def save_list(cell: Cell) -> Iterator[Finding]:

@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     values.dataset,
     values.kept_checkpoints,
     values.pinned_memory,
+    recomputation.selected,
     recomputation.save_list,
     recomputation.layers_kept,
     overlays.hardware,
@@ -61,5 +62,6 @@ def refusals(cell: Cell) -> list[Finding]:
 
 def wrong_value(cell: Cell, option: str) -> Finding | None:
     """What is wrong with the value of `option`, whatever the others are."""
-    found = [*impossible_findings(cell.options), *values.bounds(cell)]
+    alone = (values.bounds, recomputation.selected)
+    found = [*impossible_findings(cell.options), *(one for rule in alone for one in rule(cell))]
     return next((finding for finding in found if finding.option == option), None)
