@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES, ROOT, runs_folder
 from cookbook.cells.finding import WARNING, Finding
 from cookbook.cells.layout import Layout
-from cookbook.cells.names import check_name, find_file, reference
+from cookbook.cells.names import check_name, find_file, reference, word_of
 
 
 @pytest.mark.parametrize("name", ["a", "a" * 60, "0.b-c_D"])
@@ -61,3 +66,37 @@ def test_a_finding_names_option_reason_and_remedy() -> None:
     whole = Finding(WARNING, "rule", "training.steps", "is odd", "set another")
     assert str(whole) == "training.steps: is odd; set another"
     assert str(Finding(WARNING, "rule", "", "is odd")) == "is odd"
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (16, "16"),
+        (-1, "_1"),
+        (1e-05, "1e_05"),
+        (True, "True"),
+        (None, "None"),
+        ("flash_attention_4", "flash_attention_4"),
+        (["mm", "attention"], "mm+attention"),
+        ([], ""),
+    ],
+)
+def test_a_plain_value_is_its_own_word(value: Any, word: str) -> None:
+    assert word_of(value) == word
+
+
+TEXT = st.text("ab+-_/ .ä", min_size=1, max_size=3)
+VALUES = (
+    TEXT,
+    st.lists(TEXT, max_size=3),
+    st.lists(st.lists(TEXT, min_size=1, max_size=2), max_size=3),
+    st.lists(st.sampled_from(["layers.1", "layers.10", "norm"]), max_size=30),
+)
+
+
+@given(st.one_of(*(st.tuples(values, values) for values in VALUES)))
+def test_two_values_have_two_words_that_files_and_jobs_may_have(pair: tuple[Any, Any]) -> None:
+    one, other = pair
+    for value in pair:
+        assert re.fullmatch(r"[A-Za-z0-9_.+]{0,49}", word_of(value)), value
+    assert (word_of(one) == word_of(other)) is (json.dumps(one) == json.dumps(other))

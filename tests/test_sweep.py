@@ -93,6 +93,18 @@ def test_axes_multiply_and_share_a_baseline_where_they_differ_in_nothing_else(
         assert cell.baseline.startswith("debug-bf16-standard-")
 
 
+def test_cells_are_named_after_lists_too_and_those_in_lists(tmp_path: Path) -> None:
+    """Two splits of the same modules are two cells, whose names a folder and a job may have."""
+    splits = "[[[tok_embeddings, layers.0], [norm, output]], [[tok_embeddings], [layers.0, norm]]]"
+    text = f"vary: {{parallelism.module_fqns_per_model_part: {splits}, model.converters: [[], []]}}"
+    with pytest.raises(InputError, match="two of its cells are called"):
+        _expand(tmp_path, HEAD + text + "\n")
+    cells = _expand(tmp_path, HEAD + text.partition(", model.conv")[0] + "}\n")
+    names = [cell.name for cell in cells]
+    start = "debug-bf16-standard-module_fqns_per_model_part_tok_embeddings+layers.0+norm"
+    assert len(set(names)) == 2 and all(name.startswith(start) for name in names)
+
+
 def test_the_command_line_holds_an_axis_to_one_value(tmp_path: Path) -> None:
     text = HEAD + "precision: [bf16, mxfp8]\nvary: {training.steps: [1, 2], optimizer.lr: [0.1]}\n"
     cells = _expand(tmp_path, text, _request("training.steps=9"))

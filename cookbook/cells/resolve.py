@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 from cookbook.base.errors import InputError
 from cookbook.cells.cell import Cell
 from cookbook.cells.cluster import Cluster
 from cookbook.cells.layout import DEGREES
+from cookbook.cells.names import word_of
 from cookbook.cells.overlay import Overlay
 from cookbook.cells.recipe import Recipe, load_recipe
 from cookbook.cells.rules.refusals import refusals
@@ -151,13 +151,6 @@ def _is_emulated(precision: Overlay, cluster: Cluster) -> bool:
     return bool(needed and not has_it and cluster.emulate and precision.emulated is not None)
 
 
-def _suffix(varied: Settings) -> Iterable[str]:
-    """`local_batch_size_16` for each varied option; only letters that a file and a job may have."""
-    for name, setting in varied.items():
-        key, value = name.rpartition(".")[2], setting.value
-        text = f"{key}_{'+'.join(value) if isinstance(value, list) else value}"
-        yield "".join(letter if _is_plain(letter) else "_" for letter in text)
-
-
-def _is_plain(letter: str) -> bool:
-    return letter.isascii() and (letter.isalnum() or letter in "_.+")
+def _suffix(varied: Settings) -> list[str]:
+    """`local_batch_size_16` for each varied option."""
+    return [f"{name.rpartition('.')[2]}_{word_of(one.value)}" for name, one in varied.items()]
