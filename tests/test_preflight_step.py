@@ -117,7 +117,7 @@ def test_the_time_of_a_step_begins_with_its_first_task(
     end = run_step(["worker-0"], ["true"], 0.7, lambda line, at: None)
     assert not end.is_late and end.seconds < 0.7
     monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
-    srun("echo 'srun: Job 7 step creation retrying (Requested nodes are busy)' >&2; exec sleep 60")
+    srun("echo 'srun: Job 7 step creation retrying (Requested nodes are busy)' >&2; exec sleep 30")
     with pytest.raises(JobError, match=r"none in 0 s \(srun: Job 7 .* are busy\)"):
         run_step(["worker-0"], ["true"], 20.0, lambda line, at: None)
 
@@ -154,11 +154,11 @@ def test_what_slurm_does_not_say_is_not_that_nothing_is_drained(
 
 
 def test_a_step_that_takes_too_long_is_ended(srun: Callable[[str], Path]) -> None:
-    srun("echo one; exec sleep 60")
+    srun("echo one; exec sleep 30")
     end = run_step(["worker-0"], [sys.executable], 0.3, lambda line, at: None)
     assert end.is_late and end.not_launched == {}
     seen: list[str] = []
     end = run_step(
-        ["worker-0"], ["true"], 50.0, lambda line, at: seen.append(line), lambda: bool(seen)
+        ["worker-0"], ["true"], 25.0, lambda line, at: seen.append(line), lambda: bool(seen)
     )
     assert not end.is_late and seen == ["one\n"]

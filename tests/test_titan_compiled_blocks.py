@@ -38,12 +38,16 @@ def train_and_look(argv: list[str]) -> dict[str, Any]:
 
 def test_a_job_trains_the_same_and_compiles_once(tmp_path: Path) -> None:
     write_assets(tmp_path)
-    eager, kept, recomputed = (
-        run_ranks(train_and_look, 2, job(tmp_path, tmp_path / str(number), *words), seconds=200)[0]
-        for number, words in enumerate([EP2, (*EP2, *COMPILED), (*EP2, *SAVE, *COMPILED)])
-    )
+
+    def run_of(name: str, *words: str) -> dict[str, Any]:
+        argv = job(tmp_path, tmp_path / name, *EP2, *words)
+        found: dict[str, Any] = run_ranks(train_and_look, 2, argv, seconds=200)[0]
+        return found
+
+    eager = run_of("eager")
     assert eager["blocks"] == 0
-    for run in (kept, recomputed):
+    for name, words in (("kept", COMPILED), ("recomputed", (*SAVE, *COMPILED))):
+        run = run_of(name, *words)
         # The first layer has no experts.
         assert run["blocks"] == NUM_LAYERS - 1
         assert run["compiled"]["_before_experts"] == 1, run["compiled"]
