@@ -131,8 +131,16 @@ def test_a_requeued_job_goes_on_with_the_cells_that_are_left(
     run = started(cell, 'touch "$CELL_DIR/began-$SLURM_RESTART_COUNT"\n', WAITS, WAITS)
     until(began(run, 1))
     (run.cells[1].path / "began").unlink()
-    slurm.requeue(job_of(run))
-    until(began(run, 1), 90)
+    slurm.run("scontrol", "requeue", job_of(run))
+    seen: set[str] = set()
+
+    def goes_on() -> bool:
+        seen.update(states(run)[1:])
+        return began(run, 1)()
+
+    until(goes_on, 90)
+    # At no moment is one of them over: who watches would take leave.
+    assert seen == {"running", "queued"}
     assert states(run) == ["finished", "running", "queued"]
     for number in (1, 2):
         go(run, number)

@@ -24,7 +24,7 @@ from cookbook.job.leftovers import end_left_step
 from cookbook.job.restarts import GO_ON, Action, Decision, decide
 from cookbook.job.room import blame_full_disk, has_room, say
 from cookbook.job.step_clock import Patience
-from cookbook.job.stop import restarts
+from cookbook.job.stop import restarts, stopped_as
 from cookbook.log.history import usual_step_time
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
@@ -84,16 +84,30 @@ class Supervisor:
     def supervise(self) -> None:
         """Run the cells."""
         self._note_job()
-        failed = []
+        failed, began = [], time.time()
         for cell in [CellFolder(Path(folder)) for folder in self.folders]:
             if read_status(cell).state in (FINISHED, REFUSED):
                 continue
             if self.signal_number:
-                write_status(cell, Status(CANCELLED, reason="cancelled before it started"))
+                self._pass_over(cell, began)
             elif not self._run_cell(cell):
                 failed.append(cell.name)
         if failed:
             raise JobError(f"failed: {', '.join(failed)}")
+
+    def _pass_over(self, cell: CellFolder, began: float) -> None:
+        """Write why a cell does not get its turn in this job, which was told to stop."""
+        state, why = stopped_as(signal.Signals(self.signal_number).name, began)
+        if state == QUEUED:
+            # Slurm starts the job again, and the cell has its turn then.
+            return
+        reason = "cancelled before it started"
+        if state != CANCELLED:
+            reason = f"the allocation ended before its turn ({why})"
+        last = read_status(cell)
+        write_status(
+            cell, replace(last, state=CANCELLED, reason=reason, exit_code=None, restarts=restarts())
+        )
 
     def _note_job(self) -> None:
         """Note the job where its submitter was killed before it could."""

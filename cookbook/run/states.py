@@ -17,8 +17,6 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.processes import local_job_lives, run_processes, stop_processes, trains
 from cookbook.run.run import Run
 from cookbook.run.status import (
-    CANCELLED,
-    ENDED,
     FAILED,
     FINISHED,
     OPEN,
@@ -36,8 +34,7 @@ from cookbook.run.status import (
     write_job,
 )
 from cookbook.run.submitting import is_submitting
-
-_COMPLETING = "Slurm: COMPLETING"
+from cookbook.run.verdict import COMPLETING, by_slurm, in_turn
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class CellState:
     @property
     def is_ending(self) -> bool:
         """Whether the job has said how it ended, and Slurm has yet to see it."""
-        return self.state == RUNNING and self.reason == _COMPLETING
+        return self.state == RUNNING and self.reason == COMPLETING
 
     @property
     def has_ended(self) -> bool:
@@ -166,7 +163,7 @@ def _slurm_state(
         with contextlib.suppress(OSError):
             write_end(cell, End(job.job_id, info.restarts, info.state, info.reason))
     if info is not None:
-        judge = _in_turn if job.job_id in shared else _by_slurm
+        judge = in_turn if job.job_id in shared else by_slurm
         return _state(cell, *judge(status, info), status, job)
     if silence is not None:
         words = f"Slurm does not answer ({silence}); this is the job's own last word"
@@ -195,39 +192,6 @@ def _kept(cell: CellFolder, job: Job, status: Status) -> slurm.JobInfo | None:
 
 def _is_same_end(info: slurm.JobInfo, kept: slurm.JobInfo) -> bool:
     return info.state == kept.state and info.restarts <= kept.restarts
-
-
-def _by_slurm(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """The state and its reason; what the job wrote before it was requeued is of no account."""
-    said = status if info.restarts <= status.restarts else replace(status, state=QUEUED)
-    if info.state in slurm.WAITING:
-        return QUEUED, info.reason
-    if info.state == "COMPLETING" and said is not status:
-        return QUEUED, "requeued"
-    if info.state in slurm.ACTIVE:
-        # An end is one when Slurm has seen it too: until then the job may be requeued.
-        if info.state in slurm.HALTED:
-            return RUNNING, f"suspended (Slurm: {info.state}): its processes stand still"
-        return RUNNING, _COMPLETING if said.state in ENDED else None
-    if info.state in slurm.STOPPED:
-        return CANCELLED, None
-    if info.state in slurm.SUCCEEDED:
-        # The script's exit status is the job's: its last word may only not have been written.
-        return FINISHED, None
-    if said.state == FAILED and info.state == "FAILED" and said.reason:
-        return FAILED, said.reason
-    # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows better than the job why it was ended.
-    return FAILED, " ".join(["Slurm:", info.state, info.reason]).strip()
-
-
-def _in_turn(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
-    """The state of a cell whose job also runs others: what the job wrote of it, if it is over."""
-    said = status if info.restarts <= status.restarts else replace(status, state=QUEUED)
-    if said.state in ENDED:
-        return said.state, said.reason
-    if said.state == QUEUED and info.state in slurm.ACTIVE:
-        return QUEUED, "waits for its turn in the allocation"
-    return _by_slurm(status, info)
 
 
 def _local_state(run: Run, cell: CellFolder, status: Status, job: Job | None) -> CellState:
