@@ -251,7 +251,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ci", action="store_true", help="only those that CI runs")
     parser.add_argument("--only", default="", help="those whose `what` or file holds this")
-    parser.add_argument("--jobs", type=int, default=2)
+    # Tests wait, for processes and times: two jobs leave two cores idle now and then.
+    parser.add_argument("--jobs", type=int, default=3)
     options = parser.parse_args(words)
     listed = read_list()
     chosen = [
