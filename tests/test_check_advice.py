@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.check_cells import cell_of
 
 BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
 TP, EP = (f"parallelism.{word}_parallel_degree" for word in ("tensor", "expert"))
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
 NUM_SMS = "comm.num_sms"
 BATCH, STEPS = "training.local_batch_size", "training.steps"
 BALANCE = "debug.moe_force_load_balance"
@@ -168,3 +170,26 @@ def test_replicas_without_shards_are_told_of(
     assert not [one for one in found if one.rule == "layout"], found
     said = [one.reason for one in found if one.rule == "replicas_are_summed"]
     assert len(said) == bool(words) and all(words in reason for reason in said)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "hooks", "told"),
+    [
+        ("DualPipeV", {}, "none", True),
+        ("zbvzerobubble", {}, "none", True),
+        ("zbvzerobubble", {"metrics.enable_tensorboard": False}, "none", False),
+        ("DualPipeV", {"metrics.save_for_all_ranks": True}, "none", False),
+        # TorchTitan knows this name.
+        ("ZBVZeroBubble", {}, "none", False),
+        ("1F1B", {}, "none", False),
+        ("DualPipeV", {}, None, False),
+    ],
+)
+def test_a_loss_that_is_written_nowhere_is_told_of(
+    schedule: str, changes: dict[str, Any], hooks: str | None, told: bool
+) -> None:
+    options = {SCHEDULE: schedule, "compile.components": ["loss"], **changes}
+    cell = cell_of(BIG, options)
+    cell = dataclasses.replace(cell, hooks=hooks) if hooks else cell
+    found = [one for one in judge(cell) if one.rule == "loss_is_logged"]
+    assert [(one.level, one.option) for one in found] == [(WARNING, SCHEDULE)] * told

@@ -178,6 +178,7 @@ def test_one_step_is_warm_up_only(run: Run) -> None:
         (32, 8, {PP: 1}, 0),
         (32, 8, {}, 0),
         (32, 8, {PP: 2, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}, 0),
+        (32, 8, {PP: 2, "parallelism.pipeline_parallel_schedule": "dualpipev"}, 0),
         (32, 8, {PP: 2, "parallelism.pipeline_parallel_schedule": "1F1B"}, 128),
         (None, None, None, 0),
     ],

@@ -97,5 +97,5 @@ def test_without_tp_nothing_is_summed(
     monkeypatch.setattr(parallelize, "apply_moe_ep_tp", lambda *_, **__: None)
     layer = moe_layer(True, False)
     model: Any = SimpleNamespace(layers={"0": SimpleNamespace(moe=layer, moe_enabled=True)})
-    apply_moe_ep_tp(Precisions(False, False), model, ep_mesh=object())  # type: ignore[arg-type]
+    apply_moe_ep_tp(Precisions(False, False), model, ep_mesh=object())
     assert not layer.router._forward_hooks and not corrections

@@ -60,7 +60,6 @@ def gathered(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_rank_has_a_say_in_what_is_active(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import torchtitan.components.metrics as metrics
 
     from cookbook.titan.stack_2026_02 import first_step
     from cookbook.titan.stack_2026_02.attention import AttentionActivity
@@ -84,7 +83,7 @@ def test_every_rank_has_a_say_in_what_is_active(
         ),
     ]
     gathered(views, monkeypatch)
-    monkeypatch.setattr(metrics, "_get_metrics_rank", lambda *_: 0)
+    monkeypatch.setattr(first_step, "metrics_rank", lambda *_: 0)
     monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
     report: Any = first_step.FirstStepReport.__new__(first_step.FirstStepReport)
     report.job_config, report.parallel_dims = job(precision="mine"), None

@@ -16,6 +16,7 @@ RULES: tuple[Rule, ...] = (
     advice_run.fewer_nodes,
     advice_kernels.router_gradient,
     advice_run.pipeline_bubble,
+    advice_run.loss_is_logged,
     advice_run.checkpoints_resume,
     advice_run.balance_is_real,
     advice_run.parameters_are_sharded,

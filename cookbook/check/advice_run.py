@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cookbook.base.pipelines import is_v_shaped
 from cookbook.cells.cell import Cell
 from cookbook.cells.finding import HINT, WARNING, Finding
 from cookbook.cells.layout import DEGREES
@@ -68,6 +69,27 @@ def pipeline_bubble(cell: Cell) -> Iterator[Finding]:
             "bubble (less with an interleaved schedule)"
         )
         yield finding(HINT, reason, "raise it where memory allows")
+
+
+def loss_is_logged(cell: Cell) -> Iterator[Finding]:
+    """Released TorchTitan knows of one V-shaped schedule, spelt in one way, where its loss is."""
+    options, hooks = cell.options, cell.options.stack.hooks
+    option = "parallelism.pipeline_parallel_schedule"
+    schedule = options[option]
+    is_written = options["metrics.enable_tensorboard"] or options["metrics.enable_wandb"]
+    if cell.hooks == hooks or not is_written or options["metrics.save_for_all_ranks"]:
+        return
+    if cell.layout.pp > 1 and is_v_shaped(schedule) and schedule != "ZBVZeroBubble":
+        yield Finding(
+            WARNING,
+            "loss_is_logged",
+            option,
+            f"without the cookbook's hooks TensorBoard and Weights & Biases get no loss: "
+            f"TorchTitan writes that of the last pipeline rank, and {schedule} has it on the first",
+            f"leave experimental.custom_import alone, or import {hooks} in "
+            f"{cell.hooks or 'a module'!r}, or set metrics.save_for_all_ranks",
+            f"{TORCHTITAN}/components/metrics.py",
+        )
 
 
 def checkpoints_resume(cell: Cell) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import yaml
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
+from cookbook.base.pipelines import loss_rank
 from cookbook.base.schema import Unchecked, Words, fill, from_zero
 from cookbook.base.yamlfile import read_yaml
 
@@ -83,9 +84,8 @@ class CellRecord:
         """The global rank that prints the real loss: the first of the last pipeline stage."""
         newest = self.newest
         degree = newest._count("parallelism.pipeline_parallel_degree") or 1
-        # This schedule's last stage is on the rank that has the first one.
-        v_shaped = newest.options.get("parallelism.pipeline_parallel_schedule") == "ZBVZeroBubble"
-        return 0 if v_shaped else newest.world // degree * (degree - 1)
+        schedule = str(newest.options.get("parallelism.pipeline_parallel_schedule", ""))
+        return loss_rank(schedule, degree, newest.world)
 
     @property
     def tokens_per_step_per_gpu(self) -> float | None:

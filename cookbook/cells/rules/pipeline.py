@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from cookbook.base.pipelines import is_v_shaped
 from cookbook.cells.cell import Cell
 from cookbook.cells.finding import ERROR, Finding
 from cookbook.cells.rules.references import PIPELINING, TORCHTITAN
@@ -65,7 +66,7 @@ def two_stages(cell: Cell) -> Iterator[Finding]:
     """V-shaped schedules need two stages on each rank."""
     ranks, per_stage = cell.layout.pp, cell.options[_PER_STAGE]
     schedule, model = cell.options[_SCHEDULE], cell.options.model
-    if ranks == 1 or schedule.lower() not in ("zbvzerobubble", "dualpipev"):
+    if ranks == 1 or not is_v_shaped(schedule):
         return
     if not per_stage or model is None:
         return

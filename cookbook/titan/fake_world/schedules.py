@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from cookbook.base.pipelines import stages_of
 from cookbook.titan.fake_world.in_flight import in_flight
 
 _KINDS = {
@@ -25,20 +26,13 @@ _KINDS = {
     "BACKWARD_INPUT": "I",
     "BACKWARD_WEIGHT": "W",
 }
-_V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
 def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dict[str, Any]:
     """The actions of a schedule of `ranks` pipeline ranks with `per_rank` stages each."""
     schedule_class: Any = get_schedule_class(name)
     num_stages = ranks * per_rank
-    is_v = schedule_class.__name__ in _V_SHAPED
-
-    def stages_of(rank: int) -> list[int]:
-        if is_v:
-            return [rank, num_stages - 1 - rank]
-        return [rank + turn * ranks for turn in range(per_rank)]
-
+    of_ranks = [stages_of(name, rank, ranks, per_rank) for rank in range(ranks)]
     stages = [
         SimpleNamespace(
             stage_index=index,
@@ -50,7 +44,7 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
             has_backward=True,
             submod=torch.nn.Identity(),
         )
-        for index in stages_of(0)
+        for index in of_ranks[0]
     ]
     is_single = issubclass(schedule_class, PipelineScheduleSingle)
     if is_single:
@@ -60,8 +54,8 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
         schedule_class._prepare_schedule_with_comms = lambda self, actions, format="": None
         order = schedule_class(stages, n_microbatches=microbatches).pipeline_order
     return {
-        "stages": [stages_of(rank) for rank in range(ranks)],
-        "in_flight": [in_flight(order[rank], stages_of(rank)) for rank in range(ranks)],
+        "stages": of_ranks,
+        "in_flight": [in_flight(order[rank], of_ranks[rank]) for rank in range(ranks)],
         "actions": [rank_actions(order[rank], is_single) for rank in range(ranks)],
     }
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torchtitan.components.metrics as metrics
@@ -23,6 +24,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import driver_version
+from cookbook.base.pipelines import loss_rank
 from cookbook.titan.any_stack.stall import StallAlarm
 from cookbook.titan.stack_2026_02 import activity
 from cookbook.titan.stack_2026_02.activity import ModelActivity, words
@@ -120,7 +122,7 @@ class FirstStepReport(metrics.MetricsProcessor):
             self._told_at = now
 
     def _is_metrics_rank(self) -> bool:
-        rank = metrics._get_metrics_rank(self.parallel_dims, self.job_config)
+        rank = metrics_rank(self.parallel_dims, self.job_config)
         return bool(torch.distributed.get_rank() == rank)
 
     def _set_alarm(self, is_last: bool) -> None:
@@ -182,6 +184,16 @@ class FirstStepReport(metrics.MetricsProcessor):
         )
 
 
+def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
+    """The rank that knows the loss, and so reports.
+
+    TorchTitan knows of one V-shaped schedule, spelt in one way; of the others it would take a rank
+    whose loss is negative, for TensorBoard and Weights & Biases.
+    """
+    schedule = job_config.parallelism.pipeline_parallel_schedule
+    return loss_rank(schedule, parallel_dims.pp, parallel_dims.world_size)
+
+
 def build_metrics_processor(
     job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
 ) -> FirstStepReport:
@@ -191,7 +203,9 @@ def build_metrics_processor(
     proved as the job will call it.
     """
     found = check_kernels(job_config, parallel_dims, model_args)
-    report = FirstStepReport(job_config, parallel_dims, tag)
+    # No door: TorchTitan chooses the rank by a function of this name.
+    with patch.object(metrics, "_get_metrics_rank", metrics_rank):
+        report = FirstStepReport(job_config, parallel_dims, tag)
     report.self_check = found
     report.model_args = model_args
     return report
