@@ -80,7 +80,8 @@ def _fork_ranks_from_here() -> None:
     def fork(program: object, words: object, descriptors: list[int]) -> int:
         child = os.fork()
         if not child:
-            forkserver.main(*descriptors, preload=[])
+            listener, alive = descriptors
+            forkserver.main(listener, alive, [])
             os._exit(0)
         return child
 
