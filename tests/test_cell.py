@@ -215,7 +215,7 @@ def test_names_of_varied_cells_are_safe_for_files_and_jobs() -> None:
     }
     base = _cell()
     cell = resolve_cell(base.recipe, base.precision, base.ep_backend, base.cluster, varied=varied)
-    assert cell.name.startswith("671b-bf16-standard-converters_quantize.grouped_mm.mx+a_b-")
+    assert cell.name.startswith("671b-bf16-standard-converters_quantize.grouped_mm.mx+a_b_")
     assert set(cell.name) <= set(
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.+-"
     )

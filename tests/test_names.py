@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
@@ -95,6 +95,9 @@ VALUES = (
 
 
 @given(st.one_of(*(st.tuples(values, values) for values in VALUES)))
+@example((["a+b"], ["a", "b"]))
+@example(([["a"], ["b"]], [["a", "b"]]))
+@example((["layers.1"] * 20, ["layers.1"] * 21))
 def test_two_values_have_two_words_that_files_and_jobs_may_have(pair: tuple[Any, Any]) -> None:
     one, other = pair
     for value in pair:
