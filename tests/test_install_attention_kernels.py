@@ -102,7 +102,7 @@ def test_what_was_made_from_something_else_or_is_not_whole_is_compiled_anew(
         case "packages":
             monkeypatch.setattr(attention_kernels, "flash_attention_pins", list)
         case "python":
-            monkeypatch.setattr("platform.python_version", lambda: "3.12.1")
+            monkeypatch.setattr("platform.python_version", lambda: "4.0.0")
     assert main([]) == 0 and len(machine.asked) == 2
     assert main([]) == 0 and len(machine.asked) == 2
 

@@ -57,7 +57,10 @@ CELLS["nasty"] = replace(
 SCRIPTS = {name: render_script(cell) for name, cell in CELLS.items()} | CHECKED_IN
 PAIRS = [(precision, backend) for precision in PRECISIONS for backend in EP_BACKENDS]
 # Options whose values the rules look at.
-JUDGED = {"model.name", "model.flavor", "training.dataset"}
+JUDGED = {
+    *("model.name", "model.flavor", "training.dataset"),
+    "activation_checkpoint.selective_ac_option",
+}
 # How the end of a script that ran to its end is noted.
 SUCCESS = ["--exit-status=0", "--signal="]
 # What differs between two runs of bash, whatever the script.
