@@ -132,21 +132,24 @@ def test_told_to_stop_it_ends_at_a_checkpoint_and_goes_on_in_the_same_folder(
 @pytest.mark.parametrize(
     ("saved", "state", "attempts"),
     [
-        pytest.param(True, "COMPLETED", ["train", "end"], id="checkpoint"),
-        pytest.param(False, "RUNNING", ["train"], id="no-checkpoint"),
+        pytest.param("step-1/.metadata", "COMPLETED", ["train", "end"], id="checkpoint"),
+        pytest.param("step-1/__0_0.distcp", "RUNNING", ["train"], id="half-written"),
+        pytest.param(None, "RUNNING", ["train"], id="no-checkpoint"),
     ],
 )
 def test_a_step_that_takes_too_long_is_requeued_where_a_checkpoint_is(
-    by_hand: ByHand, saved: bool, state: str, attempts: list[str]
+    by_hand: ByHand, saved: str | None, state: str, attempts: list[str]
 ) -> None:
     text = (by_hand.checkout / "train_16b.sh").read_text()
-    assert text.count("(sleep 225 && kill -0 $$ && scontrol requeue") == 1
+    assert text.count("(sleep 225 && kill -0 $$ && ") == 1
     script = by_hand.checkout / "impatient.sh"
     script.write_text(text.replace("sleep 225", "sleep 1"))
     job = by_hand.submit("train end", script=script)
     by_hand.until_attempts(["train"])
     if saved:
-        (by_hand.cell / "checkpoint" / "step-1").mkdir(parents=True)
+        file = by_hand.cell / "checkpoint" / saved
+        file.parent.mkdir(parents=True)
+        file.touch()
     by_hand.slurm.run("scancel", "--batch", "--signal=USR1", job)
     # What must not be requeued has had the time for it.
     time.sleep(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -231,6 +232,7 @@ def test_a_cache_that_cannot_be_written_costs_the_kernels_and_no_job(
 ) -> None:
     folder = compiled_here(tmp_path / "compiled")
     (tmp_path / "cache").touch()
-    assert kernel_cache.take_over(folder, tmp_path / "cache") == 0
+    with caplog.at_level(logging.WARNING):
+        assert kernel_cache.take_over(folder, tmp_path / "cache") == 0
     assert "are not used" in caplog.text and "they are compiled here" in caplog.text
     assert kernel_cache.take_over(tmp_path / "none", tmp_path / "cache") == 0
