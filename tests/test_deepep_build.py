@@ -52,7 +52,7 @@ class Site:
     record: Path
 
     def setup(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.checkout.setup("--no-tokenizers", *options)
+        return self.checkout.setup("--no-tokenizers", "--no-flash-attention", *options)
 
     def recorded(self) -> dict[str, str]:
         found: dict[str, str] = json.loads(self.record.read_text())
