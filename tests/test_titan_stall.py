@@ -209,13 +209,11 @@ def test_steps_that_are_not_logged_are_told_once_in_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The supervisor takes a silent log for a hang, until it knows how long a step takes."""
-    import torchtitan.components.metrics as metrics
-
     from cookbook.titan.stack_2026_02 import first_step
 
     now = [5000.0]
     monkeypatch.setattr(first_step, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(metrics, "_get_metrics_rank", lambda *_: 0)
+    monkeypatch.setattr(first_step, "metrics_rank", lambda *_: 0)
     ranks = iter([0] * 6 + [1] * 6)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: next(ranks))
     monkeypatch.delenv("COOKBOOK_ATTEMPT_DIR", raising=False)
