@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cookbook.cells.cluster import load_cluster
 from cookbook.cells.recipe import load_recipe
 from cookbook.script.launcher import render_launcher
 from tests.script_job import NOTES_WORDS, Job
@@ -133,7 +134,8 @@ def test_a_head_node_whose_address_comes_late_is_waited_for(job: Job, late: str)
 
 def test_a_launcher_finds_the_cookbook_though_slurm_answers_late(job: Job) -> None:
     launcher = job.root / "train_16b.sh"
-    launcher.write_text((ROOT / "train_16b.sh").read_text())
+    recipe, cluster = load_recipe("deepseek_v3_16b"), load_cluster("soperator-b200")
+    launcher.write_text(render_launcher(recipe, cluster, launcher.name))
     job.runner.replace("sleep", "exit 0\n")
     fails = 'echo x >>"${RECORDS}/squeue"\n(($(wc -l <"${RECORDS}/squeue") > 3)) || exit 1\n'
     job.runner.replace("squeue", f"{fails}echo {launcher}\n")
