@@ -1,13 +1,14 @@
 """Compares gradients and parameters of cells with those of one rank, also with known faults put in.
 
-    python -m bench.gradients OUT [--parts corrected,faults] [--only REGEX] [--jobs 1]
+    python -m bench.gradients OUT [--parts corrected,faults] [--only REGEX] [--jobs 1] [--share]
 
-The same command on 4 GPUs, with torchrun, and on a CPU, with gloo and the tests' stand-in for
-DeepEP. Each run is one training of real TorchTitan, in float32 but for what the precision
-quantizes; on GPUs, cells with DeepEP are in BF16, the only type that it sends. OUT/results.json is
-written anew after each run, and what it has already is not run again; OUT/references holds tensors,
-0.1 GB a reference. `docs/numerics/gradients.json` is that file. Ends with status 1 where a
-corrected cell differs or a fault is not seen.
+The same command on 4 GPUs, or on fewer that ranks `--share` (under CUDA's Multi-Process Service:
+`bench.shared_gpus`), with torchrun, and on a CPU, with gloo and the tests' stand-in for DeepEP.
+Each run is one training of real TorchTitan, in float32 but for what the precision quantizes; on
+GPUs, cells with DeepEP are in BF16, the only type that it sends. OUT/results.json is written anew
+after each run, and what it has already is not run again; OUT/references holds tensors, 0.1 GB a
+reference. `docs/numerics/gradients.json` is that file. Ends with status 1 where a corrected cell
+differs or a fault is not seen.
 """
 
 from __future__ import annotations
@@ -41,10 +42,15 @@ _SCALED = Case("bf16", "deepep", "tp2-ep4", scale=("layers.1.moe.router.gate.wei
 
 
 class Comparison:
-    """Runs cases and their references, and keeps what is found in one file."""
+    """Runs cases and their references, and keeps what is found in one file.
 
-    def __init__(self, out: Path, gpu: Gpu | None) -> None:
-        self.out, self.gpu = out, gpu
+    Args:
+        gpu: the machine's; none to run on the CPU.
+        shares: a GPU has several ranks.
+    """
+
+    def __init__(self, out: Path, gpu: Gpu | None, shares: bool = False) -> None:
+        self.out, self.gpu, self.shares = out, gpu, shares
         self.path = out / "results.json"
         self.results: dict[str, Result] = {}
         if self.path.exists():
@@ -101,6 +107,7 @@ class Comparison:
             seconds=_LIMIT,
             environment={"COMPARED": json.dumps(compared)},
             module="bench.compared_training",
+            shares=self.shares,
         )
 
     def _note(self, case: Case, outcome: Outcome) -> None:
@@ -188,19 +195,22 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--only", default="", help="regular expression of names")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on GPUs")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="GPUs where 4 are here")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="GPUs where enough are here")
+    parser.add_argument("--share", action="store_true", help="one GPU is enough, for all ranks")
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts {','.join(sorted(unknown))}: allowed: {', '.join(PARTS)}")
     gpus = [] if options.device == "cpu" else visible_gpus()
-    if options.device == "cuda" and len(gpus) < RANKS:
-        parser.error(f"{RANKS} GPUs are needed, found {len(gpus)}; try --device cpu")
-    gpu = gpus[0] if len(gpus) >= RANKS else None
+    needed = 1 if options.share else RANKS
+    if options.device == "cuda" and len(gpus) < needed:
+        ways = "--device cpu" if options.share else "--share or --device cpu"
+        parser.error(f"{needed} GPUs are needed, found {len(gpus)}; try {ways}")
+    gpu = gpus[0] if len(gpus) >= needed else None
     out = options.out.resolve()
     if not is_made(out / "assets"):
         make_corpus(out / "assets")
-    comparison = Comparison(out, gpu)
+    comparison = Comparison(out, gpu, shares=len(gpus) < RANKS)
     known = [case for case in fault_cases() if not case.torch or is_torch(case.torch)]
     cases = corrected_cases() if "corrected" in parts else []
     cases += known if "faults" in parts else []

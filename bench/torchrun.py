@@ -43,6 +43,7 @@ class Job:
         environment: variables over the cell's own.
         released: TorchTitan as it is, without the cookbook's hooks (GPU only).
         module: what trains, with TorchTitan's words.
+        shares: its ranks share the GPUs that are visible (`bench.shared_gpus`).
     """
 
     cell: Cell
@@ -52,17 +53,19 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     released: bool = False
     module: str = "torchtitan.train"
+    shares: bool = False
 
 
 def torchrun_command(job: Job, attempt: Attempt) -> list[str]:
     """torchrun for one node; every rank's log is kept, and that of the loss is shown."""
     record = job.cell.record()
     words = released_argv(job.cell) if job.released else train_argv(job.cell)
+    module = ["bench.shared_gpus", job.module] if job.shares else [job.module]
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--role=rank"),
         *(f"--nproc-per-node={job.cell.world}", f"--log-dir={attempt.path / 'ranks'}"),
         *("--redirects=3", "--tee=3", f"--local-ranks-filter={record.loss_rank}"),
-        *("-m", job.module, *words, f"--job.dump_folder={attempt.path}"),
+        *("-m", *module, *words, f"--job.dump_folder={attempt.path}"),
     ]
 
 

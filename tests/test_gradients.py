@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,9 @@ from bench.gradient_table import (
     worst,
 )
 from bench.gradients import in_order, thinned
+from bench.torchrun import Job, torchrun_command
 from cookbook.base.paths import ROOT
+from cookbook.run.folder import CellFolder
 
 DOCUMENT = json.loads((ROOT / "docs/numerics/gradients.json").read_text())
 RUNS: list[dict[str, Any]] = DOCUMENT["runs"]
@@ -103,6 +109,36 @@ def test_a_case_is_compiled_where_its_name_says_so() -> None:
         options = cell_of(case, None, ROOT).options
         assert options["compile.enable"] == ("compile" in case.variant), case.name
         assert ("model.attention" in options) == case.variant.startswith("fast"), case.name
+
+
+def test_ranks_that_share_gpus_see_one_each(tmp_path: Path) -> None:
+    """As many as there are, in turn; for NCCL each is a host of its own."""
+    said = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:], __name__]))"
+    (tmp_path / "said.py").write_text(said)
+    seen = []
+    for rank in range(4):
+        here = {"CUDA_VISIBLE_DEVICES": "5,3", "LOCAL_RANK": str(rank), "RANK": str(rank + 8)}
+        found = subprocess.run(
+            [sys.executable, "-m", "bench.shared_gpus", "said", "--job.dump_folder=x"],
+            cwd=ROOT,
+            env={**os.environ, **here, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            check=True,
+        )
+        variables, words, name = json.loads(found.stdout)
+        assert (words, name) == (["--job.dump_folder=x"], "__main__")
+        assert (variables["LOCAL_RANK"], variables["RANK"]) == ("0", str(rank + 8))
+        seen.append((variables["CUDA_VISIBLE_DEVICES"], variables["NCCL_HOSTID"]))
+    assert [gpu for gpu, _ in seen] == ["5", "3", "5", "3"]
+    assert len({host for _, host in seen}) == 4
+    alone = Job(cell_of(corrected_cases()[0], None, ROOT), tmp_path, tmp_path, module="said")
+    attempt = CellFolder(tmp_path).next_attempt()
+    for job, modules in (
+        (alone, ["said"]),
+        (replace(alone, shares=True), ["bench.shared_gpus", "said"]),
+    ):
+        command = " ".join(torchrun_command(job, attempt))
+        assert f" -m {' '.join(modules)} --" in command
 
 
 def test_corrected_cells_agree_and_every_fault_is_seen() -> None:
