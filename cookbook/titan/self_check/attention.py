@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -80,12 +80,6 @@ class AttentionShape:
     def most_documents(self) -> int:
         """That a sequence has room for."""
         return self.told.room // self.batch if self.told else self.length
-
-    def at_most(self, tokens: int, heads: int) -> AttentionShape:
-        """The same kind of shape with fewer sequences and heads, two sequences where they fit."""
-        length = min(self.length, tokens // min(self.batch, 2))
-        batch = max(1, min(self.batch, tokens // length))
-        return replace(self, batch=batch, length=length, heads=min(self.heads, heads))
 
 
 def random_inputs(shape: AttentionShape, device: str) -> Tensors:

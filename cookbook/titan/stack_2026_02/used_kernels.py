@@ -105,12 +105,13 @@ def _attention(cell: Cell) -> Iterator[Use]:
     kind = FLASH_ATTENTION_4 if chosen else cell.model_args.attn_type
     # Context parallelism gives a rank a part of each sequence; the kernel is the same.
     whole = cell.job_config.training.seq_len // cell.dims.cp
-    heads = max(1, layer.n_heads // cell.dims.tp)
     limits = cell.limits
+    heads = min(max(1, layer.n_heads // cell.dims.tp), limits.heads)
     length = min(whole, limits.sequence)
-    batch = limits.attention_scores // (min(heads, limits.heads) * length * length)
+    fits = limits.attention_scores // (heads * length * length)
     shape = AttentionShape(
-        batch=cell.sequences,
+        # Of several sequences at least two: one must not be read for another.
+        batch=min(cell.sequences, max(2, fits)),
         length=length,
         heads=heads,
         head_dim=layer.qk_head_dim,
@@ -118,10 +119,6 @@ def _attention(cell: Cell) -> Iterator[Use]:
         scale=layer.softmax_scale,
         told=Told(cell.sequences * bounds_capacity(0, whole), whole) if chosen else None,
     )
-    tokens = max(2 if cell.sequences > 1 else 1, batch) * length
-    if cell.device == "cpu":
-        tokens = min(tokens, 2 * 160)
-    shape = shape.at_most(tokens, limits.heads)
     avoid = {
         "flex": "model.attention=flash_attention_4 does without it",
         FLASH_ATTENTION_4: "leave out model.attention, or set model.attention=flavor",
