@@ -29,9 +29,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
-import yaml
-
 from cookbook.base.paths import ROOT
+from cookbook.base.yamlfile import read_yaml
 
 LIST = Path(__file__).with_name("mutants.yaml")
 # A fault may make a loop endless; that is seen too.
@@ -85,7 +84,8 @@ class Mutant:
 def read_list(path: Path = LIST) -> list[Mutant]:
     """All faults of the list, in its order."""
     found = []
-    for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+    # A key that stands twice is refused.
+    for entry in read_yaml(path).content["faults"]:
         if unknown := set(entry) - _KEYS:
             raise ValueError(f"{path.name}: unknown keys {sorted(unknown)} at {entry.get('what')}")
         found.append(Mutant(**entry))

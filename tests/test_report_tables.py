@@ -138,6 +138,8 @@ def test_headlines_say_what_was_not_compared(full: Path) -> None:
     emulated = replace(alone, emulated=True)
     (line,) = speeds(base, emulated)
     assert line == f"{one.name} is emulated: the loss counts, the speed does not."
+    # It would have none whatever became of its baseline.
+    assert speeds(emulated) == [line]
     (line,) = speeds(base, two, failed)
     assert line.startswith(f"Fastest of those that finished: {two.name}")
     assert speeds(replace(base, emulated=True, speedup=None), alone) == [

@@ -133,6 +133,9 @@ OTHERS = {
 
 
 def train_and_compare(argv: list[str]) -> dict[str, Any]:
+    # What its import replaces stands above, whoever imported TorchTitan first.
+    import cookbook.titan.stack_2026_02  # noqa: F401
+
     before = names()
     result = train(argv)
     return result | {"replaced": replaced(before)}
