@@ -33,6 +33,7 @@ from cookbook.titan.stack_2026_02.attention import (
     merge_attention,
     observe_attention,
 )
+from cookbook.titan.stack_2026_02.compiled_blocks import start_compiling_workers
 from cookbook.titan.stack_2026_02.recomputation import observe_recomputation
 from cookbook.titan.stack_2026_02.router_load import RouterLoad
 from cookbook.titan.stack_2026_02.self_check import check_kernels
@@ -202,6 +203,7 @@ def build_metrics_processor(
     It is called once, after the converters and before the model has memory: when a kernel can be
     proved as the job will call it.
     """
+    start_compiling_workers(job_config)
     found = check_kernels(job_config, parallel_dims, model_args)
     # No door: TorchTitan chooses the rank by a function of this name.
     with patch.object(metrics, "_get_metrics_rank", metrics_rank):
