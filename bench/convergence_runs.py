@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.cells import gpu_ids
 from bench.convergence_curves import read_arms
-from bench.convergence_plan import STARTS, Arm, Plan, order, run_name
+from bench.convergence_plan import ARMS, STARTS, Arm, Plan, order, run_name
 from bench.convergence_text import PIECES
 from bench.torchrun import Job
 from bench.training import Outcome, train_all
@@ -47,8 +47,9 @@ class Place:
     """Where runs are made: a folder, its text's fingerprint, and the machine's GPUs.
 
     Attributes:
-        gpus: as CUDA_VISIBLE_DEVICES names them; none on a machine without.
-        beside: runs that share a GPU.
+        gpus: as CUDA_VISIBLE_DEVICES names them; none on a machine without. One that stands here
+            twice takes two ranks of a run.
+        beside: ranks that share a GPU.
     """
 
     out: Path
@@ -58,8 +59,12 @@ class Place:
     beside: int
 
     @classmethod
-    def here(cls, out: Path, text: str, beside: int) -> Place:
-        return cls(out, text, next(iter(visible_gpus()), None), gpu_ids(), beside)
+    def here(cls, out: Path, text: str, beside: int, shares: bool = False) -> Place:
+        """This machine; where it `shares`, its GPUs are enough for every arm."""
+        gpus = gpu_ids()
+        while shares and 0 < len(gpus) < max(arm.gpus for arm in ARMS):
+            gpus = [*gpus, *gpus]
+        return cls(out, text, next(iter(visible_gpus()), None), gpus, beside)
 
 
 def cell_of(plan: Plan, arm: Arm, seed: int, place: Place) -> Cell:
@@ -121,8 +126,15 @@ def jobs_of(plan: Plan, runs: Sequence[Run], place: Place) -> list[Job]:
             chosen, turn = [place.gpus[turn % len(place.gpus)]], turn + 1
         cell = cell_of(plan, arm, seed, place)
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)} if chosen else {}
-        folder = place.out / "runs" / cell.name
-        found.append(Job(cell, folder, caches=place.out, environment=environment))
+        found.append(
+            Job(
+                cell,
+                place.out / "runs" / cell.name,
+                caches=place.out,
+                environment=environment,
+                shares=len(set(chosen)) < len(chosen),
+            )
+        )
     return found
 
 
@@ -137,7 +149,8 @@ class Turns:
         if job is not self._waiting[0]:
             return False
         load = Counter(gpu for one in running for gpu in _gpus_of(one))
-        if any(load[gpu] >= self._beside for gpu in _gpus_of(job)):
+        own = Counter(_gpus_of(job))
+        if any(load[gpu] and load[gpu] + own[gpu] > self._beside for gpu in own):
             return False
         self._waiting.pop(0)
         return True

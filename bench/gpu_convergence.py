@@ -7,7 +7,8 @@
     python -m bench.gpu_convergence judge                              # when all runs are there
 
 T is a folder with Python sources, R one for what is brought home. `session` starts the training in
-the background, waits for --seconds and packs what is finished; called again, it waits on. With
+the background, waits for --seconds and packs what is finished; called again, it waits on. On one
+GPU the ranks of an arm that needs two `--share` it; `--beside` is how many ranks a GPU has. With
 `--trial --data FOLDER` before the command's name, each tries itself out with a debug model, also
 on a CPU.
 """
@@ -89,11 +90,23 @@ def _pack_logs(out: Path, results: Path) -> None:
 
 
 def make_runs(
-    experiment: Experiment, out: Path, text: Path | None, data: Path, seconds: float
+    experiment: Experiment,
+    out: Path,
+    text: Path | None,
+    data: Path,
+    seconds: float,
+    *,
+    beside: int | None = None,
+    shares: bool = False,
 ) -> None:
-    """Make the next runs in their order."""
+    """Make the next runs in their order.
+
+    Args:
+        beside: ranks a GPU; as many as in the rehearsal where None.
+        shares: ranks of a run share a GPU where there are too few.
+    """
     chosen = chosen_steps(data)
-    place = Place.here(out, make_text(out / "assets", text), chosen["beside"])
+    place = Place.here(out, make_text(out / "assets", text), beside or chosen["beside"], shares)
     if place.text != chosen["text"]:
         raise InputError(
             str(text or "Python's own sources"),
@@ -201,6 +214,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--results", type=Path, required=True)
     commands.choices["rehearse"].add_argument("--beside", type=int, nargs="+", default=[4])
     commands.choices["rehearse"].add_argument("--seconds", type=float, default=200)
+    for name in ("train", "session"):
+        commands.choices[name].add_argument("--beside", type=int, metavar="RANKS")
+        commands.choices[name].add_argument("--share", action="store_true")
     commands.choices["train"].add_argument("--seconds", type=float, required=True)
     commands.choices["session"].add_argument("--seconds", type=float, default=560)
     commands.choices["session"].add_argument("--until", type=float, default=1440)
@@ -224,11 +240,20 @@ def _take(given: argparse.Namespace, experiment: Experiment) -> None:
         place = Place.here(out, make_text(out / "assets", given.text), 1)
         time_steps(experiment, place, given.beside, given.seconds, given.results)
     elif given.command == "train":
-        make_runs(experiment, given.out.resolve(), given.text, data, given.seconds)
+        make_runs(
+            experiment,
+            given.out.resolve(),
+            given.text,
+            data,
+            given.seconds,
+            beside=given.beside,
+            shares=given.share,
+        )
     else:
         words = ["--trial"] if given.trial else []
         words += ["--data", str(data), "train", str(given.out.resolve())]
-        words += ["--seconds", str(given.until)]
+        words += ["--seconds", str(given.until), *(["--share"] if given.share else [])]
+        words += ["--beside", str(given.beside)] if given.beside else []
         words += ["--text", str(given.text.resolve())] if given.text else []
         session(given.out.resolve(), words, given.results, given.seconds)
 

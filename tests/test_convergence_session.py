@@ -11,7 +11,7 @@ import pytest
 
 from bench import gpu_convergence
 from bench.convergence_plan import TRIAL
-from bench.convergence_runs import CURVES
+from bench.convergence_runs import CURVES, Place
 from bench.gpu_convergence import ARCHIVE, session
 from cookbook.base.errors import InputError
 
@@ -64,3 +64,33 @@ def test_the_runs_need_the_text_of_the_rehearsal(
     (tmp_path / "steps.json").write_text(json.dumps(chosen))
     with pytest.raises(InputError, match="not those of the rehearsal"):
         gpu_convergence.make_runs(TRIAL, tmp_path / "out", None, tmp_path, 60)
+
+
+def test_how_ranks_share_gpus_reaches_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[list[str]]()
+    monkeypatch.setattr(gpu_convergence, "session", lambda out, words, *_: asked.append([*words]))
+    words = ["x", "--data", str(tmp_path), "session", "/tmp/c", "--results", "r"]
+    for more in ([], ["--share", "--beside", "10"]):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        assert gpu_convergence.main() == 0
+    plain, shared = asked
+    assert shared[: len(plain)] == plain
+    assert sorted(shared[len(plain) :]) == sorted(["--share", "--beside", "10"])
+    # The trainer's own command takes them, and makes its place by them.
+    places = list[tuple[int, bool]]()
+    chosen = {"steps": 10, "beside": 2, "text": "abc", "longest_run": 9}
+    (tmp_path / "steps.json").write_text(json.dumps(chosen))
+    monkeypatch.setattr(gpu_convergence, "make_text", lambda *_: "abc")
+    monkeypatch.setattr(gpu_convergence, "train", lambda *_: 0)
+
+    def here(out: Path, text: str, beside: int, shares: bool) -> Place:
+        places.append((beside, shares))
+        return Place(out, text, None, [], beside)
+
+    monkeypatch.setattr(Place, "here", here)
+    for found in asked:
+        monkeypatch.setattr(sys, "argv", ["x", *found])
+        assert gpu_convergence.main() == 0
+    assert places == [(2, False), (10, True)]

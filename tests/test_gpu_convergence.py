@@ -149,6 +149,48 @@ def test_runs_take_the_gpus_in_turn_and_start_in_order(tmp_path: Path) -> None:
     assert not Turns(on_cpu, 1).may_start(on_cpu[0], [on_cpu[1]])
 
 
+def test_where_gpus_are_too_few_the_ranks_of_a_run_share_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.convergence_runs.visible_gpus", lambda: [H200])
+    monkeypatch.setattr("bench.cells.visible_gpus", lambda: [H200])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    alone, shared = (Place.here(tmp_path, "abc", 3, shares) for shares in (False, True))
+    plan = REGISTERED.plan(600)
+    assert set(refused(plan, alone)) == {"bf16_ep2", "mxfp8_a2a_ep2"}
+    assert refused(plan, shared) == {}
+    one, two = BY_NAME["bf16"], BY_NAME["bf16_ep2"]
+    jobs = jobs_of(plan, [(one, 1), (two, 1), (one, 2)], shared)
+    assert [(job.environment["CUDA_VISIBLE_DEVICES"], job.shares) for job in jobs] == [
+        ("3", False),
+        ("3,3", True),
+        ("3", False),
+    ]
+    # The same cell as on two GPUs.
+    own = cell_of(plan, two, 1, place(tmp_path))
+    assert cell_of(plan, two, 1, shared).options.settings == own.options.settings
+    turns = Turns(jobs, 3)
+    assert turns.may_start(jobs[0], [])
+    assert turns.may_start(jobs[1], jobs[:1])
+    assert not turns.may_start(jobs[2], jobs[:2])
+    # A run that needs more than a GPU may have goes alone.
+    assert not Turns(jobs[1:], 1).may_start(jobs[1], jobs[:1])
+    assert Turns(jobs[1:], 1).may_start(jobs[1], [])
+    keep(plan, (two, 1), jobs[1], outcome([4.0]), shared)
+    assert read_records(tmp_path)[0]["gpus"] == "3,3"
+
+
+def test_what_has_gpus_enough_does_not_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.convergence_runs.visible_gpus", lambda: [H200, H200])
+    monkeypatch.setattr("bench.cells.visible_gpus", lambda: [H200, H200])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = Place.here(tmp_path, "abc", 3, shares=True)
+    (job,) = jobs_of(PLAN, [(BY_NAME["bf16_ep2"], 1)], found)
+    assert (job.environment["CUDA_VISIBLE_DEVICES"], job.shares) == ("0,1", False)
+
+
 @pytest.mark.parametrize(
     ("losses", "reason", "result"),
     [
