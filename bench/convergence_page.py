@@ -94,7 +94,7 @@ def _row(arm: str, arms: Mapping[str, Sequence[float]], verdict: Verdict) -> lis
     found = arms[arm]
     if len(found) < 2:
         return [arm, "not run", "", "", "", verdict.word, ""]
-    tests = [f"{verdict.tests[test].inside:.4f} {verdict.tests[test].word}" for test in TESTS]
+    tests = [f"{_p(verdict.tests[test].inside)} {verdict.tests[test].word}" for test in TESTS]
     if not all(map(math.isfinite, found)):
         return [arm, "no number", "", *tests, verdict.word, ""]
     low, high = interval(found)
@@ -107,6 +107,10 @@ def _row(arm: str, arms: Mapping[str, Sequence[float]], verdict: Verdict) -> lis
         verdict.word,
         f"{sum(others)} of {len(found)}",
     ]
+
+
+def _p(value: float) -> str:
+    return f"{value:.4f}" if value >= 1e-4 else "<0.0001"
 
 
 def _without(arms: Mapping[str, Sequence[float]], number: int) -> dict[str, list[float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import re
+import statistics
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from bench.convergence_curves import (
     read_first,
     write_arms,
 )
-from bench.convergence_page import by_part, complete_seeds, render, write
+from bench.convergence_page import arms_of, by_part, complete_seeds, render, write
 from bench.convergence_plan import (
     ARMS,
     COMPARED,
@@ -35,11 +37,12 @@ from bench.convergence_plan import (
     Plan,
 )
 from bench.convergence_power import spread_of
+from bench.convergence_rule import interval, judge
 from bench.convergence_runs import FINISHED, RECORD, read_records
 from bench.gpu_convergence import chosen_steps
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.results.loss import judge_repeats
+from cookbook.results.loss import EQUIVALENT, judge_repeats
 
 pytestmark = pytest.mark.bench
 
@@ -253,22 +256,58 @@ def test_the_page_says_what_the_rehearsal_chose() -> None:
 
 
 def test_the_page_has_the_verdict_where_there_is_one() -> None:
-    curves, verdict = read_arms(DATA), DATA / "verdict.md"
+    curves = read_arms(DATA)
     starts = read_records(DATA)
     made = {(one["arm"], one["seed"]) for one in starts if one["result"] == FINISHED}
     assert made == set(curves)
     plan = REGISTERED.plan(chosen_steps(DATA)["steps"])
+    assert complete_seeds(curves, plan) == list(SEEDS)
+    found = render(curves, SEEDS, plan, Counter(one["result"] for one in starts), "")
+    assert (DATA / "verdict.md").read_text(encoding="utf-8") == found
+    assert found in PAGE
+
+
+def test_page_and_readme_say_no_more_than_the_verdict() -> None:
+    """Who repeats a run, or changes the rule, changes these sentences."""
+    curves = read_arms(DATA)
     page, readme = (" ".join(text.split()) for text in (PAGE, README))
-    if verdict.exists():
-        assert verdict.read_text(encoding="utf-8") in PAGE
-        assert "There is no verdict" not in page and "no verdict" not in readme
-    else:
-        complete = complete_seeds(curves, plan)
-        assert len(complete) < len(SEEDS)
-        of_all = f"{len(made)} of the {len(ARMS) * len(SEEDS)} runs are made"
-        assert f"{of_all}, {len(complete)} of the {len(SEEDS)} seeds are whole" in page
-        assert "There is no verdict" in page
-        assert f"{of_all}, and there is no verdict before all are" in readme
+    of_end, of_whole = (arms_of(curves, SEEDS, name) for name in (END, WHOLE))
+    for arms in (of_end, of_whole):
+        assert {verdict.word for verdict in judge(arms).values()} == {EQUIVALENT}
+    assert "all four arms are *equivalent* to BF16, at the end and over the whole curve" in page
+    assert (
+        f"are equivalent to BF16 within {MARGIN:.2%}, at the end and over the whole curve" in readme
+    )
+    assert all(one["result"] == FINISHED for one in read_records(DATA))
+    assert f"All {len(curves)} runs are made, none was lost" in page
+    assert f"first of {len(curves)} runs, {len(SEEDS)} seeds an arm" in readme
+    steps = chosen_steps(DATA)["steps"]
+    assert f"as far as {steps} steps" in page and f"in {steps} steps" in readme
+    # Which arms are seen to differ from zero, and which are not.
+    ends = {arm: interval(found) for arm, found in of_end.items()}
+    courses = {arm: interval(found) for arm, found in of_whole.items()}
+    apart = {arm for arm in COMPARED if ends[arm][0] > 0 and courses[arm][0] > 0}
+    assert apart == {"float8"}
+    others = [*ends.values(), *courses.values()]
+    hold_zero = [(low, high) for low, high in others if low < 0 < high]
+    assert len(hold_zero) == 2 * (len(COMPARED) - 1)
+    most = max(max(-low, high) for low, high in hold_zero)
+    assert f"theirs hold zero, and end at {most:.3%} or less" in page
+    early = [by_part(curves, SEEDS, arm)[part] for arm in COMPARED for part in (0, 1)]
+    assert all(interval(found)[0] > 0 for found in early)
+    assert f"above BF16, by {max(map(statistics.fmean, early)):.3%} at most" in page
+    assert f"FP8 rowwise ends {statistics.fmean(of_end['float8']):.3%} above BF16" in readme
+
+
+def test_the_page_says_how_the_runs_that_shared_a_gpu_compare() -> None:
+    shared = {one["seed"] for one in read_records(DATA) if one["gpus"] == "0,0"}
+    found = dict(zip(SEEDS, arms_of(read_arms(DATA), SEEDS, END)["mxfp8_a2a_ep2"], strict=True))
+    own = [one for seed, one in found.items() if seed not in shared]
+    assert (len(shared), len(own)) == (5, 9)
+    lies = statistics.fmean(found[seed] for seed in shared)
+    page = " ".join(PAGE.split())
+    assert f"lies {lies:.3%} above its reference at the end in these five" in page
+    assert f"{statistics.fmean(own):.3%} in the nine that had two GPUs" in page
 
 
 def test_a_plan_is_for_its_own_steps_alone() -> None:

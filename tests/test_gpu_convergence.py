@@ -173,6 +173,8 @@ def test_where_gpus_are_too_few_the_ranks_of_a_run_share_one(
     assert turns.may_start(jobs[0], [])
     assert turns.may_start(jobs[1], jobs[:1])
     assert not turns.may_start(jobs[2], jobs[:2])
+    # Of three ranks two are taken.
+    assert not Turns(jobs[1:], 3).may_start(jobs[1], [jobs[0], jobs[2]])
     # A run that needs more than a GPU may have goes alone.
     assert not Turns(jobs[1:], 1).may_start(jobs[1], jobs[:1])
     assert Turns(jobs[1:], 1).may_start(jobs[1], [])
