@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from bench.known_faults import put_in_fault
 from bench.plain_experts import plain_experts
 from cookbook.base.files import write_whole
 from cookbook.titan.stack_2026_02.plain_checkpoint import plain
+from cookbook.titan.stack_2026_02.router_load import RouterLoad
 
 VARIABLE = "COMPARED"
 # Of the debug model's 6 and 16: a dense layer and two of experts, small enough for gloo.
@@ -95,9 +97,11 @@ class ComparedTrainer(Trainer):
         self.start = self._weights()
         self.kept: Tensors = {f"weights {name}": value for name, value in self.start.items()}
         self.errors: Errors = {}
+        self.choices = 0.0
         self.losses: list[float] = []
         self._take_gradients_before_they_are_clipped()
         self._note_losses()
+        self._compare_choices()
 
     def batch_generator(self, data_iterable: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         """This rank's rows of the whole batch."""
@@ -145,6 +149,21 @@ class ComparedTrainer(Trainer):
 
         MetricsProcessor.log = note
 
+    def _compare_choices(self) -> None:
+        """Count the tokens that took another expert than in the reference; at least so many did."""
+        take_counts = RouterLoad.take_counts
+
+        def take_and_compare(load: RouterLoad) -> torch.Tensor:
+            counts = take_counts(load)
+            if self.step <= self.compared.step:
+                name = f"tokens per expert {self.step}"
+                self.kept[name] = counts
+                if (expected := self.expected.get(name)) is not None:
+                    self.choices += float((counts.cpu() - expected).abs().sum()) / 2
+            return counts
+
+        self.patches.enter_context(patch.object(RouterLoad, "take_counts", take_and_compare))
+
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         for part in self.model_parts:
             for name, parameter in part.named_parameters():
@@ -171,16 +190,21 @@ class ComparedTrainer(Trainer):
     def _write(self) -> None:
         """Rank 0 writes the largest error of all ranks' copies, and the losses."""
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (self.errors, self.losses))
+        dist.all_gather_object(everywhere, (self.errors, self.losses, self.choices))
         if self.compared.keep:
             torch.save({n: v.cpu() for n, v in self.kept.items()}, self.compared.keep)
         if dist.get_rank():
             return
-        largest = largest_of([errors for errors, _ in everywhere])
+        largest = largest_of([errors for errors, *_ in everywhere])
         # Of a pipeline only the last stage knows them; the others have negative ones.
-        losses = max((losses for _, losses in everywhere), key=lambda known: known[:1])
-        text = json.dumps({"errors": largest, "losses": losses, "torch": torch.__version__})
-        write_whole(Path(self.compared.found), text)
+        losses = max((losses for _, losses, _ in everywhere), key=lambda known: known[:1])
+        found = {
+            "errors": largest,
+            "losses": losses,
+            "choices": round(max(choices for *_, choices in everywhere)),
+            "torch": torch.__version__,
+        }
+        write_whole(Path(self.compared.found), json.dumps(found))
 
 
 def largest_of(ranks: Sequence[Errors]) -> Errors:

@@ -120,6 +120,7 @@ class Comparison:
             "stopped": outcome.reason,
             "losses": [float(f"{loss:.6g}") for loss in found.get("losses", outcome.losses)],
             "torch": found.get("torch"),
+            "choices": found.get("choices", 0),
             "errors": {what: thinned(errors) for what, errors in found.get("errors", {}).items()},
         }
         self.results[case.name] = result

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,24 @@ PIPELINE = Case("bf16", "standard", "pp2-ep2")
 FAULT = replace(CELL, fault="the router's gradient is one TP rank's")
 
 
-def compare(case: Case, folder: Path, **changes: Any) -> dict[str, Any]:
+def compare(
+    case: Case, folder: Path, train: Callable[..., None] | None = None, **changes: Any
+) -> dict[str, Any]:
     """Two steps of the case on CPU ranks; the result as `bench.gradients` keeps it."""
     from bench.compared_training import train_in_rank
 
     found = folder / f"{case.name}.json"
-    compared = {"found": str(found), "step": 2, "fault": case.fault, **changes}
+    exact = case.is_reference or not case.rounds
+    compared = {"found": str(found), "step": 2, "fault": case.fault, "exact": exact, **changes}
     argv = [
         *train_argv(cell_of(case, None, folder)),
         *("--training.steps=2", f"--job.dump_folder={folder / 'job'}"),
     ]
-    run_ranks(train_in_rank, case.ranks, argv, compared, seconds=200)
+    run_ranks(train or train_in_rank, case.ranks, argv, compared, seconds=200)
     read = json.loads(found.read_text())
     errors = {what: thinned(named) for what, named in read["errors"].items()}
-    return asdict(case) | {"name": case.name, "stopped": None, "errors": errors}
+    kept = {"stopped": None, "errors": errors, "choices": read["choices"]}
+    return asdict(case) | {"name": case.name, **kept}
 
 
 def test_corrected_cells_agree_with_one_rank_and_a_fault_does_not(tmp_path: Path) -> None:
@@ -59,6 +65,45 @@ def test_corrected_cells_agree_with_one_rank_and_a_fault_does_not(tmp_path: Path
     assert is_seen(differs)
     found = worst(differs, GRADIENTS)
     assert found is not None and found.where.endswith("moe.router.gate.weight")
+
+
+def train_with_another_choice(argv: list[str], compared: dict[str, Any]) -> None:
+    """Rank 0's last token takes the expert that is next best, in the second MoE layer, once."""
+    import torch.distributed as dist
+    from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+
+    from bench.compared_training import train_in_rank
+
+    forward, calls = TokenChoiceTopKRouter.forward, count(1)
+
+    def choose(router: Any, x: torch.Tensor, bias: torch.Tensor) -> Any:
+        scores, experts, counts = forward(router, x, bias)
+        if dist.get_rank() == 0 and next(calls) == 4:
+            best = (torch.sigmoid(router.gate(x[-1]).float()) + bias).topk(router.top_k + 1).indices
+            last, other = best[-2], best[-1]
+            experts = experts.clone()
+            experts[-1][experts[-1] == last] = other
+            counts = counts.clone()
+            counts[last] -= 1
+            counts[other] += 1
+        return scores, experts, counts
+
+    TokenChoiceTopKRouter.forward = choose
+    train_in_rank(argv, compared)
+
+
+def test_a_token_that_takes_another_expert_is_counted(tmp_path: Path) -> None:
+    write_assets(tmp_path)
+    (tmp_path / "corpus").symlink_to("varied")
+    tensors = str(tmp_path / "reference.pt")
+    cell = Case("mxfp8", "standard", "tp1-ep4")
+    compare(cell.reference, tmp_path, keep=tensors, experts=("mxfp8", "standard"))
+    same = compare(cell, tmp_path, reference=tensors)
+    assert same["choices"] == 0 and not is_seen(same)
+    other = compare(cell, tmp_path, train_with_another_choice, reference=tensors)
+    assert other["choices"] == 1
+    assert not is_seen(other) and is_seen(other | {"choices": 0})
+    assert other["errors"][GRADIENTS] == same["errors"][GRADIENTS]
 
 
 def test_the_largest_error_of_all_ranks_counts() -> None:

@@ -78,7 +78,7 @@ class RouterLoad:
         Returns:
             what TensorBoard and W&B are to show; nothing on a rank that does not write.
         """
-        total = self._sum()
+        total = self.take_counts()
         if not self._writes:
             return {}
         counts = total.cpu()
@@ -106,7 +106,7 @@ class RouterLoad:
             },
         }
 
-    def _sum(self) -> torch.Tensor:
+    def take_counts(self) -> torch.Tensor:
         """The counts of all ranks, (layers, experts); each rank's own begin anew."""
         table = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         for layer, moe in self._own.items():
