@@ -1,13 +1,15 @@
 """Trains cells side by side on 4 GPUs: which compute the same, and how fast the 16B ones are.
 
     python -m bench.gpu_numerics OUT [--parts numerics,fault] [--jobs 6] [--seconds 560]
+    python -m bench.gpu_numerics OUT --parts numerics,fast --only 'bf16-.*-(recompute|fast)-compile'
     python -m bench.gpu_numerics OUT --parts throughput --steps 12
 
 Each cell is one torchrun of real TorchTitan on all 4 GPUs with the same seed and real routing (the
 throughput cells force balance); tiny ones run side by side. After each cell OUT/results.json and
 OUT/numerics.md are written anew, and its log is OUT/runs/<cell>/attempt-<k>/train.log. Cells that
-OUT/results.json has already are not run again. `--device cpu` tries all of this out on a machine
-without GPUs, with the tests' stand-in for DeepEP: small, slow, and not a result.
+OUT/results.json has already are not run again. With fewer GPUs ranks `--share` them, for losses and
+no speeds (under CUDA's Multi-Process Service: `bench.shared_gpus`). `--device cpu` tries all of
+this out on a machine without GPUs, with the tests' stand-in for DeepEP: small, slow, no result.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.cells import first_gpu
+from bench.cells import first_gpu, gpu_ids
 from bench.gpu_numerics_table import render_report
 from bench.numerics_cases import PARTS, RANKS, Case, cell_of
 from bench.torchrun import Job
@@ -40,7 +42,7 @@ _ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
 Result = dict[str, Any]
 
 
-def job_of(case: Case, machine: Cluster, out: Path, steps: int) -> Job:
+def job_of(case: Case, machine: Cluster, out: Path, steps: int, shares: bool = False) -> Job:
     """The case as a training on `machine`, with all that it writes below `out`."""
     return Job(
         cell_of(case, machine, out / "assets", steps),
@@ -49,17 +51,26 @@ def job_of(case: Case, machine: Cluster, out: Path, steps: int) -> Job:
         seconds=case.seconds,
         environment=_ENVIRONMENT,
         released=case.released,
+        shares=shares,
     )
 
 
 def run_cases(
-    cases: Sequence[Case], machine: Cluster, out: Path, steps: int, jobs: int, seconds: float
+    cases: Sequence[Case],
+    machine: Cluster,
+    out: Path,
+    steps: int,
+    jobs: int,
+    seconds: float,
+    shares: bool = False,
 ) -> list[Result]:
     """Run what has no result yet, `jobs` at a time, until `seconds` have passed."""
     deadline = time.monotonic() + seconds
     results = _kept(out)
     case_of = {
-        job_of(case, machine, out, steps): case for case in cases if case.name not in results
+        job_of(case, machine, out, steps, shares): case
+        for case in cases
+        if case.name not in results
     }
 
     def note(job: Job, outcome: Outcome) -> None:
@@ -133,12 +144,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=6, help="cells at a time; throughput: always 1")
     parser.add_argument("--seconds", type=float, default=560)
+    parser.add_argument("--share", action="store_true", help="one GPU is enough, for all ranks")
     options = parser.parse_args()
     parts = options.parts.split(",")
     for part in parts:
         if part not in PARTS:
             parser.error(f"--parts {part}: there is no such part; allowed: {', '.join(PARTS)}")
-    gpu = None if options.device == "cpu" else first_gpu(RANKS, "--device cpu")
+    if options.share and "throughput" in parts:
+        parser.error("--share: ranks that share a GPU show no throughput; leave --parts throughput")
+    ways = "--device cpu" if options.share else "--share or --device cpu"
+    needed = 1 if options.share else RANKS
+    gpu = None if options.device == "cpu" else first_gpu(needed, ways)
     out = options.out.resolve()
     if not is_made(out / "assets"):
         make_corpus(out / "assets")
@@ -147,7 +163,8 @@ def main() -> int:
     cases = [case for case in cases if gpu or not case.gpu_only]
     jobs = 1 if "throughput" in parts else options.jobs
     machine = this_machine(RANKS, gpu)
-    results = run_cases(cases, machine, out, options.steps, jobs, options.seconds)
+    shares = gpu is not None and len(gpu_ids()) < RANKS
+    results = run_cases(cases, machine, out, options.steps, jobs, options.seconds, shares)
     print((out / "numerics.md").read_text())
     return 0 if all(map(is_as_expected, results)) else 1
 

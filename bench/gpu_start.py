@@ -1,6 +1,6 @@
 """How long trainings take to start, and where the time goes: as released, and the fast options.
 
-    python -m bench.gpu_start OUT [START ...] [--seconds 300]
+    python -m bench.gpu_start OUT [START ...] [--gpus 2] [--seconds 300]
 
 A start lasts from that of torchrun to the end of the second step. These follow one another, 8
 layers of the 16B model on long documents; each has empty caches of its own, but the last:
@@ -10,9 +10,10 @@ layers of the 16B model on long documents; each has empty caches of its own, but
     compiled    the same with them (`cookbook.install.attention_kernels`), compiled before it
     again       the same with the caches of `compiled`
 
-What is imported is read from the disk once before, so that the order does not count. After every
-training OUT/start.json is written anew; the logs are in OUT/runs/<start>. `--device cpu` tries it
-out with the debug model: not a result.
+On two GPUs with DeepEP; on one, which exchanges nothing, with the standard backend. What is
+imported is read from the disk once before, so that the order does not count. After every training
+OUT/start.json is written anew; the logs are in OUT/runs/<start>. `--device cpu` tries it out with
+the debug model: not a result.
 """
 
 from __future__ import annotations
@@ -43,12 +44,17 @@ from cookbook.titan.any_stack import kernel_cache
 
 # Each start's cell, and whose caches it has.
 STARTS = {
-    "released": ("released-deepep-8layers", "released"),
-    "fast": ("fast-8layers", "fast"),
-    "compiled": ("fast-8layers", "compiled"),
-    "again": ("fast-8layers", "compiled"),
+    "released": ("released", "released"),
+    "fast": ("fast", "fast"),
+    "compiled": ("fast", "compiled"),
+    "again": ("fast", "compiled"),
 }
-_GPUS, _STEPS = 2, 3
+# By the number of GPUs.
+_CELLS = {
+    1: {"released": "released-standard-8layers", "fast": "fast-standard-8layers"},
+    2: {"released": "released-deepep-8layers", "fast": "fast-8layers"},
+}
+_STEPS = 3
 # What ends with the line, in the order of the log.
 ENDS = {
     "imports": "Starting job: ",
@@ -99,7 +105,8 @@ def note_of(job: Job, outcome: Outcome) -> dict[str, Any]:
 
 def job_of(start: str, out: Path, machine: Cluster) -> Job:
     """The training; on a CPU that of the debug model with DeepEP."""
-    name, caches = STARTS[start]
+    kind, caches = STARTS[start]
+    name = _CELLS[machine.ranks_per_node][kind]
     trained = CELLS[name if machine.gpu else "deepep"]
     texts = LOCAL_ASSETS / "corpus", LOCAL_ASSETS / "tokenizer"
     cell = cell_of(name, trained, machine, *texts, _STEPS)
@@ -110,7 +117,8 @@ def job_of(start: str, out: Path, machine: Cluster) -> Job:
 def measure(starts: Sequence[str], out: Path, machine: Cluster, deadline: float) -> bool:
     """Train them in turn; whether all came to their end."""
     notes: dict[str, Any] = {}
-    content = {"gpu": machine.gpu.name if machine.gpu else None, "starts": notes}
+    gpu = machine.gpu.name if machine.gpu else None
+    content: dict[str, Any] = {"gpu": gpu, "gpus": machine.ranks_per_node, "starts": notes}
     capability = round(10 * machine.gpu.compute_capability) if machine.gpu else 0
     for start in starts:
         job = job_of(start, out, machine)
@@ -132,14 +140,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("starts", nargs="*", metavar="START", help=f"of {', '.join(STARTS)}; all")
+    parser.add_argument("--gpus", type=int, choices=sorted(_CELLS), default=2)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     asked = parser.parse_args()
     starts = asked.starts or list(STARTS)
     if unknown := set(starts) - set(STARTS):
         parser.error(f"found {', '.join(sorted(unknown))}, allowed: {', '.join(STARTS)}")
-    gpu = first_gpu(_GPUS, "--device cpu") if asked.device == "cuda" else None
-    machine = this_machine(_GPUS, gpu, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    gpu = first_gpu(asked.gpus, "--gpus 1 or --device cpu") if asked.device == "cuda" else None
+    machine = this_machine(asked.gpus, gpu, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     if not is_made(LOCAL_ASSETS):
         make_corpus(LOCAL_ASSETS)
     subprocess.run([sys.executable, "-c", _IMPORTED], check=False)

@@ -187,6 +187,23 @@ def numerics_cases() -> list[Case]:
     return cases
 
 
+def fast_cases() -> list[Case]:
+    """What the fast recipes choose, beside the published options: both compiled."""
+    return [
+        make_case(
+            "fast",
+            "bf16",
+            "deepep",
+            layout,
+            "fast-compile",
+            reference=f"bf16-standard-{layout}-recompute-compile",
+            seconds=400,
+            gpu_only=True,
+        )
+        for layout in LAYOUTS
+    ]
+
+
 def fault_cases() -> list[Case]:
     """TorchTitan as released, to show what is corrected; and deterministic mode, twice."""
     part = "fault"
@@ -249,6 +266,7 @@ def throughput_cases() -> list[Case]:
 
 PARTS = {
     "numerics": numerics_cases,
+    "fast": fast_cases,
     "fault": fault_cases,
     "throughput": throughput_cases,
 }

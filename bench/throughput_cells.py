@@ -68,6 +68,12 @@ _EP4 = {**_FAST, "parallelism.expert_parallel_degree": 4}
 _KEPT = {**_EP4, "activation_checkpoint.num_layers_kept": 7}
 _KEPT_REAL = {**_EP4, **_REAL, "activation_checkpoint.num_layers_kept": 3}
 _FAST_EIGHT_LAYERS = {**_FAST, **_EIGHT_LAYERS, "activation_checkpoint.num_layers_kept": 2}
+# For one GPU, which sends no rows and so keeps none that were sent.
+_FAST_ONE_GPU = {
+    **{name: value for name, value in _FAST_EIGHT_LAYERS.items() if "deepep" not in name},
+    "parallelism.expert_parallel_degree": 1,
+    "activation_checkpoint.op_sac_save_list": ["attention", "grouped_mm"],
+}
 # All of them: at TP 2 the GPU waits for the host, which has more to do where layers are recomputed.
 _KEPT_TP2 = {**_EP4, **_TP2, "activation_checkpoint.num_layers_kept": 27}
 
@@ -95,6 +101,7 @@ CELLS: dict[str, Trained] = {
     "fast-kept-real": Trained("deepep", _KEPT_REAL),
     "fast-kept-tp2": Trained("deepep", _KEPT_TP2),
     "fast-8layers": Trained("deepep", _FAST_EIGHT_LAYERS),
+    "fast-standard-8layers": Trained("standard", _FAST_ONE_GPU),
     "deepep-8layers": Trained("deepep", _EIGHT_LAYERS),
     "released-standard-8layers": Trained("standard", _EIGHT_LAYERS_RELEASED, released=True),
     "released-deepep-8layers": Trained("deepep", _EIGHT_LAYERS_RELEASED, released=True),

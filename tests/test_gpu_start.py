@@ -13,6 +13,7 @@ from bench import gpu_start
 from bench.gpu_start import job_of, measure, parts_of
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
+from cookbook.cells.rules.refusals import refusals
 from cookbook.cells.this_machine import this_machine
 from cookbook.titan.any_stack import kernel_cache
 
@@ -48,6 +49,24 @@ def test_each_start_has_its_cell_and_empty_caches_but_the_last(tmp_path: Path) -
     assert {job.cell.options["model.flavor"] for job in jobs.values()} == {"16B_8layers"}
     assert jobs["fast"].cell.options["model.attention"] == "flash_attention_4"
     assert jobs["fast"].cell.options["parallelism.expert_parallel_degree"] == 2
+
+
+def test_one_gpu_starts_the_same_without_deepep(tmp_path: Path) -> None:
+    alone = this_machine(1, H200.gpu)
+    jobs = {start: job_of(start, tmp_path, alone) for start in gpu_start.STARTS}
+    assert {job.cell.ep_backend.name for job in jobs.values()} == {"standard"}
+    assert [job.released for job in jobs.values()] == [True, False, False, False]
+    assert all(refusals(job.cell) == [] for job in jobs.values() if not job.released)
+    own, other = jobs["fast"].cell.options, job_of("fast", tmp_path, H200).cell.options
+    names = own.settings.keys() | other.settings.keys()
+    apart = {name for name in names if own[name] != other[name]}
+    assert {name.partition(".")[0] for name in apart} <= {
+        "parallelism",
+        "deepep",
+        "job",
+        "cookbook",
+        "activation_checkpoint",
+    }
 
 
 def test_kernels_that_are_there_are_not_taken_for_none(
