@@ -129,6 +129,8 @@ def test_ranks_share_a_gpu_where_asked_to(
     here = [H200.gpu]
     monkeypatch.setattr("bench.cells.visible_gpus", lambda: here)
     monkeypatch.setattr(gpu_numerics, "train_all", train_all)
+    # Its tokenizer needs the training stack, and nothing is trained here.
+    monkeypatch.setattr(gpu_numerics, "make_corpus", lambda out: out)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     words = ["x", str(tmp_path), "--parts", "fast", "--share"]
     for shares in (True, False):
