@@ -39,6 +39,8 @@ from cookbook.cells.cluster import Cluster
 from cookbook.cells.this_machine import this_machine
 from cookbook.install.attention_kernels import compile_for, made_from
 from cookbook.install.corpus import is_made, make_corpus
+from cookbook.log.clock import read_time
+from cookbook.log.text import COLOURS
 from cookbook.run.folder import CellFolder
 from cookbook.titan.any_stack import kernel_cache
 
@@ -65,7 +67,6 @@ ENDS = {
     "step 2": r"step:\s+2\s",
 }
 _LINE = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - \S+ - INFO - (.*)")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _IMPORTED = "import torchtitan.train, cookbook.titan.stack_2026_02, importlib.util as u\n"
 _IMPORTED += "if u.find_spec('flash_attn'): import flash_attn.cute.interface"
 
@@ -74,10 +75,10 @@ def parts_of(log: Path, start_seconds: float) -> dict[str, float]:
     """Seconds of each part of the start, which took `start_seconds` to the end of step 2."""
     at = dict[str, datetime]()
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        if found := _LINE.search(_COLOUR.sub("", line)):
+        if found := _LINE.search(COLOURS.sub("", line)):
             for name, text in ENDS.items():
                 if name not in at and re.match(text, found[2]):
-                    at[name] = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f")
+                    at[name] = read_time(found[1])
     ends = {
         name: start_seconds - (at["step 2"] - at[name]).total_seconds()
         for name in ENDS

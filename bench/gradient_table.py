@@ -43,8 +43,8 @@ BOUNDS = {
 }
 
 
-# What the bound of parameters asks: that tokens take the experts of the reference. Where scores are
-# rounded a few are so near another that they do not, and one moves its layer's experts by percents.
+# The bound of parameters holds where every token takes the experts that it takes in the reference.
+# With rounded scores a few may not, and one such token moves its layer's experts by 0.5% to 3%.
 MOST_CHOICES = 7
 
 

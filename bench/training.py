@@ -26,6 +26,7 @@ import psutil
 
 from bench.torchrun import Job, environment_of, torchrun_command
 from cookbook.base.paths import ROOT
+from cookbook.log.clock import read_time
 from cookbook.log.failure import find_reason
 from cookbook.log.lines import StepMetrics, read_active, read_log
 from cookbook.log.memory import read_peak_memory
@@ -252,9 +253,7 @@ def _seconds_until(line: re.Pattern[str], log: Path, began: datetime) -> float |
         found = next(filter(None, map(line.search, lines)), None)
     if found is None:
         return None
-    return round(
-        (datetime.strptime(found["time"], "%Y-%m-%d %H:%M:%S,%f") - began).total_seconds(), 1
-    )
+    return round((read_time(found["time"]) - began).total_seconds(), 1)
 
 
 def _mark_of(process: psutil.Process) -> str | None:

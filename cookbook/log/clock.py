@@ -25,10 +25,11 @@ def logged_seconds(path: Path) -> float | None:
     *_, last = _TIME.findall(tail) or [None]
     if first is None or last is None:
         return None
-    seconds = (_read(last) - _read(first)).total_seconds()
+    seconds = (read_time(last.decode()) - read_time(first.decode())).total_seconds()
     # Ranks' lines cross by milliseconds, and a clock may have been set back.
     return seconds if seconds > 0 else None
 
 
-def _read(time: bytes) -> datetime:
-    return datetime.strptime(time.decode(), "%Y-%m-%d %H:%M:%S,%f")
+def read_time(time: str) -> datetime:
+    """The time as TorchTitan's lines carry it, on the clock of the node that wrote it."""
+    return datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f")
