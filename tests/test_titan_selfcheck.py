@@ -114,6 +114,39 @@ def test_an_error_is_taken_of_every_part_by_itself() -> None:
         error_of("output", expected[1:], expected, BF16)
 
 
+def exchanged_alone(experts: int, dp_ranks: int) -> list[float]:
+    """How much of its bound the worst error takes, of a right layer at each of many ranks."""
+    from cookbook.titan.self_check import exchange
+
+    class Layer(torch.nn.Module):
+        def __init__(self, given: exchange.Exchanged) -> None:
+            super().__init__()
+            self.given, self.experts = given, exchange.FactorExperts(experts, "cpu")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factors = self.experts.factor[self.given.experts]
+            rows = x.float().flatten(0, 1)[:, None, :]
+            copies = (rows * factors[..., None]).bfloat16()
+            return (copies * self.given.scores[..., None]).sum(1).bfloat16().view(x.shape)
+
+    shape = exchange.ExchangeShape(3, 100, 64, experts, min(experts, 3), ep=1, tp=1)
+    shares = []
+    for dp_rank in range(dp_ranks):
+        given = exchange.inputs_of(shape, dp_rank, "cpu")
+        group, layer = dist.group.WORLD, Layer(given)
+        assert group
+        errors = exchange.exchange_errors(shape, given, layer, None, group, (False, False))
+        shares.append(max(error.share for error in errors))
+    return shares
+
+
+@pytest.mark.parametrize("experts", [1, 2, 4])
+def test_experts_gradients_that_nearly_cancel_refuse_no_job(experts: int) -> None:
+    # A rank of many GPUs has few experts, and a gradient is the sum of products of either sign.
+    (shares,) = run_ranks(exchanged_alone, 1, experts, 256)
+    assert len(shares) == 256 and max(shares) < 0.5
+
+
 def test_a_kernel_that_raises_has_failed_and_the_others_are_proved() -> None:
     from cookbook.titan.self_check.proof import FP8, Error, Use, prove
 

@@ -145,6 +145,7 @@ def error_of(
     bound: Bound,
     parts: Sequence[tuple[int, ...]] = ((0,),),
     floor: float = 1e-8,
+    sizes: torch.Tensor | None = None,
 ) -> Error:
     """The error of a tensor and of the worst of its parts.
 
@@ -152,11 +153,12 @@ def error_of(
         parts: each cuts the tensor into parts, by the dimensions that a part has for itself.
         floor: squares of a part below this share of their mean, over the last of its dimensions,
             are measured by that share. A part that is zero in the reference must be zero.
+        sizes: what errors are measured by instead of `expected`, where that may cancel to nothing.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
     wrong = (found.to(expected.dtype) - expected).square_()
-    right = expected.square()
+    right = (expected if sizes is None else sizes).square()
     total = float(right.sum())
     whole = _ratio(float(wrong.sum()), total)
     part = 0.0
