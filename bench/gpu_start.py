@@ -11,7 +11,8 @@ layers of the 16B model on long documents; each has empty caches of its own, but
     again       the same with the caches of `compiled`
 
 On two GPUs with DeepEP; on one, which exchanges nothing, with the standard backend. What is
-imported is read from the disk once before, so that the order does not count. After every training
+imported is read from the disk once before, so that the order does not count, and its bytecode must
+be there, as pip leaves it (`python -m compileall`). After every training
 OUT/start.json is written anew; the logs are in OUT/runs/<start>. `--device cpu` tries it out with
 the debug model: not a result.
 """
@@ -148,6 +149,10 @@ def main() -> int:
     starts = asked.starts or list(STARTS)
     if unknown := set(starts) - set(STARTS):
         parser.error(f"found {', '.join(sorted(unknown))}, allowed: {', '.join(STARTS)}")
+    if asked.device == "cuda" and sys.dont_write_bytecode:
+        parser.error(
+            "PYTHONDONTWRITEBYTECODE is set, and each start may compile what it imports; unset it"
+        )
     gpu = first_gpu(asked.gpus, "--gpus 1 or --device cpu") if asked.device == "cuda" else None
     machine = this_machine(asked.gpus, gpu, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     if not is_made(LOCAL_ASSETS):

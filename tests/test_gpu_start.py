@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,20 @@ def test_it_can_be_tried_out_on_a_cpu(tmp_path: Path) -> None:
         assert sum(note["parts"].values()) == pytest.approx(note["start_seconds"], abs=0.5)
         assert note["proofs"] and len(note["losses"]) == 3
     assert first["losses"] == again["losses"]
+
+
+def test_no_start_is_measured_that_compiles_what_it_imports(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [*COMMAND, str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and not any(tmp_path.iterdir())
+    assert "PYTHONDONTWRITEBYTECODE is set" in done.stderr and "unset it" in done.stderr
 
 
 def test_a_wrong_word_ends_in_one_line(tmp_path: Path) -> None:
