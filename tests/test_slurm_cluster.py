@@ -161,19 +161,26 @@ def test_a_node_failure_requeues_the_job(two_nodes: SlurmCluster, tmp_path: Path
     script = write_script(
         tmp_path / "job.sh", "echo attempt ${SLURM_RESTART_COUNT:-0}\nsleep 300\n"
     )
-    job = two_nodes.submit(script, options=["--nodes=2", f"--output={tmp_path}/out"])
+    out = tmp_path / "out"
+
+    def wait_for(text: str) -> list[str]:
+        deadline = time.monotonic() + 30
+        while not out.exists() or text not in (said := out.read_text()):
+            assert time.monotonic() < deadline, f"no {text}"
+            time.sleep(0.1)
+        return [line for line in said.splitlines() if "attempt" in line]
+
+    job = two_nodes.submit(script, options=["--nodes=2", f"--output={out}"])
     two_nodes.wait(job, {"RUNNING"})
+    # A running job has not always started its script.
+    assert wait_for("attempt 0\n") == ["attempt 0"]
     two_nodes.kill_node("worker-1")
     two_nodes.wait(job, {"PENDING"})
     assert two_nodes.node_states()["worker-1"].startswith("down")
     two_nodes.start_node("worker-1")
     two_nodes.wait(job, {"RUNNING"})
     assert two_nodes.job_field(job, "Restarts") == "1"
-    deadline = time.monotonic() + 10
-    while (said := (tmp_path / "out").read_text()).count("attempt") < 2:
-        assert time.monotonic() < deadline, said
-        time.sleep(0.1)
-    assert [line for line in said.splitlines() if "attempt" in line] == ["attempt 0", "attempt 1"]
+    assert wait_for("attempt 1\n") == ["attempt 0", "attempt 1"]
 
 
 def test_a_finished_job_is_forgotten(two_nodes: SlurmCluster, tmp_path: Path) -> None:
