@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bench.gpu_numerics_table import difference, render_report
 from bench.gradient_cases import Case, cell_of, corrected_cases, fault_cases
 from bench.gradient_table import (
     BOUNDS,
@@ -210,6 +211,16 @@ def test_the_page_says_what_an_h200_computed() -> None:
     }
     assert set(moved) >= {f"layers.*.moe.experts.w{number}" for number in (1, 2, 3)}
     assert len({*map(tuple, moved.values())}) == 1
+    # Run again, with choices counted: the same cell, the same parameters, and now it is known why.
+    again = document["counted"][-1]
+    assert again["name"] == other["name"] and again["choices"] == 4
+    assert f"{again['choices']} of 7,680 choices" in page
+    assert f"{again['choices']} of 7,680 choices" in words("README.md")
+    assert verdict(again) == "agrees" and verdict(again | {"choices": 0}) == "DIFFERS"
+    moved_again, exact = (worst(again, what) for what in ("changes", "gradients"))
+    assert moved_again is not None and moved_again.where == changes.where
+    assert f"moved by {moved_again.error:.1e} again" in page
+    assert exact is not None and f"the gradients agreed to {exact.error:.1e}" in page
 
 
 def test_the_table_of_losses_is_counted_right() -> None:
@@ -227,6 +238,38 @@ def test_the_table_of_losses_is_counted_right() -> None:
     assert f"{counts['shown']} are only shown" in text
     readme = words("README.md")
     assert f"in {counts['agrees'] - again} comparisons" in readme
+
+
+def test_the_fast_options_have_the_losses_that_the_page_shows() -> None:
+    document = json.loads((ROOT / "docs/numerics/fast-losses-h200.json").read_text())
+    cells, page = document["cells"], words("docs/numerics/h200.md")
+    head, _, table = render_report(cells, cpu=False).partition("\n\n")
+    for line in table.strip().splitlines():
+        assert " ".join(line.split()) in page
+    assert "torch 2.11.0+cu130" in head and len(cells) == 9
+    by_name = {cell["name"]: cell for cell in cells}
+    fast = [cell for cell in cells if cell["variant"] == "fast-compile"]
+    assert {cell["layout"] for cell in fast} == {"tp1-ep4", "tp2-ep4", "pp2-ep2"}
+    apart = []
+    for cell in fast:
+        assert cell["active"]["attention"] == "flash_attention_4" and len(cell["losses"]) == 20
+        found = difference(cell, by_name[cell["reference"]])
+        assert found
+        apart.append(found[0])
+    assert max(apart) < 1e-4
+    assert f"within {max(apart):.1e} of the published options'" in words("docs/performance.md")
+    # The six published cells were measured on four GPUs before.
+    before = re.findall(
+        r"^\| bf16 \| (\w+) \| (\S+) \| recompute-compile \|  \| 20 \| (\S+) ",
+        (ROOT / "docs/numerics/h200.md").read_text(),
+        re.M,
+    )
+    assert len(before) == 6
+    last = [
+        abs(by_name[f"bf16-{backend}-{layout}-recompute-compile"]["losses"][-1] / float(loss) - 1)
+        for backend, layout, loss in before
+    ]
+    assert f"the last losses agree within {max(last):.1e}" in page
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/numerics.md", "docs/numerics/h200.md"])

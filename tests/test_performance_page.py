@@ -12,6 +12,7 @@ import pytest
 from cookbook.base.paths import ROOT
 
 LAUNCHES = json.loads((ROOT / "docs/performance/h200x2-launches.json").read_text())["runs"]
+STARTS = json.loads((ROOT / "docs/performance/h200-starts.json").read_text())
 TRAINED = json.loads((ROOT / "docs/numerics/attention-trained-h200.json").read_text())
 
 
@@ -111,3 +112,55 @@ def test_what_was_not_tried_is_bounded_by_the_profile() -> None:
         ),
     ):
         assert f"| {change} | {saved} | {ms:,.0f} | {100 * ms / step:.1f}% |" in text
+
+
+def test_starts_took_what_the_page_says() -> None:
+    runs = STARTS["runs"]
+    text = page("docs/performance.md")
+    for start in ("released", "fast", "compiled", "again"):
+        cells = []
+        for run in runs:
+            if not (note := run["starts"].get(start)):
+                cells.append("")
+                continue
+            assert note["reason"] is None and run["gpus"] == 1
+            took, released = note["start_seconds"], run["starts"]["released"]["start_seconds"]
+            ratio = f", {took / released:.3f}x" if start == "compiled" else ""
+            cells.append(f"{took}{ratio}")
+        (shown,) = re.findall(
+            rf"\| `{start}`[^|]*\| [\d -]+ \| (.*?) \| [\d -]+ \| (.*?) \|(.*?)\|", text
+        )
+        assert [one.strip() for one in shown] == cells
+    for row, start, part in (
+        ("imports of `released`", "released", "imports"),
+        ("self-check of `compiled`", "compiled", "self-check"),
+        ("first step of `compiled`", "compiled", "step 1"),
+    ):
+        parts = [str(run["starts"][start]["parts"][part]) for run in runs]
+        assert f"| {row} | | {parts[0]} | | {parts[1]} | {parts[2]} |" in text
+    # The bars, and which run missed one.
+    kept = [run["starts"] for run in runs if run["bytecode"]]
+    assert [run["bytecode"] for run in runs] == [False, True, True]
+    halves = [one["compiled"]["start_seconds"] / one["released"]["start_seconds"] for one in kept]
+    assert max(halves) <= 0.5 and max(one["again"]["start_seconds"] for one in kept[:1]) < 60
+    quick, slow = (
+        [round(one[start]["start_seconds"]) for one in reversed(kept)]
+        for start in ("compiled", "released")
+    )
+    readme = page("README.md")
+    assert f"{quick[0]} and {quick[1]} s, where they take {slow[0]} and {slow[1]} (8 lay" in readme
+    assert f"it takes {kept[0]['again']['start_seconds']:.0f} s." in readme
+    first, second = (run["starts"] for run in runs[:2])
+    assert first["compiled"]["start_seconds"] > first["released"]["start_seconds"] / 2
+    compiled, again = second["compiled"]["parts"], second["again"]["parts"]
+    left = [round(compiled[part] - again[part]) for part in ("step 1", "self-check")]
+    assert f"{left[0]} in the first step and {left[1]} in the self-check" in text
+    attention = [
+        next(seconds for name, seconds in second[start]["proofs"].items() if "attention" in name)
+        for start in ("fast", "compiled")
+    ]
+    assert f"took {attention[0]:.1f} s without and {attention[1]:.1f} s with them" in text
+    # The same losses in every start, whatever it compiled.
+    losses = [note["losses"] for run in runs for note in run["starts"].values()]
+    assert len(losses) == 10
+    assert all(abs(a - b) < 1e-5 * b for one in losses for a, b in zip(one, losses[0], strict=True))
