@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from cookbook.base.gpus import GPU_LINKS, GPU_PROCESSES, GPU_ROWS, GPU_STATES, NVIDIA_SMI
@@ -138,6 +139,7 @@ def whole_node(tmp_path: Path) -> Node:
         if pin.extra != "deepep":
             node.install(pin.name, pin.value)
     node.write("site/torch/version.py", "cuda: Optional[str] = '12.8'\n")
+    node.write(cache_from_source("site/torch/__init__.py"))
     node.write("site/torchao/_C_mxfp8.abi3.so", b"\x7fELF libcudart.so.12 ...")
     node.write("site/nvidia/nvshmem/lib/libnvshmem_device.a")
     node.install("nvidia-nvshmem-cu12", "3.4.5")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ BROKEN: list[tuple[Break, str, str, str]] = [
         "warning",
         "not for torch's CUDA 12.8",
     ),
+    (remove(cache_from_source("site/torch/__init__.py")), "bytecode", "warning", "about 20 s"),
     (lambda node: node.commands.remove("gcc"), "compiler", "problem", "a C compiler missing"),
     (answer(NVIDIA_SMI, 9, "No devices were found\n"), "gpus", "problem", "No devices were found"),
     (answer(NVIDIA_SMI, None, error="no answer in 5 s"), "gpus", "problem", "no answer in 5 s"),

@@ -1,9 +1,11 @@
-"""The doctor's checks of the software: Python, pins, compiler, DeepEP, FlashAttention-4, W&B."""
+"""The doctor's checks of the software: Python, pins, bytecode, compiler, kernels, W&B."""
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import re
+import shlex
 import sys
 import sysconfig
 from pathlib import Path
@@ -98,6 +100,22 @@ def compiler(here: Surroundings) -> Finding:
             "install gcc and the headers of this Python (Debian and Ubuntu: gcc, python3-dev)",
         )
     return Finding("compiler", "ok", "C compiler and Python headers")
+
+
+@check(local=False)
+def bytecode(here: Surroundings) -> Finding | list[Finding]:
+    """Whether Python has compiled the packages once; else each rank does, at each start."""
+    folder = package_folder("torch", here.site)
+    if folder is None:
+        return []
+    if not Path(importlib.util.cache_from_source(str(folder / "__init__.py"))).is_file():
+        return Finding(
+            "bytecode",
+            "warning",
+            "torch has none: each start compiles what it imports, for about 20 s",
+            f"run {shlex.join([sys.executable, '-m', 'compileall', '-q', str(folder.parent)])}",
+        )
+    return Finding("bytecode", "ok", "the packages' modules are compiled")
 
 
 @check(local=False)
