@@ -9,8 +9,9 @@ import pytest
 
 from cookbook.predict.exchange import Links
 from cookbook.predict.hardware import Hardware
-from cookbook.predict.kernels import Kernels, Product
+from cookbook.predict.kernels import Kernels
 from cookbook.predict.layer_time import LayerTimes
+from cookbook.predict.products import Product
 from cookbook.predict.shapes import Shapes, shapes_of
 from cookbook.predict.view import count_views
 from tests.check_cells import with_options
@@ -254,6 +255,40 @@ def test_what_is_saved_is_not_done_again(saved: list[str], again: set[str]) -> N
     whole = 1 if "communication" not in saved else 1 / 4
     sent = times.again(True, recomputed=True)["TP, exposed"]
     assert sent == pytest.approx(whole * forward["TP, exposed"])
+
+
+@pytest.mark.parametrize("ep_backend", ["standard", "deepep"])
+@pytest.mark.parametrize(
+    ("saved", "moe", "compiled", "again"),
+    [
+        # wkv_b alone has less than the hidden size to multiply over: 3 for each of 3 x (5 + 4).
+        (["mm"], True, True, 81 / (81 + 21 * 4 + 5 * 4 + 4 * 12 + 8 * 4 + 3 * 5 * 4)),
+        (["attention"], True, True, 1),
+        (["mm"], False, True, 1),
+        (["mm"], True, False, 1),
+    ],
+)
+def test_dense_gemms_that_are_worth_it_are_saved_in_compiled_code(
+    saved: list[str], moe: bool, compiled: bool, again: float, ep_backend: str
+) -> None:
+    options = {**SELECTIVE, LIST: saved, "model.attention": "flash_attention_4"}
+    cell = on_gpus(4, options, ep_backend=ep_backend)
+    times = layers(only(bf16_peak_tflops=1.0), cell, kv_lora=3, compiled=compiled)
+    forward, _ = times.part(part(moe))
+    found = times.again(moe, recomputed=True)["dense GEMMs"]
+    assert found == pytest.approx(again * forward["dense GEMMs"])
+
+
+def test_quantized_gemms_are_repeated_with_what_quantizes_them() -> None:
+    cell = on_gpus(4, {**SELECTIVE, LIST: ["mm"]}, precision="float8")
+    facts = only(bf16_peak_tflops=1.0, memory_bandwidth_gb_per_s=1.0, float8_quantize_bytes=1.0)
+    times = layers(facts, cell, kv_lora=3)
+    forward, _ = times.part(part(True))
+    again = times.again(True, recomputed=True)
+    assert again["quantizing"] == forward["quantizing"] > 0
+    # Only the router's GEMM stays in BF16. It is saved.
+    gate = max(2 * 100 * 8 * 4 / 1e9, 2 * (100 * 4 + 8 * 4 + 100 * 8) / 1e6)
+    assert forward["dense GEMMs"] - again["dense GEMMs"] == pytest.approx(gate)
 
 
 def test_a_memory_budget_computes_again_what_it_does_not_keep() -> None:

@@ -131,6 +131,23 @@ def test_what_is_saved_by_name_is_kept_and_not_computed_again() -> None:
     assert again["communication"] == again["attention"]
 
 
+@pytest.mark.parametrize(("ep_backend", "down"), [("deepep", 0), ("standard", DIM)])
+def test_compiled_layers_keep_the_gemms_that_are_worth_it(ep_backend: str, down: int) -> None:
+    """Queries, latents, attention's output, the router's, the shared experts' gate and up."""
+    names = ["attention", "communication", "grouped_mm"]
+    less, more = (
+        layers_of(on_gpus(4, {**SELECTIVE, LIST: saved}, ep_backend=ep_backend))
+        for saved in (names, [*names, "mm"])
+    )
+    latents, gate_up = 512 + 64, 2 * 2 * HIDDEN
+    outputs = 16 * (128 + 64) + latents + DIM + 64 + gate_up + down
+    # Of the dense layer, which is compiled with its recomputation, one of gate and up.
+    assert more.kept(0) - less.kept(0) == 2 * TOKENS * (MOE_LAYERS * outputs + DENSE)
+    recomputed = [one.backward()["recomputed layer"] for one in (less, more)]
+    # The others are inputs of what computes again in any case, and not kept for a backward.
+    assert recomputed[0] - recomputed[1] == 2 * TOKENS * (latents + gate_up)
+
+
 def test_the_shared_experts_save_the_same_gemms_with_each_ep_backend() -> None:
     eager = {**SELECTIVE, "compile.components": ["loss"]}
     of_gemms = {}

@@ -6,20 +6,24 @@ whichever is longer; every other pass takes its bytes. docs/time.md says how eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cookbook.cells.cell import EP_CHUNKS, NUM_SMS, Cell
 from cookbook.predict.hardware import Hardware
+from cookbook.predict.products import (
+    Product,
+    expert_products,
+    feed_forward_products,
+    linear_format,
+)
 from cookbook.predict.shapes import Shapes
 
 # Milliseconds by kind; the kinds are those of `submit.py profile`.
 Terms = dict[str, float]
 ATTENTION, GROUPED, DENSE = "attention", "grouped GEMMs", "dense GEMMs"
 ROWS, LOSS, POINTWISE, QUANTIZING = "moving rows", "loss", "pointwise", "quantizing"
-
-_FP8_LINEAR, _MX_LINEAR = "quantize.linear.float8", "quantize.linear.mx"
 
 
 def add(*terms: Mapping[str, float]) -> Terms:
@@ -34,16 +38,6 @@ def add(*terms: Mapping[str, float]) -> Terms:
 def scaled(terms: Mapping[str, float], factor: float) -> Terms:
     """Each kind, `factor` times."""
     return {kind: factor * time_ms for kind, time_ms in terms.items()}
-
-
-@dataclass(frozen=True)
-class Product:
-    """A matrix product of (rows, inner) with (inner, columns), by the module that makes it."""
-
-    module: str
-    rows: float
-    columns: int
-    inner: int
 
 
 @dataclass(frozen=True)
@@ -69,47 +63,11 @@ class Kernels:
         """Into how many parts a layer of routed experts cuts its tokens."""
         return int(self.cell.options[EP_CHUNKS])
 
-    def attention_products(self) -> Iterator[Product]:
-        """The projections around attention."""
-        s = self.shapes
-        queries = s.heads * (s.nope + s.rope)
-        if s.q_lora:
-            yield Product("attention.wq_a", s.tokens, s.q_lora, s.dim)
-            yield Product("attention.wq_b", s.tokens, queries, s.q_lora)
-        else:
-            yield Product("attention.wq", s.tokens, queries, s.dim)
-        yield Product("attention.wkv_a", s.tokens, s.kv_lora + s.rope, s.dim)
-        yield Product("attention.wkv_b", s.tokens, s.heads * (s.nope + s.v_head), s.kv_lora)
-        yield Product("attention.wo", s.tokens, s.dim, s.heads * s.v_head)
-
-    def feed_forward_products(self, moe: bool) -> Iterator[Product]:
-        """The dense layer's, or the router's and the shared experts'."""
-        s = self.shapes
-        if moe:
-            yield Product("moe.router.gate", s.tokens, s.num_experts, s.dim)
-        module = "moe.shared_experts" if moe else "feed_forward"
-        hidden = s.shared_hidden if moe else s.dense_hidden
-        if hidden:
-            yield Product(f"{module}.w1", s.tokens, hidden, s.dim)
-            yield Product(f"{module}.w3", s.tokens, hidden, s.dim)
-            yield Product(f"{module}.w2", s.tokens, s.dim, hidden)
-
-    def expert_products(self) -> Iterator[Product]:
-        """The routed experts', all groups as one."""
-        s = self.shapes
-        yield Product("moe.experts", s.rows, s.expert_hidden, s.dim)
-        yield Product("moe.experts", s.rows, s.expert_hidden, s.dim)
-        yield Product("moe.experts", s.rows, s.dim, s.expert_hidden)
-
-    def head_products(self) -> Iterator[Product]:
-        """The output layer's."""
-        yield Product("output", self.shapes.tokens, self.shapes.vocab, self.shapes.dim)
-
     def dense(self, products: Iterable[Product], backward: bool) -> Terms:
         """Linear layers: the forward, or both products of the backward."""
         found = []
         for one in products:
-            quantized = self._quantized_linear(one.module)
+            quantized = linear_format(self.cell, one.module)
             found.append(self._product(one, DENSE, quantized, backward))
         return add(*found)
 
@@ -117,7 +75,7 @@ class Kernels:
         """The shared experts: what computes before the routed ones in the forward, and behind."""
         found = [
             sum(self.dense([one], backward).values())
-            for one in self.feed_forward_products(moe=True)
+            for one in feed_forward_products(self.shapes, moe=True)
             if one.module.startswith("moe.shared_experts")
         ]
         return sum(found[:2]), sum(found[2:])
@@ -126,29 +84,17 @@ class Kernels:
         """Grouped GEMMs, in as many chunks as the layer cuts its tokens into."""
         active = self.cell.precision.declares("grouped_gemms")
         kind = None if active == "bf16" or self.cell.emulated else active
-        terms = add(*(self._product(p, GROUPED, kind, backward) for p in self.expert_products()))
+        terms = add(
+            *(self._product(p, GROUPED, kind, backward) for p in expert_products(self.shapes))
+        )
         if backward and self.chunks > 1:
             # The gradients of the weights, one chunk's added to another's.
             weights = sum(
-                one.columns * one.inner * self._groups(one) for one in self.expert_products()
+                one.columns * one.inner * self._groups(one) for one in expert_products(self.shapes)
             )
             added = 3.0 * self.shapes.act * weights * (self.chunks - 1)
             terms = add(terms, {POINTWISE: self.bytes_ms(added)})
         return terms
-
-    def _quantized_linear(self, module: str) -> str | None:
-        """The format of a linear layer, None for BF16."""
-        converters = self.cell.options["model.converters"]
-        if self.cell.emulated:
-            return None
-        for converter, section, kind in (
-            ("quantize.linear.float8", _FP8_LINEAR, "float8"),
-            ("quantize.linear.mx", _MX_LINEAR, "mx"),
-        ):
-            if converter in converters:
-                left_out = self.cell.options[f"{section}.filter_fqns"]
-                return None if any(name in module for name in left_out) else kind
-        return None
 
     def _product(self, one: Product, kind: str, quantized: str | None, backward: bool) -> Terms:
         hw, act = self.hardware, self.shapes.act

@@ -20,6 +20,12 @@ from cookbook.predict.kernels import (
     scaled,
 )
 from cookbook.predict.overlap import RoutedLayer
+from cookbook.predict.products import (
+    attention_products,
+    feed_forward_products,
+    head_products,
+    spared_products,
+)
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _SENT = (EP, TP)
@@ -57,9 +63,9 @@ class LayerTimes:
     def _count_forward(self, moe: bool) -> Terms:
         k = self._kernels
         terms = [
-            k.dense(k.attention_products(), False),
+            k.dense(attention_products(k.shapes), False),
             k.attend(False),
-            k.dense(k.feed_forward_products(moe), False),
+            k.dense(feed_forward_products(k.shapes, moe), False),
             k.pointwise(moe, False),
             {TP: _TP_FORWARD * self._tensor_ms},
         ]
@@ -93,9 +99,9 @@ class LayerTimes:
         """Without what is computed again."""
         k = self._kernels
         terms = [
-            k.dense(k.attention_products(), True),
+            k.dense(attention_products(k.shapes), True),
             k.attend(True),
-            k.dense(k.feed_forward_products(moe), True),
+            k.dense(feed_forward_products(k.shapes, moe), True),
             k.pointwise(moe, True),
             {TP: _TP_BACKWARD * self._tensor_ms},
         ]
@@ -129,18 +135,21 @@ class LayerTimes:
             return {}
         saved = self._cell.saves
         left_out = set()
-        # In compiled code the list sees FlashAttention-4, exchanges and grouped GEMMs.
+        # In compiled code the list sees FlashAttention-4, exchanges, grouped and dense GEMMs.
         if "attention" in saved and self._cell.uses_flash_attention:
             left_out.add(ATTENTION)
         if "communication" in saved:
             left_out |= {EP, HOST}
             terms = {**terms, TP: _TP_COMPILED * self._tensor_ms}
+        k = self._kernels
+        spared = k.dense(spared_products(self._cell, k.shapes, moe), False)
+        terms = add(terms, scaled(spared, -1))
         if "grouped_mm" in saved:
             left_out.add(GROUPED)
             if QUANTIZING in terms:
                 left_out.add(QUANTIZING)
         again = {kind: time_ms for kind, time_ms in terms.items() if kind not in left_out}
-        if moe and self._kernels.shapes.scored_activations:
+        if moe and k.shapes.scored_activations:
             # Two of three products, and rows on their way to the experts alone.
             parts = {GROUPED: 2 / 3, ROWS: 1 / 2, EP: 1 / 2}
             again = {kind: parts.get(kind, 1) * time_ms for kind, time_ms in again.items()}
@@ -154,8 +163,8 @@ class LayerTimes:
             backward.append(self._backward_of(layer["moe"], layer["recomputed"]))
         if part["head"]:
             k = self._kernels
-            forward += [k.dense(k.head_products(), False), k.loss(), {TP: self._tensor_ms}]
-            backward += [k.dense(k.head_products(), True), {TP: self._tensor_ms}]
+            forward += [k.dense(head_products(k.shapes), False), k.loss(), {TP: self._tensor_ms}]
+            backward += [k.dense(head_products(k.shapes), True), {TP: self._tensor_ms}]
         if part["embedding"]:
             forward.append({TP: self._tensor_ms})
             backward.append({TP: self._tensor_ms})

@@ -9,12 +9,18 @@ partitioner keeps it, since it would have to be written out in any case.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cookbook.cells.cell import Cell
+from cookbook.predict.products import Product, saved_products
 from cookbook.predict.shapes import Shapes
+
+# Products whose outputs the backward reads themselves, not what follows them.
+_READ_AS_THEY_ARE = frozenset(
+    ("attention.wq_a", "attention.wkv_a", "moe.shared_experts.w1", "moe.shared_experts.w3")
+)
 
 
 @dataclass(frozen=True)
@@ -39,17 +45,23 @@ class LayerBytes:
     between: float = 0.0
 
 
-def layer_bytes(shapes: Shapes, moe: bool) -> LayerBytes:
-    """A layer with routed experts, or a dense one."""
+def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> LayerBytes:
+    """A layer with routed experts, or a dense one.
+
+    Args:
+        products: that selective recomputation saves in compiled code.
+    """
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
     # What one gives back serves the other.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
+    outputs = {one.module: shapes.act * one.rows * one.columns for one in products}
+    spared = sum(size for module, size in outputs.items() if module in _READ_AS_THEY_ARE)
     return LayerBytes(
         input=shapes.sequence_tokens * shapes.dim * shapes.act,
         saved=attention.saved + feed_forward.saved,
-        selected=attention.selected + feed_forward.selected,
-        selected_of_saved=attention.selected_of_saved + feed_forward.selected_of_saved,
+        selected=attention.selected + feed_forward.selected + sum(outputs.values()),
+        selected_of_saved=attention.selected_of_saved + feed_forward.selected_of_saved + spared,
         temporary=max(attention.temporary, feed_forward.temporary),
         freed=fuller.freed,
         freed_again=fuller.freed_again,
@@ -190,7 +202,10 @@ class RankLayers:
 
     def __init__(self, cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> None:
         self._cell, self._view, self._shapes = cell, view, shapes
-        self._bytes = {moe: layer_bytes(shapes, moe) for moe in (False, True)}
+        self._bytes = {
+            moe: layer_bytes(shapes, moe, saved_products(cell, shapes, moe))
+            for moe in (False, True)
+        }
 
     def _cost(self, layer: Mapping[str, Any]) -> tuple[LayerBytes, float, float]:
         """The layer, what it keeps, and what comes back when it is recomputed."""

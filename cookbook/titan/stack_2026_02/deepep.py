@@ -36,7 +36,7 @@ from cookbook.titan.stack_2026_02.deepep_exchange import (
     dispatch,
     leave,
 )
-from cookbook.titan.stack_2026_02.recomputation import not_saved
+from cookbook.titan.stack_2026_02.recomputation import last_product, not_saved
 from cookbook.titan.stack_2026_02.scored_experts import scored_experts
 
 
@@ -176,7 +176,8 @@ class SplitMoE(DeepEPMoE):
             tokens = with_partial_gradient(whole, mine, tp_mesh).view(-1, features)
         halves = None if shared is None else shared(tokens)
         returned = self.experts(rows, routings)
-        out = None if shared is None else shared(halves=halves)
+        with last_product():
+            out = None if shared is None else shared(halves=halves)
         if out is not None and tp_mesh is not None:
             out = sum_to_shares(out.view(whole.shape), tp_mesh)
         arrived = [

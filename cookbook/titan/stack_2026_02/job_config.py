@@ -49,8 +49,9 @@ class ActivationCheckpoint:
     op_sac_save_list: list[str] = field(default_factory=list)
     """What `mode=selective` with `selective_ac_option=op` saves instead of computing it again, of
     `attention`, `communication` (dispatch and combine), `grouped_mm` (the routed experts' GEMMs)
-    and `mm` (every second other GEMM, where it is not compiled); empty is TorchTitan's own list,
-    all of these but `grouped_mm`. The log's `cookbook active` line says what was saved."""
+    and `mm` (other GEMMs: in compiled layers with experts those over at least the hidden size,
+    elsewhere every second one); empty is TorchTitan's own list, all but `grouped_mm`, and without
+    `mm` in those layers. The log's `cookbook active` line says what was saved."""
 
     num_layers_kept: int = 0
     """Of how many layers `mode=full` or `selective` recomputes nothing: the last ones of each

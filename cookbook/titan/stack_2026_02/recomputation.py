@@ -2,14 +2,14 @@
 
 TorchTitan's `selective_ac_option=op` looks every operator up in one list of its own, which lacks
 grouped GEMMs. The list sees an operator in a compiled region too, as long as Inductor calls it: the
-grouped GEMMs, DeepEP's dispatch and combine, and FlashAttention-4. It does not see what Inductor
-writes itself or gives a buffer to write to: FlexAttention and the dense GEMMs of an MoE layer.
+grouped GEMMs, DeepEP's dispatch and combine, FlashAttention-4, and dense GEMMs where they are named
+(`compiled_gemms.py`). It does not see what Inductor writes itself: FlexAttention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ import torch.nn as nn
 import torchtitan.distributed.activation_checkpoint as titan
 from torch._guards import TracingContext
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cookbook.titan.any_stack.again import is_repeated
 from cookbook.titan.stack_2026_02 import activity
 
 # What an option may name. Operators that are not installed are passed over.
@@ -41,8 +43,8 @@ OPERATORS = {
         "deepep.dispatch",
     ),
     "grouped_mm": ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2"),
-    # TorchTitan saves every second one.
-    "mm": ("aten.mm",),
+    # TorchTitan saves every second one of aten; the other stands for those of compiled code.
+    "mm": ("aten.mm", "cookbook.mm"),
 }
 
 # What a corrected layer calls in place of an operator that TorchTitan's list has.
@@ -91,6 +93,39 @@ def not_saved() -> Iterator[None]:
         _is_needless = before
 
 
+@contextmanager
+def last_product() -> Iterator[None]:
+    """Within it computes the GEMM whose result no gradient needs: not saved, not repeated."""
+    with not_saved(), _Unmultiplied() if is_repeated() else nullcontext():
+        yield
+
+
+class _Unmultiplied(TorchDispatchMode):
+    """GEMMs return memory as it is found; autograd notes their operands all the same.
+
+    But for those of aten: TorchTitan counts them, to save every second one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._products = {*operators_of((*OPERATORS["grouped_mm"], "cookbook.mm"))}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Compiled code runs below this mode as it does below selective recomputation's own.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in self._products:
+            return func(*args, **(kwargs or {}))
+        rows, weights = args[:2]
+        # Quantized operands are multiplied into BF16.
+        dtype = torch.bfloat16 if rows.dtype.itemsize == 1 else rows.dtype
+        return rows.new_empty(len(rows), weights.shape[-1], dtype=dtype)
+
+
 class SaveList(set[Any]):
     """Operators to save, which notes for the report of the first step what it was asked for."""
 
@@ -108,7 +143,7 @@ class SaveList(set[Any]):
 
 
 def apply_ac(
-    save: list[str], num_layers_kept: int, model: nn.Module, ac_config: Any, **options: Any
+    save: list[str], num_layers_kept: int, model: Any, ac_config: Any, **options: Any
 ) -> None:
     """Wrap the layers of `model`, the whole or one stage, as TorchTitan does.
 
@@ -117,6 +152,11 @@ def apply_ac(
         num_layers_kept: of how many layers, the last ones, nothing is recomputed.
         options: TorchTitan's own, `op_sac_save_list` and so on.
     """
+    if "mm" in save and options.get("model_compile_enabled"):
+        # It takes seconds to import what compiles, and only then is it needed.
+        from cookbook.titan.any_stack.compiled_gemms import show_gemms
+
+        show_gemms(least_inner=model.model_args.dim)
     operators = with_own(options.pop("op_sac_save_list"))
     if save:
         kinds = kinds_of_operators()

@@ -10,17 +10,12 @@ here too, since v0.13.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cookbook.titan.any_stack.again import is_repeated
-from cookbook.titan.stack_2026_02.recomputation import OPERATORS, not_saved, operators_of
-
-_GROUPED = frozenset(operators_of(OPERATORS["grouped_mm"]))
+from cookbook.titan.stack_2026_02.recomputation import last_product
 
 
 class ScoredExperts:
@@ -62,30 +57,6 @@ class ScoredExperts:
         torch._dynamo.mark_dynamic(activations, 0)
         with last_product():
             return self._project(w2, activations, ends).type_as(rows)
-
-
-def last_product() -> AbstractContextManager[Any]:
-    """A context for the grouped GEMM whose result no gradient needs: not saved, not repeated."""
-    return _Unmultiplied() if is_repeated() else not_saved()
-
-
-class _Unmultiplied(TorchDispatchMode):
-    """Grouped GEMMs return memory as it is found; autograd notes their operands all the same."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # Compiled code runs below this mode as it does below selective recomputation's own.
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func not in _GROUPED:
-            return func(*args, **(kwargs or {}))
-        rows, weights = args[:2]
-        # Quantized operands are multiplied into BF16.
-        dtype = torch.bfloat16 if rows.dtype.itemsize == 1 else rows.dtype
-        return rows.new_empty(len(rows), weights.shape[-1], dtype=dtype)
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
