@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 
+from cookbook.titan.any_stack.one_rank import reduce_alone
 from cookbook.titan.stack_2026_02.chunked_loss import (
     HandingOnColwiseParallel,
     hand_on,
@@ -56,9 +57,20 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         model = deepseek_parallelize.parallelize_deepseekv3(model, parallel_dims, job_config)
     if job_config.loss.num_chunks:
         keep_gathered(model)
+    if parallel_dims.ep_enabled:
+        _reduce_experts_alone(model, parallel_dims)
     save_plain_weights(model)
     count_load(model)
     count_in_training_only(model)
     if not torch.cuda.is_available():
         sum_gradients_in_fsdp(model)
     return model
+
+
+def _reduce_experts_alone(model: nn.Module, parallel_dims: Any) -> None:
+    """Where EP spans all data-parallel ranks, none shares its experts with another."""
+    if parallel_dims.dp_replicate_enabled or parallel_dims.get_mesh("efsdp").size() > 1:
+        return
+    for layer in model.get_submodule("layers").children():
+        if layer.moe_enabled:
+            reduce_alone(layer.moe.experts)
