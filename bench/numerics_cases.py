@@ -63,7 +63,7 @@ _FAST = {
     "loss.num_chunks": 4,
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "op",
-    "activation_checkpoint.op_sac_save_list": ["attention", "communication", "grouped_mm"],
+    "activation_checkpoint.op_sac_save_list": ["attention", "communication", "grouped_mm", "mm"],
     "activation_checkpoint.num_layers_kept": 1,
     "deepep.score_activations": True,
     "deepep.num_chunks": 2,

@@ -12,6 +12,7 @@ import pytest
 from cookbook.base.paths import ROOT
 
 LAUNCHES = json.loads((ROOT / "docs/performance/h200x2-launches.json").read_text())["runs"]
+GEMMS = json.loads((ROOT / "docs/performance/h200-gemms.json").read_text())
 STARTS = json.loads((ROOT / "docs/performance/h200-starts.json").read_text())
 TRAINED = json.loads((ROOT / "docs/numerics/attention-trained-h200.json").read_text())
 
@@ -164,3 +165,40 @@ def test_starts_took_what_the_page_says() -> None:
     losses = [note["losses"] for run in runs for note in run["starts"].values()]
     assert len(losses) == 10
     assert all(abs(a - b) < 1e-5 * b for one in losses for a, b in zip(one, losses[0], strict=True))
+
+
+def test_saved_gemms_brought_what_the_page_says() -> None:
+    text = page("docs/performance.md")
+    worst = 0.0
+    for documents, joint in (("short", "tokens/s/GPU before"), ("long", "before")):
+        rounds = [run for run in GEMMS["runs"] if run["documents"] == documents]
+        before, after = (speeds([run[cell] for run in rounds]) for cell in ("saved", "saved-gemms"))
+        (b1, b2), (a1, a2) = ([round(speed) for speed in found] for found in (before, after))
+        r1, r2 = (a / b for a, b in zip(after, before, strict=True))
+        assert (
+            f"{b1:,} and {b2:,} {joint}, {a1:,} and {a2:,} after, {r1:.3f}x and {r2:.3f}x" in text
+        )
+        worst = max([worst, *(apart(run["saved"], run["saved-gemms"]) for run in rounds)])
+        more = {run["saved-gemms"]["memory_gib"] - run["saved"]["memory_gib"] for run in rounds}
+        assert {f"{gib:.1f}" for gib in more} == {"3.8"}
+    assert "after, 1.034x and 1.036x; 3.8 GiB more." in text
+    assert f"Losses of 13 steps agree within {worst:.1e}" in text
+
+
+def test_gradients_that_are_not_copied_are_as_the_page_says() -> None:
+    text = page("docs/performance.md")
+    first, second = (
+        {run["cell"]: run for run in GEMMS["shared"]["runs"] if run["code"] == code}
+        for code in ("5ccf37f", "168c345")
+    )
+    took = [sum(found["saved-gemms"]["gradients_ms"].values()) for found in (first, second)]
+    assert f"took {took[0]:.1f} ms a step before and {took[1]:.1f} after" in text
+    less = [
+        one["memory_gib"] - second[cell]["memory_gib"]
+        for cell, one in first.items()
+        if cell in second
+    ]
+    assert len(less) == 4
+    assert f"by {min(less):.1f} to {max(less):.1f} GiB a rank" in text
+    gib = [first[cell]["memory_gib"] for cell in ("saved", "saved-gemms")]
+    assert f"took {gib[0]:.1f} GiB a rank before and {gib[1]:.1f} after" in text

@@ -351,7 +351,7 @@ def test_the_command_searches_and_writes(tmp_path: Path) -> None:
         "--best", "2", "--explain", "1,2", "-o", str(recipe), "--figure", str(figure), runs=tmp_path
     )
     assert (answer.status, answer.stderr) == (0, "")
-    assert answer.stdout.startswith("16b on 1 node(s) x 8 H200: 20 of 20 layouts; ")
+    assert answer.stdout.startswith("16b on 1 node(s) x 8 H200: 25 of 25 layouts; ")
     assert "tokens/s/GPU" in answer.stdout
     # The walk is asked for: it comes last, where one sees it.
     head, walked = answer.stdout.split(f"\nwrote {recipe}\n\n")
@@ -360,7 +360,7 @@ def test_the_command_searches_and_writes(tmp_path: Path) -> None:
     assert recipe.is_file()
     assert figure.read_text().startswith("<svg")
     again = asked("--json", runs=tmp_path)
-    assert json.loads(again.stdout)["layouts"]["looked_at"] == 20
+    assert json.loads(again.stdout)["layouts"]["looked_at"] == 25
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,11 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
         _BY: "op",
         SAVE_LIST: ["attention", "communication", "grouped_mm"],
     },
+    "saves attention, communication, grouped_mm, mm": {
+        _MODE: "selective",
+        _BY: "op",
+        SAVE_LIST: ["attention", "communication", "grouped_mm", "mm"],
+    },
     "none": {_MODE: "none", SAVE_LIST: [], LAYERS_KEPT: 0},
 }
 _WORKERS = "training.dataloader.num_workers"
