@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -19,11 +20,12 @@ from torch.utils.checkpoint import (
 
 from tests.test_titan_recomputation import SELECTIVE, Computed
 from tests.titan_ranks import run_ranks
-from tests.titan_run import DEEPEP, EP2, NUM_LAYERS, active, job, train, write_assets
+from tests.titan_run import DEEPEP, EP2, NUM_HEADS, NUM_LAYERS, active, job, train, write_assets
 
 pytestmark = pytest.mark.titan
 
 HIDDEN, INNER = 32, 16
+LATENTS, VALUES = 128, 96
 MM, WRITTEN = "cookbook.mm.default", "aten.mm.out"
 
 
@@ -107,10 +109,22 @@ def test_other_code_is_compiled_where_other_gemms_are_shown(tmp_path: Path) -> N
 
 
 def train_and_count(argv: list[str]) -> dict[str, Any]:
-    """What a rank trains, and how often the operator multiplied with weights of which shape."""
+    """What a rank trains, and by the weights' shape how often the operator multiplied with them.
+
+    And whether one of its products was still there when the next was made.
+    """
+    from torchtitan.models.deepseek_v3 import deepseekv3_args
+    from torchtitan.protocols.train_spec import get_train_spec
+
     from cookbook.titan.any_stack import compiled_gemms
 
+    # Latents shorter than the hidden size, and no two weights of one shape.
+    for flavors in (deepseekv3_args, get_train_spec("deepseek_v3").model_args):
+        flavors["debugmodel"].kv_lora_rank = LATENTS
+        flavors["debugmodel"].v_head_dim = VALUES
     calls: Counter[tuple[int, ...]] = Counter()
+    kept: set[tuple[int, ...]] = set()
+    made: dict[tuple[int, ...], Any] = {}
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -118,11 +132,16 @@ def train_and_count(argv: list[str]) -> dict[str, Any]:
 
         @staticmethod
         def mm(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            calls[tuple(weights.shape)] += 1
-            return torch.mm(rows, weights)
+            shape = tuple(weights.shape)
+            calls[shape] += 1
+            if shape in made and made[shape]() is not None:
+                kept.add(shape)
+            product = torch.mm(rows, weights)
+            made[shape] = weakref.ref(product.untyped_storage())
+            return product
 
     vars(compiled_gemms)["torch"] = Counting()
-    return train(argv) | {"calls": dict(calls)}
+    return train(argv) | {"calls": dict(calls), "kept": kept}
 
 
 def test_a_job_computes_each_once_and_trains_the_same(tmp_path: Path) -> None:
@@ -139,8 +158,13 @@ def test_a_job_computes_each_once_and_trains_the_same(tmp_path: Path) -> None:
     assert active(run)["saved"] == "communication and grouped_mm and mm"
     assert not eager["calls"]
     steps, routed = len(run["losses"]), NUM_LAYERS - 1
-    hidden, shared = 256, 512
+    hidden, shared, values = 256, 512, NUM_HEADS * VALUES
     # The shared experts' gate and up are saved. What comes down is not, nor is it computed again.
     assert run["calls"][hidden, shared] == 2 * steps * routed
-    # So is attention's output, of 4 heads of 128, which the dense layer has too.
-    assert run["calls"][shared, hidden] == steps * routed + steps * NUM_LAYERS
+    assert run["calls"][shared, hidden] == steps * routed
+    # So is attention's output, which the dense layer has too.
+    assert run["calls"][values, hidden] == steps * NUM_LAYERS
+    assert {(hidden, shared), (values, hidden)} <= run["kept"]
+    assert (shared, hidden) not in run["kept"]
+    # Keys and values come from the latents, which are short.
+    assert not [shape for shape in run["calls"] if shape[0] == LATENTS]
