@@ -90,7 +90,7 @@ def test_importing_the_stack_replaces_no_name_but_the_devices(
 
 IMPORT_ANY_STACK = """
 import importlib, json, pkgutil, sys, warnings
-import torch, torch.distributed.tensor._random, torch.distributed.tensor, triton
+import torch, torch._dynamo, torch.distributed.tensor._random, torch.distributed.tensor, triton
 from tests.titan_names import names, replaced
 before, filters = names(), list(warnings.filters)
 import cookbook.titan.any_stack as folder
