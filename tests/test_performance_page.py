@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.throughput_cells import CELLS, cell_of
+from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
+from cookbook.cells.this_machine import this_machine
+from cookbook.predict.memory import predict_memory
+from cookbook.predict.view import count_views
 
 LAUNCHES = json.loads((ROOT / "docs/performance/h200x2-launches.json").read_text())["runs"]
 GEMMS = json.loads((ROOT / "docs/performance/h200-gemms.json").read_text())
@@ -202,3 +209,35 @@ def test_gradients_that_are_not_copied_are_as_the_page_says() -> None:
     assert f"by {min(less):.1f} to {max(less):.1f} GiB a rank" in text
     gib = [first[cell]["memory_gib"] for cell in ("saved", "saved-gemms")]
     assert f"took {gib[0]:.1f} GiB a rank before and {gib[1]:.1f} after" in text
+
+
+SAVED = "activation_checkpoint.op_sac_save_list"
+
+
+@pytest.mark.parametrize(
+    ("cell", "gpus", "options", "saved", "said"),
+    [
+        ("fast-standard-8layers", 1, {}, ["attention", "grouped_mm"], "({} and {} GiB, measured"),
+        (
+            "fast-8layers",
+            2,
+            {"training.local_batch_size": 2, "parallelism.expert_parallel_degree": 2},
+            ["attention", "communication", "grouped_mm"],
+            "(`check`: {} and {})",
+        ),
+    ],
+)
+def test_check_says_of_their_memory_what_the_page_says(
+    cell: str, gpus: int, options: dict[str, Any], saved: list[str], said: str
+) -> None:
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    machine = this_machine(gpus, Gpu("NVIDIA H200", 9.0, 139.8), environment)
+    found = []
+    for names in (saved, [*saved, "mm"]):
+        one = CELLS[cell]
+        settings = {**one.options, **options, SAVED: names}
+        settings["activation_checkpoint.num_layers_kept"] = 0
+        made = cell_of(cell, replace(one, options=settings), machine, Path(), Path(), 1)
+        views = count_views(made)
+        found.append(max(predict_memory(made, one, environment).reserved for one in views))
+    assert said.format(*(f"{gib:.1f}" for gib in found)) in page("docs/performance.md")
