@@ -107,6 +107,8 @@ def train_and_look(argv: list[str], alone: bool) -> dict[str, Any]:
         (4, (*EP4, *TP2), 3),
         (4, (*EP2, *PP2), 1),
         (4, EP2, 0),
+        # Another replica has the same experts, and other gradients of them.
+        (4, (*EP2, "--parallelism.data_parallel_replicate_degree=2"), 0),
     ],
 )
 def test_experts_that_no_other_rank_has_are_reduced_alone(

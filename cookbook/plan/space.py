@@ -32,26 +32,20 @@ _MODE, _BY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_o
 _BUDGET = "activation_checkpoint.memory_budget"
 # Options that one mode alone reads.
 _OF_MODE = {_BY: "selective", _BUDGET: "memory_budget"}
-# Ways to recompute, by name: options that belong together.
-RECOMPUTATION: dict[str, dict[str, Any]] = {
-    "full": {_MODE: "full", SAVE_LIST: []},
-    "saves attention, communication": {
-        _MODE: "selective",
-        _BY: "op",
-        SAVE_LIST: ["attention", "communication"],
-    },
-    "saves attention, communication, grouped_mm": {
-        _MODE: "selective",
-        _BY: "op",
-        SAVE_LIST: ["attention", "communication", "grouped_mm"],
-    },
-    "saves attention, communication, grouped_mm, mm": {
-        _MODE: "selective",
-        _BY: "op",
-        SAVE_LIST: ["attention", "communication", "grouped_mm", "mm"],
-    },
-    "none": {_MODE: "none", SAVE_LIST: [], LAYERS_KEPT: 0},
-}
+
+
+def _saving(*operators: str) -> dict[str, Any]:
+    return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
+
+
+# Ways to recompute: options that belong together.
+RECOMPUTATION: tuple[dict[str, Any], ...] = (
+    {_MODE: "full", SAVE_LIST: []},
+    _saving("attention", "communication"),
+    _saving("attention", "communication", "grouped_mm"),
+    _saving("attention", "communication", "grouped_mm", "mm"),
+    {_MODE: "none", SAVE_LIST: [], LAYERS_KEPT: 0},
+)
 _WORKERS = "training.dataloader.num_workers"
 # A process that tokenizes beside the training.
 _WORKER: dict[str, Any] = {
@@ -136,7 +130,7 @@ class Space:
 
     def _with_rest(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Recomputation, attention, the loss, and any other option that the user varies."""
-        ways = list(RECOMPUTATION.values())
+        ways = list(RECOMPUTATION)
         if _MODE in self.varied:
             ways = [{_MODE: mode, **self._unused(mode)} for mode in self.varied[_MODE]]
         elif _BUDGET in self.varied:
