@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs `cookbook.verbs.cli` under the cookbook's own Python.
+"""Runs `cookbook.cli.main` under the cookbook's own Python.
 
 Pythons that are too old for the cookbook also read this file, so it has no newer syntax.
 """
@@ -45,7 +45,7 @@ def start() -> int:
         version = ".".join(map(str, sys.version_info[:2]))
         return refuse(f"{sys.executable}: is Python {version}, 3.11 or later is needed; {set_up}")
     sys.path.insert(0, str(root))
-    from cookbook.verbs.cli import main
+    from cookbook.cli.main import main
 
     return main(sys.argv[1:])
 

@@ -35,8 +35,8 @@ from torchtitan.train import Trainer, main
 from bench.known_faults import put_in_fault
 from bench.plain_experts import plain_experts
 from cookbook.base.files import write_whole
-from cookbook.titan.stack_2026_02.plain_checkpoint import plain
-from cookbook.titan.stack_2026_02.router_load import RouterLoad
+from cookbook.titan.tt_0_2_2.plain_checkpoint import plain
+from cookbook.titan.tt_0_2_2.router_load import RouterLoad
 
 VARIABLE = "COMPARED"
 # Of the debug model's 6 and 16: a dense layer and two of experts, small enough for gloo.

@@ -28,10 +28,10 @@ from bench.training import Outcome, train_all
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import Gpu, visible_gpus
-from cookbook.cells.cell import Cell
-from cookbook.cells.rules.refusals import refusals
-from cookbook.cells.this_machine import cell_on, this_machine
-from cookbook.log.lines import StepMetrics
+from cookbook.config.cell import Cell
+from cookbook.config.this_machine import cell_on, this_machine
+from cookbook.config.validate.refusals import refusals
+from cookbook.observe.lines import StepMetrics
 
 RECORD = "runs.json"
 CURVES = "curves"

@@ -20,10 +20,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cookbook.base.paths import ROOT
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.expand import CellRequest, expand_sweep
-from cookbook.cells.sweep import load_sweep
-from cookbook.script.render import render_script
+from cookbook.config.cluster import load_cluster
+from cookbook.config.expand import CellRequest, expand_sweep
+from cookbook.config.sweep import load_sweep
+from cookbook.launch.render import render_script
 
 _COMMANDS = (["--help"], ["list"])
 _COMMAND_LIMIT_SECONDS = 0.3

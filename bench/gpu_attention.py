@@ -29,9 +29,9 @@ from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.model.model import Attention
 
 from cookbook.base.files import write_whole
-from cookbook.titan.any_stack import varlen_attention as varlen
-from cookbook.titan.any_stack.documents import attended_keys
-from cookbook.titan.self_check.attention import (
+from cookbook.titan.common import varlen_attention as varlen
+from cookbook.titan.common.documents import attended_keys
+from cookbook.titan.selftest.attention import (
     Attend,
     AttentionShape,
     compare,
@@ -40,14 +40,14 @@ from cookbook.titan.self_check.attention import (
     padded_lengths,
     random_inputs,
 )
-from cookbook.titan.self_check.attention_errors import (
+from cookbook.titan.selftest.attention_errors import (
     PART_BOUND,
     WHOLE_BOUND,
     Tensors,
     within_bounds,
 )
-from cookbook.titan.self_check.packings import PACKINGS, document_ends_of
-from cookbook.titan.stack_2026_02.own_attention import flex
+from cookbook.titan.selftest.packings import PACKINGS, document_ends_of
+from cookbook.titan.tt_0_2_2.own_attention import flex
 
 # The reference holds four matrices of scores in float32; 8 heads of 8192 tokens are 9 GB.
 REFERENCE_HEADS = 8

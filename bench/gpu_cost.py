@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cookbook.base.files import write_whole
-from cookbook.titan.any_stack.expert_groups import collect, plan_groups, spread
-from cookbook.titan.any_stack.token_split import (
+from cookbook.titan.common.expert_groups import collect, plan_groups, spread
+from cookbook.titan.common.token_split import (
     Share,
     gather_sequence,
     sum_gradient_over_tp,

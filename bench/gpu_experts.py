@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from cookbook.titan.stack_2026_02 import scored_experts
+from cookbook.titan.tt_0_2_2 import scored_experts
 
 Tensors = tuple[torch.Tensor, ...]
 _REPEATS = 10

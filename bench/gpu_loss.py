@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import cross_entropy
 
-from cookbook.titan.any_stack.chunked_loss import chunked_cross_entropy
+from cookbook.titan.common.chunked_loss import chunked_cross_entropy
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _REPEATS = 10

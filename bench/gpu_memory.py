@@ -35,7 +35,7 @@ from bench.training import Outcome, train_all
 from cookbook.base.files import write_whole
 from cookbook.base.paths import LOCAL_ASSETS
 from cookbook.base.tables import markdown_table
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.install.corpus import is_made, make_corpus
 
 LIMIT_S = 150

@@ -36,14 +36,14 @@ from bench.torchrun import Job
 from bench.training import Outcome, train_one
 from cookbook.base.files import write_whole
 from cookbook.base.paths import LOCAL_ASSETS
-from cookbook.cells.cluster import Cluster
-from cookbook.cells.this_machine import this_machine
+from cookbook.config.cluster import Cluster
+from cookbook.config.this_machine import this_machine
 from cookbook.install.attention_kernels import compile_for, made_from
 from cookbook.install.corpus import is_made, make_corpus
-from cookbook.log.clock import read_time
-from cookbook.log.text import COLOURS
+from cookbook.observe.clock import read_time
+from cookbook.observe.text import COLOURS
 from cookbook.run.folder import CellFolder
-from cookbook.titan.any_stack import kernel_cache
+from cookbook.titan.common import kernel_cache
 
 # Each start's cell, and whose caches it has.
 STARTS = {
@@ -68,7 +68,7 @@ ENDS = {
     "step 2": r"step:\s+2\s",
 }
 _LINE = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - \S+ - INFO - (.*)")
-_IMPORTED = "import torchtitan.train, cookbook.titan.stack_2026_02, importlib.util as u\n"
+_IMPORTED = "import torchtitan.train, cookbook.titan.tt_0_2_2, importlib.util as u\n"
 _IMPORTED += "if u.find_spec('flash_attn'): import flash_attn.cute.interface"
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-import cookbook.titan.stack_2026_02  # noqa: F401
-from cookbook.titan.any_stack import varlen_attention as varlen
+import cookbook.titan.tt_0_2_2  # noqa: F401
+from cookbook.titan.common import varlen_attention as varlen
 
 
 def keep_calls(path: Path, calls: set[int]) -> None:

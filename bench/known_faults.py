@@ -15,12 +15,12 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torchtitan.distributed.expert_parallel import ReordererSequenceParallel
 from torchtitan.models.llama4.infra import parallelize as released
 
-from cookbook.titan.any_stack.token_split import gather_sequence, sum_to_shares
+from cookbook.titan.common.token_split import gather_sequence, sum_to_shares
 from tests.self_check_fault import instead, put_in, with_result
 from tests.self_check_faults import FAULTS as OF_KERNELS
 
-_STACK = "cookbook.titan.stack_2026_02"
-_GROUPS = "cookbook.titan.any_stack.expert_groups"
+_STACK = "cookbook.titan.tt_0_2_2"
+_GROUPS = "cookbook.titan.common.expert_groups"
 
 Patch = tuple[str, Callable[[Any], Any]]
 
@@ -38,7 +38,7 @@ def _as_released(
 
 def _every_rank_sends_all(moe: Any, x: torch.Tensor) -> torch.Tensor:
     """A DeepEP layer whose TP ranks each send every token, and sum what returns."""
-    from cookbook.titan.stack_2026_02.deepep_exchange import arrive, leave
+    from cookbook.titan.tt_0_2_2.deepep_exchange import arrive, leave
 
     mesh = moe.cookbook_tp_mesh
     mine = x.to_local() if isinstance(x, DTensor) else x

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cookbook.base.gpus import Gpu
-from cookbook.cells.cell import Cell
-from cookbook.cells.this_machine import cell_on, this_machine
 from cookbook.check.dry_run import build_cells
+from cookbook.config.cell import Cell
+from cookbook.config.options import Options
+from cookbook.config.stack import Stack, load_stack
+from cookbook.config.this_machine import cell_on, this_machine
 from cookbook.predict.memory import predict_memory
-from cookbook.stack.options import Options
-from cookbook.stack.stack import Stack, load_stack
 
 STEPS = 4
 _EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torchtitan.components.metrics import DeviceMemoryMonitor
 
-import cookbook.titan.stack_2026_02  # noqa: F401  (as in every job of the cookbook)
+import cookbook.titan.tt_0_2_2  # noqa: F401  (as in every job of the cookbook)
 from bench.short_flavors import add_flavors
 
 GIB = 2**30

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import Cluster
-from cookbook.cells.this_machine import cell_on
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import Cluster
+from cookbook.config.this_machine import cell_on
 
 RANKS = 4
 

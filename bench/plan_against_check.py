@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.expand import CellRequest, expand_sweep
-from cookbook.cells.sweep import sweep_of_recipe
 from cookbook.check.check import check_cells
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import load_cluster
+from cookbook.config.expand import CellRequest, expand_sweep
+from cookbook.config.sweep import sweep_of_recipe
 from cookbook.plan.search import evaluate, search
 from cookbook.plan.space import space_of
 

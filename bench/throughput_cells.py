@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError, unknown_name
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import Cluster
-from cookbook.cells.expand import command_line_settings
-from cookbook.cells.names import check_name
-from cookbook.cells.this_machine import cell_on
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import Cluster
+from cookbook.config.expand import command_line_settings
+from cookbook.config.names import check_name
+from cookbook.config.this_machine import cell_on
 
 CPU_RANKS = 2
 

@@ -15,8 +15,8 @@ from bench.throughput_cells import CELLS, CPU_RANKS, Trained, cell_of, choose, s
 from bench.torchrun import Job, released_argv
 from cookbook.base.errors import InputError
 from cookbook.base.paths import LOCAL_ASSETS
-from cookbook.cells.cluster import Cluster
-from cookbook.cells.this_machine import this_machine
+from cookbook.config.cluster import Cluster
+from cookbook.config.this_machine import this_machine
 from cookbook.install.corpus import is_made, make_corpus
 from cookbook.run.run import commit
 

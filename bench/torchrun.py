@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.base.paths import ROOT
-from cookbook.cells.argv import train_argv
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
+from cookbook.config.titan_flags import argv_of
+from cookbook.config.train_args import train_argv
 from cookbook.run.folder import Attempt
-from cookbook.stack.argv import argv_of
 
-# What the hooks add to TorchTitan's options (`titan/stack_2026_02/job_config.py`).
+# What the hooks add to TorchTitan's options (`titan/tt_0_2_2/job_config.py`).
 _OF_HOOKS = (
     "deepep.",
     "cookbook.",

@@ -26,10 +26,10 @@ import psutil
 
 from bench.torchrun import Job, environment_of, torchrun_command
 from cookbook.base.paths import ROOT
-from cookbook.log.clock import read_time
-from cookbook.log.failure import find_reason
-from cookbook.log.lines import StepMetrics, read_active, read_log
-from cookbook.log.memory import read_peak_memory
+from cookbook.observe.clock import read_time
+from cookbook.observe.failure import find_reason
+from cookbook.observe.lines import StepMetrics, read_active, read_log
+from cookbook.observe.memory import read_peak_memory
 from cookbook.run.folder import CellFolder
 
 # What torchrun gets to end its workers and say why; what is left after that is killed.

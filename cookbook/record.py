@@ -12,8 +12,8 @@ from pathlib import Path
 
 from cookbook.base.command import run_command
 from cookbook.base.errors import InputError
-from cookbook.job.begin import note_refusal
 from cookbook.run.folder import CellFolder
+from cookbook.supervise.begin import note_refusal
 
 
 def main(words: Sequence[str]) -> int:
@@ -31,4 +31,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("cookbook.job", lambda: main(sys.argv[1:])))
+    sys.exit(run_command("cookbook.supervise", lambda: main(sys.argv[1:])))

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cookbook.job.supervisor import Supervisor
+from cookbook.supervise.supervisor import Supervisor
 
 __all__ = ["Supervisor"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-import cookbook.titan.stack_2026_02  # noqa: F401  (what a job imports here)
+import cookbook.titan.tt_0_2_2  # noqa: F401  (what a job imports here)
 
 
 class _Abort:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cookbook.titan.any_stack import kernel_cache, varlen_attention
+from cookbook.titan.common import kernel_cache, varlen_attention
 
 # Of a recipe: sequences, length, heads of a rank, and room for documents.
 BATCHES = ((1, 8192, 64, 64), (4, 8192, 8, 256), (8, 8192, 16, 512), (2, 32768, 4, 512))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.names import names_in
-from cookbook.cells.overlay import load_overlay
-from cookbook.cells.recipe import Recipe, load_recipe
-from cookbook.cells.resolve import resolve_cell
-from cookbook.stack.options import Setting
-from cookbook.stack.stack import load_stack
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import Cluster, load_cluster
+from cookbook.config.names import names_in
+from cookbook.config.options import Setting
+from cookbook.config.overlay import load_overlay
+from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.resolve import resolve_cell
+from cookbook.config.stack import load_stack
 
 STACK = load_stack()
 # Beside the cookbook's own profiles: a container with every key set, and nodes without GPUs.

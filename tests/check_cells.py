@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.expand import CellRequest, expand_sweep
-from cookbook.cells.finding import ERROR, Finding
-from cookbook.cells.sweep import sweep_of_recipe
 from cookbook.check.check import judge
-from cookbook.stack.options import Setting
-from cookbook.stack.stack import load_stack
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import Cluster, load_cluster
+from cookbook.config.expand import CellRequest, expand_sweep
+from cookbook.config.finding import ERROR, Finding
+from cookbook.config.options import Setting
+from cookbook.config.stack import load_stack
+from cookbook.config.sweep import sweep_of_recipe
 
 STACK = load_stack()
 

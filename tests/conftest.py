@@ -68,7 +68,7 @@ _numbers = itertools.count()
 @pytest.fixture
 def corrections() -> Any:
     """The names of what was corrected while a test runs; none before it."""
-    from cookbook.titan.stack_2026_02 import activity
+    from cookbook.titan.tt_0_2_2 import activity
 
     before = set(activity.corrections)
     activity.corrections.clear()

@@ -10,7 +10,8 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from cookbook.base.gpus import GPU_LINKS, GPU_PROCESSES, GPU_ROWS, GPU_STATES, NVIDIA_SMI
-from cookbook.cells.cluster import Cluster, load_cluster
+from cookbook.config.cluster import Cluster, load_cluster
+from cookbook.config.pins import read_pins
 from cookbook.doctor.check import Finding
 from cookbook.doctor.diagnosis import diagnose
 from cookbook.doctor.surroundings import (
@@ -22,7 +23,6 @@ from cookbook.doctor.surroundings import (
     Answer,
     Surroundings,
 )
-from cookbook.stack.pins import read_pins
 from tests.submit import ROOT
 
 COMMIT = next(pin.value for pin in read_pins() if pin.source)

@@ -16,18 +16,18 @@ from pathlib import Path
 
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.overlay import load_overlay
-from cookbook.cells.recipe import load_recipe
-from cookbook.cells.resolve import resolve_cell
-from cookbook.script.launcher import render_launcher
-from cookbook.script.render import render_script
-from cookbook.stack.options import Setting
-from cookbook.stack.pins import stack_name
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import Cluster, load_cluster
+from cookbook.config.options import Setting
+from cookbook.config.overlay import load_overlay
+from cookbook.config.pins import stack_name
+from cookbook.config.recipe import load_recipe
+from cookbook.config.resolve import resolve_cell
+from cookbook.launch.launcher import render_launcher
+from cookbook.launch.render import render_script
 
 GOLDEN = Path(__file__).parent / "golden"
-OPTION_TABLE = ROOT / "cookbook/stack/tables" / f"{stack_name()}.json"
+OPTION_TABLE = ROOT / "cookbook/config/tables" / f"{stack_name()}.json"
 LAUNCHERS = {"train_671b.sh": "deepseek_v3_671b", "train_16b.sh": "deepseek_v3_16b"}
 # Scripts name the folder of the cookbook, which is elsewhere on every machine.
 _ROOT = Path("/shared/moe-cookbook")
@@ -67,8 +67,8 @@ def launchers() -> dict[str, str]:
 
 
 def option_table() -> str:
-    """The table of the installed TorchTitan, as `cookbook/stack/tables/<name>.json` holds it."""
-    command = [sys.executable, "-m", "cookbook.titan.stack_2026_02.option_table"]
+    """The table of the installed TorchTitan, as `cookbook/config/tables/<name>.json` holds it."""
+    command = [sys.executable, "-m", "cookbook.titan.tt_0_2_2.option_table"]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import yaml
 
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.overlay import load_overlay
-from cookbook.cells.recipe import load_recipe
-from cookbook.cells.resolve import resolve_cell
-from cookbook.script.render import render_script
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import Cluster, load_cluster
+from cookbook.config.overlay import load_overlay
+from cookbook.config.recipe import load_recipe
+from cookbook.config.resolve import resolve_cell
+from cookbook.launch.render import render_script
 from tests.script_run import ScriptRunner, Start
 
 # Stands for torchrun: it keeps its words in the attempt's folder.

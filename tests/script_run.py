@@ -34,12 +34,12 @@ esac
     "getent": "echo '10.0.0.7 STREAM worker-0'\n",
 }
 # Stands for the Python that checks words, in milliseconds: it refuses what REFUSES names, and what
-# is no command of `cookbook.job`. `asked` holds its words, for a test to have the real one read.
+# is no command of `cookbook.supervise`. `asked` holds its words, for a test to have the real one read.
 # `begin` answers with the attempt, LOG_RANK and the shown ranks, `preflight` with the nodes.
 _PYTHON = """\
 printf '%s\\0' "$@" >"${RECORDS}/python.$(find "${RECORDS}" -name 'python.*' | wc -l)"
-if [[ "$1 $2" != "-m cookbook.job" || " ${REFUSES:-} " == *" $3 "* ]]; then
-  echo "cookbook.job: $3 is refused" >&2
+if [[ "$1 $2" != "-m cookbook.supervise" || " ${REFUSES:-} " == *" $3 "* ]]; then
+  echo "cookbook.supervise: $3 is refused" >&2
   exit 2
 fi
 case "$3" in
@@ -62,7 +62,7 @@ class Start:
     environment: Mapping[str, str]
     folder: str
     asked: list[list[str]]
-    """The words of each `python -m cookbook.job` in turn, of the stand-in."""
+    """The words of each `python -m cookbook.supervise` in turn, of the stand-in."""
 
     @property
     def train_args(self) -> list[str]:

@@ -30,7 +30,7 @@ from tests.self_check_fault import (
     without_rows,
 )
 
-_OPERATOR = "cookbook.titan.any_stack.varlen_attention.varlen_attention"
+_OPERATOR = "cookbook.titan.common.varlen_attention.varlen_attention"
 _GROUPED = "torch._grouped_mm"
 
 

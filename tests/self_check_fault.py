@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 
 JOB = (
-    "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
-    "--experimental.custom_import=cookbook.titan.stack_2026_02",
+    "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
+    "--experimental.custom_import=cookbook.titan.tt_0_2_2",
     "--model.name=deepseek_v3",
     "--model.flavor=debugmodel",
     "--training.seq_len=64",
@@ -175,7 +175,7 @@ def neighbours_scales(made: tuple[torch.Tensor, torch.Tensor]) -> Any:
 
 
 # Where kernels lie that several faults are put into.
-GROUPS = "cookbook.titan.any_stack.expert_groups"
-LOSS = "cookbook.titan.any_stack.chunked_loss"
+GROUPS = "cookbook.titan.common.expert_groups"
+LOSS = "cookbook.titan.common.chunked_loss"
 AO = "torchao.prototype.moe_training.scaled_grouped_mm"
-STACK = "cookbook.titan.stack_2026_02"
+STACK = "cookbook.titan.tt_0_2_2"

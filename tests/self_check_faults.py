@@ -33,9 +33,9 @@ def proofs(options: Sequence[str], fault: Fault | None = None) -> list[Any]:
     from torchtitan.distributed import ParallelDims
     from torchtitan.protocols.train_spec import get_train_spec
 
-    import cookbook.titan.stack_2026_02  # noqa: F401  (registers the spec)
-    from cookbook.titan.stack_2026_02.self_check import prove_all
-    from cookbook.titan.stack_2026_02.used_kernels import Cell
+    import cookbook.titan.tt_0_2_2  # noqa: F401  (registers the spec)
+    from cookbook.titan.tt_0_2_2.self_check import prove_all
+    from cookbook.titan.tt_0_2_2.used_kernels import Cell
 
     config = ConfigManager().parse_args([*JOB, *options])
     degrees = config.parallelism

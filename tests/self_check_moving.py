@@ -79,7 +79,7 @@ MOVING = (
         "a copy of a token lost",
         "rows to expert groups and back",
         DEEPEP,
-        "cookbook.titan.self_check.rows.plan_groups",
+        "cookbook.titan.selftest.rows.plan_groups",
         with_result(one_slot_lost),
     ),
     Fault(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cookbook.cells.cluster import Cluster
+from cookbook.config.cluster import Cluster
 
 MUNGE_SOCKET = "munge.socket"
 # Slurm's daemons listen below the ports where jobs meet (`rendezvous_port` and the 1,000 from it):

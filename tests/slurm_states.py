@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cookbook.base.schema import Words
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
+from cookbook.launch.create import create_run
+from cookbook.launch.executor import submit_run
 from cookbook.run.run import Run
 from cookbook.run.states import cancel_run, cell_states
 from cookbook.run.status import read_job
-from cookbook.submit.create import create_run
-from cookbook.submit.executor import submit_run
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.test_results import metrics_line
 

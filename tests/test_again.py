@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cells.again import recorded_cell
-from cookbook.cells.cell import Cell
+from cookbook.config.again import recorded_cell
+from cookbook.config.cell import Cell
+from cookbook.config.options import Setting
 from cookbook.run.record import CellRecord
-from cookbook.stack.options import Setting
 from tests.cells import CLUSTER_FILES, Point
 
 (CPU_NODES,) = [str(path) for path in CLUSTER_FILES if path.stem == "cpu-nodes"]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.job import supervisor
-from cookbook.job.supervisor import Supervisor
 from cookbook.run.folder import CellFolder
 from cookbook.run.slurm import JobInfo
 from cookbook.run.status import CANCELLED, FAILED, QUEUED, Status, read_status, write_status
 from cookbook.run.verdict import COMPLETING, in_turn
+from cookbook.supervise import supervisor
+from cookbook.supervise.supervisor import Supervisor
 
 TURN = "waits for its turn in the allocation"
 OVER = "the allocation ended before its turn (Slurm: "

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.schema import Unchecked
-from cookbook.job.attempt import RunningAttempt
-from cookbook.job.leftovers import end_left_processes
-from cookbook.job.room import blame_full_disk, has_room
-from cookbook.job.step_clock import Patience
-from cookbook.log.phases import Phase
+from cookbook.observe.phases import Phase
 from cookbook.run.folder import CellFolder
 from cookbook.run.history import AttemptEnd, Cause
 from cookbook.run.record import CellRecord
 from cookbook.run.status import QUEUED, Status, write_status
+from cookbook.supervise.attempt import RunningAttempt
+from cookbook.supervise.leftovers import end_left_processes
+from cookbook.supervise.room import blame_full_disk, has_room
+from cookbook.supervise.step_clock import Patience
 from tests.saved import save
 from tests.started import start_marked
 from tests.test_step_clock import at
@@ -176,7 +176,7 @@ def test_a_disk_without_room_for_a_log_is_to_blame(
     for_log: bool,
     for_checkpoint: bool,
 ) -> None:
-    monkeypatch.setattr("cookbook.job.room.shutil.disk_usage", lambda path: Usage(free))
+    monkeypatch.setattr("cookbook.supervise.room.shutil.disk_usage", lambda path: Usage(free))
     end = blame_full_disk(AttemptEnd(0, Cause.DEAD_RANK, "rank 1: killed"), cell)
     assert end.cause is cause
     if cause is Cause.DISK_FULL:

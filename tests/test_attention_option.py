@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from cookbook.base.gpus import Gpu
-from cookbook.cells.argv import train_argv
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import Cluster
-from cookbook.cells.expand import CellRequest, expand_sweep
-from cookbook.cells.finding import ERROR, HINT
-from cookbook.cells.rules.here import missing_here
-from cookbook.cells.sweep import load_sweep
 from cookbook.check.check import judge
-from cookbook.stack.options import Options
-from cookbook.verbs.launch import describe_plan
+from cookbook.cli.launch import describe_plan
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import Cluster
+from cookbook.config.expand import CellRequest, expand_sweep
+from cookbook.config.finding import ERROR, HINT
+from cookbook.config.options import Options
+from cookbook.config.sweep import load_sweep
+from cookbook.config.train_args import train_argv
+from cookbook.config.validate.here import missing_here
 from tests.check_cells import cell_of, cluster_of, with_options
 from tests.submit import ROOT, environment, submit
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.config.pins import read_pins
 from cookbook.install.packages import find_distribution, import_name
-from cookbook.stack.pins import read_pins
 from tests.checkout import copy_checkout
 from tests.start import start
 from tests.submit import ROOT
@@ -85,7 +85,7 @@ class TestWithoutPackages:
     )
     def test_a_fault_of_the_cookbook_keeps_its_traceback(self, tmp_path: Path, module: str) -> None:
         copy = copy_checkout(tmp_path / "check out")
-        show = copy / "cookbook/verbs/show.py"
+        show = copy / "cookbook/cli/show.py"
         text = show.read_text(encoding="utf-8")
         show.write_text(text.replace("import argparse\n", f"import argparse\nimport {module}\n"))
         done = start([sys.executable, "submit.py", "list"], tmp_path, cwd=copy)
@@ -213,7 +213,7 @@ class TestEnvironment:
 
 class TestInterrupt:
     @pytest.mark.parametrize(
-        "module", ["pathlib", "cookbook.verbs.cli", "argparse", "cookbook.verbs.show", "yaml"]
+        "module", ["pathlib", "cookbook.cli.main", "argparse", "cookbook.cli.show", "yaml"]
     )
     def test_while_modules_are_loaded(self, tmp_path: Path, module: str) -> None:
         program = (
@@ -245,7 +245,7 @@ class TestInterrupt:
 
     def test_later_ones_are_not_kept(self, tmp_path: Path, venv: Path) -> None:
         copy = copy_checkout(tmp_path / "check out")
-        (copy / "cookbook/verbs/cli.py").write_text(
+        (copy / "cookbook/cli/main.py").write_text(
             "import signal\n"
             "def main(words):\n"
             "    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.log.cause import cause_of
-from cookbook.log.failure import find_reason
+from cookbook.observe.cause import cause_of
+from cookbook.observe.failure import find_reason
 from cookbook.run.history import Cause
 
 LOGS = Path(__file__).parent / "logs"

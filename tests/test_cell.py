@@ -11,14 +11,14 @@ import yaml
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
-from cookbook.cells.argv import train_argv
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.overlay import load_overlay
-from cookbook.cells.recipe import load_recipe
-from cookbook.cells.resolve import resolve_cell
-from cookbook.cells.rules.here import missing_packages
-from cookbook.stack.options import Setting
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import load_cluster
+from cookbook.config.options import Setting
+from cookbook.config.overlay import load_overlay
+from cookbook.config.recipe import load_recipe
+from cookbook.config.resolve import resolve_cell
+from cookbook.config.train_args import train_argv
+from cookbook.config.validate.here import missing_packages
 from tests.cells import CLUSTERS, POINTS, RECIPES, RUNNABLE, STACK, Point
 from tests.titan_config import parse, typed
 
@@ -56,8 +56,8 @@ def test_torchtitan_holds_what_the_cell_says(point: Point) -> None:
         **{name: option.default for name, option in STACK.options.items()},
         **cell.options.values,
         "job.description": f"{cell.name}: {cell.recipe.description}",
-        "job.custom_config_module": "cookbook.titan.stack_2026_02.job_config",
-        "experimental.custom_import": "cookbook.titan.stack_2026_02",
+        "job.custom_config_module": "cookbook.titan.tt_0_2_2.job_config",
+        "experimental.custom_import": "cookbook.titan.tt_0_2_2",
         "cookbook.precision": point.precision,
         "cookbook.ep_backend": point.ep_backend,
         "cookbook.emulated": cell.emulated,

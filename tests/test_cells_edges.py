@@ -10,18 +10,18 @@ import pytest
 
 from cookbook.base.paths import ROOT
 from cookbook.base.schema import Words
-from cookbook.cells.cluster import Cluster, load_cluster
-from cookbook.cells.expand import CellRequest, expand_sweep, in_rounds
-from cookbook.cells.finding import Finding
-from cookbook.cells.layout import DEGREES
-from cookbook.cells.rules.kernels import deepep_size
-from cookbook.cells.rules.layout import layout_findings
-from cookbook.cells.rules.overlays import needs
-from cookbook.cells.rules.pipeline import enough_microbatches
-from cookbook.cells.rules.refusals import refusals
-from cookbook.cells.sweep import load_sweep, sweep_of_recipe
+from cookbook.config.cluster import Cluster, load_cluster
+from cookbook.config.expand import CellRequest, expand_sweep, in_rounds
+from cookbook.config.finding import Finding
+from cookbook.config.layout import DEGREES
+from cookbook.config.options import Options, Setting
+from cookbook.config.sweep import load_sweep, sweep_of_recipe
+from cookbook.config.validate.kernels import deepep_size
+from cookbook.config.validate.layout import layout_findings
+from cookbook.config.validate.overlays import needs
+from cookbook.config.validate.pipeline import enough_microbatches
+from cookbook.config.validate.refusals import refusals
 from cookbook.predict.layers import RankLayers
-from cookbook.stack.options import Options, Setting
 from tests.cells import STACK
 from tests.check_cells import cell_of, h200, with_options
 

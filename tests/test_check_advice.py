@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cookbook.cells.finding import HINT, WARNING
 from cookbook.check.check import judge
+from cookbook.config.finding import HINT, WARNING
 from tests.check_cells import cell_of
 
 BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"

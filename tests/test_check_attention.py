@@ -112,7 +112,7 @@ def test_its_backward_sums_in_fp32(checks: dict[str, CellCheck]) -> None:
 
 @pytest.mark.parametrize("length", [1, 16, 64, 256, 4096, 8192, 65536, 100_000])
 def test_room_for_documents_is_what_training_makes(length: int) -> None:
-    from cookbook.titan.any_stack.documents import bounds_capacity
+    from cookbook.titan.common.documents import bounds_capacity
 
     cell = with_options(cell_of("deepseek_v3_16b", FLASH), {"training.seq_len": length})
     blocks = 3 * bounds_capacity(0, length) + 1

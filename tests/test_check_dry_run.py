@@ -18,11 +18,11 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from cookbook.cells.cell import Cell
-from cookbook.cells.finding import ERROR
-from cookbook.cells.layout import DEGREES
 from cookbook.check.check import judge
 from cookbook.check.dry_run import DryRun
+from cookbook.config.cell import Cell
+from cookbook.config.finding import ERROR
+from cookbook.config.layout import DEGREES
 from tests.check_cells import cell_of, cluster_of, with_options
 
 pytestmark = pytest.mark.titan

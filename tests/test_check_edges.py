@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cookbook.base.gpus import Gpu
-from cookbook.cells.cell import Cell
 from cookbook.check.advice_kernels import hints_from_model
 from cookbook.check.advice_run import checkpoints_resume
 from cookbook.check.check import CellCheck, _shortage, judge
+from cookbook.config.cell import Cell
 from cookbook.predict import memory, work
 from cookbook.predict.memory import StageMemory
 from cookbook.predict.shapes import shapes_of

@@ -93,8 +93,8 @@ def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path
         "#!/bin/bash\n",
         "#!/bin/bash\nset -euo pipefail\n",
         # A script of one's own that calls the cookbook's.
-        "#!/bin/bash\n# -m cookbook.job begin\nsource train_671b.sh\n",
-        '#!/bin/bash\n# JOB=("${VENV}/bin/python" -m cookbook.job)\n',
+        "#!/bin/bash\n# -m cookbook.supervise begin\nsource train_671b.sh\n",
+        '#!/bin/bash\n# JOB=("${VENV}/bin/python" -m cookbook.supervise)\n',
     ],
 )
 def test_a_script_that_is_not_the_cookbooks_is_never_run(

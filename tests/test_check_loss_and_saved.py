@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
-from cookbook.cells.rules.refusals import refusals
 from cookbook.check.check import CellCheck, check_cells
+from cookbook.config.cell import Cell
+from cookbook.config.validate.refusals import refusals
 from cookbook.predict.layers import RankLayers, layer_bytes
 from cookbook.predict.shapes import shapes_of
 from tests.check_cells import cell_of, h200

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bench.memory_points import compare
-from cookbook.cells.cell import Cell
 from cookbook.check.check import CellCheck, check_cells
+from cookbook.config.cell import Cell
 from cookbook.predict.shapes import destinations
 from tests.check_cells import cell_of, h200
 

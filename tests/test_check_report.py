@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from cookbook.base.gpus import Gpu
-from cookbook.cells.cell import Cell
-from cookbook.cells.this_machine import this_machine
 from cookbook.check import check
 from cookbook.check.check import CellCheck, check_cells
 from cookbook.check.dry_run import Built
 from cookbook.check.report import render_json, render_text
+from cookbook.config.cell import Cell
+from cookbook.config.this_machine import this_machine
 from cookbook.predict.view import count_views
 from tests.predict_machine import on_gpus
 

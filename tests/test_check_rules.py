@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cookbook.cells.finding import ERROR, WARNING
-from cookbook.cells.rules.refusals import refusals as cell_refusals
 from cookbook.check.check import judge
+from cookbook.config.finding import ERROR, WARNING
+from cookbook.config.validate.refusals import refusals as cell_refusals
 from tests.check_cells import cell_of, cluster_of, refusals, with_options
 
 P = "parallelism"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.finding import Finding
 from cookbook.check.advice_saving import saving
 from cookbook.check.check import judge
+from cookbook.config.cluster import load_cluster
+from cookbook.config.finding import Finding
 from tests.check_cells import cell_of, cluster_of, refusals
 
 # A model of 16 B parameters in fp32: with Adam's moments 192 GB, 0.75 GB on each of 256 GPUs.

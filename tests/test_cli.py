@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cookbook.cells.names import names_in
+from cookbook.config.names import names_in
 from tests.cells import STACK
 from tests.submit import ROOT, environment, listing, submit
 
@@ -75,7 +75,7 @@ def test_the_verbs_fit_a_terminal_of_80_columns(runs: Path) -> None:
 )
 def test_the_login_node_never_waits_for_torch_or_submitit(runs: Path, words: list[str]) -> None:
     program = (
-        "import sys\nfrom cookbook.verbs.cli import main\n"
+        "import sys\nfrom cookbook.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'torchtitan', 'submitit', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)\n"

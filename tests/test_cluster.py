@@ -9,7 +9,7 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
-from cookbook.cells.cluster import default_cluster, load_cluster
+from cookbook.config.cluster import default_cluster, load_cluster
 from tests.cells import CLUSTER_FILES, CLUSTERS
 
 HEAD = "description: mine\nscheduler: slurm\n"

@@ -15,6 +15,7 @@ import pytest
 
 from cookbook.base.gpus import NVIDIA_SMI
 from cookbook.base.tables import display_width
+from cookbook.config.pins import read_pins, stack_name
 from cookbook.doctor import diagnosis, slurm
 from cookbook.doctor.check import Finding, check
 from cookbook.doctor.diagnosis import TOPICS, is_ready, render_findings
@@ -26,7 +27,6 @@ from cookbook.doctor.surroundings import (
     Answer,
     Surroundings,
 )
-from cookbook.stack.pins import read_pins, stack_name
 from tests.doctor_node import B200_ROW, COMMIT, H200_ROW, LIMITS, Node, whole_node
 from tests.submit import ROOT
 

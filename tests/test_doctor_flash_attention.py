@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.gpus import NVIDIA_SMI
+from cookbook.config.pins import read_pins
 from cookbook.doctor.check import Finding
 from cookbook.doctor.diagnosis import is_ready
 from cookbook.doctor.surroundings import Answer
-from cookbook.stack.pins import read_pins
 from tests.doctor_node import B200_ROW, COMPILER, COMPILER_FILE, H200_ROW, Node, whole_node
 
 NAME = "flash attention"

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.job.__main__ import main as job
-from cookbook.job.begin import end
-from cookbook.job.ends import close_history, ended
-from cookbook.job.stop import restarts_after_failure
 from cookbook.run.folder import CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.record import CellRecord
 from cookbook.run.status import RUNNING, Status, read_status, write_status
+from cookbook.supervise.__main__ import main as job
+from cookbook.supervise.begin import end
+from cookbook.supervise.ends import close_history, ended
+from cookbook.supervise.stop import restarts_after_failure
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CellFolder:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, state: str, reason: str) -> None:
-    monkeypatch.setattr("cookbook.job.ends.stopped_as", lambda *words: (state, reason))
+    monkeypatch.setattr("cookbook.supervise.ends.stopped_as", lambda *words: (state, reason))
 
 
 def test_an_attempt_that_saved_as_asked_has_neither_finished_nor_failed(cell: CellFolder) -> None:

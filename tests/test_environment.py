@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.environment import RESERVED
-from cookbook.cells.overlay import load_overlay
+from cookbook.config.cluster import load_cluster
+from cookbook.config.environment import RESERVED
+from cookbook.config.overlay import load_overlay
 from tests.cells import CLUSTERS, EP_BACKENDS, PRECISIONS
 from tests.golden import golden_scripts, launchers
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.command import run_command
-from cookbook.job.__main__ import main as job
-from cookbook.log.failure import find_reason
-from cookbook.log.text import plain_text
+from cookbook.observe.failure import find_reason
+from cookbook.observe.text import plain_text
+from cookbook.supervise.__main__ import main as job
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -182,7 +182,7 @@ def test_the_reason_of_a_refusal_in_training_is_what_the_cookbook_said(tmp_path:
 
 
 JOB_ERROR = """Traceback (most recent call last):
-  File "cookbook/job/supervisor.py", line 58, in __call__
+  File "cookbook/supervise/supervisor.py", line 58, in __call__
     raise JobError(f"failed: {', '.join(failed)}")
 cookbook.base.errors.JobError: failed: debug-mine-standard
 """
@@ -243,7 +243,7 @@ def test_the_checks_before_any_rank_starts(
     own = [f"--{word}" for word in [*named, "nodes=1"]]
     begin = ["begin", str(tmp_path / "x"), *own, *words]
     with pytest.raises(SystemExit) as end:
-        sys.exit(run_command("cookbook.job", lambda: job(begin)))
+        sys.exit(run_command("cookbook.supervise", lambda: job(begin)))
     assert end.value.code == 2
     said = capsys.readouterr().err.strip()
     assert names in said

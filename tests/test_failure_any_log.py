@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cookbook.log import text
-from cookbook.log.failure import find_reason
+from cookbook.observe import text
+from cookbook.observe.failure import find_reason
 from tests.test_logs import LOGS
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cookbook.log.curve import CurveStep
-from cookbook.log.router_load import LoadStep
+from cookbook.observe.curve import CurveStep
+from cookbook.observe.router_load import LoadStep
 from cookbook.results.figures import theme
 from cookbook.results.figures.canvas import (
     NARROW,

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
+from cookbook.cli.follow import cancel, show_logs, show_status
 from cookbook.run import slurm
 from cookbook.run.excluded import exclude_nodes
 from cookbook.run.folder import CellFolder
 from cookbook.run.slurm import JobInfo
 from cookbook.run.status import write_job
-from cookbook.verbs.follow import cancel, show_logs, show_status
 from tests.test_results import Run, metrics_line
 
 Happen = Callable[[], object]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.script.render import render_script
+from cookbook.launch.render import render_script
 from tests.cells import Point
 from tests.submit import ROOT
 
@@ -25,7 +25,7 @@ exit "${TORCHRUN_STATUS:-0}"
 _IN_A_JOB = """
 import sys
 from pathlib import Path
-from cookbook.job import supervisor
+from cookbook.supervise import supervisor
 from cookbook.run.folder import CellFolder
 from cookbook.run.status import Status, write_status
 cell = CellFolder(Path(sys.argv[1]))

@@ -33,8 +33,8 @@ from bench.torchrun import Job
 from bench.training import Outcome
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
-from cookbook.cells.rules.refusals import refusals
-from cookbook.log.lines import StepMetrics
+from cookbook.config.validate.refusals import refusals
+from cookbook.observe.lines import StepMetrics
 
 pytestmark = pytest.mark.bench
 

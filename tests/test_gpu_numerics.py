@@ -16,11 +16,11 @@ from bench.numerics_cases import PARTS, Case
 from bench.torchrun import Job, released_argv
 from bench.training import Outcome
 from cookbook.base.gpus import Gpu
-from cookbook.cells.argv import train_argv
-from cookbook.cells.rules.refusals import refusals
-from cookbook.cells.this_machine import this_machine
-from cookbook.log.lines import StepMetrics
-from cookbook.stack.stack import load_stack
+from cookbook.config.stack import load_stack
+from cookbook.config.this_machine import this_machine
+from cookbook.config.train_args import train_argv
+from cookbook.config.validate.refusals import refusals
+from cookbook.observe.lines import StepMetrics
 from tests.titan_config import parse
 
 # What has not been measured yet: losses of the fast options at TP 2 and PP 2.
@@ -86,8 +86,8 @@ def test_torchtitan_reads_the_options_that_were_measured(case: Case) -> None:
         expected |= {
             "cookbook.precision": case.precision,
             "cookbook.ep_backend": case.backend,
-            "job.custom_config_module": "cookbook.titan.stack_2026_02.job_config",
-            "experimental.custom_import": "cookbook.titan.stack_2026_02",
+            "job.custom_config_module": "cookbook.titan.tt_0_2_2.job_config",
+            "experimental.custom_import": "cookbook.titan.tt_0_2_2",
         }
     assert set_to == expected
 

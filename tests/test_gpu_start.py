@@ -14,9 +14,9 @@ from bench import gpu_start
 from bench.gpu_start import job_of, measure, parts_of
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
-from cookbook.cells.rules.refusals import refusals
-from cookbook.cells.this_machine import this_machine
-from cookbook.titan.any_stack import kernel_cache
+from cookbook.config.this_machine import this_machine
+from cookbook.config.validate.refusals import refusals
+from cookbook.titan.common import kernel_cache
 
 H200 = this_machine(2, Gpu("NVIDIA H200", 9.0, 139.8))
 COMMAND = [sys.executable, "-m", "bench.gpu_start"]

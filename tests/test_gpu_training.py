@@ -24,10 +24,10 @@ from bench.torchrun import Job, environment_of, released_argv, torchrun_command
 from bench.training import Outcome, train_all, train_one
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
-from cookbook.cells.this_machine import cell_on, this_machine
+from cookbook.config.stack import load_stack
+from cookbook.config.this_machine import cell_on, this_machine
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
-from cookbook.stack.stack import load_stack
 from tests.titan_config import parse
 
 H200 = Gpu("NVIDIA H200", 9.0, 139.8)

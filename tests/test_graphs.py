@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cookbook.verbs.graphs import bar, sparkline
+from cookbook.cli.graphs import bar, sparkline
 
 
 @pytest.mark.parametrize(

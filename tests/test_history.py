@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.schema import Unchecked
-from cookbook.log.history import History, collect_history, longest_save, usual_step_time
+from cookbook.observe.history import History, collect_history, longest_save, usual_step_time
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_attempt_end, write_attempt_end
 from cookbook.run.record import CellRecord

@@ -12,7 +12,7 @@ import pytest
 
 from cookbook.install import attention_kernels
 from cookbook.install.attention_kernels import FAILED, NOT_NEEDED, TO_COMPILE, capabilities, main
-from cookbook.titan.any_stack import kernel_cache
+from cookbook.titan.common import kernel_cache
 
 
 def gpu(capability: float, driver: str = "580.1") -> Any:
@@ -30,7 +30,7 @@ class Machine:
         self.lacks: list[str] = []
 
     def run(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-m", "cookbook.titan.any_stack.compile_attention"]
+        assert command[1:3] == ["-m", "cookbook.titan.common.compile_attention"]
         self.asked.append(command[3])
         if command[3] in self.failing:
             return subprocess.CompletedProcess(command, 1, "")

@@ -16,7 +16,7 @@ from tests.submit import ROOT
 _PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from cookbook.job.keeper import keep
+from cookbook.supervise.keeper import keep
 folder = Path(sys.argv[1])
 
 def work():

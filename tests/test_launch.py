@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.cells.cell import Cell
-from cookbook.cells.finding import HINT, WARNING, Finding
 from cookbook.check import check
 from cookbook.check.dry_run import Built
+from cookbook.cli import launch
+from cookbook.cli.main import main
+from cookbook.config.cell import Cell
+from cookbook.config.finding import HINT, WARNING, Finding
+from cookbook.launch import executor
 from cookbook.run.record import read_record
 from cookbook.run.run import Run
-from cookbook.submit import executor
-from cookbook.verbs import launch
-from cookbook.verbs.cli import main
 
 SWEEP = ["sweep", "smoke", "--nodes", "1", "--cluster"]
 FAILURE = {"error": "no such thing", "rank": 0, "place": "torchtitan/a.py:1", "kind": "ValueError"}

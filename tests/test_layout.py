@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cookbook.cells.finding import Finding
-from cookbook.cells.layout import DEGREES, layout_of
-from cookbook.cells.rules.layout import DEEPEP_SIZES, layout_findings
-from cookbook.stack.options import Options, Setting
+from cookbook.config.finding import Finding
+from cookbook.config.layout import DEGREES, layout_of
+from cookbook.config.options import Options, Setting
+from cookbook.config.validate.layout import DEEPEP_SIZES, layout_findings
 from tests.cells import STACK
 
 MODEL = {"model.name": "deepseek_v3", "model.flavor": "16B"}
@@ -152,7 +152,7 @@ def test_a_remedy_for_a_file_says_how_to_try_it() -> None:
 
 
 @pytest.fixture(scope="module")
-def fake_world() -> Iterator[Any]:
+def dry_build() -> Iterator[Any]:
     """Starts and ends worlds of any size in this process, with a group that sends nothing."""
     import torch.distributed as dist
     import torchtitan.distributed.parallel_dims as parallel_dims
@@ -173,10 +173,10 @@ def fake_world() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def _torchtitan_accepts(degrees: dict[str, int], world: int, fake_world: Any) -> bool:
+def _torchtitan_accepts(degrees: dict[str, int], world: int, dry_build: Any) -> bool:
     from torchtitan.distributed import ParallelDims
 
-    fake_world(world)
+    dry_build(world)
     try:
         dims = ParallelDims(**degrees, world_size=world)
         dims.build_mesh()
@@ -204,7 +204,7 @@ def _torchtitan_accepts(degrees: dict[str, int], world: int, fake_world: Any) ->
     factor=st.sampled_from([1, 2, 4]),
 )
 def test_torchtitan_builds_its_mesh_exactly_where_no_problem_is_found(
-    degrees: dict[str, int], fits: bool, factor: int, fake_world: Any
+    degrees: dict[str, int], fits: bool, factor: int, dry_build: Any
 ) -> None:
     others = math.prod(degrees[short] for short in ("pp", "dp_replicate", "cp", "tp"))
     world = others * max(degrees["dp_shard"], 1) * (factor if degrees["dp_shard"] < 0 else 1)
@@ -215,7 +215,7 @@ def test_torchtitan_builds_its_mesh_exactly_where_no_problem_is_found(
     values = {**_options(**degrees), "training.seq_len": 2 * 8 * 8 * 9}
     values["training.local_batch_size"] = 1
     options = _all(values)
-    accepted = _torchtitan_accepts(degrees, world, fake_world)
+    accepted = _torchtitan_accepts(degrees, world, dry_build)
     found = layout_findings(options, world)
     assert accepted == (not found), (degrees, world, found)
     if accepted:

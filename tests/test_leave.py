@@ -17,7 +17,9 @@ case "$1" in
   update) sleep 0.3 && echo "$@" >"{folder}/said" ;;
 esac
 """
-LEAVE = "from cookbook.job.leave import leave_for_queue\nleave_for_queue('7', ['worker-3'], None)"
+LEAVE = (
+    "from cookbook.supervise.leave import leave_for_queue\nleave_for_queue('7', ['worker-3'], None)"
+)
 
 
 def _leave(folder: Path, scontrol: str) -> subprocess.CompletedProcess[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.job import links_node
-from cookbook.job.links_node import ENDED, LinksQuestion
+from cookbook.supervise import links_node
+from cookbook.supervise.links_node import ENDED, LinksQuestion
 
 # Stands in for a rank: notes where it was placed, then ends as the plan says.
 RANK = """

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.paths import ROOT
-from cookbook.log import phases
-from cookbook.log.lines import LogTail
-from cookbook.log.phases import Phase, parse_phase
+from cookbook.observe import phases
+from cookbook.observe.lines import LogTail
+from cookbook.observe.phases import Phase, parse_phase
 from tests.test_logs import LOGS
 
-TITAN = ROOT / "cookbook" / "titan" / "stack_2026_02"
+TITAN = ROOT / "cookbook" / "titan" / "tt_0_2_2"
 
 
 def phases_of(log: Path, rank: int | None = None) -> list[Phase]:

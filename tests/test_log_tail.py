@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cookbook.log import lines, phases, text
-from cookbook.log.lines import (
+from cookbook.observe import lines, phases, text
+from cookbook.observe.lines import (
     LogTail,
     Newest,
     parse_line,
     read_active,
     read_log,
 )
-from cookbook.log.memory import read_peak_memory
-from cookbook.log.phases import Phase, parse_phase
-from cookbook.log.text import plain_text
+from cookbook.observe.memory import read_peak_memory
+from cookbook.observe.phases import Phase, parse_phase
+from cookbook.observe.text import plain_text
 from tests.test_logs import LOGS, PARSED, PLAIN
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cookbook.log.lines import (
+from cookbook.observe.lines import (
     LogTail,
     StepMetrics,
     parse_active,
@@ -19,7 +19,7 @@ from cookbook.log.lines import (
     read_active,
     read_log,
 )
-from cookbook.log.memory import read_peak_memory
+from cookbook.observe.memory import read_peak_memory
 
 LOGS = Path(__file__).parent / "logs"
 PLAIN = (

@@ -11,7 +11,7 @@ from itertools import combinations
 import pytest
 
 from cookbook.base.paths import ROOT
-from cookbook.log.curve import CurveStep
+from cookbook.observe.curve import CurveStep
 from cookbook.results.loss import (
     CANNOT_TELL,
     DIFFERENT,

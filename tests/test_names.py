@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES, ROOT, runs_folder
-from cookbook.cells.finding import WARNING, Finding
-from cookbook.cells.layout import Layout
-from cookbook.cells.names import check_name, find_file, reference, word_of
+from cookbook.config.finding import WARNING, Finding
+from cookbook.config.layout import Layout
+from cookbook.config.names import check_name, find_file, reference, word_of
 
 
 @pytest.mark.parametrize("name", ["a", "a" * 60, "0.b-c_D"])

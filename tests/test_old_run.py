@@ -14,9 +14,9 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
-from cookbook.job.supervisor import Supervisor
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
+from cookbook.supervise.supervisor import Supervisor
 from tests.submit import submit
 
 NAME = "matrix-20261121-192057"
@@ -83,7 +83,7 @@ def test_its_queued_job_ends_with_that_reason(
     monkeypatch.setenv("VENV", sys.prefix)
     # Protocol 0 writes the names of modules on lines of their own.
     now = pickle.dumps(Supervisor([folder]), protocol=0)
-    before = now.replace(b"cookbook.job.supervisor\n", b"cookbook.supervisor\n")
+    before = now.replace(b"cookbook.supervise.supervisor\n", b"cookbook.supervisor\n")
     assert before != now
     with pytest.raises(JobError, match=rf"^failed: {CELL}$"):
         pickle.loads(before)()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.stack.options import Options, Setting
-from cookbook.stack.pins import read_pins, stack_name
-from cookbook.stack.stack import load_stack
+from cookbook.config.options import Options, Setting
+from cookbook.config.pins import read_pins, stack_name
+from cookbook.config.stack import load_stack
 
 PINS = """# stack 2030.01
 torch==2.10.0  # from the index

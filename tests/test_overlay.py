@@ -10,13 +10,13 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
-from cookbook.cells import overlay as overlay_module
-from cookbook.cells.cell import Cell
-from cookbook.cells.overlay import Overlay, load_overlay
-from cookbook.cells.resolve import resolve_cell
-from cookbook.cells.rules.refusals import refusals
-from cookbook.stack.active import implied
-from cookbook.stack.options import Options, Setting
+from cookbook.config import overlay as overlay_module
+from cookbook.config.active import implied
+from cookbook.config.cell import Cell
+from cookbook.config.options import Options, Setting
+from cookbook.config.overlay import Overlay, load_overlay
+from cookbook.config.resolve import resolve_cell
+from cookbook.config.validate.refusals import refusals
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, STACK, Point
 from tests.check_cells import cell_of
 
@@ -217,7 +217,7 @@ def test_emulation_may_change_no_option(tmp_path: Path) -> None:
 def test_synonyms_name_one_overlay_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = tmp_path / "recipes"
     shutil.copytree(RECIPES, recipes)
-    monkeypatch.setattr("cookbook.cells.names.RECIPES", recipes)
+    monkeypatch.setattr("cookbook.config.names.RECIPES", recipes)
     _forget()
     try:
         assert load_overlay("precision", "mxfp8_default").name == "mxfp8"
@@ -241,7 +241,7 @@ def _forget() -> None:
 
 
 def test_a_cell_is_held_to_its_overlays_by_options_of_the_job() -> None:
-    from cookbook.cells.argv import train_argv
+    from cookbook.config.train_args import train_argv
 
     cell: Cell = cell_of("deepseek_v3_16b", precision="mxfp8_linear", ep_backend="mxfp8_a2a")
     for word in (

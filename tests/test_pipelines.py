@@ -67,7 +67,7 @@ def test_metrics_are_those_of_the_rank_with_the_loss(
     import torch
     import torchtitan.components.metrics as metrics
 
-    from cookbook.titan.stack_2026_02 import first_step
+    from cookbook.titan.tt_0_2_2 import first_step
 
     released = metrics._get_metrics_rank
     chosen: list[int] = []

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.expand import CellRequest, expand_sweep
-from cookbook.cells.rules.refusals import refusals
-from cookbook.cells.sweep import sweep_of_recipe
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import load_cluster
+from cookbook.config.expand import CellRequest, expand_sweep
+from cookbook.config.options import Options, Setting
+from cookbook.config.sweep import sweep_of_recipe
+from cookbook.config.validate.refusals import refusals
 from cookbook.plan.explain import walk
 from cookbook.plan.figure import render_svg
 from cookbook.plan.recipe_file import render_recipe, write_recipe
@@ -26,7 +27,6 @@ from cookbook.plan.search import _COUNTED, FITS, TOO_LARGE, Found, evaluate, sea
 from cookbook.plan.space import RECOMPUTATION, Space, space_of
 from cookbook.predict.documents import C4
 from cookbook.predict.view import count_views
-from cookbook.stack.options import Options, Setting
 from tests.check_cells import cell_of, with_options
 from tests.submit import submit
 

@@ -14,8 +14,9 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import RECIPES
-from cookbook.cells.cell import Cell
-from cookbook.cells.recipe import load_recipe
+from cookbook.config.cell import Cell
+from cookbook.config.options import Setting
+from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
 from cookbook.plan.describe import as_mapping, times
 from cookbook.plan.explain import Stop, walk
@@ -27,7 +28,6 @@ from cookbook.plan.space import space_of
 from cookbook.predict.documents import C4
 from cookbook.predict.memory import StageMemory
 from cookbook.predict.step import StepTime
-from cookbook.stack.options import Setting
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cookbook.cells.cell import Cell
+from cookbook.cli import plan
+from cookbook.cli.main import main
+from cookbook.config.cell import Cell
 from cookbook.plan.search import TOO_LARGE, Candidate, Found
 from cookbook.predict.documents import Documents
-from cookbook.verbs import plan
-from cookbook.verbs.cli import main
 from tests.test_plan_edges import candidate
 
 EP, TP = (f"parallelism.{name}_parallel_degree" for name in ("expert", "tensor"))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cookbook.base.gpus import Gpu
-from cookbook.cells.cell import Cell
-from cookbook.cells.this_machine import this_machine
+from cookbook.config.cell import Cell
+from cookbook.config.this_machine import this_machine
 from cookbook.predict.layers import RankLayers
 from cookbook.predict.memory import GIB, StageMemory, predict_memory
 from cookbook.predict.shapes import destinations, padded_tokens, shapes_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.predict import view
 from cookbook.predict.actions import Actions
 from cookbook.predict.documents import LOCAL, Documents, mean_attended_tokens

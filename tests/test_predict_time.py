@@ -16,7 +16,7 @@ from bench import step_times
 from bench.step_points import Comparison, compare, read_points
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.predict.documents import C4, LOCAL, Documents
 from cookbook.predict.hardware import hardware_of, load_hardware
 from cookbook.predict.step import StepTime, predict_step

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from cookbook.cells.cluster import Bandwidth
-from cookbook.job import links
-from cookbook.job.compare import Fault, common_fault, differing, skewed
-from cookbook.job.links import Links, Outcome, check_links
-from cookbook.job.node import Reader, Report, printed
+from cookbook.config.cluster import Bandwidth
+from cookbook.supervise import links
+from cookbook.supervise.compare import Fault, common_fault, differing, skewed
+from cookbook.supervise.links import Links, Outcome, check_links
+from cookbook.supervise.node import Reader, Report, printed
 
 
 def _report(node: str, facts: dict[str, str], clock: float = 1000.0) -> Report:

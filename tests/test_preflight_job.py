@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cluster import Bandwidth, Container
-from cookbook.job import __main__ as job_main
-from cookbook.job import preflight as looking
-from cookbook.job.compare import Fault
-from cookbook.job.links import Links, LinksVerdict
-from cookbook.job.nodes import CannotStartError, JobNodes
-from cookbook.job.preflight import leave_out_known, look_at_links, preflight
+from cookbook.config.cluster import Bandwidth, Container
 from cookbook.run import slurm
 from cookbook.run.excluded import HARDWARE_H, exclude_nodes, read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.status import RUNNING, Status, read_status, write_status
+from cookbook.supervise import __main__ as job_main
+from cookbook.supervise import preflight as looking
+from cookbook.supervise.compare import Fault
+from cookbook.supervise.links import Links, LinksVerdict
+from cookbook.supervise.nodes import CannotStartError, JobNodes
+from cookbook.supervise.preflight import leave_out_known, look_at_links, preflight
 from tests.cells import Point
 from tests.test_preflight_nodes import ECC, job, left
 
@@ -161,6 +161,6 @@ def test_what_cannot_start_ends_its_script_and_is_noted(
     monkeypatch.setattr(looking, "ask_nodes", ask)
     assert job_main.main(["preflight", str(cell.path), "--attempt=0"]) == 4
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("", "cookbook.job: preflight: disk: 4 of 4 nodes\n")
+    assert (said.out, said.err) == ("", "cookbook.supervise: preflight: disk: 4 of 4 nodes\n")
     status = read_status(cell)
     assert (status.state, status.reason) == ("failed", "preflight: disk: 4 of 4 nodes")

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from cookbook.base.schema import Unchecked
-from cookbook.cells.cluster import Bandwidth, load_cluster
-from cookbook.cells.recipe import load_recipe
-from cookbook.job import ask, links, nodes
-from cookbook.job.compare import Fault
-from cookbook.job.links import Links, check_links
-from cookbook.job.links_node import ENDED
-from cookbook.job.node import Question, Report, printed
-from cookbook.job.nodes import CannotStartError, JobNodes, go_on_without, remember
-from cookbook.job.step import StepEnd
+from cookbook.config.cluster import Bandwidth, load_cluster
+from cookbook.config.recipe import load_recipe
 from cookbook.run import slurm
 from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
+from cookbook.supervise import ask, links, nodes
+from cookbook.supervise.compare import Fault
+from cookbook.supervise.links import Links, check_links
+from cookbook.supervise.links_node import ENDED
+from cookbook.supervise.node import Question, Report, printed
+from cookbook.supervise.nodes import CannotStartError, JobNodes, go_on_without, remember
+from cookbook.supervise.step import StepEnd
 
 ECC = Fault("gpu memory", "GPU 3: 1 uncorrectable ECC error(s)", 24.0)
 BUSY = Fault("idle", "GPU 0: 9 GiB in use", 1.0)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import JobError
-from cookbook.job import patience
-from cookbook.job.nodes import JobNodes
-from cookbook.job.preflight import leave_out_known
-from cookbook.job.step import run_step
 from cookbook.run import slurm
 from cookbook.run.slurm import NoAnswerError
+from cookbook.supervise import patience
+from cookbook.supervise.nodes import JobNodes
+from cookbook.supervise.preflight import leave_out_known
+from cookbook.supervise.step import run_step
 from tests.test_preflight_nodes import job
 
 __all__ = ["job"]

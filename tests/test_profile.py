@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from cookbook.cells.cell import Cell
+from cookbook.cli import profile
+from cookbook.cli.main import main
+from cookbook.config.cell import Cell
 from cookbook.run.run import Run, new_record, read_run, write_run
-from cookbook.verbs import profile
-from cookbook.verbs.cli import main
 from tests.submit import ROOT, Answer, listing, submit
 from tests.traces import GEMM, TraceFile
 

@@ -9,13 +9,13 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.environment import exported
-from cookbook.cells.expand import CellRequest, expand_sweep
-from cookbook.cells.names import names_in
-from cookbook.cells.overlay import load_overlay
-from cookbook.cells.recipe import load_recipe
-from cookbook.cells.sweep import sweep_of_recipe
+from cookbook.config.cluster import load_cluster
+from cookbook.config.environment import exported
+from cookbook.config.expand import CellRequest, expand_sweep
+from cookbook.config.names import names_in
+from cookbook.config.overlay import load_overlay
+from cookbook.config.recipe import load_recipe
+from cookbook.config.sweep import sweep_of_recipe
 from cookbook.run.record import read_record
 from tests.cells import EP_BACKENDS, PRECISIONS, walked
 from tests.cells import RECIPES as RECIPE_NAMES

@@ -20,20 +20,20 @@ from hypothesis import strategies as st
 
 from cookbook.base.paths import ROOT
 from cookbook.base.schema import Words
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.overlay import load_overlay
-from cookbook.cells.recipe import load_recipe
-from cookbook.cells.resolve import resolve_cell
-from cookbook.job import __main__ as job
-from cookbook.job.begin import Start as Begun
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import load_cluster
+from cookbook.config.options import Setting
+from cookbook.config.overlay import load_overlay
+from cookbook.config.recipe import load_recipe
+from cookbook.config.resolve import resolve_cell
+from cookbook.launch.header import sbatch_lines
+from cookbook.launch.launcher import render_launcher
+from cookbook.launch.render import render_script
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
-from cookbook.script.header import sbatch_lines
-from cookbook.script.launcher import render_launcher
-from cookbook.script.render import render_script
-from cookbook.stack.options import Setting
+from cookbook.supervise import __main__ as job
+from cookbook.supervise.begin import Start as Begun
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, STACK, Point, walked
 from tests.checkout import STAND_IN
 from tests.golden import GOLDEN, LAUNCHERS, golden_scripts, launchers

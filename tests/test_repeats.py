@@ -10,11 +10,12 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.expand import CellRequest, expand_sweep, in_rounds
-from cookbook.cells.sweep import load_sweep
-from cookbook.log.history import AttemptSummary, History
+from cookbook.cli.launch import refuse_unlike_sizes
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import load_cluster
+from cookbook.config.expand import CellRequest, expand_sweep, in_rounds
+from cookbook.config.sweep import load_sweep
+from cookbook.observe.history import AttemptSummary, History
 from cookbook.results.figures.canvas import WIDE, drawing_style
 from cookbook.results.figures.series import all_series
 from cookbook.results.figures.steps import draw_steps
@@ -23,7 +24,6 @@ from cookbook.results.report import notes, render_json
 from cookbook.results.tables import repeats_table
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
-from cookbook.verbs.launch import refuse_unlike_sizes
 from tests.submit import submit
 from tests.test_results import Run, metrics_line
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cookbook.job.restarts import Action, Decision, decide
 from cookbook.run.history import AttemptEnd, Cause
+from cookbook.supervise.restarts import Action, Decision, decide
 
 
 def ends(*causes: Cause, step: int = 1) -> list[AttemptEnd]:

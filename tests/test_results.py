@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cookbook.base.errors import InputError
-from cookbook.log.curve import CurveStep, collect_steps
+from cookbook.observe.curve import CurveStep, collect_steps
 from cookbook.results.collect import collect_results
 from cookbook.results.report import notes
 from cookbook.results.result import Result, RunResults

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.schema import Unchecked
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.run import run as runs
 from cookbook.run.record import CellRecord, read_record
 from tests.cells import Point

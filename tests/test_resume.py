@@ -11,8 +11,12 @@ import yaml
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.schema import Unchecked
-from cookbook.cells.cell import Cell
-from cookbook.log.curve import collect_steps
+from cookbook.config.cell import Cell
+from cookbook.config.options import Setting
+from cookbook.launch import executor
+from cookbook.launch.create import create_run
+from cookbook.launch.resume import resume_cells
+from cookbook.observe.curve import collect_steps
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run
@@ -26,10 +30,6 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
-from cookbook.stack.options import Setting
-from cookbook.submit import executor
-from cookbook.submit.create import create_run
-from cookbook.submit.resume import resume_cells
 from tests.cells import CLUSTER_FILES, Point
 from tests.saved import FILES, cut, save
 from tests.submit import Answer, submit

@@ -14,12 +14,12 @@ import yaml
 
 from cookbook.base.errors import InputError
 from cookbook.base.schema import Unchecked
-from cookbook.cells.argv import train_argv
-from cookbook.job.__main__ import CHECKED
-from cookbook.job.__main__ import main as job
+from cookbook.config.train_args import train_argv
 from cookbook.run.checkpoints import STATES
 from cookbook.run.folder import Attempt
 from cookbook.run.history import AttemptEnd, Cause, write_attempt_end
+from cookbook.supervise.__main__ import CHECKED
+from cookbook.supervise.__main__ import main as job
 from tests.cells import Point
 from tests.saved import FILES, cut, save
 from tests.submit import listing, submit

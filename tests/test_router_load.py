@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cookbook.log.router_load import LoadStep, _parse, collect_router_load
+from cookbook.observe.router_load import LoadStep, _parse, collect_router_load
 from cookbook.results.figures.canvas import NARROW, WIDE, Size, drawing_style
 from cookbook.results.figures.load import draw_load
 from cookbook.results.load import summarize_load

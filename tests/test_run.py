@@ -15,7 +15,10 @@ import yaml
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT, runs_folder
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
+from cookbook.launch import create
+from cookbook.launch.create import create_run
+from cookbook.launch.render import render_script
 from cookbook.run import status as run_status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
@@ -33,9 +36,6 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
-from cookbook.script.render import render_script
-from cookbook.submit import create
-from cookbook.submit.create import create_run
 from tests.cells import Point
 from tests.submit import listing
 

@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 
-from cookbook.log import memory, text
-from cookbook.log.curve import collect_steps
-from cookbook.log.lines import read_active, read_log
-from cookbook.log.memory import read_peak_memory
-from cookbook.log.scan import scan_log
+from cookbook.observe import memory, text
+from cookbook.observe.curve import collect_steps
+from cookbook.observe.lines import read_active, read_log
+from cookbook.observe.memory import read_peak_memory
+from cookbook.observe.scan import scan_log
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
 from tests.test_logs import LOGS

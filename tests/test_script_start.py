@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.recipe import load_recipe
-from cookbook.script.launcher import render_launcher
+from cookbook.config.cluster import load_cluster
+from cookbook.config.recipe import load_recipe
+from cookbook.launch.launcher import render_launcher
 from tests.script_job import NOTES_WORDS, Job
 from tests.script_run import Start
 from tests.submit import ROOT

@@ -19,7 +19,7 @@ SITE = ".venv/lib/python*/site-packages"
 
 COMPILER = """
 import json, sys
-from cookbook.titan.any_stack.kernel_cache import folder_of
+from cookbook.titan.common.kernel_cache import folder_of
 folder = folder_of(int(sys.argv[1]), 13)
 folder.mkdir(parents=True)
 (folder / "a.o").touch()
@@ -29,7 +29,7 @@ print(json.dumps({"folder": str(folder), "kernels": ["a.o"]}))
 
 def compiled_by(checkout: Checkout, text: str) -> None:
     """In the place of what compiles FlashAttention-4's kernels, which needs the package itself."""
-    (checkout.folder / "cookbook/titan/any_stack/compile_attention.py").write_text(text)
+    (checkout.folder / "cookbook/titan/common/compile_attention.py").write_text(text)
 
 
 @pytest.fixture

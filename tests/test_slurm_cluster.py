@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.cells.cluster import Cluster
+from cookbook.config.cluster import Cluster
 from tests.recording_torchrun import install_recording_torchrun, read_records
 from tests.slurm_cluster import Settings, SlurmCluster, SlurmError
 from tests.slurm_conf import PORTS

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import JobError
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
+from cookbook.launch.create import create_run
+from cookbook.launch.executor import submit_run
 from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.run import Run
 from cookbook.run.slurm import nodes_in, partition_nodes
 from cookbook.run.states import cell_states
-from cookbook.submit.create import create_run
-from cookbook.submit.executor import submit_run
 from tests.cells import Point
 from tests.gpu_nodes import GpuNodes
 from tests.recording_torchrun import read_records

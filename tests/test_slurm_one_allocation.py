@@ -14,12 +14,12 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.base.schema import Words
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
+from cookbook.launch.create import create_run
+from cookbook.launch.executor import submit_run
 from cookbook.run.history import Cause, read_history
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import cancel_run, cell_states
-from cookbook.submit.create import create_run
-from cookbook.submit.executor import submit_run
 from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
 

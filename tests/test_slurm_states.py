@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.cli.main import main
 from cookbook.results import keep
 from cookbook.run.states import cell_states
-from cookbook.verbs.cli import main
 from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm

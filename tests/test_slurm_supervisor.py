@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
+from cookbook.launch.create import create_run
+from cookbook.launch.executor import submit_run
 from cookbook.run.history import AttemptEnd, Cause, read_history
 from cookbook.run.run import Run
 from cookbook.run.states import cell_states
-from cookbook.submit.create import create_run
-from cookbook.submit.executor import submit_run
 from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
 
@@ -175,7 +175,7 @@ def test_a_local_run_in_somebodys_job_does_not_touch_that(
     script.write_text(
         f"#!/bin/bash\ncd {Path(__file__).parent.parent}\n{sys.executable} -c '\n"
         "from pathlib import Path\n"
-        "from cookbook.job.supervisor import Supervisor\n"
+        "from cookbook.supervise.supervisor import Supervisor\n"
         "from cookbook.run.folder import CellFolder\n"
         "from cookbook.run.status import Status, write_status\n"
         f'cell = CellFolder(Path("{body.parent}"))\n'

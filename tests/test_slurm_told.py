@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from cookbook.base.schema import Unchecked
+from cookbook.launch.create import create_run
+from cookbook.launch.executor import submit_run
 from cookbook.run.record import read_record
 from cookbook.run.states import cell_states
 from cookbook.run.status import read_status
-from cookbook.submit.create import create_run
-from cookbook.submit.executor import submit_run
 from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
 from tests.submit import ROOT

@@ -16,13 +16,13 @@ from unittest.mock import patch
 import pytest
 
 from cookbook.base.schema import Words
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
+from cookbook.launch import executor
+from cookbook.launch.create import create_run
+from cookbook.launch.executor import submit_run
 from cookbook.run.run import Run, read_run
 from cookbook.run.slurm import WAITING, sbatch
 from cookbook.run.states import CellState, cancel_run, cell_states
-from cookbook.submit import executor
-from cookbook.submit.create import create_run
-from cookbook.submit.executor import submit_run
 from tests.cells import Point
 from tests.recording_torchrun import install_recording_torchrun
 from tests.slurm_cluster import Settings, SlurmCluster

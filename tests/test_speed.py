@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cookbook.log.curve import CurveStep
+from cookbook.observe.curve import CurveStep
 from cookbook.results.interval import batches, t_quantile
 from cookbook.results.speed import (
     FASTER,

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
-from cookbook.stack.argv import argv_of, parse_argv
-from cookbook.stack.option import Option
-from cookbook.stack.options import Setting
-from cookbook.stack.pins import read_pins
-from cookbook.stack.stack import load_stack
+from cookbook.config.option import Option
+from cookbook.config.options import Setting
+from cookbook.config.pins import read_pins
+from cookbook.config.stack import load_stack
+from cookbook.config.titan_flags import argv_of, parse_argv
 from tests.cells import STACK
 from tests.golden import OPTION_TABLE, option_table
 from tests.titan_config import parse, typed
 
-EXTENDED = ["--job.custom_config_module=cookbook.titan.stack_2026_02.job_config"]
+EXTENDED = ["--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config"]
 KINDS = {"bool", "choice", "float", "int", "list", "lists", "str"}
 # TorchTitan reads this one itself before it reads the others, and wants the file to be there.
 NOT_HERE = {"job.config_file", "job.custom_config_module", "experimental.custom_args_module"}
@@ -57,7 +57,7 @@ def test_every_kind_of_option_is_there() -> None:
 def test_without_options_the_defaults_of_the_table_hold() -> None:
     defaults = {name: option.default for name, option in STACK.options.items()}
     assert typed(parse(EXTENDED)) == typed(
-        {**defaults, "job.custom_config_module": "cookbook.titan.stack_2026_02.job_config"}
+        {**defaults, "job.custom_config_module": "cookbook.titan.tt_0_2_2.job_config"}
     )
 
 

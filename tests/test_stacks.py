@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.log.stacks import describe_stacks
+from cookbook.observe.stacks import describe_stacks
 from cookbook.run.folder import Attempt
 
 _HEAD = "Timeout (0:00:12)!\n"

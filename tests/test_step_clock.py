@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cookbook.job.step_clock import Patience, StepClock
-from cookbook.log.lines import Newest, StepMetrics
-from cookbook.log.phases import Phase
+from cookbook.observe.lines import Newest, StepMetrics
+from cookbook.observe.phases import Phase
+from cookbook.supervise.step_clock import Patience, StepClock
 
 
 def at(step: int | None, phase: Phase = Phase.TRAINING) -> Newest:

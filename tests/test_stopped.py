@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from cookbook.launch import executor
+from cookbook.launch.create import create_run
+from cookbook.launch.executor import submit_run
+from cookbook.launch.render import render_script
 from cookbook.run.run import Run
 from cookbook.run.states import cancel_run, cell_states
-from cookbook.script.render import render_script
-from cookbook.submit import executor
-from cookbook.submit.create import create_run
-from cookbook.submit.executor import submit_run
 from tests.cells import Point
 from tests.submit import ROOT
 

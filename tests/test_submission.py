@@ -11,14 +11,14 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
+from cookbook.launch.create import create_run
+from cookbook.launch.executor import submit_run
+from cookbook.launch.header import option_word, sbatch_options
+from cookbook.launch.leave_out import leave_out
 from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.status import read_job, read_status
 from cookbook.run.submitting import is_submitting
-from cookbook.script.header import option_word, sbatch_options
-from cookbook.submit.create import create_run
-from cookbook.submit.executor import submit_run
-from cookbook.submit.leave_out import leave_out
 from tests.cells import Point
 
 # It takes what it is given, but for the job of that number.

@@ -14,12 +14,12 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.base.schema import Unchecked
-from cookbook.job.step_clock import Patience
-from cookbook.job.supervisor import Supervisor
 from cookbook.run.folder import CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_history
 from cookbook.run.record import CellRecord
 from cookbook.run.status import QUEUED, RUNNING, Status, read_status, write_status
+from cookbook.supervise.step_clock import Patience
+from cookbook.supervise.supervisor import Supervisor
 from tests.started import start_marked
 
 # What every script begins with: its attempt's folder, and a step that it prints.
@@ -188,7 +188,7 @@ def test_after_a_full_disk_room_for_a_checkpoint_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("cookbook.job.supervisor._ROOM_S", 1.0)
+    monkeypatch.setattr("cookbook.supervise.supervisor._ROOM_S", 1.0)
     body = """
 step 1 7; ((K)) && exit 0
 S="${CELL_DIR}/checkpoint/step-1"; mkdir -p "${S}"; touch "${S}/.metadata"

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import JobError
-from cookbook.job.step_clock import Patience
-from cookbook.job.supervisor import Supervisor
 from cookbook.run.folder import CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.record import CellRecord
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, Status, read_status, write_status
+from cookbook.supervise.step_clock import Patience
+from cookbook.supervise.supervisor import Supervisor
 from tests.test_attempt import Usage
 from tests.test_supervisor import HEAD
 
@@ -84,8 +84,8 @@ def test_failures_of_earlier_jobs_are_none_of_this_one(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_blamed_for_what_it_hides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cookbook.job.supervisor._ROOM_S", 0.1)
-    monkeypatch.setattr("cookbook.job.room.shutil.disk_usage", lambda path: Usage(1 << 20))
+    monkeypatch.setattr("cookbook.supervise.supervisor._ROOM_S", 0.1)
+    monkeypatch.setattr("cookbook.supervise.room.shutil.disk_usage", lambda path: Usage(1 << 20))
     cell = make(tmp_path, "a", "((K)) && exit 0; torchrun_says -9; exit 1")
     with pytest.raises(SystemExit, match=r"^0$"):
         Supervisor([cell])()

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
-from cookbook.cells.cluster import load_cluster
-from cookbook.cells.expand import CellRequest, command_line_settings, expand_sweep
-from cookbook.cells.names import names_in
-from cookbook.cells.recipe import load_recipe
-from cookbook.cells.sweep import is_sweep, load_sweep, sweep_of_recipe
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import load_cluster
+from cookbook.config.expand import CellRequest, command_line_settings, expand_sweep
+from cookbook.config.names import names_in
+from cookbook.config.recipe import load_recipe
+from cookbook.config.sweep import is_sweep, load_sweep, sweep_of_recipe
 from tests.cells import CLUSTERS, walked
 
 HEAD = "description: mine\nrecipes: [debug]\n"

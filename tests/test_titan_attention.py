@@ -42,7 +42,7 @@ def small_args(attention: str = "flash_attention_4", **changes: Any) -> Any:
 
 
 def build_model(args: Any) -> Any:
-    from cookbook.titan.stack_2026_02.attention import DeepSeekV3ModelWithAttention
+    from cookbook.titan.tt_0_2_2.attention import DeepSeekV3ModelWithAttention
 
     model = DeepSeekV3ModelWithAttention(args)
     torch.manual_seed(0)
@@ -151,8 +151,8 @@ def config(
 def test_what_cannot_be_is_refused_before_the_model_is_built(
     job: Any, why_not: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from cookbook.titan.any_stack import varlen_attention
-    from cookbook.titan.stack_2026_02.attention import choose_attention
+    from cookbook.titan.common import varlen_attention
+    from cookbook.titan.tt_0_2_2.attention import choose_attention
 
     monkeypatch.setattr(varlen_attention, "why_not", lambda: why_not)
     dims = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": job.v_head_dim}

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from bench import gpu_attention
-from cookbook.titan.any_stack import varlen_attention as varlen
-from cookbook.titan.self_check.attention import AttentionShape, flash_attention_4, random_inputs
-from cookbook.titan.self_check.attention_errors import Errors, within_bounds
-from cookbook.titan.self_check.packings import PACKINGS, document_ends_of
+from cookbook.titan.common import varlen_attention as varlen
+from cookbook.titan.selftest.attention import AttentionShape, flash_attention_4, random_inputs
+from cookbook.titan.selftest.attention_errors import Errors, within_bounds
+from cookbook.titan.selftest.packings import PACKINGS, document_ends_of
 
 pytestmark = [
     pytest.mark.titan,
@@ -86,7 +86,7 @@ def test_torchtitans_attention_has_the_scale_and_the_documents_of_the_shape(
     kind: str, packing: str
 ) -> None:
     """Not the usual scale: YaRN's is another beyond 4,096 tokens."""
-    from cookbook.titan.stack_2026_02 import own_attention
+    from cookbook.titan.tt_0_2_2 import own_attention
 
     shape = AttentionShape(batch=2, length=32, heads=2, head_dim=16, v_head_dim=16, scale=0.7)
     q, k, v, _ = random_inputs(shape, "cpu")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from cookbook.titan.any_stack import flash_kernels, kernel_cache
-from cookbook.titan.any_stack import varlen_attention as varlen
+from cookbook.titan.common import flash_kernels, kernel_cache
+from cookbook.titan.common import varlen_attention as varlen
 
 pytestmark = pytest.mark.titan
 

@@ -45,7 +45,7 @@ def train_with_attention(arguments: list[str], eager: bool) -> dict[str, Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     from torchtitan.models.attention import FlexAttentionWrapper
 
-    from cookbook.titan.any_stack import documents, varlen_attention
+    from cookbook.titan.common import documents, varlen_attention
 
     if eager:
         FlexAttentionWrapper._compiled_flex_attn = staticmethod(flex_attention)

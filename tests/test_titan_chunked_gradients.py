@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cookbook.titan.any_stack.chunked_loss import VocabularyShard, chunked_cross_entropy
+from cookbook.titan.common.chunked_loss import VocabularyShard, chunked_cross_entropy
 from tests.titan_ranks import run_ranks
 
 pytestmark = pytest.mark.titan

@@ -90,7 +90,7 @@ def gradients_over_tp() -> Gradients:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from cookbook.titan.stack_2026_02 import chunked_loss
+    from cookbook.titan.tt_0_2_2 import chunked_loss
 
     hidden, model, labels = batch()
     chunked_loss.hand_on(model)
@@ -109,8 +109,8 @@ def gradients_over_fsdp() -> Gradients:
     """Of one that FSDP would shard again after its forward; two ranks have the same batch."""
     from torch.distributed.fsdp import fully_shard
 
-    from cookbook.titan.stack_2026_02 import chunked_loss
-    from cookbook.titan.stack_2026_02.cpu import sum_gradients_in_fsdp
+    from cookbook.titan.tt_0_2_2 import chunked_loss
+    from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
 
     hidden, model, labels = batch()
     chunked_loss.hand_on(model)
@@ -141,8 +141,8 @@ def test_an_output_layer_on_two_ranks_has_the_gradients_of_one(
 
 
 def test_without_fsdp_it_multiplies_in_the_type_of_autocast() -> None:
-    from cookbook.titan.any_stack.chunked_loss import chunked_cross_entropy
-    from cookbook.titan.stack_2026_02.chunked_loss import build_chunked_loss
+    from cookbook.titan.common.chunked_loss import chunked_cross_entropy
+    from cookbook.titan.tt_0_2_2.chunked_loss import build_chunked_loss
 
     torch.manual_seed(0)
     hidden: Any = torch.randn(2, 7, 16)

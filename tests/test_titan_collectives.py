@@ -20,7 +20,7 @@ _RANKS = """
 import json, os, sys
 from types import SimpleNamespace
 import torch.distributed as dist
-from cookbook.titan.any_stack import collectives
+from cookbook.titan.common import collectives
 
 now, connected = [0.0], set()
 def on_the_clock(collective):

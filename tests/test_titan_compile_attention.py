@@ -13,7 +13,7 @@ import pytest
 
 from cookbook.base.paths import ROOT
 from cookbook.install.flash_attention import differences, flash_attention_pins
-from cookbook.titan.any_stack.compile_attention import main
+from cookbook.titan.common.compile_attention import main
 
 pytestmark = pytest.mark.titan
 
@@ -62,7 +62,7 @@ def packages() -> dict[str, str]:
 def compiled(packages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels for Hopper and for Blackwell, compiled at once."""
     into = tmp_path_factory.mktemp("compiled")
-    command = [sys.executable, "-m", "cookbook.titan.any_stack.compile_attention"]
+    command = [sys.executable, "-m", "cookbook.titan.common.compile_attention"]
     started = {
         capability: subprocess.Popen(
             [*command, str(capability), "--into", str(into)],

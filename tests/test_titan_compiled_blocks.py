@@ -21,7 +21,7 @@ def train_and_look(argv: list[str]) -> dict[str, Any]:
     """What a rank trains, how often each function was compiled, and how often the blocks ran."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    from cookbook.titan.stack_2026_02.compiled_blocks import JoinedBlock
+    from cookbook.titan.tt_0_2_2.compiled_blocks import JoinedBlock
 
     blocks: set[int] = set()
     forward = JoinedBlock.forward

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.titan
 
 def loss_with(pp: bool, global_batch: int, corrections: set[str]) -> tuple[float, torch.Tensor]:
     """The loss of 6 tokens and its gradient, at 2 x 3 data-parallel ranks and a batch of 4 x 5."""
-    from cookbook.titan.stack_2026_02.pipeline_loss import build_loss
+    from cookbook.titan.tt_0_2_2.pipeline_loss import build_loss
 
     training = SimpleNamespace(global_batch_size=global_batch, local_batch_size=4, seq_len=5)
     config: Any = SimpleNamespace(
@@ -67,8 +67,8 @@ def test_only_terms_of_the_scores_gradient_are_summed(
     """A score before an expert that TP cuts has the whole gradient: a sum counts it TP times."""
     from torchtitan.models.llama4.infra import parallelize
 
-    from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
-    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+    from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
+    from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 
     monkeypatch.setattr(parallelize, "apply_moe_ep_tp", lambda *_, **__: None)
     layer = moe_layer(shared, before)
@@ -91,8 +91,8 @@ def test_without_tp_nothing_is_summed(
 ) -> None:
     from torchtitan.models.llama4.infra import parallelize
 
-    from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
-    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+    from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
+    from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 
     monkeypatch.setattr(parallelize, "apply_moe_ep_tp", lambda *_, **__: None)
     layer = moe_layer(True, False)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.titan
 # Large blocks, of which all but every tenth are freed: what stays is a tenth of them.
 _HOLES = """
 import resource, torch
-from cookbook.titan.stack_2026_02.cpu import prepare_cpu
+from cookbook.titan.tt_0_2_2.cpu import prepare_cpu
 prepare_cpu()
 def mib():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.titan
 # Kernels are replaced for a whole process. What oneDNN says of this CPU is put in its mouth.
 _BEGIN = """
 import torch
-from cookbook.titan.any_stack import cpu_bf16
-from cookbook.titan.any_stack.cpu_bf16 import multiply_bf16_in_float32
+from cookbook.titan.common import cpu_bf16
+from cookbook.titan.common.cpu_bf16 import multiply_bf16_in_float32
 cpu_bf16.cpu_has_bf16 = lambda: SUPPORTED
 torch.manual_seed(0)
 """
@@ -80,7 +80,7 @@ print("ok")
 _WHICH = (
     _BEGIN
     + """
-from cookbook.titan.stack_2026_02.cpu import prepare_cpu
+from cookbook.titan.tt_0_2_2.cpu import prepare_cpu
 prepare_cpu()
 names = [one + end for one in ("mm", "addmm", "bmm", "baddbmm") for end in ("", ".out")]
 print({"cpu_bf16.py" in torch._C._dispatch_dump(f"aten::{name}") for name in names})

@@ -140,9 +140,9 @@ def test_stages_of_a_pipeline_are_merged(assets: Path, tmp_path: Path) -> None:
 
 
 def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: int = 0) -> Any:
-    from cookbook.titan.stack_2026_02.activity import ModelActivity
-    from cookbook.titan.stack_2026_02.attention import AttentionActivity
-    from cookbook.titan.stack_2026_02.first_step import RankActivity
+    from cookbook.titan.tt_0_2_2.activity import ModelActivity
+    from cookbook.titan.tt_0_2_2.attention import AttentionActivity
+    from cookbook.titan.tt_0_2_2.first_step import RankActivity
 
     sets = [frozenset({word} if word else ()) for word in (grouped, linear, dispatch)]
     model = ModelActivity(sets[0], sets[1], emulated=False)
@@ -178,7 +178,7 @@ def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: i
     ],
 )
 def test_ranks_are_merged(views: Any, merged: tuple[str | None, ...]) -> None:
-    from cookbook.titan.stack_2026_02.first_step import merge
+    from cookbook.titan.tt_0_2_2.first_step import merge
 
     found = merge(views)
     assert (found["grouped_gemms"], found["linear_layers"], found["dispatch"]) == merged
@@ -187,7 +187,7 @@ def test_ranks_are_merged(views: Any, merged: tuple[str | None, ...]) -> None:
 def test_deepep_and_half_a_quantized_exchange_have_names_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from cookbook.titan.stack_2026_02 import activity
+    from cookbook.titan.tt_0_2_2 import activity
 
     both = {activity.MXFP8_DISPATCH, activity.MXFP8_COMBINE}
     for sent, words in (
@@ -201,7 +201,7 @@ def test_deepep_and_half_a_quantized_exchange_have_names_of_their_own(
 
 
 def test_a_declaration_is_compared_aspect_by_aspect(caplog: Any) -> None:
-    from cookbook.titan.stack_2026_02.first_step import check
+    from cookbook.titan.tt_0_2_2.first_step import check
 
     declared = {"precision": "mine", "ep_backend": "", "dispatch": "", "emulated": False}
     config = SimpleNamespace(

@@ -29,8 +29,8 @@ def parallel_layer(
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.moe.moe import MoEArgs, build_moe
 
-    from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
-    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+    from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
+    from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 
     dims = ParallelDims(
         dp_replicate=1, dp_shard=2 // tp, cp=1, tp=tp, pp=1, ep=2, etp=1, world_size=2
@@ -157,7 +157,7 @@ def test_one_chunk_computes_while_the_next_one_is_sent_and_the_last_one_back() -
 
 def count(tp: int) -> dict[str, Any]:
     """What two forwards of the layer count, and the corrections that they name."""
-    from cookbook.titan.stack_2026_02 import activity
+    from cookbook.titan.tt_0_2_2 import activity
 
     layer, counts = parallel_layer(tp), []
     for seed in (1, 2):
@@ -198,7 +198,7 @@ def send_with_zero_scores() -> tuple[list[int], dict[str, Any]]:
     import torch.distributed as dist
     from deep_ep import Buffer
 
-    from cookbook.titan.stack_2026_02.deepep_exchange import dispatch, leave
+    from cookbook.titan.tt_0_2_2.deepep_exchange import dispatch, leave
 
     group: Any = dist.group.WORLD
     asked: dict[str, Any] = {}

@@ -71,8 +71,8 @@ for module in ("torchtitan.models.llama3", "torchtitan.models.llama4",
 torch.cuda.is_available = lambda: {gpu}
 from tests.titan_names import names, replaced
 before = names()
-import cookbook.titan.stack_2026_02.job_config
-assert "cookbook.titan.stack_2026_02.mx" in sys.modules
+import cookbook.titan.tt_0_2_2.job_config
+assert "cookbook.titan.tt_0_2_2.mx" in sys.modules
 print(json.dumps(sorted(replaced(before))))
 """
 
@@ -93,7 +93,7 @@ import importlib, json, pkgutil, sys, warnings
 import torch, torch._dynamo, torch.distributed.tensor._random, torch.distributed.tensor, triton
 from tests.titan_names import names, replaced
 before, filters = names(), list(warnings.filters)
-import cookbook.titan.any_stack as folder
+import cookbook.titan.common as folder
 found = [module.name for module in pkgutil.iter_modules(folder.__path__)]
 for name in found:
     importlib.import_module(f"{folder.__name__}.{name}")
@@ -111,7 +111,7 @@ ENDED_BY = """
 import ctypes, json, os
 os.environ |= {environment}
 import torchtitan.train
-import cookbook.titan.stack_2026_02
+import cookbook.titan.tt_0_2_2
 number = ctypes.c_int()
 # PR_GET_PDEATHSIG
 assert ctypes.CDLL(None).prctl(2, ctypes.byref(number)) == 0
@@ -134,7 +134,7 @@ OTHERS = {
 
 def train_and_compare(argv: list[str]) -> dict[str, Any]:
     # What its import replaces stands above, whoever imported TorchTitan first.
-    import cookbook.titan.stack_2026_02  # noqa: F401
+    import cookbook.titan.tt_0_2_2  # noqa: F401
 
     before = names()
     result = train(argv)
@@ -174,14 +174,14 @@ def test_a_job_of_another_model_family_is_torchtitans_own(assets: Path, tmp_path
 def test_without_its_options_the_stack_is_refused(assets: Path, tmp_path: Path) -> None:
     argv = [word for word in job(assets, tmp_path, steps=1) if "custom_config_module" not in word]
     reason = refused(1, argv)
-    assert "add --job.custom_config_module=cookbook.titan.stack_2026_02.job_config" in reason
+    assert "add --job.custom_config_module=cookbook.titan.tt_0_2_2.job_config" in reason
 
 
 def test_the_spec_is_torchtitans_but_for_five_doors() -> None:
     from torchtitan.models import deepseek_v3
     from torchtitan.protocols.train_spec import get_train_spec
 
-    import cookbook.titan.stack_2026_02  # noqa: F401
+    import cookbook.titan.tt_0_2_2  # noqa: F401
 
     spec, released = get_train_spec("deepseek_v3"), deepseek_v3.get_train_spec()
     changed = {name for name, value in vars(spec).items() if value != vars(released)[name]}
@@ -209,7 +209,7 @@ def test_the_spec_is_torchtitans_but_for_five_doors() -> None:
 def test_the_spec_can_be_pickled_and_copied() -> None:
     from torchtitan.protocols.train_spec import get_train_spec
 
-    import cookbook.titan.stack_2026_02  # noqa: F401
+    import cookbook.titan.tt_0_2_2  # noqa: F401
 
     spec = get_train_spec("deepseek_v3")
     for twin in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
@@ -222,11 +222,11 @@ import json, torchtitan.train
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 {before}
 import importlib, sys
-import cookbook.titan.stack_2026_02
+import cookbook.titan.tt_0_2_2
 spec = get_train_spec("deepseek_v3")
 for name in [name for name in sys.modules if name.startswith("cookbook.")]:
     del sys.modules[name]
-import cookbook.titan.stack_2026_02.job_config
+import cookbook.titan.tt_0_2_2.job_config
 print(json.dumps(get_train_spec("deepseek_v3") is spec))
 """
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from cookbook.titan.any_stack import expert_groups
-from cookbook.titan.any_stack.expert_groups import (
+from cookbook.titan.common import expert_groups
+from cookbook.titan.common.expert_groups import (
     GroupPlan,
     collect,
     padded_sizes,
@@ -186,7 +186,7 @@ def test_nothing_but_the_plan_is_kept_without_scores() -> None:
 
 def kernels_against_operations() -> None:
     """Runs in a process of its own, whose Triton interprets kernels on the CPU."""
-    from cookbook.titan.any_stack import group_kernels
+    from cookbook.titan.common import group_kernels
 
     # Several programs even for the cases here.
     group_kernels._COPIES = 16
@@ -233,7 +233,7 @@ def kernels_against_operations() -> None:
 
 def sums_of_the_kernel() -> None:
     """As above, in a process that interprets kernels."""
-    from cookbook.titan.any_stack import group_kernels
+    from cookbook.titan.common import group_kernels
 
     plan, grouped = eight_rows()
     for scores in (None, torch.ones(1, 8)):
@@ -259,7 +259,7 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.compiler import ASTSource, compile  # type: ignore[import-untyped]
 
-    from cookbook.titan.any_stack import group_kernels
+    from cookbook.titan.common import group_kernels
 
     pointers = {"tokens": "*bf16", "grouped": "*bf16", "scores": "*fp32", "products": "*fp32"}
     pointers |= dict.fromkeys(("copies", "slots", "counts", "sums", "sizes", "ends"), "*i32")

@@ -57,8 +57,8 @@ ATTENTION: dict[str, tuple[tuple[str, ...], str]] = {
 
 def request(capability: float | None, options: tuple[str, ...]) -> dict[str, Any]:
     argv = [
-        "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
-        "--experimental.custom_import=cookbook.titan.stack_2026_02",
+        "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
+        "--experimental.custom_import=cookbook.titan.tt_0_2_2",
         *("--model.name=deepseek_v3", "--model.flavor=debugmodel", "--training.seq_len=64"),
         *("--parallelism.expert_parallel_degree=2", "--metrics.enable_tensorboard", *options),
     ]
@@ -79,7 +79,7 @@ def answers() -> dict[str, Any]:
     requests["failed in torch"] = request(10.0, (*PP2, unknown))
     requests["refused"] = request(10.0, (*A2A, "--parallelism.expert_parallel_comm_backend=deepep"))
     done = subprocess.run(
-        [sys.executable, "-m", "cookbook.titan.fake_world", "cookbook.titan.stack_2026_02"],
+        [sys.executable, "-m", "cookbook.titan.dry_build", "cookbook.titan.tt_0_2_2"],
         input="".join(f"{json.dumps(one)}\n" for one in requests.values()),
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"},
         capture_output=True,
@@ -140,19 +140,19 @@ def killed(*_: Any) -> None:
 def test_a_rank_without_an_answer_is_told(
     build: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cookbook.titan.fake_world import __main__ as fake_world
+    from cookbook.titan.dry_build import __main__ as dry_build
 
-    monkeypatch.setattr(fake_world, "_build_rank", build)
-    monkeypatch.setattr(fake_world, "_LIMIT_S", 1.0)
-    (first, *_) = fake_world.build_cell({"world": 8, "pp": 1})["ranks"]
+    monkeypatch.setattr(dry_build, "_build_rank", build)
+    monkeypatch.setattr(dry_build, "_LIMIT_S", 1.0)
+    (first, *_) = dry_build.build_cell({"world": 8, "pp": 1})["ranks"]
     assert (first["rank"], first["error"]) == (0, said)
 
 
 def test_the_first_rank_of_every_stage_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.fake_world import __main__ as fake_world
+    from cookbook.titan.dry_build import __main__ as dry_build
 
-    monkeypatch.setattr(fake_world, "_build_rank", lambda request, rank, *_: {"rank": rank})
-    ranks = fake_world.build_cell({"world": 12, "pp": 3})["ranks"]
+    monkeypatch.setattr(dry_build, "_build_rank", lambda request, rank, *_: {"rank": rank})
+    ranks = dry_build.build_cell({"world": 12, "pp": 3})["ranks"]
     assert [view["rank"] for view in ranks] == [0, 4, 8]
     # Of each its own child's memory.
     assert all(view["memory_gib"] > 0 for view in ranks)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.titan
 def test_another_version_is_refused_in_one_line(
     package: str, found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from cookbook.titan.stack_2026_02 import versions
+    from cookbook.titan.tt_0_2_2 import versions
 
     known = versions.installed
     monkeypatch.setattr(versions, "installed", lambda p: found if p == package else known(p))
@@ -32,13 +32,13 @@ def test_another_version_is_refused_in_one_line(
 def parse(*options: str) -> Any:
     from torchtitan.config import ConfigManager
 
-    module = "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config"
+    module = "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config"
     return ConfigManager().parse_args([module, *options])
 
 
 def test_a_build_of_the_known_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel of another index has the CUDA that it was built for in its version."""
-    from cookbook.titan.stack_2026_02 import versions
+    from cookbook.titan.tt_0_2_2 import versions
 
     known = versions.installed
     monkeypatch.setattr(versions, "installed", lambda package: f"{known(package)}+cu128")
@@ -88,7 +88,7 @@ DEEPEP = "--parallelism.expert_parallel_comm_backend=deepep"
 def test_combinations_that_cannot_be_right_are_refused(
     options: tuple[str, ...], words: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cookbook.titan.stack_2026_02 import checks
+    from cookbook.titan.tt_0_2_2 import checks
 
     # DeepEP counts as installed only where another reason is expected.
     installed = None if "deep_ep" in words else object()
@@ -99,7 +99,7 @@ def test_combinations_that_cannot_be_right_are_refused(
 
 
 def test_each_exchange_is_quantized_by_its_own_option() -> None:
-    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+    from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 
     other = A2A.replace("dispatch_fwd", "combine_bwd")
     assert Precisions.of(parse(A2A)) == Precisions(dispatch_forward=True, combine_backward=False)
@@ -107,7 +107,7 @@ def test_each_exchange_is_quantized_by_its_own_option() -> None:
 
 
 def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
-    from cookbook.titan.stack_2026_02.mx import MXGroupedMMConverter, MXLinearConverter
+    from cookbook.titan.tt_0_2_2.mx import MXGroupedMMConverter, MXLinearConverter
 
     config = parse("--quantize.grouped_mm.mx.fqns=experts")
     for converter in (MXGroupedMMConverter, MXLinearConverter):
@@ -117,7 +117,7 @@ def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
 
 
 def test_loss_keeps_its_value_and_scales_its_gradient() -> None:
-    from cookbook.titan.stack_2026_02.pipeline_loss import scale_gradient, tokens_of_global_batch
+    from cookbook.titan.tt_0_2_2.pipeline_loss import scale_gradient, tokens_of_global_batch
 
     x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     loss = scale_gradient(x * x, 1 / 256)
@@ -131,7 +131,7 @@ def test_loss_keeps_its_value_and_scales_its_gradient() -> None:
 
 
 def test_no_module_of_torchtitan_is_left_on_cuda() -> None:
-    import cookbook.titan.stack_2026_02  # noqa: F401
+    import cookbook.titan.tt_0_2_2  # noqa: F401
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU: nothing was replaced")
@@ -145,8 +145,8 @@ def draw_random() -> tuple[torch.Tensor, ...]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, zeros
 
-    import cookbook.titan.stack_2026_02  # noqa: F401
-    from cookbook.titan.any_stack.cpu_random import seed_shards_apart
+    import cookbook.titan.tt_0_2_2  # noqa: F401
+    from cookbook.titan.common.cpu_random import seed_shards_apart
 
     torch.manual_seed(42)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))

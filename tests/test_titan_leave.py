@@ -35,7 +35,7 @@ def train(assets: Path, out: Path, *options: str) -> subprocess.CompletedProcess
     return subprocess.run(
         [
             *(sys.executable, "-m", "torchtitan.train"),
-            "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
+            "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
             "--experimental.custom_import=tests.aborting",
             f"--job.dump_folder={out}",
             *("--model.name=deepseek_v3", "--model.flavor=debugmodel"),
@@ -76,7 +76,7 @@ def test_a_run_that_fails_is_torn_down_by_python(assets: Path, tmp_path: Path) -
 _PROGRAM = """
 import sys
 import torch.distributed as dist
-from cookbook.titan.any_stack.leave import leave_when_done
+from cookbook.titan.common.leave import leave_when_done
 
 leave_when_done()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

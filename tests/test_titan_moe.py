@@ -108,8 +108,8 @@ def run_layer(
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.llama4.infra import parallelize
 
-    from cookbook.titan.stack_2026_02.expert_parallel import apply_moe_ep_tp
-    from cookbook.titan.stack_2026_02.quantized_a2a import Precisions
+    from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
+    from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 
     unquantized = Precisions(dispatch_forward=False, combine_backward=False)
     corrected = partial(
@@ -241,7 +241,7 @@ def test_a_layer_whose_experts_tp_cuts_matches_plain_pytorch(
 def test_dual_pipe_v_hooks_around_experts_are_not_for_deepep() -> None:
     """Its hooks call dispatch and combine of TorchTitan, which the corrected layer does not have.
 
-    `dual_pipe_v_overlap` in `cookbook/cells/rules/pipeline.py` refuses such a cell.
+    `dual_pipe_v_overlap` in `cookbook/config/validate/pipeline.py` refuses such a cell.
     """
     expected = reference(False, False)
     layer = partial(run_layer, dual_pipe_v=True)

@@ -66,7 +66,7 @@ def grouped_gemm(recipe: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Output and both gradients through the weights that the cookbook's converter makes."""
     from torchtitan.distributed import ParallelDims
 
-    from cookbook.titan.stack_2026_02.mx import MXGroupedMMConverter
+    from cookbook.titan.tt_0_2_2.mx import MXGroupedMMConverter
 
     x, weight, upstream, offsets = operands()
     experts = nn.Module()
@@ -174,7 +174,7 @@ def both_weight_gradients() -> tuple[torch.Tensor, torch.Tensor]:
     from torchao.prototype.moe_training import scaled_grouped_mm
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-    from cookbook.titan.stack_2026_02.mx import emulated_weight_gradient
+    from cookbook.titan.tt_0_2_2.mx import emulated_weight_gradient
 
     original = scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d
     x, _, upstream, offsets = operands()
@@ -191,10 +191,10 @@ def test_weight_gradient_is_torchaos_without_its_loop() -> None:
 def linear_layer(emulate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from torchtitan.config import ConfigManager
 
-    from cookbook.titan.stack_2026_02.mx import MXLinearConverter
+    from cookbook.titan.tt_0_2_2.mx import MXLinearConverter
 
     options = [
-        "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
+        "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
         "--quantize.linear.mx.recipe_name=mxfp8_cublas_rceil",
         "--quantize.linear.mx.emulate",
         "--quantize.linear.mx.filter_fqns=output",
@@ -237,7 +237,7 @@ def exchange() -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-    from cookbook.titan.stack_2026_02 import activity, quantized_a2a
+    from cookbook.titan.tt_0_2_2 import activity, quantized_a2a
 
     quantized_a2a.prepare_quantized_a2a()
     group, rank = dist.group.WORLD, dist.get_rank()

@@ -16,7 +16,7 @@ CONVERTERS = ("grouped_mm", "linear")
 
 
 def convert(kind: str, emulate: bool) -> Any:
-    from cookbook.titan.stack_2026_02 import mx
+    from cookbook.titan.tt_0_2_2 import mx
 
     grouped = SimpleNamespace(fqns=["experts"], recipe_name="mxfp8", emulate=emulate)
     linear = SimpleNamespace(
@@ -38,7 +38,7 @@ def convert(kind: str, emulate: bool) -> Any:
 
 
 def pretend(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.stack_2026_02 import mx
+    from cookbook.titan.tt_0_2_2 import mx
 
     monkeypatch.setattr(mx, "has_cuda_capability", lambda *wanted: capability >= wanted)
 
@@ -91,7 +91,7 @@ def test_the_exchange_casts_with_operations_below_blackwell(
 ) -> None:
     from torchao.prototype.moe_training.ep import a2a_combine, a2a_dispatch
 
-    from cookbook.titan.stack_2026_02 import quantized_a2a
+    from cookbook.titan.tt_0_2_2 import quantized_a2a
 
     modules: Any = (a2a_dispatch, a2a_combine)
     kernel = object()

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.titan
 
 
 def view(**observed: Any) -> Any:
-    from cookbook.titan.stack_2026_02.activity import ModelActivity
-    from cookbook.titan.stack_2026_02.attention import AttentionActivity
-    from cookbook.titan.stack_2026_02.first_step import RankActivity
+    from cookbook.titan.tt_0_2_2.activity import ModelActivity
+    from cookbook.titan.tt_0_2_2.attention import AttentionActivity
+    from cookbook.titan.tt_0_2_2.first_step import RankActivity
 
     nothing: frozenset[str] = frozenset()
     given: dict[str, Any] = {
@@ -61,8 +61,8 @@ def test_every_rank_has_a_say_in_what_is_active(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
 
-    from cookbook.titan.stack_2026_02 import first_step
-    from cookbook.titan.stack_2026_02.attention import AttentionActivity
+    from cookbook.titan.tt_0_2_2 import first_step
+    from cookbook.titan.tt_0_2_2.attention import AttentionActivity
 
     views = [
         view(dispatch=frozenset({"standard"}), recomputation=frozenset({"full"})),
@@ -130,7 +130,7 @@ def test_every_rank_has_a_say_in_what_is_active(
 def test_what_is_active_is_held_to_what_is_declared(
     config: Any, changed: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cookbook.titan.stack_2026_02.first_step import check
+    from cookbook.titan.tt_0_2_2.first_step import check
 
     plain = {"grouped_gemms": "bf16", "linear_layers": "bf16", "dispatch": "standard"}
     found: dict[str, Any] = {**plain, "emulated": False, **changed}
@@ -144,8 +144,8 @@ def test_a_loop_over_experts_quantizes_nothing() -> None:
     """TorchAO replaces the grouped GEMM alone, which a loop does not call."""
     from torchtitan.models.moe.moe import GroupedExperts
 
-    from cookbook.titan.stack_2026_02.activity import observe_model
-    from cookbook.titan.stack_2026_02.mx import MXGroupedMMConverter
+    from cookbook.titan.tt_0_2_2.activity import observe_model
+    from cookbook.titan.tt_0_2_2.mx import MXGroupedMMConverter
 
     mx = SimpleNamespace(fqns=["experts"], recipe_name="mxfp8", emulate=True)
     config: Any = SimpleNamespace(
@@ -163,7 +163,7 @@ def test_a_loop_over_experts_quantizes_nothing() -> None:
 
 
 def test_recomputation_within_a_budget_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.stack_2026_02.recomputation import observe_recomputation
+    from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
 
     model = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Linear(2, 2)})})
     assert observe_recomputation([model]) == {"none"}
@@ -172,8 +172,8 @@ def test_recomputation_within_a_budget_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_operators_that_a_list_may_name_are_known_by_what_they_are_for() -> None:
-    from cookbook.titan.any_stack import varlen_attention  # noqa: F401  (registers its operator)
-    from cookbook.titan.stack_2026_02.recomputation import kinds_of_operators
+    from cookbook.titan.common import varlen_attention  # noqa: F401  (registers its operator)
+    from cookbook.titan.tt_0_2_2.recomputation import kinds_of_operators
 
     found = kinds_of_operators()
     for operator, kind in (
@@ -188,14 +188,14 @@ def test_operators_that_a_list_may_name_are_known_by_what_they_are_for() -> None
 
 
 def proof(share: float, failure: str | None = None) -> Any:
-    from cookbook.titan.self_check.proof import BF16, Error, Proof
+    from cookbook.titan.selftest.proof import BF16, Error, Proof
 
     errors = (Error("output", share * BF16.whole, 0.0, BF16),)
     return Proof("a kernel", "a shape", errors, failure, "", 0.0)
 
 
 def test_the_worst_of_all_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.stack_2026_02.self_check import _worst_of_ranks
+    from cookbook.titan.tt_0_2_2.self_check import _worst_of_ranks
 
     ranks = [
         [proof(0.2), proof(0.9), proof(0.9)],
@@ -210,7 +210,7 @@ def test_the_worst_of_all_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_rows_of_a_column_weigh_the_same() -> None:
     """A few large rows do not hide what is wrong in the small ones."""
-    from cookbook.titan.self_check.proof import BF16, error_of
+    from cookbook.titan.selftest.proof import BF16, error_of
 
     torch.manual_seed(0)
     expected = torch.randn(64, 4)
@@ -223,7 +223,7 @@ def test_rows_of_a_column_weigh_the_same() -> None:
 
 
 def test_some_experts_of_a_proof_have_no_row_one_or_more_than_a_tile() -> None:
-    from cookbook.titan.self_check.inputs import random_routing, uneven_counts
+    from cookbook.titan.selftest.inputs import random_routing, uneven_counts
 
     counts = uneven_counts(64, 4096)
     assert {0, 1, 31, 33, 129, 7} <= set(counts) and sum(counts) == 4096
@@ -237,7 +237,7 @@ def test_some_experts_of_a_proof_have_no_row_one_or_more_than_a_tile() -> None:
 
 def test_gemms_are_held_to_the_bound_of_their_format() -> None:
     """A format that quantizes must show it; a weight gradient in high precision must not."""
-    from cookbook.titan.self_check.gemms import BOUNDS
+    from cookbook.titan.selftest.gemms import BOUNDS
 
     least = {kind: [bound.least > 0 for bound in bounds] for kind, bounds in BOUNDS.items()}
     assert least["bf16"] == [False] * 3
@@ -264,7 +264,7 @@ def actions(*words: str) -> list[Any]:
 
 
 def test_microbatches_in_flight_end_with_the_gradients_of_the_weights() -> None:
-    from cookbook.titan.fake_world.in_flight import in_flight
+    from cookbook.titan.dry_build.in_flight import in_flight
 
     assert in_flight(actions("F0", "B0", "F0", "B0"), [0]) == [[1]]
     assert in_flight(actions("F0", "F0", "B0", "F0", "B0", "B0"), [0]) == [[2]]
@@ -276,7 +276,7 @@ def test_microbatches_in_flight_end_with_the_gradients_of_the_weights() -> None:
 
 
 def test_a_ranks_actions_are_in_its_own_order() -> None:
-    from cookbook.titan.fake_world.schedules import rank_actions
+    from cookbook.titan.dry_build.schedules import rank_actions
 
     order = actions("F0", "F0", "B0", "I0", "W0")
     kinds = [kind for _, kind, _ in rank_actions(order, is_single=False)]

@@ -36,7 +36,7 @@ def reduce_twice(alone: bool) -> tuple[list[list[torch.Tensor]], dict[str, int],
     """Gradients of two layers after one and two backwards, what moved, how many lie apart."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from cookbook.titan.any_stack.one_rank import reduce_alone
+    from cookbook.titan.common.one_rank import reduce_alone
 
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -72,7 +72,7 @@ def test_gradients_are_the_same_and_not_copied() -> None:
 
 
 def test_other_ranks_are_not_forgotten() -> None:
-    from cookbook.titan.any_stack.one_rank import OneBuffer
+    from cookbook.titan.common.one_rank import OneBuffer
 
     buffer, where = OneBuffer(), {"dtype": torch.float32, "device": torch.device("cpu")}
     sent = buffer.allocate((6,), **where)
@@ -84,8 +84,8 @@ def test_other_ranks_are_not_forgotten() -> None:
 
 def train_and_look(argv: list[str], alone: bool) -> dict[str, Any]:
     """What a rank trains, and how many modules reduced their gradients alone."""
-    from cookbook.titan.any_stack.one_rank import reduce_alone
-    from cookbook.titan.stack_2026_02 import parallelize
+    from cookbook.titan.common.one_rank import reduce_alone
+    from cookbook.titan.tt_0_2_2 import parallelize
 
     found: list[Any] = []
 

@@ -20,7 +20,7 @@ def saved_state() -> dict[str, Any]:
     from torchao.prototype.moe_training.conversion_utils import MoEScalingType
     from torchao.prototype.moe_training.tensor import ScaledGroupedMMTensor
 
-    from cookbook.titan.stack_2026_02.plain_checkpoint import save_plain_weights
+    from cookbook.titan.tt_0_2_2.plain_checkpoint import save_plain_weights
 
     mesh = init_device_mesh("cpu", (1,))
     data = {name: torch.full((2, 32, 32), 3.0) for name in ("whole", "sharded")}

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from cookbook.titan.any_stack import varlen_attention as varlen
-from cookbook.titan.self_check import attention as attention_proof
-from cookbook.titan.self_check import exchange, loss, rows
-from cookbook.titan.self_check.attention import (
+from cookbook.titan.common import varlen_attention as varlen
+from cookbook.titan.selftest import attention as attention_proof
+from cookbook.titan.selftest import exchange, loss, rows
+from cookbook.titan.selftest.attention import (
     Attend,
     AttentionShape,
     Told,
     attention_errors,
     flash_attention_4,
 )
-from cookbook.titan.self_check.packings import document_ends_of
-from cookbook.titan.self_check.proof import Error
+from cookbook.titan.selftest.packings import document_ends_of
+from cookbook.titan.selftest.proof import Error
 from tests.self_check_fault import (
     halves_swapped,
     put_in,
@@ -34,8 +34,8 @@ from tests.self_check_fault import (
 pytestmark = pytest.mark.titan
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-LOSS = "cookbook.titan.self_check.loss.chunked_cross_entropy"
-ROWS = "cookbook.titan.self_check.rows"
+LOSS = "cookbook.titan.selftest.loss.chunked_cross_entropy"
+ROWS = "cookbook.titan.selftest.rows"
 
 
 def wrong(errors: Iterable[Error]) -> list[str]:

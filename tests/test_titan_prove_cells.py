@@ -26,7 +26,7 @@ def prove(folder: Path, fault: str) -> dict[str, Any]:
     """The status and the lines of a rank alone, and what it wrote, with a fault or without."""
     from torchtitan.models.moe import utils
 
-    from cookbook.titan.stack_2026_02 import prove_cells
+    from cookbook.titan.tt_0_2_2 import prove_cells
 
     dist.destroy_process_group()
     with socket.socket() as free:
@@ -79,7 +79,7 @@ def test_a_wrong_kernel_is_told_with_its_cell(tmp_path: Path) -> None:
 
 
 def laid_out(words: list[str]) -> dict[str, int]:
-    from cookbook.titan.stack_2026_02.prove_cells import cell_of
+    from cookbook.titan.tt_0_2_2.prove_cells import cell_of
 
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=48)

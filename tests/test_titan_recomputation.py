@@ -122,7 +122,7 @@ def test_the_last_layers_are_kept(mode: str, kept: int, left: int) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
     from torchtitan.config.job_config import ActivationCheckpoint
 
-    from cookbook.titan.stack_2026_02.recomputation import apply_ac
+    from cookbook.titan.tt_0_2_2.recomputation import apply_ac
 
     model = nn.Module()
     plain = {str(index): Layer() for index in range(3)}
@@ -201,8 +201,8 @@ def recompute(
     import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
     from torchtitan.config.job_config import ActivationCheckpoint
 
-    from cookbook.titan.stack_2026_02 import activity
-    from cookbook.titan.stack_2026_02.recomputation import apply_ac
+    from cookbook.titan.tt_0_2_2 import activity
+    from cookbook.titan.tt_0_2_2.recomputation import apply_ac
 
     torch.manual_seed(0)
     model = nn.Module()
@@ -270,8 +270,8 @@ def test_what_a_layer_without_experts_saves_says_nothing_of_the_others() -> None
 
 
 def test_the_names_are_those_of_the_driver() -> None:
-    from cookbook.cells.cell import SAVED_OPERATORS
-    from cookbook.titan.stack_2026_02.recomputation import OPERATORS, kinds_of_operators
+    from cookbook.config.cell import SAVED_OPERATORS
+    from cookbook.titan.tt_0_2_2.recomputation import OPERATORS, kinds_of_operators
 
     assert set(OPERATORS) == set(SAVED_OPERATORS) == set(kinds_of_operators().values())
 
@@ -280,7 +280,7 @@ def test_every_operator_of_torchtitans_list_is_known() -> None:
     """But for what it keeps for FP8, and what needs a switch of Inductor that it does not set."""
     import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 
-    from cookbook.titan.stack_2026_02.recomputation import kinds_of_operators
+    from cookbook.titan.tt_0_2_2.recomputation import kinds_of_operators
 
     unknown = deepseek_parallelize._op_sac_save_list - set(kinds_of_operators())
     assert {str(operator) for operator in unknown} == {
@@ -294,8 +294,8 @@ def lists() -> list[set[str]]:
     # Importing it registers the operators.
     import torchtitan.distributed.deepep  # noqa: F401
 
-    import cookbook.titan.stack_2026_02.deepep_exchange  # noqa: F401
-    from cookbook.titan.stack_2026_02.recomputation import with_own
+    import cookbook.titan.tt_0_2_2.deepep_exchange  # noqa: F401
+    from cookbook.titan.tt_0_2_2.recomputation import with_own
 
     mm, sent = torch.ops.aten.mm.default, torch.ops.deepep.dispatch.default
     return [{str(one) for one in with_own(listed)} for listed in ({mm}, {mm, sent})]
@@ -319,7 +319,7 @@ def test_the_cookbooks_operators_are_listed_where_torchtitans_are() -> None:
 def test_a_list_that_cannot_be_meant_ends_the_job(
     mode: str, save: list[str], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cookbook.titan.stack_2026_02.checks import check_save_list
+    from cookbook.titan.tt_0_2_2.checks import check_save_list
 
     options = SimpleNamespace(mode=mode, selective_ac_option="op", op_sac_save_list=save)
     if not said:
@@ -342,7 +342,7 @@ def test_a_list_that_cannot_be_meant_ends_the_job(
 def test_layers_that_cannot_be_kept_end_the_job(
     mode: str, kept: int, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cookbook.titan.stack_2026_02.checks import check_kept_layers
+    from cookbook.titan.tt_0_2_2.checks import check_kept_layers
 
     options = SimpleNamespace(mode=mode, num_layers_kept=kept)
     if not said:

@@ -42,7 +42,7 @@ def train_until_asked(
     """
     from torchtitan.components.metrics import MetricsProcessor
 
-    from cookbook.titan.stack_2026_02 import saving
+    from cookbook.titan.tt_0_2_2 import saving
 
     rank = int(os.environ["RANK"])
     os.environ |= {"LOCAL_RANK": "0", "SLURM_JOB_ID": "77"}
@@ -155,7 +155,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_no_save_begins_while_another_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.stack_2026_02 import saving
+    from cookbook.titan.tt_0_2_2 import saving
 
     now = [1000.0]
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -183,7 +183,7 @@ def test_no_save_begins_while_another_is_being_written(monkeypatch: pytest.Monke
 def test_a_job_that_only_loads_saves_nothing(
     enable: bool, load_only: bool, decides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cookbook.titan.stack_2026_02 import saving
+    from cookbook.titan.tt_0_2_2 import saving
 
     manager = Manager(minutes=2)
     manager.enable, manager.load_only = enable, load_only
@@ -196,7 +196,7 @@ def test_a_job_that_only_loads_saves_nothing(
 def test_a_stop_is_told_once_its_checkpoint_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from cookbook.titan.stack_2026_02 import saving
+    from cookbook.titan.tt_0_2_2 import saving
 
     monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -220,7 +220,7 @@ def test_a_stop_is_told_once_its_checkpoint_is_written(
 def test_what_training_waits_for_is_said_before_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cookbook.titan.stack_2026_02 import saving
+    from cookbook.titan.tt_0_2_2 import saving
 
     monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -249,7 +249,7 @@ def test_what_training_waits_for_is_said_before_it(
 
 def stopped_on(rank_asked: int, attempts: Path) -> dict[str, Any]:
     """What a rank that is alone on its node does after a step in which one of them is asked."""
-    from cookbook.titan.stack_2026_02 import saving
+    from cookbook.titan.tt_0_2_2 import saving
 
     rank = os.environ["RANK"]
     attempt = attempts / rank

@@ -26,7 +26,7 @@ Run = tuple[list[torch.Tensor], dict[str, int]]
 
 
 def save_grouped_gemms() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    from cookbook.titan.stack_2026_02.recomputation import SaveList
+    from cookbook.titan.tt_0_2_2.recomputation import SaveList
 
     listed = SaveList([torch.ops.aten._grouped_mm.default])
     policy: Any = torch.utils.checkpoint.CheckpointPolicy
@@ -65,7 +65,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def scored(mode: str, backend: str | None) -> Run:
     """Outputs and gradients, and which operators ran how often."""
-    from cookbook.titan.stack_2026_02.scored_experts import ScoredExperts
+    from cookbook.titan.tt_0_2_2.scored_experts import ScoredExperts
 
     compute = ScoredExperts()
     if backend:
@@ -120,7 +120,7 @@ def test_the_last_product_is_neither_saved_nor_repeated(
 
 
 def train_and_look(argv: list[str]) -> dict[str, Any]:
-    from cookbook.titan.stack_2026_02.scored_experts import scored_experts
+    from cookbook.titan.tt_0_2_2.scored_experts import scored_experts
 
     return train(argv) | {"is_compiled": scored_experts.is_compiled}
 
@@ -155,7 +155,7 @@ class Products(Computed):
 @pytest.mark.parametrize("backend", [None, "inductor"])
 @pytest.mark.parametrize(("mode", "kept"), [("none", 2), ("full", 0), ("selective", 2)])
 def test_nobody_keeps_the_last_product(mode: str, kept: int, backend: str | None) -> None:
-    from cookbook.titan.stack_2026_02.scored_experts import ScoredExperts
+    from cookbook.titan.tt_0_2_2.scored_experts import ScoredExperts
 
     compute = ScoredExperts()
     if backend:

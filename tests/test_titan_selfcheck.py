@@ -83,7 +83,7 @@ def test_a_job_trains_the_same_with_and_without_it(assets: Path, tmp_path: Path)
 
 
 def test_an_error_is_taken_of_every_part_by_itself() -> None:
-    from cookbook.titan.self_check.proof import BF16, error_of
+    from cookbook.titan.selftest.proof import BF16, error_of
 
     torch.manual_seed(0)
     expected = torch.randn(1000, 64)
@@ -116,7 +116,7 @@ def test_an_error_is_taken_of_every_part_by_itself() -> None:
 
 def exchanged_alone(experts: int, dp_ranks: int) -> list[float]:
     """How much of its bound the worst error takes, of a right layer at each of many ranks."""
-    from cookbook.titan.self_check import exchange
+    from cookbook.titan.selftest import exchange
 
     class Layer(torch.nn.Module):
         def __init__(self, given: exchange.Exchanged) -> None:
@@ -148,7 +148,7 @@ def test_experts_gradients_that_nearly_cancel_refuse_no_job(experts: int) -> Non
 
 
 def test_a_kernel_that_raises_has_failed_and_the_others_are_proved() -> None:
-    from cookbook.titan.self_check.proof import FP8, Error, Use, prove
+    from cookbook.titan.selftest.proof import FP8, Error, Use, prove
 
     def raises() -> list[Error]:
         raise RuntimeError("expects the M-mode to be 64,\nbut got 96")
@@ -166,8 +166,8 @@ def test_a_kernel_that_raises_has_failed_and_the_others_are_proved() -> None:
 
 
 def test_a_proof_leaves_no_notes_of_what_ran() -> None:
-    from cookbook.titan.stack_2026_02 import activity
-    from cookbook.titan.stack_2026_02.self_check import _apart
+    from cookbook.titan.tt_0_2_2 import activity
+    from cookbook.titan.tt_0_2_2.self_check import _apart
 
     before = set(activity.losses)
     with _apart("cpu"):

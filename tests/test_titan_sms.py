@@ -19,7 +19,7 @@ from tests.titan_refusal import refusal
 
 pytestmark = pytest.mark.titan
 
-STACK = "cookbook.titan.stack_2026_02"
+STACK = "cookbook.titan.tt_0_2_2"
 NOTHING = (None, None, "Cublas")
 
 
@@ -39,7 +39,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """On a GPU of 132 SMs: what was set when the process group was made, and its backend."""
     import torchtitan.distributed.utils as utils
 
-    from cookbook.titan.stack_2026_02.sms import divide_sms_before_nccl
+    from cookbook.titan.tt_0_2_2.sms import divide_sms_before_nccl
 
     groups: list[Any] = []
     monkeypatch.setattr(
@@ -140,7 +140,7 @@ def test_one_sm_is_enough_for_gemms(made: list[Any]) -> None:
 
 
 def test_what_is_set_is_observed_whoever_set_it(made: list[Any]) -> None:
-    from cookbook.titan.stack_2026_02.sms import observe_sms
+    from cookbook.titan.tt_0_2_2.sms import observe_sms
 
     assert observe_sms() == set()
     os.environ["NCCL_MAX_CTAS"] = "8"
@@ -153,7 +153,7 @@ def test_what_is_set_is_observed_whoever_set_it(made: list[Any]) -> None:
 
 
 def test_a_rank_reports_what_is_set(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.stack_2026_02 import first_step
+    from cookbook.titan.tt_0_2_2 import first_step
 
     # It ends the counting for the whole process.
     monkeypatch.setattr(first_step, "observe_attention", lambda: None)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from cookbook.log.stacks import describe_stacks
+from cookbook.observe.stacks import describe_stacks
 from cookbook.run.folder import Attempt
 from tests.submit import ROOT
 
@@ -27,7 +27,7 @@ _STALL = """
 import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from cookbook.titan.any_stack import stall
+from cookbook.titan.common import stall
 stall.STEPS, stall.MORE_S = 2.0, 1.0
 os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -92,7 +92,7 @@ def on_a_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[list[float], Callable[[int], Any]]]:
     """The time, which the test sets, and what makes a rank's alarm, which ends with the test."""
-    from cookbook.titan.any_stack import stall
+    from cookbook.titan.common import stall
 
     now = [0.0]
     monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -165,7 +165,7 @@ if sys.argv[1] == "torchrun":
     rank = subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], "rank"])
     print(rank.pid, flush=True)
     time.sleep(60)
-from cookbook.titan.any_stack.orphan import end_with_torchrun
+from cookbook.titan.common.orphan import end_with_torchrun
 end_with_torchrun()
 # As a rank that hangs in a kernel does.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -209,7 +209,7 @@ def test_steps_that_are_not_logged_are_told_once_in_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The supervisor takes a silent log for a hang, until it knows how long a step takes."""
-    from cookbook.titan.stack_2026_02 import first_step
+    from cookbook.titan.tt_0_2_2 import first_step
 
     now = [5000.0]
     monkeypatch.setattr(first_step, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -24,7 +24,7 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     import torch
     import torch._inductor.async_compile as inductor
 
-    from cookbook.titan.stack_2026_02 import first_step
+    from cookbook.titan.tt_0_2_2 import first_step
 
     noted = list[str]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -35,7 +35,7 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_workers_that_compile_start_before_the_self_check(happened: list[str]) -> None:
-    from cookbook.titan.stack_2026_02.first_step import build_metrics_processor
+    from cookbook.titan.tt_0_2_2.first_step import build_metrics_processor
 
     build_metrics_processor(job_config(), None)
     assert happened == ["workers", "self-check"]
@@ -45,7 +45,7 @@ def test_the_workers_that_compile_start_before_the_self_check(happened: list[str
 def test_no_workers_start_where_nothing_needs_them(
     change: dict[str, Any], happened: list[str]
 ) -> None:
-    from cookbook.titan.stack_2026_02.compiled_blocks import start_compiling_workers
+    from cookbook.titan.tt_0_2_2.compiled_blocks import start_compiling_workers
 
     start_compiling_workers(job_config(**change))
     assert not happened
@@ -56,7 +56,7 @@ def test_no_workers_start_without_a_gpu(
 ) -> None:
     import torch
 
-    from cookbook.titan.stack_2026_02.compiled_blocks import start_compiling_workers
+    from cookbook.titan.tt_0_2_2.compiled_blocks import start_compiling_workers
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     start_compiling_workers(job_config())

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.titan
 def test_only_training_counts_tokens(corrections: set[str]) -> None:
     from torchtitan.models.moe.moe import MoEArgs, build_moe
 
-    from cookbook.titan.stack_2026_02.token_counts import count_in_training_only
+    from cookbook.titan.tt_0_2_2.token_counts import count_in_training_only
 
     args = MoEArgs(num_experts=4, num_shared_experts=0, top_k=2, use_grouped_mm=False)
     moe: Any = build_moe(args, 8, 8, "standard")

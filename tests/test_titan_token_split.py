@@ -75,7 +75,7 @@ def as_in_a_job(layer: Any, how: str) -> Any:
     """The layer with compiled children, or recomputed."""
     from torchtitan.config.job_config import ActivationCheckpoint
 
-    from cookbook.titan.stack_2026_02.recomputation import apply_ac
+    from cookbook.titan.tt_0_2_2.recomputation import apply_ac
 
     if "compiled" in how:
         # As TorchTitan's apply_compile: every child but the experts, as one graph each.

@@ -186,8 +186,8 @@ def uses(cases: dict[str, tuple[tuple[str, ...], int, str]]) -> dict[str, Uses]:
     from torchtitan.distributed import ParallelDims
     from torchtitan.protocols.train_spec import get_train_spec
 
-    import cookbook.titan.stack_2026_02  # noqa: F401  (registers the spec)
-    from cookbook.titan.stack_2026_02.used_kernels import Cell, kernels_of
+    import cookbook.titan.tt_0_2_2  # noqa: F401  (registers the spec)
+    from cookbook.titan.tt_0_2_2.used_kernels import Cell, kernels_of
 
     dist.destroy_process_group()
     found = {}

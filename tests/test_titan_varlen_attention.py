@@ -15,8 +15,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cookbook.titan.any_stack import varlen_attention as varlen
-from cookbook.titan.any_stack.documents import (
+from cookbook.titan.common import varlen_attention as varlen
+from cookbook.titan.common.documents import (
     AttendedLength,
     bounds_capacity,
     cumulative_lengths,

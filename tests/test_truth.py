@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import JobError
-from cookbook.job.stop import stopped_as
+from cookbook.cli import watch as watching
 from cookbook.run import states
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import CellState, cancel_run, cell_states
 from cookbook.run.status import QUEUED, RUNNING, Status, write_job, write_status
 from cookbook.run.submitting import is_submitting, mark_submitting
-from cookbook.verbs import watch as watching
+from cookbook.supervise.stop import stopped_as
 from tests.submit import submit
 
 # As squeue behaves: it shows the jobs of all users but with --me; one unknown id alone is an error.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.cli.progress import CellProgress
+from cookbook.cli.watch import Watcher
 from cookbook.run.run import read_run
 from cookbook.run.submitting import mark_submitting
-from cookbook.verbs.progress import CellProgress
-from cookbook.verbs.watch import Watcher
 from tests.test_results import Run, metrics_line
 
 PP = {"parallelism.pipeline_parallel_degree": 2, "training.steps": 20}

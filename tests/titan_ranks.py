@@ -19,7 +19,7 @@ from tests.checkout import STAND_IN
 _PRELOADED = [
     "torch",
     "torchtitan.train",
-    "cookbook.titan.stack_2026_02",
+    "cookbook.titan.tt_0_2_2",
     "torchao.prototype.moe_training",
 ]
 

@@ -94,8 +94,8 @@ def job(
 ) -> list[str]:
     """The argv of a small job; an option that is named again wins."""
     return [
-        "--job.custom_config_module=cookbook.titan.stack_2026_02.job_config",
-        "--experimental.custom_import=cookbook.titan.stack_2026_02",
+        "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
+        "--experimental.custom_import=cookbook.titan.tt_0_2_2",
         f"--job.dump_folder={out}",
         "--model.name=deepseek_v3",
         "--model.flavor=debugmodel",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from cookbook.cells.cell import Cell
-from cookbook.cells.finding import Finding
 from cookbook.check import advice_kernels, advice_run
+from cookbook.config.cell import Cell
+from cookbook.config.finding import Finding
 
 Rule = Callable[[Cell], Iterator[Finding]]
 

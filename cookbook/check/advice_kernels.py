@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cookbook.cells.cell import ATTENTION, NUM_SMS, Cell
-from cookbook.cells.finding import HINT, WARNING, Finding
-from cookbook.cells.rules.kernels import NVLINK_PEERS
-from cookbook.cells.rules.references import DEEPEP, FLASH_ATTENTION, TORCHAO, TORCHTITAN
+from cookbook.config.cell import ATTENTION, NUM_SMS, Cell
+from cookbook.config.finding import HINT, WARNING, Finding
+from cookbook.config.validate.kernels import NVLINK_PEERS
+from cookbook.config.validate.references import DEEPEP, FLASH_ATTENTION, TORCHAO, TORCHTITAN
 from cookbook.predict.shapes import destinations, groups
 
 _BLOG = (

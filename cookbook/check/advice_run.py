@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cookbook.base.pipelines import is_v_shaped
-from cookbook.cells.cell import Cell
-from cookbook.cells.finding import HINT, WARNING, Finding
-from cookbook.cells.layout import DEGREES
-from cookbook.cells.rules.here import missing_files
-from cookbook.cells.rules.pipeline import microbatches
-from cookbook.cells.rules.references import PIPELINING, TORCHTITAN
+from cookbook.config.cell import Cell
+from cookbook.config.finding import HINT, WARNING, Finding
+from cookbook.config.layout import DEGREES
+from cookbook.config.validate.here import missing_files
+from cookbook.config.validate.pipeline import microbatches
+from cookbook.config.validate.references import PIPELINING, TORCHTITAN
 
 # Throughput runs are short; a longer run is there to learn something.
 _LONG_RUN = 200

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cookbook.cells.cell import Cell
-from cookbook.cells.finding import HINT, Finding
-from cookbook.cells.rules.references import TORCHTITAN
+from cookbook.config.cell import Cell
+from cookbook.config.finding import HINT, Finding
+from cookbook.config.validate.references import TORCHTITAN
 
 _INTERVAL = "checkpoint.interval_minutes"
 _DALY = "https://doi.org/10.1016/j.future.2004.11.016"

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
-from cookbook.cells.finding import ERROR, WARNING, Finding
-from cookbook.cells.rules.refusals import refusals
 from cookbook.check.advice import advice
 from cookbook.check.advice_kernels import hints_from_model
 from cookbook.check.advice_saving import saving
 from cookbook.check.declared import undeclared
 from cookbook.check.dry_run import Built, build_cells
+from cookbook.config.cell import Cell
+from cookbook.config.finding import ERROR, WARNING, Finding
+from cookbook.config.validate.refusals import refusals
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.predict.work import Work, count_work

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cookbook.cells.cell import Cell
-from cookbook.cells.finding import ERROR, Finding
-from cookbook.cells.rules.references import TORCHTITAN
-from cookbook.stack.active import OF_PRECISION
+from cookbook.config.active import OF_PRECISION
+from cookbook.config.cell import Cell
+from cookbook.config.finding import ERROR, Finding
+from cookbook.config.validate.references import TORCHTITAN
 
 _REFERENCE = f"{TORCHTITAN}/components/quantization"
 

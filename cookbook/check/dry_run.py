@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any
 
 from cookbook.base.paths import ROOT
-from cookbook.cells.argv import train_argv
-from cookbook.cells.cell import Cell
-from cookbook.stack.stack import load_stack
+from cookbook.config.cell import Cell
+from cookbook.config.stack import load_stack
+from cookbook.config.train_args import train_argv
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DryRun:
         }
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cookbook.titan.fake_world", load_stack().hooks],
+                [sys.executable, "-m", "cookbook.titan.dry_build", load_stack().hooks],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cookbook.base.tables import text_table
-from cookbook.cells.finding import Finding
 from cookbook.check.check import CellCheck
+from cookbook.config.finding import Finding
 from cookbook.predict.memory import state_gib
 from cookbook.predict.work import EP_BACKENDS
 

@@ -24,7 +24,7 @@ from cookbook.doctor.surroundings import Surroundings
 from cookbook.install.packages import explain_missing
 
 if TYPE_CHECKING:
-    from cookbook.cells.cluster import Cluster
+    from cookbook.config.cluster import Cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def _prove(cluster: Cluster | None, output: Path | None) -> int:
 def _load_cluster(name: str) -> Cluster:
     try:
         # Only here: reading a profile needs PyYAML.
-        from cookbook.cells.cluster import load_cluster
+        from cookbook.config.cluster import load_cluster
     except ModuleNotFoundError as error:
         raise explain_missing(error) from None
     with named_at("--cluster"):

@@ -23,16 +23,16 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
 from cookbook.base.paths import ROOT
-from cookbook.cells.argv import train_argv
-from cookbook.cells.cell import ATTENTION, Cell
-from cookbook.cells.cluster import Cluster
-from cookbook.cells.finding import Finding
-from cookbook.cells.layout import DEGREES
-from cookbook.cells.names import names_in
-from cookbook.cells.rules.here import missing_here
-from cookbook.cells.rules.refusals import refusals
-from cookbook.cells.this_machine import cell_on, this_machine
-from cookbook.stack.stack import load_stack
+from cookbook.config.cell import ATTENTION, Cell
+from cookbook.config.cluster import Cluster
+from cookbook.config.finding import Finding
+from cookbook.config.layout import DEGREES
+from cookbook.config.names import names_in
+from cookbook.config.stack import load_stack
+from cookbook.config.this_machine import cell_on, this_machine
+from cookbook.config.train_args import train_argv
+from cookbook.config.validate.here import missing_here
+from cookbook.config.validate.refusals import refusals
 
 # Two ranks on a CPU, so that tokens are sent.
 _CPU_RANKS = 2

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from cookbook.config.pins import read_pins, stack_name
 from cookbook.doctor.check import Finding, check
 from cookbook.doctor.machine import OLDEST_DRIVER
 from cookbook.doctor.surroundings import Surroundings
@@ -23,7 +24,6 @@ from cookbook.install.flash_attention import (
     runs_on,
 )
 from cookbook.install.packages import find_distribution, package_folder
-from cookbook.stack.pins import read_pins, stack_name
 
 OLDEST_PYTHON = (3, 11)
 TESTED_PYTHONS = {(3, 11), (3, 12)}

@@ -26,7 +26,7 @@ from cookbook.base.gpus import (
 from cookbook.base.paths import ROOT
 
 if TYPE_CHECKING:
-    from cookbook.cells.cluster import Cluster
+    from cookbook.config.cluster import Cluster
 
 # A controller that does not answer must not hold up the other checks for minutes.
 PATIENCE = 5.0

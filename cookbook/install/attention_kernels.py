@@ -22,10 +22,10 @@ from cookbook.base.command import run_command
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import installed_gpus
 from cookbook.install.flash_attention import differences, flash_attention_pins, runs_on
-from cookbook.titan.any_stack import kernel_cache
+from cookbook.titan.common import kernel_cache
 
 FAILED, NOT_NEEDED, TO_COMPILE = 1, 3, 4
-_COMPILE = "cookbook.titan.any_stack.compile_attention"
+_COMPILE = "cookbook.titan.common.compile_attention"
 
 
 def capabilities(arch: str) -> list[int]:

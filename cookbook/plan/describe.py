@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cookbook.cells.cell import ATTENTION, LAYERS_KEPT, Cell
+from cookbook.config.cell import ATTENTION, LAYERS_KEPT, Cell
 from cookbook.plan.search import Candidate
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.tables import text_table
-from cookbook.cells.cell import ATTENTION, EP_CHUNKS, NUM_CHUNKS, SCORE_ACTIVATIONS, Cell
-from cookbook.cells.rules.refusals import refusals
+from cookbook.config.cell import ATTENTION, EP_CHUNKS, NUM_CHUNKS, SCORE_ACTIVATIONS, Cell
+from cookbook.config.options import Setting
+from cookbook.config.validate.refusals import refusals
 from cookbook.plan.search import FITS, evaluate
 from cookbook.predict.documents import Documents
 from cookbook.predict.kernels import add
 from cookbook.predict.step import StepTime, predict_step
-from cookbook.stack.options import Setting
 
 _PIPELINE = "parallelism.pipeline_parallel"
 _EP = tuple(f"parallelism.expert_{word}parallel_degree" for word in ("", "tensor_"))

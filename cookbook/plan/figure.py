@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.plan.describe import degrees
 from cookbook.plan.search import Candidate, Found
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
-from cookbook.cells.rules.refusals import refusals
+from cookbook.config.cell import Cell
+from cookbook.config.options import Setting
+from cookbook.config.validate.refusals import refusals
 from cookbook.plan.space import Space
 from cookbook.predict.step import refuse_unmodelled
-from cookbook.stack.options import Setting
 
 # Layouts that are asked why they are refused; all are seldom needed.
 _MOST_ASKED = 500

@@ -12,9 +12,9 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
-from cookbook.cells.cell import Cell
-from cookbook.cells.names import check_name
-from cookbook.cells.recipe import Recipe
+from cookbook.config.cell import Cell
+from cookbook.config.names import check_name
+from cookbook.config.recipe import Recipe
 from cookbook.plan.describe import degrees, recomputation
 from cookbook.plan.search import Candidate
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from cookbook.base.tables import text_table
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.plan.describe import as_mapping, degrees, recomputation, times
 from cookbook.plan.explain import Walk
 from cookbook.plan.search import FITS, TIGHT, Candidate, Found

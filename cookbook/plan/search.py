@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import LAYERS_KEPT, Cell
+from cookbook.config.cell import LAYERS_KEPT, Cell
 from cookbook.predict.documents import Documents
 from cookbook.predict.memory import StageMemory, predict_memory, verdict
 from cookbook.predict.step import StepTime, predict_step

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError, unknown_name
-from cookbook.cells.cell import (
+from cookbook.config.cell import (
     ATTENTION,
     EP_CHUNKS,
     LAYERS_KEPT,
@@ -18,12 +18,12 @@ from cookbook.cells.cell import (
     SCORE_ACTIVATIONS,
     Cell,
 )
-from cookbook.cells.layout import DEGREES
-from cookbook.cells.overlay import load_overlay
-from cookbook.cells.resolve import lay_out
-from cookbook.cells.rules.refusals import refusals, wrong_value
+from cookbook.config.layout import DEGREES
+from cookbook.config.options import Setting, Settings
+from cookbook.config.overlay import load_overlay
+from cookbook.config.resolve import lay_out
+from cookbook.config.validate.refusals import refusals, wrong_value
 from cookbook.predict.view import model_of
-from cookbook.stack.options import Setting, Settings
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"

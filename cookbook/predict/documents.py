@@ -14,7 +14,7 @@ import statistics
 from dataclasses import dataclass
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 
 _SEED = 42
 # Sequences that the distribution is drawn from, and how often ranks are drawn from these.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.predict.hardware import Hardware
 from cookbook.predict.shapes import Shapes
 from cookbook.predict.work import MXFP8_BYTES, Group, Traffic, deepep_traffic

@@ -11,7 +11,7 @@ from typing import Any
 from cookbook.base.errors import InputError, unknown_name
 from cookbook.base.paths import RECIPES
 from cookbook.base.yamlfile import YamlFile, described, read_yaml
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 
 _FOLDER = RECIPES / "hardware"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cells.cell import EP_CHUNKS, NUM_SMS, Cell
+from cookbook.config.cell import EP_CHUNKS, NUM_SMS, Cell
 from cookbook.predict.hardware import Hardware
 from cookbook.predict.products import (
     Product,

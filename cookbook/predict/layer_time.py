@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.predict.exchange import Links
 from cookbook.predict.kernels import (
     ATTENTION,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.predict.products import Product, saved_products
 from cookbook.predict.shapes import Shapes
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
+from cookbook.config.options import Options
 from cookbook.predict.layers import RankLayers
 from cookbook.predict.shapes import Shapes, shapes_of
-from cookbook.stack.options import Options
 
 GIB = 2**30
 
@@ -201,7 +201,7 @@ def _loss(
 def _chunked_loss(
     view: Mapping[str, Any], shapes: Shapes, layers: RankLayers, expandable: bool
 ) -> dict[str, float]:
-    """The same where the logits of a chunk exist at a time (titan/any_stack/chunked_loss.py)."""
+    """The same where the logits of a chunk exist at a time (titan/common/chunked_loss.py)."""
     assert shapes.loss_tokens is not None
     chunk = float(shapes.loss_tokens * shapes.vocab)
     # Eager, the passes over a chunk make three tensors in FP32.

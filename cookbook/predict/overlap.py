@@ -1,6 +1,6 @@
 """What is left to wait for of a layer's exchanges, where its experts compute beside them.
 
-The order is that of `titan/stack_2026_02/deepep.py`: DeepEP's exchanges run one after another on a
+The order is that of `titan/tt_0_2_2/deepep.py`: DeepEP's exchanges run one after another on a
 stream of their own, each when its rows are there, and the compute waits for what it reads.
 """
 

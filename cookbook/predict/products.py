@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cookbook.cells.cell import SAVE_LIST, Cell
+from cookbook.config.cell import SAVE_LIST, Cell
 from cookbook.predict.shapes import Shapes
 
 _FP8_LINEAR, _MX_LINEAR = "quantize.linear.float8", "quantize.linear.mx"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cells.cell import NUM_CHUNKS, SCORE_ACTIVATIONS, Cell
+from cookbook.config.cell import NUM_CHUNKS, SCORE_ACTIVATIONS, Cell
 
 # With real routing some ranks get more tokens than others; the fullest one decides. Early in
 # training, before the bias of the auxiliary-loss-free balancing has settled, a fifth more is
@@ -131,7 +131,7 @@ def padded_tokens(cell: Cell, sequences: int) -> int:
     """The tokens of `sequences`, each document rounded up to a block.
 
     Every sequence has room for a fixed number of documents (`bounds_capacity` in
-    titan/any_stack/documents.py), empty ones too.
+    titan/common/documents.py), empty ones too.
     """
     length, gpu = cell.options["training.seq_len"], cell.cluster.gpu
     documents = 1 << (max(length // 128, min(length, 16)) - 1).bit_length()

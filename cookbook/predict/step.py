@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import NUM_SMS, Cell
+from cookbook.config.cell import NUM_SMS, Cell
 from cookbook.predict.documents import Documents, documents_of, slowest_attended_tokens
 from cookbook.predict.exchange import Links
 from cookbook.predict.hardware import Hardware, hardware_of

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cell import LAYERS_KEPT, Cell
-from cookbook.cells.layout import Layout
-from cookbook.cells.rules.layout import STAGES_PER_RANK
+from cookbook.config.cell import LAYERS_KEPT, Cell
+from cookbook.config.layout import Layout
+from cookbook.config.validate.layout import STAGES_PER_RANK
 from cookbook.predict.actions import Actions, actions_of
 from cookbook.predict.parameters import (
     embedding_parameters,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.cells.cell import Cell
+from cookbook.config.cell import Cell
 from cookbook.predict.shapes import Shapes, destinations, groups, shapes_of
 
 # MXFP8: a byte an element and a byte of scale for 32 of them.

@@ -23,13 +23,13 @@ from dataclasses import replace
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.log.curve import CurveStep, collect_steps, scan_attempts
-from cookbook.log.failure import find_reason
-from cookbook.log.history import collect_history
-from cookbook.log.lines import StepMetrics
-from cookbook.log.memory import read_peak_memory
-from cookbook.log.router_load import LoadStep, collect_router_load
-from cookbook.log.scan import LogScan
+from cookbook.observe.curve import CurveStep, collect_steps, scan_attempts
+from cookbook.observe.failure import find_reason
+from cookbook.observe.history import collect_history
+from cookbook.observe.lines import StepMetrics
+from cookbook.observe.memory import read_peak_memory
+from cookbook.observe.router_load import LoadStep, collect_router_load
+from cookbook.observe.scan import LogScan
 from cookbook.results.against import against_baseline
 from cookbook.results.cost import cost_per_billion_tokens, gpu_hours
 from cookbook.results.expected import expected_step

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cookbook.base.errors import InputError
-from cookbook.cells.cluster import load_cluster
-from cookbook.log.clock import logged_seconds
+from cookbook.config.cluster import load_cluster
+from cookbook.observe.clock import logged_seconds
 from cookbook.results.speed import Throughput
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord

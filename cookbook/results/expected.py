@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cookbook.base.errors import InputError
-from cookbook.cells.again import recorded_cell
+from cookbook.config.again import recorded_cell
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.run.record import CellRecord
 

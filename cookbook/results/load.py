@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cookbook.log.router_load import LoadStep
+from cookbook.observe.router_load import LoadStep
 
 
 @dataclass(frozen=True, slots=True)

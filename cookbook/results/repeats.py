@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from cookbook.log.curve import CurveStep
-from cookbook.log.history import History
+from cookbook.observe.curve import CurveStep
+from cookbook.observe.history import History
 from cookbook.results.result import Repeat, Result
 from cookbook.results.speed import measure
 from cookbook.run.status import FINISHED

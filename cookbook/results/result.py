@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cookbook.log.curve import CurveStep
-from cookbook.log.history import History
-from cookbook.log.router_load import LoadStep
+from cookbook.observe.curve import CurveStep
+from cookbook.observe.history import History
+from cookbook.observe.router_load import LoadStep
 from cookbook.results.load import LoadSummary
 from cookbook.results.loss import LossVerdict
 from cookbook.results.speed import SpeedUp, Throughput

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cookbook.log.curve import CurveStep
+from cookbook.observe.curve import CurveStep
 from cookbook.results.interval import (
     LEAST_VALUES,
     Spread,

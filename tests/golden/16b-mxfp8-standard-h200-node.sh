@@ -73,7 +73,7 @@ CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b/${CELL}}")"
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
 export PATH="${VENV}/bin:${PATH}"
-# For `--experimental.custom_import=cookbook.titan.stack_2026_02`.
+# For `--experimental.custom_import=cookbook.titan.tt_0_2_2`.
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
 if [[ -r /etc/profile.d/90-nccl-network-vars.sh ]]; then
@@ -89,8 +89,8 @@ export PYTORCH_ALLOC_CONF=expandable_segments:True
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]:'
 
 TRAIN_ARGS=(
-  --job.custom_config_module=cookbook.titan.stack_2026_02.job_config
-  --experimental.custom_import=cookbook.titan.stack_2026_02
+  --job.custom_config_module=cookbook.titan.tt_0_2_2.job_config
+  --experimental.custom_import=cookbook.titan.tt_0_2_2
   '--job.description=16b-mxfp8-standard: DeepSeek-V3 16B: 1,500 steps for the loss curve, on 32 nodes x 8 B200'
   --cookbook.precision=mxfp8
   --cookbook.grouped_gemms=mxfp8
@@ -146,7 +146,7 @@ if [[ -n "${WANDB_API_KEY:-}" ]]; then
   TRAIN_ARGS+=("--metrics.enable_wandb")
 fi
 
-JOB=("${VENV}/bin/python" -m cookbook.job)
+JOB=("${VENV}/bin/python" -m cookbook.supervise)
 
 # Slurm sends USR1 300 s before the time limit, and before preemption where it is set up to. The ranks look
 # for the file after each step: they save a checkpoint, and end. Where that takes too long, the newest

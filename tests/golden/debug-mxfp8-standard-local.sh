@@ -37,7 +37,7 @@ CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/debug-local/${CELL}}
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 [[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
 export PATH="${VENV}/bin:${PATH}"
-# For `--experimental.custom_import=cookbook.titan.stack_2026_02`.
+# For `--experimental.custom_import=cookbook.titan.tt_0_2_2`.
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1
@@ -45,8 +45,8 @@ export OMP_NUM_THREADS=1
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]:'
 
 TRAIN_ARGS=(
-  --job.custom_config_module=cookbook.titan.stack_2026_02.job_config
-  --experimental.custom_import=cookbook.titan.stack_2026_02
+  --job.custom_config_module=cookbook.titan.tt_0_2_2.job_config
+  --experimental.custom_import=cookbook.titan.tt_0_2_2
   '--job.description=debug-mxfp8-standard: DeepSeek-V3 debug model: a few steps anywhere, with or without GPUs'
   --cookbook.precision=mxfp8
   --cookbook.grouped_gemms=mxfp8
@@ -91,7 +91,7 @@ if [[ -n "${WANDB_API_KEY:-}" ]]; then
   TRAIN_ARGS+=("--metrics.enable_wandb")
 fi
 
-JOB=("${VENV}/bin/python" -m cookbook.job)
+JOB=("${VENV}/bin/python" -m cookbook.supervise)
 
 # A misspelt option, a layout that does not divide or a tokenizer that is not there ends the job here, in
 # a second, and not on every rank. The run is noted as well, for `submit.py status` and `report`. The

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from cookbook.log.curve import CurveStep
-from cookbook.log.router_load import LoadStep
+from cookbook.observe.curve import CurveStep
+from cookbook.observe.router_load import LoadStep
 from cookbook.results.figures import theme
 from cookbook.results.result import CellSetting, Result, RunResults
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING

@@ -1,0 +1,251 @@
+"""The command line of `submit.py`.
+
+Exit status: 0 done, 1 the work failed, 2 the input is wrong and nothing was submitted or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from cookbook.base.command import run_command
+
+_DESCRIPTION = "Pre-train DeepSeek-V3 MoE models with TorchTitan, on Slurm or on this machine."
+_EPILOG = """\
+examples:
+  python submit.py sweep matrix --dry-run     what would run, and why not
+  python submit.py sweep matrix               queue it, or train it here
+  python submit.py run deepseek_v3_16b --precision mxfp8 --set training.steps=50
+  python submit.py run --resume RUN --set training.steps=200
+  python submit.py logs -f                    follow the newest run
+  python submit.py report                     its results
+  python submit.py compare OLD NEW            status 1 where a cell is slower
+  python submit.py profile debug              where a step goes
+"""
+# Their output is saved and used again; files of the cookbook are UTF-8.
+_PRINT_A_FILE = frozenset({"show", "render"})
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for the longest name of a verb, whose indentation argparse forgets."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        for verb in self._iter_indented_subactions(action):
+            width = self._current_indent + len(self._format_action_invocation(verb))
+            self._action_max_length = max(self._action_max_length, width)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other message does; the usage is in --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see: python {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs; each has a `handler` that takes the parsed arguments."""
+    parser = _Parser(
+        prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=_Help
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def verb(name: str, text: str, handler: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added.set_defaults(handler=handler)
+        return added
+
+    verb("list", "list recipes, precisions, EP backends, clusters and sweeps", "show:list_all")
+    show = verb("show", "print a fully resolved cell as YAML", "show:show_cell")
+    show.add_argument("recipe", metavar="RECIPE")
+    show.add_argument("--origins", action="store_true", help="with the place that set each value")
+    _cell_options(show)
+    render = verb("render", "print the sbatch script of a cell", "show:render_cell")
+    render.add_argument("recipe", metavar="RECIPE")
+    render.add_argument("-o", "--output", metavar="FILE", help="write it to FILE instead")
+    _cell_options(render)
+    new = verb("new", "copy a recipe, overlay, cluster or sweep, to edit", "new:new")
+    new.add_argument("name", metavar="NAME")
+    new.add_argument("--from", dest="source", metavar="NAME-or-FILE", required=True)
+    new.add_argument(
+        "--kind",
+        choices=("recipe", "precision", "ep-backend", "cluster", "sweep"),
+        help="of what; by default what has that name",
+    )
+
+    check = verb(
+        "check", "say whether each cell can run, why not, and what it needs", "check:check"
+    )
+    check.add_argument("recipe", metavar="RECIPE-or-SWEEP")
+    check.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    check.add_argument(
+        "--rules-only", action="store_true", help="do not let TorchTitan build the cells"
+    )
+    _cell_options(check)
+
+    plan = verb("plan", "print the fastest layouts of a recipe that fit, predicted", "plan:plan")
+    plan.add_argument("recipe", metavar="RECIPE")
+    plan.add_argument(
+        "--vary",
+        metavar="KEY=V,V,...",
+        action="append",
+        default=[],
+        help="an option, precision or ep_backend, with the values to try; --set holds one",
+    )
+    plan.add_argument("--best", metavar="N", type=int, default=10, help="how many to print (10)")
+    plan.add_argument("--documents", metavar="MEAN:MEDIAN", help="tokens of the texts' documents")
+    plan.add_argument(
+        "--explain",
+        metavar="FROM,TO",
+        nargs="?",
+        const="0,1",
+        help="walk from one layout to another, term by term; 0 is the recipe (0,1)",
+    )
+    plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
+    plan.add_argument("--figure", metavar="FILE.svg", help="draw memory against speed")
+    plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    _cell_options(plan)
+
+    line = verb("check-line", "say whether an sbatch line's job may run", "check_line:check_line")
+    line.add_argument(
+        "line",
+        metavar="LINE",
+        nargs=argparse.REMAINDER,
+        help="as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ...",
+    )
+
+    run = verb("run", "train one cell, or go on with one that has ended", "resume:run")
+    run.add_argument("recipe", metavar="RECIPE", nargs="?")
+    run.add_argument(
+        "--resume",
+        metavar="RUN[/CELL]",
+        help="go on from its newest checkpoint, with --set and --nodes as you name them",
+    )
+    sweep = verb("sweep", "train every cell of a sweep", "launch:run_sweep")
+    sweep.add_argument("sweep", metavar="SWEEP")
+    sweep.add_argument(
+        "--one-allocation",
+        action="store_true",
+        help="train the cells one after another in one Slurm job, on the same nodes",
+    )
+    sweep.add_argument(
+        "--repeat",
+        metavar="N",
+        type=int,
+        default=1,
+        help="train every cell N times, in the order A B B A; the report pairs them",
+    )
+    for launched in (run, sweep):
+        _cell_options(launched)
+        _launch_options(launched)
+
+    status = verb("status", "say how far each cell of a run is", "follow:show_status")
+    status.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
+    status.add_argument(
+        "-w", "--watch", action="store_true", help="go on to the end, then report, as `run` does"
+    )
+    logs = verb("logs", "print the log of a cell", "follow:show_logs")
+    logs.add_argument(
+        "cell",
+        metavar="RUN/CELL",
+        nargs="?",
+        help="also CELL of the newest run, or RUN; without: the newest run's running cell",
+    )
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
+    cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
+    cancel.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
+    report = verb("report", "print the results of a run, and make its page", "report:show_report")
+    report.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
+    report.add_argument("--format", choices=("md", "json", "html"), default="md")
+    compare = verb(
+        "compare",
+        "compare runs; status 1 where a cell got slower",
+        "compare:compare",
+    )
+    compare.add_argument("runs", metavar="RUN", nargs="+", help="names or folders of runs")
+    compare.add_argument(
+        "--with",
+        dest="other",
+        choices=("published",),
+        help="compare with the published numbers, and not with the first run",
+    )
+    compare.add_argument(
+        "--tolerance",
+        metavar="PERCENT",
+        type=float,
+        default=5.0,
+        help="how much slower a cell may be (default: 5)",
+    )
+    compare.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    profile = verb("profile", "print where a training step goes", "profile:profile")
+    profile.add_argument(
+        "target",
+        metavar="RECIPE-or-TRACE",
+        help="a recipe, trained for a few steps; or RUN, RUN/CELL, a folder, or rank0_trace.json",
+    )
+    profile.add_argument("--ranks", metavar="R,R,...", help="whose traces to read, or: all")
+    profile.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
+    _launch_options(profile)
+    _cell_options(profile)
+    doctor = verb("doctor", "say whether this machine is ready, and what to do", "doctor:doctor")
+    doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
+    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument(
+        "--numerics",
+        action="store_true",
+        help="compare the kernels of this machine's GPUs with a reference (with --cluster: of one "
+        "node, as a job)",
+    )
+    doctor.add_argument("--output", metavar="FILE", help="where --numerics writes JSON")
+    return parser
+
+
+def _launch_options(launched: argparse.ArgumentParser) -> None:
+    launched.add_argument("--dry-run", action="store_true", help="show the cells, submit nothing")
+    launched.add_argument(
+        "--no-check",
+        action="store_true",
+        help="submit without trying memory and TorchTitan; broken rules refuse all the same",
+    )
+    launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
+
+
+def _cell_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cell options")
+    group.add_argument("--precision", metavar="P", help="bf16, mxfp8, ... (see list)")
+    group.add_argument("--ep-backend", metavar="E", help="standard, deepep, ... (see list)")
+    group.add_argument("--cluster", metavar="C", help="a profile's name or file")
+    group.add_argument("--nodes", metavar="N", type=int)
+    group.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="any TorchTitan option; may be given several times",
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; the exit status."""
+    return run_command("submit.py", lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> int:
+    arguments = build_parser().parse_args(words)
+    if arguments.verb in _PRINT_A_FILE and isinstance(sys.stdout, io.TextIOWrapper):
+        # Nothing in them may be replaced, whatever the terminal can show.
+        sys.stdout.reconfigure(encoding="utf-8")
+    module, _, function = arguments.handler.partition(":")
+    try:
+        # The verb's room is opened when it is asked for: `--help` must not wait for submitit.
+        handler = getattr(__import__(f"cookbook.cli.{module}", fromlist=[function]), function)
+        status: int = handler(arguments)
+    except ModuleNotFoundError as error:
+        from cookbook.install.packages import explain_missing
+
+        raise explain_missing(error) from None
+    return status

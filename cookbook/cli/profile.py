@@ -1,0 +1,167 @@
+"""The verb `profile`: where a training step goes, of a recipe or of traces that a run has left."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from cookbook.base.errors import InputError, JobError, unknown_name
+from cookbook.base.files import write_whole
+from cookbook.base.tables import terminal_width
+from cookbook.base.yamlfile import shown_path
+from cookbook.cli.launch import start_run
+from cookbook.cli.request import requested_cell
+from cookbook.cli.watch import watch_run
+from cookbook.config.cell import Cell
+from cookbook.config.expand import command_line_settings
+from cookbook.config.names import names_in
+from cookbook.config.options import Setting
+from cookbook.profile.figure import render_svg
+from cookbook.profile.find import cell_traces, choose_ranks, folder_traces
+from cookbook.profile.profile import make_profile
+from cookbook.profile.report import render_json, render_text
+from cookbook.run.folder import CellFolder
+from cookbook.run.run import Run, find_run, is_run, run_names
+from cookbook.run.states import cell_states
+from cookbook.run.status import FINISHED
+
+# TorchTitan's profiler skips steps, warms up, and records the last ones of every `profile_freq`.
+# Compilation and the allocator's growth are over by then.
+_RECORDED, _WARM_UP, _STEPS = 2, 3, 8
+_SETTINGS = {
+    "profiling.enable_profiling": True,
+    "profiling.profile_freq": _STEPS,
+    "profiling.profiler_warmup": _WARM_UP,
+    "profiling.profiler_active": _RECORDED,
+    "training.steps": _STEPS,
+    # The loss is read at the end of every step, so the host does not run into the next one.
+    "metrics.log_freq": 1,
+    "checkpoint.enable": False,
+}
+# These say what to train, so they mean nothing for a trace that is there.
+_CELL_OPTIONS = ("precision", "ep_backend", "cluster", "nodes", "set")
+_LAUNCH_OPTIONS = ("dry_run", "no_check", "detach")
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Print where a step goes."""
+    figure = _figure(arguments.figure)
+    traces: Path | dict[int, Path]
+    name = arguments.target
+    if name.endswith((".yaml", ".yml")) or name in names_in(""):
+        arguments.recipe = name
+        # What is said while it trains must not mix with the profile.
+        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            cell = _trained(arguments)
+        if isinstance(cell, int):
+            return cell
+        source, traces = f"{cell.path.parent.name}/{cell.name}", cell_traces(cell)
+        if not traces:
+            raise JobError(f"{shown_path(cell.path)}: the profiler left no trace; see its log")
+    else:
+        _refuse_cell_options(arguments)
+        source, traces = _left_traces(name)
+    if isinstance(traces, Path):
+        if arguments.ranks:
+            raise InputError("--ranks", f"{name} is one rank's trace", "name its folder")
+        paths = [traces]
+    else:
+        paths = choose_ranks(traces, arguments.ranks)
+    found = make_profile(source, paths)
+    text = render_json(found) if arguments.json else render_text(found, terminal_width())
+    print(text, end="", flush=True)
+    if figure:
+        write_whole(figure, render_svg(found))
+    return 0
+
+
+def _trained(arguments: argparse.Namespace) -> CellFolder | int:
+    """The cell's folder after it was trained under the profiler; else the exit status."""
+    settings = {name: Setting(value, "profile") for name, value in _SETTINGS.items()}
+    steps = command_line_settings(arguments.set).get("training.steps")
+    if steps:
+        # The last steps are the traced ones, however many there are.
+        settings["profiling.profile_freq"] = steps
+    cell = requested_cell(arguments, settings)
+    _check_schedule(cell)
+    run = start_run(f"{cell.recipe.short_name}-profile", [cell], arguments)
+    if isinstance(run, int):
+        return run
+    if not watch_run(run):
+        print(f"When it has ended: python submit.py profile {run.name}")
+        return 130
+    (state,) = cell_states(run)
+    if state.state != FINISHED:
+        reason = f": {state.reason}" if state.reason else ""
+        log = f"python submit.py logs {run.name}/{state.cell}"
+        raise JobError(f"{run.name}/{state.cell} {state.state}{reason}; its log: {log}")
+    return run.cell(state.cell)
+
+
+def _check_schedule(cell: Cell) -> None:
+    """TorchTitan traces the last `active` steps of every `profile_freq`, after a warm-up."""
+    frequency, steps = cell.options["profiling.profile_freq"], cell.steps
+    needed = cell.options["profiling.profiler_warmup"] + cell.options["profiling.profiler_active"]
+    name = "training.steps" if frequency == steps else "profiling.profile_freq"
+    if frequency > steps or frequency < needed:
+        raise InputError(
+            f"--set {name}",
+            f"found {frequency}, allowed: {needed} to {max(steps, needed)}"
+            if frequency != steps
+            else f"found {steps}, allowed: at least {needed}",
+            "TorchTitan's profiler warms up and then traces the last steps",
+        )
+
+
+def _refuse_cell_options(arguments: argparse.Namespace) -> None:
+    for name in (*_CELL_OPTIONS, *_LAUNCH_OPTIONS):
+        if getattr(arguments, name):
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(option, f"{arguments.target} is no recipe", "it is trained already")
+
+
+def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
+    """The traces of a run, a cell or a folder by rank, or one file; and what to call them."""
+    path = Path(name)
+    run_name, _, cell_name = name.rpartition("/")
+    # These, unlike Path's, answer for names that are too long for the file system too.
+    if os.path.isfile(name):  # noqa: PTH113
+        return shown_path(path), path
+    is_folder = os.path.isdir(name)  # noqa: PTH112
+    if is_folder and not is_run(path):
+        cell = CellFolder(path)
+        traces = cell_traces(cell) if cell.attempts() else folder_traces(path)
+        return shown_path(path), traces or folder_traces(path)
+    if name in run_names() or is_folder:
+        return _of_run(find_run(name), None)
+    if run_name in run_names():
+        return _of_run(find_run(run_name), cell_name)
+    raise unknown_name("profile", "recipe, run or trace", name, [*names_in(""), *run_names()])
+
+
+def _of_run(run: Run, name: str | None) -> tuple[str, dict[int, Path]]:
+    cells = [run.cell(name)] if name else run.cells
+    traced = {cell.name: traces for cell in cells if (traces := cell_traces(cell))}
+    if not traced:
+        raise InputError(
+            f"{run.name}/{name}" if name else run.name,
+            "left no trace",
+            "its profiler was off: python submit.py profile RECIPE turns it on",
+        )
+    if len(traced) > 1:
+        raise InputError(run.name, f"several cells left traces: {', '.join(traced)}", "name one")
+    ((cell_name, traces),) = traced.items()
+    return f"{run.name}/{cell_name}", traces
+
+
+def _figure(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    if not name.endswith(".svg"):
+        raise InputError("--figure", f"found {name!r}, allowed: a file that ends with .svg")
+    if not Path(name).absolute().parent.is_dir():
+        raise InputError("--figure", f"{shown_path(Path(name).parent)} is no folder")
+    return Path(name)

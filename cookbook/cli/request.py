@@ -1,0 +1,62 @@
+"""The cells that a command line asks for."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from cookbook.base.errors import named_at
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import default_cluster, load_cluster
+from cookbook.config.expand import CellRequest, command_line_settings, expand_sweep
+from cookbook.config.options import Settings
+from cookbook.config.overlay import load_overlay
+from cookbook.config.resolve import lay_out
+from cookbook.config.sweep import Sweep, load_sweep, sweep_of_recipe
+
+
+def requested_cell(arguments: argparse.Namespace, settings: Settings | None = None) -> Cell:
+    """The one cell of a recipe; `settings` stand over the recipe's, and under the user's own."""
+    request = _request(arguments)
+    request = replace(request, overrides={**(settings or {}), **request.overrides})
+    (cell,) = expand_sweep(sweep_of_recipe(arguments.recipe), request)
+    return cell
+
+
+def unjudged_cell(arguments: argparse.Namespace) -> Cell:
+    """The one cell of a recipe before the rules judge it: its layout may not fit the cluster."""
+    request = _request(arguments)
+    sweep = sweep_of_recipe(arguments.recipe)
+    precision, ep_backend = sweep.pairs[0]
+    if request.precision is not None:
+        with named_at("--precision"):
+            precision = load_overlay("precision", request.precision)
+    if request.ep_backend is not None:
+        with named_at("--ep-backend"):
+            ep_backend = load_overlay("ep_backend", request.ep_backend)
+    return lay_out(
+        sweep.recipes[0],
+        precision,
+        ep_backend,
+        request.cluster,
+        nodes=request.nodes,
+        layers=({}, {}, request.overrides),
+    )
+
+
+def requested_sweep(arguments: argparse.Namespace) -> tuple[Sweep, list[Cell]]:
+    """The sweep and its cells."""
+    sweep = load_sweep(arguments.sweep)
+    return sweep, expand_sweep(sweep, _request(arguments))
+
+
+def _request(arguments: argparse.Namespace) -> CellRequest:
+    with named_at("--cluster" if arguments.cluster else "COOKBOOK_CLUSTER"):
+        cluster = load_cluster(arguments.cluster or default_cluster())
+    return CellRequest(
+        cluster=cluster,
+        precision=arguments.precision,
+        ep_backend=arguments.ep_backend,
+        nodes=arguments.nodes,
+        overrides=command_line_settings(arguments.set),
+    )

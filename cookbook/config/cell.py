@@ -1,0 +1,172 @@
+"""A cell: one point of recipe x precision x EP backend on a cluster, fully resolved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cookbook.base.schema import Unchecked, Words
+from cookbook.config.cluster import Cluster
+from cookbook.config.environment import exported
+from cookbook.config.layout import Layout, layout_of
+from cookbook.config.names import reference
+from cookbook.config.options import Options
+from cookbook.config.overlay import Overlay
+from cookbook.config.recipe import Recipe
+from cookbook.run.record import CellRecord
+
+# The option that chooses what computes attention.
+ATTENTION = "model.attention"
+# Options of the cookbook's own: the loss without whole logits, DeepEP's tokens in parts, the SMs
+# that are NCCL's, what selective recomputation saves.
+NUM_CHUNKS = "loss.num_chunks"
+EP_CHUNKS = "deepep.num_chunks"
+SCORE_ACTIVATIONS = "deepep.score_activations"
+NUM_SMS = "comm.num_sms"
+SAVE_LIST = "activation_checkpoint.op_sac_save_list"
+LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
+# What that may name; the first three are TorchTitan's own list.
+SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One point of recipe x precision x EP backend on a cluster.
+
+    Attributes:
+        hooks: the module that TorchTitan imports in every training process.
+        emulated: its precision is computed, not accelerated, on this cluster.
+        stand_in_for: the recipe that was asked for, where another takes its place here.
+        refused: why the cell cannot run.
+        published: tokens/s/GPU that somebody published for just this cell.
+        left_out: options of the sweep that are made for the recipe asked for.
+        repeat_of: the cell that this one repeats, None for the first of them; the `repeat`-th.
+    """
+
+    name: str
+    recipe: Recipe
+    precision: Overlay
+    ep_backend: Overlay
+    cluster: Cluster
+    nodes: int
+    options: Options
+    hooks: str
+    emulated: bool
+    stand_in_for: str | None = None
+    refused: str | None = None
+    published: float | None = None
+    baseline: str | None = None
+    left_out: tuple[str, ...] = ()
+    repeat_of: str | None = None
+    repeat: int = 1
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.cluster.ranks_per_node
+
+    @property
+    def spare_nodes(self) -> int:
+        """Nodes of the job beyond those that train."""
+        return self.recipe.spare_nodes if self.cluster.scheduler == "slurm" else 0
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """How the ranks are divided."""
+        return layout_of(self.options, self.world)
+
+    @property
+    def steps(self) -> int:
+        """Training steps that the cell is to make."""
+        return int(self.options["training.steps"])
+
+    @property
+    def pair(self) -> str:
+        """`mxfp8+deepep`."""
+        return f"{self.precision.name}+{self.ep_backend.name}"
+
+    @property
+    def uses_deepep(self) -> bool:
+        """Whether tokens travel by DeepEP."""
+        return bool(self.options["parallelism.expert_parallel_comm_backend"] == "deepep")
+
+    @property
+    def uses_flash_attention(self) -> bool:
+        """Whether FlashAttention-4 computes attention; on the CPU its reference does."""
+        return bool(self.options[ATTENTION] == "flash_attention_4")
+
+    @property
+    def attends_by_reference(self) -> bool:
+        """Whether that reference runs: the same numbers, at a speed that means nothing."""
+        return self.uses_flash_attention and self.cluster.gpu is None
+
+    @property
+    def saves(self) -> frozenset[str]:
+        """The operators whose outputs selective recomputation saves; empty in other modes."""
+        section = "activation_checkpoint"
+        by_operator = self.options[f"{section}.selective_ac_option"] == "op"
+        if self.options[f"{section}.mode"] != "selective" or not by_operator:
+            return frozenset()
+        return frozenset(self.options[SAVE_LIST] or SAVED_OPERATORS[:3])
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile sees the model's layers."""
+        components = self.options["compile.components"]
+        return bool(self.options["compile.enable"] and "model" in components)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the job exports, the more particular last: cluster, EP backend, precision."""
+        return {
+            **exported(self.cluster.environment),
+            **exported(self.ep_backend.environment),
+            **exported(self.precision.environment),
+        }
+
+    @property
+    def max_restarts(self) -> int:
+        """How often a job may start it again after a failure."""
+        own = self.recipe.max_restarts
+        return self.cluster.max_restarts if own is None else own
+
+    def record(self) -> CellRecord:
+        """What a run's folder keeps of the cell."""
+        source = self.recipe.published.source if self.recipe.published else None
+        return CellRecord(
+            name=self.name,
+            recipe=self.recipe.name,
+            precision=self.precision.name,
+            ep_backend=self.ep_backend.name,
+            cluster=self.cluster.name,
+            stack=self.options.stack.name,
+            nodes=self.nodes,
+            ranks_per_node=self.cluster.ranks_per_node,
+            device=self.cluster.device,
+            emulated=self.emulated,
+            stand_in_for=self.stand_in_for,
+            refused=self.refused,
+            published_tokens_per_second_per_gpu=self.published,
+            published_source=source if self.published else None,
+            baseline=self.baseline,
+            repeat_of=self.repeat_of,
+            repeat=self.repeat,
+            max_restarts=self.max_restarts,
+            environment=Words(self.environment),
+            options=Unchecked(self.options.values),
+            files=Words(self._own_files()),
+        )
+
+    def _own_files(self) -> Iterator[tuple[str, str]]:
+        """The parts that are the user's own files, for whoever makes the cell again."""
+        paths = {
+            "recipe": self.recipe.path,
+            "precision": self.precision.path,
+            "ep_backend": self.ep_backend.path,
+            "cluster": self.cluster.path,
+        }
+        for key, path in paths.items():
+            name = reference("" if key == "recipe" else key, path)
+            if name != path.stem:
+                yield key, name

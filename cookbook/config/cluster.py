@@ -1,0 +1,210 @@
+"""A cluster: a scheduler, what its nodes have, and what must be said to it, from a YAML file."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from cookbook.base.errors import InputError
+from cookbook.base.gpus import Gpu, has_slurm, visible_gpus
+from cookbook.base.schema import Words, fill, from_zero, key_named
+from cookbook.base.yamlfile import YamlFile, described, read_yaml
+from cookbook.config.environment import check_environment
+from cookbook.config.names import find_file
+from cookbook.config.options import Settings
+from cookbook.config.sections import read_sections, sections
+
+
+@dataclass(frozen=True)
+class Container:
+    """A pyxis container that the job's tasks run in, instead of the virtual environment."""
+
+    image: str
+    mounts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """The least that GPUs must reach in the test before training, in GB/s of bus bandwidth.
+
+    As nccl-tests count it: the bytes that each rank must send, however the work is done.
+    """
+
+    all_reduce: float
+    all_to_all: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A scheduler, its nodes and what must be said to it.
+
+    `gpu` is None where ranks run on the CPU (gloo). `node_failure_days` is the mean time between
+    two failures of a node, `write_gb_per_s` what all nodes together write to the shared folder.
+    A job reads the files of `source`, and ends where one is missing; it also reads those of
+    `source_if_exists` that are there.
+    """
+
+    name: str
+    description: str
+    scheduler: Literal["slurm", "local"]
+    settings: Settings
+    path: Path
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    cpu_ranks_per_node: int = key_named("ranks_per_node", default=1)
+    gpu: Gpu | None = None
+    emulate: bool = False
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    exclude: tuple[str, ...] = ()
+    cpus_per_task: int | None = None
+    exclusive: bool = True
+    requeue: bool = True
+    max_restarts: int = from_zero(3)
+    seconds_to_stop: int = 300
+    node_failure_days: float | None = None
+    write_gb_per_s: float | None = None
+    sbatch: Words = field(default_factory=Words)
+    environment: Words = field(default_factory=Words)
+    source: tuple[str, ...] = ()
+    source_if_exists: tuple[str, ...] = ()
+    rendezvous_port: int = 29500
+    container: Container | None = None
+    price_per_gpu_hour: float | None = None
+    bandwidth: Bandwidth | None = None
+
+    @property
+    def grace_seconds(self) -> int:
+        """How long before its time limit a job is told to stop: at most a quarter of the limit."""
+        limit = _seconds(self.time) if self.time else None
+        return min(self.seconds_to_stop, limit // 4) if limit else self.seconds_to_stop
+
+    @property
+    def late_seconds(self) -> int:
+        """How long after that it is requeued in any case, in time before the limit."""
+        return self.grace_seconds * 3 // 4
+
+    @property
+    def ranks_per_node(self) -> int:
+        """torchrun's workers on each node: one for each GPU."""
+        return self.gpus_per_node or self.cpu_ranks_per_node
+
+    @property
+    def device(self) -> str:
+        """`cuda` or `cpu`."""
+        return "cuda" if self.gpu else "cpu"
+
+    @property
+    def ranks(self) -> str:
+        """`8 B200` or `2 CPU ranks`, for messages about a node."""
+        return f"{self.ranks_per_node} {self.gpu.name if self.gpu else 'CPU ranks'}"
+
+
+# sbatch options that the scripts say themselves: by a key of the profile, or always the same.
+_KEYS_OF_OWN = frozenset(
+    {"partition", "account", "time", "exclude", "cpus-per-task", "exclusive", "requeue"}
+    | {"nodes", "gpus-per-node"}
+)
+_TAKEN = _KEYS_OF_OWN | frozenset(
+    {"job-name", "ntasks", "ntasks-per-node", "mem", "no-requeue", "output", "error", "open-mode"}
+    | {"array", "wrap", "chdir", "export", "signal"}
+)
+# Texts that stand on a line of the script's header, which must stay one line.
+_ONE_LINE = ("partition", "account", "time", "exclude", "sbatch")
+_TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<rest>[0-9]+(?::[0-9]+){0,2})")
+_LONG_NAME = re.compile(r"[a-z][a-z-]*")
+
+
+def default_cluster() -> str:
+    """COOKBOOK_CLUSTER where it is set, else a Slurm profile where sbatch is found, or `local`."""
+    return os.environ.get("COOKBOOK_CLUSTER") or ("soperator-b200" if has_slurm() else "local")
+
+
+@functools.cache
+def load_cluster(name: str) -> Cluster:
+    """Read the profile called `name`, or at the path `name`; `local` is filled in from here."""
+    path = find_file("cluster", name)
+    file = read_yaml(path)
+    cluster = fill(
+        Cluster,
+        file,
+        beside=sections(),
+        name=path.stem,
+        settings=read_sections(file),
+        path=path,
+    )
+    if cluster.scheduler == "slurm" and (cluster.gpus_per_node is None) != (cluster.gpu is None):
+        raise InputError(
+            file.place("gpus_per_node"), "goes with `gpu`", "set both, or neither for CPU"
+        )
+    if "ranks_per_node" in file.content and cluster.gpu is not None:
+        raise InputError(
+            file.place("ranks_per_node"), "is for CPU nodes", "there is a rank for each GPU"
+        )
+    if not 1024 <= cluster.rendezvous_port < 32768:
+        raise InputError(
+            file.place("rendezvous_port"),
+            f"found {cluster.rendezvous_port}, allowed: 1024 to 32767 (below the ephemeral ports)",
+        )
+    for key in ("node_failure_days", "write_gb_per_s"):
+        value = getattr(cluster, key)
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(file.place(key), f"found {value:g}, allowed: more than 0")
+    if not 60 <= cluster.seconds_to_stop <= 65535:
+        found = f"found {cluster.seconds_to_stop}, allowed: 60 to 65535 (sbatch --signal)"
+        raise InputError(file.place("seconds_to_stop"), found)
+    _check_sbatch(file, cluster)
+    check_environment(file, "environment", cluster.environment)
+    return _fill_in(cluster) if cluster.scheduler == "local" else cluster
+
+
+def _seconds(limit: str) -> int | None:
+    """A time limit as sbatch reads it (`90`, `1:30:00`, `1-12`), in seconds; None for no limit."""
+    match = _TIME.fullmatch(limit)
+    if match is None:
+        return None
+    days = match["days"]
+    parts = [int(part) for part in match["rest"].split(":")]
+    # Minutes stand first, hours only where there are days, or three parts.
+    if days is None and len(parts) < 3:
+        parts.insert(0, 0)
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _check_sbatch(file: YamlFile, cluster: Cluster) -> None:
+    for option in cluster.sbatch:
+        place = file.place("sbatch", option)
+        name = option.replace("_", "-")
+        if name in _TAKEN:
+            key = name.replace("-", "_")
+            remedy = (
+                f"set the profile's own key `{key}`" if name in _KEYS_OF_OWN else "leave it out"
+            )
+            raise InputError(place, "is said to sbatch by the cookbook itself", remedy)
+        if not _LONG_NAME.fullmatch(option):
+            remedy = f"write {name}" if _LONG_NAME.fullmatch(name) else ""
+            raise InputError(place, "is not the long name of an sbatch option", remedy)
+    for key in _ONE_LINE:
+        value = getattr(cluster, key)
+        values = value.values() if isinstance(value, dict) else value
+        for text in [values] if isinstance(values, str) else values or ():
+            if isinstance(text, str) and not text.isprintable():
+                raise InputError(
+                    file.place(key), f"found {described(text)}, allowed: text of one line"
+                )
+
+
+def _fill_in(cluster: Cluster) -> Cluster:
+    gpus = visible_gpus()
+    if not gpus:
+        return cluster
+    # Unlike GPUs in one job would run at the pace of the slowest: take those like the first.
+    alike = [gpu for gpu in gpus if gpu == gpus[0]]
+    return replace(cluster, gpu=gpus[0], gpus_per_node=len(alike))

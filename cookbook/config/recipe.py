@@ -1,0 +1,80 @@
+"""A recipe: a model, its layout on the cluster and its training options, from a YAML file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from cookbook.base.errors import named_at, unknown_name
+from cookbook.base.schema import fill, from_zero, key_named
+from cookbook.base.yamlfile import read_yaml
+from cookbook.config.names import check_name, find_file, names_in
+from cookbook.config.options import Settings
+from cookbook.config.sections import read_sections, sections
+
+
+@dataclass(frozen=True)
+class Published:
+    """Throughput that somebody published, by pair (`bf16+deepep`), and where."""
+
+    source: str
+    tokens_per_second_per_gpu: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model, its layout on the cluster and its training options.
+
+    Attributes:
+        name: of the file.
+        short_name: begins the names of cells, jobs and W&B runs.
+        stand_in: the recipe that `--cluster local` trains in its place.
+        spare_nodes: nodes that a job has beyond those that train, to take the place of bad ones.
+        too_few_nodes: what a job does where bad nodes leave too few: wait for them, or stop.
+        max_restarts: how often a job may start it again; None: as the cluster's profile says.
+    """
+
+    name: str
+    description: str
+    nodes: int
+    settings: Settings
+    path: Path
+    short_name: str = key_named("name")
+    stand_in: str | None = None
+    spare_nodes: int = from_zero(0)
+    too_few_nodes: Literal["wait", "stop"] = "wait"
+    max_restarts: int | None = from_zero(None)
+    published: Published | None = None
+
+    @property
+    def published_numbers(self) -> Mapping[str, float]:
+        """Tokens/s/GPU by pair; empty where nothing was published."""
+        return self.published.tokens_per_second_per_gpu if self.published else {}
+
+
+@functools.cache
+def load_recipe(name: str) -> Recipe:
+    """Read the recipe called `name`, or at the path `name`."""
+    path = find_file("", name)
+    file = read_yaml(path)
+    recipe = fill(
+        Recipe,
+        file,
+        beside=sections(),
+        name=path.stem,
+        settings=read_sections(file),
+        path=path,
+    )
+    check_name(file.place("name"), recipe.short_name)
+    pairs = [f"{p}+{e}" for p in names_in("precision") for e in names_in("ep_backend")]
+    for pair in recipe.published_numbers:
+        if pair not in pairs:
+            place = file.place("published", "tokens_per_second_per_gpu", pair)
+            raise unknown_name(place, "pair", pair, pairs)
+    if recipe.stand_in is not None:
+        with named_at(file.place("stand_in")):
+            find_file("", recipe.stand_in)
+    return recipe

@@ -1,0 +1,190 @@
+"""Submits the cells of a run through submitit, to Slurm or to this machine.
+
+submitit pickles the supervisor, names the job's files and reads the job id back. What it would say
+to Slurm by itself (a wckey, a signal, srun around the supervisor) is replaced: the batch file has
+the header of the cell's own script, and its last line becomes the supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.local.local import LocalExecutor, LocalJob
+from submitit.slurm.slurm import SlurmExecutor
+
+from cookbook.base.errors import JobError
+from cookbook.base.paths import ROOT
+from cookbook.config.cell import Cell
+from cookbook.launch.header import option_word, sbatch_options
+from cookbook.launch.leave_out import leave_out
+from cookbook.run.processes import RUN_VARIABLE
+from cookbook.run.run import Run
+from cookbook.run.slurm import sbatch
+from cookbook.run.status import FAILED, Status, write_job, write_status
+from cookbook.run.submitting import end_submitting
+from cookbook.supervise.supervisor import Supervisor
+
+_WRITTEN_FOR = "1.5.4"
+_LOCAL_DAYS = 30
+
+
+class CellSlurmExecutor(SlurmExecutor):
+    """Submits the supervisor with the sbatch options of a cell's script.
+
+    Args:
+        script: the batch file to write; beside it submitit's files and the job's log.
+        title: what the batch file says that it runs.
+        job_name: the cell's where None.
+    """
+
+    def __init__(self, script: Path, cell: Cell, title: str, job_name: str | None = None) -> None:
+        super().__init__(folder=script.parent)
+        self.script, self.cell = script, cell
+        self.title, self.job_name = title, job_name
+        # submitit waits 0.2 s between submissions; sbatch takes its own time.
+        self._throttling = 0.0
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Available: a missing sbatch is reported by the call of it, with its remedy."""
+        return 2
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        choice = leave_out(self.cell)
+        options = sbatch_options(self.cell, self.job_name, leave_out=choice.nodes)
+        options["output"] = str(self.folder / "%j.log")
+        if choice.begin is not None:
+            options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
+        lines = [f"#SBATCH {option_word(name, value)}" for name, value in options.items()]
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                f"# Runs {self.title} under the cookbook's supervisor.",
+                *lines,
+                "export SUBMITIT_EXECUTOR=slurm",
+                f"export PYTHONPATH={shlex.quote(_python_path())}",
+                # The job trains in the environment that submitted it.
+                f"export VENV={shlex.quote(sys.prefix)}",
+                f"export COOKBOOK_LATE_S={self.cell.cluster.late_seconds}",
+                # exec, so that Slurm's signals reach the supervisor and not a shell above it.
+                f"exec {command}",
+                "",
+            ]
+        )
+
+    def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
+        # By this path a job is found whose submitter was killed before it could note its id.
+        text = self._make_submission_file_text(command, "")
+        self.script.write_text(text, encoding="utf-8")
+        job_id = sbatch(self.script.resolve(), ROOT)
+        return submitit.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
+
+
+class RunLocalExecutor(LocalExecutor):
+    """Runs a whole sweep as one job of this machine, which outlives the terminal it came from."""
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        environment = {
+            **os.environ,
+            RUN_VARIABLE: str(self.folder.parent.resolve()),
+            "PYTHONPATH": _python_path(),
+            "VENV": sys.prefix,
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(_LOCAL_DAYS * 24 * 3600),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "1",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+        }
+        # A session of its own: Ctrl-C in the terminal must not reach the training. No output of its
+        # own: a reader of ours (`| tee`, ssh) would wait for the training to close it. The job's
+        # words go to files.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def _python_path() -> str:
+    """The cookbook first, then what the user has put there."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) -> list[str]:
+    """Submit every cell of `run` that is not refused: one sbatch call each, or one local job.
+
+    Args:
+        one_allocation: one sbatch call for all; the cells run in turn, on the same nodes.
+
+    Returns:
+        The job ids, in the order of submission.
+
+    Raises:
+        JobError: Slurm refused a cell; those before it stay queued, those from it on are marked so.
+    """
+    if submitit.__version__ != _WRITTEN_FOR:
+        raise JobError(
+            f"submitit is {submitit.__version__}, this executor is written for {_WRITTEN_FOR}; "
+            "run: bash setup.sh"
+        )
+    try:
+        cells = [cell for cell in cells if not cell.refused]
+        # Alone in its allocation a cell is anyway.
+        if run.scheduler == "slurm" and one_allocation and len(cells) > 1:
+            return [_submit_together(run, cells)]
+        return _submit_cells(run, cells)
+    finally:
+        end_submitting(run.folder)
+
+
+def _submit_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
+    if run.scheduler == "local":
+        folders = [run.cell(cell.name) for cell in cells]
+        job_id: str = RunLocalExecutor(run.job_files).submit(Supervisor(folders)).job_id
+        for folder in folders:
+            write_job(folder, job_id)
+        return [job_id]
+    job_ids = []
+    for number, cell in enumerate(cells):
+        folder = run.cell(cell.name)
+        try:
+            title = f"{cell.name}/train.sh"
+            executor = CellSlurmExecutor(folder.submission, cell, title)
+            job_ids.append(executor.submit(Supervisor([folder])).job_id)
+        except JobError as error:
+            for left in cells[number:]:
+                write_status(run.cell(left.name), Status(FAILED, reason=f"not queued: {error}"))
+            raise JobError(f"{cell.name}: {error}") from None
+        write_job(folder, job_ids[-1])
+    return job_ids
+
+
+def _submit_together(run: Run, cells: Sequence[Cell]) -> str:
+    folders = [run.cell(cell.name) for cell in cells]
+    title = f"the train.sh of {len(cells)} cells in turn"
+    executor = CellSlurmExecutor(run.submission, cells[0], title, job_name=run.record.sweep)
+    try:
+        job_id: str = executor.submit(Supervisor(folders)).job_id
+    except JobError as error:
+        for folder in folders:
+            write_status(folder, Status(FAILED, reason=f"not queued: {error}"))
+        raise
+    for folder in folders:
+        write_job(folder, job_id)
+    return job_id

@@ -1,0 +1,121 @@
+"""Renders `train_671b.sh` and `train_16b.sh`: one script for every cell of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cookbook.config.cluster import Cluster
+from cookbook.config.environment import exported
+from cookbook.config.names import names_in, reference
+from cookbook.config.overlay import Kind, Overlay, load_overlay
+from cookbook.config.recipe import Recipe
+from cookbook.config.resolve import lay_out
+from cookbook.config.stack import load_stack
+from cookbook.config.titan_flags import argv_of
+from cookbook.config.train_args import launch_argv, overlay_argv
+from cookbook.launch.header import sbatch_lines
+from cookbook.launch.render import render_template
+
+
+@dataclass(frozen=True)
+class _Value:
+    """One value of a choice: the words that select it, and what it adds."""
+
+    name: str
+    patterns: list[str]
+    train_args: list[str]
+    environment: list[tuple[str, str]]
+    environment_from: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    variable: str
+    summary: str
+    default: str
+    values: list[_Value]
+
+
+def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
+    """One script for every cell of a recipe, chosen by PRECISION and EP_BACKEND.
+
+    It names no absolute path, so that it can be checked in; otherwise it is `render_script`'s text.
+    """
+    stack = load_stack()
+    precisions = [load_overlay("precision", name) for name in names_in("precision")]
+    backends = [load_overlay("ep_backend", name) for name in names_in("ep_backend")]
+    bf16, standard = load_overlay("precision", "bf16"), load_overlay("ep_backend", "standard")
+    first = lay_out(recipe, bf16, standard, cluster)
+    header = [
+        recipe.description,
+        "",
+        *_examples(recipe, file_name),
+        "",
+        "Variables it reads:",
+        f"  PRECISION     {' | '.join(overlay.name for overlay in precisions)}",
+        f"  EP_BACKEND    {' | '.join(overlay.name for overlay in backends)}",
+        "  RECIPE        the published scripts' name for PRECISION (mxfp8_default, mxfp8_wgrad_hp)",
+        "  CELL_DIR      where the run is, and goes on; by default runs/<recipe>/<cell>",
+        "  COOKBOOK_PREFLIGHT  full (default) | nodes | off: the look at the nodes before training",
+        "  COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
+        "",
+        f"Rendered by `make golden` from recipes/{recipe.path.name} and",
+        f"recipes/cluster/{cluster.path.name}; to change it, edit a copy, or those.",
+    ]
+    return render_template(
+        cluster,
+        file_name=file_name,
+        header=header,
+        sbatch=sbatch_lines(first, job_name=recipe.short_name),
+        short_name=recipe.short_name,
+        cell_name=None,
+        recipe=reference("", recipe.path),
+        precision='"${PRECISION}"',
+        ep_backend='"${EP_BACKEND}"',
+        root=None,
+        hooks=stack.hooks,
+        choices=[
+            _choice("precision", "number format of the GEMMs", "${RECIPE:-bf16}", precisions),
+            _choice("ep_backend", "how tokens travel to their experts", "standard", backends),
+        ],
+        environment=list(exported(cluster.environment).items()),
+        environment_from=[],
+        spare_nodes=recipe.spare_nodes,
+        max_restarts=first.max_restarts,
+        train_args=[
+            *launch_argv(stack, recipe.description),
+            *argv_of(stack, recipe.settings),
+        ],
+        cluster_args=argv_of(stack, cluster.settings),
+    )
+
+
+def _examples(recipe: Recipe, file_name: str) -> list[str]:
+    examples = [(f"sbatch {file_name}", "BF16, PyTorch's all-to-all")]
+    for pair in recipe.published_numbers:
+        precision, _, backend = pair.partition("+")
+        if pair != "bf16+standard":
+            command = f"PRECISION={precision} EP_BACKEND={backend} sbatch {file_name}"
+            examples.append((command, f"published: {pair}"))
+    examples.append(
+        (f"sbatch --nodes=16 {file_name} --training.steps=50", "fewer nodes, more steps")
+    )
+    width = max(len(command) for command, _ in examples)
+    return [f"  {command:<{width}}  # {meaning}" for command, meaning in examples]
+
+
+def _choice(kind: Kind, summary: str, default: str, overlays: list[Overlay]) -> _Choice:
+    stack = load_stack()
+    values = [
+        _Value(
+            name=overlay.name,
+            patterns=[overlay.name, *overlay.synonyms],
+            train_args=[*overlay_argv(stack, overlay), *argv_of(stack, overlay.settings)],
+            environment=list(exported(overlay.environment).items()),
+            environment_from=[
+                (name, str(other)) for name, other in overlay.environment_from.items()
+            ],
+        )
+        for overlay in overlays
+    ]
+    return _Choice(kind.upper(), summary, default, values)

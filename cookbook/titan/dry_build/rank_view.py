@@ -1,0 +1,172 @@
+"""Describes a Trainer on the meta device by what decides its memory and traffic, as plain numbers.
+
+Sizes are read from the sharded model; how TP, EP and FSDP cut each parameter is not computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.tensor import DTensor
+
+from cookbook.titan.common.arguments import flat_numbers
+from cookbook.titan.dry_build.in_flight import in_flight
+from cookbook.titan.dry_build.schedules import rank_actions
+from cookbook.titan.dry_build.world import Build
+
+_FSDP_DIMS = ("fsdp", "efsdp")
+# Inserted by wrappers around a module; the model's own names have none.
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
+
+
+def view_rank(build: Build, stack: str) -> dict[str, Any]:
+    """Parts of the model on this rank, their parameters and layers, and the pipeline's order.
+
+    `active` is what the first step of the job would find on this rank: `grouped_gemms`, null where
+    it holds no routed experts, `linear_layers`, `bf16` where it holds no quantized layer, and
+    `attention`. A stage may hold none, so what another stage has quantized counts. Nothing was
+    dispatched.
+    """
+    trainer = build.trainer
+    return {
+        "parameters": build.parameters,
+        "flops_per_token": build.flops_per_token,
+        "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
+        "parts": [_view_part(part) for part in trainer.model_parts],
+        "model": flat_numbers(dataclasses.asdict(trainer.model_args)),
+        "active": _view_activity(trainer.model_parts, stack),
+        "mixed_precision": _is_mixed(trainer),
+        "groups": _communicators(trainer.parallel_dims),
+        "not_exercised": build.not_exercised,
+        "warnings": build.warnings,
+        **_pipeline(trainer),
+    }
+
+
+def _view_activity(model_parts: list[nn.Module], stack: str) -> dict[str, str | None]:
+    # What the job itself would look with.
+    activity, attention = (
+        importlib.import_module(f"{stack}.{name}") for name in ("activity", "attention")
+    )
+    found = activity.observe_model(model_parts)
+    return {
+        "grouped_gemms": activity.words(found.grouped_gemms),
+        "linear_layers": activity.words(found.linear_layers),
+        "attention": activity.words(attention.chosen_attention(model_parts)),
+    }
+
+
+def _view_part(part: nn.Module) -> dict[str, Any]:
+    units: dict[str, Counter[str]] = {}
+    sharded_by: dict[str, int] = {}
+    wrapped = sorted((_plain(name) for name, _ in _fsdp_modules(part)), key=len, reverse=True)
+    for name, parameter in part.named_parameters():
+        plain = _plain(name)
+        unit = next((found for found in wrapped if f"{plain}.".startswith(f"{found}.")), "")
+        sizes = units.setdefault(unit, Counter())
+        local, gathered, shards = _sizes(parameter)
+        sizes.update(local=local, gathered=gathered)
+        sizes["bytes"] = parameter.element_size()
+        sharded_by[unit] = max(sharded_by.get(unit, 1), shards)
+    return {
+        "units": [
+            {"name": name or "root", "shards": sharded_by[name], **sizes}
+            for name, sizes in units.items()
+        ],
+        "layers": [
+            {
+                "id": int(layer_id),
+                "moe": any(name.startswith("moe.") for name, _ in _plain_parameters(layer)),
+                "recomputed": any(
+                    isinstance(module, CheckpointWrapper) for module in layer.modules()
+                ),
+            }
+            for layer_id, layer in part.layers.items()
+        ],
+        "embedding": part.tok_embeddings is not None,
+        "head": part.output is not None,
+    }
+
+
+def _fsdp_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in part.named_modules():
+        if name and isinstance(module, FSDPModule):
+            yield name, module
+
+
+def _plain(name: str) -> str:
+    return _WRAPPERS.sub("", f"{name}.").rstrip(".")
+
+
+def _plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module.named_parameters():
+        yield _plain(name), parameter
+
+
+def _sizes(parameter: nn.Parameter) -> tuple[int, int, int]:
+    """Elements that this rank stores, those it has once FSDP has gathered them, the shards."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel(), parameter.numel(), 1
+    gathered, shards = parameter.numel(), 1
+    names = parameter.device_mesh.mesh_dim_names or ()
+    for index, placement in enumerate(parameter.placements):
+        # `is_shard` leaves out the strided shards that FSDP makes of what TP has cut already.
+        if placement.is_replicate() or placement.is_partial():
+            continue
+        size = parameter.device_mesh.size(index)
+        if names[index] in _FSDP_DIMS:
+            shards *= size
+        else:
+            gathered = -(-gathered // size)
+    return parameter.to_local().numel(), gathered, shards
+
+
+def _is_mixed(trainer: Any) -> bool:
+    """Whether parameters are gathered in the low precision; without FSDP they stay as they are."""
+    return any(
+        isinstance(module, FSDPModule) for part in trainer.model_parts for module in part.modules()
+    )
+
+
+def _communicators(parallel_dims: Any) -> dict[str, int]:
+    meshes = parallel_dims.get_all_one_dimensional_meshes()
+    return {name: mesh.size() for name, mesh in meshes.items()}
+
+
+def _pipeline(trainer: Any) -> dict[str, Any]:
+    """Which stages this rank holds, what it does in which order, and how many microbatches of each
+    stage are in flight at once.
+    """
+    if not trainer.parallel_dims.pp_enabled:
+        return {
+            "stages": [0],
+            "num_stages": 1,
+            "num_microbatches": 1,
+            "in_flight": [[1]],
+            "actions": [],
+        }
+    schedule = trainer.pp_schedule
+    if isinstance(schedule, PipelineScheduleMulti):
+        stages = [stage.stage_index for stage in schedule._stages]
+        num_stages, rank = schedule._num_stages, schedule._stages[0].group_rank
+        order: Any = schedule.pipeline_order
+    else:
+        stages, num_stages = [schedule._stage.stage_index], schedule._num_stages
+        rank, order = schedule._stage.group_rank, schedule._get_pipeline_order()
+    own = order[rank] if order else []
+    return {
+        "stages": stages,
+        "num_stages": num_stages,
+        "num_microbatches": schedule._n_microbatches,
+        "in_flight": in_flight(own, stages),
+        "actions": rank_actions(own, not isinstance(schedule, PipelineScheduleMulti)),
+    }

@@ -1,0 +1,91 @@
+"""Prints the actions of pipeline schedules, as torch's own classes list them.
+
+    python -m cookbook.titan.dry_build.schedules
+
+It reads requests from standard input, one JSON object a line, and answers each with one line:
+`stages` of every rank, `in_flight`, and `actions`: for every rank a list of [stage, kind,
+microbatch], where kind is F (forward), B (backward), I or W (its halves for inputs and weights).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from cookbook.base.pipelines import stages_of
+from cookbook.titan.dry_build.in_flight import in_flight
+
+_KINDS = {
+    "FORWARD": "F",
+    "FULL_BACKWARD": "B",
+    "BACKWARD_INPUT": "I",
+    "BACKWARD_WEIGHT": "W",
+}
+
+
+def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dict[str, Any]:
+    """The actions of a schedule of `ranks` pipeline ranks with `per_rank` stages each."""
+    schedule_class: Any = get_schedule_class(name)
+    num_stages = ranks * per_rank
+    of_ranks = [stages_of(name, rank, ranks, per_rank) for rank in range(ranks)]
+    stages = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=num_stages,
+            group_size=ranks,
+            group_rank=0,
+            is_first=index == 0,
+            is_last=index == num_stages - 1,
+            has_backward=True,
+            submod=torch.nn.Identity(),
+        )
+        for index in of_ranks[0]
+    ]
+    is_single = issubclass(schedule_class, PipelineScheduleSingle)
+    if is_single:
+        order = schedule_class(stages[0], n_microbatches=microbatches)._get_pipeline_order()
+    else:
+        # Sends and receives are not asked for: they take time that grows with the schedule.
+        schedule_class._prepare_schedule_with_comms = lambda self, actions, format="": None
+        order = schedule_class(stages, n_microbatches=microbatches).pipeline_order
+    return {
+        "stages": of_ranks,
+        "in_flight": [in_flight(order[rank], of_ranks[rank]) for rank in range(ranks)],
+        "actions": [rank_actions(order[rank], is_single) for rank in range(ranks)],
+    }
+
+
+def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
+    """What a rank computes, in order: [stage, kind, microbatch].
+
+    Args:
+        is_single: a rank has one stage. It takes microbatches in order, but torch 2.10's
+            `Schedule1F1B._get_pipeline_order` counts the last rank's forwards from 1, which would
+            make it wait for one that never comes: they are counted anew.
+    """
+    counts = dict.fromkeys(_KINDS.values(), 0)
+    found: list[list[Any]] = []
+    for action in order:
+        for part in (action.sub_actions or (action,)) if action else ():
+            kind = _KINDS.get(part.computation_type.name)
+            if kind is not None:
+                microbatch = counts[kind] if is_single else part.microbatch_index
+                found.append([part.stage_index, kind, microbatch])
+                counts[kind] += 1
+    return found
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(list_actions(**request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

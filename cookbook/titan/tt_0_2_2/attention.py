@@ -1,0 +1,237 @@
+"""DeepSeek-V3 with its attention as a choice: as its flavor says, or FlashAttention-4.
+
+A model class, which TorchTitan builds, asks for masks and splits over pipeline stages like its own.
+Under FlashAttention-4 the mask is where each document ends (`common/documents.py`), by the rule
+of the mask that it replaces. Everything else of a layer is TorchTitan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
+from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
+from torchtitan.models.deepseek_v3.model.model import (
+    Attention,
+    DeepSeekV3Model,
+    apply_rotary_emb,
+)
+
+from cookbook.titan.common import varlen_attention
+from cookbook.titan.common.documents import (
+    AttendedLength,
+    bounds_capacity,
+    cumulative_lengths,
+    document_bounds,
+    document_ends,
+)
+from cookbook.titan.tt_0_2_2.activity import words
+from cookbook.titan.tt_0_2_2.versions import refuse
+
+FLAVOR = "flavor"
+FLASH_ATTENTION_4 = varlen_attention.FLASH_ATTENTION_4
+
+# Of queries and keys, and of values: DeepSeek-V3's. FlashAttention-4 takes other sizes, whose
+# gradients have been wrong on some GPUs; none of them was compared with a reference here.
+_HEAD_DIMS = (192, 128)
+
+# What TorchTitan's own kinds of attention are called where they ran, by their module.
+_OWN = {FlexAttentionWrapper: "flex", ScaledDotProductAttentionWrapper: "sdpa"}
+
+# Filled while the model trains: TorchTitan's own attention that ran, and the mask it ran with.
+_ran: set[str] = set()
+_attended = AttendedLength()
+
+
+@dataclass(frozen=True)
+class AttentionActivity:
+    """What computed attention on one rank, and how many tokens a token attended to on average.
+
+    Attributes:
+        kinds: `flash_attention_4` (on the CPU `flash_attention_4_reference`), `flex` or `sdpa`.
+        mean_attended_length: over the first step's batches; None where the rank saw no mask.
+    """
+
+    kinds: frozenset[str]
+    mean_attended_length: float | None
+
+
+def observe_attention() -> AttentionActivity:
+    """What this rank did in its first step; waits for the GPU. Later batches are not counted."""
+    return AttentionActivity(frozenset(_ran | varlen_attention.ran), _attended.close())
+
+
+def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
+    """What will compute attention in a model that has not run, in the same words."""
+    kinds = {**_OWN, DocumentAttentionKernel: FLASH_ATTENTION_4}
+    modules = (module for part in model_parts for module in part.modules())
+    return frozenset(kinds[type(module)] for module in modules if type(module) in kinds)
+
+
+def merge_attention(views: Sequence[AttentionActivity]) -> dict[str, Any]:
+    """`attention` (kinds; where ranks differ, `a and b`) and `mean_attended_length`, in tokens.
+
+    The mean of the ranks' means, since ranks have batches of one size; each is null where no rank
+    knows it.
+    """
+    means = [view.mean_attended_length for view in views if view.mean_attended_length is not None]
+    return {
+        "attention": words(frozenset().union(*(view.kinds for view in views))),
+        "mean_attended_length": round(fmean(means), 1) if means else None,
+    }
+
+
+def choose_attention(model_args: Any, job_config: Any) -> None:
+    """Take over `model.attention` before a model is built, or end the run where it cannot be."""
+    model_args.attention = job_config.model.attention
+    if model_args.attention == FLAVOR:
+        return
+    if job_config.parallelism.context_parallel_degree > 1:
+        raise refuse(
+            f"model.attention={FLASH_ATTENTION_4} computes each document on one rank, and "
+            "parallelism.context_parallel_degree > 1 cuts documents over several; set it to 1"
+        )
+    if reason := _wrong_heads(model_args) or varlen_attention.why_not():
+        raise refuse(
+            f"model.attention={FLASH_ATTENTION_4}: {reason}; leave it out, or set "
+            f"model.attention={FLAVOR}"
+        )
+    # TorchTitan makes masks for this type; without it the model is never asked for any.
+    model_args.attn_type = "flex"
+
+
+def _wrong_heads(model_args: Any) -> str | None:
+    found = (model_args.qk_nope_head_dim + model_args.qk_rope_head_dim, model_args.v_head_dim)
+    if found == _HEAD_DIMS:
+        return None
+    allowed, have = ("/".join(map(str, dims)) for dims in (_HEAD_DIMS, found))
+    return f"it is for heads of {allowed} (queries and keys/values), this model has {have}"
+
+
+class DocumentAttentionKernel(nn.Module):
+    """The place of TorchTitan's FlexAttentionWrapper: its TP plan makes q, k and v local here."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Takes and returns (batch, heads, length, head_dim), as FlexAttentionWrapper does."""
+        batch, _, length, _ = q.shape
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out = varlen_attention.varlen_attention(q, k, v, cu_seqlens, length, scale)
+        return out.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+class DocumentAttention(Attention):
+    """TorchTitan's attention layer with cumulative lengths in the place of a BlockMask."""
+
+    def __init__(self, model_args: Any) -> None:
+        super().__init__(model_args)
+        self.inner_attention = DocumentAttentionKernel()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor,
+        attention_masks: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What TorchTitan 0.2.2's method of this name computes, with the same submodules.
+
+        It has no door for another mask: it insists on a BlockMask, or on none.
+
+        Args:
+            x: (batch, length, dim).
+            attention_masks: cumulative lengths of the folded batch, from `cumulative_lengths`.
+        """
+        batch, length, _ = x.size()
+        q = self.wq(x) if self.q_lora_rank == 0 else self.wq_b(self.q_norm(self.wq_a(x)))
+        # -1: under TP a rank holds a part of the heads.
+        q = q.view(batch, length, -1, self.qk_head_dim)
+        q_nope, q_pe = torch.split(q, [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q = torch.cat([q_nope, apply_rotary_emb(q_pe, freqs_cis, positions)], dim=-1)
+
+        kv, k_pe = torch.split(self.wkv_a(x), [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        k_pe = apply_rotary_emb(k_pe.unsqueeze(2), freqs_cis, positions)
+        kv = self.wkv_b(self.kv_norm(kv))
+        kv = kv.view(batch, length, -1, self.qk_nope_head_dim + self.v_head_dim)
+        k_nope, v = torch.split(kv, [self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        k = torch.cat([k_nope, k_pe.expand(-1, -1, self.n_heads, -1)], dim=-1)
+
+        output = self.inner_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            cu_seqlens=attention_masks,
+            scale=self.softmax_scale,
+        )
+        return self.wo(output.transpose(1, 2).contiguous().view(batch, length, -1))
+
+
+class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
+    """TorchTitan's DeepSeek-V3, with the attention that its arguments name."""
+
+    def __init__(self, model_args: Any) -> None:
+        super().__init__(model_args)
+        self.flash_attention_4 = getattr(model_args, "attention", FLAVOR) == FLASH_ATTENTION_4
+        self.own_attention = _OWN[type(self.layers["0"].attention.inner_attention)]
+        if not self.flash_attention_4:
+            return
+        for block in self.layers.values():
+            block.attention = DocumentAttention(model_args)
+        # Selective recomputation keeps its output; TorchTitan adds DeepEP's operators like this.
+        deepseek_parallelize._op_sac_save_list.add(torch.ops.cookbook.varlen_attention.default)
+
+    def get_attention_masks(
+        self,
+        input_batch: torch.Tensor,
+        tokenizer: Any,
+        extra_inputs: dict[str, torch.Tensor] | None = None,
+    ) -> Any:
+        """The mask of a batch (batch, length): a BlockMask, or where each document ends.
+
+        The second, (batch, documents), is split by rows for a pipeline's microbatches, on every
+        stage alike.
+        """
+        if self.training and _attended.is_open:
+            _attended.add(self._document_ends(input_batch, tokenizer))
+        if not self.flash_attention_4:
+            return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
+        ends = self._document_ends(input_batch, tokenizer)
+        # Waits for the GPU, which has just been waited for: the step began with a sum over ranks.
+        documents = int(ends.sum(dim=1).max())
+        return document_bounds(ends, bounds_capacity(documents, ends.shape[1]))
+
+    def _document_ends(self, batch: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+        by_document = self.model_args.attn_mask_type == "block_causal"
+        assert tokenizer.eos_id is not None or not by_document
+        return document_ends(batch, tokenizer.eos_id if by_document else None)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        attention_masks: Any = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """TorchTitan's, for a whole model or the layers of one pipeline stage."""
+        if self.flash_attention_4:
+            attention_masks = cumulative_lengths(attention_masks)
+            # A batch with very many documents has a longer row: compiled anew, never dynamically.
+            torch._dynamo.mark_static(attention_masks, 0)
+        else:
+            _ran.add(self.own_attention)
+            if attention_masks is None and self.training and _attended.is_open:
+                # Without a mask each sequence is one document. Context parallelism gives a rank a
+                # part of each, which attends to the parts of the other ranks.
+                _attended.add_whole(len(tokens), self.model_args.max_seq_len)
+        return super().forward(tokens, attention_masks, positions)

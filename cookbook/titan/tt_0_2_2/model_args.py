@@ -1,0 +1,72 @@
+"""DeepSeek-V3's flavors, whose first use checks a job's options; two of them the cookbook's.
+
+TorchTitan's own flavors are a debug model of 6 narrow layers, and then 16B parameters, which take
+four GPUs at the least. `proxy` is large enough to learn and fits on one GPU: what a precision does
+to the loss shows on it in minutes. `16B_8layers` is the 16B with 8 of its 27 layers, for the speed
+of its kernels on two GPUs.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
+
+from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
+from torchtitan.models.moe import MoEArgs
+
+from cookbook.titan.tt_0_2_2.attention import choose_attention
+from cookbook.titan.tt_0_2_2.checks import check_job
+from cookbook.titan.tt_0_2_2.mx import replace_mx_converters
+from cookbook.titan.tt_0_2_2.saving import save_when_ranks_agree
+
+
+class ModelArgs(DeepSeekV3ModelArgs):
+    """TorchTitan's arguments of DeepSeek-V3, behind the first door that gets a job's options."""
+
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        """Take over what the job's options say of the model; called before the model is built."""
+        check_job(job_config)
+        replace_mx_converters()
+        save_when_ranks_agree()
+        choose_attention(self, job_config)
+        super().update_from_config(job_config, **kwargs)
+
+
+PROXY = ModelArgs(
+    # As many as the local tokenizer has.
+    vocab_size=2048,
+    dim=1024,
+    inter_dim=4096,
+    # Every dimension of the experts' GEMMs is a multiple of 128, as on the large models.
+    moe_inter_dim=512,
+    n_layers=8,
+    n_dense_layers=1,
+    n_heads=16,
+    moe_args=MoEArgs(
+        num_experts=32,
+        num_shared_experts=1,
+        top_k=4,
+        score_func="sigmoid",
+        route_norm=True,
+        route_scale=2.5,
+        score_before_experts=False,
+    ),
+    q_lora_rank=0,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    mscale=0.70,
+)
+
+
+def flavors() -> dict[str, ModelArgs]:
+    """TorchTitan's flavors of deepseek_v3 and the cookbook's; TorchTitan's own stay untouched."""
+    found = {
+        name: ModelArgs(**{part.name: deepcopy(getattr(args, part.name)) for part in fields(args)})
+        for name, args in deepseekv3_args.items()
+    }
+    shorter = deepcopy(found["16B"])
+    shorter.n_layers = 8
+    return found | {"proxy": deepcopy(PROXY), "16B_8layers": shorter}

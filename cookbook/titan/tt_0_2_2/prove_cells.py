@@ -1,0 +1,88 @@
+"""Proves the kernels of several cells on this machine's GPUs, outside of any training.
+
+    torchrun --standalone --nproc-per-node=N -m cookbook.titan.tt_0_2_2.prove_cells \\
+        CELLS -o FILE
+
+CELLS is a JSON file, a list of `[name, TorchTitan's words]`; each cell is laid out on these ranks.
+What two cells share is proved once. Each proof is a line on standard output. Ends with status 1
+where a kernel is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import ConfigManager
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.utils import set_token_group_alignment_size_m
+from torchtitan.protocols.train_spec import get_train_spec
+
+from cookbook.base.files import write_whole
+from cookbook.titan.selftest.proof import Proof
+from cookbook.titan.tt_0_2_2.self_check import as_json, prove_all
+from cookbook.titan.tt_0_2_2.used_kernels import Cell
+
+
+def cell_of(words: Sequence[str], device: str) -> Cell:
+    """The cell of TorchTitan's words, on the ranks that are there."""
+    config = ConfigManager().parse_args(list(words))
+    options = config.parallelism
+    dims = ParallelDims(
+        dp_replicate=options.data_parallel_replicate_degree,
+        dp_shard=options.data_parallel_shard_degree,
+        cp=options.context_parallel_degree,
+        tp=options.tensor_parallel_degree,
+        pp=options.pipeline_parallel_degree,
+        ep=options.expert_parallel_degree,
+        etp=options.expert_tensor_parallel_degree,
+        world_size=dist.get_world_size(),
+    )
+    # What the converters of the cell before have set in this process.
+    set_token_group_alignment_size_m(8)
+    args = deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
+    args.update_from_config(config)
+    return Cell(config, dims, args, device)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prove the cells one after another; 0 where no kernel is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cells", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parsed = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Verdicts travel as Python objects, for which gloo is enough.
+    dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo")
+    began = time.perf_counter()
+    found: list[Proof] = []
+    for name, words in json.loads(parsed.cells.read_text(encoding="utf-8")):
+        known = [(proof.kernel, proof.shape) for proof in found]
+        for proof in prove_all(cell_of(words, device), known):
+            found.append(proof)
+            if dist.get_rank() == 0:
+                print(_line(name, proof), flush=True)
+    if dist.get_rank() == 0:
+        write_whole(parsed.output, as_json(found, device, round(time.perf_counter() - began, 1)))
+    dist.destroy_process_group()
+    return 1 if any(proof.fault for proof in found) else 0
+
+
+def _line(cell: str, proof: Proof) -> str:
+    if proof.fault:
+        return f"WRONG  {cell}: {proof.fault}; {proof.avoid}"
+    words = f"{proof.kernel}: {proof.shape}"
+    return f"ok     {words}: {proof.share:.0%} of the bound, {proof.seconds:.1f} s"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,171 @@
+"""Logs how many tokens the router sends to each expert, at the steps whose metrics are logged.
+
+TorchTitan counts in each MoE layer (`tokens_per_expert`), for the expert bias. That count cannot be
+logged as it is: a recomputed forward adds to it again, and the optimizer sets it back. So each
+layer keeps a second count, of forwards that train.
+
+Between logged steps that is two additions of a few numbers on the device for each forward of a
+layer. At a logged step the ranks sum their counts, and one of them copies the sum to the host.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torchtitan.tools.logging import logger
+
+from cookbook.titan.common.again import is_repeated
+
+FILE = "router_load.jsonl"
+_COUNT = "cookbook_load"
+# An expert with less than this part of the mean is starved.
+STARVED = 0.1
+# The counts of 58 layers of 256 experts are 100 KB: no more than this many sets are kept.
+_MOST_COUNTS = 50
+
+
+def count_load(model: nn.Module) -> None:
+    """Let the MoE layers of `model`, the whole or a stage, count the tokens of each expert."""
+    for moe in _moe_layers([model]).values():
+        moe.register_forward_pre_hook(_before)
+        moe.register_forward_hook(_behind)
+
+
+class RouterLoad:
+    """The load of every expert of the whole model since the metrics were last logged.
+
+    Args:
+        model_parts: this rank's part of the model.
+        model_args: of the whole model.
+        writes: whether this rank writes; one does.
+    """
+
+    def __init__(
+        self,
+        model_parts: Sequence[nn.Module],
+        model_args: Any,
+        parallel_dims: Any,
+        job_config: Any,
+        writes: bool,
+    ) -> None:
+        self._own = _moe_layers(model_parts)
+        self._device = next(model_parts[0].parameters()).device
+        self._shape = model_args.n_layers, model_args.moe_args.num_experts
+        # The ranks of a TP group count the same tokens: the sum is not over them.
+        meshes = [parallel_dims.get_optional_mesh(name) for name in ("loss", "pp")]
+        self._groups = [mesh.get_group() for mesh in meshes if mesh is not None]
+        self._forced = bool(job_config.debug.moe_force_load_balance)
+        self._writes = writes
+        attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
+        self._file = Path(attempt) / FILE if attempt else None
+        num_logs = job_config.training.steps / job_config.metrics.log_freq
+        self._logs_per_counts = math.ceil(num_logs / _MOST_COUNTS)
+        self._kept = torch.zeros(self._shape, dtype=torch.float64)
+        self._kept_from: int | None = None
+        self._num_logs = 0
+
+    def log(self, first_step: int, step: int) -> dict[str, float]:
+        """Write the load of the steps from `first_step` to `step`; a collective of all ranks.
+
+        Returns:
+            what TensorBoard and W&B are to show; nothing on a rank that does not write.
+        """
+        total = self.take_counts()
+        if not self._writes:
+            return {}
+        counts = total.cpu()
+        layers = counts.sum(1).nonzero().flatten().tolist()
+        if not layers:
+            return {}
+        share = counts[layers] / counts[layers].mean(1, keepdim=True)
+        busiest = [round(value, 4) for value in share.amax(1).tolist()]
+        starved = (share < STARVED).sum(1).tolist()
+        line = {
+            "first_step": first_step,
+            "step": step,
+            "forced": self._forced,
+            "layers": layers,
+            "busiest_over_mean": busiest,
+            "starved_experts": starved,
+        }
+        self._write(line | self._due_counts(counts, layers, first_step))
+        return {
+            "router_load/busiest_over_mean": max(busiest),
+            "router_load/starved_experts": float(sum(starved)),
+            **{
+                f"router_load/busiest_over_mean/layer_{layer:02}": value
+                for layer, value in zip(layers, busiest, strict=True)
+            },
+        }
+
+    def take_counts(self) -> torch.Tensor:
+        """The counts of all ranks, (layers, experts); each rank's own begin anew."""
+        table = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
+        for layer, moe in self._own.items():
+            if (load := getattr(moe, _COUNT, None)) is not None:
+                table[layer] = load
+                load.zero_()
+        for group in self._groups:
+            dist.all_reduce(table, group=group)
+        return table
+
+    def _due_counts(
+        self, counts: torch.Tensor, layers: list[int], first_step: int
+    ) -> dict[str, Any]:
+        """Each expert's tokens since they were last written, where that is due."""
+        self._kept += counts
+        self._kept_from = first_step if self._kept_from is None else self._kept_from
+        self._num_logs += 1
+        if self._num_logs % self._logs_per_counts:
+            return {}
+        found = {"counts_from": self._kept_from, "counts": self._kept[layers].long().tolist()}
+        self._kept.zero_()
+        self._kept_from = None
+        return found
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            # What is only looked at must not end a training.
+            logger.warning(f"cookbook: no more router load: {self._file}: {error.strerror}")
+            self._file = None
+
+
+def _moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
+    """The MoE layer of each block that has one, by the block's number in the whole model."""
+    return {
+        int(number): block.moe
+        for part in model_parts
+        for number, block in part.get_submodule("layers").named_children()
+        if block.moe_enabled
+    }
+
+
+def _is_counted() -> bool:
+    """Whether this is a forward that trains: no look at shapes, no recomputation."""
+    return torch.is_grad_enabled() and not is_repeated()
+
+
+# The difference of TorchTitan's count, by two operations in place: nothing waits or is allocated.
+def _before(moe: Any, inputs: Any) -> None:
+    if _is_counted():
+        if not hasattr(moe, _COUNT):
+            setattr(moe, _COUNT, torch.zeros_like(moe.tokens_per_expert, dtype=torch.float64))
+        getattr(moe, _COUNT).sub_(moe.tokens_per_expert)
+
+
+def _behind(moe: Any, inputs: Any, output: Any) -> None:
+    if _is_counted():
+        getattr(moe, _COUNT).add_(moe.tokens_per_expert)

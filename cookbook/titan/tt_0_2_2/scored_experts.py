@@ -1,0 +1,97 @@
+"""Routed experts that apply the routing scores to their activations, not to their outputs.
+
+An expert's output is linear in its activation, so that the sum over a token's experts is the same;
+only what is rounded differs. Then no gradient needs the outputs: they are not kept, and a layer
+that is recomputed stops before the last product. Nothing but the residual sum may follow them in
+what is recomputed as one, which holds for TorchTitan's layers. Megatron Core applies the scores
+here too, since v0.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cookbook.titan.tt_0_2_2.recomputation import last_product
+
+
+class ScoredExperts:
+    """What computes in place of `GroupedExperts.forward`, which takes no scores.
+
+    Like TorchTitan's function it is compiled once for all layers, which are alike.
+    """
+
+    def __init__(self) -> None:
+        self._activate: Callable[..., torch.Tensor] = _activate
+        self._project: Callable[..., torch.Tensor] = _project
+        self.is_compiled = False
+
+    def compile(self, backend: str) -> None:
+        """Compile both halves; further calls change nothing."""
+        if not self.is_compiled:
+            self._activate = torch.compile(_activate, backend=backend, fullgraph=True)
+            self._project = torch.compile(_project, backend=backend, fullgraph=True)
+            self.is_compiled = True
+
+    def __call__(
+        self, experts: Any, rows: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Scored outputs (rows, features); of any value where the forward is repeated.
+
+        Args:
+            experts: TorchTitan's `GroupedExperts`.
+            rows: (rows, features), in padded groups by expert.
+            scores: (rows, 1) float32.
+            ends: (local experts,) int32, where each group of rows ends.
+        """
+        w1, w2, w3 = (_local(weight) for weight in (experts.w1, experts.w2, experts.w3))
+        if not experts.use_grouped_mm:
+            return _project(w2, _activate(w1, w3, rows, scores, ends, False), ends, False)
+        # Any number of rows may come.
+        torch._dynamo.mark_dynamic(rows, 0)
+        torch._dynamo.mark_dynamic(scores, 0)
+        activations = self._activate(w1, w3, rows, scores, ends)
+        torch._dynamo.mark_dynamic(activations, 0)
+        with last_product():
+            return self._project(w2, activations, ends).type_as(rows)
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _activate(
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    rows: torch.Tensor,
+    scores: torch.Tensor,
+    ends: torch.Tensor,
+    grouped: bool = True,
+) -> torch.Tensor:
+    # Grouped GEMMs take no other type. Cast once, so that one copy is kept.
+    rows = rows.bfloat16() if grouped else rows
+    activations = torch.nn.functional.silu(_multiply(rows, w1, ends, grouped))
+    activations = activations * _multiply(rows, w3, ends, grouped)
+    return (activations * scores).type_as(activations)
+
+
+def _project(
+    w2: torch.Tensor, activations: torch.Tensor, ends: torch.Tensor, grouped: bool = True
+) -> torch.Tensor:
+    return _multiply(activations, w2, ends, grouped)
+
+
+def _multiply(
+    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, grouped: bool
+) -> torch.Tensor:
+    """Each group of rows times its expert's weights (experts, out, in)."""
+    if grouped:
+        return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
+    parts = rows.tensor_split(ends[:-1].tolist())
+    return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
+
+
+scored_experts = ScoredExperts()

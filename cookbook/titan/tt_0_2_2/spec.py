@@ -1,0 +1,65 @@
+"""TorchTitan's DeepSeek-V3 with the cookbook's parts: which door takes what.
+
+A registered spec wins over the built-in one of the same name, so a job with
+`--model.name=deepseek_v3` gets this one, and a job of another model family gets TorchTitan's own.
+A new part enters here: a function or a class in a file of its own, and one line below.
+
+Some things have no door. Each is replaced in one place, which says why:
+
+- the names that `apply_moe_ep_tp` looks up: `expert_parallel.py`, while that function runs
+- the names that `parallelize_deepseekv3` looks up: `parallelize.py`, while that function runs
+- the converters called `quantize.*.mx`: `mx.py`, when a job of this model starts
+- functions that TorchAO's emulation calls: `mx.py` and `quantized_a2a.py`, where a job uses them
+- the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
+- the function that makes the process group: `sms.py`, on machines with CUDA
+- when a checkpoint is saved, and whether another step follows: `saving.py`
+- the end of the process: `common/leave.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchtitan.models import deepseek_v3
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+
+from cookbook.titan.tt_0_2_2.attention import DeepSeekV3ModelWithAttention
+from cookbook.titan.tt_0_2_2.first_step import build_metrics_processor
+from cookbook.titan.tt_0_2_2.model_args import flavors
+from cookbook.titan.tt_0_2_2.parallelize import parallelize
+from cookbook.titan.tt_0_2_2.pipeline_loss import build_loss
+from cookbook.titan.tt_0_2_2.versions import refuse
+
+MODEL = "deepseek_v3"
+
+
+def changed_spec() -> TrainSpec:
+    """TorchTitan's own spec but for the doors that are named here."""
+    return replace(
+        deepseek_v3.get_train_spec(),
+        # Attention as a choice, and what mask it has.
+        model_cls=DeepSeekV3ModelWithAttention,
+        # The cookbook's flavors; and a job's options are checked before its model is built.
+        model_args=flavors(),
+        # TP and EP with the right sums, DeepEP, the quantized all-to-all; checkpoints hold plain
+        # tensors.
+        parallelize_fn=parallelize,
+        # A pipeline's gradients are per token.
+        build_loss_fn=build_loss,
+        # The first step reports what is active, and holds the job to what its overlays declare;
+        # each logged step writes the router's load.
+        build_metrics_processor_fn=build_metrics_processor,
+    )
+
+
+def register() -> None:
+    """Register the spec with TorchTitan, once in a process."""
+    try:
+        register_train_spec(MODEL, changed_spec())
+    except ValueError:
+        # TorchTitan takes a name once. A second import of this package changes nothing.
+        if get_train_spec(MODEL).parallelize_fn.__module__ != parallelize.__module__:
+            raise refuse(
+                f"another module has registered its own {MODEL} with TorchTitan; remove that, or "
+                f"leave out --experimental.custom_import={__package__}"
+            ) from None
