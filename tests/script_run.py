@@ -34,7 +34,7 @@ esac
     "getent": "echo '10.0.0.7 STREAM worker-0'\n",
 }
 # Stands for the Python that checks words, in milliseconds: it refuses what REFUSES names, and what
-# is no command of `cookbook.supervise`. `asked` holds its words, for a test to have the real one read.
+# no command of `cookbook.supervise`. `asked` holds its words for the real one to read.
 # `begin` answers with the attempt, LOG_RANK and the shown ranks, `preflight` with the nodes.
 _PYTHON = """\
 printf '%s\\0' "$@" >"${RECORDS}/python.$(find "${RECORDS}" -name 'python.*' | wc -l)"

@@ -72,7 +72,7 @@ class Stack:
     @property
     def hooks(self) -> str:
         """The package that TorchTitan imports in every training process."""
-        return f"cookbook.titan.stack_{self.name.replace('.', '_')}"
+        return f"cookbook.titan.tt_{self.pins['torchtitan'].replace('.', '_')}"
 
     def option(self, place: str, name: str) -> Option:
         """The option called `name`; a misspelt one is an error that names the nearest real ones."""

@@ -14,7 +14,7 @@ from cookbook.base.paths import ROOT
 from cookbook.config.pins import read_pins
 
 # Packages whose import name differs by more than capitals and hyphens.
-_IMPORT_NAMES = {"PyYAML": "yaml"}
+_IMPORT_NAMES = {"PyYAML": "yaml", "nvidia-ml-py": "pynvml"}
 
 
 def import_name(package: str) -> str:

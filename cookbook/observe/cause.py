@@ -34,7 +34,7 @@ _CAUSES: tuple[tuple[Cause, re.Pattern[str]], ...] = (
         Cause.WRONG_OPTION,
         re.compile(
             r"Unrecognized options:|error: (?:argument|unrecognized|the following)"
-            r"|^cookbook\.job: |^cookbook refuses"
+            r"|^cookbook\.supervise: |^cookbook refuses"
         ),
     ),
     (

@@ -46,7 +46,7 @@ _TELLING: tuple[tuple[bytes, re.Pattern[str], int], ...] = (
     # of a rank: once torchrun ran, what the script said isn't the reason.
     (b".sh: ", re.compile(r"^(?:\S*/)?[\w.+-]+\.sh: "), _SCRIPT),
     # What the script's check of its words says.
-    (b"cookbook.supervise: ", re.compile(r"^cookbook\.job: "), _SCRIPT),
+    (b"cookbook.supervise: ", re.compile(r"^cookbook\.supervise: "), _SCRIPT),
     (b": line ", re.compile(r"^(?:\S*/)?[\w.+-]+: line [0-9]+: "), _SCRIPT),
     (b"(exitcode: ", re.compile(r"failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+"), 8),
     (b"CANCELLED AT", re.compile(r"^slurmstepd: error: .*CANCELLED AT"), 6),
