@@ -19,10 +19,8 @@ from cookbook.config.cell import Cell
 from cookbook.config.expand import command_line_settings
 from cookbook.config.names import names_in
 from cookbook.config.options import Setting
-from cookbook.profile.figure import render_svg
-from cookbook.profile.find import cell_traces, choose_ranks, folder_traces
-from cookbook.profile.profile import make_profile
-from cookbook.profile.report import render_json, render_text
+from cookbook.profile.profile import cell_traces, choose_ranks, folder_traces, make_profile
+from cookbook.profile.report import render_json, render_svg, render_text
 from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, find_run, is_run, run_names
 from cookbook.run.states import cell_states

@@ -1,36 +1,44 @@
-"""Where a step of one rank goes: its trace, read and counted."""
+"""Where a step of one rank goes: each moment counted once, idle time explained, GEMM rates.
+
+A moment in which something computes belongs to that; one in which only communication runs is
+exposed communication; in the rest the device is idle.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cookbook.base.gpus import peak_tflops
-from cookbook.profile.classify import Kernel, kernels_of, longest
-from cookbook.profile.host import NOTHING, Host
-from cookbook.profile.idle import Idle, explain_idle
-from cookbook.profile.kernels import BY_NAME, COMMUNICATION, GEMMS
-from cookbook.profile.timeline import Division, Span, divide
-from cookbook.profile.trace import Trace, read_trace
+import numpy as np
 
+from cookbook.base.gpus import peak_tflops
+from cookbook.profile.events import Host, Kernels, kernels_of
+from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS
+from cookbook.profile.trace import NOTHING, Column, Trace, read_trace
+
+PYTHON = "Python, in no operation"
 # A first kernel that waited longer in its queue found the device busy with the step before.
 _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8
-# From so few calls nobody can tell how long an undisturbed one takes.
+# Fewer calls do not show how long an undisturbed one takes.
 _FEWEST_CALLS = 3
+_BLOCKED = re.compile(r"Synchronize|Memcpy")
+# Modules, numbers of regions and the hashes of graphs would make each cause a different one.
+_PARTICULAR = re.compile(r"\s+\(.*\)|\s+for \S+|(?<=[\w)])#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
+_IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CATEGORIES])
 
 
 @dataclass(frozen=True)
 class GemmRate:
-    """How fast GEMMs of one kind ran, of those whose shapes are known.
+    """How fast GEMMs of one kind ran.
 
     Attributes:
         ms: a step's time in all of them; `known_ms`: in those whose shapes are known.
         tflops: per second; None where no shape is known.
-        peak_share: of the card's peak for their inputs' format; None where that is not known.
+        peak_share: of the card's peak for their inputs' format; None where that is unknown.
     """
 
     ms: float
@@ -41,7 +49,7 @@ class GemmRate:
 
 @dataclass(frozen=True)
 class Call:
-    """A communication kernel: what to match it by with other ranks, and how long it took (us)."""
+    """A communication kernel: its key, by which other ranks' calls match, and its time (us)."""
 
     category: str
     step: int
@@ -56,12 +64,12 @@ class RankProfile:
     Attributes:
         on_gpu: kernels were counted; else a CPU's operations.
         steps: numbers of the traced steps; empty where the trace names none and counts as one.
-        counted: by category; with `idle_host_ms` and `idle_queued_ms` they are the step.
-        busy: by category, also what ran beside something else.
-        beyond_fastest: of exposed communication by category, what is beyond the fastest call of
-            its kind: waiting for other ranks, or a slower network. None where that is not known.
-        causes: what the host was in while the device waited for it.
-        longest: names, category and time of the longest kernels.
+        counted: by category; with `idle_host_ms` and `idle_queued_ms` they add up to the step.
+        busy: by category, also while something else ran.
+        causes: host activity while the device waited for the next launch.
+        beyond_fastest: of exposed communication by category, the time beyond the fastest call of
+            its kind: waiting for other ranks, or a slower network.
+        longest: names, categories and times of the longest kernels; `unknown`: of those in `other`.
     """
 
     path: Path
@@ -84,23 +92,23 @@ class RankProfile:
     calls: tuple[Call, ...] = field(repr=False, default=())
 
     @property
-    def compute_ms(self) -> float:
-        """Time in which the device computed."""
-        return sum(ms for name, ms in self.counted.items() if BY_NAME[name].kind != COMMUNICATION)
-
-    @property
     def exposed_ms(self) -> float:
         """Time in which only communication ran."""
         return sum(ms for name, ms in self.counted.items() if BY_NAME[name].kind == COMMUNICATION)
 
     @property
+    def compute_ms(self) -> float:
+        """Time in which the device computed."""
+        return sum(self.counted.values()) - self.exposed_ms
+
+    @property
     def hidden(self) -> dict[str, float]:
-        """By category, what ran beside something that the moment was counted for."""
-        return {name: ms - self.counted.get(name, 0.0) for name, ms in self.busy.items()}
+        """By category, time in which it ran while the moment was counted for something else."""
+        return {name: ms - self.counted[name] for name, ms in self.busy.items()}
 
     @property
     def accounted(self) -> float:
-        """The share of the step that a named category or an explained wait takes."""
+        """The share of the step in known categories and explained waits."""
         return 1 - self.counted.get("other", 0.0) / self.step_ms if self.step_ms else 0.0
 
 
@@ -112,158 +120,221 @@ def profile_rank(path: Path) -> RankProfile:
     windows = step_windows(trace, kernels)
     start, end = windows[0], windows[-1]
     count = len(windows) - 1
-    spans = [Span(kernel.start, kernel.end, kernel.category) for kernel in kernels]
-    division = divide(spans, start, end)
-    idle = explain_idle(division.idle, kernels, host)
-    inside = [kernel for kernel in kernels if kernel.end > start and kernel.start < end]
+    counted, busy, gaps = divide(kernels, start, end)
+    idle_host, idle_queued, causes = explain_idle(gaps, kernels, host)
+    kernels = kernels.select((kernels.end > start) & (kernels.start < end))
     # On a CPU a call is cut where another operation runs within it, so no two are alike.
-    calls = [kernel for kernel in inside if trace.on_gpu and _is_call(kernel)]
-
-    def a_step(times: Mapping[str, float]) -> dict[str, float]:
-        return {name: time / count / 1000 for name, time in times.items()}
-
-    longest_first = [(name, kind, us / count / 1000) for name, kind, us in longest(inside, 10**6)]
+    is_call = _IS_COMMUNICATION[kernels.category] & trace.on_gpu
+    calls = _calls(trace, kernels.select(is_call), windows)
+    per_step = 1 / count / 1000
+    totals: dict[tuple[str, str], float] = {}
+    for name, category, us in zip(
+        kernels.name, kernels.category, kernels.end - kernels.start, strict=True
+    ):
+        key = trace.names[name], CATEGORIES[category].name
+        totals[key] = totals.get(key, 0.0) + us * per_step
+    longest = [(*key, ms) for key, ms in sorted(totals.items(), key=lambda item: -item[1])]
+    beyond = _beyond_fastest(trace, kernels.select(is_call), calls, counted)
     return RankProfile(
         path=path,
-        rank=trace.rank,
-        stage=trace.stage,
+        rank=trace.header.rank,
+        stage=trace.header.stage,
         gpu=trace.gpu,
         on_gpu=trace.on_gpu,
         steps=tuple(step.number for step in trace.steps),
-        step_ms=(end - start) / count / 1000,
-        each_step_ms=tuple((last - first) / 1000 for first, last in itertools.pairwise(windows)),
-        counted=a_step(division.counted),
-        busy=a_step(division.busy),
-        idle_host_ms=idle.host / count / 1000,
-        idle_queued_ms=idle.queued / count / 1000,
-        causes=a_step(_largest(idle)),
-        beyond_fastest=a_step(_beyond_fastest(calls, division)),
-        gemms=_gemm_rates(trace, host, inside, count),
-        longest=tuple(longest_first[:_MOST_KERNELS]),
-        unknown=tuple([one for one in longest_first if one[1] == "other"][:_MOST_KERNELS]),
-        calls=tuple(_numbered(calls, windows, trace.group_ranks("mesh_ep"))),
+        step_ms=(end - start) * per_step,
+        each_step_ms=tuple((np.diff(windows) / 1000).tolist()),
+        counted={name: us * per_step for name, us in counted.items()},
+        busy={name: us * per_step for name, us in busy.items()},
+        idle_host_ms=idle_host * per_step,
+        idle_queued_ms=idle_queued * per_step,
+        causes={
+            cause: us * per_step
+            for cause, us in sorted(causes.items(), key=lambda item: -item[1])[:_MOST_CAUSES]
+        },
+        beyond_fastest={name: us * per_step for name, us in beyond.items()},
+        gemms=_gemm_rates(trace, host, kernels, count),
+        longest=tuple(longest[:_MOST_KERNELS]),
+        unknown=tuple([one for one in longest if one[1] == "other"][:_MOST_KERNELS]),
+        calls=tuple(calls),
     )
 
 
-def step_windows(trace: Trace, kernels: Sequence[Kernel]) -> list[float]:
-    """The device's boundaries of the traced steps: one more than there are steps.
+def step_windows(trace: Trace, kernels: Kernels) -> list[float]:
+    """Return the device's boundaries of the traced steps: one more than there are steps.
 
     The host runs ahead of the device. A step begins on the device when the host has begun it and
     the device has finished the one before. So the windows are wall time, without gap or overlap.
     """
-    ends = [kernel.end for kernel in kernels]
     if not trace.steps:
-        host = trace.host
-        starts = [kernel.start for kernel in kernels] or list(host.start)
-        return [min(starts), max(ends or list(host.end))]
+        source = kernels if len(kernels.start) else trace.host
+        return [float(source.start.min()), float(source.end.max())]
     boundaries = [trace.steps[0].start]
     finished = trace.steps[0].start
     for number, step in enumerate(trace.steps):
-        own = [
-            kernel
-            for kernel in kernels
-            if kernel.launched is not None and step.start <= kernel.launched < step.end
-        ]
+        own = np.flatnonzero((step.start <= kernels.launched) & (kernels.launched < step.end))
         if number:
             boundaries.append(max(step.start, finished))
-        elif own and trace.on_gpu and own[0].start - (own[0].launched or 0.0) > _QUEUED_US:
-            boundaries[0] = own[0].start
-        finished = max([finished, *(kernel.end for kernel in own)])
+        elif len(own) and trace.on_gpu:
+            first = own[0]
+            if kernels.start[first] - kernels.launched[first] > _QUEUED_US:
+                boundaries[0] = float(kernels.start[first])
+        finished = max([finished, *kernels.end[own].tolist()])
     last = trace.steps[-1].end
     return [*boundaries, max(last, finished) if trace.on_gpu else last]
 
 
-def _largest(idle: Idle) -> dict[str, float]:
-    ordered = sorted(idle.causes.items(), key=lambda item: -item[1])
-    return dict(ordered[:_MOST_CAUSES])
+def divide(
+    kernels: Kernels, start: float, end: float
+) -> tuple[dict[str, float], dict[str, float], Column]:
+    """Divide the time from `start` to `end` among the kernels.
+
+    Returns:
+        By category the time counted for it, where of several at once the first category in
+        CATEGORIES gets the moment; by category the time in which it ran at all; and the gaps in
+        which nothing ran, shape (gaps, 2). Microseconds.
+    """
+    first, last = np.clip(kernels.start, start, end), np.clip(kernels.end, start, end)
+    edges = np.unique(np.concatenate([[start, end], first, last]))
+    lengths = np.diff(edges)
+    covered = np.zeros(len(lengths), dtype=bool)
+    counted, busy = {}, {}
+    for number, category in enumerate(CATEGORIES):
+        own = kernels.category == number
+        changes = np.zeros(len(edges))
+        np.add.at(changes, np.searchsorted(edges, first[own]), 1)
+        np.add.at(changes, np.searchsorted(edges, last[own]), -1)
+        runs = np.cumsum(changes)[:-1] > 0
+        if runs.any():
+            busy[category.name] = float(lengths[runs].sum())
+            counted[category.name] = float(lengths[runs & ~covered].sum())
+            covered |= runs
+    change = np.diff(np.concatenate([[True], covered, [True]]).astype(int))
+    gaps = np.stack([edges[change == -1], edges[change == 1]], axis=1)
+    return counted, busy, gaps
 
 
-def _call_key(kernel: Kernel) -> tuple[str, ...]:
-    """What the same call has on every rank of its group; DeepEP's kernels name no group."""
-    name = kernel.name.split("<")[0].split("(")[0]
-    collective = kernel.collective
-    if collective is None:
-        return (name,)
-    return (collective.name, collective.description, collective.ranks)
+def explain_idle(
+    gaps: Column, kernels: Kernels, host: Host
+) -> tuple[float, float, dict[str, float]]:
+    """Explain the idle time in `gaps`.
+
+    The trace has the moment of every launch, so it shows whether the next kernel was launched yet.
+    The host's activity in the gap is the nearest thing to a cause that it holds.
+
+    Args:
+        kernels: of the whole trace, also those after the last gap.
+
+    Returns:
+        Microseconds in which the device waited for the host to launch the next kernel, in which a
+        launched kernel had not started yet, and by cause those of the first kind.
+    """
+    start, end = gaps.T
+    events = host.trace.host
+    threads, counts = np.unique(events.thread, return_counts=True)
+    busiest = threads[counts.argmax()] if len(threads) else NOTHING
+    launched, thread = end.copy(), np.full(len(gaps), float(busiest))
+    if host.trace.on_gpu:
+        following = np.searchsorted(kernels.start, end)
+        gap = np.flatnonzero(following < len(kernels.start))
+        following = following[gap]
+        known = ~np.isnan(kernels.launched[following])
+        gap, following = gap[known], following[known]
+        launched[gap] = np.clip(kernels.launched[following], start[gap], end[gap])
+        thread[gap] = kernels.thread[following]
+    causes: dict[str, float] = {}
+    for one in np.unique(thread):
+        own = (thread == one) & (launched > start)
+        before = host.innermost(one, start[own])
+        during = host.innermost(one, (start[own] + launched[own]) / 2)
+        for first, middle, us in zip(before, during, (launched - start)[own], strict=True):
+            # The host had waited for the device itself, and so could launch nothing ahead.
+            waited = first != NOTHING and _BLOCKED.search(host.trace.names[events.name[first]])
+            name = _activity(host, first if waited else middle)
+            cause = f"had waited for the GPU in {name}" if waited else name
+            causes[cause] = causes.get(cause, 0.0) + float(us)
+    return float((launched - start).sum()), float((end - launched).sum()), causes
 
 
-def _is_call(kernel: Kernel) -> bool:
-    return BY_NAME[kernel.category].kind == COMMUNICATION
+def _activity(host: Host, event: int) -> str:
+    """The operation that `event` lies in, else a call of CUDA."""
+    if event == NOTHING:
+        return PYTHON
+    operation = int(host.operation(np.array([event]))[0])
+    if operation == NOTHING:
+        return host.enclosing(event)[0]
+    name = host.enclosing(operation)[0]
+    return _PARTICULAR.sub("", name).strip() or name
 
 
-def _numbered(
-    calls: Sequence[Kernel], windows: Sequence[float], ep_ranks: Sequence[int]
-) -> list[Call]:
-    """The calls with the index of their step, for other ranks' to be matched with."""
-    found = []
-    step = 0
-    for kernel in calls:
-        while step < len(windows) - 2 and kernel.start >= windows[step + 1]:
-            step += 1
-        key = _call_key(kernel)
-        key = key if kernel.collective else (*key, str(ep_ranks))
-        found.append(Call(kernel.category, step, key, kernel.end - kernel.start))
-    return found
+def _calls(trace: Trace, kernels: Kernels, windows: list[float]) -> list[Call]:
+    """The communication calls, with the keys that they have on every rank of their group."""
+    steps = np.searchsorted(windows[1:-1], kernels.start, side="right")
+    ep_ranks = str(trace.header.group_ranks("mesh_ep"))
+    calls = []
+    for index, duration in enumerate((kernels.end - kernels.start).tolist()):
+        # DeepEP's kernels name no group.
+        name = trace.names[kernels.name[index]].split("<")[0].split("(")[0]
+        key: tuple[str, ...] = name, ep_ranks
+        if (number := kernels.collective[index]) != NOTHING:
+            record = trace.collectives[number]
+            key = record.name, record.group, record.ranks
+        category = CATEGORIES[kernels.category[index]].name
+        calls.append(Call(category, int(steps[index]), key, duration))
+    return calls
 
 
-def _beyond_fastest(calls: Sequence[Kernel], division: Division) -> dict[str, float]:
-    """Of the exposed communication, what its calls took beyond the fastest of the same size."""
+def _beyond_fastest(
+    trace: Trace, kernels: Kernels, calls: list[Call], counted: Mapping[str, float]
+) -> dict[str, float]:
+    """Of the exposed communication, the time beyond the fastest call of the same size."""
     alike: dict[tuple[object, ...], list[float]] = {}
-    for kernel in calls:
-        elements = kernel.collective.elements if kernel.collective else ()
-        key = (kernel.category, *_call_key(kernel), *elements)
-        alike.setdefault(key, []).append(kernel.end - kernel.start)
+    for call, number in zip(calls, kernels.collective, strict=True):
+        elements = trace.collectives[number].elements if number != NOTHING else ()
+        alike.setdefault((call.category, *call.key, *elements), []).append(call.duration)
     totals: dict[str, float] = {}
     beyond: dict[str, float] = {}
-    for key, durations in alike.items():
-        category = str(key[0])
-        totals[category] = totals.get(category, 0.0) + sum(durations)
+    for (category, *_), durations in alike.items():
+        name = str(category)
+        totals[name] = totals.get(name, 0.0) + sum(durations)
         if len(durations) >= _FEWEST_CALLS:
             slow = sum(durations) - min(durations) * len(durations)
-            beyond[category] = beyond.get(category, 0.0) + slow
+            beyond[name] = beyond.get(name, 0.0) + slow
     return {
-        category: division.counted.get(category, 0.0) * slow / totals[category]
-        for category, slow in beyond.items()
-        if totals[category]
+        name: counted.get(name, 0.0) * slow / totals[name]
+        for name, slow in beyond.items()
+        if totals[name]
     }
 
 
-def _outermost_gemm(trace: Trace, host: Host, event: int) -> int:
-    """The outermost GEMM that `event` is or lies in: on a CPU a grouped one is made of others."""
-    found = NOTHING
-    while event != NOTHING:
-        if event in trace.gemms:
-            found = event
-        event = host.parent[event]
-    return found
-
-
-def _gemm_rates(
-    trace: Trace, host: Host, kernels: Sequence[Kernel], count: int
-) -> dict[str, GemmRate]:
+def _gemm_rates(trace: Trace, host: Host, kernels: Kernels, count: int) -> dict[str, GemmRate]:
+    flops, bits = trace.host.flops, trace.host.bits
     rates = {}
     for category in GEMMS:
-        own = [kernel for kernel in kernels if kernel.category == category]
-        if not own:
+        own = kernels.select(kernels.category == list(BY_NAME).index(category))
+        if not len(own.start):
             continue
-        operations = [_outermost_gemm(trace, host, kernel.operation) for kernel in own]
+        # The outermost GEMM around each: on a CPU a grouped one is made of others.
+        gemm, event = np.full(len(own.start), NOTHING), own.operation.copy()
+        while (inside := event != NOTHING).any():
+            found = inside & (flops[event] > 0)
+            gemm[found] = event[found]
+            event[inside] = host.parent[event[inside]]
+        duration = own.end - own.start
+        seconds = float(duration[gemm != NOTHING].sum()) / 1e6
         # One operation may launch several kernels.
-        work = [trace.gemms[event] for event in {*operations} - {NOTHING}]
-        seconds = sum(
-            (kernel.end - kernel.start) / 1e6
-            for kernel, operation in zip(own, operations, strict=True)
-            if operation != NOTHING
-        )
-        peaks = [peak_tflops(trace.gpu, gemm.bits) if trace.gpu else None for gemm in work]
+        work = np.unique(gemm[gemm != NOTHING])
+        peaks = [peak_tflops(trace.gpu, int(size)) if trace.gpu else None for size in bits[work]]
+        is_known = seconds > 0
         least = sum(
-            gemm.flops / peak / 1e12 for gemm, peak in zip(work, peaks, strict=True) if peak
+            float(amount) / peak / 1e12
+            for amount, peak in zip(flops[work], peaks, strict=True)
+            if peak
         )
-        flops = sum(gemm.flops for gemm in work)
-        is_known = seconds > 0 and flops > 0
         rates[category] = GemmRate(
-            ms=sum(kernel.end - kernel.start for kernel in own) / count / 1000,
+            ms=float(duration.sum()) / count / 1000,
             known_ms=seconds * 1000 / count,
-            tflops=flops / seconds / 1e12 if is_known else None,
+            tflops=float(flops[work].sum()) / seconds / 1e12 if is_known else None,
             peak_share=least / seconds if is_known and all(peaks) else None,
         )
     return rates

@@ -1,10 +1,12 @@
-"""A profile in words and tables, and as one JSON object."""
+"""A profile as tables, as one JSON object, and as a picture."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
+from xml.sax.saxutils import escape
 
 from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
@@ -14,16 +16,30 @@ from cookbook.profile.rank import RankProfile
 
 HOST = "idle: the host had launched nothing"
 QUEUED = "idle: launched, not yet started"
-# A share of a step that names no known kernel is said beyond this.
+# Beyond this share of a step in unknown kernels the report names them.
 _MOST_UNKNOWN = 0.05
 _LEAST_CAUSE = 0.001
 _MOST_CAUSES = 5
 
 
+def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
+    """Title, colour and milliseconds of each part of a step."""
+    parts = []
+    for category in CATEGORIES:
+        exposed = ", exposed" if category.kind == COMMUNICATION else ""
+        ms = rank.counted.get(category.name, 0.0)
+        parts.append((category.title + exposed, category.colour, ms))
+    idle = [(HOST, "#e0e0e0", rank.idle_host_ms), (QUEUED, "#c2c2c2", rank.idle_queued_ms)]
+    return parts + idle
+
+
 def render_text(profile: Profile, width: int | None = None) -> str:
-    """What a person reads; the last column is wrapped to `width` where that is given."""
+    """The report's tables; the last column is wrapped to `width` where that is given."""
+    first = profile.ranks[0]
+    numbers = ", ".join(map(str, first.steps))
+    steps = f"mean of steps {numbers}" if len(first.steps) > 1 else f"step {numbers}"
     parts = [
-        _heading(profile),
+        f"{profile.source}: {steps if first.steps else 'the whole trace'}, {profile.device}",
         _steps(profile),
         _communication(profile, width),
         _gemms(profile, width),
@@ -33,63 +49,37 @@ def render_text(profile: Profile, width: int | None = None) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _heading(profile: Profile) -> str:
-    first = profile.ranks[0]
-    device = first.gpu or ("GPU" if first.on_gpu else "CPU")
-    numbers = ", ".join(map(str, first.steps))
-    steps = f"mean of steps {numbers}" if len(first.steps) > 1 else f"step {numbers}"
-    return f"{profile.source}: {steps if first.steps else 'the whole trace'}, {device}"
-
-
 def _steps(profile: Profile) -> str:
-    shown = profile.shown()
-    ranks = [profile.ranks[index] for index, _ in shown]
+    shown = [(profile.ranks[index], role) for index, role in profile.shown()]
     rows = [["ms a step, share"]]
-    for rank, (_, said) in zip(ranks, shown, strict=True):
-        rows[0] += [profile.name(rank), said]
-    for category in CATEGORIES:
-        if any(category.name in rank.counted for rank in ranks):
-            exposed = ", exposed" if category.kind == COMMUNICATION else ""
-            rows.append([category.title + exposed])
-            for rank in ranks:
-                rows[-1] += _with_share(rank.counted.get(category.name, 0.0), rank)
-    rows.append([HOST])
-    for rank in ranks:
-        rows[-1] += _with_share(rank.idle_host_ms, rank)
-    if any(rank.on_gpu for rank in ranks):
-        rows.append([QUEUED])
-        for rank in ranks:
-            rows[-1] += _with_share(rank.idle_queued_ms, rank)
+    for rank, role in shown:
+        rows[0] += [profile.name(rank), role]
+    for parts in zip(*(step_parts(rank) for rank, _ in shown), strict=True):
+        if any(ms for *_, ms in parts) or parts[0][0] == HOST:
+            rows.append([parts[0][0]])
+            for (rank, _), (*_, ms) in zip(shown, parts, strict=True):
+                rows[-1] += [f"{ms:,.1f}", f"{ms / rank.step_ms:.1%}"]
     rows.append(["step"])
-    for rank in ranks:
-        rows[-1] += _with_share(rank.step_ms, rank)
-    return text_table(rows, align="l" + "rr" * len(ranks))
-
-
-def _with_share(ms: float, rank: RankProfile) -> list[str]:
-    return [_ms(ms), f"{ms / rank.step_ms:.1%}" if rank.step_ms else "-"]
-
-
-def _ms(ms: float) -> str:
-    return f"{ms:,.1f}"
+    for rank, _ in shown:
+        rows[-1] += [f"{rank.step_ms:,.1f}", "100.0%"]
+    return text_table(rows, align="l" + "rr" * len(shown))
 
 
 def _communication(profile: Profile, width: int | None) -> str:
     rows = [["communication", "ran", "hidden", "exposed", "of it waiting"]]
     for index, _ in profile.shown():
-        rank, waited = profile.ranks[index], profile.waited[index]
+        rank, waited = profile.ranks[index], profile.waited[index] or {}
         for name, busy in rank.busy.items():
             if BY_NAME[name].kind != COMMUNICATION:
                 continue
-            exposed = rank.counted.get(name, 0.0)
-            if waited is not None and name in waited:
-                waiting = f"{_ms(waited[name])} for other ranks"
+            if name in waited:
+                waiting = f"{waited[name]:,.1f} for other ranks"
             elif name in rank.beyond_fastest:
-                waiting = f"up to {_ms(rank.beyond_fastest[name])} beyond the fastest call"
+                waiting = f"up to {rank.beyond_fastest[name]:,.1f} beyond the fastest call"
             else:
                 waiting = "not known"
-            title = f"{BY_NAME[name].title}, {profile.name(rank)}"
-            rows.append([title, _ms(busy), _ms(busy - exposed), _ms(exposed), waiting])
+            times = [f"{ms:,.1f}" for ms in (busy, rank.hidden[name], rank.counted[name])]
+            rows.append([f"{BY_NAME[name].title}, {profile.name(rank)}", *times, waiting])
     return text_table(rows, align="lrrrl", width=width) if len(rows) > 1 else ""
 
 
@@ -102,7 +92,7 @@ def _gemms(profile: Profile, width: int | None) -> str:
                 rows.append(
                     [
                         f"{BY_NAME[name].title}, {profile.name(rank)}",
-                        _ms(rate.ms),
+                        f"{rate.ms:,.1f}",
                         f"{rate.tflops:,.3g}" if rate.tflops is not None else "-",
                         f"{rate.peak_share:.0%}" if rate.peak_share is not None else "-",
                         f"for {rate.known_ms / rate.ms:.0%} of the time" if rate.ms else "-",
@@ -112,16 +102,13 @@ def _gemms(profile: Profile, width: int | None) -> str:
 
 
 def _idle(profile: Profile, width: int | None) -> str:
-    rows = []
+    rows = [["the host meanwhile", "ms", "was in"]]
     for index, _ in profile.shown():
         rank = profile.ranks[index]
         for cause, ms in list(rank.causes.items())[:_MOST_CAUSES]:
             if ms >= _LEAST_CAUSE * rank.step_ms:
-                rows.append([profile.name(rank), _ms(ms), cause])
-    if not rows:
-        return ""
-    head = ["the host meanwhile", "ms", "was in"]
-    return text_table([head, *rows], align="lrl", width=width)
+                rows.append([profile.name(rank), f"{ms:,.1f}", cause])
+    return text_table(rows, align="lrl", width=width) if len(rows) > 1 else ""
 
 
 def _notes(profile: Profile) -> Iterator[str]:
@@ -131,7 +118,7 @@ def _notes(profile: Profile) -> Iterator[str]:
     for rank in ranks:
         share = 1 - rank.accounted
         if share > _MOST_UNKNOWN:
-            most = ", ".join(f"{name[:60]} ({_ms(ms)} ms)" for name, _, ms in rank.unknown[:5])
+            most = ", ".join(f"{name[:60]} ({ms:,.1f} ms)" for name, _, ms in rank.unknown[:5])
             yield (
                 f"{profile.name(rank)}: {share:.1%} of the step is in kernels that no rule knows: "
                 f"{most}; add rules to cookbook/profile/kernels.py"
@@ -141,27 +128,26 @@ def _notes(profile: Profile) -> Iterator[str]:
             "a CPU has no kernels: the operations of its threads are counted, each without those "
             "within it; gloo does not say which group communicates, and no peak is known"
         )
-    communicates = any(rank.calls for rank in ranks)
-    if communicates and all(waited is None for waited in profile.waited):
-        yield (
-            "one rank's trace cannot tell waiting for other ranks from a slow network: 'beyond "
-            "the fastest call' of the same size is an upper limit; name more ranks with --ranks"
-        )
-    elif communicates:
-        yield (
-            f"waiting for other ranks: the same calls on {len(ranks)} ranks, compared by how "
-            "long they took; the last to come waits least"
-        )
+    if any(rank.calls for rank in ranks):
+        if any(profile.waited):
+            yield (
+                f"waiting for other ranks: the same calls on {len(ranks)} ranks, compared by how "
+                "long they took; the last to come waits least"
+            )
+        else:
+            yield (
+                "one rank's trace cannot tell waiting for other ranks from a slow network: 'beyond "
+                "the fastest call' of the same size is an upper limit; name more with --ranks"
+            )
     yield "the profiler slows the host down: take speeds from a run without it"
 
 
 def render_json(profile: Profile) -> str:
-    """One object; times in ms a step, a value that is not known is null."""
-    first = profile.ranks[0]
+    """One object; times in ms a step, an unknown value is null."""
     content = {
         "source": profile.source,
-        "device": first.gpu or ("GPU" if first.on_gpu else "CPU"),
-        "on_gpu": first.on_gpu,
+        "device": profile.device,
+        "on_gpu": profile.ranks[0].on_gpu,
         "ranks": [
             _rank_json(rank, waited)
             for rank, waited in zip(profile.ranks, profile.waited, strict=True)
@@ -170,14 +156,14 @@ def render_json(profile: Profile) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def _rank_json(rank: RankProfile, waited: Any) -> dict[str, Any]:
+def _rank_json(rank: RankProfile, waited: Mapping[str, float] | None) -> dict[str, Any]:
     return {
         "rank": rank.rank,
         "stage": rank.stage,
         "trace": shown_path(rank.path),
-        "steps": list(rank.steps),
+        "steps": rank.steps,
         "step_ms": rank.step_ms,
-        "each_step_ms": list(rank.each_step_ms),
+        "each_step_ms": rank.each_step_ms,
         "accounted": rank.accounted,
         "compute_ms": rank.compute_ms,
         "exposed_communication_ms": rank.exposed_ms,
@@ -193,20 +179,53 @@ def _rank_json(rank: RankProfile, waited: Any) -> dict[str, Any]:
         "idle": {
             "host_ms": rank.idle_host_ms,
             "queued_ms": rank.idle_queued_ms,
-            "causes_ms": dict(rank.causes),
+            "causes_ms": rank.causes,
         },
-        "waiting_for_other_ranks_ms": dict(waited) if waited is not None else None,
-        "beyond_fastest_call_ms": dict(rank.beyond_fastest),
-        "gemms": {
-            name: {
-                "ms": rate.ms,
-                "known_ms": rate.known_ms,
-                "tflops": rate.tflops,
-                "peak_share": rate.peak_share,
-            }
-            for name, rate in rank.gemms.items()
-        },
+        "waiting_for_other_ranks_ms": waited,
+        "beyond_fastest_call_ms": rank.beyond_fastest,
+        "gemms": {name: asdict(rate) for name, rate in rank.gemms.items()},
         "longest_kernels": [
             {"name": name, "category": category, "ms": ms} for name, category, ms in rank.longest
         ],
     }
+
+
+def render_svg(profile: Profile) -> str:
+    """A bar for each rank of the report, divided as its step is."""
+    left, top, scale_width, bar = 210, 56, 770, 34
+    shown = [(profile.ranks[index], role) for index, role in profile.shown()]
+    longest = max(rank.step_ms for rank, _ in shown) or 1.0
+    colours: dict[str, str] = {}
+    body = []
+    for rank, role in shown:
+        name = profile.name(rank) + (f" ({role})" if role else "")
+        body.append(f'<text x="10" y="{top + 21}">{escape(name)}</text>')
+        x = float(left)
+        for title, colour, ms in step_parts(rank):
+            width = ms / longest * scale_width
+            if not width:
+                continue
+            colours[title] = colour
+            body.append(
+                f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{bar}" fill="{colour}">'
+                f"<title>{escape(title)}: {ms:,.1f} ms</title></rect>"
+            )
+            # Narrower parts have no room for their number.
+            if width >= bar:
+                middle = f'x="{x + width / 2:.2f}" y="{top + 21}" text-anchor="middle"'
+                body.append(f"<text {middle}>{ms:,.0f}</text>")
+            x += width
+        top += bar + 18
+    for number, (title, colour) in enumerate(colours.items()):
+        x, y = 10 + number % 3 * 333, top + 14 + number // 3 * 20
+        body.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+        body.append(f'<text x="{x + 18}" y="{y}">{escape(title)}</text>')
+    height = top + 24 + 20 * -(-len(colours) // 3)
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {height}" width="1000" '
+        f'height="{height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="1000" height="{height}" fill="white"/>',
+        f'<text x="10" y="22" font-size="15">{escape(profile.source)}: where a step goes</text>',
+        f'<text x="10" y="40" fill="#555">milliseconds, of {longest:,.0f} ms</text>',
+    ]
+    return "\n".join([*head, *body, "</svg>", ""])

@@ -1,23 +1,30 @@
-"""One rank's trace as PyTorch's profiler wrote it, kept in columns: what ran where, and when.
+"""Read one rank's trace, as PyTorch's profiler wrote it, into NumPy columns.
 
-Times are microseconds on the trace's own clock. Only what a profile needs is kept, some 40 bytes
-an event.
+Times are microseconds on the trace's own clock.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+import math
 import re
+import zlib
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeAlias
+
+import numpy as np
 
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
-from cookbook.profile.gemms import Gemm, gemm_of, is_gemm
-from cookbook.profile.json_stream import TraceStream
 
+# A one-dimensional array.
+Column: TypeAlias = np.ndarray
+
+NOTHING = -1
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _ON_HOST = frozenset({"cpu_op", "user_annotation"})
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
@@ -25,15 +32,29 @@ _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 _BLOCKING = re.compile(r"Synchronize|cudaMemcpy$|cudaMemcpyAsync|Malloc|cudaFree|HostAlloc")
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
+_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
+# Kineto writes rank, groups and device before the first event.
+_HEADER_SIZE = 1 << 22
+
+# Index of the left matrix among the inputs of each GEMM operation.
+_MATRICES = {
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::_scaled_mm": 0,
+    "aten::_grouped_mm": 0,
+    "aten::_scaled_grouped_mm": 0,
+    "aten::addmm": 1,
+    "aten::baddbmm": 1,
+}
+_BITS = {"BFloat16": 16, "Half": 16, "float": 32, "Float": 32, "double": 64}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What PyTorch records of a collective: its name, its group, elements that go in and out."""
+    """PyTorch's record of a collective: name, process group, and elements in and out."""
 
     name: str
     group: str
-    description: str
     ranks: str
     elements: tuple[int, int]
 
@@ -47,225 +68,259 @@ class Step:
     end: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class HostEvents:
-    """Operations, annotations and blocking calls of the host's threads."""
-
-    name: array[int] = field(default_factory=lambda: array("I"))
-    start: array[float] = field(default_factory=lambda: array("d"))
-    end: array[float] = field(default_factory=lambda: array("d"))
-    thread: array[int] = field(default_factory=lambda: array("q"))
-    is_work: bytearray = field(default_factory=bytearray)
-
-    def __len__(self) -> int:
-        return len(self.name)
-
-
-@dataclass
-class DeviceEvents:
-    """Kernels, copies and fills; `collective` is an index into the trace's, or -1."""
-
-    name: array[int] = field(default_factory=lambda: array("I"))
-    start: array[float] = field(default_factory=lambda: array("d"))
-    end: array[float] = field(default_factory=lambda: array("d"))
-    correlation: array[int] = field(default_factory=lambda: array("q"))
-    collective: array[int] = field(default_factory=lambda: array("i"))
-
-    def __len__(self) -> int:
-        return len(self.name)
-
-
-@dataclass
-class Trace:
-    """One rank's trace.
+    """Operations, annotations and blocking calls; by thread, start, outer before inner.
 
     Attributes:
-        header: the file's keys beside its events (rank, process groups, device).
-        launches: for each correlation id, when the host launched it and in which thread.
-        gemms: for each host event that is a GEMM with known shapes, its work.
+        name: index into the trace's names.
+        is_work: false for annotations, which only enclose operations.
+        flops: of a GEMM with known shapes, else 0; `bits`: of an element of its inputs.
     """
 
-    path: Path
-    header: Mapping[str, Any] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    host: HostEvents = field(default_factory=HostEvents)
-    device: DeviceEvents = field(default_factory=DeviceEvents)
-    launches: dict[int, tuple[float, int]] = field(default_factory=dict)
-    gemms: dict[int, Gemm] = field(default_factory=dict)
+    name: Column
+    start: Column
+    end: Column
+    thread: Column
+    is_work: Column
+    flops: Column
+    bits: Column
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU worked; else the host's operations are the work."""
-        return len(self.device) > 0
 
-    @property
-    def gpu(self) -> str | None:
-        """The GPU's name."""
-        devices = self.header.get("deviceProperties")
-        if not (self.on_gpu and isinstance(devices, list) and devices):
-            return None
-        name = devices[0].get("name") if isinstance(devices[0], dict) else None
-        return name if isinstance(name, str) else None
+@dataclass(frozen=True)
+class DeviceEvents:
+    """Kernels, copies and fills.
+
+    Attributes:
+        launched: when the host launched it, NaN where the trace does not say; `thread`: by whom.
+        collective: index into the trace's collectives, or NOTHING.
+    """
+
+    name: Column
+    start: Column
+    end: Column
+    launched: Column
+    thread: Column
+    collective: Column
+
+
+class Header:
+    """A trace's keys beside its events: rank, process groups, device."""
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        self.path = path
+        devices = content.get("deviceProperties") or [{}]
+        self.gpu: str | None = devices[0].get("name")
+        self._distributed: Mapping[str, Any] = content.get("distributedInfo") or {}
 
     @property
     def rank(self) -> int | None:
-        """The global rank; from the file's name where the trace does not say it."""
-        rank = self._distributed.get("rank")
-        if isinstance(rank, int):
-            return rank
+        """The global rank; from the file's name where the trace lacks it."""
         named = re.search(r"rank[-_]?(\d+)", self.path.name)
-        return int(named[1]) if named else None
+        rank: int | None = self._distributed.get("rank", int(named[1]) if named else None)
+        return rank
 
     @property
     def stage(self) -> int | None:
-        """The rank's place in its pipeline; 0 where there is none, None where that is not known."""
+        """The rank's place in its pipeline; 0 without a pipeline, None where unknown."""
         ranks = self.pipeline
         return ranks.index(self.rank) if self.rank in ranks else None
 
     @property
     def pipeline(self) -> list[int]:
         """The ranks of this rank's pipeline, its own alone without one; empty where unknown."""
-        groups = self._distributed.get("pg_config")
-        named = [group for group in groups or () if isinstance(group, dict)]
-        meshes = {str(group.get("pg_desc")) for group in named}
+        meshes = {group["pg_desc"] for group in self._distributed.get("pg_config", ())}
         if not any(mesh.startswith("mesh_") for mesh in meshes):
             return []
         if "mesh_pp" not in meshes:
             # A mesh that spans all ranks has no group of its own.
-            world = self._distributed.get("world_size")
-            return list(range(world)) if isinstance(world, int) else []
+            return list(range(self._distributed.get("world_size", 0)))
         return self.group_ranks("mesh_pp") or ([] if self.rank is None else [self.rank])
 
     def group_ranks(self, description: str) -> list[int]:
-        """The ranks of this rank's process group of that description; empty where none is known.
+        """The ranks of this rank's process group of that description.
 
-        A group of one rank is none. One of all ranks is PyTorch's `default_pg`, under that name.
+        Empty for a group of one rank, and for one of all ranks, which is PyTorch's `default_pg`.
         """
-        groups = self._distributed.get("pg_config")
-        for group in groups if isinstance(groups, list) else ():
-            if isinstance(group, dict) and group.get("pg_desc") == description:
-                ranks = group.get("ranks")
-                if isinstance(ranks, list) and len(ranks) > 1:
-                    return [rank for rank in ranks if isinstance(rank, int)]
+        for group in self._distributed.get("pg_config", ()):
+            if group["pg_desc"] == description and len(group["ranks"]) > 1:
+                return list(group["ranks"])
         return []
 
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's trace. `on_gpu`: kernels are the work; else the host's operations are."""
+
+    header: Header
+    names: Sequence[str]
+    collectives: Sequence[Collective]
+    steps: Sequence[Step]
+    host: HostEvents
+    device: DeviceEvents
+
     @property
-    def _distributed(self) -> Mapping[str, Any]:
-        found = self.header.get("distributedInfo")
-        return found if isinstance(found, dict) else {}
+    def on_gpu(self) -> bool:
+        """Whether a GPU worked."""
+        return len(self.device.start) > 0
+
+    @property
+    def gpu(self) -> str | None:
+        """The GPU's name."""
+        return self.header.gpu if self.on_gpu else None
 
 
-def read_header(path: Path) -> Trace:
-    """What stands before the first event: rank, device and process groups; no event is kept."""
-    stream = TraceStream(path)
-    next(stream.events(), None)
-    return Trace(path, header=stream.header)
+def read_header(path: Path) -> Header:
+    """Read the part of a trace before its first event."""
+    with _open(path) as file:
+        found = _EVENTS.split(file.read(_HEADER_SIZE), maxsplit=1)
+    return Header(path, json.loads(found[0] + '"traceEvents": []}') if len(found) > 1 else {})
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in `path`; what is no whole trace with something to count is an InputError."""
-    stream = TraceStream(path)
-    reader = _Reader(Trace(path, header=stream.header))
-    for event in stream.events():
-        if event.get("ph") == "X":
-            try:
-                reader.add(event)
-            except (KeyError, TypeError, ValueError, OverflowError):
-                raise InputError(
-                    shown_path(path), f"holds an event that is none of PyTorch's: {event!r:.120}"
-                ) from None
-    trace = reader.trace
-    if not len(trace.host) and not len(trace.device):
+    """Read a whole trace.
+
+    Raises:
+        InputError: the file is cut, is no trace, or holds no operation and no kernel.
+    """
+    place = shown_path(path)
+    reader = _Reader()
+    # The hook takes each event as it is parsed, so that events are never in memory all at once.
+    # Kernel names may hold characters that JSON would have escaped.
+    decoder = json.JSONDecoder(object_hook=reader.take, strict=False)
+    try:
+        with _open(path) as file:
+            content = decoder.decode(file.read())
+    except json.JSONDecodeError as error:
         raise InputError(
-            shown_path(path),
-            "holds no operation and no kernel",
-            "the profiler recorded nothing in this step",
-        )
-    trace.steps.sort(key=lambda step: step.start)
+            f"{place}: character {error.pos:,}",
+            "is not JSON, or was cut: the job ended while writing it?",
+            "profile the recipe again",
+        ) from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise InputError(place, f"cannot be read: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(place, f"holds an event that PyTorch does not write: {error!r}") from None
+    if not isinstance(content, dict) or "traceEvents" not in content:
+        raise InputError(place, "is not a trace: it has no traceEvents")
+    trace = reader.trace(Header(path, content))
+    if not trace.on_gpu and not len(trace.host.start):
+        remedy = "the profiler recorded nothing in this step"
+        raise InputError(place, "holds no operation and no kernel", remedy)
     return trace
 
 
-class _Reader:
-    """Puts events into a trace's columns."""
+def _open(path: Path) -> IO[str]:
+    with path.open("rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path, "rt", encoding="utf-8") if is_packed else path.open(encoding="utf-8")
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+
+class _Reader:
+    """Collects events in columns of numbers."""
+
+    def __init__(self) -> None:
         self._names: dict[str, int] = {}
         self._collectives: dict[Collective, int] = {}
         self._threads: dict[str, int] = {}
+        self._steps: list[Step] = []
+        self._host = array("d")
+        self._device = array("d")
+        self._launches: dict[int, tuple[float, int]] = {}
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        category = event.get("cat")
+    def take(self, value: dict[str, Any]) -> dict[str, Any] | None:
+        """Keep `value` if it is an event; return anything else unchanged."""
+        if "ph" not in value:
+            return value
+        category = value.get("cat")
+        if value["ph"] != "X":
+            return None
         if category in _ON_DEVICE:
-            self._add_device(event)
+            self._add_device(value)
         elif category in _ON_HOST:
-            self._add_host(event, is_work=category == "cpu_op")
+            self._add_host(value, category == "cpu_op")
         elif category in _CALLS:
-            self._add_call(event)
+            correlation = value.get("args", {}).get("correlation")
+            if correlation is not None and _LAUNCH.search(value["name"]):
+                self._launches[correlation] = float(value["ts"]), self._thread(value["tid"])
+            if _BLOCKING.search(value["name"]):
+                self._add_host(value, True)
+        return None
 
     def _add_device(self, event: Mapping[str, Any]) -> None:
         arguments, start = event.get("args", {}), float(event["ts"])
-        device = self.trace.device
-        device.name.append(self._name(event["name"]))
-        device.start.append(start)
-        device.end.append(start + float(event["dur"]))
-        device.correlation.append(int(arguments.get("correlation", -1)))
-        device.collective.append(self._collective(arguments))
+        collective = NOTHING
+        if "Collective name" in arguments:
+            record = Collective(
+                name=arguments["Collective name"],
+                group=arguments.get("Process Group Description", ""),
+                ranks=arguments.get("Process Group Ranks", ""),
+                elements=(arguments.get("In msg nelems", 0), arguments.get("Out msg nelems", 0)),
+            )
+            collective = self._collectives.setdefault(record, len(self._collectives))
+        name = self._names.setdefault(event["name"], len(self._names))
+        correlation = arguments.get("correlation", -1)
+        self._device.extend((name, start, start + float(event["dur"]), correlation, collective))
 
     def _add_host(self, event: Mapping[str, Any], is_work: bool) -> None:
         name, start = event["name"], float(event["ts"])
         end = start + float(event["dur"])
-        step = None if is_work else _STEP.fullmatch(name)
-        if step:
+        if not is_work and (step := _STEP.fullmatch(name)):
             # It encloses everything, so it would explain nothing.
-            self.trace.steps.append(Step(int(step[1]), start, end))
+            self._steps.append(Step(int(step[1]), start, end))
             return
-        if is_gemm(name) and (gemm := gemm_of(name, event.get("args", {}))):
-            self.trace.gemms[len(self.trace.host)] = gemm
-        host = self.trace.host
-        host.name.append(self._name(name))
-        host.start.append(start)
-        host.end.append(end)
-        host.thread.append(self._thread(event["tid"]))
+        flops, bits = gemm_work(name, event.get("args", {})) if name in _MATRICES else (0.0, 0)
         # Gloo's own annotation is all that is known of its work.
-        host.is_work.append(is_work or name.startswith("gloo:"))
+        is_work = is_work or name.startswith("gloo:")
+        number = self._names.setdefault(name, len(self._names))
+        thread = self._thread(event["tid"])
+        self._host.extend((number, start, end, thread, is_work, flops, bits))
 
-    def _add_call(self, event: Mapping[str, Any]) -> None:
-        correlation = event.get("args", {}).get("correlation")
-        if isinstance(correlation, int) and _LAUNCH.search(event["name"]):
-            thread = self._thread(event["tid"])
-            self.trace.launches[correlation] = (float(event["ts"]), thread)
-        if _BLOCKING.search(event["name"]):
-            self._add_host(event, is_work=True)
-
-    def _collective(self, arguments: Mapping[str, Any]) -> int:
-        name = arguments.get("Collective name")
-        if name is None:
-            return -1
-        collective = Collective(
-            name=str(name),
-            group=str(arguments.get("Process Group Name", "")),
-            description=str(arguments.get("Process Group Description", "")),
-            ranks=str(arguments.get("Process Group Ranks", "")),
-            elements=(
-                int(arguments.get("In msg nelems", 0)),
-                int(arguments.get("Out msg nelems", 0)),
-            ),
-        )
-        index = self._collectives.setdefault(collective, len(self._collectives))
-        if index == len(self.trace.collectives):
-            self.trace.collectives.append(collective)
-        return index
-
-    def _name(self, name: Any) -> int:
-        index = self._names.setdefault(str(name), len(self._names))
-        if index == len(self.trace.names):
-            self.trace.names.append(str(name))
-        return index
-
-    def _thread(self, thread: Any) -> int:
+    def _thread(self, thread: int | str) -> int:
         if isinstance(thread, int):
             return thread
-        return self._threads.setdefault(str(thread), -1 - len(self._threads))
+        return self._threads.setdefault(thread, -1 - len(self._threads))
+
+    def trace(self, header: Header) -> Trace:
+        """Everything that was collected."""
+        name, start, end, thread, is_work, flops, bits = np.array(self._host).reshape(-1, 7).T
+        order = np.lexsort((-end, start, thread))
+        host = HostEvents(
+            name=name[order].astype(int),
+            start=start[order],
+            end=end[order],
+            thread=thread[order],
+            is_work=is_work[order] > 0,
+            flops=flops[order],
+            bits=bits[order].astype(int),
+        )
+        name, start, end, correlation, collective = np.array(self._device).reshape(-1, 5).T
+        unknown = (math.nan, NOTHING)
+        launches = np.array([self._launches.get(int(key), unknown) for key in correlation])
+        launched, thread = launches.reshape(-1, 2).T
+        device = DeviceEvents(
+            name.astype(int), start, end, launched, thread, collective.astype(int)
+        )
+        steps = sorted(self._steps, key=lambda step: step.start)
+        return Trace(header, list(self._names), list(self._collectives), steps, host, device)
+
+
+def gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int]:
+    """FLOPs of a GEMM operation and bits of its inputs' elements; 0 FLOPs without shapes.
+
+    Args:
+        arguments: the event's, with `Input Dims` and `Input type` as PyTorch writes them. A grouped
+            GEMM's rows include the padding of its groups: the kernel multiplies that too.
+    """
+    first = _MATRICES[operation]
+    dims, types = arguments.get("Input Dims", ()), arguments.get("Input type", ())
+    left, right = (*dims[first : first + 2], (), ())[:2]
+    if len(left) not in (2, 3) or len(right) not in (2, 3):
+        return 0.0, 0
+    kind = types[first].removeprefix("c10::") if types else ""
+    bits = 8 if kind.startswith("Float8") else _BITS.get(kind, 0)
+    if operation in ("aten::bmm", "aten::baddbmm"):
+        return 2.0 * math.prod(left) * right[-1], bits
+    # (M, K) x (K, N); grouped: (M, K) x (groups, K, N), and for weight gradients (M, K) x (K, N),
+    # where the groups share K out. (groups, M, K) x (K, N) shares N out.
+    return 2.0 * left[-2] * left[-1] * right[-1], bits

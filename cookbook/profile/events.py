@@ -1,0 +1,155 @@
+"""What ran on a rank's device: each kernel with its category and the operation that launched it.
+
+On a GPU these are kernels, copies and fills. A CPU has none: there the operations of all threads
+count, each for the time in which no operation ran inside it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cookbook.profile.kernels import CATEGORIES, NO_WORK, Source, category_of
+from cookbook.profile.trace import NOTHING, Column, DeviceEvents, Trace
+
+# CUDA's runtime and driver: cudaMemcpyAsync, cuLaunchKernel.
+_CALL = re.compile(r"cu(da)?[A-Z]")
+_NUMBERS = {category.name: number for number, category in enumerate(CATEGORIES)}
+_NO_WORK = -1
+
+
+class Host:
+    """The nesting of the host's events.
+
+    Attributes:
+        parent: of each event the one that encloses it, or NOTHING.
+        chain: a number for the names of an event and all that enclose it.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        events = trace.host
+        size = len(events.start)
+        self.parent = np.full(size, NOTHING)
+        self.chain = np.full(size, NOTHING)
+        names = events.name.tolist()
+        starts, ends = events.start.tolist(), events.end.tolist()
+        chains: dict[tuple[int, int], int] = {}
+        threads = events.thread.tolist()
+        stack: list[int] = []
+        for event in range(size):
+            if stack and threads[event] != threads[stack[-1]]:
+                stack = []
+            while stack and ends[stack[-1]] <= starts[event]:
+                stack.pop()
+            if stack:
+                self.parent[event] = stack[-1]
+            above = int(self.chain[stack[-1]]) if stack else NOTHING
+            self.chain[event] = chains.setdefault((above, names[event]), len(chains))
+            stack.append(event)
+        self._is_call = np.array([bool(_CALL.match(name)) for name in trace.names], dtype=bool)
+
+    def innermost(self, thread: float, times: Column) -> Column:
+        """The innermost event of `thread` at each of `times`, NOTHING for none."""
+        events = self.trace.host
+        first, last = np.searchsorted(events.thread, [thread, np.nextafter(thread, np.inf)])
+        if first == last:
+            return np.full(len(times), NOTHING)
+        at = first + np.searchsorted(events.start[first:last], times, side="right") - 1
+        at[at < first] = NOTHING
+        while (over := (at != NOTHING) & (events.end[at] < times)).any():
+            at[over] = self.parent[at[over]]
+        return at
+
+    def operation(self, events: Column) -> Column:
+        """The operations that `events` are or lie in, CUDA calls aside; NOTHING for none."""
+        found = np.array(events)
+        if len(self.parent):
+            names = self.trace.host.name
+            while (calls := (found != NOTHING) & self._is_call[names[found]]).any():
+                found[calls] = self.parent[found[calls]]
+        return found
+
+    def enclosing(self, event: int) -> tuple[str, ...]:
+        """The names of `event` and of what encloses it, from the inside out."""
+        names = []
+        while event != NOTHING:
+            names.append(self.trace.names[self.trace.host.name[event]])
+            event = int(self.parent[event])
+        return tuple(names)
+
+
+@dataclass(frozen=True)
+class Kernels(DeviceEvents):
+    """Everything that ran, by start.
+
+    Attributes:
+        operation: the host's event that it belongs to, or NOTHING.
+        category: index into CATEGORIES.
+    """
+
+    operation: Column
+    category: Column
+
+    def select(self, which: Column) -> Kernels:
+        """The kernels of a mask, or of indices in that order."""
+        return Kernels(**{name: column[which] for name, column in vars(self).items()})
+
+
+def kernels_of(trace: Trace, host: Host) -> Kernels:
+    """Everything that ran on the device, without operations that only wait or call others."""
+    device = trace.device
+    if trace.on_gpu:
+        launcher = np.full(len(device.start), NOTHING)
+        known = ~np.isnan(device.launched)
+        for thread in np.unique(device.thread[known]):
+            own = known & (device.thread == thread)
+            launcher[own] = host.innermost(thread, device.launched[own])
+        columns = vars(device)
+        operation = host.operation(launcher)
+    else:
+        parts = [_own_time(host, thread) for thread in np.unique(trace.host.thread)]
+        start, end, operation = (np.concatenate(column) for column in zip(*parts, strict=True))
+        name, thread = trace.host.name[operation], trace.host.thread[operation]
+        none = np.full(len(start), NOTHING)
+        columns = vars(DeviceEvents(name, start, end, start, thread, none))
+    kernels = Kernels(**columns, operation=operation, category=np.zeros(len(operation), int))
+    kernels = replace(kernels, category=_categories(trace, host, kernels))
+    order = np.lexsort((kernels.end, kernels.start))
+    return kernels.select(order[kernels.category[order] != _NO_WORK])
+
+
+def _own_time(host: Host, thread: float) -> tuple[Column, Column, Column]:
+    """When `thread` was in an operation itself, not in one inside it: start, end, event."""
+    events = host.trace.host
+    own = events.thread == thread
+    edges = np.unique([events.start[own], events.end[own]])
+    inside = host.innermost(thread, (edges[:-1] + edges[1:]) / 2)
+    work = (inside != NOTHING) & events.is_work[inside]
+    return edges[:-1][work], edges[1:][work], inside[work]
+
+
+def _categories(trace: Trace, host: Host, kernels: Kernels) -> Column:
+    operation = kernels.operation
+    chain = np.full(len(operation), NOTHING)
+    chain[operation != NOTHING] = host.chain[operation[operation != NOTHING]]
+    # Kernels that are alike in all that rules look at are classified once.
+    alike = np.stack([kernels.name, chain, kernels.collective])
+    _, first, inverse = np.unique(alike, axis=1, return_index=True, return_inverse=True)
+    found = []
+    for event in first:
+        inside = host.enclosing(operation[event])
+        number = kernels.collective[event]
+        record = trace.collectives[number] if number != NOTHING else None
+        source = Source(
+            kernel=trace.names[kernels.name[event]],
+            operation=inside[0] if inside else "",
+            inside=inside,
+            collective=record.name if record else "",
+            group=record.group if record else "",
+        )
+        category = category_of(source)
+        found.append(_NO_WORK if category == NO_WORK else _NUMBERS[category])
+    return np.array(found, dtype=int)[inverse.reshape(-1)]
