@@ -29,8 +29,8 @@ from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import Gpu, visible_gpus
 from cookbook.config.cell import Cell
-from cookbook.config.this_machine import cell_on, this_machine
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.resolve import cell_on, this_machine
+from cookbook.config.validate import validation_errors
 from cookbook.observe.lines import StepMetrics
 
 RECORD = "runs.json"
@@ -89,7 +89,7 @@ def refused(plan: Plan, place: Place) -> dict[str, str]:
     for arm, seed in order(plan.seeds[:1]):
         if place.gpus and len(place.gpus) < arm.gpus:
             found[arm.name] = f"needs {arm.gpus} GPUs, {len(place.gpus)} are here"
-        elif problems := refusals(cell_of(plan, arm, seed, place)):
+        elif problems := validation_errors(cell_of(plan, arm, seed, place)):
             found[arm.name] = problems[0].reason
     return found
 

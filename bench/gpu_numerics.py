@@ -33,7 +33,7 @@ from bench.torchrun import Job
 from bench.training import Outcome, train_all
 from cookbook.base.files import write_whole
 from cookbook.config.cluster import Cluster
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.install.corpus import is_made, make_corpus
 
 # Many processes compile at once; each would take a thread per core.

@@ -37,7 +37,7 @@ from bench.training import Outcome, train_one
 from cookbook.base.files import write_whole
 from cookbook.base.paths import LOCAL_ASSETS
 from cookbook.config.cluster import Cluster
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.install.attention_kernels import compile_for, made_from
 from cookbook.install.corpus import is_made, make_corpus
 from cookbook.observe.clock import read_time

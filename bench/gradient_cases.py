@@ -9,7 +9,7 @@ from typing import Any
 from bench.numerics_cases import EVERY, LAYOUTS, RANKS, VARIANTS
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
-from cookbook.config.this_machine import cell_on, this_machine
+from cookbook.config.resolve import cell_on, this_machine
 
 # So many losses did the comparison see that was there before.
 STEPS = 20

@@ -31,7 +31,7 @@ from bench.torchrun import Job
 from bench.training import Outcome, train_all
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import Gpu, visible_gpus
-from cookbook.config.train_args import train_argv
+from cookbook.config.cell import train_argv
 from cookbook.install.corpus import is_made, make_corpus
 
 PARTS = ("corrected", "faults", "smallest", "bfloat16")

@@ -12,8 +12,8 @@ from cookbook.base.gpus import Gpu
 from cookbook.check.dry_run import build_cells
 from cookbook.config.cell import Cell
 from cookbook.config.options import Options
+from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.stack import Stack, load_stack
-from cookbook.config.this_machine import cell_on, this_machine
 from cookbook.predict.memory import predict_memory
 
 STEPS = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster
-from cookbook.config.this_machine import cell_on
+from cookbook.config.resolve import cell_on
 
 RANKS = 4
 

@@ -13,7 +13,7 @@ from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
-from cookbook.config.this_machine import cell_on, this_machine
+from cookbook.config.resolve import cell_on, this_machine
 from cookbook.predict.documents import C4, LOCAL, Documents
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.predict.view import count_views

@@ -15,7 +15,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster
 from cookbook.config.expand import command_line_settings
 from cookbook.config.names import check_name
-from cookbook.config.this_machine import cell_on
+from cookbook.config.resolve import cell_on
 
 CPU_RANKS = 2
 

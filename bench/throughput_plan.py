@@ -16,7 +16,7 @@ from bench.torchrun import Job, released_argv
 from cookbook.base.errors import InputError
 from cookbook.base.paths import LOCAL_ASSETS
 from cookbook.config.cluster import Cluster
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.install.corpus import is_made, make_corpus
 from cookbook.run.run import commit
 

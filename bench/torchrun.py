@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import Cell
-from cookbook.config.titan_flags import argv_of
-from cookbook.config.train_args import train_argv
+from cookbook.config.cell import Cell, train_argv
+from cookbook.config.options import argv_of
 from cookbook.run.folder import Attempt
 
 # What the hooks add to TorchTitan's options (`titan/tt_0_2_2/job_config.py`).

@@ -12,7 +12,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.names import names_in
 from cookbook.config.options import Setting
-from cookbook.config.overlay import load_overlay
+from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.resolve import resolve_cell
 from cookbook.config.stack import load_stack
@@ -55,8 +55,8 @@ class Point:
         recipe, cluster = load_recipe(self.recipe), load_cluster(self.cluster)
         return resolve_cell(
             recipe,
-            load_overlay("precision", self.precision),
-            load_overlay("ep_backend", self.ep_backend),
+            load_precision(self.precision),
+            load_ep_backend(self.ep_backend),
             cluster,
             overrides=_smaller_layout(recipe, cluster),
         )

@@ -53,7 +53,7 @@ def cell_of(
 def with_options(cell: Cell, options: dict[str, Any]) -> Cell:
     """`cell` with other options, unchecked."""
     extra = {name: Setting(value, name) for name, value in options.items()}
-    return dataclasses.replace(cell, options=cell.options.over(extra))
+    return dataclasses.replace(cell, options=cell.options.override(extra))
 
 
 def refusals(recipe: str, options: dict[str, Any], **where: Any) -> list[Finding]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cookbook.base.gpus import GPU_LINKS, GPU_PROCESSES, GPU_ROWS, GPU_STATES, NVIDIA_SMI
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.pins import read_pins
+from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Finding
 from cookbook.doctor.diagnosis import diagnose
 from cookbook.doctor.surroundings import (

@@ -19,10 +19,10 @@ from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.options import Setting
-from cookbook.config.overlay import load_overlay
-from cookbook.config.pins import stack_name
+from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
+from cookbook.config.stack import stack_name
 from cookbook.launch.launcher import render_launcher
 from cookbook.launch.render import render_script
 
@@ -81,8 +81,8 @@ def _cell(
 ) -> Cell:
     return resolve_cell(
         load_recipe(recipe),
-        load_overlay("precision", precision),
-        load_overlay("ep_backend", ep_backend),
+        load_precision(precision),
+        load_ep_backend(ep_backend),
         _on_cpu(load_cluster(cluster)),
         overrides={
             name: Setting(value, f"--set {name}") for name, value in (options or {}).items()

@@ -8,7 +8,7 @@ from typing import Any
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import RECIPES
 from cookbook.config.cell import Cell
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.predict.hardware import Hardware, load_hardware
 from tests.check_cells import cell_of
 

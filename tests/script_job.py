@@ -12,7 +12,7 @@ import yaml
 
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.overlay import load_overlay
+from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
 from cookbook.launch.render import render_script
@@ -57,8 +57,8 @@ class Job:
     ) -> Cell:
         cell = resolve_cell(
             load_recipe(recipe),
-            load_overlay("precision", "bf16"),
-            load_overlay("ep_backend", ep_backend),
+            load_precision("bf16"),
+            load_ep_backend(ep_backend),
             self.cluster(**profile),
         )
         self.script.write_text(render_script(cell, self.root))

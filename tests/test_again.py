@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.config.again import recorded_cell
 from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
+from cookbook.config.resolve import cell_from_record
 from cookbook.run.record import CellRecord
 from tests.cells import CLUSTER_FILES, Point
 
@@ -27,12 +27,12 @@ def debug(ep_backend: str = "standard") -> Cell:
 def asked(cell: Cell, **options: Any) -> CellRecord:
     """The record of `cell` with other options, as a change of it has them."""
     settings = {name.replace("__", "."): Setting(value, "") for name, value in options.items()}
-    return replace(cell, options=cell.options.over(settings)).record()
+    return replace(cell, options=cell.options.override(settings)).record()
 
 
 def again(record: CellRecord, nodes: int | None = None, **options: Any) -> Cell:
     settings = {name.replace("__", "."): Setting(value, "") for name, value in options.items()}
-    return recorded_cell("mine", record, "cell.yaml", nodes, settings)
+    return cell_from_record("mine", record, "cell.yaml", nodes, settings)
 
 
 def test_it_is_the_recorded_cell_under_the_name_of_its_folder() -> None:

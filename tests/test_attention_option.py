@@ -15,13 +15,12 @@ import pytest
 from cookbook.base.gpus import Gpu
 from cookbook.check.check import judge
 from cookbook.cli.launch import describe_plan
-from cookbook.config.cell import Cell
+from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import Cluster
 from cookbook.config.expand import CellRequest, expand_sweep
 from cookbook.config.finding import ERROR, HINT
 from cookbook.config.options import Options
 from cookbook.config.sweep import load_sweep
-from cookbook.config.train_args import train_argv
 from cookbook.config.validate.here import missing_here
 from tests.check_cells import cell_of, cluster_of, with_options
 from tests.submit import ROOT, environment, submit

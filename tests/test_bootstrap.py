@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.config.pins import read_pins
+from cookbook.config.stack import read_pins
 from cookbook.install.packages import find_distribution, import_name
 from tests.checkout import copy_checkout
 from tests.start import start

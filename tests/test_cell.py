@@ -11,13 +11,12 @@ import yaml
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
-from cookbook.config.cell import Cell
+from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting
-from cookbook.config.overlay import load_overlay
+from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
-from cookbook.config.train_args import train_argv
 from cookbook.config.validate.here import missing_packages
 from tests.cells import CLUSTERS, POINTS, RECIPES, RUNNABLE, STACK, Point
 from tests.titan_config import parse, typed
@@ -38,8 +37,8 @@ def _cell(
     names = {name.replace("__", "."): value for name, value in options.items()}
     return resolve_cell(
         load_recipe(recipe),
-        load_overlay("precision", precision),
-        load_overlay("ep_backend", ep_backend),
+        load_precision(precision),
+        load_ep_backend(ep_backend),
         load_cluster(cluster),
         nodes=nodes,
         sweep_settings={name: Setting(value, "sweep") for name, value in (sweep or {}).items()},
@@ -62,8 +61,8 @@ def test_torchtitan_holds_what_the_cell_says(point: Point) -> None:
         "cookbook.ep_backend": point.ep_backend,
         "cookbook.emulated": cell.emulated,
         # What the overlays declare, which the job is held to.
-        **{name: setting.value for name, setting in cell.precision.active.items()},
-        **{name: setting.value for name, setting in cell.ep_backend.active.items()},
+        **{name: setting.value for name, setting in cell.precision.expect.items()},
+        **{name: setting.value for name, setting in cell.ep_backend.expect.items()},
     }
     assert typed(parsed) == typed(expected)
 
@@ -145,7 +144,7 @@ def test_later_settings_win_and_say_where_they_come_from() -> None:
         training__steps=40,
         quantize__grouped_mm__mx__fqns=["experts", "shared"],
     )
-    origins = {name: setting.place for name, setting in cell.options.settings.items()}
+    origins = {name: setting.origin for name, setting in cell.options.settings.items()}
     assert cell.options["training.steps"] == cell.steps == 40
     assert origins["training.steps"] == "--set training.steps"
     assert (cell.options["optimizer.lr"], origins["optimizer.lr"]) == (1e-3, "sweep")

@@ -13,14 +13,13 @@ from cookbook.base.schema import Words
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.expand import CellRequest, expand_sweep, in_rounds
 from cookbook.config.finding import Finding
-from cookbook.config.layout import DEGREES
-from cookbook.config.options import Options, Setting
+from cookbook.config.options import DEGREES, Options, Setting
 from cookbook.config.sweep import load_sweep, sweep_of_recipe
+from cookbook.config.validate import validation_errors
 from cookbook.config.validate.kernels import deepep_size
 from cookbook.config.validate.layout import layout_findings
 from cookbook.config.validate.overlays import needs
 from cookbook.config.validate.pipeline import enough_microbatches
-from cookbook.config.validate.refusals import refusals
 from cookbook.predict.layers import RankLayers
 from tests.cells import STACK
 from tests.check_cells import cell_of, h200, with_options
@@ -65,7 +64,7 @@ def test_the_later_of_cluster_sweep_axis_and_command_line_wins(
     assert len(cells) == 2
     for cell in cells:
         assert cell.steps == steps
-        assert place in cell.options.place(STEPS)
+        assert place in cell.options.origin(STEPS)
 
 
 def test_two_recipes_of_a_sweep_have_a_baseline_each(tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_a_global_batch_is_a_multiple_of_all_replicas_local_batches(replicate: i
 )
 def test_numbers_at_the_edge_of_sense(option: str, value: float, allowed: bool) -> None:
     cell = cell_of("deepseek_v3_16b", {"checkpoint.enable": True})
-    found = [one.option for one in refusals(with_options(cell, {option: value}))]
+    found = [one.option for one in validation_errors(with_options(cell, {option: value}))]
     assert found == ([] if allowed else [option])
 
 

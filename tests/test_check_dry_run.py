@@ -22,7 +22,7 @@ from cookbook.check.check import judge
 from cookbook.check.dry_run import DryRun
 from cookbook.config.cell import Cell
 from cookbook.config.finding import ERROR
-from cookbook.config.layout import DEGREES
+from cookbook.config.options import DEGREES
 from tests.check_cells import cell_of, cluster_of, with_options
 
 pytestmark = pytest.mark.titan

@@ -10,7 +10,7 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.check.check import CellCheck, check_cells
 from cookbook.config.cell import Cell
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.validate import validation_errors
 from cookbook.predict.layers import RankLayers, layer_bytes
 from cookbook.predict.shapes import shapes_of
 from tests.check_cells import cell_of, h200
@@ -152,7 +152,9 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], said: str) -> 
 @pytest.mark.parametrize("options", [CHUNKED, saving("attention")])
 def test_both_need_the_cookbooks_hooks(options: dict[str, Any]) -> None:
     cell = cell_of("debug", options)
-    assert "hooks_are_on" not in {finding.rule for finding in refusals(cell)}
+    assert "hooks_are_on" not in {finding.rule for finding in validation_errors(cell)}
     without = dataclasses.replace(cell, hooks="some.module")
-    (finding,) = [finding for finding in refusals(without) if finding.rule == "hooks_are_on"]
+    (finding,) = [
+        finding for finding in validation_errors(without) if finding.rule == "hooks_are_on"
+    ]
     assert finding.option in options and "leave the option out" in str(finding)

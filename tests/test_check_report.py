@@ -15,7 +15,7 @@ from cookbook.check.check import CellCheck, check_cells
 from cookbook.check.dry_run import Built
 from cookbook.check.report import render_json, render_text
 from cookbook.config.cell import Cell
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.predict.view import count_views
 from tests.predict_machine import on_gpus
 

@@ -9,7 +9,7 @@ import pytest
 
 from cookbook.check.check import judge
 from cookbook.config.finding import ERROR, WARNING
-from cookbook.config.validate.refusals import refusals as cell_refusals
+from cookbook.config.validate import validation_errors as cell_refusals
 from tests.check_cells import cell_of, cluster_of, refusals, with_options
 
 P = "parallelism"

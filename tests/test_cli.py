@@ -223,7 +223,7 @@ def _files(folder: Path) -> dict[str, str]:
         "path": "description: a\nenvironment: {LD_LIBRARY_PATH: '/x:$LD_LIBRARY_PATH'}\n",
         "twin_synonym": "description: a\nsynonyms: [mxfp8_default]\n",
         "real_synonym": "description: a\nsynonyms: [bf16]\n",
-        "dispatch": "description: a\nactive: {dispatch: deepep}\n",
+        "dispatch": "description: a\nexpect: {dispatch: deepep}\n",
         "words": RECIPE + "parallelism.module_fqns_per_model_part: [['--training.steps=5']]\n",
         "long_name": RECIPE.replace("mine", "a" * 300, 1),
         "no_baseline": SWEEP + "baseline: {precision: mxfp8, ep_backend: standard}\n",
@@ -281,7 +281,7 @@ CLUSTER_WORDS = ["--cluster", "soperator-b200"]
         (["run", "debug", "--precision", "real_synonym.yaml"], "found 'bf16', which "),
         (
             ["run", "debug", "--precision", "dispatch.yaml"],
-            "active.dispatch: unknown key 'dispatch'",
+            "expect.dispatch: unknown key 'dispatch'",
         ),
         (["run", "words.yaml"], "a list may not be empty or begin with '-'"),
         (["run", f"{'a' * 300}.yaml"], "no such recipe file"),

@@ -15,7 +15,7 @@ import pytest
 
 from cookbook.base.gpus import NVIDIA_SMI
 from cookbook.base.tables import display_width
-from cookbook.config.pins import read_pins, stack_name
+from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor import diagnosis, slurm
 from cookbook.doctor.check import Finding, check
 from cookbook.doctor.diagnosis import TOPICS, is_ready, render_findings

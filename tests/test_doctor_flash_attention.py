@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.gpus import NVIDIA_SMI
-from cookbook.config.pins import read_pins
+from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Finding
 from cookbook.doctor.diagnosis import is_ready
 from cookbook.doctor.surroundings import Answer

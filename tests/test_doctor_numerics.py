@@ -12,7 +12,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.cli.main import main
 from cookbook.config.cluster import load_cluster
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.doctor import numerics
 from tests.cells import CLUSTER_FILES
 

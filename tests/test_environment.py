@@ -9,8 +9,8 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.config.cluster import load_cluster
-from cookbook.config.environment import RESERVED
-from cookbook.config.overlay import load_overlay
+from cookbook.config.overlay import Overlay, load_ep_backend, load_precision
+from cookbook.config.shared_keys import RESERVED
 from tests.cells import CLUSTERS, EP_BACKENDS, PRECISIONS
 from tests.golden import golden_scripts, launchers
 
@@ -19,8 +19,8 @@ FREE = {"WANDB_PROJECT"}
 
 
 def _exported_by_files() -> set[str]:
-    overlays = [load_overlay("precision", name) for name in PRECISIONS]
-    overlays += [load_overlay("ep_backend", name) for name in EP_BACKENDS]
+    overlays: list[Overlay] = [*map(load_precision, PRECISIONS)]
+    overlays += [load_ep_backend(name) for name in EP_BACKENDS]
     names = {name for one in overlays for name in (*one.environment, *one.environment_from)}
     return names | {name for cluster in CLUSTERS for name in load_cluster(cluster).environment}
 
@@ -42,7 +42,7 @@ def test_a_variable_of_the_scripts_is_refused(tmp_path: Path, key: str, name: st
     path = tmp_path / "mine.yaml"
     path.write_text(f"description: a\n{key}: {{{name}: OTHER}}\n")
     with pytest.raises(InputError, match=rf"mine.yaml:2: {key}.{name}: is a variable of bash or"):
-        load_overlay("precision", str(path))
+        load_precision(str(path))
 
 
 @pytest.mark.parametrize("value", ["/x:$PATH", "${HOME}/x", "$HOME"])

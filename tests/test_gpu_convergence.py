@@ -33,7 +33,7 @@ from bench.torchrun import Job
 from bench.training import Outcome
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.validate import validation_errors
 from cookbook.observe.lines import StepMetrics
 
 pytestmark = pytest.mark.bench
@@ -59,7 +59,7 @@ def test_every_arm_trains_on_the_same_tokens_and_can_run_on_two_h200(tmp_path: P
     plan = REGISTERED.plan(1000)
     for arm in ARMS:
         cell = cell_of(plan, arm, 1003, place(tmp_path))
-        assert refusals(cell) == []
+        assert validation_errors(cell) == []
         assert (cell.recipe.name, cell.world) == ("proxy", arm.gpus)
         assert cell.options["training.local_batch_size"] * cell.world == 16
         assert cell.options["parallelism.expert_parallel_degree"] == arm.gpus

@@ -16,10 +16,10 @@ from bench.numerics_cases import PARTS, Case
 from bench.torchrun import Job, released_argv
 from bench.training import Outcome
 from cookbook.base.gpus import Gpu
+from cookbook.config.cell import train_argv
+from cookbook.config.resolve import this_machine
 from cookbook.config.stack import load_stack
-from cookbook.config.this_machine import this_machine
-from cookbook.config.train_args import train_argv
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.validate import validation_errors
 from cookbook.observe.lines import StepMetrics
 from tests.titan_config import parse
 
@@ -106,7 +106,7 @@ def test_the_fast_options_are_held_against_the_published_ones(case: Case) -> Non
     (reference,) = [one for one in ALL if one.name == case.reference]
     assert case.bound == 1e-4
     own, published = (job_of(one, H200, Path("out"), 20).cell for one in (case, reference))
-    assert refusals(own) == refusals(published) == []
+    assert validation_errors(own) == validation_errors(published) == []
     found, expected = (parse(train_argv(cell)) for cell in (own, published))
     assert found["model.attention"] == "flash_attention_4"
     assert (found["loss.num_chunks"], found["deepep.num_chunks"]) == (4, 2)

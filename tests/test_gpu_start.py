@@ -14,8 +14,8 @@ from bench import gpu_start
 from bench.gpu_start import job_of, measure, parts_of
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
-from cookbook.config.this_machine import this_machine
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.resolve import this_machine
+from cookbook.config.validate import validation_errors
 from cookbook.titan.common import kernel_cache
 
 H200 = this_machine(2, Gpu("NVIDIA H200", 9.0, 139.8))
@@ -57,7 +57,7 @@ def test_one_gpu_starts_the_same_without_deepep(tmp_path: Path) -> None:
     jobs = {start: job_of(start, tmp_path, alone) for start in gpu_start.STARTS}
     assert {job.cell.ep_backend.name for job in jobs.values()} == {"standard"}
     assert [job.released for job in jobs.values()] == [True, False, False, False]
-    assert all(refusals(job.cell) == [] for job in jobs.values() if not job.released)
+    assert all(validation_errors(job.cell) == [] for job in jobs.values() if not job.released)
     own, other = jobs["fast"].cell.options, job_of("fast", tmp_path, H200).cell.options
     names = own.settings.keys() | other.settings.keys()
     apart = {name for name in names if own[name] != other[name]}

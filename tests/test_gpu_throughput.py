@@ -23,7 +23,7 @@ from bench.torchrun import Job
 from bench.training import Outcome
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.observe.lines import StepMetrics
 
 H200 = this_machine(4, Gpu("NVIDIA H200", 9.0, 139.8))

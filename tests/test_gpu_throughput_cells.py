@@ -17,7 +17,7 @@ from bench.torchrun import Job, released_argv, torchrun_command
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cluster import Cluster
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.run.folder import CellFolder
 
 H200 = this_machine(4, Gpu("NVIDIA H200", 9.0, 139.8))
@@ -36,7 +36,7 @@ def job_of(name: str, out: Path) -> Job:
 @pytest.mark.titan
 @pytest.mark.parametrize("name", CELLS)
 def test_torchtitan_trains_what_a_cell_says(name: str, tmp_path: Path) -> None:
-    from cookbook.config.train_args import train_argv
+    from cookbook.config.cell import train_argv
     from tests.titan_config import parse
 
     job = job_of(name, tmp_path)

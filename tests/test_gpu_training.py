@@ -24,8 +24,8 @@ from bench.torchrun import Job, environment_of, released_argv, torchrun_command
 from bench.training import Outcome, train_all, train_one
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
+from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.stack import load_stack
-from cookbook.config.this_machine import cell_on, this_machine
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from tests.titan_config import parse

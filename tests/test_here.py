@@ -12,7 +12,7 @@ from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.cli.launch import refused_here
 from cookbook.config.cell import Cell
-from cookbook.config.this_machine import cell_on, this_machine
+from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.validate.here import missing_files, missing_here
 from tests.cells import CLUSTER_FILES
 from tests.check_cells import cell_of, with_options

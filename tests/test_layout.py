@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from cookbook.config.finding import Finding
-from cookbook.config.layout import DEGREES, layout_of
-from cookbook.config.options import Options, Setting
+from cookbook.config.options import DEGREES, Options, Setting, layout_of
 from cookbook.config.validate.layout import DEEPEP_SIZES, layout_findings
 from tests.cells import STACK
 
@@ -146,7 +145,7 @@ def test_the_remedy_helps(world: int, backend: str) -> None:
 
 def test_a_remedy_for_a_file_says_how_to_try_it() -> None:
     place = f"recipes/mine.yaml:3: {DEGREES['ep']}"
-    options = _all({**MODEL, DEGREES["ep"]: 5}).over({DEGREES["ep"]: Setting(5, place)})
+    options = _all({**MODEL, DEGREES["ep"]: 5}).override({DEGREES["ep"]: Setting(5, place)})
     (finding,) = layout_findings(options, 8)
     assert finding.remedy == f"try 4: --set {DEGREES['ep']}=4"
 

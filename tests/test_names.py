@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES, ROOT, runs_folder
 from cookbook.config.finding import WARNING, Finding
-from cookbook.config.layout import Layout
 from cookbook.config.names import check_name, find_file, reference, word_of
+from cookbook.config.options import Layout
 
 
 @pytest.mark.parametrize("name", ["a", "a" * 60, "0.b-c_D"])

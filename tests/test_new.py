@@ -74,7 +74,7 @@ def test_an_overlay_is_copied_without_the_names_of_the_original(
     assert done.returncode == 0, done.stderr
     assert f"wrote recipes/{kind}/mine.yaml" in done.stdout
     assert "synonyms" not in own.text(f"{kind}/mine.yaml")
-    assert yaml.safe_load(own.text(f"{kind}/mine.yaml"))["active"]
+    assert yaml.safe_load(own.text(f"{kind}/mine.yaml"))["expect"]
     listed = own.run("list")
     assert listed.returncode == 0 and "\n  mine " in listed.stdout
     option = f"--{kind.replace('_', '-')}"

@@ -8,8 +8,7 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.config.options import Options, Setting
-from cookbook.config.pins import read_pins, stack_name
-from cookbook.config.stack import load_stack
+from cookbook.config.stack import load_stack, read_pins, stack_name
 
 PINS = """# stack 2030.01
 torch==2.10.0  # from the index
@@ -43,16 +42,16 @@ def test_what_is_set_last_holds_and_names_its_place() -> None:
     assert recipe[steps] == 5 and recipe[length] == load_stack().options[length].default
     assert steps in recipe and length not in recipe
     layers = ({steps: Setting(6, "sweep.yaml:2")}, {steps: Setting(7, "--set")})
-    over = recipe.over(*layers)
+    over = recipe.override(*layers)
     assert (over[steps], recipe[steps]) == (7, 5)
     # Each place ends with the option.
-    assert recipe.place(steps) == "mine.yaml:3: training.steps"
-    assert over.place(steps) == "--set: training.steps"
-    assert over.place(length) == length
+    assert recipe.origin(steps) == "mine.yaml:3: training.steps"
+    assert over.origin(steps) == "--set: training.steps"
+    assert over.origin(length) == length
     named = {"model.name": Setting("deepseek_v3", ""), flavor: Setting("16B", "")}
-    model = recipe.over(named).model
+    model = recipe.override(named).model
     assert model is not None and model.n_layers == 27
-    assert recipe.over(named, {flavor: Setting("17B", "")}).model is None
+    assert recipe.override(named, {flavor: Setting("17B", "")}).model is None
 
 
 def test_the_table_says_what_may_be_nothing_and_what_there_is_to_choose() -> None:

@@ -11,12 +11,11 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
 from cookbook.config import overlay as overlay_module
-from cookbook.config.active import implied
 from cookbook.config.cell import Cell
 from cookbook.config.options import Options, Setting
-from cookbook.config.overlay import Overlay, load_overlay
+from cookbook.config.overlay import Overlay, implied, load_ep_backend, load_overlay, load_precision
 from cookbook.config.resolve import resolve_cell
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.validate import validation_errors
 from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, STACK, Point
 from tests.check_cells import cell_of
 
@@ -26,7 +25,7 @@ GROUPED, LINEAR = "cookbook.grouped_gemms", "cookbook.linear_layers"
 @pytest.mark.parametrize("point", POINTS, ids=str)
 def test_every_overlay_turns_on_what_it_declares(point: Point) -> None:
     cell = point.cell()
-    declared = {**cell.precision.active, **cell.ep_backend.active}
+    declared = {**cell.precision.expect, **cell.ep_backend.expect}
     assert implied(cell.options) == {
         name.removeprefix("cookbook."): setting.value for name, setting in declared.items()
     }
@@ -75,7 +74,7 @@ def _copy(folder: Path, kind: str, name: str, *changes: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_a_copied_precision_passes_under_its_own_name(tmp_path: Path, name: str) -> None:
-    mine = load_overlay("precision", _copy(tmp_path, "precision", name))
+    mine = load_precision(_copy(tmp_path, "precision", name))
     for point in POINTS:
         if point.precision != name:
             continue
@@ -83,7 +82,7 @@ def test_a_copied_precision_passes_under_its_own_name(tmp_path: Path, name: str)
         asked = {
             name: setting
             for name, setting in cell.options.settings.items()
-            if setting.place.startswith("--set")
+            if setting.origin.startswith("--set")
         }
         copy = resolve_cell(cell.recipe, mine, cell.ep_backend, cell.cluster, overrides=asked)
         assert copy.name == cell.name.replace(f"-{name}-", "-mine-")
@@ -138,8 +137,8 @@ def test_a_copied_precision_goes_with_the_quantized_all_to_all(tmp_path: Path) -
         (
             "ep_backend",
             "standard",
-            "active:\n  dispatch: standard\n",
-            "active:\n  dispatch: deepep\n",
+            "expect:\n  dispatch: standard\n",
+            "expect:\n  dispatch: deepep\n",
             "EP backend mine declares dispatch deepep, and the options turn on standard",
         ),
     ],
@@ -153,7 +152,7 @@ def test_a_declaration_that_is_not_what_trains_is_refused_with_both(
     overlays |= {"ep_backend": path} if kind == "ep_backend" else {}
     cell = cell_of("deepseek_v3_16b", **overlays)  # type: ignore[arg-type]
     assert cell.refused and words in cell.refused
-    assert "would stop at its first step; correct the options, or `active` in mine.yaml" in (
+    assert "would stop at its first step; correct the options, or `expect` in mine.yaml" in (
         cell.refused
     )
 
@@ -161,18 +160,18 @@ def test_a_declaration_that_is_not_what_trains_is_refused_with_both(
 def test_with_one_ep_rank_nothing_is_dispatched() -> None:
     cell = cell_of("deepseek_v3_16b", {"parallelism.expert_parallel_degree": 1}, nodes=1)
     declared = {"cookbook.dispatch": Setting("deepep", "")}
-    other = replace(cell, ep_backend=replace(cell.ep_backend, active=declared))
-    assert refusals(other) == []
+    other = replace(cell, ep_backend=replace(cell.ep_backend, expect=declared))
+    assert validation_errors(other) == []
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("active: {grouped_gemm: mxfp8}", "mine.yaml:2: active.grouped_gemm: unknown key"),
-        ("active: {grouped_gemm: mxfp8}", "did you mean 'grouped_gemms'?"),
-        ("active: {dispatch: deepep}", "allowed: grouped_gemms, linear_layers"),
-        ("active: mxfp8", "mine.yaml:2: active: found the text 'mxfp8', allowed: a mapping"),
-        ("active: {grouped_gemms: 8}", "active.grouped_gemms: "),
+        ("expect: {grouped_gemm: mxfp8}", "mine.yaml:2: expect.grouped_gemm: unknown key"),
+        ("expect: {grouped_gemm: mxfp8}", "did you mean 'grouped_gemms'?"),
+        ("expect: {dispatch: deepep}", "allowed: grouped_gemms, linear_layers"),
+        ("expect: mxfp8", "mine.yaml:2: expect: found the text 'mxfp8', allowed: a mapping"),
+        ("expect: {grouped_gemms: 8}", "expect.grouped_gemms: "),
     ],
 )
 def test_a_wrong_declaration_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -180,7 +179,7 @@ def test_a_wrong_declaration_is_named(tmp_path: Path, text: str, message: str) -
     path = tmp_path / "mine.yaml"
     path.write_text(f"description: a\n{text}\n")
     with pytest.raises(InputError) as caught:
-        load_overlay("precision", str(path))
+        load_precision(str(path))
     assert message in str(caught.value)
 
 
@@ -188,12 +187,12 @@ def test_without_a_declaration_nothing_may_be_turned_on(tmp_path: Path) -> None:
     load_overlay.cache_clear()
     path = tmp_path / "mine.yaml"
     path.write_text("description: a\n")
-    overlay = load_overlay("precision", str(path))
-    assert (overlay.declares("grouped_gemms"), overlay.declares("linear_layers")) == (
+    overlay = load_precision(str(path))
+    assert (overlay.expects("grouped_gemms"), overlay.expects("linear_layers")) == (
         "bf16",
         "bf16",
     )
-    assert load_overlay("ep_backend", str(path)).declares("dispatch") == "standard"
+    assert load_ep_backend(str(path)).expects("dispatch") == "standard"
 
 
 @pytest.mark.parametrize("kind", ["precision", "ep_backend"])
@@ -201,7 +200,7 @@ def test_every_value_that_files_declare_is_known_to_the_training_process(kind: s
     names = PRECISIONS if kind == "precision" else EP_BACKENDS
     overlays: list[Overlay] = [load_overlay(kind, name) for name in names]
     for overlay in overlays:
-        for name in overlay.active:
+        for name in overlay.expect:
             assert name in STACK.options
 
 
@@ -210,7 +209,7 @@ def test_emulation_may_change_no_option(tmp_path: Path) -> None:
     for name, block in (("none", ""), ("null", "emulated:\n"), ("empty", "emulated: {}\n")):
         file = tmp_path / f"{name}.yaml"
         file.write_text(f"description: mine\n{block}")
-        emulated = load_overlay("precision", str(file)).emulated
+        emulated = load_precision(str(file)).emulated
         assert emulated == ({} if name == "empty" else None)
 
 
@@ -220,16 +219,16 @@ def test_synonyms_name_one_overlay_each(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("cookbook.config.names.RECIPES", recipes)
     _forget()
     try:
-        assert load_overlay("precision", "mxfp8_default").name == "mxfp8"
+        assert load_precision("mxfp8_default").name == "mxfp8"
         shutil.copy(recipes / "precision/mxfp8.yaml", recipes / "precision/mine.yaml")
         _forget()
         for name in ("mxfp8_default", "mine"):
             with pytest.raises(InputError, match=r"found 'mxfp8_default', which .* has already"):
-                load_overlay("precision", name)
+                load_precision(name)
         # A file that cannot be read takes nothing from the others.
         (recipes / "precision/mine.yaml").write_text("[")
         _forget()
-        assert load_overlay("precision", "mxfp8_default").name == "mxfp8"
+        assert load_precision("mxfp8_default").name == "mxfp8"
     finally:
         _forget()
 
@@ -241,7 +240,7 @@ def _forget() -> None:
 
 
 def test_a_cell_is_held_to_its_overlays_by_options_of_the_job() -> None:
-    from cookbook.config.train_args import train_argv
+    from cookbook.config.cell import train_argv
 
     cell: Cell = cell_of("deepseek_v3_16b", precision="mxfp8_linear", ep_backend="mxfp8_a2a")
     for word in (

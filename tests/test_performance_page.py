@@ -14,7 +14,7 @@ import pytest
 from bench.throughput_cells import CELLS, cell_of
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.view import count_views
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from cookbook.config.cell import SAVE_LIST, Cell
-from cookbook.config.layout import DEGREES
+from cookbook.config.options import DEGREES
 from cookbook.plan.describe import as_mapping, degrees, recomputation
 from cookbook.plan.explain import walk
 from cookbook.plan.left_out import left_out

@@ -137,7 +137,7 @@ def test_flash_attention_is_tried_where_there_are_kernels(capability: float, kin
 
 def test_another_precision_keeps_what_was_set() -> None:
     asked = {"training.seq_len": Setting(4096, "--set training.seq_len")}
-    base = dataclasses.replace(CELL, options=CELL.options.over(asked))
+    base = dataclasses.replace(CELL, options=CELL.options.override(asked))
     found = combinations(f"{PP}=1", f"{BATCH}=4", "precision=bf16,float8", base=base)
     assert {cell.precision.name for cell in found} == {"bf16", "float8"}
     assert {cell.options["training.seq_len"] for cell in found} == {4096}

@@ -10,7 +10,7 @@ import pytest
 
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
-from cookbook.config.this_machine import this_machine
+from cookbook.config.resolve import this_machine
 from cookbook.predict.layers import RankLayers
 from cookbook.predict.memory import GIB, StageMemory, predict_memory
 from cookbook.predict.shapes import destinations, padded_tokens, shapes_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cookbook.config.layout import Layout
+from cookbook.config.options import Layout
 from cookbook.predict import view
 from cookbook.predict.actions import Actions
 from cookbook.predict.parameters import layer_parameters, unit_sizes

@@ -10,11 +10,11 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
 from cookbook.config.cluster import load_cluster
-from cookbook.config.environment import exported
 from cookbook.config.expand import CellRequest, expand_sweep
 from cookbook.config.names import names_in
-from cookbook.config.overlay import load_overlay
+from cookbook.config.overlay import load_overlay, load_precision
 from cookbook.config.recipe import load_recipe
+from cookbook.config.shared_keys import exported
 from cookbook.config.sweep import sweep_of_recipe
 from cookbook.run.record import read_record
 from tests.cells import EP_BACKENDS, PRECISIONS, walked
@@ -42,7 +42,7 @@ def test_every_recipe_is_read_and_explained(name: str) -> None:
     assert sum(line.lstrip().startswith("#") for line in text) >= 5
     # Every setting knows where it stands.
     for option, setting in recipe.settings.items():
-        line = int(setting.place.split(":")[1])
+        line = int(setting.origin.split(":")[1])
         assert option.rpartition(".")[2] in text[line - 1]
 
 
@@ -184,7 +184,7 @@ def test_a_wrong_overlay_is_one_message_with_its_place(
     tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        load_overlay("precision", _write(tmp_path, text))
+        load_precision(_write(tmp_path, text))
     assert message in str(caught.value)
     assert "mine.yaml" in str(caught.value)
 
@@ -214,7 +214,7 @@ def test_a_file_whose_name_is_no_name_is_refused(tmp_path: Path) -> None:
 
 def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
     text = "description: a\nenvironment: {A: true, B: 1, C: 3.10, D: x y, E: false, F: 1_000}\n"
-    overlay = load_overlay("precision", _write(tmp_path, text))
+    overlay = load_precision(_write(tmp_path, text))
     assert exported(overlay.environment) == {
         "A": "1",
         "B": "1",

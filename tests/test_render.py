@@ -23,7 +23,7 @@ from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting
-from cookbook.config.overlay import load_overlay
+from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
 from cookbook.launch.header import sbatch_lines
@@ -50,7 +50,7 @@ CELLS["nasty"] = replace(
     cluster=replace(
         _LAST.cluster, environment=Words({f"TEXT_{n}": text for n, text in enumerate(NASTY)})
     ),
-    options=_LAST.options.over(
+    options=_LAST.options.override(
         {name: Setting(text, "") for name, text in zip(TEXTS, NASTY[::-1], strict=False)}
     ),
 )
@@ -448,8 +448,8 @@ def test_files_of_ones_own_are_held_to_what_they_declare(tmp_path: Path, checkou
     (tmp_path / "my_recipe.yaml").write_text(text.replace("name: debug", "name: mine"))
     cell = resolve_cell(
         load_recipe(str(tmp_path / "my_recipe.yaml")),
-        load_overlay("precision", str(tmp_path / "my_precision.yaml")),
-        load_overlay("ep_backend", str(tmp_path / "my_ep_backend.yaml")),
+        load_precision(str(tmp_path / "my_precision.yaml")),
+        load_ep_backend(str(tmp_path / "my_ep_backend.yaml")),
         load_cluster("soperator-b200"),
     )
     script = tmp_path / "train.sh"
@@ -535,8 +535,8 @@ def test_texts_reach_torchrun_unchanged_and_none_is_executed(
     cluster_file.write_text(dump(cluster) + "nodes: 2\nranks_per_node: 2\n", encoding="utf-8")
     cell = resolve_cell(
         load_recipe(str(recipe_file)),
-        load_overlay("precision", "bf16"),
-        load_overlay("ep_backend", "standard"),
+        load_precision("bf16"),
+        load_ep_backend("standard"),
         load_cluster(str(cluster_file)),
     )
     assert {name: cell.options[name] for name in options} == options

@@ -50,7 +50,9 @@ def _cell(**options: object) -> Cell:
     settings = {"checkpoint.enable": True, **options}
     return replace(
         cell,
-        options=cell.options.over({name: Setting(value, "") for name, value in settings.items()}),
+        options=cell.options.override(
+            {name: Setting(value, "") for name, value in settings.items()}
+        ),
     )
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from cookbook.base.errors import InputError
 from cookbook.base.schema import Unchecked
-from cookbook.config.train_args import train_argv
+from cookbook.config.cell import train_argv
 from cookbook.run.checkpoints import STATES
 from cookbook.run.folder import Attempt
 from cookbook.run.history import AttemptEnd, Cause, write_attempt_end

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.config.options import argv_of
 from cookbook.config.recipe import load_recipe
 from cookbook.config.stack import load_stack
-from cookbook.config.titan_flags import argv_of
 from tests.checkout import copy_checkout
 from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
 from tests.slurm_cluster import SlurmCluster

@@ -10,11 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
-from cookbook.config.option import Option
-from cookbook.config.options import Setting
-from cookbook.config.pins import read_pins
-from cookbook.config.stack import load_stack
-from cookbook.config.titan_flags import argv_of, parse_argv
+from cookbook.config.options import Setting, argv_of, parse_argv
+from cookbook.config.stack import Option, load_stack, read_pins
 from tests.cells import STACK
 from tests.golden import OPTION_TABLE, option_table
 from tests.titan_config import parse, typed

@@ -15,7 +15,7 @@ import torch
 from bench.gradient_cases import Case, cell_of, corrected_cases, fault_cases
 from bench.gradient_table import GRADIENTS, is_seen, worst
 from bench.gradients import thinned
-from cookbook.config.train_args import train_argv
+from cookbook.config.cell import train_argv
 from tests.titan_config import parse
 from tests.titan_ranks import run_ranks
 from tests.titan_run import write_assets

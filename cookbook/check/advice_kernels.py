@@ -6,9 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cookbook.config.cell import ATTENTION, NUM_SMS, Cell
-from cookbook.config.finding import HINT, WARNING, Finding
+from cookbook.config.finding import (
+    DEEPEP,
+    FLASH_ATTENTION,
+    HINT,
+    TORCHAO,
+    TORCHTITAN,
+    WARNING,
+    Finding,
+)
 from cookbook.config.validate.kernels import NVLINK_PEERS
-from cookbook.config.validate.references import DEEPEP, FLASH_ATTENTION, TORCHAO, TORCHTITAN
 from cookbook.predict.shapes import destinations, groups
 
 _BLOG = (

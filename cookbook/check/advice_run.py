@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from cookbook.base.pipelines import is_v_shaped
 from cookbook.config.cell import Cell
-from cookbook.config.finding import HINT, WARNING, Finding
-from cookbook.config.layout import DEGREES
+from cookbook.config.finding import HINT, PIPELINING, TORCHTITAN, WARNING, Finding
+from cookbook.config.options import DEGREES
 from cookbook.config.validate.here import missing_files
 from cookbook.config.validate.pipeline import microbatches
-from cookbook.config.validate.references import PIPELINING, TORCHTITAN
 
 # Throughput runs are short; a longer run is there to learn something.
 _LONG_RUN = 200
@@ -20,7 +19,7 @@ _LONG_RUN = 200
 def paths_are_here(cell: Cell) -> Iterator[Finding]:
     """A path that was typed may have a slip; the recipes' own are made by setup.sh."""
     for finding in missing_files(cell):
-        if cell.options.settings[finding.option].place.startswith("--set"):
+        if cell.options.settings[finding.option].origin.startswith("--set"):
             yield replace(finding, level=WARNING, reason=f"{finding.reason}, seen from here")
 
 

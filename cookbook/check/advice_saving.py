@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cookbook.config.cell import Cell
-from cookbook.config.finding import HINT, Finding
-from cookbook.config.validate.references import TORCHTITAN
+from cookbook.config.finding import HINT, TORCHTITAN, Finding
 
 _INTERVAL = "checkpoint.interval_minutes"
 _DALY = "https://doi.org/10.1016/j.future.2004.11.016"

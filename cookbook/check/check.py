@@ -14,7 +14,7 @@ from cookbook.check.declared import undeclared
 from cookbook.check.dry_run import Built, build_cells
 from cookbook.config.cell import Cell
 from cookbook.config.finding import ERROR, WARNING, Finding
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.validate import validation_errors
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.predict.work import Work, count_work
@@ -92,7 +92,7 @@ class CellCheck:
 
 def judge(cell: Cell) -> list[Finding]:
     """What is known without building the cell: why it cannot run, else what it should know."""
-    refused = refusals(cell)
+    refused = validation_errors(cell)
     # Advice on a layout that does not divide would be about something else.
     return refused if any(finding.is_input for finding in refused) else [*refused, *advice(cell)]
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cookbook.config.active import OF_PRECISION
 from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, Finding
-from cookbook.config.validate.references import TORCHTITAN
+from cookbook.config.finding import ERROR, TORCHTITAN, Finding
+from cookbook.config.overlay import OF_PRECISION
 
 _REFERENCE = f"{TORCHTITAN}/components/quantization"
 
@@ -24,7 +23,7 @@ def undeclared(cell: Cell, views: Sequence[Mapping[str, Any]]) -> Iterator[Findi
         views: what the fake world says of one rank of every pipeline stage.
     """
     for key in OF_PRECISION:
-        declared, found = cell.precision.declares(key), _found(views, key)
+        declared, found = cell.precision.expects(key), _found(views, key)
         if declared == found:
             continue
         yield Finding(
@@ -33,7 +32,7 @@ def undeclared(cell: Cell, views: Sequence[Mapping[str, Any]]) -> Iterator[Findi
             "",
             f"precision {cell.precision.name} declares {key} {declared}, and in the model that "
             f"TorchTitan builds {found} is active: the job would stop at its first step",
-            f"correct the options, or `active` in {cell.precision.path.name}",
+            f"correct the options, or `expect` in {cell.precision.path.name}",
             _REFERENCE,
         )
 

@@ -20,9 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import Cell
+from cookbook.config.cell import Cell, train_argv
 from cookbook.config.stack import load_stack
-from cookbook.config.train_args import train_argv
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.request import unjudged_cell
+from cookbook.cli.request import merged_cell
 from cookbook.config.cell import Cell
 from cookbook.config.expand import command_line_settings
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.validate import validation_errors
 from cookbook.plan.explain import Walk, walk
 from cookbook.plan.figure import render_svg
 from cookbook.plan.left_out import left_out
@@ -32,7 +32,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """Search, print what was found, and write what was asked for; 1 where nothing fits."""
     if arguments.best < 0:
         raise InputError("--best", f"found {arguments.best}, allowed: 0 and up")
-    base = unjudged_cell(arguments)
+    base = merged_cell(arguments)
     _answer_by_refusal(base)
     if arguments.output:
         check_target(Path(arguments.output))
@@ -48,7 +48,7 @@ def plan(arguments: argparse.Namespace) -> int:
     refused = left_out(space, cells)
     if not cells:
         raise InputError("--vary", "leaves no layout that the rules allow", _first(refused))
-    recipe = None if refusals(base) else evaluate(base, documents)
+    recipe = None if validation_errors(base) else evaluate(base, documents)
     found = search(cells, documents, _Progress(len(cells)))
     if found.interrupted and sys.stderr.isatty():
         # The bar, and the terminal's own ^C.
@@ -94,7 +94,7 @@ def _walk(words: str, base: Cell, ranked: list[Candidate], documents: Documents)
     if len(places) != 2 or not all(place.isdigit() for place in places):
         raise InputError("--explain", f"found {words!r}, allowed: FROM,TO, as 0,1")
     start, end = map(int, places)
-    if 0 in (start, end) and refusals(base):
+    if 0 in (start, end) and validation_errors(base):
         raise InputError("--explain", "the recipe's own layout cannot run here", "as 1,2")
     if max(start, end) >= len(known):
         raise InputError(

@@ -10,8 +10,8 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.expand import CellRequest, command_line_settings, expand_sweep
 from cookbook.config.options import Settings
-from cookbook.config.overlay import load_overlay
-from cookbook.config.resolve import lay_out
+from cookbook.config.overlay import load_ep_backend, load_precision
+from cookbook.config.resolve import merge_config
 from cookbook.config.sweep import Sweep, load_sweep, sweep_of_recipe
 
 
@@ -23,18 +23,18 @@ def requested_cell(arguments: argparse.Namespace, settings: Settings | None = No
     return cell
 
 
-def unjudged_cell(arguments: argparse.Namespace) -> Cell:
+def merged_cell(arguments: argparse.Namespace) -> Cell:
     """The one cell of a recipe before the rules judge it: its layout may not fit the cluster."""
     request = _request(arguments)
     sweep = sweep_of_recipe(arguments.recipe)
     precision, ep_backend = sweep.pairs[0]
     if request.precision is not None:
         with named_at("--precision"):
-            precision = load_overlay("precision", request.precision)
+            precision = load_precision(request.precision)
     if request.ep_backend is not None:
         with named_at("--ep-backend"):
-            ep_backend = load_overlay("ep_backend", request.ep_backend)
-    return lay_out(
+            ep_backend = load_ep_backend(request.ep_backend)
+    return merge_config(
         sweep.recipes[0],
         precision,
         ep_backend,

@@ -13,9 +13,9 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.cli.check import refuse_by_check
 from cookbook.cli.launch import describe_plan, refused_here, run_cell, say_submitted
 from cookbook.cli.watch import wait_for
-from cookbook.config.again import recorded_cell
 from cookbook.config.cell import Cell
 from cookbook.config.expand import command_line_settings
+from cookbook.config.resolve import cell_from_record
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, find_run, is_run, run_names
@@ -113,7 +113,7 @@ def _next_attempt(folder: CellFolder, arguments: argparse.Namespace) -> Cell:
     if record.refused:
         raise InputError(f"{place}: {REFUSED}", record.refused, "start a new run")
     settings = command_line_settings(arguments.set)
-    return recorded_cell(folder.name, record, place, arguments.nodes, settings)
+    return cell_from_record(folder.name, record, place, arguments.nodes, settings)
 
 
 def _found(folder: CellFolder, cell: Cell) -> Found:

@@ -68,7 +68,7 @@ def show_cell(arguments: argparse.Namespace) -> int:
     cell = requested_cell(arguments)
     record = cell.record()
     if arguments.origins:
-        places = {name: setting.place for name, setting in cell.options.settings.items()}
+        places = {name: setting.origin for name, setting in cell.options.settings.items()}
         record = shown_with_places(record, places)
     print(record.as_yaml(), end="")
     return 0

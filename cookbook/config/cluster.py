@@ -14,10 +14,9 @@ from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu, has_slurm, visible_gpus
 from cookbook.base.schema import Words, fill, from_zero, key_named
 from cookbook.base.yamlfile import YamlFile, described, read_yaml
-from cookbook.config.environment import check_environment
 from cookbook.config.names import find_file
 from cookbook.config.options import Settings
-from cookbook.config.sections import read_sections, sections
+from cookbook.config.shared_keys import check_environment, read_sections, sections
 
 
 @dataclass(frozen=True)

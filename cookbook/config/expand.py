@@ -10,7 +10,7 @@ from cookbook.base.errors import InputError, named_at
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster
 from cookbook.config.options import Setting, Settings
-from cookbook.config.overlay import load_overlay
+from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.resolve import resolve_cell
 from cookbook.config.stack import load_stack
 from cookbook.config.sweep import Pair, Sweep, pair_name
@@ -88,10 +88,10 @@ def _asked_pairs(sweep: Sweep, request: CellRequest) -> Iterable[Pair]:
     for precision, ep_backend in sweep.pairs:
         if request.precision is not None:
             with named_at("--precision"):
-                precision = load_overlay("precision", request.precision)
+                precision = load_precision(request.precision)
         if request.ep_backend is not None:
             with named_at("--ep-backend"):
-                ep_backend = load_overlay("ep_backend", request.ep_backend)
+                ep_backend = load_ep_backend(request.ep_backend)
         pair = precision, ep_backend
         pairs.setdefault(pair_name(pair), pair)
     return pairs.values()

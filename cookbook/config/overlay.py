@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,17 +12,57 @@ from typing import Any, Literal
 from cookbook.base.errors import InputError, unknown_name
 from cookbook.base.schema import Words, fill, mapping_at
 from cookbook.base.yamlfile import YamlFile, read_yaml, shown_path
-from cookbook.config.active import OF_EP_BACKEND, OF_PRECISION
-from cookbook.config.environment import check_environment, check_variables
 from cookbook.config.names import check_name, find_file, names_in
-from cookbook.config.options import Setting, Settings
-from cookbook.config.sections import read_options, read_sections, sections
+from cookbook.config.options import Options, Setting, Settings
+from cookbook.config.shared_keys import (
+    check_environment,
+    check_variables,
+    read_options,
+    read_sections,
+    sections,
+)
 from cookbook.config.stack import load_stack
+
+# By what an overlay may say of it.
+OF_PRECISION = ("grouped_gemms", "linear_layers")
+OF_EP_BACKEND = ("dispatch",)
+_A2A = "parallelism.expert_parallel_a2a_"
+
+
+def implied(options: Options) -> dict[str, str]:
+    """`grouped_gemms`, `linear_layers` and `dispatch` as the options would have them."""
+    converters = options["model.converters"]
+    grouped = {
+        "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
+        "quantize.grouped_mm.float8": "fp8_rowwise",
+    }
+    linear = {"quantize.linear.mx": "mx", "quantize.linear.float8": "float8"}
+    return {
+        "grouped_gemms": _join(grouped[name] for name in converters if name in grouped),
+        "linear_layers": _join(linear[name] for name in converters if name in linear),
+        "dispatch": _dispatch(options),
+    }
+
+
+def _join(found: Iterable[str]) -> str:
+    return " and ".join(found) or "bf16"
+
+
+def _dispatch(options: Options) -> str:
+    if options["parallelism.expert_parallel_comm_backend"] == "deepep":
+        return "deepep"
+    quantized = [
+        options[f"{_A2A}{part}"] for part in ("dispatch_fwd_precision", "combine_bwd_precision")
+    ]
+    if quantized == ["mxfp8", "mxfp8"]:
+        return "mxfp8"
+    return "standard" if quantized == ["default", "default"] else "mxfp8 in one exchange of two"
+
 
 Kind = Literal["precision", "ep_backend"]
 
-# What each kind declares in its `active` block, and what holds where it declares nothing.
-_ACTIVE: Mapping[Kind, Mapping[str, str]] = {
+# What each kind declares in its `expect` block, and what holds where it declares nothing.
+_EXPECTED: Mapping[Kind, Mapping[str, str]] = {
     "precision": dict.fromkeys(OF_PRECISION, "bf16"),
     "ep_backend": dict.fromkeys(OF_EP_BACKEND, "standard"),
 }
@@ -51,7 +91,7 @@ class Overlay:
     """A precision or an EP backend.
 
     Attributes:
-        active: what must be active in training, as the options `cookbook.<key>` of the job.
+        expect: what must be active in training, as the options `cookbook.<key>` of the job.
         environment_from: exports a variable with the value of another, where the cluster sets that.
         emulated: laid over `settings` where the GPU lacks `needs.compute_capability`; None where
             there is no emulation.
@@ -61,7 +101,7 @@ class Overlay:
     name: str
     description: str
     needs: Needs
-    active: Settings
+    expect: Settings
     settings: Settings
     emulated: Settings | None
     path: Path
@@ -69,9 +109,33 @@ class Overlay:
     environment: Words = field(default_factory=Words)
     environment_from: Words = field(default_factory=Words)
 
-    def declares(self, key: str) -> Any:
-        """What the overlay's `active` block says of `key`."""
-        return self.active[f"cookbook.{key}"].value
+    def expects(self, key: str) -> Any:
+        """What the overlay's `expect` block says of `key`."""
+        return self.expect[f"cookbook.{key}"].value
+
+
+@dataclass(frozen=True)
+class Precision(Overlay):
+    """`bf16`, `mxfp8`, ...: the number formats of the experts' and the linear layers' GEMMs."""
+
+
+@dataclass(frozen=True)
+class EPBackend(Overlay):
+    """`standard`, `deepep`, ...: how tokens travel to the ranks of their experts."""
+
+
+def load_precision(name: str) -> Precision:
+    """Read the precision called `name`, by a synonym, or at the path `name`."""
+    overlay = load_overlay("precision", name)
+    assert isinstance(overlay, Precision)
+    return overlay
+
+
+def load_ep_backend(name: str) -> EPBackend:
+    """Read the EP backend called `name`, by a synonym, or at the path `name`."""
+    overlay = load_overlay("ep_backend", name)
+    assert isinstance(overlay, EPBackend)
+    return overlay
 
 
 @functools.cache
@@ -81,14 +145,14 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
         name = _synonyms(kind).get(name, [name])[0]
     path = find_file(kind, name)
     file = read_yaml(path)
-    overlay = fill(
-        Overlay,
+    overlay: Overlay = fill(
+        Precision if kind == "precision" else EPBackend,
         file,
-        beside=("needs", "active", "emulated", *sections()),
+        beside=("needs", "expect", "emulated", *sections()),
         kind=kind,
         name=path.stem,
         needs=_read_needs(file),
-        active=_read_active(file, kind),
+        expect=_read_expect(file, kind),
         settings=read_sections(file),
         emulated=_read_emulated(file),
         path=path,
@@ -120,17 +184,17 @@ def _read_needs(file: YamlFile) -> Needs:
     return needs
 
 
-def _read_active(file: YamlFile, kind: Kind) -> Settings:
-    declared = mapping_at(file, "active")
+def _read_expect(file: YamlFile, kind: Kind) -> Settings:
+    declared = mapping_at(file, "expect")
     for key in declared:
-        if key not in _ACTIVE[kind]:
-            raise unknown_name(file.place("active", key), "key", key, _ACTIVE[kind])
-    stack, active = load_stack(), {}
-    for key, default in _ACTIVE[kind].items():
-        place = file.place("active", key)
+        if key not in _EXPECTED[kind]:
+            raise unknown_name(file.place("expect", key), "key", key, _EXPECTED[kind])
+    stack, expect = load_stack(), {}
+    for key, default in _EXPECTED[kind].items():
+        place = file.place("expect", key)
         option = stack.option(place, f"cookbook.{key}")
-        active[option.name] = Setting(option.check(place, declared.get(key, default)), place)
-    return active
+        expect[option.name] = Setting(option.check(place, declared.get(key, default)), place)
+    return expect
 
 
 def _read_emulated(file: YamlFile) -> Settings | None:

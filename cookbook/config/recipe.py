@@ -13,7 +13,7 @@ from cookbook.base.schema import fill, from_zero, key_named
 from cookbook.base.yamlfile import read_yaml
 from cookbook.config.names import check_name, find_file, names_in
 from cookbook.config.options import Settings
-from cookbook.config.sections import read_sections, sections
+from cookbook.config.shared_keys import read_sections, sections
 
 
 @dataclass(frozen=True)

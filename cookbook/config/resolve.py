@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, named_at
+from cookbook.base.gpus import Gpu
+from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
-from cookbook.config.cluster import Cluster
-from cookbook.config.layout import DEGREES
+from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.names import word_of
-from cookbook.config.options import Options, Setting, Settings
-from cookbook.config.overlay import Overlay
+from cookbook.config.options import DEGREES, Options, Setting, Settings
+from cookbook.config.overlay import Overlay, load_ep_backend, load_precision
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.stack import load_stack
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.validate import validation_errors
+from cookbook.run.record import CellRecord
 
 # A folder's name may have 255 bytes; a run adds to it while it is made.
 _CELL_NAME_CHARACTERS = 200
@@ -40,7 +45,7 @@ def resolve_cell(
     Raises:
         InputError: degrees that do not divide, or a node count that the cluster does not have.
     """
-    cell = lay_out(
+    cell = merge_config(
         recipe,
         precision,
         ep_backend,
@@ -56,15 +61,15 @@ def resolve_cell(
             "vary less, or shorten the names",
         )
     cell = replace(cell, name=name, published=published_number(cell))
-    findings = refusals(cell)
+    findings = validation_errors(cell)
     for finding in findings:
         if finding.is_input:
-            place = cell.options.place(finding.option)
+            place = cell.options.origin(finding.option)
             raise InputError(place, finding.reason, finding.remedy)
     return replace(cell, refused=str(findings[0])) if findings else cell
 
 
-def lay_out(
+def merge_config(
     recipe: Recipe,
     precision: Overlay,
     ep_backend: Overlay,
@@ -85,7 +90,7 @@ def lay_out(
         stand_in_for, recipe = recipe.name, load_recipe(recipe.stand_in)
         left_out, of_sweep = tuple(of_sweep), {}
     emulated = _is_emulated(precision, cluster)
-    options = Options(load_stack(), {}).over(
+    options = Options(load_stack(), {}).override(
         recipe.settings,
         _local_layout(recipe, cluster),
         ep_backend.settings,
@@ -116,7 +121,7 @@ def published_number(cell: Cell) -> float | None:
     number = cell.recipe.published_numbers.get(cell.pair)
     if number is None or cell.nodes != cell.recipe.nodes or cell.stand_in_for is not None:
         return None
-    as_published = lay_out(cell.recipe, cell.precision, cell.ep_backend, cell.cluster)
+    as_published = merge_config(cell.recipe, cell.precision, cell.ep_backend, cell.cluster)
     names = {*cell.options.settings, *as_published.options.settings}
     same = all(cell.options[name] == as_published.options[name] for name in names)
     return number if same else None
@@ -154,3 +159,108 @@ def _is_emulated(precision: Overlay, cluster: Cluster) -> bool:
 def _suffix(varied: Settings) -> list[str]:
     """`local_batch_size_16` for each varied option."""
     return [f"{name.rpartition('.')[2]}_{word_of(one.value)}" for name, one in varied.items()]
+
+
+def cell_from_record(
+    name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
+) -> Cell:
+    """The cell of `record` as it was asked for most recently, under `overrides`, and judged.
+
+    Its options are the recorded ones, whatever became of the recipe; what an overlay declares and
+    what is exported come from the files as they are now.
+
+    Args:
+        name: of the cell's folder.
+        place: what an error names as the record's place.
+        nodes: None leaves them.
+
+    Raises:
+        InputError: the record names nothing that is here, or the cell cannot run.
+    """
+    newest = record.newest
+    parts = []
+    for key in ("recipe", "precision", "ep_backend", "cluster"):
+        part = record.files.get(key) or getattr(record, key)
+        if not part:
+            raise InputError(place, f"does not say its {key}", "start a new run")
+        parts.append(str(part))
+    stack = load_stack()
+    if record.stack != stack.name:
+        raise InputError(
+            f"{place}: stack", f"found {record.stack}, and this is {stack.name}", "start a new run"
+        )
+    settings = {
+        option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
+        for option, value in newest.asked_options.items()
+    }
+    with named_at(place):
+        cluster = load_cluster(parts[3])
+        cell = Cell(
+            name=name,
+            recipe=load_recipe(parts[0]),
+            precision=load_precision(parts[1]),
+            ep_backend=load_ep_backend(parts[2]),
+            cluster=cluster,
+            nodes=nodes or newest.nodes,
+            options=Options(stack, settings).override(overrides),
+            hooks=stack.hooks,
+            emulated=record.emulated,
+            stand_in_for=record.stand_in_for,
+            baseline=record.baseline,
+        )
+    if not 1 <= cell.nodes <= cluster.nodes - cell.spare_nodes:
+        allowed = f"1 to {cluster.nodes - cell.spare_nodes} on cluster {cluster.name}"
+        raise InputError("--nodes", f"found {cell.nodes}, allowed: {allowed}")
+    if cluster.ranks_per_node != record.ranks_per_node:
+        raise InputError(
+            f"{place}: ranks_per_node",
+            f"found {record.ranks_per_node}, and {cluster.name} has {cluster.ranks_per_node} here",
+            "start a new run",
+        )
+    findings = validation_errors(cell)
+    for finding in findings:
+        if finding.is_input:
+            raise InputError(cell.options.origin(finding.option), finding.reason, finding.remedy)
+    return replace(cell, refused=str(findings[0])) if findings else cell
+
+
+def this_machine(
+    ranks: int, gpu: Gpu | None, environment: Mapping[str, str] | None = None
+) -> Cluster:
+    """One node with `ranks` GPUs of that kind, or CPU ranks, without any settings of its own."""
+    return Cluster(
+        name="this machine",
+        description="the machine that this runs on",
+        # Not `local`: there, large recipes have stand-ins.
+        scheduler="slurm",
+        settings={},
+        path=Path(__file__),
+        gpus_per_node=ranks if gpu else None,
+        cpu_ranks_per_node=ranks,
+        gpu=gpu,
+        emulate=True,
+        environment=Words(environment or {}),
+    )
+
+
+def cell_on(
+    cluster: Cluster,
+    recipe: str,
+    precision: str,
+    ep_backend: str,
+    options: Mapping[str, Any],
+    name: str = "",
+    source: str = "bench",
+) -> Cell:
+    """A recipe with its overlays and `options` over them.
+
+    It is not judged: one may ask for what the rules refuse or do not know.
+    """
+    cell = merge_config(
+        load_recipe(recipe),
+        load_precision(precision),
+        load_ep_backend(ep_backend),
+        cluster,
+        layers=({}, {}, {name: Setting(value, source) for name, value in options.items()}),
+    )
+    return replace(cell, name=name or cell.name)

@@ -8,15 +8,157 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError, nearest, unknown_name
 from cookbook.base.paths import REQUIREMENTS
-from cookbook.config.option import Option
-from cookbook.config.pins import read_pins, stack_name
+from cookbook.base.yamlfile import control_character, described
+
+_LINE = re.compile(
+    r"(?P<name>[A-Za-z0-9_.-]+)\s*"
+    r"(?:==\s*(?P<version>[^\s;#]+)|@\s*(?P<source>\S+@(?P<commit>[0-9a-f]{7,40})))"
+    r"\s*(?:;\s*extra\s*==\s*[\"'](?P<extra>\w+)[\"'])?"
+)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One pinned package; `value` is its version, or its commit where `source` is a repository."""
+
+    name: str
+    value: str
+    source: str = ""
+    extra: str = ""
+
+    @property
+    def requirement(self) -> str:
+        """The line that pip takes, without the marker that keeps it out of a plain install."""
+        return f"{self.name} @ {self.source}" if self.source else f"{self.name}=={self.value}"
+
+
+def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
+    """The pins of `path` in their order."""
+    return [
+        Pin(
+            name=match["name"],
+            value=match["version"] or match["commit"],
+            source=match["source"] or "",
+            extra=match["extra"] or "",
+        )
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if (match := _LINE.match(line))
+    ]
+
+
+def stack_name(path: Path = REQUIREMENTS) -> str:
+    """The stack that `path` pins, from its first line (`# stack 2026.02`)."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[0].removeprefix("# stack").strip() if lines else ""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One TorchTitan option, e.g. `training.steps`, as the stack's JobConfig declares it."""
+
+    name: str
+    kind: str
+    default: Any
+    optional: bool = False
+    choices: tuple[str, ...] = ()
+
+    def check(self, place: str, value: Any) -> Any:
+        """`value` as TorchTitan would hold it; another type or choice is an input error."""
+        if value is None and self.optional:
+            return None
+        if self.kind == "choice":
+            if value not in self.choices:
+                raise unknown_name(place, "value", str(value), self.choices)
+            return value
+        if self.kind == "list" and isinstance(value, str):
+            value = value.split(",") if value else []
+        if self.kind == "float" and _KINDS["int"][0](value):
+            value = float(value) if abs(value) < 1e300 else math.inf
+        holds, allowed = _KINDS[self.kind]
+        if not holds(value):
+            quotes = self.kind == "str" and isinstance(value, bool | int | float)
+            remedy = "put it in quotes" if quotes else ""
+            raise InputError(place, f"found {described(value)}, allowed: {allowed}", remedy)
+        if self.optional and value == "None":
+            raise InputError(place, "found the text 'None', which TorchTitan reads as nothing")
+        if self.kind == "list" and not value and self.default:
+            # TorchTitan reads an empty word as a list of one empty name.
+            raise InputError(place, "found an empty list, which TorchTitan cannot be given here")
+        for items in {"list": [value], "lists": value}.get(self.kind, ()):
+            if any("," in item or item == "" for item in items):
+                raise InputError(
+                    place,
+                    f"found {items!r}: items may hold no comma and not be empty",
+                    "split the item",
+                )
+            # The words of a list of lists stand by themselves, where they would be options.
+            if self.kind == "lists" and (not items or items[0].startswith("-")):
+                raise InputError(
+                    place, f"found {items!r}: a list may not be empty or begin with '-'"
+                )
+        return value
+
+    def parse(self, place: str, text: str) -> Any:
+        """The value that `text` from a command line stands for."""
+        value: Any = text
+        if self.optional and text in ("None", "null"):
+            return None
+        try:
+            # Python reads the digits of every script as numbers.
+            if self.kind == "int" and text.isascii():
+                value = int(text)
+            elif self.kind == "float" and text.isascii():
+                value = float(text)
+            elif self.kind == "bool" and text.lower() in ("true", "false"):
+                value = text.lower() == "true"
+            elif self.kind == "lists":
+                value = json.loads(text)
+        except (ValueError, RecursionError):
+            pass
+        return self.check(place, value)
+
+    def arguments(self, value: Any) -> list[str]:
+        """The argv words that set this option to a checked `value`."""
+        section, _, key = self.name.rpartition(".")
+        if self.kind == "bool":
+            return [f"--{section}.{key}" if value else f"--{section}.no_{key}"]
+        if self.kind == "lists" and value is not None:
+            return [f"--{self.name}", *(",".join(items) for items in value)]
+        if self.kind == "list" and not value:
+            return []
+        return [f"--{self.name}={','.join(value) if self.kind == 'list' else value}"]
+
+
+def _is_text(value: Any) -> bool:
+    """Whether `value` is a text that can be a word of a command line."""
+    return isinstance(value, str) and not control_character(value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+    "float": (lambda value: isinstance(value, float) and math.isfinite(value), "a number"),
+    "str": (_is_text, "a text in UTF-8 without control characters"),
+    "list": (_is_texts, "a list of texts"),
+    "lists": (
+        lambda value: isinstance(value, list) and all(_is_texts(item) for item in value),
+        "a list of lists of texts",
+    ),
+}
+
 
 _TABLES = Path(__file__).parent / "tables"
 # What the scripts tell TorchTitan themselves, after all settings, and what to do instead.
@@ -30,9 +172,9 @@ _SET_BY_SCRIPTS = {
     "experimental.custom_import": "add it to the stack's spec.py in cookbook/titan",
     "cookbook.precision": "use --precision",
     "cookbook.ep_backend": "use --ep-backend",
-    "cookbook.grouped_gemms": "set grouped_gemms in the precision's `active` block",
-    "cookbook.linear_layers": "set linear_layers in the precision's `active` block",
-    "cookbook.dispatch": "set dispatch in the EP backend's `active` block",
+    "cookbook.grouped_gemms": "set grouped_gemms in the precision's `expect` block",
+    "cookbook.linear_layers": "set linear_layers in the precision's `expect` block",
+    "cookbook.dispatch": "set dispatch in the EP backend's `expect` block",
     "cookbook.emulated": "it follows from precision and cluster",
 }
 

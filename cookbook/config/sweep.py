@@ -12,9 +12,9 @@ from cookbook.base.schema import Unchecked, fill, mapping_at
 from cookbook.base.yamlfile import YamlFile, described, read_yaml
 from cookbook.config.names import find_file, names_in
 from cookbook.config.options import Setting, Settings
-from cookbook.config.overlay import Kind, Overlay, load_overlay
+from cookbook.config.overlay import Kind, Overlay, load_ep_backend, load_overlay, load_precision
 from cookbook.config.recipe import Recipe, load_recipe
-from cookbook.config.sections import read_options, sections
+from cookbook.config.shared_keys import read_options, sections
 from cookbook.config.stack import load_stack
 
 Pair = tuple[Overlay, Overlay]
@@ -95,7 +95,7 @@ def load_sweep(name: str) -> Sweep:
 def sweep_of_recipe(name: str) -> Sweep:
     """A single recipe as a sweep of one cell, BF16 with the standard EP backend by default."""
     recipe = load_recipe(name)
-    pair = load_overlay("precision", "bf16"), load_overlay("ep_backend", "standard")
+    pair = load_precision("bf16"), load_ep_backend("standard")
     return Sweep(recipe.short_name, recipe.description, (recipe,), (pair,))
 
 

@@ -23,16 +23,15 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import ATTENTION, Cell
+from cookbook.config.cell import ATTENTION, Cell, train_argv
 from cookbook.config.cluster import Cluster
 from cookbook.config.finding import Finding
-from cookbook.config.layout import DEGREES
 from cookbook.config.names import names_in
+from cookbook.config.options import DEGREES
+from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.stack import load_stack
-from cookbook.config.this_machine import cell_on, this_machine
-from cookbook.config.train_args import train_argv
+from cookbook.config.validate import validation_errors
 from cookbook.config.validate.here import missing_here
-from cookbook.config.validate.refusals import refusals
 
 # Two ranks on a CPU, so that tokens are sent.
 _CPU_RANKS = 2
@@ -113,7 +112,7 @@ def candidates(machine: Cluster) -> list[Candidate]:
         cell = _laid_out(machine, precision, ep_backend, options)
         problems = [
             finding
-            for finding in [*refusals(cell), *missing_here(cell)]
+            for finding in [*validation_errors(cell), *missing_here(cell)]
             if not _is_of_training(finding)
         ]
         found.append(Candidate(cell, problems[0].reason if problems else None))

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from cookbook.config.pins import read_pins, stack_name
+from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor.check import Finding, check
 from cookbook.doctor.machine import OLDEST_DRIVER
 from cookbook.doctor.surroundings import Surroundings

@@ -23,7 +23,7 @@ from pathlib import Path
 from cookbook.base.command import run_command
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import installed_gpus
-from cookbook.config.pins import Pin, read_pins
+from cookbook.config.stack import Pin, read_pins
 from cookbook.install.deepep import OLDEST_NVSHMEM, find_deepep, find_nvshmem, torch_cuda
 from cookbook.install.packages import find_distribution
 

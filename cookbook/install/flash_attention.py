@@ -18,7 +18,7 @@ from pathlib import Path
 from cookbook.base.command import run_command
 from cookbook.base.gpus import installed_gpus
 from cookbook.base.paths import REQUIREMENTS
-from cookbook.config.pins import Pin, read_pins
+from cookbook.config.stack import Pin, read_pins
 from cookbook.install.deepep import torch_cuda
 from cookbook.install.packages import find_distribution, package_folder
 

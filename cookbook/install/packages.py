@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.config.pins import read_pins
+from cookbook.config.stack import read_pins
 
 # Packages whose import name differs by more than capitals and hyphens.
 _IMPORT_NAMES = {"PyYAML": "yaml", "nvidia-ml-py": "pynvml"}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cookbook.config.cell import launch_argv, overlay_argv
 from cookbook.config.cluster import Cluster
-from cookbook.config.environment import exported
 from cookbook.config.names import names_in, reference
-from cookbook.config.overlay import Kind, Overlay, load_overlay
+from cookbook.config.options import argv_of
+from cookbook.config.overlay import Kind, Overlay, load_ep_backend, load_precision
 from cookbook.config.recipe import Recipe
-from cookbook.config.resolve import lay_out
+from cookbook.config.resolve import merge_config
+from cookbook.config.shared_keys import exported
 from cookbook.config.stack import load_stack
-from cookbook.config.titan_flags import argv_of
-from cookbook.config.train_args import launch_argv, overlay_argv
 from cookbook.launch.header import sbatch_lines
 from cookbook.launch.render import render_template
 
@@ -42,10 +43,10 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
     It names no absolute path, so that it can be checked in; otherwise it is `render_script`'s text.
     """
     stack = load_stack()
-    precisions = [load_overlay("precision", name) for name in names_in("precision")]
-    backends = [load_overlay("ep_backend", name) for name in names_in("ep_backend")]
-    bf16, standard = load_overlay("precision", "bf16"), load_overlay("ep_backend", "standard")
-    first = lay_out(recipe, bf16, standard, cluster)
+    precisions = [load_precision(name) for name in names_in("precision")]
+    backends = [load_ep_backend(name) for name in names_in("ep_backend")]
+    bf16, standard = load_precision("bf16"), load_ep_backend("standard")
+    first = merge_config(recipe, bf16, standard, cluster)
     header = [
         recipe.description,
         "",
@@ -104,7 +105,7 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
     return [f"  {command:<{width}}  # {meaning}" for command, meaning in examples]
 
 
-def _choice(kind: Kind, summary: str, default: str, overlays: list[Overlay]) -> _Choice:
+def _choice(kind: Kind, summary: str, default: str, overlays: Sequence[Overlay]) -> _Choice:
     stack = load_stack()
     values = [
         _Value(

@@ -16,10 +16,9 @@ from typing import Any
 import jinja2
 
 from cookbook.base.paths import ROOT, TEMPLATES
-from cookbook.config.cell import Cell
+from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import Cluster
 from cookbook.config.names import reference
-from cookbook.config.train_args import train_argv
 from cookbook.launch.header import sbatch_lines
 
 _PLAIN_NAME = re.compile(r"[\w.+-]+", re.ASCII)

@@ -9,7 +9,7 @@ from typing import Any
 from cookbook.base.tables import text_table
 from cookbook.config.cell import ATTENTION, EP_CHUNKS, NUM_CHUNKS, SCORE_ACTIVATIONS, Cell
 from cookbook.config.options import Setting
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.validate import validation_errors
 from cookbook.plan.search import FITS, evaluate
 from cookbook.predict.documents import Documents
 from cookbook.predict.kernels import add
@@ -87,11 +87,11 @@ def walk(start: Cell, end: Cell, documents: Documents | None = None) -> Walk:
     stops, at, waiting = [_stop("from", start, documents)], start, list[str]()
     for title, names in _changes(start, end):
         settings = {name: Setting(end.options[name], "plan") for name in names}
-        at = replace(at, options=at.options.over(settings))
+        at = replace(at, options=at.options.override(settings))
         if title == _OVERLAYS:
             at = replace(at, precision=end.precision, ep_backend=end.ep_backend)
         waiting.append(title)
-        if not refusals(at):
+        if not validation_errors(at):
             stops.append(_stop(" + ".join(waiting), at, documents))
             waiting = []
     if waiting:

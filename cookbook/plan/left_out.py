@@ -11,7 +11,7 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
-from cookbook.config.validate.refusals import refusals
+from cookbook.config.validate import validation_errors
 from cookbook.plan.space import Space
 from cookbook.predict.step import refuse_unmodelled
 
@@ -37,14 +37,16 @@ def left_out(space: Space, cells: Sequence[Cell]) -> list[str]:
 def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
     """The option to change, and why."""
     place = f"--vary {option}"
-    alone = replace(space.base, options=space.base.options.over({option: Setting(value, place)}))
+    alone = replace(
+        space.base, options=space.base.options.override({option: Setting(value, place)})
+    )
     try:
         refuse_unmodelled(alone)
     except InputError as error:
         if error.place == place:
             return option, f"{error.found}; {error.remedy}"
     found = Counter(_refused(replace(space, varied={**space.varied, option: [value]})))
-    found = found or Counter((one.option, str(one)) for one in refusals(alone))
+    found = found or Counter((one.option, str(one)) for one in validation_errors(alone))
     if not found:
         return "", "no layout has room for it"
     # What the option itself is refused for says more than what stands beside it.
@@ -54,5 +56,5 @@ def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
 
 def _refused(space: Space) -> Iterator[tuple[str, str]]:
     for cell in itertools.islice(space.unjudged(), _MOST_ASKED):
-        for finding in refusals(cell):
+        for finding in validation_errors(cell):
             yield finding.option, str(finding)

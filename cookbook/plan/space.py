@@ -18,11 +18,10 @@ from cookbook.config.cell import (
     SCORE_ACTIVATIONS,
     Cell,
 )
-from cookbook.config.layout import DEGREES
-from cookbook.config.options import Setting, Settings
-from cookbook.config.overlay import load_overlay
-from cookbook.config.resolve import lay_out
-from cookbook.config.validate.refusals import refusals, wrong_value
+from cookbook.config.options import DEGREES, Setting, Settings
+from cookbook.config.overlay import load_ep_backend, load_overlay, load_precision
+from cookbook.config.resolve import merge_config
+from cookbook.config.validate import validation_errors, wrong_value
 from cookbook.predict.view import model_of
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -76,7 +75,7 @@ class Space:
 
     def cells(self) -> Iterator[Cell]:
         """Every layout that the rules allow, each once."""
-        return (cell for cell in self.unjudged() if not refusals(cell))
+        return (cell for cell in self.unjudged() if not validation_errors(cell))
 
     def unjudged(self) -> Iterator[Cell]:
         """Those that they refuse too."""
@@ -90,7 +89,7 @@ class Space:
                 if key in seen:
                     continue
                 seen.add(key)
-                options = start.options.over(settings)
+                options = start.options.override(settings)
                 yield replace(start, options=options, name=f"{start.name}-{len(seen)}")
 
     def _place(self, name: str) -> str:
@@ -103,12 +102,12 @@ class Space:
         asked = {
             name: setting
             for name, setting in base.options.settings.items()
-            if setting.place.startswith("--")
+            if setting.origin.startswith("--")
         }
-        return lay_out(
+        return merge_config(
             base.recipe,
-            load_overlay("precision", precision),
-            load_overlay("ep_backend", ep_backend),
+            load_precision(precision),
+            load_ep_backend(ep_backend),
             base.cluster,
             nodes=base.nodes,
             layers=({}, {}, asked),
@@ -255,14 +254,14 @@ def space_of(
         varied[key] = [option.parse(place, value) for value in values]
     for key, tried in varied.items():
         for value in tried:
-            _check_value(base, asked[key].place if key in asked else f"--vary {key}", key, value)
+            _check_value(base, asked[key].origin if key in asked else f"--vary {key}", key, value)
     for kind, usual in (("precision", _precisions(base)), ("ep_backend", ["standard", "deepep"])):
         named.setdefault(kind, list(dict.fromkeys([getattr(base, kind).name, *usual])))
     return Space(base, varied, named)
 
 
 def _check_value(base: Cell, place: str, option: str, value: Any) -> None:
-    options = base.options.over({option: Setting(value, place)})
+    options = base.options.override({option: Setting(value, place)})
     if wrong := wrong_value(replace(base, options=options), option):
         raise InputError(place, wrong.reason, wrong.remedy)
 
@@ -270,7 +269,7 @@ def _check_value(base: Cell, place: str, option: str, value: Any) -> None:
 def _precisions(base: Cell) -> list[str]:
     """BF16, and what the GPU's tensor cores take of the experts' GEMMs."""
     gpu = base.cluster.gpu
-    needed = load_overlay("precision", "mxfp8").needs.compute_capability or 0
+    needed = load_precision("mxfp8").needs.compute_capability or 0
     return ["bf16", "mxfp8"] if gpu and gpu.compute_capability >= needed else ["bf16"]
 
 

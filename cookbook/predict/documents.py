@@ -55,7 +55,7 @@ def documents_of(cell: Cell) -> Documents:
     if path and path.rstrip("/").endswith("assets/local/corpus"):
         return LOCAL
     raise InputError(
-        cell.options.place("training.dataset_path" if path else "training.dataset"),
+        cell.options.origin("training.dataset_path" if path else "training.dataset"),
         f"how long the documents of {path or name} are is not known, and attention depends on it",
         "say it: --documents MEAN:MEDIAN, in tokens",
     )

@@ -32,7 +32,7 @@ class Links:
         elements = float(s.sent_rows * s.dim)
         plain = self._all_to_all_ms(group.all_to_all(elements * s.act))
         first = plain
-        if self.cell.ep_backend.declares("dispatch") == "mxfp8":
+        if self.cell.ep_backend.expects("dispatch") == "mxfp8":
             first = self._all_to_all_ms(group.all_to_all(elements * MXFP8_BYTES))
         return first + plain, first + plain
 

@@ -82,7 +82,7 @@ class Kernels:
 
     def experts(self, backward: bool) -> Terms:
         """Grouped GEMMs, in as many chunks as the layer cuts its tokens into."""
-        active = self.cell.precision.declares("grouped_gemms")
+        active = self.cell.precision.expects("grouped_gemms")
         kind = None if active == "bf16" or self.cell.emulated else active
         terms = add(
             *(self._product(p, GROUPED, kind, backward) for p in expert_products(self.shapes))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.config.layout import Layout
+from cookbook.config.options import Layout
 
 _FLOAT32_BYTES = 4
 

@@ -227,7 +227,7 @@ def _refuse_small(cell: Cell, times: LayerTimes, hardware: Hardware) -> None:
     least_ms = hardware.host_ms_per_routed_layer
     if times.compute_ms({"moe": True, "recomputed": False})[0] < least_ms:
         raise InputError(
-            cell.options.place("training.local_batch_size"),
+            cell.options.origin("training.local_batch_size"),
             f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets the "
             "pace, which is not modelled",
             "take more tokens a microbatch",
@@ -243,7 +243,7 @@ def refuse_unmodelled(cell: Cell) -> None:
     options = cell.options
 
     def refusal(name: str, found: str, remedy: str) -> InputError:
-        return InputError(options.place(name), f"{found}: its time is not modelled", remedy)
+        return InputError(options.origin(name), f"{found}: its time is not modelled", remedy)
 
     if cell.emulated:
         raise InputError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import LAYERS_KEPT, Cell
-from cookbook.config.layout import Layout
+from cookbook.config.options import Layout
 from cookbook.config.validate.layout import STAGES_PER_RANK
 from cookbook.predict.actions import Actions, actions_of
 from cookbook.predict.parameters import (
@@ -35,7 +35,7 @@ def model_of(cell: Cell) -> Mapping[str, Any]:
     flavors = cell.options.stack.model_args.get(name, {})
     if flavor not in flavors:
         raise InputError(
-            cell.options.place("model.flavor" if flavors else "model.name"),
+            cell.options.origin("model.flavor" if flavors else "model.name"),
             f"the layers of {name} {flavor} are not counted",
             f"counted: deepseek_v3 in {', '.join(cell.options.stack.model_args['deepseek_v3'])}",
         )
@@ -102,7 +102,7 @@ def _split(cell: Cell, model: Mapping[str, Any]) -> list[list[int]]:
     section = "parallelism"
     if cell.options[f"{section}.module_fqns_per_model_part"]:
         raise InputError(
-            cell.options.place(f"{section}.module_fqns_per_model_part"),
+            cell.options.origin(f"{section}.module_fqns_per_model_part"),
             "stages that are named module by module are not counted",
             f"use {section}.pipeline_parallel_layers_per_stage",
         )
@@ -123,7 +123,7 @@ def _schedule(cell: Cell) -> str:
     asked = cell.options[option]
     known = {name.lower(): name for name in STAGES_PER_RANK}
     if cell.options[f"{option}_csv"] or asked.lower() not in known:
-        place = cell.options.place(option)
+        place = cell.options.origin(option)
         raise InputError(place, f"the schedule {asked!r} is not simulated", "try Interleaved1F1B")
     return known[asked.lower()]
 

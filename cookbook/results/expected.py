@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cookbook.base.errors import InputError
-from cookbook.config.again import recorded_cell
+from cookbook.config.resolve import cell_from_record
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.run.record import CellRecord
 
@@ -19,7 +19,7 @@ def expected_step(name: str, record: CellRecord) -> StepTime | None:
     if record.device != "cuda" or record.emulated or record.refused:
         return None
     try:
-        return predict_step(recorded_cell(name, record, name, None, {}))
+        return predict_step(cell_from_record(name, record, name, None, {}))
     except InputError:
         # Its files are gone, its documents or its GPU are not known: the report goes without.
         return None

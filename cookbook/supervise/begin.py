@@ -18,14 +18,13 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.finding import ERROR, Finding
-from cookbook.config.options import Options
-from cookbook.config.overlay import Overlay, load_overlay
+from cookbook.config.options import Options, parse_argv
+from cookbook.config.overlay import Overlay, load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import published_number
 from cookbook.config.stack import load_stack
-from cookbook.config.titan_flags import parse_argv
+from cookbook.config.validate import validation_errors
 from cookbook.config.validate.here import missing_here
-from cookbook.config.validate.refusals import refusals
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.run.history import Cause, write_attempt_end
@@ -78,15 +77,15 @@ def judge(start: Start) -> Cell:
     cell = Cell(
         name=start.cell,
         recipe=load_recipe(start.recipe),
-        precision=_as_declared(load_overlay("precision", start.precision), options),
-        ep_backend=_as_declared(load_overlay("ep_backend", start.ep_backend), options),
+        precision=_as_declared(load_precision(start.precision), options),
+        ep_backend=_as_declared(load_ep_backend(start.ep_backend), options),
         cluster=cluster,
         nodes=start.nodes,
         options=options,
         hooks=options["experimental.custom_import"],
         emulated=options["cookbook.emulated"],
     )
-    found = [*_too_few_gpus(cell), *refusals(cell), *missing_here(cell)]
+    found = [*_too_few_gpus(cell), *validation_errors(cell), *missing_here(cell)]
     if found:
         first = found[0]
         raise InputError(first.option or cell.name, first.reason, first.remedy)
@@ -95,8 +94,8 @@ def judge(start: Start) -> Cell:
 
 def _as_declared(overlay: Overlay, options: Options) -> Overlay:
     """The overlay as the script was rendered with it, should its file have changed since."""
-    active = {name: options.settings.get(name, setting) for name, setting in overlay.active.items()}
-    return replace(overlay, active=active)
+    expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
+    return replace(overlay, expect=expect)
 
 
 def _too_few_gpus(cell: Cell) -> list[Finding]:

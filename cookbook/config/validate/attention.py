@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cookbook.config.cell import ATTENTION, Cell
-from cookbook.config.finding import ERROR, Finding
-from cookbook.config.layout import DEGREES
-from cookbook.config.validate.references import FLASH_ATTENTION, TORCHTITAN
+from cookbook.config.finding import ERROR, FLASH_ATTENTION, TORCHTITAN, Finding
+from cookbook.config.options import DEGREES
 
 # Hopper and Blackwell of data centres: 9.0 is H100 and H200, 10.0 and 10.3 are B200 and B300.
 _GENERATIONS = (9, 10)

@@ -13,10 +13,9 @@ from cookbook.config.cell import (
     SCORE_ACTIVATIONS,
     Cell,
 )
-from cookbook.config.finding import ERROR, Finding
-from cookbook.config.layout import DEGREES
+from cookbook.config.finding import DEEPEP, ERROR, TORCHTITAN, Finding
+from cookbook.config.options import DEGREES
 from cookbook.config.validate.layout import DEEPEP_SIZES
-from cookbook.config.validate.references import DEEPEP, TORCHTITAN
 
 NVLINK_PEERS = 8
 _CUSTOM_IMPORT = "experimental.custom_import"

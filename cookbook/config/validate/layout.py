@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cookbook.base.errors import nearest
-from cookbook.config.finding import ERROR, Finding
-from cookbook.config.layout import DEGREES, Layout, layout_of
-from cookbook.config.options import Options, Setting
+from cookbook.config.finding import ERROR, TORCHTITAN, Finding
+from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
 from cookbook.config.stack import ModelSizes
-from cookbook.config.validate.references import TORCHTITAN
 
 # TorchTitan's default for each pipeline schedule; those with two take more if asked to.
 STAGES_PER_RANK = {
@@ -70,7 +68,8 @@ def _suggestion(problem: _Problem, options: Options, world: int) -> str:
     # Of two that are as near, the smaller needs less.
     candidates.sort(key=lambda value: (abs(value - options[name]), value))
     left = {
-        value: _problems(options.over({name: Setting(value, name)}), world) for value in candidates
+        value: _problems(options.override({name: Setting(value, name)}), world)
+        for value in candidates
     }
     without_any = [value for value, problems in left.items() if not problems]
     without_this = [
@@ -78,7 +77,7 @@ def _suggestion(problem: _Problem, options: Options, world: int) -> str:
     ]
     for value in without_any or without_this:
         # What stands in a file is easiest tried on the command line.
-        is_in_file = name in options and ".y" in options.place(name)
+        is_in_file = name in options and ".y" in options.origin(name)
         return f"try {value}: --set {name}={value}" if is_in_file else f"try {value}"
     return ""
 

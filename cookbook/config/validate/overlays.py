@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cookbook.config.active import implied
 from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, Finding
-from cookbook.config.layout import DEGREES
-from cookbook.config.overlay import Overlay
-from cookbook.config.validate.references import TORCHTITAN
+from cookbook.config.finding import ERROR, TORCHTITAN, Finding
+from cookbook.config.options import DEGREES
+from cookbook.config.overlay import Overlay, implied
 
 _OVERLAYS = f"{TORCHTITAN}/models/deepseek_v3/infra/parallelize.py"
 _CONVERTERS = f"{TORCHTITAN}/protocols/model_converter.py"
@@ -41,7 +39,7 @@ def _unmet(cell: Cell, overlay: Overlay) -> str:
         return f"CUDA GPUs, cluster {cell.cluster.name} runs on the CPU"
     if needed.expert_parallel and cell.options[DEGREES["ep"]] < 2:
         return f"{DEGREES['ep']} above 1"
-    grouped = cell.precision.declares("grouped_gemms")
+    grouped = cell.precision.expects("grouped_gemms")
     if needed.grouped_gemms and grouped not in needed.grouped_gemms:
         return (
             f"a precision with grouped_gemms {' or '.join(needed.grouped_gemms)}, "
@@ -57,7 +55,7 @@ def declaration(cell: Cell) -> Iterator[Finding]:
     """The job stops at its first step where something else is active than was declared."""
     found = implied(cell.options)
     for overlay, what in ((cell.precision, "precision"), (cell.ep_backend, "EP backend")):
-        for name, setting in overlay.active.items():
+        for name, setting in overlay.expect.items():
             key = name.removeprefix("cookbook.")
             # With one EP rank nothing is dispatched.
             if found[key] == setting.value or (key == "dispatch" and cell.layout.ep == 1):
@@ -68,7 +66,7 @@ def declaration(cell: Cell) -> Iterator[Finding]:
                 "model.converters" if what == "precision" else "",
                 f"{what} {overlay.name} declares {key} {setting.value}, and the options turn on "
                 f"{found[key]}: the job would stop at its first step",
-                f"correct the options, or `active` in {overlay.path.name}",
+                f"correct the options, or `expect` in {overlay.path.name}",
                 _CONVERTERS,
             )
 

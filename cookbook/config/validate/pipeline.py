@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from cookbook.base.pipelines import is_v_shaped
 from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, Finding
-from cookbook.config.validate.references import PIPELINING, TORCHTITAN
+from cookbook.config.finding import ERROR, PIPELINING, TORCHTITAN, Finding
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from cookbook.base.errors import nearest
 from cookbook.config.cell import LAYERS_KEPT, SAVE_LIST, SAVED_OPERATORS, Cell
-from cookbook.config.finding import ERROR, Finding
-from cookbook.config.validate.references import TORCHTITAN
+from cookbook.config.finding import ERROR, TORCHTITAN, Finding
 
 _SELECTED = "activation_checkpoint.selective_ac_option"
 _REFERENCE = f"{TORCHTITAN}/distributed/activation_checkpoint.py"

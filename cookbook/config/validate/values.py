@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from cookbook.base.errors import nearest
 from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, Finding
-from cookbook.config.validate.references import TORCHTITAN
+from cookbook.config.finding import ERROR, TORCHTITAN, Finding
 
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 # The smallest and the largest value that makes sense.
