@@ -138,7 +138,7 @@ def test_yaml_values_become_torchtitans_types(tmp_path: Path) -> None:
             HEAD + "published: {source: x, tokens_per_second_per_gpu: {bf16+standard: fast}}",
             "found a mapping, allowed: a mapping of names to numbers",
         ),
-        ("name: a\ndescription: b", "mine.yaml: nodes: is missing; set it to a whole number"),
+        ("name: a\ndescription: b", "mine.yaml: nodes: is missing; add it"),
         ("name: 16\ndescription: b\nnodes: 1", "found the number 16, allowed: a text; put it in"),
         ("name: a b\ndescription: b\nnodes: 1", "mine.yaml:1: name: found 'a b', allowed: letters"),
         ("name: ../a\ndescription: b\nnodes: 1", "name: found '../a', allowed: letters"),

@@ -136,7 +136,7 @@ def test_synonyms_and_recipes_that_share_a_stand_in_make_no_cell_twice(tmp_path:
     ("text", "message"),
     [
         ("description: d\nrecipes: []", "mine.yaml:2: recipes: is empty: a sweep over nothing"),
-        ("description: d", "mine.yaml: recipes: is missing; set it to a list of texts"),
+        ("description: d", "mine.yaml: recipes: is missing; add it"),
         ("description: d\nrecipes: debug", "recipes: found the text 'debug', allowed: a list"),
         ("description: d\nrecipes: [debgu]", "mine.yaml:2: recipes: unknown recipe 'debgu'; all"),
         ("description: d\nrecipes: [debgu]", "did you mean 'debug'?"),

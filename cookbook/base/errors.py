@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+# No shell, log or table can show these; lone surrogates are bytes that were no UTF-8.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 # The place of an error about a name, where all that is known is what it should name.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
 
@@ -55,3 +59,24 @@ def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> Inpu
         f"unknown {what} {name!r}; allowed: {', '.join(names) or 'none, there is none yet'}",
         f"did you mean {close[0]!r}?" if close else "",
     )
+
+
+def control_character(text: str) -> str:
+    """Return the first character that no text here may hold, as `U+0007`; empty for none."""
+    found = _CONTROL.search(text)
+    return f"U+{ord(found[0]):04X}" if found else ""
+
+
+def described(value: Any) -> str:
+    """Return `value` as a message names it, with its YAML type: `the text 'four'`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"the text {value!r}" if len(value) <= 80 else f"the text {value[:77]!r}..."
+    if isinstance(value, int | float):
+        return f"the number {value}"
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a mapping"
+    return "a list" if isinstance(value, list) else repr(value)

@@ -10,10 +10,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from cookbook.base.errors import InputError
+from pydantic import SkipValidation
+
+from cookbook.base.errors import InputError, described
 from cookbook.base.gpus import Gpu, has_slurm, visible_gpus
-from cookbook.base.schema import Words, fill, from_zero, key_named
-from cookbook.base.yamlfile import YamlFile, described, read_yaml
+from cookbook.base.schema import (
+    Count,
+    Flag,
+    Natural,
+    Number,
+    Text,
+    Texts,
+    Words,
+    fill,
+    mapping_at,
+)
+from cookbook.base.yamlfile import YamlFile, read_yaml
 from cookbook.config.names import find_file
 from cookbook.config.options import Settings
 from cookbook.config.shared_keys import check_environment, read_sections, sections
@@ -23,8 +35,8 @@ from cookbook.config.shared_keys import check_environment, read_sections, sectio
 class Container:
     """A pyxis container that the job's tasks run in, instead of the virtual environment."""
 
-    image: str
-    mounts: tuple[str, ...] = ()
+    image: Text
+    mounts: Texts = ()
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,8 @@ class Bandwidth:
     As nccl-tests count it: the bytes that each rank must send, however the work is done.
     """
 
-    all_reduce: float
-    all_to_all: float
+    all_reduce: Number
+    all_to_all: Number
 
 
 @dataclass(frozen=True)
@@ -49,33 +61,33 @@ class Cluster:
     """
 
     name: str
-    description: str
+    description: Text
     scheduler: Literal["slurm", "local"]
-    settings: Settings
+    settings: SkipValidation[Settings]
     path: Path
-    nodes: int = 1
-    gpus_per_node: int | None = None
-    cpu_ranks_per_node: int = key_named("ranks_per_node", default=1)
-    gpu: Gpu | None = None
-    emulate: bool = False
-    partition: str | None = None
-    account: str | None = None
-    time: str | None = None
-    exclude: tuple[str, ...] = ()
-    cpus_per_task: int | None = None
-    exclusive: bool = True
-    requeue: bool = True
-    max_restarts: int = from_zero(3)
-    seconds_to_stop: int = 300
-    node_failure_days: float | None = None
-    write_gb_per_s: float | None = None
+    nodes: Count = 1
+    gpus_per_node: Count | None = None
+    cpu_ranks_per_node: Count = field(default=1, metadata={"key": "ranks_per_node"})
+    gpu: SkipValidation[Gpu | None] = None
+    emulate: Flag = False
+    partition: Text | None = None
+    account: Text | None = None
+    time: Text | None = None
+    exclude: Texts = ()
+    cpus_per_task: Count | None = None
+    exclusive: Flag = True
+    requeue: Flag = True
+    max_restarts: Natural = 3
+    seconds_to_stop: Count = 300
+    node_failure_days: Number | None = None
+    write_gb_per_s: Number | None = None
     sbatch: Words = field(default_factory=Words)
     environment: Words = field(default_factory=Words)
-    source: tuple[str, ...] = ()
-    source_if_exists: tuple[str, ...] = ()
-    rendezvous_port: int = 29500
+    source: Texts = ()
+    source_if_exists: Texts = ()
+    rendezvous_port: Count = 29500
     container: Container | None = None
-    price_per_gpu_hour: float | None = None
+    price_per_gpu_hour: Number | None = None
     bandwidth: Bandwidth | None = None
 
     @property
@@ -133,10 +145,11 @@ def load_cluster(name: str) -> Cluster:
     cluster = fill(
         Cluster,
         file,
-        beside=sections(),
+        beside=("gpu", *sections()),
         name=path.stem,
         settings=read_sections(file),
         path=path,
+        gpu=_read_gpu(file),
     )
     if cluster.scheduler == "slurm" and (cluster.gpus_per_node is None) != (cluster.gpu is None):
         raise InputError(
@@ -161,6 +174,20 @@ def load_cluster(name: str) -> Cluster:
     _check_sbatch(file, cluster)
     check_environment(file, "environment", cluster.environment)
     return _fill_in(cluster) if cluster.scheduler == "local" else cluster
+
+
+@dataclass(frozen=True)
+class _GpuKeys:
+    name: Text
+    compute_capability: Number
+    memory_gib: Number
+
+
+def _read_gpu(file: YamlFile) -> Gpu | None:
+    if not mapping_at(file, "gpu"):
+        return None
+    keys = fill(_GpuKeys, file, ("gpu",))
+    return Gpu(keys.name, keys.compute_capability, keys.memory_gib)
 
 
 def _seconds(limit: str) -> int | None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import SkipValidation
+
 from cookbook.base.errors import InputError, unknown_name
-from cookbook.base.schema import Words, fill, mapping_at
+from cookbook.base.schema import Flag, Number, Text, Texts, Words, fill, mapping_at
 from cookbook.base.yamlfile import YamlFile, read_yaml, shown_path
 from cookbook.config.names import check_name, find_file, names_in
 from cookbook.config.options import Options, Setting, Settings
@@ -78,12 +80,12 @@ class Needs:
         grouped_gemms: what the precision must declare, where not every one will do.
     """
 
-    settings: Settings
+    settings: SkipValidation[Settings]
     device: Literal["cuda"] | None = None
-    compute_capability: float = 0.0
-    packages: tuple[str, ...] = ()
-    expert_parallel: bool = False
-    grouped_gemms: tuple[str, ...] = ()
+    compute_capability: Number = 0.0
+    packages: Texts = ()
+    expert_parallel: Flag = False
+    grouped_gemms: Texts = ()
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,13 @@ class Overlay:
 
     kind: Kind
     name: str
-    description: str
+    description: Text
     needs: Needs
-    expect: Settings
-    settings: Settings
-    emulated: Settings | None
+    expect: SkipValidation[Settings]
+    settings: SkipValidation[Settings]
+    emulated: SkipValidation[Settings | None]
     path: Path
-    synonyms: tuple[str, ...] = ()
+    synonyms: Texts = ()
     environment: Words = field(default_factory=Words)
     environment_from: Words = field(default_factory=Words)
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pydantic import SkipValidation
+
 from cookbook.base.errors import named_at, unknown_name
-from cookbook.base.schema import fill, from_zero, key_named
+from cookbook.base.schema import Count, Natural, Numbers, Text, fill
 from cookbook.base.yamlfile import read_yaml
 from cookbook.config.names import check_name, find_file, names_in
 from cookbook.config.options import Settings
@@ -20,8 +22,8 @@ from cookbook.config.shared_keys import read_sections, sections
 class Published:
     """Throughput that somebody published, by pair (`bf16+deepep`), and where."""
 
-    source: str
-    tokens_per_second_per_gpu: dict[str, float] = field(default_factory=dict)
+    source: Text
+    tokens_per_second_per_gpu: Numbers = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,24 @@ class Recipe:
         name: of the file.
         short_name: begins the names of cells, jobs and W&B runs.
         stand_in: the recipe that `--cluster local` trains in its place.
+        precision: of a cell that names none; so is `ep_backend`.
         spare_nodes: nodes that a job has beyond those that train, to take the place of bad ones.
         too_few_nodes: what a job does where bad nodes leave too few: wait for them, or stop.
         max_restarts: how often a job may start it again; None: as the cluster's profile says.
     """
 
     name: str
-    description: str
-    nodes: int
-    settings: Settings
+    description: Text
+    nodes: Count
+    settings: SkipValidation[Settings]
     path: Path
-    short_name: str = key_named("name")
-    stand_in: str | None = None
-    spare_nodes: int = from_zero(0)
+    short_name: Text = field(metadata={"key": "name"})
+    stand_in: Text | None = None
+    precision: Text = "bf16"
+    ep_backend: Text = "standard"
+    spare_nodes: Natural = 0
     too_few_nodes: Literal["wait", "stop"] = "wait"
-    max_restarts: int | None = from_zero(None)
+    max_restarts: Natural | None = None
     published: Published | None = None
 
     @property

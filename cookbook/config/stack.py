@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.errors import InputError, nearest, unknown_name
+from cookbook.base.errors import InputError, control_character, described, nearest, unknown_name
 from cookbook.base.paths import REQUIREMENTS
-from cookbook.base.yamlfile import control_character, described
 
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9_.-]+)\s*"

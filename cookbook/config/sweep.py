@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cookbook.base.errors import InputError, named_at, unknown_name
-from cookbook.base.schema import Unchecked, fill, mapping_at
-from cookbook.base.yamlfile import YamlFile, described, read_yaml
+from cookbook.base.errors import InputError, described, named_at, unknown_name
+from cookbook.base.schema import Mappings, Text, Texts, Unchecked, fill, mapping_at
+from cookbook.base.yamlfile import YamlFile, read_yaml, shown_path
 from cookbook.config.names import find_file, names_in
 from cookbook.config.options import Setting, Settings
 from cookbook.config.overlay import Kind, Overlay, load_ep_backend, load_overlay, load_precision
@@ -43,11 +43,11 @@ class Sweep:
 class _File:
     """The keys of a sweep file."""
 
-    description: str
-    recipes: tuple[str, ...]
-    precision: tuple[str, ...] | None = None
-    ep_backend: tuple[str, ...] | None = None
-    cells: tuple[Unchecked, ...] | None = None
+    description: Text
+    recipes: Texts
+    precision: Texts | None = None
+    ep_backend: Texts | None = None
+    cells: Mappings | None = None
     baseline: Unchecked | None = None
     options: Unchecked = field(default_factory=Unchecked)
     vary: Unchecked = field(default_factory=Unchecked)
@@ -93,9 +93,10 @@ def load_sweep(name: str) -> Sweep:
 
 
 def sweep_of_recipe(name: str) -> Sweep:
-    """A single recipe as a sweep of one cell, BF16 with the standard EP backend by default."""
+    """A single recipe as a sweep of one cell, with the recipe's own pair."""
     recipe = load_recipe(name)
-    pair = load_precision("bf16"), load_ep_backend("standard")
+    with named_at(shown_path(recipe.path)):
+        pair = load_precision(recipe.precision), load_ep_backend(recipe.ep_backend)
     return Sweep(recipe.short_name, recipe.description, (recipe,), (pair,))
 
 

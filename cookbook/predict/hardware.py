@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.errors import InputError, unknown_name
+from cookbook.base.errors import InputError, described, unknown_name
 from cookbook.base.paths import RECIPES
-from cookbook.base.yamlfile import YamlFile, described, read_yaml
+from cookbook.base.yamlfile import YamlFile, read_yaml
 from cookbook.config.cell import Cell
 
 _FOLDER = RECIPES / "hardware"

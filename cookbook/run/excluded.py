@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, described
 from cookbook.base.files import write_whole
 from cookbook.base.paths import runs_folder
-from cookbook.base.yamlfile import YamlFile, described, parse_yaml, read_yaml
+from cookbook.base.yamlfile import YamlFile, parse_yaml, read_yaml
 
 # Of what people or another job can repair within the day, and of what takes a technician.
 PASSING_H = 1.0

@@ -13,7 +13,17 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.pipelines import loss_rank
-from cookbook.base.schema import Unchecked, Words, fill, from_zero
+from cookbook.base.schema import (
+    Count,
+    Flag,
+    Mappings,
+    Natural,
+    Number,
+    Text,
+    Unchecked,
+    Words,
+    fill,
+)
 from cookbook.base.yamlfile import read_yaml
 
 _SHARING = ("tensor", "context", "pipeline")
@@ -40,28 +50,28 @@ class CellRecord:
         max_restarts: how often a job of it may start it again.
     """
 
-    name: str | None = None
-    recipe: str | None = None
-    precision: str | None = None
-    ep_backend: str | None = None
-    cluster: str | None = None
-    stack: str | None = None
-    nodes: int = 1
-    ranks_per_node: int = 1
-    device: str | None = None
-    emulated: bool = False
-    stand_in_for: str | None = None
-    refused: str | None = None
-    published_tokens_per_second_per_gpu: float | None = None
-    published_source: str | None = None
-    baseline: str | None = None
-    repeat_of: str | None = None
-    repeat: int = 1
-    max_restarts: int = from_zero(3)
+    name: Text | None = None
+    recipe: Text | None = None
+    precision: Text | None = None
+    ep_backend: Text | None = None
+    cluster: Text | None = None
+    stack: Text | None = None
+    nodes: Count = 1
+    ranks_per_node: Count = 1
+    device: Text | None = None
+    emulated: Flag = False
+    stand_in_for: Text | None = None
+    refused: Text | None = None
+    published_tokens_per_second_per_gpu: Number | None = None
+    published_source: Text | None = None
+    baseline: Text | None = None
+    repeat_of: Text | None = None
+    repeat: Count = 1
+    max_restarts: Natural = 3
     environment: Words = field(default_factory=Words)
     options: Unchecked = field(default_factory=Unchecked)
     files: Words = field(default_factory=Words)
-    changes: tuple[Unchecked, ...] = ()
+    changes: Mappings = ()
 
     @property
     def world(self) -> int:
