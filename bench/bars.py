@@ -19,9 +19,9 @@ from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.view import count_views
-from cookbook.results.figures.canvas import WIDE, drawing_style, standalone
-from cookbook.results.figures.series import Series
-from cookbook.results.figures.throughput import draw_throughput
+from cookbook.results import charts
+from cookbook.results.columns import gain_text, tokens_text
+from cookbook.results.draw import draw_chart
 
 MEASURED = ROOT / "docs/performance/h200x4-bars.json"
 FIGURE = ROOT / "docs/performance/h200x4-bars.svg"
@@ -133,39 +133,16 @@ def draw() -> str:
     """The stairs from the published options to the fast ones, on long documents; an SVG."""
     runs = read_runs()["long"]
     base = runs["released-deepep"]["tokens_per_second_per_gpu"]
-    cells = [
-        _series(name, place, runs[name]["tokens_per_second_per_gpu"], base)
-        for place, name in enumerate(STAIRS)
-    ]
-    with drawing_style():
-        canvas = draw_throughput(cells, WIDE)
-        assert canvas is not None
-        return standalone(canvas.svg("bars"))
-
-
-def _series(name: str, place: int, tokens: float, base: float) -> Series:
-    is_baseline = name == "released-deepep"
-    return Series(
-        name=name,
-        label=name,
-        position=place,
-        status=None,
-        note=None,
-        is_baseline=is_baseline,
-        base_tokens=base,
-        is_comparable=True,
-        tokens=tokens,
-        tokens_low=None,
-        tokens_high=None,
-        speedup=None if is_baseline else tokens / base,
-        published=None,
-        published_speedup=None,
-        steps=(),
-        times=(),
-        restarts=(),
-        memory_gib=None,
-        capacity_gib=None,
-    )
+    bars = []
+    for place, name in enumerate(STAIRS):
+        tokens = runs[name]["tokens_per_second_per_gpu"]
+        gain = "baseline" if name == "released-deepep" else gain_text(tokens / base)
+        text = f"{tokens_text(tokens)}, {gain}"
+        colour = place % len(charts.COLOURS)
+        bars.append(charts.Bar(name, colour, text, tokens, None, None, base, None, ""))
+    high = 1.02 * max(bar.value or 0.0 for bar in bars)
+    chart = charts.Chart("bars", "", "", "tokens/s per GPU", 0, high, bars=tuple(bars))
+    return draw_chart(chart, "svg").decode()
 
 
 def main() -> int:

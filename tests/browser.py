@@ -1,4 +1,4 @@
-"""A real browser for the tests of a report's page, and what it sees there."""
+"""A real browser for the tests of a report's page."""
 
 from __future__ import annotations
 
@@ -17,40 +17,28 @@ if TYPE_CHECKING:
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
-# Of every figure that is shown: its name, its box, and its texts with box, size and colour.
-_FIGURES = """() => [...document.querySelectorAll('figure')].map(figure => {
-  const svg = [...figure.querySelectorAll('svg')].find(one => one.getClientRects().length);
-  const box = one => (r => [r.left, r.top, r.right, r.bottom])(one.getBoundingClientRect());
-  return {
-    name: figure.id,
-    box: svg ? box(svg) : null,
-    scale: svg ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 0,
-    ground: svg ? getComputedStyle(svg.querySelector('path')).fill : null,
-    colours: svg ? [...svg.querySelectorAll('path, rect, use')].flatMap(mark => {
-      const style = getComputedStyle(mark);
-      return [style.fill, style.stroke];
-    }) : [],
-    marks: svg ? svg.querySelectorAll('path').length : 0,
-    texts: svg ? [...svg.querySelectorAll('text')].map(text => ({
-      text: text.textContent,
-      box: box(text),
-      pixels: parseFloat(getComputedStyle(text).fontSize),
-      colour: getComputedStyle(text).fill,
-    })) : [],
-  };
-})"""
-
 
 @dataclass
 class Opened:
-    """A page as it is shown, with all that it said and asked for."""
+    """A page as it is shown, with all that it logged and requested."""
 
     page: Page
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
 
-    def figures(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.page.evaluate(_FIGURES)
+    def boxes(self, selector: str) -> list[dict[str, Any]]:
+        """Left, top, right, bottom, colour and font size of each element, in CSS pixels."""
+        found: list[dict[str, Any]] = self.page.evaluate(
+            """selector => [...document.querySelectorAll(selector)].map(node => {
+              const box = node.getBoundingClientRect(), style = getComputedStyle(node);
+              return {
+                text: node.textContent, left: box.left, top: box.top + scrollY, right: box.right,
+                bottom: box.bottom + scrollY, size: parseFloat(style.fontSize),
+                colour: node.namespaceURI.endsWith('svg') ? style.fill : style.color,
+              };
+            })""",
+            selector,
+        )
         return found
 
     def column(self, table: str, number: int) -> list[str]:
@@ -80,15 +68,15 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, path: Path, width: int = 1600, **context: Any) -> Iterator[Opened]:
+def opened(browser: Browser, path: Path, width: int = 1280, **context: Any) -> Iterator[Opened]:
     """The page at `path` in a window of that width."""
     where = browser.new_context(viewport={"width": width, "height": 900}, **context)
     try:
         page = where.new_page()
         found = Opened(page)
-        page.on("console", lambda message: found.said.append(message.text))
-        page.on("pageerror", lambda error: found.said.append(str(error)))
-        page.on("request", lambda request: found.asked.append(request.url))
+        page.on("console", lambda message: found.logged.append(message.text))
+        page.on("pageerror", lambda error: found.logged.append(str(error)))
+        page.on("request", lambda request: found.requested.append(request.url))
         page.goto(path.as_uri())
         yield found
     finally:

@@ -195,7 +195,7 @@ def test_nothing_to_compare_is_an_error(two: Two, tmp_path: Path) -> None:
     two.add("old", "a", log_of(100))
     two.add("new", "b", log_of(100))
     for words, names, said in (
-        ((), ("old",), "compare old: names one run; name another one, or: --with published"),
+        ((), ("old",), "compare old: names 1 run; name one run with --with published, else two"),
         ((), ("old", "new"), "there is nothing to compare: no cell is in both"),
         (("--with", "published"), ("new",), "no cell is just what was published"),
         (("--tolerance", "-1"), ("old", "new"), "--tolerance: found -1, allowed: 0 to 100 percent"),

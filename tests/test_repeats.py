@@ -16,12 +16,11 @@ from cookbook.config.cluster import load_cluster
 from cookbook.config.expand import CellRequest, expand_sweep, in_rounds
 from cookbook.config.sweep import load_sweep
 from cookbook.observe.history import AttemptSummary, History
-from cookbook.results.figures.canvas import WIDE, drawing_style
-from cookbook.results.figures.series import all_series
-from cookbook.results.figures.steps import draw_steps
-from cookbook.results.repeats import merged_history
-from cookbook.results.report import notes, render_json
-from cookbook.results.tables import repeats_table
+from cookbook.results.baseline import merged_history
+from cookbook.results.charts import charts_of
+from cookbook.results.columns import REPEATS, report_tables
+from cookbook.results.report import notes
+from cookbook.results.result import render_json
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
 from tests.submit import submit
@@ -113,10 +112,12 @@ def add(
 def test_repeats_are_one_cell_with_a_speed_up_over_pairs(run: Run) -> None:
     add(run, "base", 100, 110, 120)
     add(run, "fast", 150, 165, 183)
-    base, fast = run.collect().cells
+    results = run.collect()
+    base, fast = results.cells
     assert (base.name, fast.name) == ("base", "fast")
-    assert [one.name for one in fast.repeats] == ["fast", "fast-r2", "fast-r3"]
-    assert [one.tokens_per_second_per_gpu for one in fast.repeats] == [150, 165, 183]
+    repeats = results.repeats["fast"]
+    assert [one.name for one in repeats] == ["fast", "fast-r2", "fast-r3"]
+    assert [one.tokens_per_second_per_gpu for one in repeats] == [150, 165, 183]
     assert fast.tokens_per_second_per_gpu == 165
     assert fast.throughput is not None and fast.throughput.num_steps == 45
     # 1.5, 1.5 and 1.525: the noise between runs, not that between steps, which is none here.
@@ -188,26 +189,23 @@ def test_stalls_and_restarts_of_every_repeat_are_told(run: Run) -> None:
     run.add("base-r2", before, after, options=timed, repeat_of="base", repeat=2)
     results = run.collect()
     (cell,) = results.cells
-    first, second = cell.repeats
+    first, second = results.repeats["base"]
     # Of its own median: a slow repeat has no more stalls than others.
-    assert (first.stalls, second.stalls) == ((), (6, 14))
+    assert [one.throughput and one.throughput.stalls for one in (first, second)] == [(), (6, 14)]
     assert cell.throughput is not None and cell.throughput.stalls == (6, 14)
     assert [len(one.history.attempts) for one in (first, second)] == [1, 2]
     assert len(cell.history.attempts) == 3
     assert (first.history.steps_lost, cell.history.steps_lost) == (0, 2)
-    table = repeats_table(results)
-    assert table is not None
-    assert [row[-2:] for row in table.rows] == [("0", "0"), ("2", "1")]
+    table = report_tables(results)[REPEATS]
+    shown = [dict(zip(table.head, row, strict=True)) for row in table.rows]
+    assert [(row["stalls"], row["restarts"]) for row in shown] == [("0", "0"), ("2", "1")]
     said = "\n".join(notes(results))
     assert "base-r2: attempt 2: steps 8 to 16" in said
     assert "base: attempt" not in said
-    (series,) = all_series(results)
-    strips = [(one.label, [t.step for t in one.times if t.is_stall]) for one in series.repeats]
-    assert strips == [("base, repeat 1", []), ("base, repeat 2", [6, 14])]
-    assert [list(one.restarts) for one in series.repeats] == [[], [8]]
-    with drawing_style():
-        canvas = draw_steps([series], WIDE)
-    assert canvas is not None and len(canvas.figure.axes) == 2
+    (times,) = (chart for chart in charts_of(results) if chart.name == "step-time")
+    assert [line.label for line in times.lines] == ["base, repeat 1", "base, repeat 2"]
+    assert [[step for step, _ in line.marks] for line in times.lines] == [[], [6, 14]]
+    assert [line.rules for line in times.lines] == [(), (8,)]
 
 
 def test_the_effective_time_of_repeats_is_of_the_time_of_all() -> None:

@@ -1,23 +1,30 @@
-"""The report says what happened, for people and for programs."""
+"""The report's text: its tables, facts, notes and the answer in three sentences; and its JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cookbook.base.tables import display_width
-from cookbook.results.report import render_json, render_markdown
-from cookbook.results.result import CellSetting, Result, RunResults
+from cookbook.results.columns import CELLS, LOSSES, PUBLISHED, SPEED, report_tables
+from cookbook.results.report import facts, headlines, notes, render_markdown
+from cookbook.results.result import CellSetting, Result, RunResults, render_json
+from cookbook.results.run_differences import configuration, environment
+from cookbook.results.speed import FASTER, NOISE, STEPS, SpeedUp
 from cookbook.run.run import RunRecord
+from tests.made_up_run import RESTARTED, make_run, results_of
 
+BASE = "671b-bf16-standard"
 SETTING = CellSetting(
     total_steps=20,
     device="cuda",
     stand_in_for=None,
-    baseline="671b-bf16-standard",
+    baseline=BASE,
     published_speedup=None,
     raw_final_loss=None,
 )
@@ -43,7 +50,7 @@ BLANK = Result(
 )
 BASELINE = replace(
     BLANK,
-    name="671b-bf16-standard",
+    name=BASE,
     status="finished",
     steps=20,
     tokens_per_second_per_gpu=651.4,
@@ -57,121 +64,105 @@ BASELINE = replace(
 DEEPEP = replace(
     BASELINE,
     name="671b-bf16-deepep",
-    ep_backend="deepep",
     status="running",
     steps=7,
     tokens_per_second_per_gpu=1859.0,
     speedup=1.3195,
     published_tokens_per_second_per_gpu=859.0,
 )
-FAILED = replace(
-    BLANK, name="671b-mxfp8-standard", status="failed", reason="rank 3: OOM |\nmore", steps=None
-)
+FAILED = replace(BLANK, name="671b-mxfp8-standard", status="failed", reason="rank 3: OOM |\nmore")
 REFUSED = replace(BLANK, name="671b-mxfp8-deepep", status="refused", reason="needs SM100")
 
 
-def run_of(*cells: Result, **settings: CellSetting) -> RunResults:
-    return RunResults(
-        run=RunRecord(
-            run="matrix-20261120-182922",
-            scheduler="slurm",
-            cells=tuple(cell.name for cell in cells),
-            sweep="matrix",
-            created="2026-11-20T18:29:22+00:00",
-            user="ada",
-            commit="33acf20",
-            cluster="soperator-b200",
-            stack="2026.02",
-            baseline="671b-bf16-standard",
-        ),
-        cells=cells,
-        settings={cell.name: settings.get(cell.name.replace("-", "_"), SETTING) for cell in cells},
+def run_of(*cells: Result, **changes: Any) -> RunResults:
+    """A run of `cells`; `changes` are of every cell's setting."""
+    record = RunRecord(
+        run="matrix-20261120-182922",
+        scheduler="slurm",
+        cells=tuple(cell.name for cell in cells),
+        sweep="matrix",
+        created="2026-11-20T18:29:22+00:00",
+        user="ada",
+        commit="33acf20",
+        cluster="soperator-b200",
+        stack="2026.02",
+        baseline=BASE,
     )
+    settings = {cell.name: replace(SETTING, **changes) for cell in cells}
+    return RunResults(run=record, cells=cells, settings=settings)
 
 
-def table_of(text: str) -> dict[str, dict[str, str]]:
-    """cell -> column -> text, read from the Markdown table."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    rows = [[part.strip() for part in line.strip("|").split(" | ")] for line in lines]
-    return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+def table_of(results: RunResults, name: str = CELLS) -> dict[str, dict[str, str]]:
+    """cell -> column -> text."""
+    table = report_tables(results)[name]
+    return {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
 
 
-def test_every_cell_appears_with_its_figures() -> None:
-    published = {DEEPEP.name.replace("-", "_"): replace(SETTING, published_speedup=859 / 651)}
-    run = run_of(BASELINE, DEEPEP, FAILED, REFUSED, **published)
-    table = table_of(render_markdown(run))
-    assert list(table) == [c.name for c in (BASELINE, DEEPEP, FAILED, REFUSED)]
-    assert table[BASELINE.name] == {
-        "cell": "671b-bf16-standard",
-        "status": "finished",
-        "steps": "20",
+def test_every_cell_appears_with_its_numbers() -> None:
+    run = run_of(BASELINE, DEEPEP, FAILED, REFUSED, published_speedup=859 / 651)
+    table = table_of(run)
+    assert table[BASE] == {
+        "cell": BASE,
         "tokens/s/GPU": "651",
         "speed-up": "baseline",
+        "final loss": "8.1235",
+        "status": "finished",
+        "steps": "20",
         "TFLOPs/GPU": "171.2",
         "MFU": "7.6%",
         "memory GiB": "150.42",
-        "final loss": "8.1235",
         "published": "651",
     }
-    assert table[DEEPEP.name]["steps"] == "7/20"
-    assert table[DEEPEP.name]["tokens/s/GPU"] == "1,859"
-    assert table[DEEPEP.name]["speed-up"] == "1.32x"
-    assert table[DEEPEP.name]["published"] == "859 (1.32x)"
-    assert table[FAILED.name]["steps"] == "-/20"
-    assert table[REFUSED.name]["steps"] == "-"
-    assert table[REFUSED.name]["tokens/s/GPU"] == "-"
+    assert [row["steps"] for row in table.values()] == ["20", "7/20", "-/20", "-"]
+    assert [row["tokens/s/GPU"] for row in table.values()] == ["651", "1,859", "-", "-"]
+    assert (table[DEEPEP.name]["speed-up"], table[DEEPEP.name]["published"]) == (
+        "1.32x",
+        "859 (1.32x)",
+    )
+    lines = [line for line in render_markdown(run).splitlines() if line.startswith("|")]
+    assert len(lines) == 6 and len({len(line) for line in lines}) == 1
 
 
-def test_the_table_is_aligned() -> None:
-    wide = replace(BLANK, name="671b-größe-模型")
-    text = render_markdown(run_of(BASELINE, wide, FAILED))
-    widths = {display_width(line) for line in text.splitlines() if line.startswith("|")}
-    assert len(widths) == 1
-
-
-def test_the_head_says_what_ran_where() -> None:
-    text = render_markdown(run_of(BASELINE))
-    assert text.startswith("# matrix-20261120-182922\n")
-    for fact in ("soperator-b200", "2026.02", "33acf20", "ada", "2026-11-20T18:29:22"):
-        assert fact in text
-    assert "stand-in" not in text
-    assert "cpu" not in text
-
-
-def test_what_stood_in_for_what() -> None:
-    setting = replace(SETTING, stand_in_for="deepseek_v3_671b", device="cpu")
-    cell = replace(BASELINE, name="debug", recipe="debug", mfu=None)
-    text = render_markdown(run_of(cell, debug=setting))
-    assert "debug ran instead of deepseek_v3_671b" in text
-    assert "CPU figure" in text
-
-
-def test_reasons_stand_below_the_table() -> None:
-    text = render_markdown(run_of(BASELINE, FAILED, REFUSED))
-    notes = [line for line in text[text.rindex("\n|") :].splitlines() if line.startswith("- ")]
-    assert notes == [
-        "- 671b-mxfp8-standard (failed): rank 3: OOM | more",
-        "- 671b-mxfp8-deepep (refused): needs SM100",
-    ]
-
-
-def test_emulated_cells_are_labelled() -> None:
-    cell = replace(DEEPEP, emulated=True, speedup=None, status="finished", reason="emulated")
-    row = table_of(render_markdown(run_of(BASELINE, cell)))[cell.name]
-    assert row["status"] == "finished, emulated"
-    assert row["speed-up"] == "-"
+@pytest.mark.parametrize(
+    ("change", "column", "text"),
+    [
+        ({"tokens_per_second_per_gpu": 99.96}, "tokens/s/GPU", "100"),
+        ({"tokens_per_second_per_gpu": 3.14159}, "tokens/s/GPU", "3.14"),
+        ({"tflops_per_gpu": 0.0213}, "TFLOPs/GPU", "0.021"),
+        ({"emulated": True}, "status", "finished, emulated"),
+        ({"predicted_tokens_per_second_per_gpu": 700.0}, "predicted", "700"),
+        ({"mfu": None}, "MFU", None),
+        ({"published_tokens_per_second_per_gpu": None}, "published", None),
+        ({"attention": "flex", "mean_attended_length": 812.4}, "attention", None),
+    ],
+)
+def test_a_column_is_there_where_it_says_something(
+    change: dict[str, Any], column: str, text: str | None
+) -> None:
+    assert table_of(run_of(replace(BASELINE, **change)))[BASE].get(column) == text
 
 
 def test_a_loss_that_is_no_number_shows_as_such() -> None:
-    cell = replace(BASELINE, name="a", final_loss=None)
-    text = render_markdown(run_of(cell, a=replace(SETTING, raw_final_loss=math.nan)))
-    assert table_of(text)["a"]["final loss"] == "nan"
+    cell = replace(BASELINE, final_loss=None)
+    assert table_of(run_of(cell, raw_final_loss=math.nan))[BASE]["final loss"] == "nan"
 
 
-@pytest.mark.parametrize(("tokens", "shown"), [(99.96, "100"), (3.14159, "3.14"), (0.5, "0.5")])
-def test_few_tokens_keep_their_decimals(tokens: float, shown: str) -> None:
-    cell = replace(BASELINE, tokens_per_second_per_gpu=tokens)
-    assert table_of(render_markdown(run_of(cell)))[cell.name]["tokens/s/GPU"] == shown
+def test_a_cpu_has_no_gpu() -> None:
+    run = run_of(replace(BASELINE, mfu=None), device="cpu", stand_in_for="deepseek_v3_671b")
+    text = render_markdown(run)
+    assert "tokens/s/rank" in text and "/GPU" not in text
+    assert any("ran instead of deepseek_v3_671b" in fact for fact in facts(run))
+    assert any("device: cpu" in fact for fact in facts(run))
+
+
+def test_reasons_stand_below_the_table_and_the_answer_before_all() -> None:
+    found = notes(run_of(BASELINE, FAILED, REFUSED))
+    assert found == [
+        "671b-mxfp8-standard (failed): rank 3: OOM | more",
+        "671b-mxfp8-deepep (refused): needs SM100",
+    ]
+    text = render_markdown(run_of(replace(DEEPEP, status="finished"), BASELINE, FAILED))
+    assert text.index("Fastest") < text.index("cluster: ") < text.index("| cell")
 
 
 def test_a_run_without_cells_has_a_report() -> None:
@@ -179,136 +170,184 @@ def test_a_run_without_cells_has_a_report() -> None:
     assert json.loads(render_json(run_of()))["cells"] == []
 
 
-def test_json_has_the_promised_fields() -> None:
-    report = json.loads(render_json(run_of(BASELINE, FAILED)))
-    assert list(report) == ["run", "sweep", "cells", "baseline"]
-    first, second = report["cells"]
-    promised = {
-        "name",
-        "recipe",
-        "precision",
-        "ep_backend",
-        "status",
-        "reason",
-        "steps",
-        "tokens_per_second_per_gpu",
-        "tflops_per_gpu",
-        "mfu",
-        "memory_gib",
-        "final_loss",
-        "speedup",
-        "published_tokens_per_second_per_gpu",
-    }
-    seen = {"attention", "mean_attended_length", "emulated", "active", "resumptions"}
-    seen |= {"throughput", "speed", "loss", "loss_last_tenth", "repeats"}
-    seen |= {"gpu_hours", "cost_per_billion_tokens"}
-    seen |= {"predicted_tokens_per_second_per_gpu", "predicted_largest"}
-    seen |= {"history", "router_load", "profiled"}
-    assert promised | seen == set(first)
-    assert first["tokens_per_second_per_gpu"] == 651.4
-    assert second["tokens_per_second_per_gpu"] is None
-    assert second["steps"] is None
-
-
-def test_a_cell_that_is_slower_than_predicted_is_called_that() -> None:
-    near = replace(
-        BASELINE,
-        predicted_tokens_per_second_per_gpu=700.0,
-        predicted_largest="attention",
-    )
-    far = replace(DEEPEP, predicted_tokens_per_second_per_gpu=2500.0, predicted_largest="host")
-    run = run_of(near, replace(far, tokens_per_second_per_gpu=1859.0), FAILED)
-    text = render_markdown(run)
-    table = table_of(text)
-    assert table[BASELINE.name]["predicted"] == "700"
-    assert table[DEEPEP.name]["predicted"] == "2,500"
-    assert table[FAILED.name]["predicted"] == "-"
-    (line,) = [line for line in text.splitlines() if "slower than predicted" in line]
-    assert line.startswith(f"- {DEEPEP.name}: 26% slower than predicted (2,500 tokens/s/GPU; ")
-    assert "within 15% is usual" in line
-    assert "look first at host" in line
-
-
-def test_json_is_valid_whatever_was_measured() -> None:
+def test_json_has_the_promised_fields_and_null_for_the_unknown() -> None:
     cell = replace(BASELINE, final_loss=math.nan, mfu=math.inf, active={"a": [math.nan, 1]})
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    report = json.loads(render_json(run_of(cell)), parse_constant=refuse)
-    assert report["cells"][0]["final_loss"] is None
-    assert report["cells"][0]["mfu"] is None
-    assert report["cells"][0]["active"] == {"a": [None, 1]}
-
-
-def test_a_column_that_says_nothing_is_left_out() -> None:
-    cell = replace(BASELINE, mfu=None, published_tokens_per_second_per_gpu=None)
-    row = table_of(render_markdown(run_of(cell)))[cell.name]
-    assert "MFU" not in row and "published" not in row
-    assert row["final loss"] == "8.1235"
-
-
-def attending(cell: Result, attention: str | None, length: float | None) -> Result:
-    return replace(cell, attention=attention, mean_attended_length=length)
-
-
-def facts_of(text: str) -> list[str]:
-    head = text[: text.index("\n|")]
-    return [line for line in head.splitlines() if "attention" in line or "WARNING" in line]
-
-
-def test_attention_that_all_cells_share_is_said_once() -> None:
-    # A cell that has not begun knows nothing, and differs from none.
-    cells = [attending(BASELINE, "flex", 812.4), attending(DEEPEP, "flex", 812.3), FAILED]
-    text = render_markdown(run_of(*cells))
-    assert facts_of(text) == ["- attention: flex; a token attends to 812 tokens on average"]
-    assert not {"attention", "attended tokens"} & set(table_of(text)[BASELINE.name])
-    assert facts_of(render_markdown(run_of(BASELINE))) == []
-
-
-def test_kinds_of_attention_that_differ_are_a_column() -> None:
-    cells = [attending(BASELINE, "flex", 4096.5), attending(DEEPEP, "flash_attention_4", 4096.5)]
-    text = render_markdown(run_of(*cells))
-    assert facts_of(text) == ["- attention: a token attends to 4,096 tokens on average"]
-    rows = table_of(text)
-    assert [rows[cell.name]["attention"] for cell in cells] == ["flex", "flash_attention_4"]
-    assert "attended tokens" not in rows[BASELINE.name]
-
-
-def test_cells_on_other_masks_are_warned_of() -> None:
-    cells = [attending(BASELINE, "flex", 812.0), attending(DEEPEP, "flex", 2600.0)]
-    text = render_markdown(run_of(*cells, FAILED))
-    kind, warning = facts_of(text)
-    assert kind == "- attention: flex"
-    assert warning == (
-        "- WARNING: cells were trained on different masks: a token attends to 2,600 tokens in "
-        "671b-bf16-deepep and to 812 in 671b-bf16-standard; do not compare their speed"
+    report = json.loads(render_json(run_of(cell, FAILED)), parse_constant=refuse)
+    assert list(report) == ["run", "sweep", "cells", "baseline"]
+    first, second = report["cells"]
+    promised = (
+        "name recipe precision ep_backend status reason steps tokens_per_second_per_gpu "
+        "tflops_per_gpu mfu memory_gib final_loss speedup published_tokens_per_second_per_gpu "
+        "attention mean_attended_length emulated active resumptions history throughput speed loss "
+        "loss_last_tenth gpu_hours cost_per_billion_tokens predicted_tokens_per_second_per_gpu "
+        "predicted_largest router_load profiled repeats"
     )
-    rows = table_of(text)
-    assert [row["attended tokens"] for row in rows.values()] == ["812", "2,600", "-"]
-    # Another batch of the same corpus has another mean.
-    near = [attending(BASELINE, "flex", 812.0), attending(DEEPEP, "flex", 900.0)]
-    assert facts_of(render_markdown(run_of(*near))) == ["- attention: flex"]
-    assert table_of(render_markdown(run_of(*near)))[DEEPEP.name]["attended tokens"] == "900"
+    assert set(promised.split()) == set(first) == set(second)
+    assert (first["tokens_per_second_per_gpu"], second["tokens_per_second_per_gpu"]) == (
+        651.4,
+        None,
+    )
+    assert (first["final_loss"], first["mfu"], first["active"]) == (None, None, {"a": [None, 1]})
 
 
-def test_json_has_attention_by_cell() -> None:
-    report = json.loads(render_json(run_of(attending(BASELINE, "flex", 812.3), FAILED)))
-    found = [(cell["attention"], cell["mean_attended_length"]) for cell in report["cells"]]
-    assert found == [("flex", 812.3), (None, None)]
+def test_a_cell_that_is_slower_than_predicted_is_named() -> None:
+    near = replace(BASELINE, predicted_tokens_per_second_per_gpu=700.0, predicted_largest="x")
+    far = replace(DEEPEP, predicted_tokens_per_second_per_gpu=2500.0, predicted_largest="host")
+    (line,) = notes(run_of(near, far, REFUSED))[1:]
+    assert line.startswith(f"{DEEPEP.name}: 26% slower than predicted (2,500 tokens/s/GPU; ")
+    assert "look first at host" in line
+
+
+def attending(cell: Result, kind: str | None, length: float | None) -> Result:
+    return replace(cell, attention=kind, mean_attended_length=length)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "fact", "is_warned"),
+    [
+        (("flex", 812.4), ("flex", 812.3), "flex; a token attends to 812 tokens", False),
+        (("flex", 4096.5), ("flash_attention_4", 4096.5), "a token attends to 4,096", False),
+        (("flex", 812.0), ("flex", 900.0), "attention: flex", False),
+        (("flex", 812.0), ("flex", 2600.0), "attention: flex", True),
+    ],
+)
+def test_attention_is_said_once_and_other_masks_are_warned_of(
+    one: tuple[str, float], other: tuple[str, float], fact: str, is_warned: bool
+) -> None:
+    found = facts(run_of(attending(BASELINE, *one), attending(DEEPEP, *other), FAILED))
+    assert fact in "\n".join(found)
+    assert any(line.startswith("WARNING") for line in found) == is_warned
 
 
 def test_the_self_check_is_told_with_its_largest_error() -> None:
-    found = {"kernels": 4, "worst": 0.43, "worst_kernel": "linear layer bf16", "seconds": 3.1}
+    found = {"kernels": 4, "worst": 0.43, "worst_kernel": "linear layer bf16"}
     one = replace(BASELINE, active={"self_check": found})
     other = replace(DEEPEP, active={"self_check": found | {"worst": 0.625, "worst_kernel": "rows"}})
     unchecked = replace(FAILED, active={"self_check": None})
-    # Older runs say nothing of it, and nothing is said of them.
-    older = replace(BLANK, name="older", active={"dispatch": "standard"})
-    text = render_markdown(run_of(one, other, unchecked, older))
-    assert (
-        "- self-check: every kernel was compared with a reference before the first step; the "
-        "largest error is 62% of what its format allows (rows in 671b-bf16-deepep)\n"
-    ) in text
-    assert "- self-check: switched off in 671b-mxfp8-standard\n" in text
-    assert "self-check" not in render_markdown(run_of(older))
+    text = "\n".join(facts(run_of(one, other, unchecked)))
+    assert "the largest error is 62% of what its format allows (rows in 671b-bf16-deepep)" in text
+    assert "self-check: switched off in 671b-mxfp8-standard" in text
+
+
+# --- The answer -----------------------------------------------------------------------------------
+
+
+def sped(cell: Result, ratio: float, low: float | None, high: float | None, verdict: str) -> Result:
+    speed = SpeedUp(ratio, low, high, verdict if low else None, STEPS, 30)
+    return replace(cell, status="finished", speedup=ratio, speed=speed)
+
+
+OTHER = replace(DEEPEP, name="671b-mxfp8-deepep")
+
+
+@pytest.mark.parametrize(
+    ("cells", "parts"),
+    [
+        ([sped(DEEPEP, 1.4, 1.3, 1.5, FASTER)], [f"Fastest: {DEEPEP.name}", "+40.0%"]),
+        ([sped(DEEPEP, 1.01, 0.99, 1.03, NOISE)], ["-1.0% to +3.0%", "inside the noise"]),
+        ([sped(DEEPEP, 1.3, None, None, NOISE)], ["too few steps"]),
+        ([sped(DEEPEP, 0.9, 0.88, 0.92, "slower")], ["No cell is faster than the baseline"]),
+        ([sped(DEEPEP, 0.99, 0.97, 1.01, NOISE)], ["No cell is faster", "may be as fast"]),
+        (
+            [sped(DEEPEP, 1.4, 1.3, 1.5, FASTER), sped(OTHER, 1.41, 1.32, 1.5, FASTER)],
+            [f"Fastest: {OTHER.name}", f"{DEEPEP.name} (+40.0%) may be as fast"],
+        ),
+    ],
+)
+def test_the_first_sentence_names_the_fastest_and_no_noise_as_a_gain(
+    cells: list[Result], parts: list[str]
+) -> None:
+    line, *more = headlines(run_of(BASELINE, *cells))
+    assert all(part in line for part in parts), line
+    assert more == []
+
+
+@pytest.mark.parametrize(
+    ("base", "cell", "reason"),
+    [
+        (replace(BASELINE, status="failed", speedup=None), {}, "its baseline .* is failed"),
+        (replace(BASELINE, status="running", speedup=None), {}, "its baseline .* is running"),
+        (replace(BASELINE, emulated=True, speedup=None), {}, "is emulated"),
+        (BASELINE, {"emulated": True}, "only the loss counts"),
+        (None, {}, "is not in this run"),
+    ],
+)
+def test_the_second_sentence_says_what_has_no_speed_up_and_why(
+    base: Result | None, cell: dict[str, Any], reason: str
+) -> None:
+    own = replace(DEEPEP, status="finished", speedup=None, **cell)
+    cells = [own] if base is None else [base, own]
+    (line,) = headlines(run_of(*cells))
+    assert line.startswith(f"No speed-up for {own.name} (")
+    assert re.search(reason, line), line
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four cells of 1,500 steps."""
+    return make_run(tmp_path_factory.mktemp("full"))
+
+
+def test_the_last_sentence_has_the_losses_and_the_worse_verdict_counts(full: Path) -> None:
+    _, results = results_of(full)
+    fastest, losses = headlines(results)
+    assert fastest.startswith("Fastest: 671b-mxfp8-deepep at 922 tokens/s/GPU, +40.8% over ")
+    assert losses.startswith(
+        "Loss against the baseline: equivalent within ±0.25%: 671b-bf16-deepep"
+    )
+    base, one, *_ = results.cells
+    assert one.loss is not None
+    worse = replace(one, loss_last_tenth=replace(one.loss, verdict="different"))
+    assert headlines(replace(results, cells=(base, worse)))[-1].endswith(f"different: {one.name}.")
+
+
+def test_tables_hold_intervals_and_verdicts(full: Path) -> None:
+    _, results = results_of(full)
+    speed = table_of(results, SPEED)
+    assert speed[BASE]["speed-up"] == "baseline" and speed[BASE]["95% interval"] == "-"
+    row = speed["671b-bf16-deepep"]
+    assert (row["median"], row["verdict"], row["interval over"]) == ("853", "faster", "steps")
+    assert row["95% interval"] == "+30.1% to +30.3%" and int(row["stalls"]) > 0
+    losses = table_of(results, LOSSES)
+    assert BASE not in losses and {row["verdict"] for row in losses.values()} == {"equivalent"}
+    published = table_of(results, PUBLISHED)
+    assert published["671b-bf16-deepep"]["here over published"] == "0.99"
+    assert published["671b-mxfp8-standard"]["here over published"] == "-"
+
+
+# --- Conditions -----------------------------------------------------------------------------------
+
+
+def test_conditions_show_what_differs_and_share_the_rest(full: Path) -> None:
+    _, results = results_of(full)
+    found = configuration(results)
+    assert found.differing is not None
+    rows = {row[0]: row[1:] for row in found.differing.rows}
+    assert rows["precision"] == ("bf16", "bf16", "mxfp8", "mxfp8")
+    # `mxfp8` is TorchTitan's default: a cell that sets it does not differ from one that does not.
+    assert "quantize.grouped_mm.mx.recipe_name" not in rows
+    shared = dict(found.shared)
+    assert (shared["nodes"], shared["training.seq_len"]) == ("32", "8192")
+    assert not shared.keys() & rows.keys()
+    found = environment(results)
+    assert found.differing is not None and dict(found.shared)["torch"] == "2.10.0+cu128"
+    rows = {row[0]: row[1:] for row in found.differing.rows}
+    assert rows["nodes"][:2] == ("32: worker-0 to worker-31", "32: worker-1 to worker-32")
+    assert rows["deep_ep"] == ("-", "1.2.1+29d31c0", "-", "1.2.1+29d31c0")
+
+
+def test_the_newest_environment_counts_and_nothing_is_json(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=1000)
+    newest = folder / f"671b-{RESTARTED}" / "attempt-1" / "environment.json"
+    check = {"worst": 0.4, "worst_kernel": "rows", "shapes": [1, 2]}
+    content = json.loads(newest.read_text()) | {"nodes": ["worker-7"], "self_check": check}
+    newest.write_text(json.dumps(content))
+    found = environment(results_of(folder)[1]).differing
+    assert found is not None
+    column = {row[0]: row[4] for row in found.rows}
+    assert column["nodes"] == "worker-7" and column["self check worst kernel"] == "rows"
+    assert not any(set("{[") & set(text) for text in column.values())

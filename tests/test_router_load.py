@@ -6,19 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cookbook.observe.router_load import LoadStep, _parse, collect_router_load
-from cookbook.results.figures.canvas import NARROW, WIDE, Size, drawing_style
-from cookbook.results.figures.load import draw_load
-from cookbook.results.load import summarize_load
-from cookbook.results.report import render_json
-from cookbook.results.tables import load_table
+from cookbook.results.collect import summarize_load
+from cookbook.results.columns import LOAD, report_tables
+from cookbook.results.result import render_json
 from cookbook.run.folder import CellFolder
 from tests.made_up_run import LOADED, RESTART_STEP, RESTARTED, make_run, results_of
-from tests.test_figures import series
 
 
 def line(first: int, step: int, *busiest: float, **other: Any) -> str:
@@ -122,8 +118,7 @@ def test_the_summary_is_of_the_end_and_names_the_layer() -> None:
 
 def test_a_report_shows_it_where_it_was_logged_alone(tmp_path: Path) -> None:
     _, results = results_of(make_run(tmp_path, steps=RESTART_STEP + 200))
-    table = load_table(results)
-    assert table is not None
+    table = report_tables(results)[LOAD]
     assert [row[0] for row in table.rows] == [f"671b-{pair}" for pair in LOADED]
     assert {row[-1] for row in table.rows} == {"the router's own"}
     steps = [step.step for step in results.loads[f"671b-{RESTARTED}"]]
@@ -131,48 +126,3 @@ def test_a_report_shows_it_where_it_was_logged_alone(tmp_path: Path) -> None:
     cells = json.loads(render_json(results))["cells"]
     assert [cell["router_load"] is not None for cell in cells] == [True, False, False, True]
     assert cells[0]["router_load"]["busiest_over_mean"] > 1
-
-
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=lambda size: size.name)
-def test_the_figure_says_that_balance_is_forced(size: Size) -> None:
-    assert draw_load([series("a", [8.0])], size) is None
-    loaded = series("a", [8.0], load=steps_of((1.0, 1.0), forced=True))
-    with drawing_style():
-        canvas = draw_load([loaded, series("b", [8.0], 1)], size)
-    assert canvas is not None
-    svg = canvas.svg("x")
-    assert "balance is forced" in svg and "in layer" not in svg
-
-
-def test_the_map_shows_each_share_and_no_token_as_nothing() -> None:
-    (step,) = steps_of((2.0, 3.0))
-    counted = LoadStep(1, 1, False, (1, 2), (2.0, 3.0), (1, 2), 1, ((0, 50, 100), (0, 0, 150)))
-    with drawing_style():
-        canvas = draw_load([series("a", [8.0], load=[counted, step])], WIDE)
-    assert canvas is not None
-    _, axes = canvas.figure.axes
-    (image,) = axes.images
-    array = image.get_array()
-    assert array is not None
-    # From the busiest to the least, as parts of three times the mean.
-    assert array[..., 3].tolist() == [pytest.approx([2 / 3, 1 / 3, 0], abs=0.03), [1, 0, 0]]
-
-
-def test_curves_are_of_the_most_the_median_and_the_least_uneven_layer() -> None:
-    with drawing_style():
-        load = steps_of((2.0, 1.0, 1.2), (4.0, 1.0, 1.5))
-        canvas = draw_load([series("a", [8.0], load=load)], WIDE)
-    assert canvas is not None
-    strip = canvas.figure.axes[0]
-    assert [list(line.get_ydata()) for line in strip.lines] == [[2, 4], [1.2, 1.5], [1, 1]]
-
-
-def test_the_map_is_of_what_was_counted_last_and_the_worst_layer_is_named() -> None:
-    first = LoadStep(3, 3, False, (3, 4), (1.5, 3.0), (0, 0), 3, ((1, 3), (0, 4)))
-    last = LoadStep(4, 4, False, (3, 4), (1.0, 2.0), (0, 0), 4, ((2, 2), (0, 2)))
-    with drawing_style():
-        canvas = draw_load([series("a", [8.0], load=[first, last])], WIDE)
-        assert canvas is not None
-        svg = canvas.svg("x")
-    assert "2 experts of each layer, step 4<" in svg
-    assert "at last 2x, in layer 4<" in svg

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cookbook.base.yamlfile import shown_path
 from cookbook.results.collect import collect_results
-from cookbook.results.keep import FIGURES, MARKDOWN, PAGE, keep_report
-from cookbook.results.report import render_json, render_markdown
+from cookbook.results.report import FIGURES, MARKDOWN, PAGE, render_markdown, save_report
+from cookbook.results.result import render_json
 from cookbook.run.run import Run, find_run
 from cookbook.run.states import cell_states
 
@@ -33,7 +33,7 @@ def print_report(run: Run, form: str) -> dict[str, str]:
         text = render_json(results) if form == "json" else render_markdown(results)
         print(text, end="", flush=True)
     try:
-        missing = keep_report(run, results)
+        missing = save_report(run, results)
     except OSError as error:
         if form == "html":
             raise

@@ -1,17 +1,14 @@
 """The results of a run, finished or not: one Result for each cell, in the run's order.
 
-How the figures are made:
+How the numbers are made:
 
-- The loss rank's lines count: rank 0, or with PP the first rank of the last stage, since the ranks
-  of other stages print no real loss. Where the console doesn't show that rank, its own log does.
+- The loss rank's metrics count: rank 0, or with PP the first rank of the last stage.
 - Throughput, TFLOPs and MFU are medians over the logged steps after warm-up. Warm-up is the first
   quarter of the logged steps of each attempt, at least 1 and at most 10: they hold compilation and
   allocation.
 - Memory is the peak over all ranks, steps and attempts.
 - A resumed attempt goes back to its checkpoint, so its first step replaces that step and all
   later ones of the attempts before it.
-- Speed-up needs a baseline cell of the same recipe and device with a throughput. Both must have
-  finished, without emulated numerics.
 """
 
 from __future__ import annotations
@@ -23,6 +20,10 @@ from dataclasses import replace
 from typing import Any
 
 from cookbook.base.errors import InputError
+from cookbook.config.cluster import load_cluster
+from cookbook.config.resolve import cell_from_record
+from cookbook.config.stack import load_stack
+from cookbook.observe.clock import logged_seconds
 from cookbook.observe.curve import CurveStep, collect_steps, scan_attempts
 from cookbook.observe.failure import find_reason
 from cookbook.observe.history import collect_history
@@ -30,41 +31,42 @@ from cookbook.observe.lines import StepMetrics
 from cookbook.observe.memory import read_peak_memory
 from cookbook.observe.router_load import LoadStep, collect_router_load
 from cookbook.observe.scan import LogScan
-from cookbook.results.against import against_baseline
-from cookbook.results.cost import cost_per_billion_tokens, gpu_hours
-from cookbook.results.expected import expected_step
-from cookbook.results.load import summarize_load
-from cookbook.results.result import CellSetting, Result, RunResults
-from cookbook.results.speed import measure, measured_steps
+from cookbook.predict.step import StepTime, predict_step
+from cookbook.results.baseline import against_baseline
+from cookbook.results.result import CellSetting, LoadSummary, Result, RunResults
+from cookbook.results.run_differences import asked_facts, seen_facts, text_of
+from cookbook.results.speed import Throughput, measure, measured_steps
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.resumption import read_resumptions
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
-from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json
+from cookbook.run.status import CANCELLED, FAILED, REFUSED, UNKNOWN, read_json
 
 _EMULATED_REASON = "emulated numerics: the throughput says nothing about real MXFP8"
 _REFERENCE_REASON = "attention by a reference: the throughput says nothing about FlashAttention-4"
 
 
 def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
-    """Read a run's logs; `states` are those of its cells."""
+    """Read a run's metrics and logs; `states` are those of its cells."""
     known = {state.cell: state for state in states}
     cells: list[Result] = []
     settings: dict[str, CellSetting] = {}
     curves: dict[str, list[CurveStep]] = {}
     loads: dict[str, list[LoadStep]] = {}
     for folder in run.cells:
-        record, problem = _read(folder)
+        problem = None
+        try:
+            record = read_record(folder.record)
+        except InputError as error:
+            # The cell must still appear.
+            record, problem = CellRecord(), str(error)
         scans = scan_attempts(folder, record)
-        curve = collect_steps(folder, record, scans)
-        state = known[folder.name]
-        load = collect_router_load(folder)
-        result = _result(folder, record, problem, state, curve, scans)
+        curve = curves[folder.name] = collect_steps(folder, record, scans)
+        load = loads[folder.name] = collect_router_load(folder)
+        result = _result(folder, record, problem, known[folder.name], curve, scans)
         cells.append(replace(result, router_load=summarize_load(load)))
-        loads[folder.name] = load
-        settings[folder.name] = _setting(record, curve, run.record.baseline)
-        curves[folder.name] = curve
+        settings[folder.name] = _setting(folder, record, curve, run.record.baseline)
     return against_baseline(RunResults(run.record, tuple(cells), settings, curves, loads))
 
 
@@ -78,18 +80,21 @@ def _result(
 ) -> Result:
     measured, throughput = measured_steps(steps), measure(steps)
     attempts = folder.attempts()
-    said = (_active(attempt, scans.get(attempt.number)) for attempt in reversed(attempts))
-    active = next(filter(None, said), None)
+    reports = (_active(attempt, scans.get(attempt.number)) for attempt in reversed(attempts))
+    active = next(filter(None, reports), None)
     observed = active or {}
-    attention = _text(observed.get("attention"))
+    attention = observed.get("attention") or None
     by_reference = attention is not None and "reference" in attention
     is_low_precision_emulated = record.emulated or bool(observed.get("emulated"))
     final_loss = steps[-1].loss if steps else None
     expected = expected_step(folder.name, record)
-    reasons = [state.reason, problem]
     status = None if state.state == UNKNOWN else state.state
+    reasons = [state.reason, problem]
     if status is None and record.refused:
         status, reasons = REFUSED, [record.refused]
+    if status == CANCELLED and "SIGTERM" in (state.reason or ""):
+        # The signal is how `cancel` works, and no reason.
+        reasons = [problem]
     if status == FAILED and attempts:
         found = find_reason(attempts[-1].path)
         reasons.append(found if found and found not in (state.reason or "") else None)
@@ -107,17 +112,17 @@ def _result(
         steps=steps[-1].step if steps else None,
         tokens_per_second_per_gpu=throughput.median if throughput else None,
         tflops_per_gpu=_median(step.tflops for step in measured),
-        # TorchTitan falls back to an A100's peak where it doesn't know the device.
+        # TorchTitan falls back to an A100's peak for unknown devices.
         mfu=None if record.device == "cpu" else _median(step.mfu for step in measured),
         memory_gib=_peak_memory(attempts, scans),
         final_loss=final_loss if final_loss is not None and math.isfinite(final_loss) else None,
         speedup=None,
-        # What was published is for the cell as it was first asked for.
+        # The published number is for the cell as it was first asked for.
         published_tokens_per_second_per_gpu=None
         if record.changes
         else record.published_tokens_per_second_per_gpu,
         attention=attention,
-        mean_attended_length=_length(observed.get("mean_attended_length")),
+        mean_attended_length=observed.get("mean_attended_length") or None,
         emulated=is_low_precision_emulated or by_reference,
         active=active,
         resumptions=tuple(read_resumptions(attempts)),
@@ -129,13 +134,22 @@ def _result(
         else None,
         predicted_largest=expected.largest if expected else None,
         history=collect_history(folder, record, scans),
-        profiled=any(_was_profiled(record, attempt) for attempt in attempts),
+        # An sbatch line may have turned it on after the script's name.
+        profiled=any(
+            record.as_of(attempt.number).options.get("profiling.enable_profiling") is True
+            or attempt.traces.is_dir()
+            for attempt in attempts
+        ),
     )
 
 
 def _setting(
-    record: CellRecord, steps: Sequence[CurveStep], run_baseline: str | None
+    folder: CellFolder, record: CellRecord, steps: Sequence[CurveStep], run_baseline: str | None
 ) -> CellSetting:
+    try:
+        options = load_stack(record.stack).options
+    except InputError:
+        options = {}
     return CellSetting(
         total_steps=record.steps,
         device=record.device,
@@ -147,24 +161,10 @@ def _setting(
         world=record.world,
         published_source=record.published_source,
         repeat_of=record.repeat_of,
+        asked=asked_facts(record.newest),
+        defaults={name: text_of(option.default) for name, option in options.items()},
+        seen=seen_facts(folder),
     )
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _length(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and 0 < value < math.inf else None
-
-
-def _read(folder: CellFolder) -> tuple[CellRecord, str | None]:
-    """The record, empty with the problem where it can't be read: the cell must still appear."""
-    try:
-        return read_record(folder.record), None
-    except InputError as error:
-        return CellRecord(), str(error)
 
 
 def _active(attempt: Attempt, scan: LogScan | None) -> dict[str, Any] | None:
@@ -180,14 +180,8 @@ def _peak_memory(attempts: Iterable[Attempt], scans: Mapping[int, LogScan]) -> f
     return max(shown, read_peak_memory(others) or 0.0) or None
 
 
-def _was_profiled(record: CellRecord, attempt: Attempt) -> bool:
-    asked = record.as_of(attempt.number).options.get("profiling.enable_profiling") is True
-    # An sbatch line may have turned it on, behind the script's name.
-    return asked or attempt.traces.is_dir()
-
-
 def _non_finite(steps: Sequence[StepMetrics]) -> str | None:
-    """Since which step the loss is NaN or infinite, None where the last one is a number."""
+    """The step since which the loss is NaN or infinite; None where the last one is a number."""
     since = None
     for metrics in reversed(steps):
         if metrics.loss is None or math.isfinite(metrics.loss):
@@ -199,3 +193,64 @@ def _non_finite(steps: Sequence[StepMetrics]) -> str | None:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.median(known) if known else None
+
+
+def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
+    """Hours of all attempts times their GPUs, from TorchTitan's first line to its last.
+
+    None on a CPU, and without logs. The minute or so before the first line is not in it.
+    """
+    if record.device == "cpu":
+        return None
+    hours = 0.0
+    for attempt in folder.attempts():
+        seconds = logged_seconds(attempt.log)
+        hours += (seconds or 0.0) / 3600 * record.as_of(attempt.number).world
+    return hours or None
+
+
+def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -> float | None:
+    """At the cell's speed with its stalls, in the currency of the cluster's `price_per_gpu_hour`.
+
+    None without a price, or where the cluster's profile is not here.
+    """
+    if throughput is None or record.device == "cpu" or not record.cluster:
+        return None
+    try:
+        price = load_cluster(record.files.get("cluster") or record.cluster).price_per_gpu_hour
+    except InputError:
+        return None
+    return None if price is None else price * 1e9 / (3600 * throughput.mean)
+
+
+def expected_step(name: str, record: CellRecord) -> StepTime | None:
+    """The predicted step of the cell as last asked for; None where it cannot be predicted.
+
+    A cell that was refused, ran on a CPU, or was emulated has no meaningful time.
+    """
+    if record.device != "cuda" or record.emulated or record.refused:
+        return None
+    try:
+        return predict_step(cell_from_record(name, record, name, None, {}))
+    except InputError:
+        # Its files are gone, or its documents or GPU are unknown.
+        return None
+
+
+def summarize_load(steps: Sequence[LoadStep]) -> LoadSummary | None:
+    """Summarize the last tenth of the logged steps, at least one; None without any."""
+    if not steps:
+        return None
+    last = steps[-max(1, len(steps) // 10) :]
+    by_layer = zip(*(step.busiest_over_mean for step in last), strict=True)
+    busiest = [statistics.median(of_layer) for of_layer in by_layer]
+    most = max(busiest)
+    return LoadSummary(
+        busiest_over_mean=most,
+        layer=last[-1].layers[busiest.index(most)],
+        median_over_layers=statistics.median(busiest),
+        starved_experts=round(statistics.median(sum(step.starved_experts) for step in last)),
+        layers=len(busiest),
+        is_forced=any(step.is_forced for step in last),
+        steps=(last[0].first_step, last[-1].step),
+    )

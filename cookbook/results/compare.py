@@ -1,12 +1,15 @@
-"""Cells of several runs against the first run's, or against the published numbers."""
+"""Two runs cell by cell, or one run's cells against the published numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 
-from cookbook.results.loss import LossVerdict, judge_curves, losses_of
+from cookbook.base.jsontext import json_text
+from cookbook.results.columns import COMPARE, Row, rows_of, table_of
+from cookbook.results.loss import judge_curves, losses_of
 from cookbook.results.result import Result, RunResults, masks_differ
+from cookbook.results.run_differences import between_runs
 from cookbook.results.speed import SpeedUp, speed_up, speeds_of, unpaired_speed_up
 from cookbook.run.status import FINISHED
 
@@ -14,188 +17,157 @@ PUBLISHED = "published"
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """A cell of a run beside the reference's; what is not known is None."""
-
-    cell: str
-    run: str
-    status: str | None
-    tokens_per_second_per_gpu: float | None
-    reference_tokens_per_second_per_gpu: float | None
-    speed: SpeedUp | None
-    """Against the reference; None, with the `reason`, where the two cannot be compared."""
-    loss: LossVerdict | None
-    loss_last_tenth: LossVerdict | None
-    gpu_hours: float | None
-    cost_per_billion_tokens: float | None
-    reason: str | None
-    is_slower: bool
-    """Slower than the tolerance allows, or without a speed where the reference has one."""
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
-    """All cells that the runs have in common with the reference, in its order."""
+    """The common cells, in the reference's order, each below the reference's own.
+
+    Attributes:
+        reference: a run's name, or `published`.
+        tolerance: how many percent slower a cell may be.
+        differences: the other differences between the runs.
+    """
 
     reference: str
-    """A run's name, or `published`."""
     tolerance: float
-    """How many percent slower a cell may be."""
-    cells: tuple[Compared, ...]
+    rows: tuple[Row, ...]
     differences: tuple[str, ...]
-    """What else differs between the runs."""
+    unit: str
 
     @property
-    def slower(self) -> list[Compared]:
-        """The cells that end a command with status 1."""
-        return [cell for cell in self.cells if cell.is_slower]
+    def slower(self) -> list[Row]:
+        """The cells that end the command with status 1."""
+        return [row for row in self.rows if row.is_slower]
 
 
-def compare_runs(runs: Sequence[RunResults], tolerance: float) -> Comparison:
-    """Compare the later runs with the first one, cell by cell of the same name."""
-    reference, *others = runs
-    cells: list[Compared] = []
-    for base in reference.cells:
-        cells.append(_alone(reference, base))
-        for other in others:
-            own = next((cell for cell in other.cells if cell.name == base.name), None)
-            if own is not None:
-                cells.append(_beside(other, own, reference, base, tolerance))
-    differences = tuple(_differences(runs))
-    return Comparison(reference.run.run, tolerance, tuple(cells), differences)
+def compare_runs(reference: RunResults, other: RunResults, tolerance: float) -> Comparison:
+    """Compare a run with `reference`, cell by cell of the same name."""
+    rows: list[Row] = []
+    own = {row.cell.name: row for row in rows_of(other)}
+    for base in rows_of(reference):
+        cell = replace(base.cell, speed=None, loss=None, loss_last_tenth=None)
+        rows.append(replace(base, cell=cell))
+        if base.cell.name in own:
+            rows.append(_beside(other, own[base.cell.name], reference, base, tolerance))
+    differences = tuple(between_runs(reference, other))
+    return Comparison(reference.run.run, tolerance, tuple(rows), differences, other.unit)
 
 
-def compare_with_published(runs: Sequence[RunResults], tolerance: float) -> Comparison:
+def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
     """Compare every cell that is just what was published with the published number."""
-    cells = [
-        _beside_published(run, cell, published, tolerance)
-        for run in runs
-        for cell in run.cells
-        if (published := cell.published_tokens_per_second_per_gpu) is not None
-    ]
-    return Comparison(PUBLISHED, tolerance, tuple(cells), tuple(_differences(runs)))
+    rows = []
+    for row in rows_of(run):
+        published, cell = row.cell.published_tokens_per_second_per_gpu, row.cell
+        if published is None:
+            continue
+        reason = None if cell.status == FINISHED else f"is {cell.status or 'of unknown status'}"
+        reason = "emulated numerics have no speed" if cell.emulated else reason
+        speeds = speeds_of(run.curves[cell.name])
+        speed = None if reason else speed_up(speeds, [published] * len(speeds))
+        is_slower = cell.status != FINISHED if reason else _is_slower(speed, tolerance)
+        cell = replace(cell, speed=speed, loss=None, loss_last_tenth=None)
+        rows.append(Row(cell, row.setting, row.run, published, reason, is_slower))
+    return Comparison(PUBLISHED, tolerance, tuple(rows), (), run.unit)
 
 
-def _alone(run: RunResults, cell: Result) -> Compared:
-    return _compared(run, cell, None, None, None, None, False)
+def _beside(run: RunResults, row: Row, reference: RunResults, base: Row, tolerance: float) -> Row:
+    reason = _incomparable(row, base)
+    tokens = base.cell.tokens_per_second_per_gpu
+    speed, whole, last = None, None, None
+    if reason is None:
+        speed = _speed(run, row.cell, reference, base.cell)
+        if row.setting.batch == base.setting.batch:
+            curves = run.curves[row.cell.name], reference.curves[base.cell.name]
+            whole, last = judge_curves(losses_of(curves[0]), losses_of(curves[1]))
+        is_slower = tokens is not None and _is_slower(speed, tolerance)
+    else:
+        is_slower = base.cell.status == FINISHED != row.cell.status
+    cell = replace(row.cell, speed=speed, loss=whole, loss_last_tenth=last)
+    return Row(cell, row.setting, row.run, tokens, reason, is_slower)
 
 
-def _beside(
-    run: RunResults, cell: Result, reference: RunResults, base: Result, tolerance: float
-) -> Compared:
-    reason = _incomparable(run, cell, reference, base)
-    if reason is not None:
-        is_missing = base.status == FINISHED != cell.status
-        return _compared(run, cell, base.tokens_per_second_per_gpu, None, None, reason, is_missing)
-    speed = _speed(run, cell, reference, base)
-    losses = None
-    if run.settings[cell.name].batch == reference.settings[base.name].batch:
-        own, other = run.curves[cell.name], reference.curves[base.name]
-        losses = judge_curves(losses_of(own), losses_of(other))
-    tokens = base.tokens_per_second_per_gpu
-    is_slower = tokens is not None and _is_slower(speed, tolerance)
-    return _compared(run, cell, tokens, speed, losses, None, is_slower)
-
-
-def _beside_published(
-    run: RunResults, cell: Result, published: float, tolerance: float
-) -> Compared:
-    reason = f"is {cell.status or 'of unknown status'}" if cell.status != FINISHED else None
-    if cell.emulated:
-        reason = "emulated numerics have no speed"
-    if reason is not None:
-        return _compared(run, cell, published, None, None, reason, cell.status != FINISHED)
-    speeds = speeds_of(run.curves[cell.name])
-    speed = speed_up(speeds, [published] * len(speeds))
-    return _compared(run, cell, published, speed, None, None, _is_slower(speed, tolerance))
-
-
-def _compared(
-    run: RunResults,
-    cell: Result,
-    reference: float | None,
-    speed: SpeedUp | None,
-    losses: tuple[LossVerdict, LossVerdict] | None,
-    reason: str | None,
-    is_slower: bool,
-) -> Compared:
-    return Compared(
-        cell=cell.name,
-        run=run.run.run,
-        status=cell.status,
-        tokens_per_second_per_gpu=cell.tokens_per_second_per_gpu,
-        reference_tokens_per_second_per_gpu=reference,
-        speed=speed,
-        loss=losses[0] if losses else None,
-        loss_last_tenth=losses[1] if losses else None,
-        gpu_hours=cell.gpu_hours,
-        cost_per_billion_tokens=cell.cost_per_billion_tokens,
-        reason=reason,
-        is_slower=is_slower,
-    )
-
-
-def _incomparable(run: RunResults, cell: Result, reference: RunResults, base: Result) -> str | None:
-    """Why the two speeds say nothing about one another, None where they do."""
-    for result, of in ((cell, ""), (base, f"in {reference.run.run} it ")):
+def _incomparable(row: Row, base: Row) -> str | None:
+    """Why the two speeds are not comparable; None where they are."""
+    for result, where in ((row.cell, ""), (base.cell, f"in {base.run} it ")):
         if result.status != FINISHED:
-            return f"{of}is {result.status or 'of unknown status'}"
-    if cell.emulated or base.emulated:
+            return f"{where}is {result.status or 'of unknown status'}"
+    if row.cell.emulated or base.cell.emulated:
         return "emulated numerics have no speed"
-    if cell.recipe != base.recipe:
-        return f"recipe {cell.recipe}, and {base.recipe} in {reference.run.run}"
-    devices = run.settings[cell.name].device, reference.settings[base.name].device
-    if devices[0] != devices[1]:
-        return f"ran on {devices[0]}, and on {devices[1]} in {reference.run.run}"
-    if masks_differ(cell, base):
+    if row.cell.recipe != base.cell.recipe:
+        return f"recipe {row.cell.recipe}, and {base.cell.recipe} in {base.run}"
+    if row.setting.device != base.setting.device:
+        return f"ran on {row.setting.device}, and on {base.setting.device} in {base.run}"
+    if masks_differ(row.cell, base.cell):
         return (
-            f"other texts: a token attends to {cell.mean_attended_length:,.0f} tokens, and to "
-            f"{base.mean_attended_length:,.0f} in {reference.run.run}"
+            f"other texts: a token attends to {row.cell.mean_attended_length:,.0f} tokens, and to "
+            f"{base.cell.mean_attended_length:,.0f} in {base.run}"
         )
     return None
 
 
 def _speed(run: RunResults, cell: Result, reference: RunResults, base: Result) -> SpeedUp | None:
-    own, other = _repeated(cell), _repeated(base)
+    own, other = (
+        [
+            one.tokens_per_second_per_gpu
+            for one in results.runs_of(result)
+            if one.status == FINISHED and one.tokens_per_second_per_gpu
+        ]
+        for results, result in ((run, cell), (reference, base))
+    )
     if len(own) > 1 and len(other) > 1:
         return unpaired_speed_up(own, other)
-    return speed_up(_steps(run, cell), _steps(reference, base))
-
-
-def _repeated(cell: Result) -> list[float]:
-    """The throughputs of the repeats that finished."""
-    return [
-        repeat.tokens_per_second_per_gpu
-        for repeat in cell.repeats
-        if repeat.status == FINISHED and repeat.tokens_per_second_per_gpu
-    ]
-
-
-def _steps(run: RunResults, cell: Result) -> list[float]:
-    return speeds_of(run.curves[cell.name])
+    return speed_up(speeds_of(run.curves[cell.name]), speeds_of(reference.curves[base.name]))
 
 
 def _is_slower(speed: SpeedUp | None, tolerance: float) -> bool:
     return speed is None or speed.ratio < 1 - tolerance / 100
 
 
-def _differences(runs: Sequence[RunResults]) -> Iterator[str]:
-    """What a reader must know besides the cells' names: a line for each thing that differs."""
-    for name in ("cluster", "stack", "commit"):
-        yield from _difference(name, {run.run.run: getattr(run.run, name) for run in runs})
-    yield from _difference("GPUs", {run.run.run: _gpus(run) for run in runs})
+def comparison_markdown(comparison: Comparison) -> str:
+    """A row for each cell of each run; then what differs, and what is slower than allowed."""
+    head = f"reference: {comparison.reference}; a cell may be {comparison.tolerance:.3g}% slower"
+    table = table_of(comparison.rows, COMPARE, comparison.unit).markdown()
+    notes = "\n".join(f"- {note}" for note in _notes(comparison))
+    return "\n\n".join(part for part in (head, table, notes) if part) + "\n"
 
 
-def _difference(name: str, values: Mapping[str, str | None]) -> Iterator[str]:
-    if len(set(values.values())) > 1:
-        yield f"{name}: " + ", ".join(f"{value or '-'} in {run}" for run, value in values.items())
+def _notes(comparison: Comparison) -> Iterator[str]:
+    for row in comparison.rows:
+        if row.reason:
+            yield f"{row.cell.name} in {row.run}: {row.reason}"
+    for difference in comparison.differences:
+        yield f"differs: {difference}"
+    for row in comparison.slower:
+        speed = row.cell.speed
+        by = f", by {100 * (1 - speed.ratio):.1f}%" if speed else " has no speed to compare"
+        yield f"slower than allowed: {row.cell.name} in {row.run}{by}"
 
 
-def _gpus(run: RunResults) -> str:
-    """`256 x NVIDIA B200`, of every size and kind that a cell of the run had."""
-    found = {
-        f"{run.settings[cell.name].world} x {(cell.active or {}).get('gpu') or 'CPU rank'}": None
-        for cell in run.cells
-        if cell.active
-    }
-    return " and ".join(found)
+def comparison_json(comparison: Comparison) -> str:
+    """One object; an unknown value is null."""
+    cells = [
+        {
+            "cell": row.cell.name,
+            "run": row.run,
+            "status": row.cell.status,
+            "tokens_per_second_per_gpu": row.cell.tokens_per_second_per_gpu,
+            "reference_tokens_per_second_per_gpu": row.reference_tokens,
+            "speed": asdict(row.cell.speed) if row.cell.speed else None,
+            "loss": asdict(row.cell.loss) if row.cell.loss else None,
+            "loss_last_tenth": asdict(row.cell.loss_last_tenth)
+            if row.cell.loss_last_tenth
+            else None,
+            "gpu_hours": row.cell.gpu_hours,
+            "cost_per_billion_tokens": row.cell.cost_per_billion_tokens,
+            "reason": row.reason,
+            "is_slower": row.is_slower,
+        }
+        for row in comparison.rows
+    ]
+    return json_text(
+        {
+            "reference": comparison.reference,
+            "tolerance": comparison.tolerance,
+            "cells": cells,
+            "differences": comparison.differences,
+            "is_fast_enough": not comparison.slower,
+        }
+    )

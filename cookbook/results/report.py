@@ -1,70 +1,286 @@
-"""The report of a run: Markdown for people, JSON for programs."""
+"""The report of a run: facts, the answer in three sentences, notes, Markdown, and its files."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
-from cookbook.base.jsontext import json_text
-from cookbook.results.expected import MARGIN, shortfall
-from cookbook.results.headlines import partly_finished
-from cookbook.results.result import SAME_MASK, CellSetting, Result, RunResults
-from cookbook.results.table import UNKNOWN, Table
+from cookbook.base.files import write_whole
+from cookbook.results.charts import NAMES, Chart, charts_of
+from cookbook.results.columns import (
+    CELLS,
+    LEGENDS,
+    TITLES,
+    UNKNOWN,
+    Table,
+    gain_text,
+    interval_text,
+    report_tables,
+    tokens_text,
+)
+from cookbook.results.loss import CANNOT_TELL, DIFFERENT, EQUIVALENT, MARGIN
+from cookbook.results.result import Result, RunResults, masks_differ
+from cookbook.results.run_differences import configuration, environment
+from cookbook.results.speed import FASTER, LEVEL, NOISE
+from cookbook.run.run import Run
+from cookbook.run.status import FINISHED, REFUSED
 
-_HEADER = (
-    "cell",
-    "status",
-    "steps",
-    "tokens/s/GPU",
-    "speed-up",
-    "TFLOPs/GPU",
-    "MFU",
-    "memory GiB",
-    "final loss",
-    "published",
-    "predicted",
-    "attention",
-    "attended tokens",
-)
-# Where all cells agree, the facts above the table say it.
-_WHERE_CELLS_DIFFER = ("attention", "attended tokens")
-_NUM_TEXT_COLUMNS = 2
-_DONE_STATES = {"finished", "refused"}
-LEGEND = (
-    "tokens/s/GPU, TFLOPs and MFU: median of the logged steps after warm-up (their first\n"
-    "quarter, 1 to 10 steps). Memory: peak over all ranks and steps. A dash, or no column:\n"
-    "not known."
-)
+MARKDOWN, PAGE, FIGURES = "report.md", "report.html", "figures"
+# The model's worst error; a cell beyond it has a cause of its own.
+_PREDICTION_MARGIN = 0.15
+_NO_FIGURES = "no figures: the package {package} is not installed here; run: ./setup.sh"
 
 
 def render_markdown(results: RunResults) -> str:
     """The report as Markdown whose table also reads well in a terminal."""
     parts = [
         f"# {results.run.run}",
-        "\n".join(f"- {fact}" for fact in facts(results)),
-        summary_table(results).markdown(),
+        bullets(headlines(results)),
+        bullets(facts(results)),
+        report_tables(results)[CELLS].markdown(),
+        bullets(notes(results)),
+        LEGENDS[CELLS].format(unit=results.unit),
     ]
-    if said := notes(results):
-        parts.append("\n".join(f"- {note}" for note in said))
-    parts.append(LEGEND)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def bullets(lines: Sequence[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def save_report(run: Run, results: RunResults) -> str | None:
+    """Write report.md, report.html and figures/ into the run's folder.
+
+    Returns:
+        why there are no figure files, and what to do; None where there are.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    # Imported late: `--format json` needs neither Jinja nor Matplotlib.
+    from cookbook.results.page import render_page
+
+    missing, charts = None, charts_of(results)
+    folder = run.folder / FIGURES
+    try:
+        from cookbook.results.draw import draw_chart
+
+        for chart in charts:
+            for suffix in ("svg", "png"):
+                write_whole(folder / f"{chart.name}.{suffix}", draw_chart(chart, suffix))
+    except ModuleNotFoundError as error:
+        missing, charts = _NO_FIGURES.format(package=error.name), []
+    # Figures of an earlier report, for which the logs no longer hold the numbers.
+    for name in {*NAMES} - {chart.name for chart in charts} if not missing else ():
+        for suffix in ("svg", "png"):
+            (folder / f"{name}.{suffix}").unlink(missing_ok=True)
+    write_whole(run.folder / MARKDOWN, _file(results, charts, missing))
+    write_whole(run.folder / PAGE, render_page(results))
+    return missing
+
+
+def _file(results: RunResults, charts: Sequence[Chart], missing: str | None) -> str:
+    """The printed report, and below it all that only a file has room for."""
+    parts = [render_markdown(results).rstrip("\n")]
+    if missing:
+        parts += ["## Figures", missing]
+    for chart in charts:
+        picture = f"![{chart.title}]({FIGURES}/{chart.name}.svg)"
+        parts += [f"## {chart.title}", picture, chart.caption]
+    for name, table in report_tables(results).items():
+        if name != CELLS:
+            parts += [f"## {TITLES[name]}", table.markdown()]
+            parts += [LEGENDS[name].format(unit=results.unit)] if LEGENDS[name] else []
+    for title, found in (
+        ("Configuration", configuration(results)),
+        ("Environment", environment(results)),
+    ):
+        parts.append(f"## {title}")
+        if found.differing is not None:
+            parts += ["Where cells differ:", found.differing.markdown()]
+        if found.shared:
+            shared = Table(("", "value"), found.shared, "ll").markdown()
+            parts += ["What all cells share:", shared]
     return "\n\n".join(parts) + "\n"
 
 
+def partly_finished(results: RunResults) -> str | None:
+    """The number of cells by state, where some have not ended; else None."""
+    counts = Counter(cell.status or "of unknown status" for cell in results.cells)
+    if not counts.keys() - {FINISHED, REFUSED}:
+        return None
+    done = f"{counts.pop(FINISHED, 0)} of {len(results.cells)} cells finished"
+    rest = [f"{count} {state}" for state, count in counts.items()]
+    return f"partly finished: {', '.join([done, *rest])}; their numbers are those so far"
+
+
+def headlines(results: RunResults) -> list[str]:
+    """The answer in at most three sentences: the fastest cell, what is not compared, the losses."""
+    return [*_fastest(results), *_not_compared(results), *_losses(results)]
+
+
+def _fastest(results: RunResults) -> Iterator[str]:
+    groups: dict[str | None, list[Result]] = {}
+    for cell in results.cells:
+        if cell.speedup is not None:
+            groups.setdefault(results.settings[cell.name].baseline, []).append(cell)
+    title = "Fastest" if partly_finished(results) is None else "Fastest so far"
+    found = []
+    for base, cells in groups.items():
+        if len(cells) < 2:
+            continue
+        first, second, *_ = sorted(cells, key=lambda cell: cell.speedup or 0.0, reverse=True)
+        if first.name == base:
+            close = second.speed is None or second.speed.verdict in (NOISE, None)
+            doubt = f"; {second.name} may be as fast ({interval_text(second)})" if close else ""
+            text = f"no cell is faster than the baseline {base}{doubt}"
+        else:
+            over = f"{gain_text(first.speedup)} over {base}"
+            interval = interval_text(first)
+            # An interval of the two fastest against one another would need their own comparison.
+            overlap = (
+                first.speed is not None
+                and second.speed is not None
+                and (first.speed.low or 0.0) <= (second.speed.high or 0.0)
+            )
+            sure = first.speed is not None and first.speed.verdict == FASTER
+            tokens = f"{tokens_text(first.tokens_per_second_per_gpu)} tokens/s/{results.unit}"
+            known = f"{LEVEL:.0%} interval {interval}" if interval != UNKNOWN else "too few steps"
+            text = f"{title}: {first.name} at {tokens}, {over} ({known})"
+            if not sure:
+                text += ", inside the noise" if interval != UNKNOWN else " for an interval"
+            if overlap:
+                text += f"; {second.name} ({gain_text(second.speedup)}) may be as fast"
+        found.append(text)
+    if found:
+        text = "; ".join(found)
+        yield f"{text[0].upper()}{text[1:]}."
+
+
+def _not_compared(results: RunResults) -> Iterator[str]:
+    by_name = {cell.name: cell for cell in results.cells}
+    reasons: dict[str, list[str]] = {}
+    for cell in results.cells:
+        base = by_name.get(results.settings[cell.name].baseline or "")
+        if cell.status != FINISHED or cell is base or cell.speedup is not None:
+            continue
+        if cell.emulated:
+            reason = "emulated, so that only the loss counts"
+        elif base is None:
+            if results.settings[cell.name].baseline is None:
+                continue
+            reason = f"its baseline {results.settings[cell.name].baseline} is not in this run"
+        elif base.status != FINISHED:
+            reason = f"its baseline {base.name} is {base.status or 'of unknown status'}"
+        elif base.emulated:
+            reason = f"its baseline {base.name} is emulated"
+        elif masks_differ(cell, base):
+            reason = "it trained on other texts than its baseline"
+        else:
+            reason = "too few steps were measured"
+        reasons.setdefault(reason, []).append(cell.name)
+    if reasons:
+        parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+        yield f"No speed-up for {'; '.join(parts)}."
+
+
+def _losses(results: RunResults) -> Iterator[str]:
+    parts = []
+    for verdict, words in (
+        (EQUIVALENT, f"equivalent within ±{MARGIN:.2%}"),
+        (DIFFERENT, "different"),
+        (CANNOT_TELL, "cannot tell"),
+    ):
+        names = [cell.name for cell in results.cells if worst_verdict(cell) == verdict]
+        if names:
+            parts.append(f"{words}: {', '.join(names)}")
+    if parts:
+        yield f"Loss against the baseline: {'; '.join(parts)}."
+
+
+def worst_verdict(cell: Result) -> str | None:
+    """The worse verdict of the whole loss curve and its last tenth."""
+    found = [one.verdict for one in (cell.loss, cell.loss_last_tenth) if one is not None]
+    return min(found, key=(DIFFERENT, CANNOT_TELL, EQUIVALENT).index) if found else None
+
+
+def facts(results: RunResults) -> list[str]:
+    """The conditions of the run, and warnings."""
+    run = results.run
+    started = f", started {run.created}" if run.created else ""
+    by = f" by {run.user}" if run.user else ""
+    lines = [
+        f"sweep: {run.sweep or UNKNOWN}{started}{by}",
+        f"cluster: {run.cluster or UNKNOWN}, stack: {run.stack or UNKNOWN}, "
+        f"commit: {run.commit or UNKNOWN}",
+    ]
+    if run.baseline:
+        lines.append(f"baseline: {run.baseline}")
+    if unfinished := partly_finished(results):
+        lines.append(unfinished)
+    stand_ins = {
+        f"stand-in: {cell.recipe or UNKNOWN} ran instead of {asked}, which does not fit here; "
+        f"the published numbers are {asked}'s": None
+        for cell in results.cells
+        if (asked := results.settings[cell.name].stand_in_for)
+    }
+    lines += stand_ins
+    if "cpu" in {results.settings[cell.name].device for cell in results.cells}:
+        lines.append("device: cpu; throughput is a CPU's, says nothing about GPUs and has no MFU")
+    if any(cell.emulated for cell in results.cells):
+        lines.append("emulated: software computed what a kernel would; loss counts, speed doesn't")
+    return [*lines, *_attention(results.cells), *_self_check(results.cells)]
+
+
+def _attention(cells: Sequence[Result]) -> Iterator[str]:
+    lengths = {cell.name: cell.mean_attended_length for cell in cells if cell.mean_attended_length}
+    kinds = {cell.attention for cell in cells if cell.attention}
+    shown = {f"{length:,.0f}" for length in lengths.values()}
+    shared = [*kinds] if len(kinds) == 1 else []
+    if len(shown) == 1:
+        shared.append(f"a token attends to {shown.pop()} tokens on average")
+    if shared:
+        yield f"attention: {'; '.join(shared)}"
+    by_length = sorted(
+        (cell for cell in cells if cell.name in lengths), key=lambda c: lengths[c.name]
+    )
+    if by_length and masks_differ(by_length[0], by_length[-1]):
+        least, most = by_length[0].name, by_length[-1].name
+        yield (
+            "WARNING: cells were trained on different masks: a token attends to "
+            f"{lengths[most]:,.0f} tokens in {most} and to {lengths[least]:,.0f} in {least}; "
+            "do not compare their speed"
+        )
+
+
+def _self_check(cells: Sequence[Result]) -> Iterator[str]:
+    """The largest error of kernels against their reference, and cells that skipped the check."""
+    checks = {
+        c.name: c.active["self_check"] for c in cells if c.active and "self_check" in c.active
+    }
+    done = {name: check for name, check in checks.items() if check}
+    if done:
+        name, check = max(done.items(), key=lambda item: float(item[1]["worst"]))
+        yield (
+            "self-check: every kernel was compared with a reference before the first step; the "
+            f"largest error is {check['worst']:.0%} of what its format allows "
+            f"({check['worst_kernel']} in {name})"
+        )
+    if unchecked := [name for name in checks if name not in done]:
+        yield f"self-check: switched off in {', '.join(unchecked)}"
+
+
 def notes(results: RunResults) -> list[str]:
-    """What the table has no room for: why a cell ended as it did, and where it continued."""
-    runs = [run for cell in results.cells for run in cell.repeats or (cell,)]
+    """What the table has no room for: reasons, continued attempts, profiling, slow cells."""
+    runs = [run for cell in results.cells for run in results.runs_of(cell)]
     return [
         *(
-            f"{cell.name} ({cell.status or 'status unknown'}): {_one_line(cell.reason)}"
+            f"{cell.name} ({cell.status or 'status unknown'}): {' '.join(cell.reason.split())}"
             for cell in results.cells
             if cell.reason
         ),
-        *(
-            f"{run.name}: {line}"
-            for run in runs
-            for resumption in run.resumptions
-            for line in resumption.lines
-        ),
+        *(f"{run.name}: {line}" for run in runs for one in run.resumptions for line in one.lines),
         *(f"{run.name}: {line}" for run in runs for line in run.history.lines),
         *(
             f"{cell.name}: profiled, which slows the host down; take its speed from a run without "
@@ -72,180 +288,18 @@ def notes(results: RunResults) -> list[str]:
             for cell in results.cells
             if cell.profiled
         ),
-        *_slower_than_predicted(results.cells),
+        *_slower_than_predicted(results),
     ]
 
 
-def _slower_than_predicted(cells: Sequence[Result]) -> Iterator[str]:
-    for cell in cells:
+def _slower_than_predicted(results: RunResults) -> Iterator[str]:
+    for cell in results.cells:
         predicted = cell.predicted_tokens_per_second_per_gpu
-        missing = shortfall(cell.tokens_per_second_per_gpu, predicted)
-        if missing is not None:
+        measured = cell.tokens_per_second_per_gpu
+        if measured and predicted and measured < (1 - _PREDICTION_MARGIN) * predicted:
             yield (
-                f"{cell.name}: {missing:.0%} slower than predicted ({tokens_text(predicted)} "
-                f"tokens/s/GPU; within {MARGIN:.0%} is usual); look first at "
-                f"{cell.predicted_largest}: submit.py profile"
+                f"{cell.name}: {1 - measured / predicted:.0%} slower than predicted "
+                f"({tokens_text(predicted)} tokens/s/{results.unit}; within "
+                f"{_PREDICTION_MARGIN:.0%} is usual); look first at {cell.predicted_largest}: "
+                "submit.py profile"
             )
-
-
-def render_json(results: RunResults) -> str:
-    """The report as one JSON object; unknown, NaN and infinite values are null."""
-    report = {
-        "run": results.run.run,
-        "sweep": results.run.sweep,
-        "cells": [asdict(cell) for cell in results.cells],
-        "baseline": results.run.baseline,
-    }
-    return json_text(report)
-
-
-def facts(results: RunResults) -> list[str]:
-    """The list above the table: what ran where, and what a reader must not take for more."""
-    started = f", started {results.run.created}" if results.run.created else ""
-    by = f" by {results.run.user}" if results.run.user else ""
-    lines = [
-        f"sweep: {results.run.sweep or UNKNOWN}{started}{by}",
-        f"cluster: {results.run.cluster or UNKNOWN}, stack: {results.run.stack or UNKNOWN}, "
-        f"commit: {results.run.commit or UNKNOWN}",
-    ]
-    if results.run.baseline:
-        lines.append(f"baseline: {results.run.baseline}")
-    if unfinished := partly_finished(results):
-        lines.append(unfinished)
-    stand_ins = {
-        (cell.recipe or UNKNOWN, setting.stand_in_for): None
-        for cell in results.cells
-        if (setting := results.settings[cell.name]).stand_in_for
-    }
-    for recipe, asked in stand_ins:
-        lines.append(
-            f"stand-in: {recipe} ran instead of {asked}, which does not fit here; "
-            f"the published numbers are {asked}'s"
-        )
-    devices = {results.settings[cell.name].device for cell in results.cells}
-    if "cpu" in devices:
-        lines.append(
-            "device: cpu; throughput is a CPU figure, says nothing about GPUs and has no MFU"
-        )
-    if any(cell.emulated for cell in results.cells):
-        lines.append("emulated: software computed what a kernel would; loss counts, speed doesn't")
-    return [*lines, *_attention(results.cells), *_self_check(results.cells)]
-
-
-def _self_check(cells: Sequence[Result]) -> Iterator[str]:
-    """How far kernels were from their reference, and which cells trained without a look."""
-    shares: dict[str, tuple[float, str]] = {}
-    unchecked = []
-    for cell in cells:
-        found = (cell.active or {}).get("self_check")
-        if isinstance(found, dict) and isinstance(found.get("worst"), int | float):
-            shares[cell.name] = found["worst"], f"{found.get('worst_kernel')} in {cell.name}"
-        elif cell.active and "self_check" in cell.active:
-            unchecked.append(cell.name)
-    if shares:
-        worst, where = max(shares.values())
-        yield (
-            f"self-check: every kernel was compared with a reference before the first step; "
-            f"the largest error is {worst:.0%} of what its format allows ({where})"
-        )
-    if unchecked:
-        yield f"self-check: switched off in {', '.join(unchecked)}"
-
-
-def _attention(cells: Sequence[Result]) -> Iterator[str]:
-    """What all cells share of their attention, and a warning where their masks differ."""
-    lengths = {cell.name: cell.mean_attended_length for cell in cells if cell.mean_attended_length}
-    kinds = {cell.attention for cell in cells if cell.attention}
-    shown = {_length(length) for length in lengths.values()}
-    shared = [*kinds] if len(kinds) == 1 else []
-    if len(shown) == 1:
-        shared.append(f"a token attends to {shown.pop()} tokens on average")
-    if shared:
-        yield f"attention: {'; '.join(shared)}"
-    if not lengths:
-        return
-    least, most = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
-    if lengths[most] > SAME_MASK * lengths[least]:
-        yield (
-            f"WARNING: cells were trained on different masks: a token attends to "
-            f"{_length(lengths[most])} tokens in {most} and to {_length(lengths[least])} in "
-            f"{least}; do not compare their speed"
-        )
-
-
-def _row(cell: Result, setting: CellSetting) -> list[str]:
-    status = cell.status or "unknown"
-    speedup = _number(cell.speedup, "{:.2f}x")
-    if cell.speedup is not None and cell.name == setting.baseline:
-        speedup = "baseline"
-    published = tokens_text(cell.published_tokens_per_second_per_gpu)
-    if setting.published_speedup is not None and cell.name != setting.baseline:
-        published += f" ({setting.published_speedup:.2f}x)"
-    mfu = _number(cell.mfu, "{:.1f}%")
-    return [
-        cell.name,
-        f"{status}, emulated" if cell.emulated and status != "refused" else status,
-        _steps(cell, setting),
-        tokens_text(cell.tokens_per_second_per_gpu),
-        speedup,
-        _tflops(cell.tflops_per_gpu),
-        mfu,
-        _number(cell.memory_gib, "{:.2f}"),
-        _loss(cell.final_loss, setting.raw_final_loss),
-        published,
-        tokens_text(cell.predicted_tokens_per_second_per_gpu),
-        cell.attention or UNKNOWN,
-        _length(cell.mean_attended_length),
-    ]
-
-
-def _steps(cell: Result, setting: CellSetting) -> str:
-    """`20` where all is done, else how far it came: `7/20`."""
-    if cell.status in _DONE_STATES or setting.total_steps is None:
-        return UNKNOWN if cell.steps is None else f"{cell.steps:,}"
-    return f"{UNKNOWN if cell.steps is None else f'{cell.steps:,}'}/{setting.total_steps:,}"
-
-
-def tokens_text(value: float | None) -> str:
-    """Tokens/s, or a dash."""
-    # A CPU's or a debug model's few tokens need their decimals.
-    return _number(value, "{:,.0f}" if value is None or value >= 100 else "{:.3g}")
-
-
-def _length(value: float | None) -> str:
-    return _number(value, "{:,.0f}")
-
-
-def _tflops(value: float | None) -> str:
-    return _number(value, "{:,.1f}" if value is None or value >= 10 else "{:.2g}")
-
-
-def _loss(value: float | None, raw: float | None) -> str:
-    if value is None and raw is not None:
-        return str(raw)
-    return _number(value, "{:.4f}")
-
-
-def _number(value: float | None, template: str) -> str:
-    return UNKNOWN if value is None else template.format(value)
-
-
-def summary_table(results: RunResults) -> Table:
-    """A row for each cell; a column that says nothing of any of them (MFU on a CPU) is left out."""
-    rows = [_row(cell, results.settings[cell.name]) for cell in results.cells]
-    known = [{row[position] for row in rows} - {UNKNOWN} for position in range(len(_HEADER))]
-    kept = [
-        position
-        for position, title in enumerate(_HEADER)
-        if position < _NUM_TEXT_COLUMNS
-        or len(known[position]) > (1 if title in _WHERE_CELLS_DIFFER else 0)
-    ]
-    return Table(
-        head=tuple(_HEADER[position] for position in kept),
-        rows=tuple(tuple(row[position] for position in kept) for row in rows),
-        align="".join("l" if position < _NUM_TEXT_COLUMNS else "r" for position in kept),
-    )
-
-
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split())

@@ -1,139 +1,196 @@
-"""What the results of a run are: plain data, for the report, the page and the comparison."""
+"""The results of a run: plain data, for the report, the page and the comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cookbook.base.jsontext import json_text
 from cookbook.observe.curve import CurveStep
 from cookbook.observe.history import History
 from cookbook.observe.router_load import LoadStep
-from cookbook.results.load import LoadSummary
 from cookbook.results.loss import LossVerdict
 from cookbook.results.speed import SpeedUp, Throughput
 from cookbook.run.resumption import Resumption
 from cookbook.run.run import RunRecord
 
-# Batches of one corpus differ by less; beyond this factor, masks are not the same.
+# Batches of one corpus differ by less; beyond this factor the masks differ.
 SAME_MASK = 1.25
+
+Facts = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
-    """One of several runs of a cell; `name` is its folder's."""
+class LoadSummary:
+    """The router's load over the last tenth of the logged steps.
 
-    name: str
-    status: str | None
-    steps: int | None
-    tokens_per_second_per_gpu: float | None
-    final_loss: float | None
-    stalls: tuple[int, ...] = ()
-    """Its logged steps that took 1.5 times its median one or more."""
-    resumptions: tuple[Resumption, ...] = ()
-    history: History = field(default_factory=History)
+    Attributes:
+        busiest_over_mean: tokens of the busiest expert over the mean of its layer's experts: median
+            over these steps, in the layer where that is most. 1 is even.
+        layer: that layer.
+        median_over_layers: the same of the median layer.
+        starved_experts: experts below a tenth of their layer's mean, over all layers.
+        is_forced: the balance was forced, so this says nothing about the router.
+        steps: first and last training step.
+    """
+
+    busiest_over_mean: float
+    layer: int
+    median_over_layers: float
+    starved_experts: int
+    layers: int
+    is_forced: bool
+    steps: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one cell of a run came to; a value that is not known is None, never 0."""
+    """The result of one cell; an unknown value is None, never 0. Its fields are the JSON's keys.
+
+    Attributes:
+        status: queued, running, finished, failed, cancelled or refused.
+        steps: the last step reached.
+        mfu: percent of the BF16 peak, also for quantized cells; None on a CPU.
+        final_loss: None, with the reason, where it is NaN or infinite.
+        speedup: throughput over the baseline's; 1.0 for the baseline itself.
+        attention: `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU.
+        mean_attended_length: tokens that a token attended to, mean over the first step.
+        emulated: software computed what a kernel would, so only the loss counts.
+        active: the training process's own report of what was active.
+        resumptions: where attempts continued, and damaged checkpoints that they passed over.
+        history: attempts, why each ended, steps lost, effective training time; of all repeats.
+        throughput: spread, stalls and number of steps behind `tokens_per_second_per_gpu`.
+        speed: `speedup` with its interval; None for the baseline.
+        loss, loss_last_tenth: verdicts against the baseline's curve; None for the baseline.
+        gpu_hours: of all attempts and repeats, from TorchTitan's first line to its last.
+        cost_per_billion_tokens: at this speed with stalls, by the cluster's `price_per_gpu_hour`.
+        predicted_largest: the largest term of the predicted step.
+        profiled: TorchTitan's profiler was on in an attempt, which slows it down.
+    """
 
     name: str
     recipe: str | None
     precision: str | None
     ep_backend: str | None
     status: str | None
-    """queued, running, finished, failed, cancelled or refused."""
     reason: str | None
     steps: int | None
-    """The last step reached."""
     tokens_per_second_per_gpu: float | None
     tflops_per_gpu: float | None
     mfu: float | None
-    """Percent of the BF16 peak, also for quantized cells; None on a CPU, which has no peak here."""
     memory_gib: float | None
     final_loss: float | None
-    """Loss of the last step; None, with the reason saying so, where it is NaN or infinite."""
     speedup: float | None
-    """Throughput over the baseline cell's; 1.0 for the baseline itself."""
     published_tokens_per_second_per_gpu: float | None
     attention: str | None
-    """What computed attention: `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU."""
     mean_attended_length: float | None
-    """Tokens that a token attended to, on average over the first step: the mask's cost."""
     emulated: bool
-    """Whether software computed what a kernel would, so that only the loss counts."""
     active: dict[str, Any] | None
-    """What the training process said was active, None until it did."""
     resumptions: tuple[Resumption, ...] = ()
-    """Where its attempts continued, and which damaged checkpoints they passed over."""
     history: History = field(default_factory=History)
-    """Its attempts, why each ended, the steps lost, the effective training time; of all repeats."""
     throughput: Throughput | None = None
-    """Spread, stalls and number of the steps behind `tokens_per_second_per_gpu`."""
     speed: SpeedUp | None = None
-    """`speedup` with its interval; None for the baseline itself."""
     loss: LossVerdict | None = None
-    """Whether the whole loss curve is the baseline's; None for the baseline itself."""
     loss_last_tenth: LossVerdict | None = None
     gpu_hours: float | None = None
-    """Of all attempts (and repeats), from TorchTitan's first line to its last; None on a CPU."""
     cost_per_billion_tokens: float | None = None
-    """At this speed with its stalls, by the cluster's `price_per_gpu_hour`."""
     predicted_tokens_per_second_per_gpu: float | None = None
     predicted_largest: str | None = None
-    """The term of the predicted step that takes most."""
     router_load: LoadSummary | None = None
-    """How even the router's load was at the end; None where it was not logged."""
     profiled: bool = False
-    """Whether TorchTitan's profiler was on in one of its attempts, which slows it down."""
-    repeats: tuple[Repeat, ...] = ()
-    """The runs behind these figures, in order, where the sweep repeats its cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellSetting:
-    """What a reader must know about a cell to judge its Result."""
+    """The conditions of a cell's Result.
+
+    Attributes:
+        stand_in_for: the recipe that was asked for, where this machine ran another.
+        raw_final_loss: as in Result, but NaN and infinity kept.
+        tokens_per_step_per_gpu: over `tokens_per_second` of a CurveStep: the seconds of a step.
+        world: GPUs, or ranks, of the newest attempt.
+        repeat_of: the cell that this one repeats.
+        asked: recipe, layout and options, as text; `defaults`: of options that are not set.
+        seen: versions, GPUs and nodes, as the newest attempt's training process saw them.
+    """
 
     total_steps: int | None
     device: str | None
     stand_in_for: str | None
-    """The recipe that was asked for, where this machine runs another in its stead."""
     baseline: str | None
     published_speedup: float | None
     raw_final_loss: float | None
-    """As in Result, but NaN and infinity kept."""
     tokens_per_step_per_gpu: float | None = None
-    """Divided by `tokens_per_second` of a CurveStep: the seconds that a step took."""
     world: int = 1
-    """GPUs, or ranks, of the newest attempt."""
     published_source: str | None = None
-    """Where the published numbers are from."""
     repeat_of: str | None = None
-    """The cell that this one repeats."""
+    asked: Facts = field(default_factory=dict)
+    defaults: Facts = field(default_factory=dict)
+    seen: Facts = field(default_factory=dict)
 
     @property
     def batch(self) -> float | None:
-        """Tokens of a step, over all ranks: of unequal batches a step is elsewhere in the texts."""
+        """Tokens of a step over all ranks; with unequal batches equal steps saw other texts."""
         tokens = self.tokens_per_step_per_gpu
         return tokens * self.world if tokens is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class RunResults:
-    """A run's cells in run order with what the run was."""
+    """A run's cells in run order.
+
+    Attributes:
+        curves: every logged step of each folder's loss rank, rising, with its attempt.
+        loads: the router's load at each folder's logged steps.
+        repeats: the runs of each cell that was trained several times, in order.
+    """
 
     run: RunRecord
     cells: tuple[Result, ...]
     settings: Mapping[str, CellSetting]
     curves: Mapping[str, Sequence[CurveStep]] = field(default_factory=dict)
-    """Every logged step of each folder's loss rank, rising, with its attempt: by name of the cell,
-    and for its further repeats by those in `Result.repeats`."""
     loads: Mapping[str, Sequence[LoadStep]] = field(default_factory=dict)
-    """The router's load at each folder's logged steps, by the same names."""
+    repeats: Mapping[str, Sequence[Result]] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        """The unit that throughput is per: `GPU`, or `rank` where every cell ran on a CPU."""
+        devices = {setting.device for setting in self.settings.values()}
+        return "rank" if devices == {"cpu"} else "GPU"
+
+    def runs_of(self, cell: Result) -> Sequence[Result]:
+        """The repeats of a cell, or itself."""
+        return self.repeats.get(cell.name, (cell,))
 
 
 def masks_differ(one: Result, other: Result) -> bool:
-    """Whether two cells are known to have been trained on texts of other lengths."""
+    """Whether two cells are known to have trained on texts of other lengths."""
     lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
     return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
+
+
+def render_json(results: RunResults) -> str:
+    """The report as one JSON object; unknown, NaN and infinite values are null."""
+    report = {
+        "run": results.run.run,
+        "sweep": results.run.sweep,
+        "cells": [
+            {
+                **asdict(cell),
+                "repeats": [
+                    {
+                        "name": run.name,
+                        "status": run.status,
+                        "steps": run.steps,
+                        "tokens_per_second_per_gpu": run.tokens_per_second_per_gpu,
+                        "final_loss": run.final_loss,
+                    }
+                    for run in results.repeats.get(cell.name, ())
+                ],
+            }
+            for cell in results.cells
+        ],
+        "baseline": results.run.baseline,
+    }
+    return json_text(report)

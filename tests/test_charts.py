@@ -1,0 +1,112 @@
+"""The charts' numbers are the logs', and their captions explain what is drawn alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cookbook.results.charts import NAMES, Chart, charts_of, running_mean, short_labels, thin
+from cookbook.results.draw import draw_chart
+from tests.made_up_run import (
+    LOADED,
+    RESTART_STEP,
+    RESTARTED,
+    STALL_STEP,
+    STALLED,
+    make_run,
+    results_of,
+)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chart]:
+    """The charts of four cells of 1,500 steps."""
+    _, results = results_of(make_run(tmp_path_factory.mktemp("full")))
+    return {chart.name: chart for chart in charts_of(results)}
+
+
+def test_all_are_there(full: dict[str, Chart]) -> None:
+    assert list(full) == NAMES
+    for chart in full.values():
+        values = [y for line in chart.lines for y in line.y]
+        values += [n for bar in chart.bars for n in (bar.value, bar.high, bar.published) if n]
+        assert chart.low < chart.high and max(values) > chart.low
+        assert {line.label for line in chart.lines if not line.is_pale} <= {
+            *("bf16-standard", "bf16-deepep", "mxfp8-standard", "mxfp8-deepep")
+        }
+
+
+def test_bars_hold_the_interval_and_what_was_published(full: dict[str, Chart]) -> None:
+    base, deepep, mxfp8, _ = full["throughput"].bars
+    assert (base.text, base.base, base.published) == ("655, baseline", None, 651)
+    assert deepep.text == "853, +30.2%" and deepep.base == base.value
+    assert deepep.low is not None and deepep.high is not None and deepep.value is not None
+    assert deepep.low < deepep.value < deepep.high < full["throughput"].high
+    assert mxfp8.published is None
+    assert "published" in full["throughput"].caption
+
+
+def test_the_difference_is_from_the_baseline_at_the_same_step(full: dict[str, Chart]) -> None:
+    chart = full["loss-difference"]
+    assert len(chart.lines) == 3 and chart.band == pytest.approx(0.25)
+    deepep, mxfp8, _ = chart.lines
+    # The made-up losses of MXFP8 lie 0.04% higher.
+    assert sum(mxfp8.y) / len(mxfp8.y) == pytest.approx(0.04, abs=0.01)
+    assert abs(sum(deepep.y) / len(deepep.y)) < 0.01
+
+
+def test_stalls_and_restarts_are_marked(full: dict[str, Chart]) -> None:
+    lines = {line.label: line for line in full["step-time"].lines}
+    assert STALL_STEP in [step for step, _ in lines[STALLED].marks]
+    assert lines[RESTARTED].rules == (RESTART_STEP,) and lines[STALLED].rules == ()
+    # Thinning keeps a stall.
+    assert {seconds for _, seconds in lines[STALLED].marks} <= set(lines[STALLED].y)
+
+
+def test_router_load_is_of_the_median_and_the_worst_layer(full: dict[str, Chart]) -> None:
+    lines = full["router-load"].lines
+    assert [line.label for line in lines[::2]] == list(LOADED)
+    for median, worst in zip(lines[::2], lines[1::2], strict=True):
+        assert worst.is_pale and worst.y[-1] > median.y[-1] > 1
+
+
+def test_captions_explain_only_what_is_drawn(tmp_path: Path) -> None:
+    _, results = results_of(make_run(tmp_path, steps=20, partly=True))
+    charts = {chart.name: chart for chart in charts_of(results)}
+    assert "loss-difference" not in charts or "mean" not in charts["loss-difference"].caption
+    assert charts["loss"].caption == "The loss of every logged step."
+    assert "Whiskers" not in charts["throughput"].caption
+    assert "restarts" not in charts["step-time"].caption
+    assert charts["throughput"].bars[1].text.endswith("so far, 6 of 20 steps")
+
+
+def test_repeats_are_lines_of_their_own_in_the_step_time(tmp_path: Path) -> None:
+    _, results = results_of(make_run(tmp_path, steps=20, repeats=2))
+    charts = {chart.name: chart for chart in charts_of(results)}
+    assert len(charts["step-time"].lines) == 8 and len(charts["loss"].lines) == 4
+
+
+def test_few_points_stay_and_many_keep_their_extremes() -> None:
+    assert running_mean([1, 2, 3], [3.0, 1.0, 2.0]) == ([1, 2, 3], [3.0, 1.0, 2.0])
+    steps, mean = running_mean(range(1, 4001), [float(step % 2) for step in range(4000)])
+    assert len(steps) <= 400 and mean == pytest.approx([0.5] * len(mean))
+    assert steps[0] == pytest.approx(50.5)
+    values = [1.0] * 10_000
+    values[7_777], values[3_333] = 9.0, 0.1
+    steps, kept = thin(range(10_000), values)
+    assert len(kept) <= 400 and (max(kept), min(kept)) == (9.0, 0.1)
+    assert list(steps) == sorted(steps) and steps[kept.index(9.0)] == 7_777
+
+
+def test_labels_are_what_differs() -> None:
+    assert short_labels(["671b-bf16-a", "671b-mxfp8-a"]) == ["bf16-a", "mxfp8-a"]
+    assert short_labels(["debug"]) == ["debug"] and short_labels(["a-b", "a-b-c"]) == ["b", "b-c"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matplotlib_draws_each(full: dict[str, Chart], name: str) -> None:
+    svg = draw_chart(full[name], "svg").decode()
+    assert svg == draw_chart(full[name], "svg").decode(), "the same numbers, the same file"
+    assert all(label in svg for label in ("bf16-standard", "mxfp8-deepep") if name != NAMES[2])
+    assert draw_chart(full[name], "png").startswith(b"\x89PNG")
