@@ -13,7 +13,7 @@ import pytest
 
 from cookbook.base.yamlfile import shown_path
 from cookbook.results.charts import NAMES
-from cookbook.results.report import save_report
+from cookbook.results.save_report import save_report
 from tests.made_up_run import make_run, results_of
 from tests.submit import ROOT, submit
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cookbook.results.charts import NAMES
-from cookbook.results.report import save_report
+from cookbook.results.save_report import save_report
 from tests.browser import Opened, chromium, opened
 from tests.made_up_run import make_run, results_of
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from cookbook.base.yamlfile import shown_path
 from cookbook.results.collect import collect_results
-from cookbook.results.report import FIGURES, MARKDOWN, PAGE, render_markdown, save_report
+from cookbook.results.report import render_markdown
 from cookbook.results.result import render_json
+from cookbook.results.save_report import FIGURES, MARKDOWN, PAGE, save_report
 from cookbook.run.run import Run, find_run
 from cookbook.run.states import cell_states
 
