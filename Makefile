@@ -27,7 +27,7 @@ test: setup-dev ## all tests, a real Slurm cluster included
 test-slurm: setup-dev ## only the tests that start a Slurm cluster on this machine
 	$(in_venv) .venv/bin/python -m pytest -m slurm $(PYTEST_ARGS)
 
-mutants: setup-dev ## put faults in one at a time and see the tests find them (MUTANTS_ARGS=--ci: a part)
+mutants: setup-dev ## put faults in one at a time and see the tests find them (MUTANTS_ARGS=--quick: a part)
 	.venv/bin/python -m tests.mutants $(MUTANTS_ARGS)
 
 CHAOS_ARGS ?=
