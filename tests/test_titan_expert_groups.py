@@ -192,7 +192,9 @@ def kernels_against_operations() -> None:
     group_kernels._COPIES = 16
     for case, (experts, counts) in CASES.items():
         plan, top_k = plan_groups(experts, counts, 32), experts.shape[1]
-        copies, slots = group_kernels.place(experts, plan.sizes, plan.ends, len(plan.copies))
+        sums = group_kernels.count(experts, len(counts))
+        assert sums[:, -1].tolist() == counts
+        copies, slots = group_kernels.place(experts, sums, plan.sizes, plan.ends, len(plan.copies))
         assert torch.equal(copies, plan.copies) and torch.equal(slots, plan.slots)
         assert (copies.dtype, slots.dtype) == (plan.copies.dtype, plan.slots.dtype)
         # The kernels take 2048 and 1024 features at a time: once more than both, ragged.
@@ -216,15 +218,18 @@ def kernels_against_operations() -> None:
                         expert_groups._at(rows[:, :1], plan.slots),
                     ),
                 ]
-                for weights in (scores, None):
+                for weights, base in ((scores, tokens.float()), (None, tokens), (None, None)):
+                    other = torch.float32 if base is None else dtype
                     pairs += [
                         (
-                            group_kernels.spread(tokens, weights, plan.copies, top_k),
-                            expert_groups._spread(tokens, weights, plan.copies, plan.slots),
+                            group_kernels.spread(tokens, weights, plan.copies, top_k, other),
+                            expert_groups._spread(tokens, weights, plan.copies, plan.slots, other),
                         ),
                         (
-                            group_kernels.collect(rows, weights, plan.slots),
-                            expert_groups._collect(rows, weights, plan.copies, plan.slots),
+                            group_kernels.collect(rows, weights, plan.slots, other, base),
+                            expert_groups._collect(
+                                rows, weights, plan.copies, plan.slots, other, base
+                            ),
                         ),
                     ]
                 for found, expected in pairs:
@@ -237,7 +242,7 @@ def sums_of_the_kernel() -> None:
 
     plan, grouped = eight_rows()
     for scores in (None, torch.ones(1, 8)):
-        found = group_kernels.collect(grouped, scores, plan.slots)
+        found = group_kernels.collect(grouped, scores, plan.slots, grouped.dtype, None)
         # The interpreter cuts 259.5 off to 258, where a GPU rounds to 260; a sum in BF16 is 256.
         assert float(found.min()) >= 258, found
 
@@ -263,9 +268,11 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
 
     pointers = {"tokens": "*bf16", "grouped": "*bf16", "scores": "*fp32", "products": "*fp32"}
     pointers |= dict.fromkeys(("copies", "slots", "counts", "sums", "sizes", "ends"), "*i32")
+    pointers["base"] = "*fp32"
     pointers |= {"experts": "*i64", "places": "*i32", "values": "*fp32", "taken": "*fp32"}
     pointers |= dict.fromkeys(("num_copies", "num_places", "features"), "i32")
-    constants: dict[str, Any] = {"has_scores": True, "top_k": 8, "block": 1024, "features": 7168}
+    constants: dict[str, Any] = {"has_scores": True, "has_base": True, "top_k": 8}
+    constants |= {"block": 1024, "features": 7168}
     constants["num_experts"] = 16
     kernels = [name for name in vars(group_kernels) if name.endswith("_kernel")]
     assert len(kernels) == 6

@@ -99,6 +99,7 @@ def run_layer(
     compiled: bool = False,
     chunks: int = 1,
     score_activations: bool = False,
+    row_kernels: bool = False,
     ep: int = RANKS,
     etp: int = 1,
     dual_pipe_v: bool = False,
@@ -113,7 +114,11 @@ def run_layer(
 
     unquantized = Precisions(dispatch_forward=False, combine_backward=False)
     corrected = partial(
-        apply_moe_ep_tp, unquantized, chunks=chunks, score_activations=score_activations
+        apply_moe_ep_tp,
+        unquantized,
+        chunks=chunks,
+        score_activations=score_activations,
+        row_kernels=row_kernels,
     )
     dims = ParallelDims(
         dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=ep, etp=etp, world_size=RANKS
@@ -234,6 +239,16 @@ def test_a_layer_whose_experts_tp_cuts_matches_plain_pytorch(
     expected = reference(score_before_experts, False)
     layer = partial(run_layer, ep=ep, etp=etp)
     for found in run_ranks(layer, RANKS, "standard", TP, score_before_experts, False):
+        for name, difference in worst(found, expected).items():
+            assert difference < 2e-6, name
+
+
+@pytest.mark.parametrize("layout", [(1, 4, 1), (TP, 4, 1), (TP, 1, 1), (TP, 2, TP)], ids=str)
+def test_row_kernels_are_the_same_layer(layout: tuple[int, int, int]) -> None:
+    tp, ep, etp = layout
+    expected = reference(False, False)
+    layer = partial(run_layer, row_kernels=True, ep=ep, etp=etp, compiled=tp > 1 and ep == 4)
+    for found in run_ranks(layer, RANKS, "standard", tp, False, False):
         for name, difference in worst(found, expected).items():
             assert difference < 2e-6, name
 

@@ -70,7 +70,8 @@ def _place(
     if experts.is_cuda:
         from cookbook.titan.common import group_kernels
 
-        return group_kernels.place(experts, sizes, ends, num_rows)
+        sums = group_kernels.count(experts, len(sizes))
+        return group_kernels.place(experts, sums, sizes, ends, num_rows)
     chosen, order = experts.reshape(-1).sort(stable=True)
     order, chosen = order[chosen >= 0], chosen[chosen >= 0]
     here = torch.bincount(chosen, minlength=len(sizes))
@@ -83,39 +84,85 @@ def _place(
     return copies, slots.view(experts.shape)
 
 
+def plan_on_device(experts: torch.Tensor, num_experts: int, alignment: int) -> GroupPlan:
+    """The plan of copies that nobody has counted on the host, which need not wait.
+
+    There are as many rows as the groups can need; those behind the last group belong to none.
+
+    Args:
+        experts: (tokens, top k) int.
+        alignment: that of `plan_groups`; 1 for groups that are not padded, and may be empty.
+    """
+    least = 0 if alignment == 1 else 1
+    if experts.is_cuda:
+        from cookbook.titan.common import group_kernels
+
+        sums = group_kernels.count(experts, num_experts)
+        sizes, ends = _sizes_and_ends(sums[:, -1], least, alignment)
+    else:
+        counts = torch.bincount(experts.reshape(-1), minlength=num_experts)
+        sizes, ends = _sizes_and_ends(counts, least, alignment)
+    num_rows = experts.numel()
+    if least:
+        num_rows = (-(-num_rows // alignment) + num_experts) * alignment
+    if experts.is_cuda:
+        copies, slots = group_kernels.place(experts, sums, sizes, ends, num_rows)
+    else:
+        copies, slots = _place(experts, sizes, ends, num_rows)
+    return GroupPlan(copies, slots, sizes, ends)
+
+
+def _sizes_and_ends(
+    counts: torch.Tensor, least: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = (counts.clamp_min(least) + alignment - 1) // alignment * alignment
+    return sizes.int(), sizes.cumsum(0, dtype=torch.int32)
+
+
 def _spread(
-    tokens: torch.Tensor, scores: torch.Tensor | None, copies: torch.Tensor, slots: torch.Tensor
+    tokens: torch.Tensor,
+    scores: torch.Tensor | None,
+    copies: torch.Tensor,
+    slots: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Each row of the groups: its token, times the score of that copy; zero for padding."""
     top_k = slots.shape[1]
     if tokens.is_cuda:
         from cookbook.titan.common import group_kernels
 
-        return group_kernels.spread(tokens, scores, copies, top_k)
+        return group_kernels.spread(tokens, scores, copies, top_k, dtype)
     real = copies >= 0
-    grouped = tokens.new_zeros(copies.numel(), tokens.shape[1])
+    grouped = tokens.new_zeros(copies.numel(), tokens.shape[1], dtype=dtype)
     values = tokens[copies[real].long() // top_k]
     if scores is not None:
-        values = (values * _at(scores, copies[real]).unsqueeze(1)).to(tokens.dtype)
-    grouped[real] = values
+        values = values * _at(scores, copies[real]).unsqueeze(1)
+    grouped[real] = values.to(dtype)
     return grouped
 
 
 def _collect(
-    grouped: torch.Tensor, scores: torch.Tensor | None, copies: torch.Tensor, slots: torch.Tensor
+    grouped: torch.Tensor,
+    scores: torch.Tensor | None,
+    copies: torch.Tensor,
+    slots: torch.Tensor,
+    dtype: torch.dtype,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each token: the sum of its copies' rows, times their scores."""
+    """Each token: `base` and the sum of its copies' rows, times their scores."""
     if grouped.is_cuda:
         from cookbook.titan.common import group_kernels
 
-        return group_kernels.collect(grouped, scores, slots)
+        return group_kernels.collect(grouped, scores, slots, dtype, base)
     real = copies >= 0
     values = grouped[real].to(torch.promote_types(grouped.dtype, torch.float32))
     if scores is not None:
         values = values * _at(scores, copies[real]).unsqueeze(1)
     tokens = values.new_zeros(slots.shape[0], grouped.shape[1])
+    if base is not None:
+        tokens += base
     tokens.index_add_(0, copies[real].long() // slots.shape[1], values)
-    return tokens.to(grouped.dtype)
+    return tokens.to(dtype)
 
 
 def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -148,19 +195,22 @@ class _Spread(torch.autograd.Function):
         scores: torch.Tensor | None,
         copies: torch.Tensor,
         slots: torch.Tensor,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         # Without scores the backward needs no token.
         ctx.save_for_backward(copies, slots, *(() if scores is None else (tokens, scores)))
-        return _spread(tokens, scores, copies, slots)
+        ctx.dtype = tokens.dtype
+        return _spread(tokens, scores, copies, slots, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         copies, slots, *weighted = ctx.saved_tensors
         grad = grad.contiguous()
         if not weighted:
-            return _collect(grad, None, copies, slots), None, None, None
+            return _collect(grad, None, copies, slots, ctx.dtype), None, None, None, None
         tokens, scores = weighted
-        return _collect(grad, scores, copies, slots), _dot(tokens, grad, slots), None, None
+        grad_tokens = _collect(grad, scores, copies, slots, ctx.dtype)
+        return grad_tokens, _dot(tokens, grad, slots), None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -172,20 +222,26 @@ class _Collect(torch.autograd.Function):
         copies: torch.Tensor,
         slots: torch.Tensor,
         is_needed: bool,
+        base: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         ctx.save_for_backward(copies, slots, *(() if scores is None else (grouped, scores)))
+        ctx.dtype, ctx.base_dtype = grouped.dtype, None if base is None else base.dtype
         if not is_needed:
-            return grouped.new_empty(slots.shape[0], grouped.shape[1])
-        return _collect(grouped, scores, copies, slots)
+            return grouped.new_empty(slots.shape[0], grouped.shape[1], dtype=dtype)
+        return _collect(grouped, scores, copies, slots, dtype, base)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         copies, slots, *weighted = ctx.saved_tensors
         grad = grad.contiguous()
+        grad_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
+        rest = None, None, None, grad_base, None
         if not weighted:
-            return _spread(grad, None, copies, slots), None, None, None, None
+            return _spread(grad, None, copies, slots, ctx.dtype), None, *rest
         grouped, scores = weighted
-        return _spread(grad, scores, copies, slots), _dot(grad, grouped, slots), None, None, None
+        grad_rows = _spread(grad, scores, copies, slots, ctx.dtype)
+        return grad_rows, _dot(grad, grouped, slots), *rest
 
 
 class _RowScores(torch.autograd.Function):
@@ -202,25 +258,39 @@ class _RowScores(torch.autograd.Function):
         return _at(grad, slots), None, None
 
 
-def spread(tokens: torch.Tensor, scores: torch.Tensor | None, plan: GroupPlan) -> torch.Tensor:
+def spread(
+    tokens: torch.Tensor,
+    scores: torch.Tensor | None,
+    plan: GroupPlan,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Tokens (received, features) to padded groups (rows, features), differentiable.
 
     Args:
         scores: (received, top k) float32 to multiply with, or None.
+        dtype: of the rows; the tokens' own by default.
     """
-    return _Spread.apply(tokens, scores, plan.copies, plan.slots)
+    dtype = dtype or tokens.dtype
+    return _Spread.apply(tokens, scores, plan.copies, plan.slots, dtype)
 
 
 def collect(
-    grouped: torch.Tensor, scores: torch.Tensor | None, plan: GroupPlan, is_needed: bool = True
+    grouped: torch.Tensor,
+    scores: torch.Tensor | None,
+    plan: GroupPlan,
+    is_needed: bool = True,
+    base: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Padded groups (rows, features) back to tokens (received, features), differentiable.
 
     Args:
         is_needed: whether the sums are; where not, they are memory as it is found.
+        base: (received, features), added to the sums before they are rounded.
+        dtype: of the sums; that of the groups by default.
     """
-    tokens: torch.Tensor = _Collect.apply(grouped, scores, plan.copies, plan.slots, is_needed)
-    return tokens
+    dtype = dtype or grouped.dtype
+    return _Collect.apply(grouped, scores, plan.copies, plan.slots, is_needed, base, dtype)
 
 
 def row_scores(scores: torch.Tensor, plan: GroupPlan) -> torch.Tensor:

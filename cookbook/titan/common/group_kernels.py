@@ -91,9 +91,11 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
     grouped,
     slots,
     scores,
+    base,
     tokens,
     features,
     has_scores: tl.constexpr,
+    has_base: tl.constexpr,
     top_k: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -101,6 +103,8 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < features
     total = tl.zeros((block,), dtype=tl.float32)
+    if has_base:
+        total += tl.load(base + token * features + column, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(top_k):
         slot = tl.load(slots + token * top_k + k).to(tl.int64)
         value = tl.load(grouped + slot * features + column, mask=inside & (slot >= 0), other=0.0)
@@ -139,8 +143,25 @@ def _block(features: int, limit: int) -> int:
     return min(int(triton.next_power_of_2(features)), limit)
 
 
+def count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """(experts, parts) int32: how many copies each expert has up to the end of each part.
+
+    A part is 1,024 copies. The last column has the totals.
+    """
+    num_copies = experts.numel()
+    # One empty part, so that there is a column.
+    parts = max(1, triton.cdiv(num_copies, _COPIES))
+    counts = torch.empty(num_experts, parts, dtype=torch.int32, device=experts.device)
+    _count_kernel[(parts,)](experts.contiguous(), counts, num_copies, num_experts, _COPIES)
+    return counts.cumsum(1, dtype=torch.int32)
+
+
 def place(
-    experts: torch.Tensor, sizes: torch.Tensor, ends: torch.Tensor, num_rows: int
+    experts: torch.Tensor,
+    sums: torch.Tensor,
+    sizes: torch.Tensor,
+    ends: torch.Tensor,
+    num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies (rows,) and slots (tokens, top k), both int32, of a group plan.
 
@@ -149,6 +170,7 @@ def place(
 
     Args:
         experts: (tokens, top k) int, -1 for an expert on another rank.
+        sums: what `count` returns for them.
         sizes: (local experts,) int32, rows of each group.
         ends: (local experts,) int32, where each group ends.
     """
@@ -158,11 +180,7 @@ def place(
     if not num_copies:
         return copies, slots
     experts = experts.contiguous()
-    parts = triton.cdiv(num_copies, _COPIES)
-    counts = sizes.new_empty(num_experts, parts)
-    _count_kernel[(parts,)](experts, counts, num_copies, num_experts, _COPIES)
-    sums = counts.cumsum(1, dtype=torch.int32)
-    _place_kernel[(parts,)](
+    _place_kernel[(sums.shape[1],)](
         experts, sums, sizes, ends, copies, slots, num_copies, num_experts, _COPIES
     )
     return copies, slots
@@ -180,11 +198,15 @@ def take(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def spread(
-    tokens: torch.Tensor, scores: torch.Tensor | None, copies: torch.Tensor, top_k: int
+    tokens: torch.Tensor,
+    scores: torch.Tensor | None,
+    copies: torch.Tensor,
+    top_k: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """(rows, features): tokens at the rows of their copies, times their scores; 0 for padding."""
     features = tokens.shape[1]
-    grouped = tokens.new_empty(copies.numel(), features)
+    grouped = tokens.new_empty(copies.numel(), features, dtype=dtype)
     if not grouped.numel():
         return grouped
     block = _block(features, 2048)
@@ -202,12 +224,16 @@ def spread(
 
 
 def collect(
-    grouped: torch.Tensor, scores: torch.Tensor | None, slots: torch.Tensor
+    grouped: torch.Tensor,
+    scores: torch.Tensor | None,
+    slots: torch.Tensor,
+    dtype: torch.dtype,
+    base: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(tokens, features): the sum of each token's rows, times their scores."""
+    """(tokens, features): `base` and the sum of each token's rows, times their scores."""
     num_tokens, top_k = slots.shape
     features = grouped.shape[1]
-    tokens = grouped.new_empty(num_tokens, features)
+    tokens = grouped.new_empty(num_tokens, features, dtype=dtype)
     if not tokens.numel():
         return tokens
     block = _block(features, 2048)
@@ -215,9 +241,11 @@ def collect(
         grouped.contiguous(),
         slots,
         None if scores is None else scores.float().contiguous(),
+        None if base is None else base.contiguous(),
         tokens,
         features,
         scores is not None,
+        base is not None,
         top_k,
         block,
     )

@@ -25,9 +25,10 @@ from torchtitan.tools.utils import has_cuda_capability
 MXFP8_DISPATCH = "mxfp8 in the dispatch only"
 MXFP8_COMBINE = "mxfp8 in the combine only"
 
-# Filled while the code runs: which dispatch sent tokens, how the loss was computed, what selective
+# Filled while the code runs: which dispatch sent tokens, what moved their rows, how the loss was computed, what selective
 # recomputation saved, which corrections were applied.
 dispatches: set[str] = set()
+rows: set[str] = set()
 losses: set[str] = set()
 saved: set[str] = set()
 corrections: set[str] = set()

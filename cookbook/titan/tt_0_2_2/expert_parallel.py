@@ -35,6 +35,13 @@ from cookbook.titan.tt_0_2_2.quantized_a2a import (
     QuantizedExpertParallel,
     prepare_quantized_a2a,
 )
+from cookbook.titan.tt_0_2_2.row_kernels import (
+    RowExpertParallel,
+    RowExpertTensorParallel,
+    RowMoE,
+    RowTensorParallel,
+    use_row_kernels,
+)
 
 
 class PartialOutputRowwiseParallel(RowwiseParallel):
@@ -160,6 +167,7 @@ def apply_moe_ep_tp(
     *,
     chunks: int = 1,
     score_activations: bool = False,
+    row_kernels: bool = False,
     use_deepep: bool = False,
     **options: Any,
 ) -> None:
@@ -169,6 +177,7 @@ def apply_moe_ep_tp(
         precisions: of the standard backend's two exchanges.
         chunks: into how many parts a DeepEP layer cuts its tokens.
         score_activations: whether its experts' activations are scored, not their outputs.
+        row_kernels: whether the standard backend's rows are moved by own kernels.
         options: TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on.
     """
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
@@ -182,6 +191,12 @@ def apply_moe_ep_tp(
     if precisions.any:
         prepare_quantized_a2a()
         names["ExpertParallel"] = partial(QuantizedExpertParallel, precisions)
+    if row_kernels and not use_deepep:
+        names["ExpertParallel"] = partial(RowExpertParallel, precisions)
+        names["TensorParallel"] = RowTensorParallel
+        names["ExpertTensorParallel"] = RowExpertTensorParallel
+        for moe in layers:
+            use_row_kernels(moe)
     if use_deepep:
         # Importable only where DeepEP is installed.
         from cookbook.titan.tt_0_2_2.deepep import ChunkedExpertParallel, correct
@@ -197,4 +212,8 @@ def apply_moe_ep_tp(
         llama4_parallelize.apply_moe_ep_tp(model, use_deepep=use_deepep, **options)
     tp_mesh, ep_mesh, etp_mesh = (options.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
     if tp_mesh is not None:
-        _correct_gradients(layers, tp_mesh, is_share=ep_mesh is not None and etp_mesh is None)
+        is_share = ep_mesh is not None and etp_mesh is None
+        _correct_gradients(layers, tp_mesh, is_share)
+        for moe in layers:
+            if isinstance(moe, RowMoE) and is_share:
+                moe.cookbook_share = tp_mesh

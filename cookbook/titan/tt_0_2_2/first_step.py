@@ -55,6 +55,7 @@ class RankActivity:
     model: ModelActivity
     attention: AttentionActivity
     dispatch: frozenset[str]
+    rows: frozenset[str]
     loss: frozenset[str]
     recomputation: frozenset[str]
     saved: frozenset[str]
@@ -175,6 +176,7 @@ class FirstStepReport(metrics.MetricsProcessor):
             model=model,
             attention=observe_attention(),
             dispatch=activity.observe_dispatch(),
+            rows=frozenset(activity.rows),
             loss=frozenset(activity.losses),
             recomputation=observe_recomputation(self.model_parts),
             saved=frozenset(activity.saved),
@@ -217,13 +219,14 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     """What is active in the job; where ranks disagree, `a and b`.
 
     Returns:
-        `grouped_gemms`, `linear_layers`, `dispatch`, `loss`, `recomputation`, what it `saved`, what
+        `grouped_gemms`, `linear_layers`, `dispatch`, what moved `rows`, `loss`, `recomputation`, what it `saved`, what
         sets `num_sms` (each null where no rank has any), `emulated`.
     """
     return {
         "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),
         "linear_layers": words(_linear_layers(views)),
         "dispatch": words(frozenset().union(*(view.dispatch for view in views))),
+        "rows": words(frozenset().union(*(view.rows for view in views))),
         "loss": words(frozenset().union(*(view.loss for view in views))),
         "recomputation": words(frozenset().union(*(view.recomputation for view in views))),
         "saved": words(frozenset().union(*(view.saved for view in views))),

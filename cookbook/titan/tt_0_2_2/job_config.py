@@ -37,6 +37,12 @@ class Cookbook:
     wrong one ends the job and is named, with the option that does without it."""
 
 
+    row_kernels: bool = False
+    """Order the routed rows and bring them back with own kernels, and apply the routing scores to
+    the experts' activations, for the EP backends `standard` and `mxfp8_a2a`: the same sum, rounded
+    elsewhere. `deepep` has such kernels always. The log's `cookbook active` line says so."""
+
+
 @dataclass
 class Model:
     attention: Literal["flavor", "flash_attention_4"] = "flavor"

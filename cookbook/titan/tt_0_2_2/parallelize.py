@@ -23,6 +23,7 @@ from cookbook.titan.tt_0_2_2.plain_checkpoint import save_plain_weights
 from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 from cookbook.titan.tt_0_2_2.recomputation import apply_ac
 from cookbook.titan.tt_0_2_2.router_load import count_load
+from cookbook.titan.tt_0_2_2.row_kernels import use_row_kernels
 from cookbook.titan.tt_0_2_2.scored_experts import scored_experts
 from cookbook.titan.tt_0_2_2.token_counts import count_in_training_only
 
@@ -37,6 +38,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             Precisions.of(job_config),
             chunks=job_config.deepep.num_chunks,
             score_activations=job_config.deepep.score_activations,
+            row_kernels=job_config.cookbook.row_kernels,
         ),
         "apply_ac": partial(
             apply_ac,
@@ -49,6 +51,12 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     if compiled.enable and "model" in compiled.components:
         # TorchTitan compiles its own function for the experts.
         scored_experts.compile(compiled.backend)
+    is_one_rank = not (parallel_dims.tp_enabled or parallel_dims.ep_enabled)
+    if job_config.cookbook.row_kernels and is_one_rank:
+        # TorchTitan calls nothing for the experts then.
+        for block in model.get_submodule("layers").children():
+            if block.moe_enabled:
+                use_row_kernels(block.moe)
     if job_config.loss.num_chunks:
         hand_on(model)
         # No door: the class of which TorchTitan's plan for TP makes the output layer's part.

@@ -116,6 +116,24 @@ class Precisions:
         return self.dispatch_forward or self.combine_backward
 
 
+def send(
+    precisions: Precisions, rows: torch.Tensor, here: list[int], there: list[int], group: Any
+) -> torch.Tensor:
+    """Rows to their experts' ranks: `there` to each rank, `here` from each."""
+    exchange = _Dispatch.apply if precisions.dispatch_forward else all_to_all_single_autograd
+    received: torch.Tensor = exchange(rows.contiguous(), here, there, group)
+    return received
+
+
+def receive(
+    precisions: Precisions, rows: torch.Tensor, there: list[int], here: list[int], group: Any
+) -> torch.Tensor:
+    """The way back of what `send` brought."""
+    exchange = _Combine.apply if precisions.combine_backward else all_to_all_single_autograd
+    returned: torch.Tensor = exchange(rows.contiguous(), there, here, group)
+    return returned
+
+
 class QuantizedExpertParallel(ExpertParallel):
     """TorchTitan's standard expert parallelism with one or both exchanges in MXFP8."""
 
@@ -134,8 +152,7 @@ class QuantizedExpertParallel(ExpertParallel):
                 [sizes.view(ranks, -1).sum(1) for sizes in (counts, received_counts)]
             ).tolist()
             self.input_splits, self.output_splits = splits
-        send = _Dispatch.apply if self.precisions.dispatch_forward else all_to_all_single_autograd
-        received = send(tokens.contiguous(), self.output_splits, self.input_splits, group)
+        received = send(self.precisions, tokens, self.output_splits, self.input_splits, group)
         self.input_shape, grouped, self.permuted_indices, sizes = _permute(
             received, received_counts, ranks, counts.shape[0] // ranks
         )

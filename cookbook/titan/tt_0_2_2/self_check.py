@@ -112,6 +112,7 @@ def _apart(device: str) -> Iterator[None]:
     noted = [
         varlen_attention.ran,
         activity.dispatches,
+        activity.rows,
         activity.losses,
         activity.saved,
         activity.corrections,

@@ -1,0 +1,207 @@
+"""MoE layers of the EP backends `standard` and `mxfp8_a2a` whose rows are moved by own kernels.
+
+TorchTitan orders rows by an index, weights the experts' outputs by a batched GEMM in float32 and
+writes them back by another index; each has a backward that is slower still. Here rows are ordered
+and brought back in one pass each, and the scores weight the activations, as in
+`scored_experts.py`. With `cookbook.row_kernels` off nothing here is used.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torchtitan.models.moe.utils as moe_utils
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_module
+from torchtitan.distributed.expert_parallel import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    TensorParallel,
+)
+from torchtitan.models.moe.moe import MoE
+
+from cookbook.titan.common.again import is_repeated
+from cookbook.titan.common.expert_groups import collect, plan_on_device, row_scores, spread
+from cookbook.titan.common.swiglu import join, scored_swiglu
+from cookbook.titan.common.token_split import Share, sum_gradient_over_tp, take_share
+from cookbook.titan.tt_0_2_2 import activity
+from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions, receive, send
+from cookbook.titan.tt_0_2_2.recomputation import last_product, not_saved
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows by expert; FSDP, which would cast tensors among a module's inputs, sees no tensor here.
+
+    Attributes:
+        scores: (rows, 1) float32.
+        sizes, ends: (experts,) int32, how many rows each expert has and where they end.
+    """
+
+    scores: torch.Tensor
+    sizes: torch.Tensor
+    ends: torch.Tensor
+
+
+class RowExperts(nn.Module):
+    """Routed experts, a class of its own before theirs, that score their activations.
+
+    With EP they send rows to the ranks of their experts and back.
+    """
+
+    cookbook_ep: DeviceMesh | None = None
+    # Whose ranks cut each expert.
+    cookbook_tp: DeviceMesh | None = None
+    cookbook_precisions = Precisions(False, False)
+
+    def forward(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Scored outputs (rows, features), of any value where the forward is repeated."""
+        if self.cookbook_ep is None:
+            return self._compute(rows, groups)
+        group, ranks = self.cookbook_ep.get_group(), self.cookbook_ep.size()
+        activity.dispatches.add("standard")
+        with torch.no_grad():
+            received = all_to_all_single(groups.sizes, None, None, group=group)
+            received = torch.ops._c10d_functional.wait_tensor(received).view(ranks, -1)
+            # The splits must be known on the host: the one wait for the device.
+            splits = [groups.sizes.view(ranks, -1).sum(1), received.sum(1)]
+            there, here = torch.stack(splits).tolist()
+            # Rows arrive by rank, and of each rank by expert.
+            num_local = received.shape[1]
+            experts = torch.arange(num_local, device=rows.device).repeat(ranks)
+            experts = experts.repeat_interleave(received.flatten(), output_size=sum(here))
+            plan = plan_on_device(experts[:, None], num_local, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
+        arrived = send(self.cookbook_precisions, rows, here, there, group)
+        scores = all_to_all_single_autograd(groups.scores, here, there, group)
+        own = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
+        out = self._compute(spread(arrived, None, plan), own)
+        with not_saved():
+            out = collect(out, None, plan, is_needed=not is_repeated())
+            if is_repeated():
+                # Nothing needs them, and no rank sends any.
+                return torch.empty_like(rows).requires_grad_()
+            return receive(self.cookbook_precisions, out, there, here, group)
+
+    def _compute(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+        experts: Any = self
+        if not hasattr(experts, "w1"):
+            # Of a proof: it multiplies nothing.
+            return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
+        weights = (experts.w1, experts.w2, experts.w3)
+        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        ends = groups.ends
+        if not experts.use_grouped_mm:
+            both = _one_by_one(rows, join(w1, w3, rows.dtype), ends)
+            return _one_by_one(scored_swiglu(both, groups.scores), w2, ends)
+        # Quantized weights are quantized one by one.
+        if type(w1) in (torch.Tensor, nn.Parameter):
+            both = _multiply(rows, join(w1, w3, torch.bfloat16), ends)
+        else:
+            both = torch.cat([_multiply(rows, w, ends) for w in (w1, w3)], dim=1)
+        activations = scored_swiglu(both, groups.scores)
+        with last_product():
+            return _multiply(activations, w2, ends)
+
+
+def _multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Each group of rows times its expert's weights (experts, out, in)."""
+    return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
+
+
+def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    # The last part has no expert: it is no row of anybody.
+    *parts, rest = rows.tensor_split(ends.tolist())
+    products = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])
+
+
+class RowMoE(MoE):
+    """TorchTitan's layer, whose experts are `RowExperts`."""
+
+    # Set where EP borrows the TP ranks, each of which sends its share of the tokens.
+    cookbook_share: DeviceMesh | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output for (batch, length, features)."""
+        length, features = x.shape[1:]
+        tokens = x.view(-1, features)
+        scores, chosen, counts = self.router(tokens, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        mine, experts = tokens, self.experts
+        share = None
+        if self.cookbook_share is not None:
+            share = Share.of_mesh(length, self.cookbook_share)
+            mine, scores, chosen = (take_share(one, share) for one in (tokens, scores, chosen))
+        if experts.cookbook_tp is not None:
+            # Each rank has one term of the tokens' gradient. Summed of tokens, not of rows.
+            mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
+        # Padded where they are multiplied at once, and not sent.
+        alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
+        plan = plan_on_device(chosen, self.router.num_experts, alignment)
+        dtype = torch.bfloat16 if getattr(experts, "use_grouped_mm", True) else x.dtype
+        groups = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
+        routed = experts(spread(mine, None, plan, dtype), groups)
+        # Before the rows are waited for.
+        out = None if self.shared_experts is None else self.shared_experts(tokens)
+        activity.rows.add("kernels")
+        needed = not is_repeated()
+        if share is None:
+            total = collect(routed, None, plan, needed, out, x.dtype)
+            return total.view(x.shape)
+        sums = collect(routed, None, plan, needed, None, x.dtype).view(len(x), -1, features)
+        total = torch.zeros_like(x) if out is None else out.view(x.shape).clone()
+        total[:, share.start : share.stop] += sums
+        return total
+
+
+@functools.cache
+def _with_rows(experts: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Row{experts.__name__}", (RowExperts, experts), {})
+
+
+def use_row_kernels(moe: Any) -> None:
+    """Make these of a layer and its experts: the instances alone, as FSDP does it."""
+    if moe.score_before_experts:
+        raise ValueError("cookbook.row_kernels scores activations; score_before_experts is on")
+    moe.__class__ = RowMoE
+    moe.experts.__class__ = _with_rows(type(moe.experts))
+
+
+class RowExpertParallel(ExpertParallel):
+    """TorchTitan's expert parallelism for `RowExperts`, which exchange rows themselves."""
+
+    def __init__(self, precisions: Precisions) -> None:
+        super().__init__()
+        self.precisions = precisions
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts: Any = module
+        experts.cookbook_ep, experts.cookbook_precisions = device_mesh, self.precisions
+        return distribute_module(module, device_mesh, partition_fn=self._partition_fn)
+
+
+class RowTensorParallel(TensorParallel):
+    """TorchTitan's plan for experts that TP cuts, without its hook."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts: Any = module
+        experts.cookbook_tp = device_mesh
+        return distribute_module(module, device_mesh, self._partition_fn)
+
+
+class RowExpertTensorParallel(ExpertTensorParallel):
+    """Both."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts: Any = module
+        experts.cookbook_ep, experts.cookbook_tp = device_mesh["ep"], device_mesh["etp"]
+        return distribute_module(module, device_mesh, partition_fn=self._partition_fn)

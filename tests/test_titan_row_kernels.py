@@ -1,0 +1,147 @@
+"""The standard backend's rows by own kernels: plans, activations and training, each beside another.
+
+A layer on several ranks against float64 is in `test_titan_moe.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cookbook.titan.common import swiglu
+from cookbook.titan.common.expert_groups import plan_groups, plan_on_device
+from tests.titan_run import BF16, EP2, EP4, MXFP8, PP2, TP2, active, run, write_assets
+
+pytestmark = pytest.mark.titan
+
+ON = "--cookbook.row_kernels"
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 37, 64])
+def test_a_plan_on_the_device_is_that_of_the_host(tokens: int) -> None:
+    torch.manual_seed(0)
+    experts = torch.rand(tokens, 5).argsort(1)[:, :2]
+    counts = torch.bincount(experts.flatten(), minlength=6).tolist()
+    there, here = plan_on_device(experts, 6, 8), plan_groups(experts, counts, 8)
+    used = int(here.ends[-1])
+    assert torch.equal(there.copies[:used], here.copies) and (there.copies[used:] == -1).all()
+    assert len(there.copies) % 8 == 0
+    for name in ("slots", "sizes", "ends"):
+        assert torch.equal(getattr(there, name), getattr(here, name))
+    packed = plan_on_device(experts, 6, 1)
+    assert packed.sizes.tolist() == counts and len(packed.copies) == experts.numel()
+    assert torch.equal(packed.copies.sort().values, torch.arange(experts.numel()).int())
+
+
+def activation_errors(hidden: int, dtype: torch.dtype, kernels: bool) -> list[float]:
+    """Of activations and both gradients, relative, against float64."""
+    torch.manual_seed(hidden)
+    values = [torch.randn(9, 2 * hidden), torch.rand(9, 1), torch.randn(9, hidden)]
+    both, scores, grad = values[0].to(dtype), values[1], values[2].to(dtype)
+    exact = [one.double().requires_grad_() for one in (both, scores)]
+    gate, up = exact[0].chunk(2, 1)
+    out = torch.nn.functional.silu(gate) * up * exact[1]
+    wanted = [out.detach(), *torch.autograd.grad(out, exact, grad.double())]
+    if kernels:
+        from cookbook.titan.common import swiglu_kernels
+
+        found = [swiglu_kernels.activate(both, scores)]
+        found += swiglu_kernels.gradient(grad, both, scores)
+    else:
+        leaves = [both.requires_grad_(), scores.requires_grad_()]
+        out = swiglu.scored_swiglu(both, scores)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    pairs = zip(found, wanted, strict=True)
+    return [float((one.double() - exact).norm() / exact.norm()) for one, exact in pairs]
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("hidden", [24, 64])
+def test_scored_activations(hidden: int, dtype: torch.dtype, most: float) -> None:
+    assert max(activation_errors(hidden, dtype, kernels=False)) < most
+
+
+def interpreted() -> None:
+    """Runs in a process of its own, whose Triton interprets kernels on the CPU."""
+    # The kernels take 2048 at a time: once more, ragged.
+    for hidden in (24, 1408, 2100):
+        assert max(activation_errors(hidden, torch.float32, kernels=True)) < 1e-6
+        assert max(activation_errors(hidden, torch.bfloat16, kernels=True)) < 6e-3
+
+
+def test_the_kernels_do_the_same() -> None:
+    code = "from tests import test_titan_row_kernels as t; t.interpreted()"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_two_weights_are_joined_and_their_gradients_are_apart() -> None:
+    gate, up = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
+    joined = swiglu.join(gate, up, torch.float64)
+    assert torch.equal(joined, torch.cat([gate, up], 1).double())
+    upstream = torch.randn(2, 6, 4, dtype=torch.float64)
+    grads = torch.autograd.grad(joined, [gate, up], upstream)
+    assert torch.equal(torch.cat(grads, 1), upstream.float())
+    assert all(one.untyped_storage().nbytes() == gate.nbytes for one in grads)
+
+
+# As in `bench.gpu_numerics`.
+SLOW = ("--optimizer.lr=4e-4", "--lr_scheduler.warmup_steps=20", "--lr_scheduler.decay_ratio=0")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one rank": (1, ()),
+    "TP 1": (2, EP2),
+    "TP 2": (4, (*EP4, *TP2)),
+    "PP 2": (4, (*EP2, *PP2, "--parallelism.pipeline_parallel_microbatch_size=8")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_the_published_options(
+    assets: Path, tmp_path: Path, layout: str
+) -> None:
+    ranks, options = LAYOUTS[layout]
+    words = (*options, *BF16, *SLOW)
+    published = run(assets, tmp_path / "published", ranks, *words, steps=20, batch=16)
+    kernels = run(assets, tmp_path / "kernels", ranks, *words, ON, steps=20, batch=16)
+    assert active(published)["rows"] is None
+    assert active(kernels)["rows"] == "kernels"
+    assert kernels["losses"] == pytest.approx(published["losses"], rel=1e-4)
+    assert kernels["losses"] != published["losses"]
+
+
+RECOMPUTED: dict[str, tuple[str, ...]] = {
+    "full": ("--activation_checkpoint.mode=full",),
+    "selective": (
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+        "--activation_checkpoint.op_sac_save_list=attention,communication,grouped_mm",
+    ),
+}
+
+
+def test_recomputation_changes_no_bit(assets: Path, tmp_path: Path) -> None:
+    def trained(name: str, *words: str) -> dict[str, Any]:
+        options = (*EP4, *TP2, ON, *words)
+        return run(assets, tmp_path / name, 4, *options, steps=3)
+
+    kept = trained("kept")
+    for mode, words in RECOMPUTED.items():
+        again = trained(mode, *words)
+        for what in ("losses", "grad_norms"):
+            assert again[what] == kept[what], mode
