@@ -152,6 +152,7 @@ def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: i
         model,
         AttentionActivity(frozenset({"flex"}), None),
         sets[2],
+        rows=nothing,
         loss=nothing,
         recomputation=nothing,
         saved=nothing,

@@ -189,9 +189,9 @@ def kernels_against_operations() -> None:
     from cookbook.titan.common import group_kernels
 
     # Several programs even for the cases here.
-    group_kernels._COPIES = 16
+    group_kernels._COPIES, group_kernels._ROWS = 16, 16
     for case, (experts, counts) in CASES.items():
-        plan, top_k = plan_groups(experts, counts, 32), experts.shape[1]
+        plan = plan_groups(experts, counts, 32)
         sums = group_kernels.count(experts, len(counts))
         assert sums[:, -1].tolist() == counts
         copies, slots = group_kernels.place(experts, sums, plan.sizes, plan.ends, len(plan.copies))
@@ -222,7 +222,7 @@ def kernels_against_operations() -> None:
                     other = torch.float32 if base is None else dtype
                     pairs += [
                         (
-                            group_kernels.spread(tokens, weights, plan.copies, top_k, other),
+                            group_kernels.spread(tokens, weights, plan.copies, plan.slots, other),
                             expert_groups._spread(tokens, weights, plan.copies, plan.slots, other),
                         ),
                         (
@@ -270,16 +270,16 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
     pointers |= dict.fromkeys(("copies", "slots", "counts", "sums", "sizes", "ends"), "*i32")
     pointers["base"] = "*fp32"
     pointers |= {"experts": "*i64", "places": "*i32", "values": "*fp32", "taken": "*fp32"}
-    pointers |= dict.fromkeys(("num_copies", "num_places", "features"), "i32")
+    pointers |= dict.fromkeys(("num_copies", "num_places", "num_rows", "features"), "i32")
     constants: dict[str, Any] = {"has_scores": True, "has_base": True, "top_k": 8}
-    constants |= {"block": 1024, "features": 7168}
+    constants |= {"block": 1024, "features": 7168, "rows": 64}
     constants["num_experts"] = 16
     kernels = [name for name in vars(group_kernels) if name.endswith("_kernel")]
-    assert len(kernels) == 6
+    assert len(kernels) == 7
     for name in kernels:
         kernel = getattr(group_kernels, name)
         signature = {a: pointers.get(a, "constexpr") for a in kernel.arg_names}
-        if name == "_dot_kernel":
+        if name in ("_dot_kernel", "_fill_kernel"):
             signature["features"] = "constexpr"
         constexprs = [a for a in kernel.arg_names if signature[a] == "constexpr"]
         used = {a: constants[a] for a in constexprs}

@@ -127,14 +127,13 @@ def _spread(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Each row of the groups: its token, times the score of that copy; zero for padding."""
-    top_k = slots.shape[1]
     if tokens.is_cuda:
         from cookbook.titan.common import group_kernels
 
-        return group_kernels.spread(tokens, scores, copies, top_k, dtype)
+        return group_kernels.spread(tokens, scores, copies, slots, dtype)
     real = copies >= 0
     grouped = tokens.new_zeros(copies.numel(), tokens.shape[1], dtype=dtype)
-    values = tokens[copies[real].long() // top_k]
+    values = tokens[copies[real].long() // slots.shape[1]]
     if scores is not None:
         values = values * _at(scores, copies[real]).unsqueeze(1)
     grouped[real] = values.to(dtype)

@@ -13,6 +13,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 # Copies that a program counts, or places. Their number is another in each layer, and is no reason
 # to compile a kernel again.
 _COPIES = 1024
+# Rows of which a program fills the padding.
+_ROWS = 64
 
 
 @triton.jit(do_not_specialize=["num_copies"])
@@ -66,7 +68,7 @@ def _take_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _spread_kernel(  # type: ignore[no-untyped-def]
     tokens,
-    copies,
+    slots,
     scores,
     grouped,
     features,
@@ -74,16 +76,40 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     top_k: tl.constexpr,
     block: tl.constexpr,
 ):
-    slot = tl.program_id(0).to(tl.int64)
+    # By token: its row is read once, and written once for each of its copies here.
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    copy = tl.load(copies + slot).to(tl.int64)
-    row = copy // top_k
     inside = column < features
-    # Padding (copy -1) reads nothing and writes zeros.
-    value = tl.load(tokens + row * features + column, mask=inside & (copy >= 0), other=0.0)
-    if has_scores:
-        value = value.to(tl.float32) * tl.load(scores + copy, mask=copy >= 0, other=0.0)
-    tl.store(grouped + slot * features + column, value, mask=inside)
+    row = tl.load(tokens + token * features + column, mask=inside, other=0.0)
+    for k in tl.static_range(top_k):
+        slot = tl.load(slots + token * top_k + k).to(tl.int64)
+        value = row
+        if has_scores:
+            value = row.to(tl.float32) * tl.load(scores + token * top_k + k)
+        tl.store(grouped + slot * features + column, value, mask=inside & (slot >= 0))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _fill_kernel(  # type: ignore[no-untyped-def]
+    copies,
+    grouped,
+    num_rows,
+    features: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    # Zeros for padding, which is rare: one program looks at many rows.
+    first = tl.program_id(0) * rows
+    index = first + tl.arange(0, rows)
+    copy = tl.load(copies + index, mask=index < num_rows, other=0)
+    if tl.min(copy, 0) < 0:
+        for offset in range(rows):
+            row = (first + offset).to(tl.int64)
+            if tl.load(copies + row, mask=row < num_rows, other=0) < 0:
+                for start in range(0, features, block):
+                    column = start + tl.arange(0, block)
+                    zeros = tl.zeros((block,), dtype=tl.float32)
+                    tl.store(grouped + row * features + column, zeros, mask=column < features)
 
 
 @triton.jit
@@ -201,25 +227,29 @@ def spread(
     tokens: torch.Tensor,
     scores: torch.Tensor | None,
     copies: torch.Tensor,
-    top_k: int,
+    slots: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """(rows, features): tokens at the rows of their copies, times their scores; 0 for padding."""
-    features = tokens.shape[1]
-    grouped = tokens.new_empty(copies.numel(), features, dtype=dtype)
+    num_tokens, top_k = slots.shape
+    features, num_rows = tokens.shape[1], copies.numel()
+    grouped = tokens.new_empty(num_rows, features, dtype=dtype)
     if not grouped.numel():
         return grouped
     block = _block(features, 2048)
-    _spread_kernel[(copies.numel(), triton.cdiv(features, block))](
-        tokens.contiguous(),
-        copies,
-        None if scores is None else scores.float().contiguous(),
-        grouped,
-        features,
-        scores is not None,
-        top_k,
-        block,
-    )
+    if num_tokens:
+        _spread_kernel[(num_tokens, triton.cdiv(features, block))](
+            tokens.contiguous(),
+            slots,
+            None if scores is None else scores.float().contiguous(),
+            grouped,
+            features,
+            scores is not None,
+            top_k,
+            block,
+        )
+    parts = (triton.cdiv(num_rows, _ROWS),)
+    _fill_kernel[parts](copies, grouped, num_rows, features, _ROWS, block)
     return grouped
 
 

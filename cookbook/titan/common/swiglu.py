@@ -56,30 +56,36 @@ def scored_swiglu(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        experts, hidden, features = gate.shape
-        ctx.dtypes = gate.dtype, up.dtype
-        joined = gate.new_empty(experts, 2 * hidden, features, dtype=dtype)
-        joined[:, :hidden] = gate
-        joined[:, hidden:] = up
+    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        experts, hidden, features = weights[0].shape
+        joined = weights[0].new_empty(experts, len(weights) * hidden, features, dtype=dtype)
+        for weight, part in zip(weights, joined.chunk(len(weights), dim=1), strict=True):
+            _cast(weight.contiguous(), part)
         return joined
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        by_gate, by_up = grad.chunk(2, dim=1)
-        # Copies, even of the same type: a gradient that is half of another's memory keeps all.
-        first, second = ctx.dtypes
-        contiguous = torch.contiguous_format
-        return (
-            by_gate.to(first, copy=True, memory_format=contiguous),
-            by_up.to(second, copy=True, memory_format=contiguous),
-            None,
-        )
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        grads = []
+        for dtype, part in zip(
+            ctx.dtypes, grad.contiguous().chunk(len(ctx.dtypes), 1), strict=True
+        ):
+            # A copy, even of the same type: half of a gradient would keep all of its memory.
+            grads.append(torch.empty(part.shape, dtype=dtype, device=part.device))
+            _cast(part, grads[-1])
+        return None, *grads
 
 
-def join(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Two weights (experts, hidden, features) as one (experts, 2 * hidden, features)."""
-    joined: torch.Tensor = _Joined.apply(gate, up, dtype)
+def _cast(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_cuda:
+        from cookbook.titan.common import swiglu_kernels
+
+        swiglu_kernels.cast(source, target)
+    else:
+        target.copy_(source)
+
+
+def join(dtype: torch.dtype, *weights: torch.Tensor) -> torch.Tensor:
+    """Weights (experts, hidden, features) beside one another, (experts, n * hidden, features)."""
+    joined: torch.Tensor = _Joined.apply(dtype, *weights)
     return joined

@@ -52,6 +52,28 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(grad_scores + row, tl.sum(total))
 
 
+@triton.jit
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    source, target, size, source_stride, target_stride, block: tl.constexpr
+):
+    part = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    value = tl.load(source + part * source_stride + place, mask=place < size)
+    tl.store(target + part * target_stride + place, value, mask=place < size)
+
+
+def cast(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Write `source` (experts, rows, columns) to `target` in its type, both dense in an expert.
+
+    PyTorch's copy to or from every second part of a tensor has half the speed.
+    """
+    experts, size = len(source), source[0].numel()
+    if target.numel():
+        _cast_kernel[(triton.cdiv(size, 4096), experts)](
+            source, target, size, source.stride(0), target.stride(0), 4096
+        )
+
+
 def _block(hidden: int) -> int:
     return min(int(triton.next_power_of_2(hidden)), _BLOCK)
 

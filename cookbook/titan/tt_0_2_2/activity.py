@@ -25,8 +25,8 @@ from torchtitan.tools.utils import has_cuda_capability
 MXFP8_DISPATCH = "mxfp8 in the dispatch only"
 MXFP8_COMBINE = "mxfp8 in the combine only"
 
-# Filled while the code runs: which dispatch sent tokens, what moved their rows, how the loss was computed, what selective
-# recomputation saved, which corrections were applied.
+# Filled while the code runs: which dispatch sent tokens, what moved their rows, how the loss was
+# computed, what selective recomputation saved, which corrections were applied.
 dispatches: set[str] = set()
 rows: set[str] = set()
 losses: set[str] = set()

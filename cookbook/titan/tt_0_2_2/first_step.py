@@ -219,8 +219,8 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     """What is active in the job; where ranks disagree, `a and b`.
 
     Returns:
-        `grouped_gemms`, `linear_layers`, `dispatch`, what moved `rows`, `loss`, `recomputation`, what it `saved`, what
-        sets `num_sms` (each null where no rank has any), `emulated`.
+        `grouped_gemms`, `linear_layers`, `dispatch`, what moved `rows`, `loss`, `recomputation`,
+        what it `saved`, what sets `num_sms` (each null where no rank has any), `emulated`.
     """
     return {
         "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),

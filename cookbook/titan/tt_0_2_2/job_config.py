@@ -36,7 +36,6 @@ class Cookbook:
     """Compare every kernel of the job with a reference on its own GPU, before the first step. A
     wrong one ends the job and is named, with the option that does without it."""
 
-
     row_kernels: bool = False
     """Order the routed rows and bring them back with own kernels, and apply the routing scores to
     the experts' activations, for the EP backends `standard` and `mxfp8_a2a`: the same sum, rounded

@@ -99,11 +99,15 @@ class RowExperts(nn.Module):
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
         ends = groups.ends
         if not experts.use_grouped_mm:
-            both = _one_by_one(rows, join(w1, w3, rows.dtype), ends)
+            both = _one_by_one(rows, join(rows.dtype, w1, w3), ends)
             return _one_by_one(scored_swiglu(both, groups.scores), w2, ends)
+        # FSDP may have cast them to the parameters' type.
+        rows = rows.bfloat16()
         # Quantized weights are quantized one by one.
         if type(w1) in (torch.Tensor, nn.Parameter):
-            both = _multiply(rows, join(w1, w3, torch.bfloat16), ends)
+            both = _multiply(rows, join(torch.bfloat16, w1, w3), ends)
+            if w2.dtype != torch.bfloat16:
+                w2 = join(torch.bfloat16, w2)
         else:
             both = torch.cat([_multiply(rows, w, ends) for w in (w1, w3)], dim=1)
         activations = scored_swiglu(both, groups.scores)
@@ -173,7 +177,8 @@ def use_row_kernels(moe: Any) -> None:
     if moe.score_before_experts:
         raise ValueError("cookbook.row_kernels scores activations; score_before_experts is on")
     moe.__class__ = RowMoE
-    moe.experts.__class__ = _with_rows(type(moe.experts))
+    kind: Any = type(moe.experts)
+    moe.experts.__class__ = _with_rows(kind)
 
 
 class RowExpertParallel(ExpertParallel):

@@ -46,8 +46,11 @@ def exchange_of(
     backend = "mxfp8_a2a" if precisions.any else model_args.moe_impl
 
     def compare() -> Iterator[Error]:
-        chunks = job_config.deepep.num_chunks
-        return _compare(shape, precisions, chunks, dims, model_args, device)
+        options = {
+            "chunks": job_config.deepep.num_chunks,
+            "row_kernels": job_config.cookbook.row_kernels,
+        }
+        return _compare(shape, precisions, options, dims, model_args, device)
 
     instead = "deepep" if backend == "standard" else "standard"
     yield Use(
@@ -62,7 +65,7 @@ def exchange_of(
 def _compare(
     shape: ExchangeShape,
     precisions: Precisions,
-    chunks: int,
+    options: dict[str, Any],
     dims: ParallelDims,
     model_args: Any,
     device: str,
@@ -81,7 +84,7 @@ def _compare(
         ep_mesh=ep_mesh,
         etp_mesh=None,
         ep_etp_mesh=None,
-        chunks=chunks,
+        **options,
         use_deepep=model_args.moe_impl == "deepep",
     )
     share = None if tp_mesh is None else Share.of_mesh(shape.length, tp_mesh)

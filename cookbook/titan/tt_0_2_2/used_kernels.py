@@ -32,12 +32,13 @@ from cookbook.titan.selftest.attention import (
 from cookbook.titan.selftest.gemms import GroupedShape, Products, grouped_errors, linear_errors
 from cookbook.titan.selftest.loss import loss_errors
 from cookbook.titan.selftest.proof import Error, Use
-from cookbook.titan.selftest.rows import RowsShape, row_errors
+from cookbook.titan.selftest.rows import RowsShape, join_errors, row_errors, swiglu_errors
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.attention import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2.own_attention import flex, sdpa
 from cookbook.titan.tt_0_2_2.used_exchange import exchange_of
 
+_ROW_KERNELS = "leave out cookbook.row_kernels"
 _ATTENTION = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: flash_attention_4}
 
 
@@ -245,7 +246,9 @@ def _linear_errors(layer: nn.Linear, rows: int, kind: str, device: str) -> Itera
 
 
 def _rows(cell: Cell) -> Iterator[Use]:
-    if cell.job_config.parallelism.expert_parallel_comm_backend != "deepep" or cell.dims.ep == 1:
+    backend = cell.job_config.parallelism.expert_parallel_comm_backend
+    deepep = backend == "deepep" and cell.dims.ep > 1
+    if not deepep and (backend == "deepep" or not cell.job_config.cookbook.row_kernels):
         return
     args = cell.model_args
     shape = RowsShape(
@@ -259,14 +262,30 @@ def _rows(cell: Cell) -> Iterator[Use]:
         "before": "scores before the experts",
         "after": "scores after the experts",
     }
-    if cell.job_config.deepep.score_activations:
+    if not deepep or cell.job_config.deepep.score_activations:
         places["between"] = "scores on the activations"
+    avoid = "EP backend standard does without it" if deepep else _ROW_KERNELS
     for scored, words in places.items():
+        if deepep or scored == "between":
+            yield Use(
+                "rows to expert groups and back",
+                f"{shape}, {words}",
+                partial(row_errors, shape, scored, cell.device, counted=deepep),
+                avoid,
+            )
+    if not deepep:
+        hidden = args.moe_inter_dim // (cell.dims.tp if cell.dims.ep == 1 else cell.dims.etp)
         yield Use(
-            "rows to expert groups and back",
-            f"{shape}, {words}",
-            partial(row_errors, shape, scored, cell.device),
-            "EP backend standard does without it",
+            "scored SwiGLU",
+            f"{cell.limits.linear_rows:,} rows, hidden size {hidden}",
+            partial(swiglu_errors, cell.limits.linear_rows, hidden, cell.device),
+            avoid,
+        )
+        yield Use(
+            "experts' weights side by side",
+            f"{min(cell.local_experts, 8)} experts of {hidden} x {args.dim}",
+            partial(join_errors, min(cell.local_experts, 8), hidden, args.dim, cell.device),
+            avoid,
         )
 
 
