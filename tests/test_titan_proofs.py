@@ -198,8 +198,8 @@ def rows_wrong(scored: Any) -> list[str]:
 def absent_from_the_last_row(original: Any) -> Any:
     """A copy of another rank's has the slot -1."""
 
-    def faulty(outputs: torch.Tensor, scores: Any, plan: Any) -> torch.Tensor:
-        total: torch.Tensor = original(outputs, scores, plan)
+    def faulty(outputs: torch.Tensor, scores: Any, plan: Any, base: Any = None) -> torch.Tensor:
+        total: torch.Tensor = original(outputs, scores, plan, base=base)
         times = (plan.slots < 0).sum(1, keepdim=True)
         return total + 1e-3 * times * outputs[-1].detach()
 
@@ -209,8 +209,8 @@ def absent_from_the_last_row(original: Any) -> Any:
 def fill_read(original: Any) -> Any:
     """As a kernel that sums whole blocks, with little weight."""
 
-    def faulty(outputs: torch.Tensor, scores: Any, plan: Any) -> torch.Tensor:
-        total: torch.Tensor = original(outputs, scores, plan)
+    def faulty(outputs: torch.Tensor, scores: Any, plan: Any, base: Any = None) -> torch.Tensor:
+        total: torch.Tensor = original(outputs, scores, plan, base=base)
         return total + 1e-3 * outputs[plan.copies < 0].sum(0).detach()
 
     return faulty
@@ -219,8 +219,8 @@ def fill_read(original: Any) -> Any:
 def fill_written(original: Any) -> Any:
     """One number of one row."""
 
-    def faulty(tokens: torch.Tensor, scores: Any, plan: Any) -> torch.Tensor:
-        grouped: torch.Tensor = original(tokens, scores, plan)
+    def faulty(tokens: torch.Tensor, scores: Any, plan: Any, *dtype: Any) -> torch.Tensor:
+        grouped: torch.Tensor = original(tokens, scores, plan, *dtype)
         last = (plan.copies < 0).nonzero()[-1]
         return grouped.index_fill(0, last, torch.nan)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,106 @@ def test_two_weights_are_joined_and_their_gradients_are_apart() -> None:
     grads = torch.autograd.grad(joined, [gate, up], upstream)
     assert torch.equal(torch.cat(grads, 1), upstream.float())
     assert all(one.untyped_storage().nbytes() == gate.nbytes for one in grads)
+
+
+Change = Callable[..., Any]
+GROUPS, SWIGLU = "cookbook.titan.common.expert_groups", "cookbook.titan.common.swiglu"
+
+
+def off(names: str, factor: float = 1.01) -> Change:
+    """What a function returns, scaled; of several results those named by their places."""
+
+    def change(original: Change) -> Change:
+        def faulty(*args: Any) -> Any:
+            found = original(*args)
+            if not isinstance(found, tuple):
+                return found * factor
+            return tuple(
+                one * factor if str(place) in names else one for place, one in enumerate(found)
+            )
+
+        return faulty
+
+    return change
+
+
+def without_base(original: Change) -> Change:
+    return lambda *args: original(*args[:5])
+
+
+def next_row(original: Change) -> Change:
+    return lambda *args: original(*args).roll(1, 0)
+
+
+def last_column_lost(original: Change) -> Change:
+    def faulty(*args: Any) -> Any:
+        found = original(*args)
+        found[:, -1] = 0
+        return found
+
+    return faulty
+
+
+def one_row_lost(original: Change) -> Change:
+    def faulty(*args: Any) -> Any:
+        copies, slots = original(*args)
+        return copies.masked_fill(copies == 21, -1), slots
+
+    return faulty
+
+
+def neighbours_swapped(original: Change) -> Change:
+    def faulty(*args: Any) -> Any:
+        copies, slots = original(*args)
+        # Two rows of different experts: the plan agrees with itself, and is wrong.
+        first, second = int(slots[3, 0]), int(slots[3, 1])
+        slots[3] = slots[3].roll(1)
+        copies[[first, second]] = copies[[second, first]]
+        return copies, slots
+
+    return faulty
+
+
+def parts_swapped(original: Change) -> Change:
+    return lambda dtype, *weights: original(dtype, *reversed(weights))
+
+
+FAULTS: dict[str, tuple[str, Change, str]] = {
+    "the shared experts' output is not added": (f"{GROUPS}._collect", without_base, "output"),
+    "rows go one slot too far": (f"{GROUPS}._spread", next_row, "not zero"),
+    "a row's last number is lost": (f"{GROUPS}._spread", last_column_lost, "output"),
+    "sums lack their last number": (f"{GROUPS}._collect", last_column_lost, "output"),
+    "a copy is lost": (f"{GROUPS}._place", one_row_lost, "output"),
+    "two copies are swapped": (f"{GROUPS}._place", neighbours_swapped, "output"),
+    "scores of the next row": (f"{GROUPS}._at", next_row, "output"),
+    "activations are off": (f"{SWIGLU}._forward", off("", 1.01), "output"),
+    "activations of the next row": (f"{SWIGLU}._forward", next_row, "output"),
+    "the gate's gradient is off": (f"{SWIGLU}._backward", off("0"), "gradient of the projections"),
+    "the scores' gradient is off": (f"{SWIGLU}._backward", off("1", 1.1), "gradient of the scores"),
+    "gate and up are swapped": (f"{SWIGLU}.join", parts_swapped, "weights"),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_the_self_check_finds_faults(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cookbook.titan.selftest import rows
+
+    if fault:
+        place, change, _ = FAULTS[fault]
+        module, _, name = place.rpartition(".")
+        module = rows.__name__ if name == "join" else module
+        original = getattr(sys.modules[module], name)
+        monkeypatch.setattr(sys.modules[module], name, change(original))
+    proofs = [
+        rows.row_errors(rows.RowsShape(96, 64, 8, 3, 8), "between", "cpu", counted=False),
+        rows.swiglu_errors(96, 176, "cpu"),
+        rows.join_errors(4, 32, 96, "cpu"),
+    ]
+    try:
+        found = " ".join(error.tensor for proof in proofs for error in proof if error.fault)
+    except ValueError as error:
+        found = str(error)
+    assert FAULTS[fault][2] in found if fault else not found
 
 
 # As in `bench.gpu_numerics`.

@@ -11,36 +11,45 @@ from typing import Any
 import torch
 
 
-class _ScoredSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up, scores)
-        if gate_up.is_cuda:
-            from cookbook.titan.common import swiglu_kernels
+def _forward(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    if gate_up.is_cuda:
+        from cookbook.titan.common import swiglu_kernels
 
-            return swiglu_kernels.activate(gate_up, scores.contiguous())
-        gate, up = gate_up.to(_exact(gate_up)).chunk(2, dim=1)
-        return (torch.nn.functional.silu(gate) * up * scores).to(gate_up.dtype)
+        return swiglu_kernels.activate(gate_up, scores)
+    gate, up = gate_up.to(_exact(gate_up)).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up * scores).to(gate_up.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate_up, scores = ctx.saved_tensors
-        if gate_up.is_cuda:
-            from cookbook.titan.common import swiglu_kernels
 
-            return swiglu_kernels.gradient(grad.contiguous(), gate_up, scores.contiguous())
-        gate, up = gate_up.to(_exact(gate_up)).chunk(2, dim=1)
-        grad = grad.to(_exact(gate_up))
-        sigmoid = gate.sigmoid()
-        silu = gate * sigmoid
-        by_gate = grad * scores * up * sigmoid * (1 + gate * (1 - sigmoid))
-        grad_gate_up = torch.cat([by_gate, grad * scores * silu], dim=1).to(gate_up.dtype)
-        return grad_gate_up, (grad * silu * up).sum(1, keepdim=True).to(scores.dtype)
+def _backward(
+    grad: torch.Tensor, gate_up: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if gate_up.is_cuda:
+        from cookbook.titan.common import swiglu_kernels
+
+        return swiglu_kernels.gradient(grad, gate_up, scores)
+    gate, up = gate_up.to(_exact(gate_up)).chunk(2, dim=1)
+    grad = grad.to(_exact(gate_up))
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    by_gate = grad * scores * up * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_gate_up = torch.cat([by_gate, grad * scores * silu], dim=1).to(gate_up.dtype)
+    return grad_gate_up, (grad * silu * up).sum(1, keepdim=True).to(scores.dtype)
 
 
 def _exact(values: torch.Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
+
+
+class _ScoredSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        gate_up, scores = gate_up.contiguous(), scores.contiguous()
+        ctx.save_for_backward(gate_up, scores)
+        return _forward(gate_up, scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _backward(grad.contiguous(), *ctx.saved_tensors)
 
 
 def scored_swiglu(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -254,7 +254,7 @@ def _rows(cell: Cell) -> Iterator[Use]:
     shape = RowsShape(
         cell.limits.tokens,
         args.dim,
-        cell.local_experts,
+        cell.local_experts if deepep else args.moe_args.num_experts,
         args.moe_args.top_k,
         moe_utils.TOKEN_GROUP_ALIGN_SIZE_M,
     )
