@@ -23,6 +23,8 @@ ATTENTION = "model.attention"
 NUM_CHUNKS = "loss.num_chunks"
 EP_CHUNKS = "deepep.num_chunks"
 SCORE_ACTIVATIONS = "deepep.score_activations"
+# The same and more for the other EP backends.
+ROW_KERNELS = "cookbook.row_kernels"
 NUM_SMS = "comm.num_sms"
 SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 LAYERS_KEPT = "activation_checkpoint.num_layers_kept"

@@ -179,6 +179,12 @@ class Kernels:
                 time_ms += rows / (self.hardware.released_deepep_rows_gb_per_s * 1e6)
             return {ROWS: time_ms}
         sent = float(s.act * s.sent_rows * s.dim)
+        if s.row_kernels:
+            # Each token is read once, each row written once, and the other way round; with EP they
+            # are sorted once more where they arrive, and the weights are laid side by side.
+            tokens = float(s.act * s.sent_tokens * s.dim)
+            moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
+            return {ROWS: self.bytes_ms(moved)}
         # Under TP each rank fills the rows of all tokens, most of them with zeros.
         every = float(s.act * s.tokens * s.top_k * s.dim)
         # Gathered from the tokens, into the experts' order and out of it; then zeros, the rows put

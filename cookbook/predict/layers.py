@@ -135,6 +135,10 @@ def _moe(s: Shapes) -> LayerBytes:
     if s.scored_activations and not s.compiled:
         # Before they are scored, for the gradient of the scores.
         experts += s.act * s.rows * s.expert_hidden
+    weights = s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
+    if s.autocast:
+        # In BF16, for the gradients of what they are multiplied with.
+        experts += 3 * weights
     # Pieces compiled one by one: the norm's output, the router's, and the rows that experts get.
     between = router + s.act * (s.tokens + s.rows) * s.dim
     if s.scored_activations:
@@ -173,6 +177,8 @@ def _moe(s: Shapes) -> LayerBytes:
             freed_again=(grouped,) * 2 + (float(s.act * s.rows * s.expert_hidden),) * 3,
             between=between + outputs,
         )
+    if s.row_kernels:
+        return _moe_with_row_kernels(s, router + shared, gate_up + shared_mm, sent * sends)
     if s.score_first:
         weighted = 4.0 * s.sent_rows * s.dim
         freed: tuple[float, ...] = (sent, sent, s.act * all_rows)
@@ -194,6 +200,32 @@ def _moe(s: Shapes) -> LayerBytes:
         freed=freed,
         freed_again=(weighted,),
         between=between + weighted,
+    )
+
+
+def _moe_with_row_kernels(s: Shapes, saved: float, selected: float, exchanged: float) -> LayerBytes:
+    """What titan/tt_0_2_2/row_kernels.py keeps, in PyTorch operations and kernels of its own.
+
+    Args:
+        saved, selected: of the router and the shared experts; the latter with gate and up.
+        exchanged: what selective recomputation saves of the rows that are sent.
+    """
+    # Gate and up are copied side by side, the third is cast where FSDP does not.
+    copies = 3.0 if s.autocast else 2.0
+    weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
+    rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
+    # The experts' input, gate and up, their scored product, and the weights as they are multiplied.
+    saved += rows + 3 * hidden + weights
+    return LayerBytes(
+        input=0,
+        saved=saved,
+        selected=selected + exchanged * (s.ep > 1),
+        selected_of_saved=selected,
+        # Backward: the gradients of outputs, gate, up, input and weights.
+        temporary=2 * rows + 3 * hidden + weights,
+        freed=(rows,),
+        freed_again=(rows, hidden),
+        between=saved,
     )
 
 

@@ -41,6 +41,10 @@ FITS, WILL_NOT_FIT = 0.92, 1.05
 FITS_PIPELINE = 0.88
 
 
+_LAST_BACKWARD = "the first layer's backward"
+_NOTHING_KEPT = (_LAST_BACKWARD, "the optimizer step")
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """The peak of the first rank of one pipeline stage (of one rank of it, all being alike); GiB.
@@ -95,9 +99,20 @@ def predict_memory(
         "a layer's backward": layers.backward(),
         "the optimizer step": _optimizer_step(cell, state),
     }
+    if expandable and _fills_gradients(view):
+        # TorchTitan lets go of the gradients before a step: they fill up while activations go.
+        # Blocks of the last step's that nothing is joined with are of no use to the next forward.
+        all_of_them = {"gradients (not sharded)": state.pop("gradients (not sharded)")}
+        own = sum(
+            unit["local"] * unit["bytes"] for unit in _units(view) if unit["name"] == "output"
+        )
+        last = moments["a layer's backward"]
+        moments["a layer's backward"] = last | {"gradients (not sharded)": float(own)}
+        moments[_LAST_BACKWARD] = last | all_of_them
+        moments["the optimizer step"] |= all_of_them
     moment = max(moments, key=lambda name: _needed(name, moments[name], kept))
     compute = {**state, **moments[moment]}
-    if moment != "the optimizer step":
+    if moment not in _NOTHING_KEPT:
         compute |= kept
     if cell.cluster.gpu:
         recent = cell.cluster.gpu.compute_capability >= 9
@@ -125,7 +140,13 @@ def state_gib(view: Mapping[str, Any]) -> float:
 
 
 def _needed(moment: str, terms: Mapping[str, float], kept: Mapping[str, float]) -> float:
-    return sum(terms.values()) + (0 if moment == "the optimizer step" else sum(kept.values()))
+    return sum(terms.values()) + (0 if moment in _NOTHING_KEPT else sum(kept.values()))
+
+
+def _fills_gradients(view: Mapping[str, Any]) -> bool:
+    """Whether a rank without FSDP makes its gradients in one backward."""
+    rounds = view["num_microbatches"] * view["gradient_accumulation_steps"]
+    return not view["mixed_precision"] and bool(rounds == 1)
 
 
 def _units(view: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.config.cell import NUM_CHUNKS, SCORE_ACTIVATIONS, Cell
+from cookbook.config.cell import NUM_CHUNKS, ROW_KERNELS, SCORE_ACTIVATIONS, Cell
 
 # With real routing some ranks get more tokens than others; the fullest one decides. Early in
 # training, before the bias of the auxiliary-loss-free balancing has settled, a fifth more is
@@ -27,7 +27,8 @@ class Shapes:
     `sent_rows` the (token, expert) pairs that it sends, `rows` those that its experts get. `saves`
     are the operators whose outputs selective recomputation saves; `loss_tokens` are those whose
     logits exist at a time, None for all. `padded_tokens` are the rows of an FP32 sum that
-    FlashAttention-4's backward makes; None where TorchTitan's own attention runs.
+    FlashAttention-4's backward makes; None where TorchTitan's own attention runs. With `autocast`
+    a rank alone casts its weights itself.
     """
 
     tokens: int
@@ -55,6 +56,8 @@ class Shapes:
     ep: int
     deepep: bool
     scored_activations: bool
+    row_kernels: bool
+    autocast: bool
     compiled: bool
     saves: frozenset[str]
     loss_tokens: int | None
@@ -118,6 +121,10 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
         scored_activations=cell.uses_deepep
         and options[SCORE_ACTIVATIONS]
         and not model["moe_args.score_before_experts"],
+        row_kernels=not cell.uses_deepep
+        and options[ROW_KERNELS]
+        and not model["moe_args.score_before_experts"],
+        autocast=not mixed and layout.tp == layout.pp == 1,
         compiled="model" in components,
         saves=cell.saves,
         loss_tokens=-(-tokens // options[NUM_CHUNKS]) if options[NUM_CHUNKS] else None,
