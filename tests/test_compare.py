@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.submit import Answer, submit
 from tests.test_results import Run, metrics_line
@@ -84,6 +83,24 @@ def test_cells_of_the_same_name_stand_beside_one_another(two: Two) -> None:
     assert "reference: old; a cell may be 5% slower" in answer.stdout
     assert "- differs: cluster: old-cluster in old, new-cluster in new" in answer.stdout
     assert "stack" not in answer.stdout
+
+
+def test_what_differs_between_the_runs_is_listed_texts_and_tokenizers_by_name(two: Two) -> None:
+    texts, tokenizer = "training.dataset_path", "model.hf_assets_path"
+    steps = {"training.steps": 20}
+    # 1 is TorchTitan's default: setting it is no difference.
+    same = {"parallelism.tensor_parallel_degree": 1}
+    two.add("old", "a", log_of(100), options=steps | {texts: "short", tokenizer: "one"})
+    two.add("new", "a", log_of(100), options=steps | {texts: "long", tokenizer: "two"} | same)
+    two.add("old", "b", log_of(100), options=steps | {texts: "short", tokenizer: "one"})
+    longer = {"training.steps": 40, texts: "long", tokenizer: "two"}
+    two.add("new", "b", log_of(100), options=longer)
+    assert two.as_json()["differences"] == [
+        "cluster: old-cluster in old, new-cluster in new",
+        "the tokenizer: model.hf_assets_path: one in old, two in new",
+        "the texts: training.dataset_path: short in old, long in new",
+        "training.steps (of b): 20 in old, 40 in new",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -203,38 +220,3 @@ def test_nothing_to_compare_is_an_error(two: Two, tmp_path: Path) -> None:
         answer = two.compare(*words, names=names)
         assert (answer.status, answer.stdout) == (2, "")
         assert said in answer.stderr and answer.stderr.count("\n") == 1
-
-
-def timed(step: int, minute: int) -> str:
-    return metrics_line(step, tps="1000").replace("18:29:22", f"18:{minute:02}:00")
-
-
-def test_gpu_hours_and_cost(two: Two, tmp_path: Path) -> None:
-    profile = tmp_path / "priced.yaml"
-    text = (Path(__file__).parent.parent / "recipes/cluster/soperator-b200.yaml").read_text()
-    profile.write_text(text.replace("# price_per_gpu_hour: 4.50", "price_per_gpu_hour: 3.60"))
-    # Two attempts, of 30 and of 15 minutes, on 2 ranks: 1.5 GPU hours.
-    first = "".join(timed(step, minute) for step, minute in ((1, 0), (2, 10), (3, 30)))
-    second = "".join(timed(step, minute) for step, minute in ((3, 40), (4, 45), (5, 55)))
-    run = two.runs["old"]
-    run.add("a", first, second, cluster="priced", files={"cluster": str(profile)})
-    run.add("cpu", first, device="cpu", cluster="priced", files={"cluster": str(profile)})
-    run.add("gone", first, cluster="nowhere")
-    run.add("unpriced", first, cluster="soperator-b200")
-    a, cpu, gone, unpriced = run.collect().cells
-    assert a.gpu_hours == pytest.approx(1.5)
-    # 1,000 tokens/s/GPU: 1e9 tokens take 277.8 GPU hours of 3.60.
-    assert a.cost_per_billion_tokens == pytest.approx(1000)
-    assert (cpu.gpu_hours, cpu.cost_per_billion_tokens) == (None, None)
-    assert gone.gpu_hours == pytest.approx(1.0)
-    assert gone.cost_per_billion_tokens is None and unpriced.cost_per_billion_tokens is None
-
-
-@pytest.mark.parametrize("price", [0, -1, "free"])
-def test_a_price_is_a_number_above_0(price: object, tmp_path: Path) -> None:
-    profile = tmp_path / "priced.yaml"
-    text = (Path(__file__).parent.parent / "recipes/cluster/local.yaml").read_text()
-    profile.write_text(f"{text}\n{yaml.safe_dump({'price_per_gpu_hour': price})}")
-    answer = submit("run", "debug", "--dry-run", "--cluster", str(profile), runs=tmp_path)
-    assert answer.status == 2
-    assert "price_per_gpu_hour: found" in answer.stderr and "above 0" in answer.stderr

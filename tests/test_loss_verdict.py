@@ -11,7 +11,6 @@ from itertools import combinations
 import pytest
 
 from cookbook.base.paths import ROOT
-from cookbook.observe.curve import CurveStep
 from cookbook.results.loss import (
     CANNOT_TELL,
     DIFFERENT,
@@ -21,7 +20,6 @@ from cookbook.results.loss import (
     WHOLE,
     judge_curves,
     judge_repeats,
-    losses_of,
 )
 
 DRAWS = 1000
@@ -94,14 +92,6 @@ def test_at_the_limit_either_verdict_is_wrong_5_times_in_100_at_most(
     assert words.count(DIFFERENT) <= 64
 
 
-@pytest.mark.parametrize("window", [0, 1])
-@pytest.mark.parametrize(("shift", "word"), [(0.0, EQUIVALENT), (3 * MARGIN, DIFFERENT)])
-def test_what_is_clear_is_said(window: int, shift: float, word: str) -> None:
-    random_, draw = random.Random(7), both_logged(1500, shift, 0.015, 0.3)
-    found = [judge_curves(*draw(random_))[window].verdict for _ in range(100)]
-    assert found.count(word) >= 90
-
-
 def test_the_figures_of_a_verdict() -> None:
     base = dict.fromkeys(range(1, 301), 4.0)
     random_ = random.Random(1)
@@ -155,11 +145,6 @@ def test_a_loss_that_is_no_number_is_different(bad: float) -> None:
     assert [found.verdict for found in judge_curves(broken, base)] == [DIFFERENT, DIFFERENT]
     assert judge_curves(broken, base)[0].reason == "the loss is no number"
     assert [found.verdict for found in judge_curves(base, broken)] == [CANNOT_TELL] * 2
-
-
-def test_steps_without_a_loss_are_left_out() -> None:
-    steps = [CurveStep(0, 1, 3.0), CurveStep(0, 2, None), CurveStep(0, 3, math.nan)]
-    assert list(losses_of(steps)) == [1, 3]
 
 
 def test_several_runs_are_judged_by_their_means() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cookbook.observe.curve import CurveStep
-from cookbook.results.interval import batches, t_quantile
+from cookbook.results.interval import t_quantile
 from cookbook.results.speed import (
     FASTER,
     NOISE,
@@ -84,14 +84,6 @@ def test_a_throughput_is_within_what_was_logged(speeds: list[float | None]) -> N
     assert 0 <= found.stall_share < 1
     assert len(found.stalls) * 2 <= found.num_steps
     assert found.num_steps + found.warm_up_steps <= len(speeds)
-
-
-@given(st.lists(st.integers(0, 99), min_size=15, max_size=80))
-def test_batches_are_all_values_in_order(values: list[int]) -> None:
-    found = batches([float(value) for value in values])
-    assert [value for batch in found for value in batch] == values
-    sizes = [len(batch) for batch in found]
-    assert len(sizes) == 5 and max(sizes) - min(sizes) <= 1
 
 
 # Of a printed table: 95% and 90% two-sided.

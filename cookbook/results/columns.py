@@ -1,6 +1,6 @@
 """The one list of columns: of every table in the terminal, Markdown, the page and `compare`.
 
-A new column is a line in COLUMNS: heading, tables, alignment, and its text for a row. `{unit}` in a
+A new column is a line in COLUMNS: heading, tables, alignment, value, format. `{unit}` in a
 heading is GPU, or rank for a run on CPUs. A column that is unknown in every row is left out.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cookbook.base.tables import markdown_table
 from cookbook.results.loss import LEVEL as LOSS_LEVEL
@@ -81,12 +82,29 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A column, the names of the tables that have it, and its text for a row."""
+    """A column.
+
+    Attributes:
+        tables: names of the tables that have it.
+        align: l, or r for numbers.
+        value: an attribute of Result such as `throughput.num_steps`, shown by `template`, or a
+            function that returns the text.
+    """
 
     heading: str
     tables: str
     align: str
-    text: Callable[[Row], str]
+    value: str | Callable[[Row], str]
+    template: str = "{}"
+
+    def text(self, row: Row) -> str:
+        """The row's text, a dash for an unknown value."""
+        if not isinstance(self.value, str):
+            return self.value(row)
+        found: Any = row.cell
+        for name in self.value.split("."):
+            found = getattr(found, name) if found is not None else None
+        return UNKNOWN if found is None or found == "" else self.template.format(found)
 
 
 def rows_of(results: RunResults, table: str = CELLS) -> list[Row]:
@@ -177,9 +195,8 @@ def _loss(row: Row) -> str:
     )
 
 
-def _tflops(row: Row) -> str:
-    value = row.cell.tflops_per_gpu
-    return number(value, "{:,.1f}" if value is None or value >= 10 else "{:.2g}")
+def _restarts(row: Row) -> str:
+    return f"{max(len(row.cell.history.attempts) - 1, 0):,}"
 
 
 def _speedup(row: Row) -> str:
@@ -214,15 +231,16 @@ def _over_published(row: Row) -> str:
     return f"{here / published:.2f}" if here and published else UNKNOWN
 
 
-def _throughput(row: Row, template: str) -> str:
-    return UNKNOWN if row.cell.throughput is None else template.format(row.cell.throughput)
-
-
 def _quartiles(row: Row) -> str:
     found = row.cell.throughput
     if found is None:
         return UNKNOWN
     return f"{tokens_text(found.lower_quartile)} to {tokens_text(found.upper_quartile)}"
+
+
+def _tflops(row: Row) -> str:
+    value = row.cell.tflops_per_gpu
+    return number(value, "{:,.1f}" if value is None or value >= 10 else "{:.2g}")
 
 
 def _stalls(row: Row) -> str:
@@ -238,10 +256,6 @@ def _basis(row: Row) -> str:
 
 def _verdict(row: Row) -> str:
     return UNKNOWN if row.cell.speed is None else row.cell.speed.verdict or "too few steps"
-
-
-def _load(row: Row, template: str) -> str:
-    return UNKNOWN if row.cell.router_load is None else template.format(row.cell.router_load)
 
 
 def _routing(row: Row) -> str:
@@ -262,79 +276,72 @@ def _judged(found: LossVerdict | None) -> str:
     return f"{found.verdict}: {found.reason}" if found.reason else found.verdict
 
 
-def _difference(found: LossVerdict | None) -> str:
-    return UNKNOWN if found is None else number(found.difference, "{:+.4f}")
-
-
-def _loss_interval(found: LossVerdict | None) -> str:
+def _loss_range(found: LossVerdict | None) -> str:
     if found is None or found.low is None:
         return UNKNOWN
     return f"{found.low:+.4f} to {found.high:+.4f}"
 
 
-def _margin(row: Row) -> str:
-    return UNKNOWN if row.cell.loss is None else number(row.cell.loss.limit, "±{:.4f}")
+def tokens(value: str) -> Callable[[Row], str]:
+    """The text of that attribute as tokens/s."""
+    return lambda row: tokens_text(getattr(row.cell, value))
 
 
+_TOKENS, _PUBLISHED = "tokens_per_second_per_gpu", "published_tokens_per_second_per_gpu"
 COLUMNS = (
-    Column("cell", "cells published speed losses load compare", "l", lambda row: row.cell.name),
-    Column("repeat", "repeats", "l", lambda row: row.cell.name),
+    Column("cell", "cells published speed losses load compare", "l", "name"),
+    Column("repeat", "repeats", "l", "name"),
     Column("run", "compare", "l", lambda row: row.run),
-    Column("published tokens/s/{unit}", "published", "r",
-           lambda row: tokens_text(row.cell.published_tokens_per_second_per_gpu)),
+    Column("published tokens/s/{unit}", "published", "r", tokens(_PUBLISHED)),
     Column("published speed-up", "published", "r", _published_gain),
-    Column("tokens/s/{unit}", "cells published repeats compare", "r",
-           lambda row: tokens_text(row.cell.tokens_per_second_per_gpu)),
-    Column("over reference", "compare", "r",
-           lambda row: number(row.cell.speed.ratio if row.cell.speed else None, "{:.3f}x")),
+    Column("tokens/s/{unit}", "cells published repeats compare", "r", tokens(_TOKENS)),
+    Column("over reference", "compare", "r", "speed.ratio", "{:.3f}x"),
     Column(f"{LEVEL:.0%} interval", "compare", "r", _ratio_interval),
-    Column("speed", "compare", "l", lambda row: _verdict(row) if row.cell.speed else UNKNOWN),
+    Column("speed", "compare", "l", _verdict),
     Column("speed-up", "cells", "r", _speedup),
-    Column("median", "speed", "r", lambda row: tokens_text(row.cell.tokens_per_second_per_gpu)),
+    Column("median", "speed", "r", tokens(_TOKENS)),
     Column("quartiles", "speed", "r", _quartiles),
     Column("speed-up", "published speed", "r", _gain),
     Column(f"{LEVEL:.0%} interval", "published speed", "r", lambda row: interval_text(row.cell)),
     Column("interval over", "speed", "l", _basis),
     Column("verdict", "speed", "l", _verdict),
     Column("here over published", "published", "r", _over_published),
-    Column("steps measured", "speed", "r", lambda row: _throughput(row, "{0.num_steps:,}")),
-    Column("warm-up left out", "speed", "r", lambda row: _throughput(row, "{0.warm_up_steps:,}")),
+    Column("steps measured", "speed", "r", "throughput.num_steps", "{:,}"),
+    Column("warm-up left out", "speed", "r", "throughput.warm_up_steps", "{:,}"),
     Column("stalls", "speed repeats", "r", _stalls),
-    Column("stalls' share", "speed", "r", lambda row: _throughput(row, "{0.stall_share:.1%}")),
+    Column("stalls' share", "speed", "r", "throughput.stall_share", "{:.1%}"),
     Column("final loss", "cells repeats", "r", _loss),
     Column("status", "cells repeats", "l", _status),
     Column("steps", "cells", "r", _steps),
-    Column("restarts", "repeats", "r",
-           lambda row: f"{max(len(row.cell.history.attempts) - 1, 0):,}"),
+    Column("restarts", "repeats", "r", _restarts),
     Column("TFLOPs/{unit}", "cells", "r", _tflops),
-    Column("MFU", "cells", "r", lambda row: number(row.cell.mfu, "{:.1f}%")),
-    Column("memory GiB", "cells", "r", lambda row: number(row.cell.memory_gib, "{:.2f}")),
+    Column("MFU", "cells", "r", "mfu", "{:.1f}%"),
+    Column("memory GiB", "cells", "r", "memory_gib", "{:.2f}"),
     Column("published", "cells", "r", _published),
-    Column("predicted", "cells", "r",
-           lambda row: tokens_text(row.cell.predicted_tokens_per_second_per_gpu)),
-    Column("attention", "cells", "r", lambda row: row.cell.attention or UNKNOWN),
-    Column("attended tokens", "cells", "r",
-           lambda row: number(row.cell.mean_attended_length, "{:,.0f}")),
+    Column("predicted", "cells", "r", tokens("predicted_tokens_per_second_per_gpu")),
+    Column("attention", "cells", "r", "attention"),
+    Column("attended tokens", "cells", "r", "mean_attended_length", "{:,.0f}"),
     Column("loss", "compare", "l", lambda row: _judged(row.cell.loss)),
     Column("loss, last tenth", "compare", "l", lambda row: _judged(row.cell.loss_last_tenth)),
-    Column("difference", "losses", "r", lambda row: _difference(row.cell.loss)),
-    Column(f"{LOSS_LEVEL:.0%} interval", "losses", "r", lambda row: _loss_interval(row.cell.loss)),
-    Column("margin", "losses", "r", _margin),
+    Column("difference", "losses", "r", "loss.difference", "{:+.4f}"),
+    Column(f"{LOSS_LEVEL:.0%} interval", "losses", "r", lambda row: _loss_range(row.cell.loss)),
+    Column("margin", "losses", "r", "loss.limit", "±{:.4f}"),
     Column("verdict", "losses", "l", lambda row: _judged(row.cell.loss)),
-    Column("last tenth: difference", "losses", "r",
-           lambda row: _difference(row.cell.loss_last_tenth)),
-    Column(f"last tenth: {LOSS_LEVEL:.0%} interval", "losses", "r",
-           lambda row: _loss_interval(row.cell.loss_last_tenth)),
+    Column("last tenth: difference", "losses", "r", "loss_last_tenth.difference", "{:+.4f}"),
+    Column(
+        f"last tenth: {LOSS_LEVEL:.0%} interval",
+        "losses",
+        "r",
+        lambda row: _loss_range(row.cell.loss_last_tenth),
+    ),
     Column("last tenth: verdict", "losses", "l", lambda row: _judged(row.cell.loss_last_tenth)),
-    Column("steps compared", "losses", "r",
-           lambda row: number(row.cell.loss.num_steps if row.cell.loss else None, "{:,}")),
-    Column("GPU hours", "speed compare", "r", lambda row: number(row.cell.gpu_hours, "{:,.1f}")),
-    Column("cost per 10^9 tokens", "speed compare", "r",
-           lambda row: number(row.cell.cost_per_billion_tokens, "{:,.0f}")),
-    Column("busiest over mean", "load", "r", lambda row: _load(row, "{0.busiest_over_mean:.2f}")),
-    Column("in layer", "load", "r", lambda row: _load(row, "{0.layer}")),
-    Column("median layer", "load", "r", lambda row: _load(row, "{0.median_over_layers:.2f}")),
-    Column("starved experts", "load", "r", lambda row: _load(row, "{0.starved_experts:,}")),
-    Column("over steps", "load", "r", lambda row: _load(row, "{0.steps[0]:,} to {0.steps[1]:,}")),
+    Column("steps compared", "losses", "r", "loss.num_steps", "{:,}"),
+    Column("GPU hours", "speed compare", "r", "gpu_hours", "{:,.1f}"),
+    Column("cost per 10^9 tokens", "speed compare", "r", "cost_per_billion_tokens", "{:,.0f}"),
+    Column("busiest over mean", "load", "r", "router_load.busiest_over_mean", "{:.2f}"),
+    Column("in layer", "load", "r", "router_load.layer"),
+    Column("median layer", "load", "r", "router_load.median_over_layers", "{:.2f}"),
+    Column("starved experts", "load", "r", "router_load.starved_experts", "{:,}"),
+    Column("over steps", "load", "r", "router_load.steps", "{0[0]:,} to {0[1]:,}"),
     Column("routing", "load", "l", _routing),
-)  # fmt: skip
+)
