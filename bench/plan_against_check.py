@@ -33,7 +33,7 @@ def differences(cells: Sequence[Cell], wanted: str) -> list[str]:
         some = cells[start : start + _AT_ONCE]
         for cell, checked in zip(some, check_cells(some), strict=True):
             candidate = evaluate(cell)
-            said = checked.verdict or str(checked.errors[0] if checked.errors else "not built")
+            said = checked.verdict or checked.judged.refused or "not built"
             print(f"{wanted}: {cell.name}: {candidate.verdict}, check: {said}", flush=True)
             if said != candidate.verdict:
                 found.append(f"{cell.name}: {candidate.verdict}, check says: {said}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.check.check import judge
+from cookbook.check.check import check_cells
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.expand import CellRequest, expand_sweep
@@ -16,6 +16,7 @@ from cookbook.config.finding import ERROR, Finding
 from cookbook.config.options import Setting
 from cookbook.config.stack import load_stack
 from cookbook.config.sweep import sweep_of_recipe
+from cookbook.config.validate import validation_errors
 
 STACK = load_stack()
 
@@ -62,7 +63,13 @@ def refusals(recipe: str, options: dict[str, Any], **where: Any) -> list[Finding
         cell = cell_of(recipe, options, **where)
     except InputError as error:
         return [Finding(ERROR, "input", error.place, error.found, error.remedy, "")]
-    return [finding for finding in judge(cell) if finding.level == ERROR]
+    return validation_errors(cell)
+
+
+def findings(cell: Cell) -> list[Finding]:
+    """All that is known of the cell without building it."""
+    (check,) = check_cells([cell], build=False)
+    return list(check.findings)
 
 
 def h200(folder: Path, gpus: int = 4) -> Cluster:

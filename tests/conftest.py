@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.checkout import copy_checkout
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
 
+# The default cluster is what this machine's Slurm has; tests mean the published one.
+os.environ.setdefault("COOKBOOK_CLUSTER", "soperator-b200")
 # A shell's background job ignores interrupts, and so would all that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

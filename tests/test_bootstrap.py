@@ -213,7 +213,7 @@ class TestEnvironment:
 
 class TestInterrupt:
     @pytest.mark.parametrize(
-        "module", ["pathlib", "cookbook.cli.main", "argparse", "cookbook.cli.show", "yaml"]
+        "module", ["pathlib", "cookbook.cli.main", "argparse", "cookbook.cli.inspect", "yaml"]
     )
     def test_while_modules_are_loaded(self, tmp_path: Path, module: str) -> None:
         program = (

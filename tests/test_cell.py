@@ -100,32 +100,6 @@ def test_cell_yaml_reads_back_as_the_cell(point: Point) -> None:
     assert read["refused"] == cell.refused
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"precision": "mxfp8_linear"}, "MXFP8 linear layers with tensor parallelism"),
-        ({"ep_backend": "mxfp8_a2a"}, "mxfp8_a2a needs a precision with grouped_gemms mxfp8 or"),
-        (
-            {"ep_backend": "deepep", "parallelism__expert_parallel_degree": 1},
-            "deepep needs parallelism.expert_parallel_degree above 1",
-        ),
-        (
-            {"ep_backend": "deepep", "parallelism__expert_tensor_parallel_degree": 2},
-            "deepep needs parallelism.expert_tensor_parallel_degree 1, found 2",
-        ),
-        ({"recipe": "debug", "ep_backend": "deepep", "cluster": "local"}, "deepep needs CUDA GPUs"),
-        (
-            {"recipe": "debug", "precision": "float8", "cluster": "local"},
-            "float8 needs a GPU of compute capability 9.0, there is no CUDA GPU",
-        ),
-    ],
-)
-def test_what_cannot_run_says_why(arguments: dict[str, Any], reason: str) -> None:
-    if arguments.get("cluster") == "local" and load_cluster("local").gpu is not None:
-        pytest.skip("this machine has GPUs")
-    assert (_cell(**arguments).refused or "").startswith(reason)
-
-
 def test_what_the_gpu_lacks_is_emulated_where_the_cluster_allows_it() -> None:
     h200 = _cell("debug", "mxfp8", cluster="h200-node")
     assert h200.emulated and h200.refused is None

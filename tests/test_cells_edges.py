@@ -13,13 +13,9 @@ from cookbook.base.schema import Words
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.expand import CellRequest, expand_sweep, in_rounds
 from cookbook.config.finding import Finding
-from cookbook.config.options import DEGREES, Options, Setting
+from cookbook.config.options import Options, Setting
 from cookbook.config.sweep import load_sweep, sweep_of_recipe
-from cookbook.config.validate import validation_errors
-from cookbook.config.validate.kernels import deepep_size
 from cookbook.config.validate.layout import layout_findings
-from cookbook.config.validate.overlays import needs
-from cookbook.config.validate.pipeline import enough_microbatches
 from cookbook.predict.layers import RankLayers
 from tests.cells import STACK
 from tests.check_cells import cell_of, h200, with_options
@@ -105,28 +101,6 @@ def test_a_global_batch_is_a_multiple_of_all_replicas_local_batches(replicate: i
         assert not of_batch(128, training__global_batch_size=total, **batches)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "allowed"),
-    [
-        ("activation_checkpoint.memory_budget", 0.0, True),
-        ("activation_checkpoint.memory_budget", 1.0, True),
-        ("activation_checkpoint.memory_budget", 1.01, False),
-        ("activation_checkpoint.memory_budget", -0.01, False),
-        ("training.steps", 1, True),
-        ("training.steps", 0, False),
-        ("lr_scheduler.warmup_steps", 0, True),
-        ("lr_scheduler.warmup_steps", -1, False),
-        ("checkpoint.keep_latest_k", 0, True),
-        ("checkpoint.keep_latest_k", 2, True),
-        ("checkpoint.keep_latest_k", 1, False),
-    ],
-)
-def test_numbers_at_the_edge_of_sense(option: str, value: float, allowed: bool) -> None:
-    cell = cell_of("deepseek_v3_16b", {"checkpoint.enable": True})
-    found = [one.option for one in validation_errors(with_options(cell, {option: value}))]
-    assert found == ([] if allowed else [option])
-
-
 def test_a_memory_budget_keeps_that_part_and_computes_the_rest_again(tmp_path: Path) -> None:
     cell = cell_of(
         "deepseek_v3_16b", {"parallelism.expert_parallel_degree": 4}, cluster=h200(tmp_path)
@@ -175,70 +149,8 @@ def test_a_gpu_that_has_the_format_emulates_nothing(allowed: bool) -> None:
     assert not cell_of("deepseek_v3_16b", precision="mxfp8", cluster=cluster).emulated
 
 
-@pytest.mark.parametrize(("degree", "refused"), [(1, True), (2, False), (8, False)])
-def test_deepep_needs_more_than_one_rank(degree: int, refused: bool) -> None:
-    cell = cell_of("deepseek_v3_16b", ep_backend="deepep", nodes=4)
-    found = deepep_size(with_options(cell, {"parallelism.expert_parallel_degree": degree}))
-    assert [one.reason for one in found] == (["DeepEP needs EP above 1"] if refused else [])
-
-
-@pytest.mark.parametrize(("microbatches", "refused"), [(1, True), (2, False), (3, False)])
-def test_as_many_microbatches_as_stages_are_enough(microbatches: int, refused: bool) -> None:
-    options = {
-        "parallelism.pipeline_parallel_degree": 2,
-        "parallelism.pipeline_parallel_schedule": "1F1B",
-        "parallelism.pipeline_parallel_microbatch_size": 1,
-        "training.local_batch_size": microbatches,
-    }
-    cell = with_options(cell_of("deepseek_v3_16b"), options)
-    assert bool(list(enough_microbatches(cell))) is refused
-
-
-@pytest.mark.parametrize(
-    ("short", "reason"),
-    [("ep", "3 does not divide 64 experts"), ("tp", "3 does not divide 16 attention heads")],
-)
-def test_experts_and_heads_are_divided_without_a_rest(short: str, reason: str) -> None:
-    options = {DEGREES[short]: 3, "training.seq_len": 2046}
-    (finding,) = of_batch(6, **{name.replace(".", "__"): value for name, value in options.items()})
-    assert (finding.option, finding.reason) == (DEGREES[short], reason)
-
-
 def test_rounds_turn_and_leave_out_what_is_refused() -> None:
     cells = [replace(cell_of("debug"), name=name) for name in "abc"]
     cells[1] = replace(cells[1], refused="no GPU")
     names = [cell.name for cell in in_rounds(cells, 3)]
     assert names == ["a", "b", "c", "c-r2", "a-r2", "a-r3", "c-r3"]
-
-
-@pytest.mark.parametrize("value", [2, 4])
-def test_an_option_that_an_overlay_needs_is_held_to_its_value(value: int) -> None:
-    cell = cell_of("deepseek_v3_16b")
-    needed = {"training.gc_freq": Setting(value, "mine.yaml")}
-    changed = replace(cell.precision, needs=replace(cell.precision.needs, settings=needed))
-    (finding,) = needs(replace(cell, precision=changed))
-    found = cell.options["training.gc_freq"]
-    assert finding.reason == f"bf16 needs training.gc_freq {value}, found {found}"
-    assert not list(needs(cell))
-
-
-@pytest.mark.parametrize(
-    ("mode", "option", "saves"),
-    [
-        ("selective", "op", {"mm"}),
-        ("selective", "2", set()),
-        ("full", "op", set()),
-        ("none", "op", set()),
-        ("memory_budget", "op", set()),
-    ],
-)
-def test_operators_are_saved_by_name_in_one_mode_alone(
-    mode: str, option: str, saves: set[str]
-) -> None:
-    section = "activation_checkpoint"
-    chosen = {
-        f"{section}.mode": mode,
-        f"{section}.selective_ac_option": option,
-        f"{section}.op_sac_save_list": ["mm"],
-    }
-    assert with_options(cell_of("deepseek_v3_16b"), chosen).saves == saves

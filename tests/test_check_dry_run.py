@@ -18,11 +18,10 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from cookbook.check.check import judge
 from cookbook.check.dry_run import DryRun
 from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR
 from cookbook.config.options import DEGREES
+from cookbook.config.validate import validation_errors
 from tests.check_cells import cell_of, cluster_of, with_options
 
 pytestmark = pytest.mark.titan
@@ -81,7 +80,7 @@ def test_check_and_torchtitan_agree_on_what_can_be_built(
     dry_run: DryRun, world: int, options: dict[str, Any]
 ) -> None:
     cell = with_options(debug_cell(world), options)
-    errors = [one for one in judge(cell) if one.level == ERROR]
+    errors = validation_errors(cell)
     built = dry_run.build(cell)
     assert not built.unavailable
     event(f"{'refused' if errors else 'allowed'}, {'built' if built.views else 'not built'}")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cookbook.base.gpus import Gpu
-from cookbook.check.advice_kernels import hints_from_model
-from cookbook.check.advice_run import checkpoints_resume
-from cookbook.check.check import CellCheck, _shortage, judge
+from cookbook.check.advice import small_experts
+from cookbook.check.check import CellCheck, _shortage
 from cookbook.config.cell import Cell
+from cookbook.config.verdict import Verdict
 from cookbook.predict import memory, work
 from cookbook.predict.memory import StageMemory
 from cookbook.predict.shapes import shapes_of
@@ -33,7 +33,8 @@ def checked(*totals: float) -> CellCheck:
         for rank, gib in enumerate(totals)
     )
     view = {"parts": [{"units": [{"local": 1, "bytes": 4}]}]}
-    return CellCheck(dataclasses.replace(cell, cluster=cluster), (), stages, (view,))
+    cell = dataclasses.replace(cell, cluster=cluster)
+    return CellCheck(cell, Verdict(()), stages=stages, views=(view,))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_verdicts_turn_at_92_or_in_a_pipeline_88_and_at_105_percent(
     assert memory.verdict(gib, GPU_GIB, cell.options) == verdict
     check = dataclasses.replace(check, cell=dataclasses.replace(check.cell, options=cell.options))
     assert check.verdict == verdict
-    shortage = _shortage(check)
+    shortage = next(_shortage(check), None)
     level = {"fits": None, "tight": "warning", "will not fit": "error"}[verdict]
     assert (shortage.level if shortage else None) == level
 
@@ -67,8 +68,8 @@ def test_the_fullest_stage_decides_wherever_it_is(totals: tuple[float, ...]) -> 
     check = checked(*totals)
     assert check.peak and check.peak.total == pytest.approx(950)
     assert check.verdict == "tight"
-    shortage = _shortage(check)
-    assert shortage and f"rank {totals.index(950.0)}," in shortage.reason
+    (shortage,) = _shortage(check)
+    assert f"rank {totals.index(950.0)}," in shortage.reason
 
 
 def shapes(**counts: Any) -> Any:
@@ -206,51 +207,8 @@ def test_the_vocabulary_is_whole_where_the_loss_is_not_parallel(
 def test_small_experts_are_told_of_and_those_of_the_671b_are_not(hidden: int, told: bool) -> None:
     cell = cell_of("deepseek_v3_671b", precision="mxfp8")
     assert not cell.emulated
-    rules = {
-        one.rule for one in hints_from_model(cell, {"model": MODEL | {"moe_inter_dim": hidden}})
-    }
-    assert ("small_experts" in rules) is told
-
-
-def test_emulated_experts_have_no_speed_to_tell_of(tmp_path: Path) -> None:
-    cell = cell_of(
-        "deepseek_v3_16b",
-        {"parallelism.expert_parallel_degree": 4},
-        precision="mxfp8",
-        cluster=h200(tmp_path),
-    )
-    assert cell.emulated
-    view = {"model": MODEL | {"moe_inter_dim": 1408}}
-    assert not [one for one in hints_from_model(cell, view) if one.rule == "small_experts"]
-    # That its speed means nothing is told.
-    rule = "emulated_has_no_speed"
-    assert rule in {one.rule for one in judge(cell)}
-    in_hardware = cell_of("deepseek_v3_16b", precision="mxfp8")
-    assert rule not in {one.rule for one in judge(in_hardware)}
-
-
-@pytest.mark.parametrize(("degree", "told"), [(4, True), (8, True), (16, False)])
-def test_deepep_within_a_node_is_told_of_up_to_the_whole_node(degree: int, told: bool) -> None:
-    cell = cell_of(
-        "deepseek_v3_16b",
-        {"parallelism.expert_parallel_degree": degree},
-        ep_backend="deepep",
-        nodes=2,
-    )
-    assert ("deepep_within_a_node" in {one.rule for one in judge(cell)}) is told
-
-
-@pytest.mark.parametrize(("interval", "told"), [(99, False), (100, False), (101, True)])
-def test_an_interval_beyond_the_last_step_is_told_of(interval: int, told: bool) -> None:
-    options = {
-        "training.steps": 100,
-        "checkpoint.enable": True,
-        "checkpoint.interval": interval,
-        "checkpoint.interval_minutes": 0,
-        "checkpoint.last_save_model_only": False,
-    }
-    found = [one.option for one in checkpoints_resume(cell_of("deepseek_v3_16b", options))]
-    assert found == (["checkpoint.interval"] if told else [])
+    view = {"model": MODEL | {"moe_inter_dim": hidden}}
+    assert bool([*small_experts(cell, [view])]) is told
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_failure_is_put_at_the_most_particular_option(monkeypatch: pytest.Monk
     message = "tensor_parallel_degree must not be an interval"
     failure = {"error": message, "rank": 3, "place": "torchtitan/train.py:12", "kind": "ValueError"}
     (found,) = checked([cell], [Built(failure=failure)], monkeypatch)
-    (error,) = found.errors
+    (error,) = found.judged.errors
     assert error.option == "parallelism.tensor_parallel_degree"
     assert f"refuses it: {message} (rank 3, torchtitan/train.py:12)" in error.reason
     assert error.reference.endswith("/torchtitan/train.py")
@@ -92,7 +92,7 @@ def test_what_lowers_the_largest_term_is_the_remedy(
     cell = on_gpus(4, options)
     small = replace(cell, cluster=this_machine(4, Gpu("NVIDIA H200", 9.0, 20.0)))
     (found,) = checked([small], [built(cell)], monkeypatch)
-    assert found.errors[0].remedy == remedy
+    assert found.judged.errors[0].remedy == remedy
 
 
 def test_bytes_are_told_in_gib_and_warnings_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.errors import InputError
-from cookbook.check.advice_saving import saving
-from cookbook.check.check import judge
+from cookbook.check.advice import saving
 from cookbook.config.cluster import load_cluster
 from cookbook.config.finding import Finding
-from tests.check_cells import cell_of, cluster_of, refusals
+from tests.check_cells import cell_of, cluster_of, findings
 
 # A model of 16 B parameters in fp32: with Adam's moments 192 GB, 0.75 GB on each of 256 GPUs.
 VIEW = {"parameters": {"total": 16_000_000_000}, "parts": [{"units": [{"bytes": 4}]}]}
@@ -25,7 +23,7 @@ BETWEEN_S = 10 * 86_400
 
 def hints(options: dict[str, Any], rate: float | None = None, days: float | None = 320) -> Any:
     cluster = replace(cluster_of("soperator-b200"), node_failure_days=days, write_gb_per_s=rate)
-    return list(saving(cell_of("deepseek_v3_16b", options, cluster=cluster), VIEW))
+    return list(saving(cell_of("deepseek_v3_16b", options, cluster=cluster), [VIEW]))
 
 
 def only(found: list[Finding]) -> Finding:
@@ -75,15 +73,8 @@ def test_nothing_is_said_where_nothing_is_known_or_saved() -> None:
 
 
 def test_minutes_are_not_held_to_be_steps() -> None:
-    found = judge(cell_of("deepseek_v3_16b", ASYNC | {"checkpoint.interval": 9999}))
+    found = findings(cell_of("deepseek_v3_16b", ASYNC | {"checkpoint.interval": 9999}))
     assert not [one for one in found if one.rule == "checkpoints_resume"]
-
-
-def test_pinned_memory_needs_a_gpu() -> None:
-    pinned = {"checkpoint.enable": True, "checkpoint.async_mode": "async_with_pinned_mem"}
-    assert not refusals("deepseek_v3_16b", pinned)
-    with pytest.raises(InputError, match="async_with_pinned_mem needs GPUs, cluster local runs"):
-        cell_of("debug", pinned, cluster=replace(load_cluster("local"), gpu=None))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
 from cookbook.config.cluster import default_cluster, load_cluster
 from tests.cells import CLUSTER_FILES, CLUSTERS
@@ -41,72 +40,6 @@ def test_everything_a_profile_may_say() -> None:
     assert cluster.container.mounts == ("/mnt/data:/mnt/data", "/mnt/with space:/data")
     assert cluster.settings["comm.train_timeout_seconds"].value == 300
     assert not cluster.requeue
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "description: a\nscheduler: slrum",
-            "mine.yaml:2: scheduler: unknown value 'slrum'; allow",
-        ),
-        ("description: a", "mine.yaml: scheduler: is missing"),
-        (HEAD + "node: 3", "mine.yaml:3: node: unknown key 'node'; allowed: "),
-        (HEAD + "node: 3", "did you mean 'nodes'?"),
-        (HEAD + "nodes: '3'", "mine.yaml:3: nodes: found the text '3', allowed: a whole number"),
-        (HEAD + "nodes: 0", "nodes: found the number 0, allowed: a whole number above 0"),
-        (HEAD + "gpus_per_node: 8", "mine.yaml:3: gpus_per_node: goes with `gpu`; set both"),
-        (HEAD + "gpus_per_node: 8\ngpu: {name: x}", "gpu.compute_capability: is missing"),
-        (HEAD + "gpus_per_node: 8\ngpu: {nam: x}", "mine.yaml:4: gpu.nam: unknown key 'nam'"),
-        (
-            HEAD
-            + "gpus_per_node: 8\nranks_per_node: 2\n"
-            + "gpu: {name: x, compute_capability: 9.0, memory_gib: 80}",
-            "ranks_per_node: is for CPU nodes",
-        ),
-        (HEAD + "time: 240", "time: found the number 240, allowed: a text; put it in quotes"),
-        (
-            HEAD + "exclude: worker-7",
-            "exclude: found the text 'worker-7', allowed: a list of texts",
-        ),
-        (HEAD + "sbatch: {partition: x}", "set the profile's own key `partition`"),
-        (HEAD + "sbatch: {cpus_per_task: 3}", "set the profile's own key `cpus_per_task`"),
-        (HEAD + "sbatch: {export: ALL}", "is said to sbatch by the cookbook itself; leave it out"),
-        (
-            HEAD + "sbatch: {spread_job: true}",
-            "mine.yaml:3: sbatch.spread_job: is not the long name",
-        ),
-        (HEAD + "sbatch: {spread_job: true}", "write spread-job"),
-        (HEAD + "sbatch: {-p: x}", "is not the long name of an sbatch option"),
-        (
-            HEAD + "sbatch: {qos: [a]}",
-            "sbatch: found a mapping, allowed: a mapping of names to texts",
-        ),
-        (
-            HEAD + 'account: "a\\ntouch executed"',
-            "found the text 'a\\ntouch executed', allowed: text",
-        ),
-        (HEAD + 'sbatch: {comment: "a\\nb"}', "allowed: text of one line"),
-        (HEAD + 'exclude: ["a\\nb"]', "allowed: text of one line"),
-        (HEAD + "rendezvous_port: 40000", "found 40000, allowed: 1024 to 32767"),
-        (HEAD + "rendezvous_port: 80", "found 80, allowed: 1024 to 32767"),
-        (
-            HEAD + "container: {imag: x}",
-            "container.imag: unknown key 'imag'; allowed: image, mounts",
-        ),
-        (HEAD + "container: {mounts: [a]}", "container.image: is missing"),
-        (HEAD + "environment: {A B: 1}", "'A B' is not the name of a variable"),
-        (HEAD + "comm: {train_timeout_second: 1}", "nearest: comm.train_timeout_seconds"),
-    ],
-)
-def test_a_wrong_profile_is_one_message_with_its_place(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    with pytest.raises(InputError) as caught:
-        load_cluster(_write(tmp_path, text))
-    assert message in str(caught.value)
-    assert "mine.yaml" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_cluster_may_start_nothing_again(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from cookbook.check import check
 from cookbook.check.dry_run import Built
-from cookbook.cli import launch
+from cookbook.cli import run
 from cookbook.cli.main import main
+from cookbook.config import verdict
 from cookbook.config.cell import Cell
 from cookbook.config.finding import HINT, WARNING, Finding
 from cookbook.launch import executor
@@ -53,8 +54,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
     monkeypatch.setattr(check, "build_cells", machine.build)
     monkeypatch.setattr(executor, "submit_run", machine.submit)
-    monkeypatch.setattr(launch, "wait_for", machine.wait)
-    monkeypatch.setattr(launch, "missing_here", lambda cell: [])
+    monkeypatch.setattr(run, "wait_for", machine.wait)
+    monkeypatch.setattr(verdict, "missing_here", lambda *_: [])
     return machine
 
 
@@ -120,7 +121,7 @@ def test_a_warning_of_several_cells_is_said_once(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Finding(WARNING, "a", "", "is doubtful"), Finding(HINT, "b", "", "could be faster")]
-    monkeypatch.setattr(check, "judge", lambda cell: found)
+    monkeypatch.setattr(check, "ADVICE", [lambda cell: found])
     assert main([*SWEEP, "soperator-b200", "--dry-run"]) == 0
     assert capsys.readouterr().err == "warning: is doubtful\n"
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from cookbook.config.exchange import EXCHANGES
 from cookbook.config.finding import Finding
 from cookbook.config.options import DEGREES, Options, Setting, layout_of
-from cookbook.config.validate.layout import DEEPEP_SIZES, layout_findings
+from cookbook.config.validate.layout import layout_findings
 from tests.cells import STACK
 
 MODEL = {"model.name": "deepseek_v3", "model.flavor": "16B"}
@@ -68,65 +69,6 @@ def test_a_degree_that_does_not_divide_is_named_with_the_nearest_that_does(
     assert problem.remedy.startswith(remedy)
 
 
-@pytest.mark.parametrize(
-    ("options", "option", "found", "remedy"),
-    [
-        (_options(ep=128), DEGREES["ep"], "128 does not divide 64 experts", "try 64"),
-        (_options(tp=32), DEGREES["tp"], "32 does not divide 16 attention heads", "try 16"),
-        (
-            {"training.seq_len": 1001},
-            "training.seq_len",
-            "1001 is not a multiple of TP x CP x 2 = 2",
-            "try 1000",
-        ),
-        (
-            {**_options(tp=4, cp=2), "training.seq_len": 24},
-            "training.seq_len",
-            "24 is not a multiple of TP x CP x 2 = 16",
-            "try 16",
-        ),
-        ({"training.local_batch_size": 0}, "training.local_batch_size", "found 0, allowed", ""),
-        (
-            {"training.local_batch_size": 2, "training.global_batch_size": 300},
-            "training.global_batch_size",
-            "300 is not a multiple of local batch 2 x 128 data-parallel ranks",
-            "try 256",
-        ),
-        (
-            {
-                **_options(pp=2),
-                "training.local_batch_size": 8,
-                "parallelism.pipeline_parallel_microbatch_size": 3,
-            },
-            "parallelism.pipeline_parallel_microbatch_size",
-            "3 does not divide the local batch of 8",
-            "try 2",
-        ),
-        ({"model.flavor": "16b"}, "model.flavor", "found '16b', allowed: ", "did you mean '16B'?"),
-        (_options(pp=32), DEGREES["pp"], "32 pipeline ranks (32 stages of 1F1B)", "try 16"),
-        (
-            {**_options(pp=2), "parallelism.pipeline_parallel_schedule": "Interleaved1FB1"},
-            "parallelism.pipeline_parallel_schedule",
-            "found 'Interleaved1FB1', allowed: 1F1B, GPipe",
-            "did you mean 'Interleaved1F1B'?",
-        ),
-        (
-            {**_options(pp=2), "parallelism.pipeline_parallel_layers_per_stage": 4},
-            "parallelism.pipeline_parallel_layers_per_stage",
-            "4 layers a stage make 8 stages of 27 layers",
-            "try 15",
-        ),
-    ],
-)
-def test_what_does_not_fit_the_model_or_the_batch_is_named(
-    options: dict[str, Any], option: str, found: str, remedy: str
-) -> None:
-    problems = _findings({**MODEL, **options}, 128)
-    assert [problem.option for problem in problems] == [option]
-    assert found in problems[0].reason
-    assert problems[0].remedy.startswith(remedy)
-
-
 @pytest.mark.parametrize("world", [192, 24, 12, 256])
 @pytest.mark.parametrize("backend", ["standard", "deepep"])
 def test_the_remedy_helps(world: int, backend: str) -> None:
@@ -140,7 +82,7 @@ def test_the_remedy_helps(world: int, backend: str) -> None:
     for problems in wrong:
         better = int(problems[0].remedy.removeprefix("try "))
         assert not _findings({**others, **_options(ep=better)}, world)
-        assert backend == "standard" or better in (1, *DEEPEP_SIZES)
+        assert backend == "standard" or better in (1, *EXCHANGES["deepep"].sizes)
 
 
 def test_a_remedy_for_a_file_says_how_to_try_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.cli.launch import refuse_unlike_sizes
+from cookbook.cli.run import refuse_unlike_sizes
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.expand import CellRequest, expand_sweep, in_rounds

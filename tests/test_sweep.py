@@ -132,63 +132,6 @@ def test_synonyms_and_recipes_that_share_a_stand_in_make_no_cell_twice(tmp_path:
     assert [cell.name for cell in cells] == ["debug-mxfp8-standard"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("description: d\nrecipes: []", "mine.yaml:2: recipes: is empty: a sweep over nothing"),
-        ("description: d", "mine.yaml: recipes: is missing; add it"),
-        ("description: d\nrecipes: debug", "recipes: found the text 'debug', allowed: a list"),
-        ("description: d\nrecipes: [debgu]", "mine.yaml:2: recipes: unknown recipe 'debgu'; all"),
-        ("description: d\nrecipes: [debgu]", "did you mean 'debug'?"),
-        (HEAD + "precision: []", "mine.yaml:3: precision: is empty: a sweep over nothing"),
-        (HEAD + "ep_backend: []", "mine.yaml:3: ep_backend: is empty: a sweep over nothing"),
-        (HEAD + "cells: []", "mine.yaml:3: cells: is empty: a sweep over nothing"),
-        (HEAD + "precision: [bf61]", "mine.yaml:3: precision: unknown precision 'bf61'; allowed: "),
-        (
-            HEAD + "ep_backend: [deep_ep]",
-            "unknown EP backend 'deep_ep'; allowed: deepep, mxfp8_a2a",
-        ),
-        (HEAD + "precison: [bf16]", "mine.yaml:3: precison: unknown key 'precison'"),
-        (HEAD + "precison: [bf16]", "did you mean 'precision'?"),
-        (HEAD + "cells: [{precision: bf16}]", "mine.yaml:3: cells: ep_backend: is missing"),
-        (
-            HEAD + "cells: [{precision: bf16, ep_backnd: x}]",
-            "mine.yaml:3: cells: unknown key 'ep_backnd'; allowed: ep_backend, precision; did you",
-        ),
-        (
-            HEAD + "precision: [bf16]\ncells: [{precision: bf16, ep_backend: standard}]",
-            "mine.yaml:4: cells: stands beside `precision` or `ep_backend`",
-        ),
-        (
-            HEAD + "baseline: {precision: mxfp8, ep_backend: standard}",
-            "mine.yaml:3: baseline: unknown cell of the sweep 'mxfp8+standard'; allowed: "
-            "bf16+standard",
-        ),
-        (HEAD + "baseline: {precision: bf61, ep_backend: standard}", "unknown precision 'bf61'"),
-        (HEAD + "baseline: bf16", "baseline: found the text 'bf16', allowed: a mapping"),
-        (HEAD + "training: {steps: 5}", "is a TorchTitan option, not a key of a sweep; put tra"),
-        (HEAD + "options: {training.step: 1}", "options.training.step: TorchTitan 0.2.2 has no op"),
-        (HEAD + "vary: {training.step: [1]}", "vary.training.step: TorchTitan 0.2.2 has no option"),
-        (HEAD + "vary: {training.steps: []}", "found an empty list, a sweep over nothing, allowed"),
-        (HEAD + "vary: {training.steps: 5}", "found the number 5, allowed: a list of at least one"),
-        (HEAD + "vary: {model.flavor: 16B}", "found the text '16B', allowed: a list of at least"),
-        (HEAD + "vary: {training.steps: [a]}", "found the text 'a', allowed: a whole number"),
-        (HEAD + "vary: {job.dump_folder: [a]}", "job.dump_folder is set by the scripts"),
-        (HEAD + "vary: {training.steps: [1, 1]}", "sweep mine: two of its cells are called"),
-        ("description: d\nrecipes: [debug, debug]", "sweep mine: two of its cells are called"),
-        (HEAD + "vary: {parallelism.tensor_parallel_degree: [3]}", "3 does not divide 8 ranks"),
-    ],
-)
-def test_a_wrong_sweep_is_one_message_with_its_place(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    with pytest.raises(InputError) as caught:
-        _expand(tmp_path, text)
-    assert message in str(caught.value)
-    assert "mine" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_two_recipes_of_one_short_name_are_told_apart_or_refused(tmp_path: Path) -> None:
     copy = tmp_path / "copy.yaml"
     copy.write_text(load_recipe("debug").path.read_text(encoding="utf-8"), encoding="utf-8")

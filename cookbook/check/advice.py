@@ -1,34 +1,349 @@
-"""What is known to cost a cell more than it brings: warnings and hints, each a small function."""
+"""What costs a cell more than it brings: warnings and hints, each a small rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from cookbook.check import advice_kernels, advice_run
-from cookbook.config.cell import Cell
-from cookbook.config.finding import Finding
-
-Rule = Callable[[Cell], Iterator[Finding]]
-
-# In the order of the output.
-RULES: tuple[Rule, ...] = (
-    advice_run.paths_are_here,
-    advice_run.fewer_nodes,
-    advice_kernels.router_gradient,
-    advice_run.pipeline_bubble,
-    advice_run.loss_is_logged,
-    advice_run.checkpoints_resume,
-    advice_run.balance_is_real,
-    advice_run.parameters_are_sharded,
-    advice_run.replicas_are_summed,
-    advice_run.tp_in_a_node,
-    advice_kernels.deepep_within_a_node,
-    advice_kernels.few_sms_for_all,
-    advice_kernels.emulated_has_no_speed,
-    advice_kernels.reference_has_no_speed,
+from cookbook.base.pipelines import is_v_shaped
+from cookbook.config.cell import ATTENTION, Cell
+from cookbook.config.cluster import seconds_of
+from cookbook.config.finding import (
+    FLASH_ATTENTION,
+    HINT,
+    PIPELINING,
+    TORCHAO,
+    TORCHTITAN,
+    WARNING,
+    Problems,
+    Rule,
+    rule,
 )
+from cookbook.config.options import DEGREES
+from cookbook.config.overlay import OF_PRECISION
+from cookbook.config.validate.pipeline import microbatches
+from cookbook.predict.shapes import destinations, groups
+
+# Of a cell, and of a cell with the views of one rank of every pipeline stage, as built.
+ADVICE: list[Rule] = []
+BUILT_ADVICE: list[Rule] = []
+Views = Sequence[Mapping[str, Any]]
+
+# Throughput runs are short; a longer run is there to learn something.
+_LONG_RUN = 200
+_CUSTOM_IMPORT = "experimental.custom_import"
+_CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
+_BLOG = (
+    "https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-"
+    "for-deepseek-v3-on-b200-with-torchtitan"
+)
+# Of a parameter with Adam's two moments.
+_STATES = 3
+# A GPU's state to its host's memory, which is all that training waits for where saves are
+# asynchronous. TorchTitan's log says what it was: `Finished saving the checkpoint ...`.
+_COPY_GB_PER_S = 10.0
+# So much longer or shorter costs little: the curve is flat around its lowest point.
+_NEAR = 3.0
 
 
-def advice(cell: Cell) -> list[Finding]:
-    """All that there is to say of a cell that can run."""
-    return [finding for rule in RULES for finding in rule(cell)]
+@rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/train.py")
+def fewer_nodes(cell: Cell) -> Problems:
+    """On a smaller cluster a recipe shrinks, and the global batch with it."""
+    wanted, layout = cell.recipe.nodes, cell.layout
+    if cell.nodes >= wanted or cell.stand_in_for is not None or cell.cluster.scheduler == "local":
+        return
+    consequence = ""
+    if cell.options["training.global_batch_size"] < 0:
+        local = cell.options["training.local_batch_size"]
+        replicas = layout.dp_replicate * layout.dp_shard
+        consequence = (
+            f", and a step trains {local * replicas:,} sequences "
+            f"(local batch {local} x {replicas} data-parallel ranks)"
+        )
+    yield (
+        "",
+        f"{cell.recipe.name} is made for {wanted} nodes and runs on {cell.nodes}{consequence}",
+        "set training.global_batch_size to keep the batch",
+    )
+
+
+@rule(ADVICE, level=HINT)
+def another_pair(cell: Cell) -> Problems:
+    """A recipe is laid out, and fits, for the precision and EP backend that it names."""
+    recipe = cell.recipe
+    own = f"{recipe.precision}+{recipe.ep_backend}"
+    # A recipe that names neither is for all.
+    if own not in (cell.pair, "bf16+standard"):
+        yield "", f"{recipe.name} is made for {own}, and this cell has {cell.pair}", ""
+
+
+@rule(ADVICE, level=WARNING, reference="https://slurm.schedmd.com/sbatch.html#OPT_time")
+def short_time_limit(cell: Cell) -> Problems:
+    """sbatch reads `04:00` as four minutes."""
+    limit = cell.cluster.time or ""
+    if cell.cluster.scheduler == "slurm" and limit.count(":") == 1 and "-" not in limit:
+        minutes = (seconds_of(limit) or 0) / 60
+        yield "", f"time {limit} is {minutes:g} minutes to sbatch", f"write {limit}:00 for hours"
+
+
+@rule(ADVICE, level=WARNING, reference="https://github.com/pytorch/torchtitan/pull/2416")
+def router_gradient(cell: Cell) -> Problems:
+    """Released TorchTitan takes a TP rank's part of the router's gradient for the whole."""
+    hooks = cell.options.stack.hooks
+    if cell.hooks != hooks and cell.layout.tp > 1:
+        yield (
+            _CUSTOM_IMPORT,
+            "under TP the router's gradient, uncorrected, is only a part of the sum",
+            f"leave {_CUSTOM_IMPORT} alone, or import {hooks} in {cell.hooks or 'a module'!r}",
+        )
+
+
+@rule(ADVICE, level=WARNING, reference=PIPELINING)
+def starved_pipeline(cell: Cell) -> Problems:
+    """With fewer microbatches than ranks, some ranks never have work."""
+    count, ranks = microbatches(cell), cell.layout.pp
+    if count is not None and count < ranks:
+        size = cell.options["parallelism.pipeline_parallel_microbatch_size"]
+        reason = f"{count} microbatches cannot keep {ranks} pipeline ranks busy"
+        yield "training.local_batch_size", reason, f"raise it to {4 * ranks * size} or more"
+
+
+@rule(ADVICE, level=HINT, reference=PIPELINING)
+def pipeline_bubble(cell: Cell) -> Problems:
+    """Few microbatches leave pipeline ranks idle."""
+    count, ranks = microbatches(cell), cell.layout.pp
+    if count is not None and ranks <= count < 4 * ranks:
+        idle = (ranks - 1) / (count + ranks - 1)
+        yield (
+            "training.local_batch_size",
+            f"with {count} microbatches for {ranks} pipeline ranks about {idle:.0%} of the time is "
+            "bubble (less with an interleaved schedule)",
+            "raise it where memory allows",
+        )
+
+
+@rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/metrics.py")
+def loss_is_logged(cell: Cell) -> Problems:
+    """Released TorchTitan knows of one V-shaped schedule, spelt in one way, where its loss is."""
+    options, hooks = cell.options, cell.options.stack.hooks
+    option = "parallelism.pipeline_parallel_schedule"
+    schedule = options[option]
+    is_written = options["metrics.enable_tensorboard"] or options["metrics.enable_wandb"]
+    if cell.hooks == hooks or not is_written or options["metrics.save_for_all_ranks"]:
+        return
+    if cell.layout.pp > 1 and is_v_shaped(schedule) and schedule != "ZBVZeroBubble":
+        yield (
+            option,
+            "without the cookbook's hooks TensorBoard and Weights & Biases get no loss: "
+            f"TorchTitan writes that of the last pipeline rank, and {schedule} has it on the first",
+            f"leave {_CUSTOM_IMPORT} alone, or import {hooks} in {cell.hooks or 'a module'!r}, or "
+            "set metrics.save_for_all_ranks",
+        )
+
+
+@rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
+def checkpoints_resume(cell: Cell) -> Problems:
+    """A long run should be able to go on after a lost node, and its last step too."""
+    section, steps, options = "checkpoint", cell.steps, cell.options
+    if not options[f"{section}.enable"]:
+        if steps > _LONG_RUN:
+            reason = f"no checkpoint in {steps} steps: a lost node costs the whole run"
+            yield f"{section}.enable", reason, "set checkpoint.enable true"
+        return
+    if options[f"{section}.last_save_model_only"]:
+        yield (
+            f"{section}.last_save_model_only",
+            "the last step is saved without optimizer and cannot be resumed",
+            "set it to false where the run may be continued",
+        )
+    interval = options[f"{section}.interval"]
+    if interval > steps and not options[f"{section}.interval_minutes"]:
+        reason = f"{interval} is beyond the last step ({steps}): nothing is saved before the end"
+        yield f"{section}.interval", reason, f"try {max(steps // 6, 1)}"
+    if options[f"{section}.load_only"]:
+        reason = "nothing is saved: a requeued job begins where this one did"
+        yield f"{section}.load_only", reason, "set it to false"
+    left_out = {"optimizer", "lr_scheduler", "dataloader", "train_state"} & set(
+        options[f"{section}.exclude_from_loading"]
+    )
+    if left_out:
+        yield (
+            f"{section}.exclude_from_loading",
+            f"{', '.join(sorted(left_out))} would start anew after every restart",
+            "use it for the first start of a fine-tuning only",
+        )
+
+
+@rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/moe/moe.py")
+def balance_is_real(cell: Cell) -> Problems:
+    """Forced load balance makes throughput comparable and the loss meaningless."""
+    option = "debug.moe_force_load_balance"
+    if cell.options[option] and cell.steps > _LONG_RUN:
+        yield (
+            option,
+            f"experts are dealt out round-robin for {cell.steps} steps: the loss says nothing "
+            "about convergence",
+            "set it to false for a run whose loss matters",
+        )
+
+
+@rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/utils.py")
+def parameters_are_sharded(cell: Cell) -> Problems:
+    """Without FSDP, TorchTitan trains TP and PP models in FP32."""
+    layout = cell.layout
+    if layout.dp_shard * layout.cp == 1 and layout.ep == 1 and layout.tp * layout.pp > 1:
+        yield (
+            DEGREES["dp_shard"],
+            "TP or PP without FSDP computes in FP32: mixed precision comes with FSDP",
+            "leave at least 2 ranks to data-parallel shards",
+        )
+
+
+@rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/llama3/infra/parallelize.py")
+def replicas_are_summed(cell: Cell) -> Problems:
+    """Replicas without shards are DDP's, which averages what FSDP, told so, sums."""
+    layout = cell.layout
+    if layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1 and layout.ep == 1:
+        replicas = layout.dp_replicate
+        yield (
+            DEGREES["dp_replicate"],
+            f"without shards TorchTitan takes DDP, which averages the gradients of {replicas} "
+            "replicas; the loss is divided by the tokens of all replicas already, so gradients are "
+            f"{replicas} times too small where they are clipped",
+            f"set it to 1 and {DEGREES['dp_shard']} to -1: FSDP sums",
+        )
+
+
+@rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/parallel_dims.py")
+def tp_in_a_node(cell: Cell) -> Problems:
+    """TP exchanges activations four times a layer: it belongs on NVLink."""
+    degree, per_node = cell.layout.tp, cell.cluster.ranks_per_node
+    if degree > per_node or per_node % degree:
+        reason = f"{degree} ranks do not lie within one node of {per_node}"
+        yield DEGREES["tp"], reason, f"set it to a divisor of {per_node}"
+
+
+@rule(ADVICE, level=HINT, reference="https://github.com/deepseek-ai/DeepEP/blob/main/README.md")
+def exchange_within_a_node(cell: Cell) -> Problems:
+    """An exchange made for InfiniBand gains most between nodes."""
+    exchange, ep = cell.exchange, cell.layout.ep
+    if exchange.sends_once_per_rank and 1 < ep <= exchange.ranks_per_node:
+        yield (
+            "parallelism.expert_parallel_comm_backend",
+            f"at EP {ep} {exchange.title} may gain little over the all-to-all, or lose to it: "
+            "tokens travel over NVLink alone",
+            "measure both",
+        )
+
+
+@rule(ADVICE, level=HINT, reference=f"{TORCHAO}/prototype/moe_training/README.md")
+def emulated_has_no_speed(cell: Cell) -> Problems:
+    """Emulation computes what MXFP8 would, in BF16 and slower."""
+    if cell.emulated:
+        reason = f"{cell.precision.name} is emulated here: its numerics are right, its speed"
+        yield "", f"{reason} means nothing", ""
+
+
+@rule(ADVICE, level=HINT, reference=f"{FLASH_ATTENTION}/interface.py")
+def reference_has_no_speed(cell: Cell) -> Problems:
+    """On the CPU plain PyTorch stands in for FlashAttention-4."""
+    if cell.attends_by_reference:
+        yield (
+            ATTENTION,
+            "a reference computes attention on the CPU, document by document: its numerics are "
+            "right, its speed means nothing",
+            "",
+        )
+
+
+@rule(BUILT_ADVICE, level=HINT, reference=_BLOG)
+def small_experts(cell: Cell, views: Views) -> Problems:
+    """Quantizing costs the same for small experts, whose GEMMs gain less."""
+    hidden = views[0]["model"]["moe_inter_dim"]
+    if cell.options["model.converters"] and not cell.emulated and hidden < 2048:
+        yield (
+            "model.converters",
+            f"experts of hidden size {hidden} are small: quantizing may cost more than the "
+            "faster GEMMs bring (published for 671B, whose experts have 2048; not gained on the "
+            "16B)",
+            "compare with --precision bf16",
+        )
+
+
+@rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
+def forced_balance_flatters(cell: Cell, views: Views) -> Problems:
+    """Experts dealt out in turn lie on few ranks, and each rank gets a token once."""
+    routing, option = views[0]["model"], "debug.moe_force_load_balance"
+    if not cell.options[option] or not cell.exchange.sends_once_per_rank:
+        return
+    sizes = routing["moe_args.num_experts"], routing["moe_args.top_k"], cell.layout.ep
+    dealt = destinations(*sizes, True, None)
+    routed = destinations(*sizes, False, groups(routing))
+    if dealt < 0.8 * routed:
+        title = cell.exchange.title
+        yield (
+            option,
+            f"dealt out round-robin, a token's experts live on {dealt:.1f} of {cell.layout.ep} "
+            f"ranks; real routing reaches {routed:.1f}: {title} sends a token once a rank and "
+            "looks faster than it will be",
+            "measure with real routing as well",
+        )
+
+
+@rule(BUILT_ADVICE, level=HINT, reference="https://doi.org/10.1016/j.future.2004.11.016")
+def saving(cell: Cell, views: Views) -> Problems:
+    """The interval at which saving and repeating together cost least (Young and Daly)."""
+    cluster, view = cell.cluster, views[0]
+    if not cell.options["checkpoint.enable"] or cluster.node_failure_days is None:
+        return
+    stored = max(int(unit["bytes"]) for part in view["parts"] for unit in part["units"])
+    size = _STATES * view["parameters"]["total"] * stored
+    rate = cluster.write_gb_per_s
+    written_s = None if rate is None else size / (rate * 1e9)
+    if cell.options["checkpoint.async_mode"] != "disabled":
+        waits_s = size / cell.world / (_COPY_GB_PER_S * 1e9)
+    elif written_s is not None:
+        waits_s = written_s
+    else:
+        reason = f"training waits until {size / 1e9:,.0f} GB are written, at each save"
+        yield "checkpoint.async_mode", reason, "set it to async"
+        return
+    between_s = cluster.node_failure_days * 86_400 / cell.nodes
+    best_s = max(math.sqrt(2 * waits_s * between_s), written_s or 0.0)
+    found_s = 60 * cell.options["checkpoint.interval_minutes"]
+    if found_s and best_s / _NEAR <= found_s <= best_s * _NEAR:
+        return
+    found = f"every {found_s / 60:g} minutes" if found_s else "by steps, not by minutes"
+    yield (
+        "checkpoint.interval_minutes",
+        f"saved {found}; a save of {size / 1e9:,.0f} GB keeps training waiting for about "
+        f"{waits_s:.2g} s, and one of {cell.nodes} nodes fails about every "
+        f"{between_s / 86_400:.2g} days",
+        f"set it to about {max(1, round(best_s / 60))} (Young and Daly)",
+    )
+
+
+@rule(BUILT_ADVICE, reference=f"{TORCHTITAN}/components/quantization")
+def expectation(cell: Cell, views: Views) -> Problems:
+    """An error for each thing that the job's first step would find other than expected.
+
+    The options have been compared already; a filter that leaves no layer, or a GPU for which
+    TorchTitan takes another kernel, shows in the model alone.
+    """
+    for key in OF_PRECISION:
+        expected = cell.precision.expects(key)
+        words = {
+            word for view in views for word in (view["active"][key] or "").split(" and ") if word
+        }
+        # A stage without a layer to quantize has no say.
+        if key == "linear_layers":
+            words = words - {"bf16"} or words
+        found = " and ".join(sorted(words)) or "none"
+        if expected != found:
+            yield (
+                "",
+                f"precision {cell.precision.name} expects {key} {expected}, and in the model that "
+                f"TorchTitan builds {found} is active: the job would stop at its first step",
+                f"correct the options, or `expect` in {cell.precision.path.name}",
+            )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.check.advice import advice
-from cookbook.check.advice_kernels import hints_from_model
-from cookbook.check.advice_saving import saving
-from cookbook.check.declared import undeclared
+from cookbook.check.advice import ADVICE, BUILT_ADVICE
 from cookbook.check.dry_run import Built, build_cells
 from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, WARNING, Finding
-from cookbook.config.validate import validation_errors
+from cookbook.config.finding import ERROR, WARNING, Finding, Rule
+from cookbook.config.verdict import Verdict, judge
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.predict.work import Work, count_work
@@ -36,7 +33,8 @@ class CellCheck:
     """
 
     cell: Cell
-    findings: tuple[Finding, ...]
+    judged: Verdict
+    advice: tuple[Finding, ...] = ()
     stages: tuple[StageMemory, ...] = ()
     views: tuple[Mapping[str, Any], ...] = ()
     work: Work | None = None
@@ -45,14 +43,14 @@ class CellCheck:
     no_step: str = ""
 
     @property
-    def errors(self) -> list[Finding]:
-        """What refuses the cell."""
-        return [finding for finding in self.findings if finding.level == ERROR]
+    def findings(self) -> tuple[Finding, ...]:
+        """What refuses the cell, then what else there is to say."""
+        return (*self.judged.findings, *self.advice)
 
     @property
     def may_run(self) -> bool:
         """Whether nothing refuses the cell."""
-        return not self.errors
+        return not self.judged.errors
 
     @property
     def peak(self) -> StageMemory | None:
@@ -81,8 +79,8 @@ class CellCheck:
     @property
     def summary(self) -> str:
         """One line: why not, or how it fits."""
-        if self.errors:
-            return str(self.errors[0])
+        if self.judged.refused:
+            return self.judged.refused
         if self.peak is None:
             return "by the rules; TorchTitan did not build it"
         words = f"needs {self.peak.total:.0f} GiB a GPU"
@@ -90,66 +88,60 @@ class CellCheck:
         return f"{self.verdict}: {words} of {gpu.memory_gib:.0f}" if gpu else words
 
 
-def judge(cell: Cell) -> list[Finding]:
-    """What is known without building the cell: why it cannot run, else what it should know."""
-    refused = validation_errors(cell)
-    # Advice on a layout that does not divide would be about something else.
-    return refused if any(finding.is_input for finding in refused) else [*refused, *advice(cell)]
+def check_cells(
+    cells: Sequence[Cell], *, build: bool = True, is_submitted: bool = False
+) -> list[CellCheck]:
+    """Check every cell; without `build`, what is known at once.
 
-
-def check_cells(cells: Sequence[Cell], *, build: bool = True) -> list[CellCheck]:
-    """Check every cell; without `build`, by the rules alone, which takes no time.
-
-    A cell that the rules refuse is not built.
+    A cell that the rules refuse is not built; one that only lacks something here is.
     """
-    found = [judge(cell) for cell in cells]
-    wanted = [
-        cell
-        for cell, findings in zip(cells, found, strict=True)
-        if build and not any(finding.level == ERROR for finding in findings)
+    judged = [judge(cell, is_submitted=is_submitted) for cell in cells]
+    # A layout that does not divide would get advice about something else.
+    checks = [
+        CellCheck(cell, verdict, () if _is_wrong(verdict) else _advice(ADVICE, cell))
+        for cell, verdict in zip(cells, judged, strict=True)
     ]
-    built = dict(
-        zip((cell.name for cell in wanted), build_cells(wanted) if wanted else (), strict=True)
-    )
+    wanted = [one.cell for one in checks if build and not one.judged.rules]
+    built = {
+        cell.name: found
+        for cell, found in zip(wanted, build_cells(wanted) if wanted else (), strict=True)
+    }
     return [
-        _with_build(cell, findings, built[cell.name])
-        if cell.name in built
-        else CellCheck(cell, tuple(findings))
-        for cell, findings in zip(cells, found, strict=True)
+        _with_build(one, built[one.cell.name]) if one.cell.name in built else one for one in checks
     ]
 
 
-def _with_build(cell: Cell, findings: list[Finding], built: Built) -> CellCheck:
+def _is_wrong(verdict: Verdict) -> bool:
+    return any(finding.is_input for finding in verdict.rules)
+
+
+def _advice(rules: Sequence[Rule], *known: Any) -> tuple[Finding, ...]:
+    return tuple(finding for rule in rules for finding in rule(*known))
+
+
+def _with_build(check: CellCheck, built: Built) -> CellCheck:
+    cell = check.cell
     if built.unavailable:
-        findings = [*findings, _not_tried(built.unavailable)]
-        return CellCheck(cell, tuple(findings), built=built)
+        return replace(check, advice=(*check.advice, _not_tried(built.unavailable)), built=built)
     if built.failure is not None:
-        return CellCheck(cell, (*findings, _refusal(cell, built.failure)), built=built)
-    findings = [
-        *undeclared(cell, built.views),
-        *findings,
-        *_warnings(built),
-        *hints_from_model(cell, built.views[0]),
-        *saving(cell, built.views[0]),
-    ]
-    stages = tuple(predict_memory(cell, view) for view in built.views)
-    checked = replace(
-        _with_step(cell, built),
-        findings=tuple(findings),
-        stages=stages,
+        judged = replace(check.judged, built=(_refusal(cell, built.failure),))
+        return replace(check, judged=judged, built=built)
+    check = replace(
+        check,
+        views=built.views,
+        built=built,
+        stages=tuple(predict_memory(cell, view) for view in built.views),
         work=count_work(cell, built.views),
     )
-    shortage = _shortage(checked)
-    return checked if shortage is None else replace(checked, findings=(shortage, *findings))
-
-
-def _with_step(cell: Cell, built: Built) -> CellCheck:
-    """What was built, with its time where the model knows it."""
-    checked = CellCheck(cell, (), views=built.views, built=built)
     try:
-        return replace(checked, step=predict_step(cell, built.views))
+        check = replace(check, step=predict_step(cell, built.views))
     except InputError as error:
-        return replace(checked, no_step=str(error))
+        check = replace(check, no_step=str(error))
+    found = (*_shortage(check), *_warnings(built), *_advice(BUILT_ADVICE, cell, built.views))
+    errors = tuple(finding for finding in found if finding.level == ERROR)
+    others = tuple(finding for finding in found if finding.level != ERROR)
+    judged = replace(check.judged, built=errors)
+    return replace(check, judged=judged, advice=(*check.advice, *others))
 
 
 def _not_tried(reason: str) -> Finding:
@@ -201,12 +193,12 @@ def _warnings(built: Built) -> list[Finding]:
     ]
 
 
-def _shortage(checked: CellCheck) -> Finding | None:
+def _shortage(checked: CellCheck) -> Iterator[Finding]:
     peak, gpu = checked.peak, checked.cell.cluster.gpu
     if peak is None or gpu is None or checked.verdict == "fits":
-        return None
+        return
     fits = checked.verdict == "tight"
-    return Finding(
+    yield Finding(
         WARNING if fits else ERROR,
         "memory",
         "",

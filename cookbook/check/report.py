@@ -36,6 +36,9 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
         "ranks": cell.world,
         "may_run": check.may_run,
         "summary": check.summary,
+        "looked_at": {
+            part: getattr(check.judged, part) is not None for part in ("rules", "built", "here")
+        },
         "findings": [finding.as_mapping() for finding in check.findings],
         "active": check.active or None,
         "built": bool(check.views),
@@ -86,6 +89,7 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
     lines = [
         f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}",
         text_table(verdicts, width=width, indent=2),
+        *(f"  {parts}" for parts in dict.fromkeys(check.judged.parts for check in checks)),
     ]
     shared = [
         finding

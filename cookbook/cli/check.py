@@ -38,34 +38,29 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if all(one.may_run for one in checks) else 1
 
 
-def refuse_by_check(cells: Sequence[Cell], build: bool) -> list[Cell]:
-    """The cells, those that may not run marked as refused; what else was found goes to stderr.
+def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[list[Cell], str]:
+    """The cells, with why those that may not run are refused; and which parts were looked at.
 
-    Without `build`, by the rules alone: a job on this machine says itself, and at once, what
-    TorchTitan does not like, and nobody waits for it in a queue.
+    Warnings go to stderr. A dry run answers at once. A job on this machine says itself, and at
+    once, what TorchTitan does not like, so only what would wait in a queue is built.
+
+    Args:
+        arguments: with `dry_run` and `no_check`.
     """
-    candidates = [cell for cell in cells if not cell.refused]
-    gpus = sum(cell.world for cell in candidates if cell.cluster.gpu)
-    build = build and gpus > 0 and candidates[0].cluster.scheduler == "slurm"
+    cluster, is_checked = cells[0].cluster, not arguments.no_check
+    gpus = sum(cell.world for cell in cells if cell.cluster.gpu and not cell.refused)
+    build = is_checked and not arguments.dry_run and gpus > 0 and cluster.scheduler == "slurm"
     if build:
         print(
-            f"checking {len(candidates)} cell(s) before {gpus} GPUs are asked for "
+            f"checking {len(cells)} cell(s) before {gpus} GPUs are asked for "
             "(--no-check skips this) ...",
             file=sys.stderr,
             flush=True,
         )
-    checks = {one.cell.name: one for one in check_cells(candidates, build=build)}
-    warnings = {
-        str(finding): None
-        for one in checks.values()
-        for finding in one.findings
-        if finding.level == WARNING
-    }
-    for text in warnings:
+    checks = check_cells(cells, build=build, is_submitted=not arguments.dry_run)
+    findings = [finding for one in checks for finding in one.findings if is_checked]
+    for text in dict.fromkeys(str(one) for one in findings if one.level == WARNING):
         print(f"warning: {text}", file=sys.stderr)
-    return [
-        replace(cell, refused=checks[cell.name].summary)
-        if cell.name in checks and not checks[cell.name].may_run
-        else cell
-        for cell in cells
-    ]
+    judged = [replace(one.cell, refused=one.judged.refused) for one in checks]
+    seen = [one.judged for one in checks if not one.judged.rules] or [checks[0].judged]
+    return judged, seen[0].parts

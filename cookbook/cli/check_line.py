@@ -11,12 +11,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cookbook.base.errors import InputError
-from cookbook.run.slurm import submit_environment
+from cookbook.base.errors import InputError, nearest
+from cookbook.base.gpus import has_slurm
+from cookbook.run.slurm import node_groups, submit_environment
 from cookbook.supervise.__main__ import CHECKED
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -27,6 +28,8 @@ _CHECKS = (
     'ANSWER="$(',
     'read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"',
 )
+_SEEN = "looked at: the rules, this environment"
+_SHORT = {"--nodes": "-N", "--gpus": "-G", "--export": "", "--gres": "", "--gpus-per-node": ""}
 
 
 @dataclass(frozen=True)
@@ -42,31 +45,34 @@ class _Line:
 def check_line(arguments: argparse.Namespace) -> int:
     """Say whether the job that an sbatch line asks for may run."""
     line = _parse(arguments.line)
-    content = line.script.read_text(encoding="utf-8", errors="replace").splitlines()
-    _refuse_another(line.script, content)
-    header = [
-        option for text in content if text.startswith("#SBATCH ") for option in text.split()[1:]
-    ]
+    text = line.script.read_text(encoding="utf-8", errors="replace")
+    _refuse_another(line.script, text.splitlines())
     # Options on the line win over those in the file.
-    options = [*header, *line.options]
+    options = [*_header(line.script, text.splitlines()), *line.options]
+    exported = _value(options, "--export").split(",")
+    variables = line.variables | dict(
+        item.split("=", 1) for item in exported if _VARIABLE.match(item)
+    )
+    _refuse_misspelt(variables, text)
+    nodes = _value(options, "--nodes").partition("-")[0] or "1"
     environment = {
         **submit_environment(),
         "COOKBOOK_CHECK": "1",
         "SLURM_JOB_ID": "0",
-        "SLURM_JOB_NUM_NODES": _value(options, "--nodes", "-N") or "1",
+        "SLURM_JOB_NUM_NODES": nodes,
         "SLURM_SUBMIT_DIR": str(Path.cwd()),
     }
-    if gpus := _value(options, "--gpus-per-node", None):
-        environment["SLURM_GPUS_ON_NODE"] = gpus.rpartition(":")[2]
+    if gpus := _gpus_per_node(options, int(nodes) if nodes.isdigit() else 1):
+        environment["SLURM_GPUS_ON_NODE"] = str(gpus)
     folder = line.script.resolve().parent
     if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():
         environment["COOKBOOK_ROOT"] = str(folder)
     command = ["bash", str(line.script), *line.words]
-    done = subprocess.run(command, env=environment | line.variables, stdout=subprocess.DEVNULL)
-    if done.returncode == CHECKED:
-        return 0
-    print(f"submit.py: {line.script} would end with status {done.returncode}", file=sys.stderr)
-    return 2 if done.returncode == 2 else 1
+    done = subprocess.run(command, env=environment | variables, stdout=subprocess.DEVNULL)
+    if done.returncode != CHECKED:
+        print(f"submit.py: {line.script} would end with status {done.returncode}", file=sys.stderr)
+        return 2 if done.returncode == 2 else 1
+    return _ask_slurm(line, variables)
 
 
 def _parse(line: Sequence[str]) -> _Line:
@@ -100,14 +106,67 @@ def _refuse_another(script: Path, content: Sequence[str]) -> None:
     )
 
 
-def _value(options: Sequence[str], name: str, short: str | None) -> str:
-    """The last value of an sbatch option; of a range of nodes, the least."""
-    found = ""
+def _header(script: Path, content: Sequence[str]) -> Iterator[str]:
+    """The options of the `#SBATCH` lines; sbatch reads none below the first command."""
+    command = 0
+    for number, text in enumerate(content, 1):
+        if text.startswith("#SBATCH "):
+            if command:
+                raise InputError(
+                    f"{script}:{number}",
+                    f"sbatch does not read `{text}`: it stands below the command in line {command}",
+                    "move that command below all #SBATCH lines",
+                )
+            yield from text.split()[1:]
+        elif text.strip() and not text.lstrip().startswith("#"):
+            command = command or number
+
+
+def _refuse_misspelt(variables: dict[str, str], script: str) -> None:
+    known = set(re.findall(r"\$\{([A-Z_]+):?-", script)) | {"PRECISION", "EP_BACKEND", "RECIPE"}
+    for name in variables:
+        close = nearest(name, known)
+        if name not in known and close and f"{{{name}" not in script:
+            raise InputError(
+                name, "is no variable that the script reads", f"did you mean {close[0]}?"
+            )
+
+
+def _value(options: Sequence[str], name: str) -> str:
+    """The last value of an sbatch option."""
+    found, short = "", _SHORT[name]
     for word, following in zip(options, [*options[1:], ""], strict=True):
         if word.startswith(f"{name}="):
             found = word.partition("=")[2]
         elif word == name or (short and word == short):
             found = following
-        elif short and word.startswith(short):
+        elif short and word.startswith(short) and not word.startswith("--"):
             found = word.removeprefix(short)
-    return found.strip("'\"").partition("-")[0]
+    return found.strip("'\"")
+
+
+def _gpus_per_node(options: Sequence[str], nodes: int) -> int | None:
+    """GPUs that the job has on each node, by whichever option says so; None where none does."""
+    per_node = _value(options, "--gpus-per-node") or _value(options, "--gres").removeprefix("gpu:")
+    count, total = per_node.rpartition(":")[2], _value(options, "--gpus").rpartition(":")[2]
+    if count.isdigit() and not total:
+        return int(count)
+    return int(total) // nodes if total.isdigit() else None
+
+
+def _ask_slurm(line: _Line, variables: dict[str, str]) -> int:
+    """Let Slurm say whether it would take the job, where there is a Slurm that answers."""
+    if not has_slurm() or not node_groups():
+        print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
+        return 0
+    done = subprocess.run(
+        ["sbatch", "--test-only", *line.options, str(line.script), *line.words],
+        env=submit_environment() | variables,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        print(f"submit.py: sbatch refuses it: {done.stderr.strip()}", file=sys.stderr)
+        return 1
+    print(f"{_SEEN}, Slurm; not: TorchTitan's build", file=sys.stderr)
+    return 0

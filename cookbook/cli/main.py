@@ -58,16 +58,16 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(handler=handler)
         return added
 
-    verb("list", "list recipes, precisions, EP backends, clusters and sweeps", "show:list_all")
-    show = verb("show", "print a fully resolved cell as YAML", "show:show_cell")
+    verb("list", "list recipes, precisions, EP backends, clusters and sweeps", "inspect:list_all")
+    show = verb("show", "print a fully resolved cell as YAML", "inspect:show_cell")
     show.add_argument("recipe", metavar="RECIPE")
     show.add_argument("--origins", action="store_true", help="with the place that set each value")
     _cell_options(show)
-    render = verb("render", "print the sbatch script of a cell", "show:render_cell")
+    render = verb("render", "print the sbatch script of a cell", "inspect:render_cell")
     render.add_argument("recipe", metavar="RECIPE")
     render.add_argument("-o", "--output", metavar="FILE", help="write it to FILE instead")
     _cell_options(render)
-    new = verb("new", "copy a recipe, overlay, cluster or sweep, to edit", "new:new")
+    new = verb("new", "copy a recipe, overlay, cluster or sweep, to edit", "inspect:new")
     new.add_argument("name", metavar="NAME")
     new.add_argument("--from", dest="source", metavar="NAME-or-FILE", required=True)
     new.add_argument(
@@ -117,14 +117,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ...",
     )
 
-    run = verb("run", "train one cell, or go on with one that has ended", "resume:run")
+    run = verb("run", "train one cell, or go on with one that has ended", "run:run")
     run.add_argument("recipe", metavar="RECIPE", nargs="?")
     run.add_argument(
         "--resume",
         metavar="RUN[/CELL]",
         help="go on from its newest checkpoint, with --set and --nodes as you name them",
     )
-    sweep = verb("sweep", "train every cell of a sweep", "launch:run_sweep")
+    sweep = verb("sweep", "train every cell of a sweep", "run:run_sweep")
     sweep.add_argument("sweep", metavar="SWEEP")
     sweep.add_argument(
         "--one-allocation",

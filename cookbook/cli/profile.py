@@ -12,8 +12,8 @@ from cookbook.base.errors import InputError, JobError, unknown_name
 from cookbook.base.files import write_whole
 from cookbook.base.tables import terminal_width
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.launch import start_run
 from cookbook.cli.request import requested_cell
+from cookbook.cli.run import start_run
 from cookbook.cli.watch import watch_run
 from cookbook.config.cell import Cell
 from cookbook.config.expand import command_line_settings

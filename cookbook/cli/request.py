@@ -30,7 +30,7 @@ def merged_cell(arguments: argparse.Namespace) -> Cell:
     precision, ep_backend = sweep.pairs[0]
     if request.precision is not None:
         with named_at("--precision"):
-            precision = load_precision(request.precision)
+            precision = load_precision(request.precision, request.cluster.gpu)
     if request.ep_backend is not None:
         with named_at("--ep-backend"):
             ep_backend = load_ep_backend(request.ep_backend)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from cookbook.base.schema import Unchecked, Words
 from cookbook.config.cluster import Cluster
+from cookbook.config.exchange import EXCHANGES, STANDARD, Exchange
 from cookbook.config.names import reference
 from cookbook.config.options import Layout, Options, argv_of, layout_of
-from cookbook.config.overlay import Overlay
+from cookbook.config.overlay import Overlay, implied
 from cookbook.config.recipe import Recipe
 from cookbook.config.shared_keys import exported
 from cookbook.config.stack import Stack
@@ -88,10 +89,15 @@ class Cell:
         """`mxfp8+deepep`."""
         return f"{self.precision.name}+{self.ep_backend.name}"
 
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """How tokens travel to their experts; the all-to-all where the options mix two kinds."""
+        return EXCHANGES.get(implied(self.options)["dispatch"], STANDARD)
+
     @property
     def uses_deepep(self) -> bool:
         """Whether tokens travel by DeepEP."""
-        return bool(self.options["parallelism.expert_parallel_comm_backend"] == "deepep")
+        return self.exchange.has_own_layer
 
     @property
     def uses_flash_attention(self) -> bool:

@@ -26,9 +26,10 @@ from cookbook.base.schema import (
     mapping_at,
 )
 from cookbook.base.yamlfile import YamlFile, read_yaml
-from cookbook.config.names import find_file
+from cookbook.config.names import find_file, names_in
 from cookbook.config.options import Settings
 from cookbook.config.shared_keys import check_environment, read_sections, sections
+from cookbook.run import slurm
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Cluster:
     @property
     def grace_seconds(self) -> int:
         """How long before its time limit a job is told to stop: at most a quarter of the limit."""
-        limit = _seconds(self.time) if self.time else None
+        limit = seconds_of(self.time) if self.time else None
         return min(self.seconds_to_stop, limit // 4) if limit else self.seconds_to_stop
 
     @property
@@ -133,8 +134,49 @@ _LONG_NAME = re.compile(r"[a-z][a-z-]*")
 
 
 def default_cluster() -> str:
-    """COOKBOOK_CLUSTER where it is set, else a Slurm profile where sbatch is found, or `local`."""
-    return os.environ.get("COOKBOOK_CLUSTER") or ("soperator-b200" if has_slurm() else "local")
+    """COOKBOOK_CLUSTER, `local` without Slurm, else the one profile that fits Slurm's nodes.
+
+    Raises:
+        InputError: none fits, or several.
+    """
+    if name := os.environ.get("COOKBOOK_CLUSTER"):
+        return name
+    groups = slurm.node_groups() if has_slurm() else None
+    if groups is None:
+        return "local"
+    profiles = [load_cluster(name) for name in names_in("cluster")]
+    known = [profile.name for profile in profiles if profile.scheduler == "slurm"]
+    fitting = [name for name in known if _slurm_has(load_cluster(name), load_cluster(name).nodes)]
+    if len(fitting) == 1:
+        return fitting[0]
+    nodes = ", ".join(f"{count} nodes with {gres}" for count, gres in groups)
+    found = f"fits {len(fitting)} of {', '.join(known)}" if fitting else "fits no profile"
+    raise InputError(
+        "--cluster",
+        f"is not given, and what Slurm reports ({nodes or 'nothing'}) {found}",
+        f"name one, here or in COOKBOOK_CLUSTER: {', '.join([*(fitting or known), 'local'])}",
+    )
+
+
+def runs_here(cluster: Cluster) -> bool:
+    """Whether a job on `cluster` would run in this environment, with its packages and files."""
+    is_job = os.environ.get("SLURM_JOB_ID") and not os.environ.get("COOKBOOK_CHECK")
+    return bool(
+        cluster.scheduler == "local" or is_job or (has_slurm() and _slurm_has(cluster, nodes=1))
+    )
+
+
+def _slurm_has(cluster: Cluster, nodes: int) -> bool:
+    """Whether Slurm reports so many nodes with the cluster's GPUs."""
+    found = 0
+    for count, gres in slurm.node_groups() or ():
+        # `gpu:b200:8(S:0-1)`, `gpu:8`, `(null)`.
+        match = re.search(r"gpu:(?:(?P<kind>[^:(,]+):)?(?P<gpus>[0-9]+)", gres)
+        kind = match["kind"] if match else None
+        is_alike = not kind or not cluster.gpu or cluster.gpu.name.lower() in kind.lower()
+        if is_alike and (int(match["gpus"]) if match else 0) == (cluster.gpus_per_node or 0):
+            found += count
+    return found >= nodes
 
 
 @functools.cache
@@ -190,7 +232,7 @@ def _read_gpu(file: YamlFile) -> Gpu | None:
     return Gpu(keys.name, keys.compute_capability, keys.memory_gib)
 
 
-def _seconds(limit: str) -> int | None:
+def seconds_of(limit: str) -> int | None:
     """A time limit as sbatch reads it (`90`, `1:30:00`, `1-12`), in seconds; None for no limit."""
     match = _TIME.fullmatch(limit)
     if match is None:

@@ -88,7 +88,7 @@ def _asked_pairs(sweep: Sweep, request: CellRequest) -> Iterable[Pair]:
     for precision, ep_backend in sweep.pairs:
         if request.precision is not None:
             with named_at("--precision"):
-                precision = load_precision(request.precision)
+                precision = load_precision(request.precision, request.cluster.gpu)
         if request.ep_backend is not None:
             with named_at("--ep-backend"):
                 ep_backend = load_ep_backend(request.ep_backend)

@@ -12,8 +12,10 @@ from typing import Any, Literal
 from pydantic import SkipValidation
 
 from cookbook.base.errors import InputError, unknown_name
+from cookbook.base.gpus import Gpu
 from cookbook.base.schema import Flag, Number, Text, Texts, Words, fill, mapping_at
 from cookbook.base.yamlfile import YamlFile, read_yaml, shown_path
+from cookbook.config.exchange import COMM_BACKEND, STANDARD
 from cookbook.config.names import check_name, find_file, names_in
 from cookbook.config.options import Options, Setting, Settings
 from cookbook.config.shared_keys import (
@@ -51,8 +53,9 @@ def _join(found: Iterable[str]) -> str:
 
 
 def _dispatch(options: Options) -> str:
-    if options["parallelism.expert_parallel_comm_backend"] == "deepep":
-        return "deepep"
+    backend: str = options[COMM_BACKEND]
+    if backend != STANDARD.name:
+        return backend
     quantized = [
         options[f"{_A2A}{part}"] for part in ("dispatch_fwd_precision", "combine_bwd_precision")
     ]
@@ -68,6 +71,8 @@ _EXPECTED: Mapping[Kind, Mapping[str, str]] = {
     "precision": dict.fromkeys(OF_PRECISION, "bf16"),
     "ep_backend": dict.fromkeys(OF_EP_BACKEND, "standard"),
 }
+# What a name means by the GPU, the newest generation first.
+_BY_GPU = {"fp8": ("mxfp8", "float8")}
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -77,7 +82,6 @@ class Needs:
 
     Attributes:
         settings: options that must have these values.
-        grouped_gemms: what the precision must declare, where not every one will do.
     """
 
     settings: SkipValidation[Settings]
@@ -85,7 +89,6 @@ class Needs:
     compute_capability: Number = 0.0
     packages: Texts = ()
     expert_parallel: Flag = False
-    grouped_gemms: Texts = ()
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,20 @@ class EPBackend(Overlay):
     """`standard`, `deepep`, ...: how tokens travel to the ranks of their experts."""
 
 
-def load_precision(name: str) -> Precision:
-    """Read the precision called `name`, by a synonym, or at the path `name`."""
+def load_precision(name: str, gpu: Gpu | None = None) -> Precision:
+    """Read the precision called `name`, by a synonym, or at the path `name`.
+
+    Args:
+        gpu: decides what a name means that each generation of GPUs has for itself.
+    """
+    if name in _BY_GPU:
+        have = gpu.compute_capability if gpu else 0.0
+        for choice in _BY_GPU[name]:
+            precision = load_precision(choice)
+            if precision.needs.compute_capability <= have:
+                return precision
+        choices = " or ".join(_BY_GPU[name])
+        raise InputError("precision", f"{name!r} depends on the GPU", f"name {choices}")
     overlay = load_overlay("precision", name)
     assert isinstance(overlay, Precision)
     return overlay

@@ -61,11 +61,15 @@ def resolve_cell(
             "vary less, or shorten the names",
         )
     cell = replace(cell, name=name, published=published_number(cell))
+    return _judged(cell)
+
+
+def _judged(cell: Cell) -> Cell:
+    """The cell with what the rules refuse it for; raises where the input is wrong."""
     findings = validation_errors(cell)
     for finding in findings:
         if finding.is_input:
-            place = cell.options.origin(finding.option)
-            raise InputError(place, finding.reason, finding.remedy)
+            raise InputError(cell.options.origin(finding.option), finding.reason, finding.remedy)
     return replace(cell, refused=str(findings[0])) if findings else cell
 
 
@@ -217,11 +221,7 @@ def cell_from_record(
             f"found {record.ranks_per_node}, and {cluster.name} has {cluster.ranks_per_node} here",
             "start a new run",
         )
-    findings = validation_errors(cell)
-    for finding in findings:
-        if finding.is_input:
-            raise InputError(cell.options.origin(finding.option), finding.reason, finding.remedy)
-    return replace(cell, refused=str(findings[0])) if findings else cell
+    return _judged(cell)
 
 
 def this_machine(

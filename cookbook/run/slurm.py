@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -184,6 +185,22 @@ def partition_nodes(partition: str | None) -> list[str]:
     return sorted({name for name, where in rows if where.endswith("*")})
 
 
+@functools.cache
+def node_groups() -> list[tuple[int, str]] | None:
+    """The nodes that Slurm reports: how many have which generic resources.
+
+    Empty where it does not answer; None where its commands are not configured, so there is none.
+    """
+    try:
+        answer = _run(["sinfo", "--noheader", "--format=%D %G"], timeout=5)
+    except JobError as error:
+        return [] if isinstance(error, NoAnswerError) else None
+    if "Could not establish a configuration source" in answer.stderr:
+        return None
+    rows = [line.split(maxsplit=1) for line in answer.stdout.splitlines()]
+    return [(int(row[0]), row[1]) for row in rows if len(row) == 2 and row[0].isdigit()]
+
+
 def nodes_in(node_list: str) -> list[str]:
     """The nodes of a list in Slurm's notation (`worker-[0-3,7]`), in its order."""
     answer = _run(["scontrol", "show", "hostnames", node_list])
@@ -276,13 +293,13 @@ def _from_sacct(wanted: set[str]) -> dict[str, JobInfo]:
     return infos
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], timeout: float = 60) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=timeout,
             env=submit_environment(),
         )
     except FileNotFoundError:
@@ -290,5 +307,5 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
             f"{command[0]} is not on PATH; log in to the cluster, or use --cluster local"
         ) from None
     except subprocess.TimeoutExpired:
-        words = f"{command[0]}: no answer in 60 s; is the Slurm controller up?"
+        words = f"{command[0]}: no answer in {timeout:g} s; is the Slurm controller up?"
         raise NoAnswerError(words) from None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from cookbook.base.errors import InputError
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import shown_path
+from cookbook.config import verdict
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.finding import ERROR, Finding
@@ -23,8 +24,6 @@ from cookbook.config.overlay import Overlay, load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import published_number
 from cookbook.config.stack import load_stack
-from cookbook.config.validate import validation_errors
-from cookbook.config.validate.here import missing_here
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.run.history import Cause, write_attempt_end
@@ -85,7 +84,8 @@ def judge(start: Start) -> Cell:
         hooks=options["experimental.custom_import"],
         emulated=options["cookbook.emulated"],
     )
-    found = [*_too_few_gpus(cell), *validation_errors(cell), *missing_here(cell)]
+    is_submitted = not os.environ.get("COOKBOOK_CHECK")
+    found = [*_too_few_gpus(cell), *verdict.judge(cell, is_submitted=is_submitted).errors]
     if found:
         first = found[0]
         raise InputError(first.option or cell.name, first.reason, first.remedy)

@@ -1,10 +1,11 @@
-"""What DeepEP and the low-precision kernels refuse once a job runs."""
+"""What precision, EP backend and attention need, and whether the options turn on what they say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from cookbook.config.cell import (
+    ATTENTION,
     EP_CHUNKS,
     LAYERS_KEPT,
     NUM_CHUNKS,
@@ -13,78 +14,114 @@ from cookbook.config.cell import (
     SCORE_ACTIVATIONS,
     Cell,
 )
-from cookbook.config.finding import DEEPEP, ERROR, TORCHTITAN, Finding
+from cookbook.config.finding import FLASH_ATTENTION, TORCHTITAN, Problems, Rule, rule
 from cookbook.config.options import DEGREES
-from cookbook.config.validate.layout import DEEPEP_SIZES
+from cookbook.config.overlay import Overlay, implied
 
-NVLINK_PEERS = 8
+RULES: list[Rule] = []
 _CUSTOM_IMPORT = "experimental.custom_import"
 MX = frozenset({"quantize.grouped_mm.mx", "quantize.linear.mx"})
+_PARALLELIZE = f"{TORCHTITAN}/models/deepseek_v3/infra/parallelize.py"
+_MX = f"{TORCHTITAN}/components/quantization/mx.py"
+# Hopper and Blackwell of data centres: 9.0 is H100 and H200, 10.0 and 10.3 are B200 and B300.
+_FLASH_GENERATIONS = (9, 10)
+# Of queries and keys, and of values. FlashAttention-4 takes other sizes, but the gradients of none
+# of them have been compared with a reference, and some have been wrong on some GPUs.
+_FLASH_HEAD_DIMS = (192, 128)
+# TorchTitan's `attn_type` of PyTorch's scaled_dot_product_attention.
+_SDPA = "sdpa"
 
 
-def deepep_size(cell: Cell) -> Iterator[Finding]:
-    """DeepEP is tuned for some sizes, and needs whole nodes of eight above eight ranks."""
-    if not cell.uses_deepep:
-        return
-    degree, option = cell.layout.ep, DEGREES["ep"]
+@rule(RULES, reference=_MX)
+def hardware(cell: Cell) -> Problems:
+    """The precision's generation of GPUs, where nothing emulates it."""
+    gpu, needed = cell.cluster.gpu, cell.precision.needs.compute_capability
+    if needed and not cell.emulated and not (gpu and gpu.compute_capability >= needed):
+        have = f"{gpu.name} has {gpu.compute_capability}" if gpu else "there is no CUDA GPU"
+        # The reason names what is missing: precision or cluster is the reader's to change.
+        yield "", f"{cell.precision.name} needs a GPU of compute capability {needed}, {have}", ""
+
+
+@rule(RULES, reference=_PARALLELIZE)
+def needs(cell: Cell) -> Problems:
+    """GPUs, EP and options."""
+    for overlay in (cell.precision, cell.ep_backend):
+        for reason in _unmet(cell, overlay):
+            yield "", f"{overlay.name} needs {reason}", ""
+            break
+
+
+def _unmet(cell: Cell, overlay: Overlay) -> Iterator[str]:
+    needed = overlay.needs
+    if needed.device == "cuda" and cell.cluster.gpu is None:
+        yield f"CUDA GPUs, cluster {cell.cluster.name} runs on the CPU"
+    if needed.expert_parallel and cell.options[DEGREES["ep"]] < 2:
+        yield f"{DEGREES['ep']} above 1"
+    for name, setting in needed.settings.items():
+        if (value := cell.options[name]) != setting.value:
+            yield f"{name} {setting.value}, found {value}"
+
+
+@rule(RULES, reference=f"{TORCHTITAN}/protocols/model_converter.py")
+def declaration(cell: Cell) -> Problems:
+    """The job stops at its first step where something else is active than is expected."""
+    found = implied(cell.options)
+    for overlay, what in ((cell.precision, "precision"), (cell.ep_backend, "EP backend")):
+        for name, setting in overlay.expect.items():
+            key = name.removeprefix("cookbook.")
+            # With one EP rank nothing is dispatched.
+            if found[key] == setting.value or (key == "dispatch" and cell.layout.ep == 1):
+                continue
+            yield (
+                "model.converters" if what == "precision" else "",
+                f"{what} {overlay.name} expects {key} {setting.value}, and the options turn on "
+                f"{found[key]}: the job would stop at its first step",
+                f"correct the options, or `expect` in {overlay.path.name}",
+            )
+
+
+@rule(RULES, reference=_PARALLELIZE)
+def ep_size(cell: Cell) -> Problems:
+    """An exchange is configured for some EP degrees, and between nodes for nodes of one size."""
+    exchange, degree, option = cell.exchange, cell.layout.ep, DEGREES["ep"]
     per_node = cell.cluster.ranks_per_node
+    if not exchange.sizes:
+        return
     if degree == 1:
-        yield Finding(
-            ERROR,
-            "deepep_size",
+        yield option, f"{exchange.title} needs EP above 1", "raise it, or take the standard backend"
+    elif degree not in exchange.sizes:
+        best = min(exchange.sizes, key=lambda size: abs(size - degree))
+        sizes = ", ".join(map(str, exchange.sizes))
+        reason = f"{exchange.title} has no configuration for EP {degree}; it has {sizes}"
+        yield option, reason, f"try {best}"
+    elif degree > per_node and exchange.ranks_per_node not in (0, per_node):
+        yield (
             option,
-            "DeepEP needs EP above 1",
-            "raise it, or take the standard backend",
-            f"{TORCHTITAN}/models/deepseek_v3/infra/parallelize.py",
-        )
-    elif degree not in DEEPEP_SIZES:
-        best = min(DEEPEP_SIZES, key=lambda size: abs(size - degree))
-        yield Finding(
-            ERROR,
-            "deepep_size",
-            option,
-            f"DeepEP has no configuration for EP {degree}; it has "
-            f"{', '.join(map(str, DEEPEP_SIZES))}",
-            f"try {best}",
-            f"{DEEPEP}/deep_ep/buffer.py",
-        )
-    elif degree > per_node and per_node != NVLINK_PEERS:
-        yield Finding(
-            ERROR,
-            "deepep_size",
-            option,
-            f"EP {degree} leaves the node, and DeepEP between nodes takes them to have "
-            f"{NVLINK_PEERS} GPUs, not {per_node}",
+            f"EP {degree} leaves the node, and {exchange.title} between nodes takes them to have "
+            f"{exchange.ranks_per_node} GPUs, not {per_node}",
             f"set it to at most {per_node}, or take the standard backend",
-            f"{DEEPEP}/csrc/deep_ep.cpp",
         )
 
 
-def deepep_etp(cell: Cell) -> Iterator[Finding]:
-    """TorchTitan has no expert tensor parallelism with DeepEP."""
-    if cell.uses_deepep and cell.layout.etp > 1:
-        yield Finding(
-            ERROR,
-            "deepep_etp",
-            DEGREES["etp"],
-            f"DeepEP needs 1, found {cell.layout.etp}",
-            "set it to 1",
-            f"{TORCHTITAN}/models/deepseek_v3/infra/parallelize.py",
-        )
+@rule(RULES, reference=_PARALLELIZE)
+def expert_tensor_parallel(cell: Cell) -> Problems:
+    """TorchTitan has expert tensor parallelism with its own exchange alone."""
+    if not cell.exchange.has_etp and cell.layout.etp > 1:
+        reason = f"{cell.exchange.title} needs 1, found {cell.layout.etp}"
+        yield DEGREES["etp"], reason, "set it to 1"
 
 
-def hooks_are_on(cell: Cell) -> Iterator[Finding]:
+@rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe_deepep.py")
+def hooks_are_on(cell: Cell) -> Problems:
     """What the cookbook corrects in TorchTitan comes with its own `custom_import` alone."""
     hooks = cell.options.stack.hooks
     if cell.hooks == hooks:
         return
-    reference = f"{TORCHTITAN}/models/moe/moe_deepep.py"
+    title, has_own_layer = cell.exchange.title, cell.exchange.has_own_layer
     remedy = f"leave {_CUSTOM_IMPORT} alone, or import {hooks} in {cell.hooks or 'a module'!r}"
-    if cell.uses_deepep and cell.layout.tp > 1:
-        reason = (
-            "DeepEP under TP counts every token once for each TP rank where it is not corrected"
-        )
-        yield Finding(ERROR, "hooks_are_on", _CUSTOM_IMPORT, reason, remedy, reference)
+    if has_own_layer and cell.layout.tp > 1:
+        reason = f"{title} under TP counts every token once for each TP rank where it is not"
+        yield _CUSTOM_IMPORT, f"{reason} corrected", remedy
     own = {
         NUM_CHUNKS: 0,
         EP_CHUNKS: 1,
@@ -94,54 +131,87 @@ def hooks_are_on(cell: Cell) -> Iterator[Finding]:
         LAYERS_KEPT: 0,
     }
     for name, default in own.items():
-        if cell.options[name] != default:
-            yield Finding(
-                ERROR,
-                "hooks_are_on",
-                name,
-                "TorchTitan takes this option from the cookbook's hooks alone",
-                f"{remedy}, or leave the option out",
-            )
-    if cell.uses_deepep and MX & set(cell.options["model.converters"]):
-        reason = (
-            "MXFP8 needs expert groups padded to 32 rows, which DeepEP's path lacks uncorrected"
-        )
-        yield Finding(ERROR, "hooks_are_on", _CUSTOM_IMPORT, reason, remedy, reference)
+        if name in cell.options.stack.options and cell.options[name] != default:
+            reason = "TorchTitan takes this option from the cookbook's hooks alone"
+            yield name, reason, f"{remedy}, or leave the option out"
+    if cell.uses_flash_attention:
+        reason = "TorchTitan takes FlashAttention-4 from the cookbook's hooks alone"
+        yield ATTENTION, reason, f"{remedy}, or set {ATTENTION}=flavor"
+    if has_own_layer and MX & set(cell.options["model.converters"]):
+        reason = f"MXFP8 needs expert groups padded to 32 rows, which {title}'s path lacks"
+        yield _CUSTOM_IMPORT, f"{reason} uncorrected", remedy
 
 
-def mxfp8_hardware(cell: Cell) -> Iterator[Finding]:
+@rule(RULES, reference=_MX)
+def mxfp8_hardware(cell: Cell) -> Problems:
     """MXFP8 converters need Blackwell or emulation, also where an option brought them in."""
     gpu = cell.cluster.gpu
     if gpu is not None and gpu.compute_capability >= 10.0:
         return
+    have = f"{gpu.name} has {gpu.compute_capability}" if gpu else "there is no CUDA GPU"
     for name in sorted(MX & set(cell.options["model.converters"])):
         if not cell.options[f"{name}.emulate"]:
-            have = f"{gpu.name} has {gpu.compute_capability}" if gpu else "there is no CUDA GPU"
-            yield Finding(
-                ERROR,
-                "mxfp8_hardware",
-                "model.converters",
-                f"{name} needs compute capability 10.0 (SM100), {have}",
-                f"set {name}.emulate=true for numerics without speed",
-                f"{TORCHTITAN}/components/quantization/mx.py",
-            )
+            reason = f"{name} needs compute capability 10.0 (SM100), {have}"
+            remedy = f"set {name}.emulate=true for numerics without speed"
+            yield "model.converters", reason, remedy
 
 
-def mxfp8_linear_compiles(cell: Cell) -> Iterator[Finding]:
+@rule(RULES, reference=_MX)
+def mxfp8_linear_compiles(cell: Cell) -> Problems:
     """TorchAO's SM100 casts do not compile under TP; emulated, they are plain operations (H200)."""
     name = "quantize.linear.mx"
-    if (
-        name in cell.options["model.converters"]
-        and not cell.options[f"{name}.emulate"]
-        and cell.is_compiled
-        and cell.layout.tp > 1
-    ):
-        yield Finding(
-            ERROR,
-            "mxfp8_linear_compiles",
+    is_native = name in cell.options["model.converters"] and not cell.options[f"{name}.emulate"]
+    if is_native and cell.is_compiled and cell.layout.tp > 1:
+        yield (
             "",
             "MXFP8 linear layers with tensor parallelism and a compiled model: torch.compile does "
             "not support it yet",
             f"set {DEGREES['tp']} 1, or compile.components loss",
-            f"{TORCHTITAN}/components/quantization/mx.py",
         )
+
+
+@rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
+def flash_attention_gpu(cell: Cell) -> Problems:
+    """Its kernels are for two generations of GPUs; on the CPU its reference runs."""
+    gpu = cell.cluster.gpu
+    if cell.uses_flash_attention and gpu and int(gpu.compute_capability) not in _FLASH_GENERATIONS:
+        yield (
+            ATTENTION,
+            "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x (B200), "
+            f"{gpu.name} has {gpu.compute_capability}",
+            f"set {ATTENTION}=flavor",
+        )
+
+
+@rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
+def flash_attention_heads(cell: Cell) -> Problems:
+    """Only DeepSeek-V3's own heads have been checked."""
+    model = cell.options.model
+    if model is None or not cell.uses_flash_attention:
+        return
+    found = (model.qk_head_dim, model.v_head_dim)
+    if found != _FLASH_HEAD_DIMS:
+        allowed, have = ("/".join(map(str, dims)) for dims in (_FLASH_HEAD_DIMS, found))
+        yield (
+            ATTENTION,
+            f"FlashAttention-4 is for heads of {allowed} (queries and keys/values), flavor "
+            f"{cell.options['model.flavor']} has {have}",
+            f"set {ATTENTION}=flavor",
+        )
+
+
+@rule(RULES, reference=f"{TORCHTITAN}/models/deepseek_v3/model/args.py")
+def context_parallel_attention(cell: Cell) -> Problems:
+    """TorchTitan has context parallelism for SDPA alone, and most flavors have FlexAttention."""
+    flavors, flavor = cell.options.stack.model_args, cell.options["model.flavor"]
+    own = flavors.get(cell.options["model.name"], {}).get(flavor, {}).get("attn_type", _SDPA)
+    if cell.layout.cp == 1 or (own == _SDPA and not cell.uses_flash_attention):
+        return
+    reason = f"TorchTitan has context parallelism for SDPA only, and flavor {flavor} has {own}"
+    if cell.uses_flash_attention:
+        reason = (
+            "FlashAttention-4 computes each document on one rank, and context parallelism "
+            f"({cell.layout.cp}) cuts documents over several"
+        )
+    remedy = f"set it to 1, or set {ATTENTION}=flavor" if own == _SDPA else "set it to 1"
+    yield DEGREES["cp"], reason, remedy

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cookbook.base.errors import nearest
+from cookbook.config.exchange import COMM_BACKEND, EXCHANGES, STANDARD
 from cookbook.config.finding import ERROR, TORCHTITAN, Finding
 from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
 from cookbook.config.stack import ModelSizes
@@ -25,9 +26,6 @@ STAGES_PER_RANK = {
     "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }
-# `Buffer.get_dispatch_config` of DeepEP has a tuned configuration for these; others fail its
-# assertion.
-DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,10 @@ def _finding(problem: _Problem, remedy: str) -> Finding:
 def _suggestion(problem: _Problem, options: Options, world: int) -> str:
     """The candidate nearest to what was asked for that leaves no problem, or not this one."""
     name = problem.option
-    if name == DEGREES["ep"] and options["parallelism.expert_parallel_comm_backend"] == "deepep":
-        candidates = [value for value in problem.candidates if value in (1, *DEEPEP_SIZES)]
-    else:
-        candidates = list(problem.candidates)
+    candidates = list(problem.candidates)
+    sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
+    if name == DEGREES["ep"] and sizes:
+        candidates = [value for value in candidates if value in (1, *sizes)]
     # Of two that are as near, the smaller needs less.
     candidates.sort(key=lambda value: (abs(value - options[name]), value))
     left = {

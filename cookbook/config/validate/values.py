@@ -1,20 +1,24 @@
-"""Values that TorchTitan takes and nobody means: no steps, an interval of 0, a ratio of 7."""
+"""Values that TorchTitan takes and nobody means, or that end a job after all ranks have started."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Collection
 
 from cookbook.base.errors import nearest
-from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, TORCHTITAN, Finding
+from cookbook.config.cell import LAYERS_KEPT, SAVE_LIST, SAVED_OPERATORS, Cell
+from cookbook.config.finding import TORCHTITAN, Problems, Rule, rule
 
+RULES: list[Rule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
+_RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 # The smallest and the largest value that makes sense.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "training.steps": (1, math.inf),
     "training.max_norm": (0, math.inf),
     "training.gc_freq": (1, math.inf),
+    "training.dataloader.num_workers": (0, math.inf),
     "metrics.log_freq": (1, math.inf),
     "checkpoint.interval": (1, math.inf),
     "checkpoint.interval_minutes": (0, math.inf),
@@ -37,46 +41,127 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "activation_checkpoint.num_layers_kept": (0, math.inf),
     "debug.seed": (0, 2**63 - 1),
 }
+# Lists of names of which TorchTitan ends at, or ignores, any other.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "compile.components": ("model", "loss"),
+    "checkpoint.exclude_from_loading": (
+        *("model", "optimizer", "lr_scheduler", "dataloader", "train_state"),
+    ),
+    SAVE_LIST: SAVED_OPERATORS,
+}
 
 
-def bounds(cell: Cell) -> Iterator[Finding]:
+def _unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, str]:
+    close = nearest(found, known)
+    remedy = f"did you mean {close[0]!r}?" if close else ""
+    return option, f"found {found!r}, allowed: {', '.join(known)}", remedy
+
+
+@rule(RULES, reference=_REFERENCE, is_input=True)
+def bounds(cell: Cell) -> Problems:
     """Numbers below or above all sense."""
     for name, (low, high) in _BOUNDS.items():
-        value = cell.options[name]
+        value = cell.options[name] if name in cell.options.stack.options else None
         if value is not None and not low <= value <= high:
             allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
-            yield _wrong("values", name, f"found {value}, allowed: {allowed}")
+            yield name, f"found {value}, allowed: {allowed}", ""
 
 
-def dataset(cell: Cell) -> Iterator[Finding]:
+@rule(RULES, reference=_REFERENCE, is_input=True)
+def names(cell: Cell) -> Problems:
+    """Names in lists; TorchTitan ignores a wrong component and ends at another wrong state."""
+    for option, known in _NAMES.items():
+        if option in cell.options.stack.options:
+            for name in cell.options[option]:
+                if name not in known:
+                    yield _unknown(option, name, known)
+
+
+@rule(RULES, reference=_REFERENCE, is_input=True)
+def dataset(cell: Cell) -> Problems:
     """TorchTitan looks the data set up by name, and only when every rank has started."""
     name, known = cell.options["training.dataset"], cell.options.stack.datasets
     if name not in known:
-        close = nearest(name, known)
-        remedy = f"did you mean {close[0]!r}?" if close else ""
-        reason = f"found {name!r}, allowed: {', '.join(known)}"
-        yield _wrong("dataset", "training.dataset", reason, remedy)
+        yield _unknown("training.dataset", name, known)
 
 
-def kept_checkpoints(cell: Cell) -> Iterator[Finding]:
+@rule(RULES, reference=f"{TORCHTITAN}/train.py", is_input=True)
+def validation(cell: Cell) -> Problems:
+    """The model has no validator, which TorchTitan asserts when it starts."""
+    if cell.options["validation.enable"]:
+        reason = f"TorchTitan's {cell.options['model.name']} has no validation"
+        yield "validation.enable", reason, "set it to false"
+
+
+@rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
+def profiled_steps(cell: Cell) -> Problems:
+    """The profiler skips, warms up, and then records the last steps of every `profile_freq`."""
+    section, options = "profiling", cell.options
+    needed = options[f"{section}.profiler_warmup"] + options[f"{section}.profiler_active"]
+    frequency = options[f"{section}.profile_freq"]
+    if options[f"{section}.enable_profiling"] and 1 <= frequency < needed:
+        reason = f"found {frequency}, allowed: {needed} and up (profiler_warmup + profiler_active)"
+        yield f"{section}.profile_freq", reason, f"try {needed}"
+
+
+@rule(RULES, reference=_REFERENCE, is_input=True)
+def kept_checkpoints(cell: Cell) -> Problems:
     """TorchTitan refuses to keep one, on every rank."""
     if cell.options["checkpoint.enable"] and cell.options["checkpoint.keep_latest_k"] == 1:
-        yield _wrong(
-            "kept_checkpoints",
+        yield (
             "checkpoint.keep_latest_k",
             "1 would leave none while the next is being written, and TorchTitan refuses it",
             "set it to 2, or to 0 to keep all",
         )
 
 
-def pinned_memory(cell: Cell) -> Iterator[Finding]:
+@rule(RULES, reference=_REFERENCE, is_input=True)
+def pinned_memory(cell: Cell) -> Problems:
     """PyTorch stages into pinned memory with the help of a GPU, and fails at the first save."""
     option = "checkpoint.async_mode"
     pinned = cell.options[option] == "async_with_pinned_mem"
     if cell.options["checkpoint.enable"] and pinned and cell.cluster.gpu is None:
         reason = f"async_with_pinned_mem needs GPUs, cluster {cell.cluster.name} runs on the CPU"
-        yield _wrong("pinned_memory", option, reason, "set it to async")
+        yield option, reason, "set it to async"
 
 
-def _wrong(rule: str, option: str, reason: str, remedy: str = "") -> Finding:
-    return Finding(ERROR, rule, option, reason, remedy, _REFERENCE, is_input=True)
+@rule(RULES, reference=_RECOMPUTATION, is_input=True)
+def selected(cell: Cell) -> Problems:
+    """Operators, or every n-th layer: TorchTitan ends on any other word once the model is built.
+
+    Of 0 it recomputes every layer, which is called `full`.
+    """
+    option = "activation_checkpoint.selective_ac_option"
+    chosen = cell.options[option]
+    if chosen == "op" or re.fullmatch("0*[1-9][0-9]*", chosen):
+        return
+    remedy = "did you mean 'op'?" if nearest(chosen, ["op"]) else ""
+    if chosen and not chosen.strip("0"):
+        remedy = "set activation_checkpoint.mode=full to recompute every layer"
+    reason = f"found {chosen!r}, allowed: op, or n from 1 up to recompute every n-th layer"
+    yield option, reason, remedy
+
+
+@rule(RULES, reference=_RECOMPUTATION, is_input=True)
+def save_list(cell: Cell) -> Problems:
+    """Only one mode looks at operators."""
+    if cell.options[SAVE_LIST] and not cell.saves:
+        mode = cell.options["activation_checkpoint.mode"]
+        yield (
+            SAVE_LIST,
+            f"activation_checkpoint.mode {mode} has no use for a list of operators",
+            "set activation_checkpoint.mode=selective and "
+            "activation_checkpoint.selective_ac_option=op, or leave the list out",
+        )
+
+
+@rule(RULES, reference=_RECOMPUTATION, is_input=True)
+def layers_kept(cell: Cell) -> Problems:
+    """Layers are kept where a mode would recompute them."""
+    mode = cell.options["activation_checkpoint.mode"]
+    if cell.options[LAYERS_KEPT] and mode not in ("full", "selective"):
+        yield (
+            LAYERS_KEPT,
+            f"activation_checkpoint.mode {mode} recomputes no layer as a whole",
+            "set activation_checkpoint.mode=selective or full, or leave the number out",
+        )

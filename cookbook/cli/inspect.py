@@ -1,23 +1,36 @@
-"""The verbs `list`, `show` and `render`: what there is; nothing is submitted."""
+"""The verbs `list`, `show`, `render` and `new`: what there is, and copies of it to edit."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
+from cookbook.base.paths import RECIPES
 from cookbook.base.tables import text_table
+from cookbook.base.yamlfile import shown_path
 from cookbook.cli.request import requested_cell
 from cookbook.config.cluster import default_cluster, load_cluster
-from cookbook.config.names import names_in
+from cookbook.config.names import KINDS, check_name, find_file, names_in
 from cookbook.config.overlay import Kind, load_overlay
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sweep import load_sweep
 from cookbook.launch.render import render_script
 from cookbook.run.record import shown_with_places
+
+# What holds for the original alone: keys at the top of its file, with the comment above them.
+_LEFT_OUT = {"": "published", "precision": "synonyms", "ep_backend": "synonyms"}
+_TRY = {
+    "": "run {name} --dry-run",
+    "precision": "run debug --precision {name} --dry-run",
+    "ep_backend": "run debug --ep-backend {name} --dry-run",
+    "cluster": "sweep matrix --cluster {name} --dry-run",
+    "sweep": "sweep {name} --dry-run",
+}
 
 
 def list_all(arguments: argparse.Namespace) -> int:
@@ -59,7 +72,10 @@ def _overlay(kind: Kind, name: str) -> str:
 
 
 def _cluster(name: str) -> str:
-    here = " (default here)" if name == default_cluster() else ""
+    try:
+        here = " (default here)" if name == default_cluster() else ""
+    except InputError:
+        here = ""
     return load_cluster(name).description + here
 
 
@@ -75,11 +91,20 @@ def show_cell(arguments: argparse.Namespace) -> int:
 
 
 def render_cell(arguments: argparse.Namespace) -> int:
-    """Print the cell's script, or write it."""
+    """Print the cell's script, or write it; 1 where the rules refuse the cell."""
     cell = requested_cell(arguments)
+    if cell.stand_in_for:
+        raise InputError(
+            f"--cluster {cell.cluster.name}",
+            f"would train {cell.recipe.name} in place of {cell.stand_in_for}",
+            f"name the cluster that the script is for, or render {cell.recipe.name}",
+        )
+    if cell.refused:
+        print(f"submit.py: {cell.name} is refused: {cell.refused}", file=sys.stderr)
+    status = 1 if cell.refused else 0
     if arguments.output in (None, "-"):
         print(render_script(cell), end="")
-        return 0
+        return status
     path = Path(arguments.output)
     text = render_script(cell, file_name=path.name)
     try:
@@ -92,4 +117,46 @@ def render_cell(arguments: argparse.Namespace) -> int:
     except OSError as error:
         place = f"--output {arguments.output}"
         raise InputError(place, f"cannot be written: {error.strerror}") from None
+    print(f"wrote {path}: {cell.name} for {cell.cluster.name}", file=sys.stderr)
+    return status
+
+
+def new(arguments: argparse.Namespace) -> int:
+    """Copy a recipe, precision, EP backend, cluster or sweep under a new name."""
+    kind = _kind(arguments)
+    name = check_name("NAME", re.sub(r"\.ya?ml$", "", arguments.name))
+    target = RECIPES / kind / f"{name}.yaml"
+    if target.exists():
+        raise InputError(shown_path(target), "exists already", "choose another name")
+    text = find_file(kind, arguments.source).read_text(encoding="utf-8")
+    if kind == "":
+        # Cells are named after it; in quotes, since `1e5` and `true` are no texts to YAML.
+        text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
+    if kind in _LEFT_OUT:
+        key = _LEFT_OUT[kind]
+        text = re.sub(
+            rf"(?m)^(?:#[^\n]*\n)*{key}:[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*", "", text, count=1
+        )
+    write_whole(target, text)
+    print(f"wrote {shown_path(target)}; edit it, then:")
+    print(f"  python submit.py {_TRY[kind].format(name=name)}")
     return 0
+
+
+def _kind(arguments: argparse.Namespace) -> str:
+    """The kind that is asked for, else the one kind that has a file of the source's name."""
+    if arguments.kind is not None:
+        kind: str = arguments.kind
+        return "" if kind == "recipe" else kind.replace("-", "_")
+    found = [kind for kind in KINDS if arguments.source in names_in(kind)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        # Lists the recipes; --help names the other kinds.
+        find_file("", arguments.source)
+    kinds = ", ".join(KINDS[kind] for kind in found)
+    raise InputError(
+        "--from",
+        f"{arguments.source!r} is the name of several files ({kinds})",
+        "say which: --kind recipe, precision, ep-backend, cluster or sweep",
+    )

@@ -1,0 +1,245 @@
+"""The verbs `run` and `sweep`: cells submitted, watched until they end, and their report.
+
+`run --resume` makes the next attempt of cells that have ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cookbook.base.errors import InputError
+from cookbook.base.tables import terminal_width, text_table
+from cookbook.base.yamlfile import shown_path
+from cookbook.cli.check import judged_cells
+from cookbook.cli.request import requested_cell, requested_sweep
+from cookbook.cli.watch import wait_for
+from cookbook.config.cell import Cell
+from cookbook.config.expand import command_line_settings, in_rounds
+from cookbook.config.resolve import cell_from_record
+from cookbook.launch.create import create_run
+from cookbook.run.excluded import read_excluded
+from cookbook.run.folder import CellFolder
+from cookbook.run.record import read_record
+from cookbook.run.run import Run, find_run, is_run, run_names
+from cookbook.run.states import CellState, cell_states
+from cookbook.run.status import ENDED, OPEN, REFUSED
+from cookbook.supervise.resume import Found, find_checkpoint
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train one cell, or go on with those of a run that has ended."""
+    if arguments.resume is not None:
+        return _resume(arguments)
+    if arguments.recipe is None:
+        raise InputError("run", "names no RECIPE", "name one, or: run --resume RUN")
+    return run_cell(arguments)
+
+
+def run_cell(arguments: argparse.Namespace) -> int:
+    """Train one cell."""
+    cell = requested_cell(arguments)
+    run = start_run(cell.recipe.short_name, [cell], arguments)
+    return wait_for(run) if isinstance(run, Run) else run
+
+
+def run_sweep(arguments: argparse.Namespace) -> int:
+    """Train every cell of a sweep that can run."""
+    sweep, cells = requested_sweep(arguments)
+    if arguments.repeat < 1:
+        raise InputError("--repeat", f"found {arguments.repeat}, allowed: 1 and up")
+    if arguments.one_allocation:
+        refuse_unlike_sizes(cells)
+    run = start_run(sweep.name, cells, arguments, arguments.repeat, arguments.one_allocation)
+    return wait_for(run) if isinstance(run, Run) else run
+
+
+def refuse_unlike_sizes(cells: Sequence[Cell]) -> None:
+    """Raise where cells do not fill one allocation alike."""
+    nodes = sorted({cell.nodes for cell in cells})
+    if len(nodes) > 1:
+        raise InputError(
+            "--one-allocation",
+            f"the cells ask for {', '.join(map(str, nodes))} nodes",
+            "name one number with --nodes",
+        )
+
+
+def start_run(
+    name: str,
+    cells: Sequence[Cell],
+    arguments: argparse.Namespace,
+    num_repeats: int = 1,
+    one_allocation: bool = False,
+) -> Run | int:
+    """Submit the cells, saying what will run; the exit status where there is nothing to wait for.
+
+    Args:
+        arguments: with `dry_run`, `no_check` and `detach`.
+    """
+    cells, parts = judged_cells(cells, arguments)
+    print(describe_plan(name, cells, terminal_width()))
+    print(f"  {parts}")
+    status = 1 if any(cell.refused for cell in cells) else 0
+    cells = in_rounds(cells, num_repeats)
+    cluster = cells[0].cluster
+    if one_allocation and cluster.scheduler == "slurm":
+        limit = f", which has {cluster.time} for all of them" if cluster.time else ""
+        print(f"  one after another in one job{limit}")
+    if num_repeats > 1:
+        order = ", ".join(cell.name for cell in cells if not cell.refused)
+        print(f"  each {num_repeats} times, in this order: {order}")
+    if arguments.dry_run:
+        return status
+    if all(cell.refused for cell in cells):
+        print(f"{name}: no cell can run here; nothing was submitted", file=sys.stderr)
+        return 1
+    # Import lazily: a dry run must not wait for submitit.
+    from cookbook.launch.executor import submit_run
+
+    if cells[0].cluster.scheduler == "slurm":
+        # A mistake in the list is to be found before anything is written.
+        for node in read_excluded():
+            print(f"left out: {node}")
+    run = create_run(name, cells)
+    return (
+        run if say_submitted(run, submit_run(run, cells, one_allocation), arguments.detach) else 0
+    )
+
+
+def say_submitted(run: Run, job_ids: Sequence[str], is_detached: bool) -> bool:
+    """Say where the jobs are; whether somebody is to wait for them."""
+    kind = "Slurm job" if run.scheduler == "slurm" else "process"
+    shown = ", ".join(job_ids[:8]) + (", ..." if len(job_ids) > 8 else "")
+    print(f"submitted as {kind} {shown}: {shown_path(run.folder)}\n", flush=True)
+    if is_detached:
+        print(f"follow it: python submit.py status --watch {run.name}")
+    return not is_detached
+
+
+def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) -> str:
+    """What will run and what not, a line a cell; lines fit into `width` where it is given."""
+    first = cells[0]
+    cluster = first.cluster
+    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}"]
+    stand_ins = {cell.stand_in_for: cell.recipe.name for cell in cells if cell.stand_in_for}
+    for original, stand_in in stand_ins.items():
+        lines.append(f"  {original} is too large here: its stand-in {stand_in} runs instead")
+    if first.left_out:
+        lines.append(f"  left out, being made for the large recipe: {', '.join(first.left_out)}")
+    rows = []
+    for cell in cells:
+        layout = cell.layout
+        degrees = f"TP {layout.tp} PP {layout.pp} DP {layout.dp_shard} EP {layout.ep}"
+        text = f"refused: {cell.refused}" if cell.refused else f"{cell.steps} steps, {degrees}"
+        if cell.emulated and not cell.refused:
+            text += ", MXFP8 emulated (numerics only)"
+        if cell.attends_by_reference and not cell.refused:
+            text += ", FlashAttention-4's reference (numerics only)"
+        rows.append([cell.name, text])
+    return "\n".join([*lines, text_table(rows, width=width, indent=2)])
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    for name in ("recipe", "precision", "ep_backend", "cluster"):
+        if given := getattr(arguments, name):
+            raise InputError(
+                f"--resume {arguments.resume}",
+                f"goes on with the cell's own {name.replace('_', ' ')}, found {given!r}",
+                "leave that out, or start a new run",
+            )
+    run, folders = _named(arguments.resume)
+    _refuse_running(run, folders)
+    found: dict[str, Found] = {}
+    cells: list[Cell] = []
+    left_out: dict[str, InputError] = {}
+    for folder in folders:
+        try:
+            cell = _next_attempt(folder, arguments)
+            found[cell.name] = _found(folder, cell)
+            cells.append(cell)
+        except InputError as error:
+            if len(folders) == 1:
+                raise
+            left_out[folder.name] = error
+    for name, why in left_out.items():
+        print(f"{name} is left out: {why}", file=sys.stderr)
+    if cells:
+        cells, parts = judged_cells(cells, arguments)
+        print(describe_plan(run.name, cells, terminal_width()))
+        print(f"  {parts}")
+    for cell in cells:
+        _say_where(cell, found[cell.name])
+    cells = [cell for cell in cells if not cell.refused]
+    if not cells:
+        print(f"{run.name}: no cell can go on; nothing was submitted", file=sys.stderr)
+        return 1
+    if arguments.dry_run:
+        return 0
+    # Import lazily: a dry run must not wait for submitit.
+    from cookbook.launch.resume import resume_cells
+
+    if not say_submitted(run, resume_cells(run, cells), arguments.detach):
+        return 0
+    return wait_for(run)
+
+
+def _named(name: str) -> tuple[Run, Sequence[CellFolder]]:
+    """The run, and which of its cells."""
+    run_name, _, cell = name.rstrip("/").rpartition("/")
+    if not run_name or name in run_names() or is_run(Path(name)):
+        run = find_run(name)
+        return run, run.cells
+    run = find_run(run_name)
+    return run, [run.cell(cell)]
+
+
+def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
+    states = cell_states(run)
+    names = {folder.name for folder in folders}
+    # On this machine, or in one allocation, a job trains several cells in turn.
+    jobs = {state.job_id for state in states if state.cell in names and state.job_id}
+    for state in states:
+        is_open = state.state not in ENDED or not state.is_known
+        if is_open and (state.cell in names or state.job_id in jobs):
+            raise InputError(f"{run.name}/{state.cell}", *_not_ended(run, state))
+
+
+def _not_ended(run: Run, state: CellState) -> tuple[str, str]:
+    if state.state in OPEN:
+        return f"is {state.state}", f"wait for its end, or: python submit.py cancel {run.name}"
+    return f"may still run: {state.reason or 'its state is not known'}", "find out, and end it"
+
+
+def _next_attempt(folder: CellFolder, arguments: argparse.Namespace) -> Cell:
+    record, place = read_record(folder.record), shown_path(folder.record)
+    if record.refused:
+        raise InputError(f"{place}: {REFUSED}", record.refused, "start a new run")
+    settings = command_line_settings(arguments.set)
+    return cell_from_record(folder.name, record, place, arguments.nodes, settings)
+
+
+def _found(folder: CellFolder, cell: Cell) -> Found:
+    found = find_checkpoint(folder, cell)
+    if found.checkpoint is None:
+        what = "is off, so nothing is loaded"
+        if cell.options["checkpoint.enable"]:
+            damaged = "".join(f"; {one.path.name} {one.damage}" for one in found.damaged)
+            what = f"has no whole checkpoint in {shown_path(folder.path)}{damaged}"
+        raise InputError("checkpoint.enable", what, "start a new run")
+    if found.checkpoint.step >= cell.steps:
+        raise InputError(
+            shown_path(folder.path),
+            f"has made all of its {cell.steps} steps",
+            f"ask for more: --set training.steps={2 * cell.steps}",
+        )
+    return found
+
+
+def _say_where(cell: Cell, found: Found) -> None:
+    for one in found.damaged:
+        print(f"  {cell.name} passes over {one.path.name}: {one.damage}")
+    if found.checkpoint:
+        print(f"  {cell.name} continues after step {found.checkpoint.step} of {cell.steps}")

@@ -1,0 +1,222 @@
+"""Wrong inputs are refused in one line that names the place, what was found and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cookbook.base.errors import InputError
+from cookbook.base.paths import ROOT
+from cookbook.check.check import check_cells
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import Cluster, load_cluster
+from cookbook.config.expand import CellRequest, expand_sweep
+from cookbook.config.finding import ERROR, WARNING, Finding
+from cookbook.config.overlay import load_precision
+from cookbook.config.recipe import load_recipe
+from cookbook.config.sweep import load_sweep
+from cookbook.config.validate import validation_errors
+from tests.check_cells import cell_of, cluster_of, refusals, with_options
+
+TABLE = yaml.safe_load((ROOT / "tests/refusals.yaml").read_text(encoding="utf-8"))
+LOAD: dict[str, Callable[[str], object]] = {
+    "recipe": load_recipe,
+    "precision": load_precision,
+    "cluster": load_cluster,
+    "sweep": lambda path: expand_sweep(load_sweep(path), CellRequest(cluster_of("soperator-b200"))),
+}
+HEADS = {
+    "recipe": "name: mine\ndescription: mine\nnodes: 1\n",
+    "precision": "description: a\n",
+    "cluster": "description: mine\nscheduler: slurm\n",
+    "sweep": "description: mine\nrecipes: [debug]\n",
+}
+BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
+P = "parallelism"
+
+
+@pytest.mark.parametrize("case", TABLE["files"], ids=lambda case: f"{case[0]}: {case[1][-40:]!r}")
+def test_a_wrong_file_is_one_line_with_its_place(case: list[str], tmp_path: Path) -> None:
+    kind, text, *says = case
+    head = HEADS[kind[1:]] if kind[0] == "+" else ""
+    path = tmp_path / "mine.yaml"
+    path.write_text(head + text, encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        LOAD[kind.removeprefix("+")](str(path))
+    message = str(caught.value)
+    assert "mine" in message and "\n" not in message
+    for words in says:
+        assert words in message
+
+
+def _cluster(name: str) -> Cluster:
+    b200 = cluster_of("soperator-b200")
+    assert b200.gpu
+    match name:
+        case "a100":
+            old = dataclasses.replace(b200.gpu, name="A100", compute_capability=8.0)
+            return dataclasses.replace(b200, gpu=old)
+        case "b200 of 4":
+            return dataclasses.replace(b200, gpus_per_node=4)
+        case "cpu":
+            # `local` as on a machine without GPUs, whatever this one has.
+            return dataclasses.replace(cluster_of("local"), gpu=None, gpus_per_node=None)
+    return cluster_of(name)
+
+
+@pytest.mark.parametrize("case", TABLE["rules"], ids=lambda case: f"{case[3]}: {case[4]}")
+def test_a_cell_that_cannot_run_is_refused_with_its_option_and_reason(case: list[Any]) -> None:
+    recipe, options, where, option, words = case
+    if "cluster" in where:
+        where = {**where, "cluster": _cluster(where["cluster"])}
+    found = refusals(recipe, options, **where)
+    assert any(option in one.option and words in one.reason for one in found), found
+
+
+def _advice(recipe: str, options: dict[str, Any], where: dict[str, Any]) -> list[Finding]:
+    (check,) = check_cells([cell_of(recipe, options, **where)], build=False)
+    assert not check.judged.rules
+    return list(check.advice)
+
+
+@pytest.mark.parametrize("case", TABLE["advice"], ids=lambda case: f"{case[4]}: {case[5]}")
+def test_a_doubtful_cell_gets_advice_with_its_numbers(case: list[Any]) -> None:
+    recipe, options, where, level, option, words = case
+    found = [one for one in _advice(recipe, options, where) if one.option == option]
+    assert any(one.level == level and words in one.reason for one in found), found
+
+
+@pytest.mark.parametrize("case", TABLE["silent"], ids=str)
+def test_nothing_is_said_at_the_other_side_of_each_edge(case: list[Any]) -> None:
+    assert _advice(*case) == []
+
+
+@pytest.mark.parametrize(
+    ("time", "warned"), [("04:00", True), ("04:00:00", False), ("1-04:00", False), ("240", False)]
+)
+def test_a_time_limit_that_sbatch_reads_as_minutes_is_warned_of(time: str, warned: bool) -> None:
+    cluster = dataclasses.replace(cluster_of("soperator-b200"), time=time)
+    (check,) = check_cells([cell_of(BIG, cluster=cluster)], build=False)
+    assert ("short_time_limit" in {one.rule for one in check.advice}) is warned
+
+
+@pytest.mark.parametrize("ep_backend", ["standard", "deepep", "mxfp8_a2a"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "mxfp8_wgrad_hp"])
+@pytest.mark.parametrize("recipe", [BIG, SMALL])
+def test_published_layouts_and_every_pair_of_them_pass(
+    recipe: str, precision: str, ep_backend: str
+) -> None:
+    assert not refusals(recipe, {}, precision=precision, ep_backend=ep_backend)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("training.steps", 1, True),
+        ("lr_scheduler.decay_ratio", 1.0, True),
+        ("lr_scheduler.decay_ratio", 0.0, True),
+        ("optimizer.beta1", 1.01, False),
+        ("debug.seed", 0, True),
+        ("debug.seed", -1, False),
+        ("debug.seed", 2**63, False),
+        ("checkpoint.keep_latest_k", 2, True),
+        ("activation_checkpoint.selective_ac_option", "03", True),
+        ("parallelism.expert_parallel_degree", 128, True),
+        ("parallelism.expert_parallel_degree", 256, False),
+    ],
+)
+def test_values_at_the_edge(option: str, value: Any, allowed: bool) -> None:
+    found = refusals(BIG, {option: value, "checkpoint.enable": True})
+    assert bool(found) is not allowed, found
+
+
+def _with(hooks: str | None, cell: Cell) -> Cell:
+    return dataclasses.replace(cell, hooks=hooks) if hooks else cell
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("deepep.num_chunks", 2),
+        ("deepep.score_activations", True),
+        ("loss.num_chunks", 8),
+        ("activation_checkpoint.num_layers_kept", 1),
+        ("model.attention", "flash_attention_4"),
+    ],
+)
+def test_what_the_hooks_do_needs_them(option: str, value: Any) -> None:
+    cell = cell_of(BIG, {option: value}, ep_backend="deepep")
+    assert option not in {one.option for one in validation_errors(cell)}
+    assert option in {one.option for one in validation_errors(_with("none", cell))}
+
+
+def test_corrections_that_are_off_are_noticed() -> None:
+    cell = cell_of(BIG, precision="mxfp8", ep_backend="deepep")
+    rules = {"hooks_are_on", "router_gradient"}
+    on, off = check_cells([cell, _with("mine", cell)], build=False)
+    assert not [one for one in on.findings if one.rule in rules]
+    found = [one for one in off.findings if one.rule in rules]
+    assert [one.level for one in found] == [ERROR, ERROR, WARNING]
+    assert "counts every token once for each TP rank" in found[0].reason
+    assert "padded to 32" in found[1].reason
+
+
+@pytest.mark.parametrize(
+    ("ep_backend", "changes", "hooks", "refused"),
+    [
+        ("deepep", {f"{P}.pipeline_parallel_schedule": "dualpipev"}, None, True),
+        ("deepep", {f"{P}.pipeline_parallel_expert_parallel_overlap": False}, None, False),
+        ("deepep", {f"{P}.pipeline_parallel_degree": 1}, None, False),
+        # The released layer has what the hooks call.
+        ("deepep", {f"{P}.tensor_parallel_degree": 1}, "none", False),
+        ("standard", {}, None, False),
+        ("mxfp8_a2a", {}, None, False),
+    ],
+)
+def test_dual_pipe_v_overlaps_the_standard_exchanges_alone(
+    ep_backend: str, changes: dict[str, Any], hooks: str | None, refused: bool
+) -> None:
+    options = {
+        f"{P}.pipeline_parallel_schedule": "DualPipeV",
+        "compile.components": ["loss"],
+        "activation_checkpoint.mode": "none",
+    }
+    cell = _with(hooks, cell_of(BIG, options | changes, ep_backend=ep_backend))
+    rules = [one.rule for one in validation_errors(cell)]
+    assert ("dual_pipe_v_overlap" in rules) is refused
+
+
+def test_converters_without_their_gpu_are_refused_unless_emulated() -> None:
+    cell = cell_of(SMALL, {f"{P}.expert_parallel_degree": 8}, cluster="h200-node")
+    mx = with_options(cell, {"model.converters": ["quantize.grouped_mm.mx"]})
+    assert {one.rule for one in validation_errors(mx)} == {"mxfp8_hardware", "declaration"}
+    emulated = with_options(mx, {"quantize.grouped_mm.mx.emulate": True})
+    assert {one.rule for one in validation_errors(emulated)} == {"declaration"}
+
+
+@pytest.mark.parametrize("heads", [{"v_head_dim": 64}, {"qk_head_dim": 128}])
+def test_flash_attention_is_refused_heads_that_nobody_compared(heads: dict[str, int]) -> None:
+    cell = cell_of(SMALL, {"model.attention": "flash_attention_4"})
+    stack = cell.options.stack
+    flavors = {"16B": dataclasses.replace(stack.models["deepseek_v3"]["16B"], **heads)}
+    changed = dataclasses.replace(stack, models={"deepseek_v3": flavors})
+    mine = dataclasses.replace(cell, options=dataclasses.replace(cell.options, stack=changed))
+    (one,) = validation_errors(mine)
+    assert one.reason.startswith("FlashAttention-4 is for heads of 192/128")
+    assert validation_errors(with_options(mine, {"model.attention": "flavor"})) == []
+
+
+def test_every_finding_has_a_public_reference() -> None:
+    cells = [
+        _with("mine", cell_of(BIG, {"training.local_batch_size": 1}, precision="mxfp8")),
+        cell_of(SMALL, {"debug.moe_force_load_balance": True, "checkpoint.enable": False}),
+    ]
+    findings = [one for check in check_cells(cells, build=False) for one in check.findings]
+    assert len(findings) > 4
+    for one in findings:
+        assert one.reason and (one.reference.startswith("https://") or one.rule == "files")

@@ -1,0 +1,254 @@
+"""One verdict, whoever asks; what this environment lacks is said as such."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.base.errors import InputError
+from cookbook.base.gpus import Gpu
+from cookbook.base.paths import ROOT
+from cookbook.cli.main import main
+from cookbook.config.cell import Cell, train_argv
+from cookbook.config.cluster import default_cluster, runs_here
+from cookbook.config.finding import ERROR, WARNING
+from cookbook.config.overlay import load_precision
+from cookbook.config.resolve import cell_on, this_machine
+from cookbook.config.validate.here import missing_here
+from cookbook.config.verdict import judge
+from cookbook.run import slurm
+from cookbook.run.folder import CellFolder
+from cookbook.supervise import begin
+from tests.cells import CLUSTER_FILES
+from tests.check_cells import cell_of, cluster_of, with_options
+
+(CONTAINER,) = [str(path) for path in CLUSTER_FILES if path.stem == "container"]
+TOKENIZER, DATA = "model.hf_assets_path", "training.dataset_path"
+B200 = "soperator-b200"
+BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
+
+# recipe, precision, EP backend, --set words; whether it may run on 32 nodes x 8 B200.
+CELLS: list[tuple[str, str, str, list[str], bool]] = [
+    (BIG, "bf16", "standard", [], True),
+    (BIG, "mxfp8", "standard", [], True),
+    (BIG, "bf16", "deepep", [], True),
+    (BIG, "mxfp8", "deepep", [], True),
+    (BIG, "mxfp8_wgrad_hp", "deepep", [], True),
+    (BIG, "bf16", "mxfp8_a2a", [], True),
+    (BIG, "mxfp8_linear", "standard", [], False),
+    (BIG, "float8", "standard", [], True),
+    (BIG, "bf16", "deepep", ["parallelism.expert_parallel_degree=1"], False),
+    (BIG, "bf16", "standard", ["parallelism.expert_parallel_degree=48"], False),
+    (BIG, "bf16", "standard", ["validation.enable=true"], False),
+    (BIG, "bf16", "standard", ["training.dataloader.num_workers=-1"], False),
+    (BIG, "bf16", "standard", ["compile.components=modle"], False),
+    (BIG, "bf16", "standard", ["checkpoint.exclude_from_loading=dataloder"], False),
+    (BIG, "bf16", "standard", ["checkpoint.enable=true", "checkpoint.keep_latest_k=1"], False),
+    (BIG, "bf16", "standard", ["training.steps=0"], False),
+    (SMALL, "bf16", "deepep", [], True),
+    (SMALL, "mxfp8_linear", "mxfp8_a2a", [], True),
+    (SMALL, "bf16", "standard", ["parallelism.context_parallel_degree=2"], False),
+    (SMALL, "bf16", "standard", ["parallelism.tensor_parallel_degree=32"], False),
+]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without the cluster, its tokenizers and its packages."""
+    monkeypatch.setattr(slurm, "node_groups", lambda: None)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+
+def _start(words: list[str], folder: Path) -> begin.Start:
+    """What the script of a cell asks before it trains, with `words` at the end of its line."""
+    recipe, precision, ep_backend, *own = words
+    cell = cell_of(recipe, precision=precision, ep_backend=ep_backend, cluster=B200)
+    options = [f"--{word}" for word in own if not word.endswith("=true")]
+    options += [f"--{word.removesuffix('=true')}" for word in own if word.endswith("=true")]
+    return begin.Start(
+        folder=CellFolder(folder),
+        cell=cell.name,
+        recipe=recipe,
+        precision=precision,
+        ep_backend=ep_backend,
+        cluster=B200,
+        nodes=cell.nodes,
+        words=train_argv(cell),
+        own_words=options,
+    )
+
+
+def _starts(start: begin.Start) -> bool:
+    try:
+        begin.judge(start)
+    except InputError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision", "ep_backend", "options", "may_run"),
+    CELLS,
+    ids=lambda value: str(value),
+)
+def test_every_asker_gives_the_same_verdict(
+    recipe: str,
+    precision: str,
+    ep_backend: str,
+    options: list[str],
+    may_run: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
+    words = [recipe, "--precision", precision, "--ep-backend", ep_backend, "--cluster", B200]
+    for option in options:
+        words += ["--set", option]
+    check = main(["check", *words, "--rules-only"])
+    dry_run = main(["run", *words, "--dry-run"])
+    capsys.readouterr()
+    start = _start([recipe, precision, ep_backend, *options], tmp_path)
+    monkeypatch.setenv("COOKBOOK_CHECK", "1")
+    check_line = _starts(start)
+    monkeypatch.delenv("COOKBOOK_CHECK")
+    # In a job, whose environment has everything.
+    monkeypatch.setattr("cookbook.config.verdict.missing_here", lambda *_: [])
+    answers = [check == 0, dry_run == 0, check_line, _starts(start)]
+    assert answers == [may_run] * 4
+    assert {check, dry_run} <= ({0} if may_run else {1, 2}) and check == dry_run
+
+
+@pytest.mark.parametrize("groups", [None, [(32, "gpu:b200:8(S:0-1)")], [(1, "gpu:h200:8")]])
+def test_what_is_missing_refuses_where_the_job_would_run_here(
+    groups: list[tuple[int, str]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = with_options(cell_of(BIG, ep_backend="deepep"), {TOKENIZER: "/nowhere"})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(slurm, "node_groups", lambda: groups)
+    monkeypatch.setattr("cookbook.config.cluster.has_slurm", lambda: groups is not None)
+    is_here = groups is not None and "b200" in groups[0][1]
+    assert runs_here(cell.cluster) is is_here
+    verdict = judge(cell)
+    assert {one.level for one in verdict.here or ()} == {ERROR if is_here else WARNING}
+    assert bool(verdict.refused) is is_here
+    if is_here:
+        assert str(verdict.refused).startswith(f"{TOKENIZER}: /nowhere/tokenizer.json is not there")
+    else:
+        assert "no obstacle: jobs on cluster soperator-b200 run elsewhere" in str(verdict.warnings)
+    # What is submitted from here, and a job, run here.
+    assert judge(cell, is_submitted=True).refused
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert judge(cell).refused
+    assert verdict.parts == "looked at: the rules, this environment; not: TorchTitan's build"
+
+
+def test_check_says_which_parts_it_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", BIG, "--cluster", B200, "--rules-only"]
+    assert main(words) == 0
+    assert "looked at: the rules, this environment; not: TorchT" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert cell["looked_at"] == {"rules": True, "built": False, "here": True}
+
+
+@pytest.mark.parametrize(
+    ("groups", "found"),
+    [
+        (None, "local"),
+        ([(32, "gpu:b200:8(S:0-1)")], "soperator-b200"),
+        ([(4, "gpu:nvidia_h200:8"), (2, "(null)")], "h200-node"),
+        ([(40, "gpu:8")], "fits 2 of h200-node, soperator-b200"),
+        ([(16, "gpu:b200:8")], "what Slurm reports (16 nodes with gpu:b200:8) fits no profile"),
+        ([], "what Slurm reports (nothing) fits no profile"),
+    ],
+)
+def test_the_default_cluster_is_the_one_that_slurm_has(
+    groups: list[tuple[int, str]] | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COOKBOOK_CLUSTER", raising=False)
+    monkeypatch.setattr("cookbook.config.cluster.has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "node_groups", lambda: groups)
+    if " " not in found:
+        assert default_cluster() == found
+        return
+    with pytest.raises(InputError) as caught:
+        default_cluster()
+    assert caught.value.place == "--cluster" and found in caught.value.found
+    assert "name one, here or in COOKBOOK_CLUSTER: h200-node, " in caught.value.remedy
+    monkeypatch.setenv("COOKBOOK_CLUSTER", "h200-node")
+    assert default_cluster() == "h200-node"
+
+
+def test_fp8_is_the_format_of_the_gpu() -> None:
+    names = {"A": 9.0, "B": 10.0}
+    found = [load_precision("fp8", Gpu(name, cc, 80)).name for name, cc in names.items()]
+    assert found == ["float8", "mxfp8"]
+    for gpu in (None, Gpu("A100", 8.0, 80)):
+        with pytest.raises(InputError, match="depends on the GPU; name mxfp8 or float8"):
+            load_precision("fp8", gpu)
+
+
+def _missing(cell: Cell) -> list[tuple[str, str]]:
+    return [(one.option, one.reason) for one in missing_here(cell, is_submitted=True)]
+
+
+def test_packages_of_a_container_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    smaller = {"parallelism.expert_parallel_degree": 8, "model.attention": "flash_attention_4"}
+    for cluster, reasons in (
+        (
+            B200,
+            ["not installed: deep_ep, torchao", "FlashAttention-4 (flash-attn-4) is not installed"],
+        ),
+        (CONTAINER, []),
+    ):
+        cell = cell_of(SMALL, smaller, precision="mxfp8", ep_backend="deepep", cluster=cluster)
+        found = _missing(with_options(cell, {TOKENIZER: "", DATA: None}))
+        assert [reason for _, reason in found] == reasons
+
+
+def test_a_path_is_looked_for_where_the_job_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "tokenizer").mkdir()
+    load = "checkpoint.initial_load_path"
+    cell = with_options(cell_of("debug", cluster="local"), {"checkpoint.enable": True})
+
+    def missing(tokenizer: object, data: object, checkpoint: Any = None) -> list[tuple[str, str]]:
+        paths = {TOKENIZER: str(tokenizer), DATA: str(data), load: checkpoint}
+        return _missing(with_options(cell, paths))
+
+    # A folder without the file is no tokenizer.
+    assert missing(tmp_path / "tokenizer", tmp_path / "data") == [
+        (TOKENIZER, f"{tmp_path}/tokenizer/tokenizer.json is not there")
+    ]
+    file = tmp_path / "tokenizer/tokenizer.json"
+    file.touch()
+    from_checkout = os.path.relpath(tmp_path, ROOT)
+    assert missing(f"{from_checkout}/tokenizer", f"{from_checkout}/data") == []
+    # The job does not stand where its submitter stood.
+    assert missing(file.parent, "data") == [(DATA, "data is not there")]
+    assert missing(file.parent, file) == [(DATA, f"{file} is a file, allowed: a folder")]
+    assert missing(file.parent, tmp_path, "/none") == [(load, "/none is not there")]
+
+
+def test_a_cell_on_this_machine_has_its_ranks_and_what_is_asked_of_it() -> None:
+    machine = this_machine(3, None, {"OMP_NUM_THREADS": "2"})
+    cell = cell_on(machine, "debug", "mxfp8", "standard", {"training.steps": 5}, "mine")
+    assert (cell.name, cell.world, cell.nodes, cell.steps) == ("mine", 3, 1, 5)
+    assert cell.cluster.device == "cpu" and cell.emulated
+    assert cell.environment["OMP_NUM_THREADS"] == "2"
+    # A large recipe has no stand-in here: what is asked for is measured.
+    gpu = Gpu("NVIDIA H200", 9.0, 139.8)
+    large = cell_on(this_machine(4, gpu), SMALL, "bf16", "standard", {})
+    assert (large.recipe.name, large.world, large.cluster.device) == (SMALL, 4, "cuda")
+    assert large.name == "16b-bf16-standard"
+    assert cluster_of("local").scheduler == "local"
