@@ -24,6 +24,8 @@ class Answer:
 def environment(runs: Path, **variables: str) -> dict[str, str]:
     """The environment of a user whose runs go to `runs`."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("COOKBOOK_")}
+    # Whatever Slurm this machine has.
+    own["COOKBOOK_CLUSTER"] = "soperator-b200"
     # The test's own Python, and not one that setup.sh made.
     return {**own, "VENV": sys.prefix, "COOKBOOK_RUNS": str(runs), **variables}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,10 @@ from tests.submit import environment, listing
 
 
 def _check_line(
-    checkout: Path, *words: str, cwd: Path | None = None
+    checkout: Path, *words: str, cwd: Path | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     packages = stack_packages(checkout.parent / "packages")
-    variables = environment(checkout / "runs", PYTHONPATH=packages)
+    variables = environment(checkout / "runs", PYTHONPATH=packages, **more)
     return subprocess.run(
         [sys.executable, str(checkout / "submit.py"), "check-line", *words],
         cwd=cwd or checkout,
@@ -64,15 +65,42 @@ def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> 
         (["sbatch", "-N", "3", "train_671b.sh"], "32 does not divide 12 ranks of a stage; try 4"),
         (["sbatch", "--gpus-per-node=4", "train_671b.sh"], "the job has 4 GPUs a node, and the"),
         (["PRECISION=mxfp8_linear", "sbatch", "train_671b.sh"], "set parallelism.tensor_parallel"),
-        (["sbatch", "train_671b.sh", "--training.dataset_path=/no"], "/no is not there; set it"),
+        (["sbatch", "--gres=gpu:4", "train_671b.sh"], "the job has 4 GPUs a node, and the"),
+        (["sbatch", "-G", "128", "train_671b.sh"], "the job has 4 GPUs a node, and the"),
+        (["sbatch", "--export=ALL,PRECISION=fp4", "train_671b.sh"], "PRECISION: found 'fp4', all"),
+        (["PRECISON=mxfp8", "sbatch", "train_671b.sh"], "did you mean PRECISION?"),
     ],
 )
 def test_a_line_that_may_not_run_says_why(checkout: Path, words: list[str], message: str) -> None:
     done = _check_line(checkout, *words)
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "would end with status 2" in done.stderr and "Traceback" not in done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
     assert not (checkout / "runs").exists()
+
+
+def test_options_below_a_command_are_not_read_by_sbatch(checkout: Path, tmp_path: Path) -> None:
+    text = (checkout / "train_671b.sh").read_text().replace("\n#SBATCH", "\nexport A=1\n#SBATCH", 1)
+    (tmp_path / "mine.sh").write_text(text)
+    done = _check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "sbatch does not read `#SBATCH" in done.stderr and "below the command" in done.stderr
+
+
+@pytest.mark.parametrize(("status", "answer"), [(0, 0), (1, 1)])
+def test_slurm_is_asked_where_there_is_one(
+    checkout: Path, tmp_path: Path, status: int, answer: int
+) -> None:
+    for name, text in {
+        "sinfo": "echo '32 gpu:b200:8'",
+        "sbatch": f'echo "no such partition: $*" >&2; exit {status}',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = _check_line(checkout, "sbatch", "--partition=x", "train_671b.sh", PATH=path)
+    assert done.returncode == answer
+    asked = "sbatch refuses it: no such partition: --test-only --partition=x train_671b.sh"
+    assert (asked in done.stderr) is bool(answer)
 
 
 def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path) -> None:

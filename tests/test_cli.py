@@ -142,7 +142,9 @@ def test_a_written_script_calls_itself_by_its_name(
 def test_a_dry_run_submits_nothing_and_says_what_would_run(runs: Path) -> None:
     before = listing(runs)
     answer = submit("sweep", "matrix", "--dry-run", "--cluster", "local", runs=runs)
-    assert (answer.status, answer.stderr) == (0, "")
+    # DeepEP's cells are refused.
+    assert (answer.status, answer.stderr) == (1, "")
+    assert "looked at: the rules, this environment; not: TorchTitan's build" in answer.stdout
     assert "deepseek_v3_671b is too large here" in answer.stdout
     assert "its stand-in debug runs instead" in answer.stdout
     for cell in ("bf16-standard", "bf16-deepep", "mxfp8-standard", "mxfp8-deepep"):
@@ -185,13 +187,6 @@ def test_new_copies_a_recipe_with_its_comments(tmp_path: Path, runs: Path) -> No
     assert listing(copy / "recipes") == before
 
 
-def _laughs() -> str:
-    lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x]"]
-    for level in range(1, 9):
-        lines.append(f"l{level}: &l{level} [{', '.join([f'*l{level - 1}'] * 9)}]")
-    return "\n".join(lines) + "\n"
-
-
 def _files(folder: Path) -> dict[str, str]:
     """Files with one mistake each, by name, and a right one of each kind beside them."""
     texts = {
@@ -215,8 +210,6 @@ def _files(folder: Path) -> dict[str, str]:
         "empty_axis": SWEEP + "vary: {training.steps: []}\n",
         "same_name": "description: mine\nrecipes: [recipe.yaml, twin.yaml]\n",
         "twin": RECIPE,
-        "laughs": RECIPE + _laughs(),
-        "nested": RECIPE.replace("deepseek_v3", "[" * 5000),
         "packages": "description: a\nneeds: {packages: ['torchao>=0.16']}\n",
         "dotted": "description: a\nneeds: {packages: [nope.sub]}\n",
         "uid": "description: a\nenvironment: {UID: 5}\n",
@@ -261,8 +254,6 @@ CLUSTER_WORDS = ["--cluster", "soperator-b200"]
             "found 'c5', allowed: c4, c4_test, c4_v",
         ),
         (["check", "debug", "--set", "model.name=llama3"], "found 'llama3', allowed: deepseek_v3"),
-        (["run", "laughs.yaml"], "laughs.yaml:9: more than 10,000 values, aliases included"),
-        (["run", "nested.yaml"], "nested.yaml:4: nested more than 20 levels deep"),
         (["run", "packages.yaml", "--precision", "packages.yaml"], "unknown key 'needs'"),
         (["run", "debug", "--precision", "packages.yaml"], "found 'torchao>=0.16', allowed: the n"),
         (

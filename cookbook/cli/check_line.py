@@ -48,7 +48,8 @@ def check_line(arguments: argparse.Namespace) -> int:
     text = line.script.read_text(encoding="utf-8", errors="replace")
     _refuse_another(line.script, text.splitlines())
     # Options on the line win over those in the file.
-    options = [*_header(line.script, text.splitlines()), *line.options]
+    header = [*_header(line.script, text.splitlines())]
+    options = [*header, *line.options]
     exported = _value(options, "--export").split(",")
     variables = line.variables | dict(
         item.split("=", 1) for item in exported if _VARIABLE.match(item)
@@ -62,7 +63,8 @@ def check_line(arguments: argparse.Namespace) -> int:
         "SLURM_JOB_NUM_NODES": nodes,
         "SLURM_SUBMIT_DIR": str(Path.cwd()),
     }
-    if gpus := _gpus_per_node(options, int(nodes) if nodes.isdigit() else 1):
+    num_nodes = int(nodes) if nodes.isdigit() else 1
+    if gpus := _gpus_per_node(line.options, num_nodes) or _gpus_per_node(header, num_nodes):
         environment["SLURM_GPUS_ON_NODE"] = str(gpus)
     folder = line.script.resolve().parent
     if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():

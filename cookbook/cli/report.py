@@ -10,7 +10,6 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.results.collect import collect_results
 from cookbook.results.report import render_markdown
 from cookbook.results.result import render_json
-from cookbook.results.save_report import FIGURES, MARKDOWN, PAGE, save_report
 from cookbook.run.run import Run, find_run
 from cookbook.run.states import cell_states
 
@@ -27,6 +26,9 @@ def print_report(run: Run, form: str) -> dict[str, str]:
     Args:
         form: md, json, or html, which prints where the page is.
     """
+    # Import lazily: `run --dry-run` and `status` must not wait for NumPy.
+    from cookbook.results.save_report import FIGURES, MARKDOWN, PAGE, save_report
+
     states = cell_states(run)
     results = collect_results(run, states)
     # Before the figures, which take some seconds.
