@@ -7,6 +7,7 @@ script without that check would train here, or do anything else, so it is refuse
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -137,7 +138,7 @@ def _refuse_misspelt(variables: dict[str, str], script: str) -> None:
 def _value(options: Sequence[str], name: str) -> str:
     """The last value of an sbatch option."""
     found, short = "", _SHORT[name]
-    for word, following in zip(options, [*options[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*options, ""]):
         if word.startswith(f"{name}="):
             found = word.partition("=")[2]
         elif word == name or (short and word == short):
