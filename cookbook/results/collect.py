@@ -41,7 +41,7 @@ from cookbook.run.record import CellRecord, read_record
 from cookbook.run.resumption import read_resumptions
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
-from cookbook.run.status import CANCELLED, FAILED, REFUSED, UNKNOWN, read_json
+from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json
 
 _EMULATED_REASON = "emulated numerics: the throughput says nothing about real MXFP8"
 _REFERENCE_REASON = "attention by a reference: the throughput says nothing about FlashAttention-4"
@@ -92,9 +92,6 @@ def _result(
     reasons = [state.reason, problem]
     if status is None and record.refused:
         status, reasons = REFUSED, [record.refused]
-    if status == CANCELLED and "SIGTERM" in (state.reason or ""):
-        # The signal is how `cancel` works, and no reason.
-        reasons = [problem]
     if status == FAILED and attempts:
         found = find_reason(attempts[-1].path)
         reasons.append(found if found and found not in (state.reason or "") else None)

@@ -17,7 +17,7 @@ from cookbook.results.columns import (
 from cookbook.results.loss import CANNOT_TELL, DIFFERENT, EQUIVALENT, MARGIN
 from cookbook.results.result import Result, RunResults, masks_differ
 from cookbook.results.speed import FASTER, LEVEL, NOISE
-from cookbook.run.status import FINISHED, REFUSED
+from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
 # The model's worst error; a cell beyond it has a cause of its own.
 _PREDICTION_MARGIN = 0.15
@@ -212,9 +212,9 @@ def notes(results: RunResults) -> list[str]:
     runs = [run for cell in results.cells for run in results.runs_of(cell)]
     return [
         *(
-            f"{cell.name} ({cell.status or 'status unknown'}): {' '.join(cell.reason.split())}"
+            f"{cell.name} ({cell.status or 'status unknown'}): {reason}"
             for cell in results.cells
-            if cell.reason
+            if (reason := _reason(cell))
         ),
         *(f"{run.name}: {line}" for run in runs for one in run.resumptions for line in one.lines),
         *(f"{run.name}: {line}" for run in runs for line in run.history.lines),
@@ -226,6 +226,12 @@ def notes(results: RunResults) -> list[str]:
         ),
         *_slower_than_predicted(results),
     ]
+
+
+def _reason(cell: Result) -> str:
+    """The reason in one line; the signal by which a job is cancelled is none."""
+    reason = " ".join((cell.reason or "").split())
+    return reason.removeprefix("SIGTERM").lstrip("; ") if cell.status == CANCELLED else reason
 
 
 def _slower_than_predicted(results: RunResults) -> Iterator[str]:
