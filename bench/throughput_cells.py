@@ -100,7 +100,6 @@ CELLS: dict[str, Trained] = {
     "fast": Trained("deepep", _FAST),
     "fast-real": Trained("deepep", {**_FAST, **_REAL}),
     "fast-tp2": Trained("deepep", {**_FAST, **_TP2}),
-    "fast-sms": Trained("deepep", {**_FAST, "comm.num_sms": 8}),
     "fast-ep4": Trained("deepep", _EP4),
     "fast-kept": Trained("deepep", _KEPT),
     "fast-gemms": Trained("deepep", _GEMMS),

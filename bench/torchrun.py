@@ -22,7 +22,6 @@ _OF_HOOKS = (
     "activation_checkpoint.op_sac_save_list",
     "activation_checkpoint.num_layers_kept",
     "loss.",
-    "comm.num_sms",
     "checkpoint.interval_minutes",
     "parallelism.expert_parallel_a2a_",
     "quantize.linear.mx.emulate",

@@ -21,7 +21,7 @@ _ENDLESS = 1e30
 _FREE = {
     name: 1.0 if name.endswith("share") else _ENDLESS if name.endswith(RATES) else 0.0
     for name in FACTS
-} | {"sms": H200.sms}
+}
 
 
 def only(**facts: float) -> Hardware:

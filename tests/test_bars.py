@@ -72,7 +72,7 @@ def test_what_is_tried_next_is_predicted_as_the_page_says() -> None:
         PAGE.read_text(encoding="utf-8").partition("**Tried next**")[2].partition("\n    python")[0]
     )
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| fast")]
-    assert len(rows) == 8
+    assert len(rows) == 7
     points = {(one.name, one.documents): one for one in read_points()}
     for row in rows:
         name, documents, speed, gib = (word.strip() for word in row)

@@ -104,7 +104,6 @@ def test_what_is_wrong_on_gpus_is_said_before_anything_trains(
     for words, said in (
         (["deepep", "--steps", "9"], "--steps: found 9, allowed: 10 or more"),
         (["a", "--cell", "a", "released-standard", hooked], "released, parallelism"),
-        (["a", "--cell", "a", "released-standard", "comm.num_sms=24"], "released, comm.num_sms"),
     ):
         with pytest.raises(SystemExit, match="2"):
             throughput_plan.read_plan("", [str(tmp_path / "out"), *words])

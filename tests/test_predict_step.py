@@ -129,22 +129,6 @@ def test_compute_beside_fsdp_loses_a_share_of_what_is_hidden() -> None:
     assert again == pytest.approx(0.25 * 2 * hidden)
 
 
-def test_beside_fsdp_gemms_that_leave_nccl_its_sms_take_no_second_wave() -> None:
-    slow = only(
-        nvlink_gb_per_s=1.0,
-        sms=132,
-        compute_beside_nccl_share=0.75,
-        **SLOW_ATTENTION,
-        bf16_peak_tflops=1.0,
-    )
-    without, divided = (terms(on_gpus(4, {"comm.num_sms": num}), slow) for num in (0, 33))
-    assert divided["compute beside FSDP"] == pytest.approx(without["compute beside FSDP"])
-    for kind in ("dense GEMMs", "grouped GEMMs"):
-        assert divided[kind] == pytest.approx(without[kind] * 132 / 99)
-    fewer = terms(on_gpus(4, {"comm.num_sms": 11}), slow)
-    assert fewer["compute beside FSDP"] == pytest.approx(without["compute beside FSDP"] / 3)
-
-
 def test_released_deepep_sends_and_computes_each_token_for_every_tp_rank() -> None:
     own = on_gpus(4, {"parallelism.tensor_parallel_degree": 2}, ep_backend="deepep")
     released = dataclasses.replace(own, hooks="")

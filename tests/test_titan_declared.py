@@ -156,7 +156,6 @@ def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: i
         loss=nothing,
         recomputation=nothing,
         saved=nothing,
-        num_sms=nothing,
         emulated=False,
         corrections=nothing,
         node="node",

@@ -66,38 +66,6 @@ def test_options_of_the_published_script_are_understood() -> None:
 A2A = "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8"
 
 
-EP = "--parallelism.expert_parallel_degree=2"
-ETP = "--parallelism.expert_tensor_parallel_degree=2"
-DEEPEP = "--parallelism.expert_parallel_comm_backend=deepep"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ((A2A, EP, DEEPEP), "the MXFP8 all-to-all is a part of the standard backend"),
-        ((A2A,), "the MXFP8 all-to-all needs parallelism.expert_parallel_degree > 1"),
-        ((A2A, EP, ETP), "and parallelism.expert_tensor_parallel_degree=1"),
-        ((EP, DEEPEP), "needs the package deep_ep, which is not installed here"),
-        (("--activation_checkpoint.op_sac_save_list=mm",), "op_sac_save_list is for "),
-        (
-            ("--activation_checkpoint.mode=none", "--activation_checkpoint.num_layers_kept=1"),
-            "num_layers_kept is for ",
-        ),
-    ],
-)
-def test_combinations_that_cannot_be_right_are_refused(
-    options: tuple[str, ...], words: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cookbook.titan.tt_0_2_2 import checks
-
-    # DeepEP counts as installed only where another reason is expected.
-    installed = None if "deep_ep" in words else object()
-    monkeypatch.setattr(checks, "find_spec", lambda name: installed)
-    assert words in refusal(lambda: checks.check_job(parse(*options)), caplog)
-    checks.check_job(parse())
-    checks.check_job(parse(A2A, EP))
-
-
 def test_each_exchange_is_quantized_by_its_own_option() -> None:
     from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 

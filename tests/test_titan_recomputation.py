@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.titan_ranks import run_ranks
-from tests.titan_refusal import refusal
 from tests.titan_run import DEEPEP, EP2, EP4, PP2, TP2, active, job, train, write_assets
 
 pytestmark = pytest.mark.titan
@@ -305,47 +303,3 @@ def test_the_cookbooks_operators_are_listed_where_torchtitans_are() -> None:
     # In a rank, which has the stand-in for DeepEP.
     (found,) = run_ranks(lists, 1)
     assert found == [{MM}, {MM, "deepep.dispatch.default", "cookbook.deepep_dispatch.default"}]
-
-
-@pytest.mark.parametrize(
-    ("mode", "save", "said"),
-    [
-        ("selective", ["atention"], "found 'atention', allowed: attention, communication"),
-        ("full", ["attention"], "is for activation_checkpoint.mode=selective"),
-        ("selective", ["attention"], ""),
-        ("full", [], ""),
-    ],
-)
-def test_a_list_that_cannot_be_meant_ends_the_job(
-    mode: str, save: list[str], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    from cookbook.titan.tt_0_2_2.checks import check_save_list
-
-    options = SimpleNamespace(mode=mode, selective_ac_option="op", op_sac_save_list=save)
-    if not said:
-        check_save_list(options)
-        return
-    assert said in refusal(lambda: check_save_list(options), caplog)
-
-
-@pytest.mark.parametrize(
-    ("mode", "kept", "said"),
-    [
-        ("none", 1, "is for activation_checkpoint.mode=full or selective, found none"),
-        ("memory_budget", 2, "found memory_budget"),
-        ("full", -1, "found -1, allowed: 0 or more"),
-        ("full", 1, ""),
-        ("selective", 1, ""),
-        ("none", 0, ""),
-    ],
-)
-def test_layers_that_cannot_be_kept_end_the_job(
-    mode: str, kept: int, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    from cookbook.titan.tt_0_2_2.checks import check_kept_layers
-
-    options = SimpleNamespace(mode=mode, num_layers_kept=kept)
-    if not said:
-        check_kept_layers(options)
-        return
-    assert said in refusal(lambda: check_kept_layers(options), caplog)

@@ -19,14 +19,13 @@ from cookbook.run.record import CellRecord
 
 # The option that chooses what computes attention.
 ATTENTION = "model.attention"
-# Options of the cookbook's own: the loss without whole logits, DeepEP's tokens in parts, the SMs
-# that are NCCL's, what selective recomputation saves.
+# Options of the cookbook's own: the loss without whole logits, DeepEP's tokens in parts,
+# what selective recomputation saves.
 NUM_CHUNKS = "loss.num_chunks"
 EP_CHUNKS = "deepep.num_chunks"
 SCORE_ACTIVATIONS = "deepep.score_activations"
 # The same and more for the other EP backends.
 ROW_KERNELS = "cookbook.row_kernels"
-NUM_SMS = "comm.num_sms"
 SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
 # What that may name; the first three are TorchTitan's own list.

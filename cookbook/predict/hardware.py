@@ -26,7 +26,6 @@ class Hardware:
     name: str
     path: Path
     sources: Mapping[str, str]
-    sms: float
     bf16_peak_tflops: float
     fp8_peak_tflops: float
     memory_bandwidth_gb_per_s: float

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cookbook.config.cell import EP_CHUNKS, NUM_SMS, Cell
+from cookbook.config.cell import EP_CHUNKS, Cell
 from cookbook.predict.hardware import Hardware
 from cookbook.predict.products import (
     Product,
@@ -105,10 +105,8 @@ class Kernels:
             # Read, and quantized, for each chunk.
             weights *= self.chunks
         share = hw.grouped_gemm_share if kind == GROUPED else hw.dense_gemm_share
-        # GEMMs leave some SMs to NCCL, whether it runs or not.
-        left = 1e9 * (1 - self.cell.options[NUM_SMS] / hw.sms)
-        slow = hw.bf16_peak_tflops * share * left
-        fast = hw.fp8_peak_tflops * hw.fp8_gemm_share * left
+        slow = hw.bf16_peak_tflops * share * 1e9
+        fast = hw.fp8_peak_tflops * hw.fp8_gemm_share * 1e9
         count = 2 if backward else 1
         bytes_ms = self.bytes_ms(count * act * (inputs + weights + outputs))
         if quantized is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.config.cell import NUM_SMS, Cell
+from cookbook.config.cell import Cell
 from cookbook.predict.documents import Documents, documents_of, slowest_attended_tokens
 from cookbook.predict.exchange import Links
 from cookbook.predict.hardware import Hardware, hardware_of
@@ -112,7 +112,7 @@ def predict_step(
     terms = scaled(worked, rounds)
     terms[BUBBLE] = rounds * bubble
     terms[FSDP], hidden_ms = _fsdp_ms(cell, view, links, times, rounds)
-    terms[BESIDE] = hidden_ms * _lost_beside_nccl(cell, hardware)
+    terms[BESIDE] = hidden_ms * (1 - hardware.compute_beside_nccl_share)
     gathers, reduces = _rounds_of_fsdp(cell, rounds)
     terms[COPIES] = kernels.copies(view, gathers, reduces)
     if layout.pp > 1:
@@ -199,14 +199,6 @@ def _fsdp_ms(
         ends = [unit for name, unit in units.items() if not name.startswith("layers.")]
         exposed += sum(sum(links.unit_ms(unit)) for unit in ends[:1])
     return exposed * rounds, hidden * rounds
-
-
-def _lost_beside_nccl(cell: Cell, hardware: Hardware) -> float:
-    """The part of its speed that compute loses while NCCL's kernels run."""
-    if num_sms := cell.options[NUM_SMS]:
-        # GEMMs have left NCCL its SMs, and take no second wave; the rest has fewer.
-        return float(num_sms / hardware.sms)
-    return 1 - hardware.compute_beside_nccl_share
 
 
 def _as_it_runs(cell: Cell, shapes: Shapes) -> Shapes:

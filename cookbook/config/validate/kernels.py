@@ -9,7 +9,6 @@ from cookbook.config.cell import (
     EP_CHUNKS,
     LAYERS_KEPT,
     NUM_CHUNKS,
-    NUM_SMS,
     SAVE_LIST,
     SCORE_ACTIVATIONS,
     Cell,
@@ -126,7 +125,6 @@ def hooks_are_on(cell: Cell) -> Problems:
         NUM_CHUNKS: 0,
         EP_CHUNKS: 1,
         SCORE_ACTIVATIONS: False,
-        NUM_SMS: 0,
         SAVE_LIST: list[str](),
         LAYERS_KEPT: 0,
     }

@@ -26,7 +26,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "profiling.profile_freq": (1, math.inf),
     "comm.init_timeout_seconds": (1, math.inf),
     "comm.train_timeout_seconds": (1, math.inf),
-    "comm.num_sms": (0, 64),
     "lr_scheduler.warmup_steps": (0, math.inf),
     "lr_scheduler.decay_ratio": (0, 1),
     "lr_scheduler.min_lr_factor": (0, 1),

@@ -37,7 +37,6 @@ from cookbook.titan.tt_0_2_2.compiled_blocks import start_compiling_workers
 from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
 from cookbook.titan.tt_0_2_2.router_load import RouterLoad
 from cookbook.titan.tt_0_2_2.self_check import check_kernels
-from cookbook.titan.tt_0_2_2.sms import observe_sms
 from cookbook.titan.tt_0_2_2.versions import refuse, versions
 
 # What may be declared, and by which overlay.
@@ -59,7 +58,6 @@ class RankActivity:
     loss: frozenset[str]
     recomputation: frozenset[str]
     saved: frozenset[str]
-    num_sms: frozenset[str]
     emulated: bool
     corrections: frozenset[str]
     node: str
@@ -180,7 +178,6 @@ class FirstStepReport(metrics.MetricsProcessor):
             loss=frozenset(activity.losses),
             recomputation=observe_recomputation(self.model_parts),
             saved=frozenset(activity.saved),
-            num_sms=observe_sms(),
             emulated=model.emulated or activity.casts_are_emulated(),
             corrections=frozenset(activity.corrections),
             node=socket.gethostname(),
@@ -220,7 +217,7 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
 
     Returns:
         `grouped_gemms`, `linear_layers`, `dispatch`, what moved `rows`, `loss`, `recomputation`,
-        what it `saved`, what sets `num_sms` (each null where no rank has any), `emulated`.
+        what it `saved` (each null where no rank has any), `emulated`.
     """
     return {
         "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),
@@ -230,7 +227,6 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
         "loss": words(frozenset().union(*(view.loss for view in views))),
         "recomputation": words(frozenset().union(*(view.recomputation for view in views))),
         "saved": words(frozenset().union(*(view.saved for view in views))),
-        "num_sms": words(frozenset().union(*(view.num_sms for view in views))),
         "emulated": any(view.emulated for view in views),
     }
 

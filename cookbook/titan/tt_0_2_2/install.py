@@ -7,15 +7,12 @@ import torch
 from cookbook.titan.common.leave import leave_when_done
 from cookbook.titan.common.orphan import end_with_torchrun
 from cookbook.titan.tt_0_2_2.cpu import prepare_cpu
-from cookbook.titan.tt_0_2_2.sms import divide_sms_before_nccl
 from cookbook.titan.tt_0_2_2.spec import register
 
 
 def install() -> None:
     """Register the changed spec; bind TorchTitan to the CPU where there is no GPU."""
-    if torch.cuda.is_available():
-        divide_sms_before_nccl()
-    else:
+    if not torch.cuda.is_available():
         prepare_cpu()
     register()
     leave_when_done()

@@ -92,16 +92,6 @@ class DeepEP:
 
 
 @dataclass
-class Comm:
-    num_sms: int = 0
-    """How many of a GPU's SMs are NCCL's: each collective takes at most so many (NCCL_MAX_CTAS;
-    sends and receives, as of an all-to-all: up to the next power of two), and GEMMs leave so many
-    free, so that none of their blocks need wait for a collective's. Dense GEMMs then run through
-    cuBLASLt, which can do so. Collectives beside which nothing computes are limited too. 0 changes
-    nothing; on a CPU it has no effect."""
-
-
-@dataclass
 class Parallelism:
     expert_parallel_a2a_dispatch_fwd_precision: Literal["default", "mxfp8"] = "default"
     """Precision of the tokens that the standard all-to-all sends to the experts in the forward."""
@@ -165,9 +155,6 @@ class JobConfig:
 
     deepep: DeepEP = field(default_factory=DeepEP)
     """For the EP backend `deepep` alone."""
-
-    comm: Comm = field(default_factory=Comm)
-    """What the cookbook adds to `comm`."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     """What the cookbook adds to `parallelism`."""

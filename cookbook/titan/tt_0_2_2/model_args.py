@@ -16,9 +16,9 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.moe import MoEArgs
 
 from cookbook.titan.tt_0_2_2.attention import choose_attention
-from cookbook.titan.tt_0_2_2.checks import check_job
 from cookbook.titan.tt_0_2_2.mx import replace_mx_converters
 from cookbook.titan.tt_0_2_2.saving import save_when_ranks_agree
+from cookbook.titan.tt_0_2_2.versions import refuse
 
 
 class ModelArgs(DeepSeekV3ModelArgs):
@@ -26,7 +26,11 @@ class ModelArgs(DeepSeekV3ModelArgs):
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Take over what the job's options say of the model; called before the model is built."""
-        check_job(job_config)
+        if not hasattr(job_config, "cookbook"):
+            raise refuse(
+                f"--experimental.custom_import={__package__} needs the cookbook's options; add "
+                f"--job.custom_config_module={__package__}.job_config"
+            )
         replace_mx_converters()
         save_when_ranks_agree()
         choose_attention(self, job_config)

@@ -10,13 +10,11 @@ import torch
 import torch.nn as nn
 import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 
-from cookbook.titan.common.one_rank import reduce_alone
 from cookbook.titan.tt_0_2_2.chunked_loss import (
     HandingOnColwiseParallel,
     hand_on,
     keep_gathered,
 )
-from cookbook.titan.tt_0_2_2.compiled_blocks import compile_blocks
 from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
 from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
 from cookbook.titan.tt_0_2_2.plain_checkpoint import save_plain_weights
@@ -45,7 +43,6 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             job_config.activation_checkpoint.op_sac_save_list,
             job_config.activation_checkpoint.num_layers_kept,
         ),
-        "apply_compile": compile_blocks,
     }
     compiled = job_config.compile
     if compiled.enable and "model" in compiled.components:
@@ -65,20 +62,9 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         model = deepseek_parallelize.parallelize_deepseekv3(model, parallel_dims, job_config)
     if job_config.loss.num_chunks:
         keep_gathered(model)
-    if parallel_dims.ep_enabled:
-        _reduce_experts_alone(model, parallel_dims)
     save_plain_weights(model)
     count_load(model)
     count_in_training_only(model)
     if not torch.cuda.is_available():
         sum_gradients_in_fsdp(model)
     return model
-
-
-def _reduce_experts_alone(model: nn.Module, parallel_dims: Any) -> None:
-    """Where EP spans all data-parallel ranks, none shares its experts with another."""
-    if parallel_dims.dp_replicate_enabled or parallel_dims.get_mesh("efsdp").size() > 1:
-        return
-    for layer in model.get_submodule("layers").children():
-        if layer.moe_enabled:
-            reduce_alone(layer.moe.experts)

@@ -11,7 +11,6 @@ Some things have no door. Each is replaced in one place, which says why:
 - the converters called `quantize.*.mx`: `mx.py`, when a job of this model starts
 - functions that TorchAO's emulation calls: `mx.py` and `quantized_a2a.py`, where a job uses them
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
-- the function that makes the process group: `sms.py`, on machines with CUDA
 - when a checkpoint is saved, and whether another step follows: `saving.py`
 - the end of the process: `common/leave.py`
 """
