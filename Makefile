@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo setup-local setup-dev test test-slurm mutants chaos check golden
+.PHONY: help demo setup-local setup-dev test test-slurm nightly mutants chaos check golden
 
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
@@ -21,11 +21,19 @@ setup-dev:
 demo: setup-local ## set up, then train every cell of the matrix that this machine can run
 	.venv/bin/python submit.py sweep matrix --cluster local
 
-test: setup-dev ## all tests, a real Slurm cluster included
-	$(in_venv) .venv/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
+test: setup-dev ## the tests, a real Slurm cluster included, without the nightly ones
+	$(in_venv) .venv/bin/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
 
 test-slurm: setup-dev ## only the tests that start a Slurm cluster on this machine
 	$(in_venv) .venv/bin/python -m pytest -m slurm $(PYTEST_ARGS)
+
+nightly: setup-dev ## what is too slow for each push: slow tests, all faults, chaos, gradients
+	$(in_venv) .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m nightly $(PYTEST_ARGS)
+	.ci/run driver
+	.venv/bin/python -m tests.mutants
+	.venv/bin/python -m tests.random_mutants --seed "$$(date +%j)"
+	.venv/bin/python -m bench.chaos
+	.venv/bin/python -m bench.gradients build/gradients
 
 mutants: setup-dev ## put faults in one at a time and see the tests find them (MUTANTS_ARGS=--quick: a part)
 	.venv/bin/python -m tests.mutants $(MUTANTS_ARGS)

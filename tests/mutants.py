@@ -112,7 +112,7 @@ class Checkout:
 
     def run_tests(self, *tests: str) -> tuple[int | None, list[str]]:
         """Run pytest up to the first failure: its status (None: timeout), the failed tests."""
-        words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+        words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "", *tests]
         assert self._pytest.stdin is not None and self._pytest.stdout is not None
         self._pytest.stdin.write(json.dumps(words) + "\n")
         self._pytest.stdin.flush()
