@@ -106,7 +106,7 @@ def test_the_table_and_the_picture(runs: Path, tmp_path: Path) -> None:
         ([RUN, "--figure", "/nowhere/x.svg"], "--figure: /nowhere is no folder"),
         (
             ["debug", "--set", "training.steps=3"],
-            "--set training.steps: found 3, allowed: at least 5",
+            "--set training.steps: profiling.profile_freq: found 3, allowed: 5 and up",
         ),
         (
             ["debug", "--set", "profiling.profile_freq=9"],

@@ -7,12 +7,11 @@ count, each for the time in which no operation ran inside it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cookbook.profile.kernels import CATEGORIES, NO_WORK, Source, category_of
-from cookbook.profile.trace import NOTHING, Column, DeviceEvents, Trace
+from cookbook.profile.trace import DEVICE, NOTHING, Column, Trace
 
 # CUDA's runtime and driver: cudaMemcpyAsync, cuLaunchKernel.
 _CALL = re.compile(r"cu(da)?[A-Z]")
@@ -31,7 +30,7 @@ class Host:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         events = trace.host
-        size = len(events.start)
+        size = len(events)
         self.parent = np.full(size, NOTHING)
         self.chain = np.full(size, NOTHING)
         names = events.name.tolist()
@@ -81,44 +80,32 @@ class Host:
         return tuple(names)
 
 
-@dataclass(frozen=True)
-class Kernels(DeviceEvents):
-    """Everything that ran, by start.
-
-    Attributes:
-        operation: the host's event that it belongs to, or NOTHING.
-        category: index into CATEGORIES.
-    """
-
-    operation: Column
-    category: Column
-
-    def select(self, which: Column) -> Kernels:
-        """The kernels of a mask, or of indices in that order."""
-        return Kernels(**{name: column[which] for name, column in vars(self).items()})
+# Everything that ran, by start. `operation`: the host's event that it belongs to, or NOTHING;
+# `category`: index into CATEGORIES.
+KERNEL = np.dtype([*DEVICE.descr, ("operation", int), ("category", int)])
 
 
-def kernels_of(trace: Trace, host: Host) -> Kernels:
+def kernels_of(trace: Trace, host: Host) -> Column:
     """Everything that ran on the device, without operations that only wait or call others."""
     device = trace.device
     if trace.on_gpu:
-        launcher = np.full(len(device.start), NOTHING)
+        launcher = np.full(len(device), NOTHING)
         known = ~np.isnan(device.launched)
         for thread in np.unique(device.thread[known]):
             own = known & (device.thread == thread)
             launcher[own] = host.innermost(thread, device.launched[own])
-        columns = vars(device)
+        columns = [device[name] for name in DEVICE.names]
         operation = host.operation(launcher)
     else:
         parts = [_own_time(host, thread) for thread in np.unique(trace.host.thread)]
         start, end, operation = (np.concatenate(column) for column in zip(*parts, strict=True))
         name, thread = trace.host.name[operation], trace.host.thread[operation]
-        none = np.full(len(start), NOTHING)
-        columns = vars(DeviceEvents(name, start, end, start, thread, none))
-    kernels = Kernels(**columns, operation=operation, category=np.zeros(len(operation), int))
-    kernels = replace(kernels, category=_categories(trace, host, kernels))
-    order = np.lexsort((kernels.end, kernels.start))
-    return kernels.select(order[kernels.category[order] != _NO_WORK])
+        columns = [name, start, end, start, thread, np.full(len(start), NOTHING)]
+    category = np.zeros(len(operation))
+    kernels = np.rec.fromarrays([*columns, operation, category], dtype=KERNEL)
+    kernels.category = _categories(trace, host, kernels)
+    kernels = kernels[kernels.category != _NO_WORK]
+    return kernels[np.lexsort((kernels.end, kernels.start))]
 
 
 def _own_time(host: Host, thread: float) -> tuple[Column, Column, Column]:
@@ -131,7 +118,7 @@ def _own_time(host: Host, thread: float) -> tuple[Column, Column, Column]:
     return edges[:-1][work], edges[1:][work], inside[work]
 
 
-def _categories(trace: Trace, host: Host, kernels: Kernels) -> Column:
+def _categories(trace: Trace, host: Host, kernels: Column) -> Column:
     operation = kernels.operation
     chain = np.full(len(operation), NOTHING)
     chain[operation != NOTHING] = host.chain[operation[operation != NOTHING]]

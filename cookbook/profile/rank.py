@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cookbook.base.gpus import peak_tflops
-from cookbook.profile.events import Host, Kernels, kernels_of
+from cookbook.profile.events import Host, kernels_of
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS
 from cookbook.profile.trace import NOTHING, Column, Trace, read_trace
 
@@ -122,10 +122,10 @@ def profile_rank(path: Path) -> RankProfile:
     count = len(windows) - 1
     counted, busy, gaps = divide(kernels, start, end)
     idle_host, idle_queued, causes = explain_idle(gaps, kernels, host)
-    kernels = kernels.select((kernels.end > start) & (kernels.start < end))
+    kernels = kernels[(kernels.end > start) & (kernels.start < end)]
     # On a CPU a call is cut where another operation runs within it, so no two are alike.
     is_call = _IS_COMMUNICATION[kernels.category] & trace.on_gpu
-    calls = _calls(trace, kernels.select(is_call), windows)
+    calls = _calls(trace, kernels[is_call], windows)
     per_step = 1 / count / 1000
     totals: dict[tuple[str, str], float] = {}
     for name, category, us in zip(
@@ -134,7 +134,7 @@ def profile_rank(path: Path) -> RankProfile:
         key = trace.names[name], CATEGORIES[category].name
         totals[key] = totals.get(key, 0.0) + us * per_step
     longest = [(*key, ms) for key, ms in sorted(totals.items(), key=lambda item: -item[1])]
-    beyond = _beyond_fastest(trace, kernels.select(is_call), calls, counted)
+    beyond = _beyond_fastest(trace, kernels[is_call], calls, counted)
     return RankProfile(
         path=path,
         rank=trace.header.rank,
@@ -160,14 +160,14 @@ def profile_rank(path: Path) -> RankProfile:
     )
 
 
-def step_windows(trace: Trace, kernels: Kernels) -> list[float]:
+def step_windows(trace: Trace, kernels: Column) -> list[float]:
     """Return the device's boundaries of the traced steps: one more than there are steps.
 
     The host runs ahead of the device. A step begins on the device when the host has begun it and
     the device has finished the one before. So the windows are wall time, without gap or overlap.
     """
     if not trace.steps:
-        source = kernels if len(kernels.start) else trace.host
+        source = kernels if len(kernels) else trace.host
         return [float(source.start.min()), float(source.end.max())]
     boundaries = [trace.steps[0].start]
     finished = trace.steps[0].start
@@ -185,7 +185,7 @@ def step_windows(trace: Trace, kernels: Kernels) -> list[float]:
 
 
 def divide(
-    kernels: Kernels, start: float, end: float
+    kernels: Column, start: float, end: float
 ) -> tuple[dict[str, float], dict[str, float], Column]:
     """Divide the time from `start` to `end` among the kernels.
 
@@ -215,7 +215,7 @@ def divide(
 
 
 def explain_idle(
-    gaps: Column, kernels: Kernels, host: Host
+    gaps: Column, kernels: Column, host: Host
 ) -> tuple[float, float, dict[str, float]]:
     """Explain the idle time in `gaps`.
 
@@ -236,7 +236,7 @@ def explain_idle(
     launched, thread = end.copy(), np.full(len(gaps), float(busiest))
     if host.trace.on_gpu:
         following = np.searchsorted(kernels.start, end)
-        gap = np.flatnonzero(following < len(kernels.start))
+        gap = np.flatnonzero(following < len(kernels))
         following = following[gap]
         known = ~np.isnan(kernels.launched[following])
         gap, following = gap[known], following[known]
@@ -267,7 +267,7 @@ def _activity(host: Host, event: int) -> str:
     return _PARTICULAR.sub("", name).strip() or name
 
 
-def _calls(trace: Trace, kernels: Kernels, windows: list[float]) -> list[Call]:
+def _calls(trace: Trace, kernels: Column, windows: list[float]) -> list[Call]:
     """The communication calls, with the keys that they have on every rank of their group."""
     steps = np.searchsorted(windows[1:-1], kernels.start, side="right")
     ep_ranks = str(trace.header.group_ranks("mesh_ep"))
@@ -285,7 +285,7 @@ def _calls(trace: Trace, kernels: Kernels, windows: list[float]) -> list[Call]:
 
 
 def _beyond_fastest(
-    trace: Trace, kernels: Kernels, calls: list[Call], counted: Mapping[str, float]
+    trace: Trace, kernels: Column, calls: list[Call], counted: Mapping[str, float]
 ) -> dict[str, float]:
     """Of the exposed communication, the time beyond the fastest call of the same size."""
     alike: dict[tuple[object, ...], list[float]] = {}
@@ -307,15 +307,15 @@ def _beyond_fastest(
     }
 
 
-def _gemm_rates(trace: Trace, host: Host, kernels: Kernels, count: int) -> dict[str, GemmRate]:
+def _gemm_rates(trace: Trace, host: Host, kernels: Column, count: int) -> dict[str, GemmRate]:
     flops, bits = trace.host.flops, trace.host.bits
     rates = {}
     for category in GEMMS:
-        own = kernels.select(kernels.category == list(BY_NAME).index(category))
-        if not len(own.start):
+        own = kernels[kernels.category == list(BY_NAME).index(category)]
+        if not len(own):
             continue
         # The outermost GEMM around each: on a CPU a grouped one is made of others.
-        gemm, event = np.full(len(own.start), NOTHING), own.operation.copy()
+        gemm, event = np.full(len(own), NOTHING), own.operation.copy()
         while (inside := event != NOTHING).any():
             found = inside & (flops[event] > 0)
             gemm[found] = event[found]

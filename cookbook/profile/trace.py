@@ -21,7 +21,7 @@ import numpy as np
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
 
-# A one-dimensional array.
+# A one-dimensional array: of numbers, or of records of one of the types below.
 Column: TypeAlias = np.ndarray
 
 NOTHING = -1
@@ -68,40 +68,23 @@ class Step:
     end: float
 
 
-@dataclass(frozen=True)
-class HostEvents:
-    """Operations, annotations and blocking calls; by thread, start, outer before inner.
-
-    Attributes:
-        name: index into the trace's names.
-        is_work: false for annotations, which only enclose operations.
-        flops: of a GEMM with known shapes, else 0; `bits`: of an element of its inputs.
-    """
-
-    name: Column
-    start: Column
-    end: Column
-    thread: Column
-    is_work: Column
-    flops: Column
-    bits: Column
-
-
-@dataclass(frozen=True)
-class DeviceEvents:
-    """Kernels, copies and fills.
-
-    Attributes:
-        launched: when the host launched it, NaN where the trace does not say; `thread`: by whom.
-        collective: index into the trace's collectives, or NOTHING.
-    """
-
-    name: Column
-    start: Column
-    end: Column
-    launched: Column
-    thread: Column
-    collective: Column
+# Operations, annotations and blocking calls: by thread, start, outer before inner. `name` is an
+# index into the trace's names; annotations are no work, they only enclose it; `flops` are of a GEMM
+# with known shapes, else 0, and `bits` of an element of its inputs.
+HOST = np.dtype(
+    [
+        *[("name", int), ("start", float), ("end", float), ("thread", float)],
+        *[("is_work", bool), ("flops", float), ("bits", int)],
+    ]
+)
+# Kernels, copies and fills. `launched`: when the host launched it, NaN where the trace does not
+# say; `thread`: by whom; `collective`: index into the trace's collectives, or NOTHING.
+DEVICE = np.dtype(
+    [
+        *[("name", int), ("start", float), ("end", float), ("launched", float)],
+        *[("thread", float), ("collective", int)],
+    ]
+)
 
 
 class Header:
@@ -156,13 +139,13 @@ class Trace:
     names: Sequence[str]
     collectives: Sequence[Collective]
     steps: Sequence[Step]
-    host: HostEvents
-    device: DeviceEvents
+    host: Column
+    device: Column
 
     @property
     def on_gpu(self) -> bool:
         """Whether a GPU worked."""
-        return len(self.device.start) > 0
+        return len(self.device) > 0
 
     @property
     def gpu(self) -> str | None:
@@ -204,7 +187,7 @@ def read_trace(path: Path) -> Trace:
     if not isinstance(content, dict) or "traceEvents" not in content:
         raise InputError(place, "is not a trace: it has no traceEvents")
     trace = reader.trace(Header(path, content))
-    if not trace.on_gpu and not len(trace.host.start):
+    if not trace.on_gpu and not len(trace.host):
         remedy = "the profiler recorded nothing in this step"
         raise InputError(place, "holds no operation and no kernel", remedy)
     return trace
@@ -283,24 +266,13 @@ class _Reader:
 
     def trace(self, header: Header) -> Trace:
         """Everything that was collected."""
-        name, start, end, thread, is_work, flops, bits = np.array(self._host).reshape(-1, 7).T
-        order = np.lexsort((-end, start, thread))
-        host = HostEvents(
-            name=name[order].astype(int),
-            start=start[order],
-            end=end[order],
-            thread=thread[order],
-            is_work=is_work[order] > 0,
-            flops=flops[order],
-            bits=bits[order].astype(int),
-        )
+        host = np.rec.fromarrays(np.array(self._host).reshape(-1, 7).T, dtype=HOST)
+        host = host[np.lexsort((-host.end, host.start, host.thread))]
         name, start, end, correlation, collective = np.array(self._device).reshape(-1, 5).T
         unknown = (math.nan, NOTHING)
         launches = np.array([self._launches.get(int(key), unknown) for key in correlation])
-        launched, thread = launches.reshape(-1, 2).T
-        device = DeviceEvents(
-            name.astype(int), start, end, launched, thread, collective.astype(int)
-        )
+        columns = (name, start, end, *launches.reshape(-1, 2).T, collective)
+        device = np.rec.fromarrays(columns, dtype=DEVICE)
         steps = sorted(self._steps, key=lambda step: step.start)
         return Trace(header, list(self._names), list(self._collectives), steps, host, device)
 
