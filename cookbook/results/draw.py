@@ -36,6 +36,8 @@ def draw_chart(chart: Chart, suffix: str) -> bytes:
             _draw_bars(axes, chart)
         else:
             _draw_lines(axes, chart)
+            place: Any = {"loc": "outside upper left", "ncols": 3, "frameon": False}
+            figure.legend(labelcolor="linecolor", fontsize=9, **place)
         file = io.BytesIO()
         metadata = {"Date": None} if suffix == "svg" else {}
         figure.savefig(file, format=suffix, dpi=144, metadata=metadata)
@@ -77,4 +79,3 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
             axes.plot(x, min(y, chart.high), "^", markersize=5, **style)
         for x in line.rules:
             axes.axvline(x, linestyle="--", linewidth=1, **style)
-    axes.legend(frameon=False, labelcolor="linecolor", fontsize=9)
