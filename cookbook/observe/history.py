@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cookbook.observe.scan import LogScan, step_time
-from cookbook.observe.text import blocks, lines_with
+from cookbook.observe.console import save_seconds, seconds_to_first_step
+from cookbook.observe.metrics import read_steps
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause, read_attempt_end
 from cookbook.run.record import CellRecord
 from cookbook.run.resumption import read_resumptions
 
-# TorchTitan 0.2.2 leaves out the space.
-_SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
 # Steps that say what is usual.
 _FEWEST = 3
 # Options that change neither how long a step takes nor how a checkpoint is saved. A resumed run may
@@ -91,23 +88,12 @@ class History:
         return [*(one.line for one in self.attempts), total]
 
 
-def collect_history(
-    cell: CellFolder, record: CellRecord, scans: Mapping[int, LogScan] | None = None
-) -> History:
-    """What became of the cell's attempts.
-
-    Args:
-        scans: of the logs of all attempts, by number, where they have been read already.
-    """
+def collect_history(cell: CellFolder, record: CellRecord) -> History:
+    """Return the history of the cell's attempts."""
     attempts = cell.attempts()
     ends = [read_attempt_end(attempt) for attempt in attempts]
     resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
-    times = [
-        scans[attempt.number].times
-        if scans is not None and attempt.number in scans
-        else list(_step_times(attempt.log, record.as_of(attempt.number).loss_rank))
-        for attempt in attempts
-    ]
+    times = [_step_times(attempt, record) for attempt in attempts]
     summaries: list[AttemptSummary] = []
     for position, (attempt, end) in enumerate(zip(attempts, ends, strict=True)):
         kept = _kept_until(attempts[position + 1 :], times[position + 1 :], resumed)
@@ -128,7 +114,7 @@ def usual_step_time(cell: CellFolder, record: CellRecord, number: int) -> float 
         number: the attempt that this is asked for; those whose steps are others say nothing of it.
     """
     for attempt in reversed(_alike(cell, record, number, _NOT_OF_STEPS)):
-        steps = list(_step_times(attempt.log, record.as_of(attempt.number).loss_rank))
+        steps = _step_times(attempt, record)
         pairs = [(one, other) for one, other in pairwise(steps) if 0 < one[0] < other[0]]
         seconds = [(then - at) / (later - step) for (step, at), (later, then) in pairs]
         if len(seconds) >= _FEWEST:
@@ -142,13 +128,8 @@ def longest_save(cell: CellFolder, record: CellRecord, number: int) -> float | N
     Args:
         number: the attempt that this is asked for; those that save otherwise say nothing of it.
     """
-    seconds = [
-        float(found)
-        for attempt in _alike(cell, record, number, _NOT_OF_SAVES)
-        if attempt.log.is_file()
-        for block in blocks(attempt.log)
-        for found in _SAVED.findall(block)
-    ]
+    alike = _alike(cell, record, number, _NOT_OF_SAVES)
+    seconds = [found for attempt in alike for found in save_seconds(attempt.log)]
     return max(seconds, default=None)
 
 
@@ -229,15 +210,14 @@ def _last_word(log: Path) -> float:
         return time.time()
 
 
-def _step_times(log: Path, rank: int) -> Iterator[tuple[int, float]]:
-    """The steps that a rank printed, and when, in seconds; step 0 is the training's start."""
-    if not log.is_file():
-        return
-    mark = b"[rank%d]:" % rank
-    for block in blocks(log):
-        for line in lines_with(block, mark):
-            if (found := step_time(line)) is not None:
-                yield found
+def _step_times(attempt: Attempt, record: CellRecord) -> list[tuple[int, float]]:
+    """Return the logged steps and when, in seconds; step 0 is the start of training."""
+    times = [(one.step, one.time) for one in read_steps(attempt, record) if one.time is not None]
+    before = seconds_to_first_step(attempt.log)
+    if times and before is not None:
+        # Not the console's own time: its node may be in another time zone.
+        return [(0, times[0][1] - before), *times]
+    return times
 
 
 def _steps(count: int) -> str:

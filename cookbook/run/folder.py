@@ -1,8 +1,8 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
 <cell>/cell.yaml, train.sh, status.json, job.json, end.json, job/, checkpoint/, checkpoint-damaged/
-       attempt-<k>/train.log, train.sh, environment.json, router_load.jsonl, resume.json,
-                   preflight.json, stop, stopped, end.json, ranks/, stacks/, tb/, comm_traces/,
+       attempt-<k>/metrics.jsonl, train.log, train.sh, environment.json, router_load.jsonl,
+                   resume.json, preflight.json, stop, stopped, end.json, ranks/, stacks/, tb/, comm_traces/,
                    profile_traces/
 """
 
@@ -35,6 +35,11 @@ class Attempt:
     def environment(self) -> Path:
         """What the training process said of itself: versions, GPUs, nodes, what was active."""
         return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A JSON object for each logged step; our hooks write it on the rank that has the loss."""
+        return self.path / "metrics.jsonl"
 
     @property
     def router_load(self) -> Path:

@@ -26,6 +26,7 @@ class Cause(enum.StrEnum):
     DISK_FULL = "disk full"
     OUT_OF_MEMORY = "out of memory"
     MISSING_FILE = "missing file"
+    MISSING_MODULE = "missing module"
     WRONG_OPTION = "wrong option"
     BAD_NODES = "bad nodes"
     """The look at the nodes before training found too few that are well."""

@@ -34,6 +34,7 @@ from cookbook.titan.tt_0_2_2.attention import (
     observe_attention,
 )
 from cookbook.titan.tt_0_2_2.compiled_blocks import start_compiling_workers
+from cookbook.titan.tt_0_2_2.metrics_log import with_json_lines
 from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
 from cookbook.titan.tt_0_2_2.router_load import RouterLoad
 from cookbook.titan.tt_0_2_2.self_check import check_kernels
@@ -209,6 +210,8 @@ def build_metrics_processor(
         report = FirstStepReport(job_config, parallel_dims, tag)
     report.self_check = found
     report.model_args = model_args
+    if report._is_metrics_rank():
+        report.logger = with_json_lines(report.logger, torch.distributed.get_rank())
     return report
 
 

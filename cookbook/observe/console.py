@@ -1,0 +1,227 @@
+"""Read TorchTitan's console lines: phases and times of any run, steps of runs without our hooks."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+RANK = re.compile(r"\[rank([0-9]{1,7})\]:")
+COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)"
+# Validation prints `validate step:` with a loss and a tps of its own: not a training step.
+_STEP = re.compile(r"(?<!validate )\bstep:\s*([0-9]{1,12})(?=\s)")
+_VALUE = re.compile(rf"\b(loss|grad_norm|memory|tps|tflops|mfu):\s*({_NUMBER})(?=[\sG%]|$)")
+_MEMORY_PERCENT = re.compile(rf"GiB\(({_NUMBER})%\)")
+_PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
+_TIME = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
+_SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
+_ACTIVE, _START = "cookbook active: ", "Training starts at step "
+# The first line of TorchTitan follows torchrun's own; the last may precede a long traceback.
+_ENDS_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """The metrics of one logged step; None where a value is not logged, or is `N/A`.
+
+    A loss that is NaN or infinite is kept as such.
+    """
+
+    rank: int | None
+    """Global rank; None for a console line without a `[rank0]:` prefix."""
+    step: int
+    loss: float | None
+    grad_norm: float | None = None
+    memory_gib: float | None = None
+    """Peak reserved memory since the logged step before this one."""
+    memory_percent: float | None = None
+    tokens_per_second: float | None = None
+    """TorchTitan's `tps`, per GPU."""
+    tflops: float | None = None
+    """Per GPU."""
+    mfu: float | None = None
+    """Percent of the GPU's BF16 peak."""
+    time: float | None = None
+    """Seconds since the epoch."""
+    lr: float | None = None
+    tokens_seen: float | None = None
+    """Tokens of all ranks since the first step of the run."""
+    validation_loss: float | None = None
+    attempt: int = 0
+
+
+class Phase(enum.StrEnum):
+    """What a rank is doing; the value is the text to show."""
+
+    LOADING = "loading"
+    """Imports, process group, tokenizer and data."""
+    BUILDING = "building"
+    COMPILING = "compiling"
+    """torch.compile is set up, and the model sharded; most kernels are made in the first step."""
+    LOADING_CHECKPOINT = "loading checkpoint"
+    FIRST_STEP = "first step"
+    TRAINING = "training"
+    SAVING_CHECKPOINT = "saving checkpoint"
+    FINISHING = "finishing"
+
+
+# How the message begins that opens a phase. `Applied ...` opens none: TorchTitan also prints it
+# without torch.compile. The last two are ours (`titan/tt_0_2_2/saving.py`).
+_PHASES = {
+    "Starting job: ": Phase.LOADING,
+    "Building device mesh": Phase.LOADING,
+    "Building ": Phase.BUILDING,
+    "Compiling each TransformerBlock": Phase.COMPILING,
+    "Loading the checkpoint from ": Phase.LOADING_CHECKPOINT,
+    _START: Phase.FIRST_STEP,
+    "Saving the checkpoint ": Phase.SAVING_CHECKPOINT,
+    "Finished saving the checkpoint ": Phase.TRAINING,
+    "Training completed": Phase.FINISHING,
+    "Process group destroyed": Phase.FINISHING,
+    "cookbook: waiting until the checkpoint is ": Phase.SAVING_CHECKPOINT,
+    "cookbook: the checkpoint is copied": Phase.TRAINING,
+}
+_PHASE = re.compile(rf"\[titan\] [^\[\]]* - INFO - ({'|'.join(map(re.escape, _PHASES))})")
+
+
+def parse_line(line: str) -> StepMetrics | None:
+    """Return the metrics of one whole line; None where it is not a metrics line."""
+    if "step:" not in line or "loss:" not in line:
+        return None
+    text = COLOURS.sub("", line).rstrip()
+    found = _STEP.search(text)
+    if found is None:
+        return None
+    ranks = RANK.findall(text, 0, found.start())
+    rest = text[found.end() :]
+    if ranks:
+        # torchrun repeats the prefix inside a line that it read in two pieces.
+        rest = re.sub(rf"\[rank{ranks[-1]}\]:(?!\[titan\])", "", rest)
+    own, *others = re.split(r"\[rank[0-9]+\]:|\[titan\]", rest)
+    values: dict[str, float] = {}
+    for key, value in _VALUE.findall(own):
+        values.setdefault(key, float(value.replace(",", "")))
+    # Another line cut this one off: its last value may be a part, unless that is `mfu`'s percent.
+    if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
+        return None
+    percent = _MEMORY_PERCENT.search(own)
+    return StepMetrics(
+        int(ranks[-1]) if ranks else None,
+        int(found[1]),
+        values["loss"],
+        values.get("grad_norm"),
+        values.get("memory"),
+        float(percent[1].replace(",", "")) if percent else None,
+        values.get("tps"),
+        values.get("tflops"),
+        values.get("mfu"),
+        _time_of(text),
+    )
+
+
+def parse_of_rank(line: bytes, rank: int | None) -> StepMetrics | None:
+    """Return the metrics of a line that `rank` printed (any rank: None); few lines are such."""
+    if b"step:" not in line or b"loss:" not in line:
+        return None
+    metrics = parse_line(line.decode("utf-8", "replace"))
+    return metrics if metrics is not None and rank in (None, metrics.rank) else None
+
+
+def parse_phase(line: bytes, rank: int | None = None) -> Phase | None:
+    """Return the phase that a line of `rank` (any rank: None) opens; None where it opens none."""
+    if b" - INFO - " not in line:
+        return None
+    text = line.decode("utf-8", "replace")
+    found = _PHASE.search(text)
+    ranks = RANK.findall(text, 0, found.start()) if found else []
+    if found is None or (rank is not None and ranks[-1:] != [str(rank)]):
+        return None
+    return _PHASES[found[1]]
+
+
+def read_console(log: Path, rank: int | None = None) -> Iterator[StepMetrics]:
+    """Yield the metrics lines of a log in order, of one rank or of all.
+
+    The last line is left out while its newline is missing: the job may still be writing it.
+    """
+    for line in _lines(log):
+        if line.endswith(b"\n") and (metrics := parse_of_rank(line, rank)) is not None:
+            yield metrics
+
+
+def read_active(log: Path) -> dict[str, Any] | None:
+    """Return what the hooks reported as active at the first step (`cookbook active: {...}`)."""
+    active = None
+    for line in _lines(log):
+        if _ACTIVE.encode() in line:
+            rest = COLOURS.sub("", line.decode("utf-8", "replace")).partition(_ACTIVE)[2]
+            try:
+                active = json.JSONDecoder().raw_decode(rest.lstrip())[0]
+            except ValueError:
+                continue
+    return active if isinstance(active, dict) else None
+
+
+def read_peak_memory(logs: Iterable[Path]) -> float | None:
+    """Return the most GiB that any metrics line of these logs shows, over all ranks and steps."""
+    shown = {text for log in logs for line in _lines(log) for text in _PEAK_MEMORY.findall(line)}
+    # TorchTitan prints -0.00GiB where the device has no memory statistics.
+    return max((float(text.replace(b",", b"")) for text in shown), default=0.0) or None
+
+
+def seconds_to_first_step(log: Path) -> float | None:
+    """Return the time from the start of training to the first logged step."""
+    start = None
+    for line in _lines(log):
+        if _START.encode() in line:
+            start = _time_of(line.decode("utf-8", "replace"))
+        elif start is not None and (metrics := parse_of_rank(line, None)) and metrics.time:
+            return max(0.0, metrics.time - start)
+    return None
+
+
+def save_seconds(log: Path) -> list[float]:
+    """Return how long each save of a checkpoint took."""
+    return [float(found) for line in _lines(log) for found in _SAVED.findall(line)]
+
+
+def logged_seconds(log: Path) -> float | None:
+    """Return the seconds from the first to the last line of TorchTitan; None without two."""
+    try:
+        with log.open("rb") as file:
+            head = file.read(_ENDS_BYTES)
+            file.seek(max(0, file.seek(0, 2) - _ENDS_BYTES))
+            tail = file.read(_ENDS_BYTES)
+    except OSError:
+        return None
+    times = _TIME.findall((head + tail).decode("utf-8", "replace"))
+    seconds = (read_time(times[-1]) - read_time(times[0])).total_seconds() if times else 0.0
+    # Ranks' lines cross by milliseconds, and a clock may have been set back.
+    return seconds if seconds > 0 else None
+
+
+def read_time(time: str) -> datetime:
+    """Parse the time of a TorchTitan line, on the clock of the node that wrote it."""
+    return datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f")
+
+
+def _time_of(text: str) -> float | None:
+    found = _TIME.search(text)
+    try:
+        return read_time(found[1]).timestamp() if found else None
+    except ValueError:
+        return None
+
+
+def _lines(log: Path) -> Iterator[bytes]:
+    try:
+        with log.open("rb") as file:
+            yield from file
+    except OSError:
+        return
