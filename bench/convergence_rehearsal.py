@@ -21,7 +21,7 @@ from bench.torchrun import Job
 from bench.training import Outcome, train_all
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
-from cookbook.observe.lines import StepMetrics
+from cookbook.observe.console import StepMetrics
 
 STEPS_FILE = "steps.json"
 # What is timed: so long, once every run trains that shares the GPUs.

@@ -31,7 +31,7 @@ from cookbook.base.gpus import Gpu, visible_gpus
 from cookbook.config.cell import Cell
 from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.validate import validation_errors
-from cookbook.observe.lines import StepMetrics
+from cookbook.observe.console import StepMetrics
 
 RECORD = "runs.json"
 CURVES = "curves"

@@ -40,8 +40,7 @@ from cookbook.config.cluster import Cluster
 from cookbook.config.resolve import this_machine
 from cookbook.install.attention_kernels import compile_for, made_from
 from cookbook.install.corpus import is_made, make_corpus
-from cookbook.observe.clock import read_time
-from cookbook.observe.text import COLOURS
+from cookbook.observe.console import COLOURS, read_time
 from cookbook.run.folder import CellFolder
 from cookbook.titan.common import kernel_cache
 

@@ -26,10 +26,9 @@ import psutil
 
 from bench.torchrun import Job, environment_of, torchrun_command
 from cookbook.base.paths import ROOT
-from cookbook.observe.clock import read_time
+from cookbook.observe.console import StepMetrics, read_active, read_peak_memory, read_time
 from cookbook.observe.failure import find_reason
-from cookbook.observe.lines import StepMetrics, read_active, read_log
-from cookbook.observe.memory import read_peak_memory
+from cookbook.observe.metrics import read_steps
 from cookbook.run.folder import CellFolder
 
 # What torchrun gets to end its workers and say why; what is left after that is killed.
@@ -195,7 +194,7 @@ class Training:
 
     def steps(self) -> list[StepMetrics]:
         """The steps so far, of the rank that knows the loss."""
-        return list(read_log(self._attempt.log, self._record.loss_rank))
+        return read_steps(self._attempt, self._record)
 
     def has_ended(self) -> bool:
         """Whether torchrun has ended; then nothing of the job is left."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.schema import Unchecked
-from cookbook.observe.phases import Phase
+from cookbook.observe.console import Phase
 from cookbook.run.folder import CellFolder
 from cookbook.run.history import AttemptEnd, Cause
 from cookbook.run.record import CellRecord

@@ -1,16 +1,14 @@
-"""Which line of a failed attempt's logs is named as its reason."""
+"""Why an attempt failed: the exception of a rank, else the line of its logs that tells most."""
 
 from __future__ import annotations
 
-import sys
+import json
 from pathlib import Path
 
 import pytest
 
-from cookbook.base.command import run_command
-from cookbook.observe.failure import find_reason
-from cookbook.observe.text import plain_text
-from cookbook.supervise.__main__ import main as job
+from cookbook.observe.failure import cause_of, find_cause, find_reason
+from cookbook.run.history import Cause
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -221,37 +219,6 @@ def test_a_refusal_of_a_rank_that_the_console_did_not_show(tmp_path: Path) -> No
     assert reason_of(tmp_path, summary + "  exitcode  : 1 (pid: 5)\n====") == REFUSAL
 
 
-MODEL = ["--model.name=deepseek_v3", "--model.flavor=debugmodel"]
-
-
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        (["--", "--", "--training.step=3"], "training.step"),
-        (["--", "--", "--training.steps=abc"], "training.steps"),
-        (["--", "--", "3"], "'3'"),
-        (["--", *MODEL, "--", "--parallelism.expert_parallel_degree=3"], "expert_parallel_degree"),
-        (["--nodes=x", "--"], "--nodes"),
-        (["--precision=mxfp8", "--ep-backend=deepep", "--", *MODEL], "mxfp8 needs a GPU"),
-        (["--precision=mxpf8", "--"], "mxpf8"),
-    ],
-)
-def test_the_checks_before_any_rank_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], names: str
-) -> None:
-    named = ["cell=x", "recipe=debug", "precision=bf16", "ep-backend=standard", "cluster=local"]
-    own = [f"--{word}" for word in [*named, "nodes=1"]]
-    begin = ["begin", str(tmp_path / "x"), *own, *words]
-    with pytest.raises(SystemExit) as end:
-        sys.exit(run_command("cookbook.supervise", lambda: job(begin)))
-    assert end.value.code == 2
-    said = capsys.readouterr().err.strip()
-    assert names in said
-    assert not (tmp_path / "x").exists()
-    log = ["submitit INFO (2026-11-21) - Starting with JobEnvironment(job_id=7)", said, JOB_ERROR]
-    assert reason_of(tmp_path, *log) == plain_text(said.splitlines()[-1], 240)
-
-
 def test_what_looks_like_such_a_check_later_on_is_none(tmp_path: Path) -> None:
     warning = "torch.distributed.run: something is odd"
     launched = "cookbook: cell x, attempt 0, commit a8a43de"
@@ -272,9 +239,101 @@ def test_a_reason_that_a_progress_bar_stands_before(tmp_path: Path) -> None:
     assert find_reason(tmp_path) == "OSError: disk full"
 
 
-def test_digits_of_other_scripts_are_no_ranks(tmp_path: Path) -> None:
-    summary = "Root Cause (first observed failure):\n  rank      : ٣ (local_rank: ٣)\n"
-    assert reason_of(tmp_path, summary + "  exitcode  : 1 (pid: 5)\n====") == "exitcode: 1"
-    assert reason_of(tmp_path, summary + "  exitcode  : ٣ (pid: 5)\n====") is None
-    error = "[rank٣]:slurmstepd: error: Detected 1 oom_kill event"
-    assert reason_of(tmp_path, error) == error
+def raised(
+    attempt: Path, rank: int, time: int, message: str, stack: str = "", node: int = 0
+) -> None:
+    """What torchrun's `@record` writes for a rank that raised."""
+    path = attempt / f"ranks/{node}_x/attempt_0/{rank}/error.json"
+    path.parent.mkdir(parents=True)
+    extra = {"py_callstack": stack, "timestamp": str(time)}
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def test_the_earliest_exception_is_the_cause(tmp_path: Path) -> None:
+    raised(tmp_path, 0, 1001, "RuntimeError: [gloo] Connection closed by peer")
+    raised(tmp_path, 1, 1003, "ValueError: later")
+    raised(tmp_path, 2, 1002, "ValueError: expert 3\ngot no tokens")
+    (tmp_path / "train.log").write_text(
+        "[rank0]:Traceback (most recent call last):\n[rank0]:KeyError: 'on the console'\n"
+        "srun: error: worker-0: task 0: Exited with exit code 1\n"
+    )
+    found = find_cause(tmp_path, 1)
+    assert found is not None
+    assert (found.cause, found.reason) == (
+        Cause.ERROR,
+        "rank 2: ValueError: expert 3 got no tokens",
+    )
+    # A kill leaves no error.json, and may be why the others fail.
+    with (tmp_path / "train.log").open("a") as log:
+        log.write("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n")
+    found = find_cause(tmp_path, 1)
+    assert found is not None and found.cause is Cause.OUT_OF_MEMORY
+
+
+def test_of_several_nodes_a_local_rank_is_not_named(tmp_path: Path) -> None:
+    for node in range(2):
+        raised(tmp_path, 0, 1000 - node, f"ValueError: node {node}", node=node)
+    assert find_reason(tmp_path) == "ValueError: node 1"
+
+
+@pytest.mark.parametrize(
+    ("message", "stack", "cause"),
+    [
+        (
+            "CheckpointFailedError: save failed on rank 0, 1: ModuleNotFoundError: No module named "
+            "'safetensors'",
+            "",
+            Cause.MISSING_MODULE,
+        ),
+        ("AssertionError", "torchtitan/train.py, line 327, in __init__", Cause.WRONG_OPTION),
+        ("AssertionError: x", "torchtitan/train.py, line 600, in train_step", Cause.ERROR),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "in __init__", Cause.OUT_OF_MEMORY),
+        ("FileNotFoundError: [Errno 2] No such file: 'x'", "", Cause.MISSING_FILE),
+    ],
+)
+def test_the_cause_of_an_exception(tmp_path: Path, message: str, stack: str, cause: Cause) -> None:
+    raised(tmp_path, 0, 1000, message, stack)
+    found = find_cause(tmp_path, 1)
+    assert found is not None and found.cause is cause
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "reason"),
+    [
+        (-9, Cause.DEAD_RANK, "ended by SIGKILL"),
+        (137, Cause.DEAD_RANK, "exit status 137"),
+        (1, Cause.ERROR, "exit status 1"),
+        (2, Cause.WRONG_OPTION, "exit status 2"),
+    ],
+)
+def test_an_exit_status_where_nothing_is_printed(
+    tmp_path: Path, code: int, cause: Cause, reason: str
+) -> None:
+    found = find_cause(tmp_path, code)
+    assert found is not None and (found.cause, found.reason) == (cause, reason)
+    assert find_cause(tmp_path, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("rank 1: exitcode: -9 (Signal 9 (SIGKILL) received)", Cause.DEAD_RANK),
+        ("rank 0: RuntimeError: [...] Connection closed by peer [127.0.0.2]:3", Cause.DEAD_RANK),
+        ("rank 9: RuntimeError: NCCL error in: x.cpp:1, unhandled error", Cause.DEAD_RANK),
+        ("rank 9: RuntimeError: CUDA error: uncorrectable ECC error", Cause.DEAD_RANK),
+        ("slurmstepd: *** STEP 2.0 ON w CANCELLED DUE TO NODE FAILURE", Cause.LOST_NODE),
+        ("srun: error: Node failure on worker-1", Cause.LOST_NODE),
+        ("srun: error: Task launch failed: Communication connection failure", Cause.LOST_NODE),
+        ("hang: no word from rank 3; rank 0: Watchdog caught collective", Cause.HANG),
+        ("rank 2: RuntimeError: Timed out waiting 300000ms for recv", Cause.HANG),
+        ("rank 0: OSError: [Errno 28] No space left on device", Cause.DISK_FULL),
+        ("rank 0: RuntimeError: PytorchStreamWriter failed writing file 1", Cause.DISK_FULL),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=2.0", Cause.OUT_OF_MEMORY),
+        ("model.hf_assets_path: tokenizer.json is not there", Cause.MISSING_FILE),
+        ("Unrecognized options: --training.step", Cause.WRONG_OPTION),
+        ("preflight: not enough healthy nodes", Cause.BAD_NODES),
+        ("rank 0: ValueError: needs more than 0", Cause.ERROR),
+    ],
+)
+def test_the_cause_that_a_reason_describes(reason: str, cause: Cause) -> None:
+    assert cause_of(reason) is cause

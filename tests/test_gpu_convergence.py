@@ -34,7 +34,7 @@ from bench.training import Outcome
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.validate import validation_errors
-from cookbook.observe.lines import StepMetrics
+from cookbook.observe.console import StepMetrics
 
 pytestmark = pytest.mark.bench
 

@@ -20,7 +20,7 @@ from cookbook.config.cell import train_argv
 from cookbook.config.resolve import this_machine
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
-from cookbook.observe.lines import StepMetrics
+from cookbook.observe.console import StepMetrics
 from tests.titan_config import parse
 
 # What has not been measured yet: losses of the fast options at TP 2 and PP 2.

@@ -24,7 +24,7 @@ from bench.training import Outcome
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.config.resolve import this_machine
-from cookbook.observe.lines import StepMetrics
+from cookbook.observe.console import StepMetrics
 
 H200 = this_machine(4, Gpu("NVIDIA H200", 9.0, 139.8))
 COMMAND = [sys.executable, "-m", "bench.gpu_throughput"]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cookbook.observe.curve import CurveStep, collect_steps
+from cookbook.observe.console import StepMetrics
+from cookbook.observe.metrics import collect_steps
 from cookbook.results.collect import collect_results
 from cookbook.results.report import notes
 from cookbook.results.result import Result, RunResults
@@ -100,7 +101,7 @@ class Run:
         return cell
 
 
-def _steps(folder: Path) -> list[CurveStep]:
+def _steps(folder: Path) -> list[StepMetrics]:
     return collect_steps(CellFolder(folder), CellRecord())
 
 

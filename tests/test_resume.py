@@ -16,7 +16,7 @@ from cookbook.config.options import Setting
 from cookbook.launch import executor
 from cookbook.launch.create import create_run
 from cookbook.launch.resume import resume_cells
-from cookbook.observe.curve import collect_steps
+from cookbook.observe.metrics import collect_steps
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cookbook.observe.curve import CurveStep
+from cookbook.observe.console import StepMetrics
 from cookbook.results.interval import t_quantile
 from cookbook.results.speed import (
     FASTER,
@@ -27,9 +27,9 @@ from cookbook.results.speed import (
 DRAWS = 1000
 
 
-def curve(*speeds: float | None, attempt: int = 0, first: int = 1) -> list[CurveStep]:
+def curve(*speeds: float | None, attempt: int = 0, first: int = 1) -> list[StepMetrics]:
     return [
-        CurveStep(0, step, 3.0, tokens_per_second=speed, attempt=attempt)
+        StepMetrics(0, step, 3.0, tokens_per_second=speed, attempt=attempt)
         for step, speed in enumerate(speeds, first)
     ]
 

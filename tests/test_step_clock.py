@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cookbook.observe.lines import Newest, StepMetrics
-from cookbook.observe.phases import Phase
+from cookbook.observe.console import Phase, StepMetrics
+from cookbook.observe.metrics import Newest
 from cookbook.supervise.step_clock import Patience, StepClock
 
 

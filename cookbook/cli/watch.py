@@ -8,13 +8,12 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.cli.progress import CellProgress, Progress
 from cookbook.cli.report import print_report
-from cookbook.observe.lines import LogTail, StepMetrics, recent_steps
-from cookbook.observe.phases import Phase
+from cookbook.observe.console import Phase, StepMetrics
+from cookbook.observe.metrics import Tail
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run
@@ -34,7 +33,7 @@ class _Cell:
 
     folder: CellFolder
     record: CellRecord
-    tails: dict[Path, LogTail] = field(default_factory=dict)
+    tails: dict[int, Tail] = field(default_factory=dict)
     # The first step that was seen of an attempt, and when: its pace follows from the later ones.
     first_seen: tuple[int, int, float] | None = None
     # Attempt, step and speed of the newest steps: one that is made again stands for itself.
@@ -82,16 +81,11 @@ class Watcher:
         phase = None
         for attempt in reversed(attempts):
             rank = cell.record.as_of(attempt.number).loss_rank
-            tail = cell.tails.get(attempt.log)
-            if tail is None:
-                tail = cell.tails[attempt.log] = LogTail(attempt.log, rank)
-                if attempt is attempts[-1]:
-                    # What was before somebody looked; from then on each look adds the newest step.
-                    for step in recent_steps(attempt.log, rank, _NUM_SPEEDS):
-                        _keep_speed(cell, attempt, step)
+            tail = cell.tails.setdefault(attempt.number, Tail(attempt, rank))
             newest = tail.read()
-            if newest.step is not None and attempt is attempts[-1]:
-                _keep_speed(cell, attempt, newest.step)
+            if attempt is attempts[-1]:
+                for step in tail.recent:
+                    _keep_speed(cell, attempt, step)
             if attempt is attempts[-1]:
                 phase = newest.phase
             if newest.step is not None:
@@ -118,7 +112,7 @@ class Watcher:
 
 def _keep_speed(cell: _Cell, attempt: Attempt, step: StepMetrics) -> None:
     place, speed = (attempt.number, step.step), step.tokens_per_second
-    is_new = not cell.speeds or cell.speeds[-1][0] != place
+    is_new = not cell.speeds or place > cell.speeds[-1][0]
     if is_new and speed is not None and 0 < speed < math.inf:
         cell.speeds.append((place, speed))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +144,8 @@ def find_cause(attempt: Path, exit_code: int | None = None) -> Failure | None:
     """
     reason, is_refusal = _find_reason(attempt)
     if exit_code and reason is None:
-        is_signal = exit_code < 0
-        reason = f"ended by signal {-exit_code}" if is_signal else f"exit status {exit_code}"
+        ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
+        reason = ended or f"exit status {exit_code}"
     if reason is None:
         return None
     # 2: the script's own refusal; torchrun ends with 1.
@@ -204,14 +205,14 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
         for own in sorted((folder / "ranks").glob("*/attempt_*/*/std*.log")):
             findings += _read_console(own)[0]
     if "exitcode" in root:
-        signal = f" ({root['traceback']})" if "traceback" in root else ""
-        findings.append(_Finding(_EXIT, root.get("rank"), f"exitcode: {root['exitcode']}{signal}"))
+        how = f" ({root['traceback']})" if "traceback" in root else ""
+        findings.append(_Finding(_EXIT, root.get("rank"), f"exitcode: {root['exitcode']}{how}"))
     if not findings:
         return None, False
     for finding in findings:
         if finding.rank is not None and finding.rank == root.get("rank"):
             finding.weight += _ROOT_BONUS
-    place, best = max(
+    _, best = max(
         enumerate(findings),
         key=lambda item: (item[1].weight, item[0] if item[1].weight == _SCRIPT else -item[0]),
     )
@@ -268,10 +269,8 @@ def _read_console(log: Path) -> tuple[list[_Finding], dict[str, str]]:
             last[rank].weight = _weight(last[rank].text, _EXCEPTION)
         elif _CHAINED.match(line):
             chained.add(rank)
-        else:
-            weight = next((weight for form, weight in _LINES if form.search(line)), None)
-            if weight is not None:
-                findings.append(_Finding(weight, rank, _LOG_HEADER.sub("", line).strip(" │|\t")))
+        elif telling := next((weight for form, weight in _LINES if form.search(line)), None):
+            findings.append(_Finding(telling, rank, _LOG_HEADER.sub("", line).strip(" │|\t")))
     # Each node's torchrun writes a summary; nodes that were stopped from outside come last.
     key = lambda root: (root.get("exitcode") == "-15", root.get("time", ""))  # noqa: E731
     return findings, min(roots, key=key, default={})

@@ -131,8 +131,11 @@ def _parse(line: bytes) -> StepMetrics | None:
     try:
         content: dict[str, Any] = json.loads(line)
         # NaN and infinite values are text.
-        values = {name: float(content[name]) for name in _FIGURES if name in content}
-        return StepMetrics(content.get("rank"), int(content["step"]), **{"loss": None, **values})
+        values: dict[str, Any] = {
+            name: float(content[name]) for name in _FIGURES if name in content
+        }
+        loss = values.pop("loss", None)
+        return replace(StepMetrics(content.get("rank"), int(content["step"]), loss), **values)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from cookbook.observe.curve import CurveStep
+from cookbook.observe.console import StepMetrics
 from cookbook.observe.history import History
 from cookbook.results.loss import Losses, LossVerdict, judge_curves, judge_repeats, losses_of
 from cookbook.results.result import CellSetting, Result, RunResults, masks_differ
@@ -56,7 +56,9 @@ def against_baseline(results: RunResults) -> RunResults:
     return replace(results, cells=tuple(cells), settings=settings, repeats=repeats)
 
 
-def merged(name: str, runs: Sequence[Result], curves: Mapping[str, Sequence[CurveStep]]) -> Result:
+def merged(
+    name: str, runs: Sequence[Result], curves: Mapping[str, Sequence[StepMetrics]]
+) -> Result:
     """Return one result for all `runs` of a cell, in the order of their repeats.
 
     Throughput is over the steps of all, TFLOPs, MFU and final loss are medians, memory is the peak,

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cookbook.observe.curve import CurveStep
+from cookbook.observe.console import StepMetrics
 from cookbook.results.columns import gain_text, tokens_text
 from cookbook.results.loss import MARGIN
 from cookbook.results.result import CellSetting, Result, RunResults
@@ -116,7 +116,7 @@ class _Cell:
         return [step.step for step in steps], [step.loss or 0.0 for step in steps]
 
 
-def _is_number(step: CurveStep) -> bool:
+def _is_number(step: StepMetrics) -> bool:
     return step.loss is not None and bool(np.isfinite(step.loss))
 
 

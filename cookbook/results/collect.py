@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +23,11 @@ from cookbook.base.errors import InputError
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import cell_from_record
 from cookbook.config.stack import load_stack
-from cookbook.observe.clock import logged_seconds
-from cookbook.observe.curve import CurveStep, collect_steps, scan_attempts
+from cookbook.observe.console import StepMetrics, logged_seconds, read_active, read_peak_memory
 from cookbook.observe.failure import find_reason
 from cookbook.observe.history import collect_history
-from cookbook.observe.lines import StepMetrics
-from cookbook.observe.memory import read_peak_memory
+from cookbook.observe.metrics import collect_steps
 from cookbook.observe.router_load import LoadStep, collect_router_load
-from cookbook.observe.scan import LogScan
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.results.baseline import against_baseline
 from cookbook.results.result import CellSetting, LoadSummary, Result, RunResults
@@ -52,7 +49,7 @@ def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
     known = {state.cell: state for state in states}
     cells: list[Result] = []
     settings: dict[str, CellSetting] = {}
-    curves: dict[str, list[CurveStep]] = {}
+    curves: dict[str, list[StepMetrics]] = {}
     loads: dict[str, list[LoadStep]] = {}
     for folder in run.cells:
         problem = None
@@ -61,10 +58,9 @@ def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
         except InputError as error:
             # The cell must still appear.
             record, problem = CellRecord(), str(error)
-        scans = scan_attempts(folder, record)
-        curve = curves[folder.name] = collect_steps(folder, record, scans)
+        curve = curves[folder.name] = collect_steps(folder, record)
         load = loads[folder.name] = collect_router_load(folder)
-        result = _result(folder, record, problem, known[folder.name], curve, scans)
+        result = _result(folder, record, problem, known[folder.name], curve)
         cells.append(replace(result, router_load=summarize_load(load)))
         settings[folder.name] = _setting(folder, record, curve, run.record.baseline)
     return against_baseline(RunResults(run.record, tuple(cells), settings, curves, loads))
@@ -75,12 +71,11 @@ def _result(
     record: CellRecord,
     problem: str | None,
     state: CellState,
-    steps: Sequence[CurveStep],
-    scans: Mapping[int, LogScan],
+    steps: Sequence[StepMetrics],
 ) -> Result:
     measured, throughput = measured_steps(steps), measure(steps)
     attempts = folder.attempts()
-    reports = (_active(attempt, scans.get(attempt.number)) for attempt in reversed(attempts))
+    reports = (_active(attempt) for attempt in reversed(attempts))
     active = next(filter(None, reports), None)
     observed = active or {}
     attention = observed.get("attention") or None
@@ -111,7 +106,7 @@ def _result(
         tflops_per_gpu=_median(step.tflops for step in measured),
         # TorchTitan falls back to an A100's peak for unknown devices.
         mfu=None if record.device == "cpu" else _median(step.mfu for step in measured),
-        memory_gib=_peak_memory(attempts, scans),
+        memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=final_loss if final_loss is not None and math.isfinite(final_loss) else None,
         speedup=None,
         # The published number is for the cell as it was first asked for.
@@ -130,7 +125,7 @@ def _result(
         if expected
         else None,
         predicted_largest=expected.largest if expected else None,
-        history=collect_history(folder, record, scans),
+        history=collect_history(folder, record),
         # An sbatch line may have turned it on after the script's name.
         profiled=any(
             record.as_of(attempt.number).options.get("profiling.enable_profiling") is True
@@ -141,7 +136,7 @@ def _result(
 
 
 def _setting(
-    folder: CellFolder, record: CellRecord, steps: Sequence[CurveStep], run_baseline: str | None
+    folder: CellFolder, record: CellRecord, steps: Sequence[StepMetrics], run_baseline: str | None
 ) -> CellSetting:
     try:
         options = load_stack(record.stack).options
@@ -164,17 +159,12 @@ def _setting(
     )
 
 
-def _active(attempt: Attempt, scan: LogScan | None) -> dict[str, Any] | None:
+def _active(attempt: Attempt) -> dict[str, Any] | None:
     try:
-        return (scan.active if scan else None) or read_json(attempt.environment)
+        active = read_json(attempt.environment)
     except InputError:
-        return None
-
-
-def _peak_memory(attempts: Iterable[Attempt], scans: Mapping[int, LogScan]) -> float | None:
-    shown = max((scan.memory_gib for scan in scans.values()), default=0.0)
-    others = (log for attempt in attempts for log in attempt.logs() if log != attempt.log)
-    return max(shown, read_peak_memory(others) or 0.0) or None
+        return read_active(attempt.log)
+    return {name: value for name, value in active.items() if name != "nodes"}
 
 
 def _non_finite(steps: Sequence[StepMetrics]) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cookbook.base.jsontext import json_text
-from cookbook.observe.curve import CurveStep
+from cookbook.observe.console import StepMetrics
 from cookbook.observe.history import History
 from cookbook.observe.router_load import LoadStep
 from cookbook.results.loss import LossVerdict
@@ -108,7 +108,7 @@ class CellSetting:
     Attributes:
         stand_in_for: the recipe that was asked for, where this machine ran another.
         raw_final_loss: as in Result, but NaN and infinity kept.
-        tokens_per_step_per_gpu: over `tokens_per_second` of a CurveStep: the seconds of a step.
+        tokens_per_step_per_gpu: over `tokens_per_second` of a StepMetrics: the seconds of a step.
         world: GPUs, or ranks, of the newest attempt.
         repeat_of: the cell that this one repeats.
         asked: recipe, layout and options, as text; `defaults`: of options that are not set.
@@ -149,7 +149,7 @@ class RunResults:
     run: RunRecord
     cells: tuple[Result, ...]
     settings: Mapping[str, CellSetting]
-    curves: Mapping[str, Sequence[CurveStep]] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[StepMetrics]] = field(default_factory=dict)
     loads: Mapping[str, Sequence[LoadStep]] = field(default_factory=dict)
     repeats: Mapping[str, Sequence[Result]] = field(default_factory=dict)
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cookbook.observe.curve import CurveStep
+from cookbook.observe.console import StepMetrics
 from cookbook.results.interval import (
     LEAST_VALUES,
     Spread,
@@ -66,21 +66,21 @@ def warm_up(num_steps: int) -> int:
     return min(10, max(1, num_steps // 4))
 
 
-def measured_steps(curve: Sequence[CurveStep]) -> list[CurveStep]:
+def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
     """The steps after warm-up, which every attempt has: it compiles and allocates anew."""
-    kept: list[CurveStep] = []
+    kept: list[StepMetrics] = []
     for attempt in dict.fromkeys(step.attempt for step in curve):
         steps = [step for step in curve if step.attempt == attempt]
         kept += steps[warm_up(len(steps)) :]
     return kept
 
 
-def speeds_of(curve: Sequence[CurveStep]) -> list[float]:
+def speeds_of(curve: Sequence[StepMetrics]) -> list[float]:
     """Tokens/s/GPU of the measured steps that have one."""
     return [speed for _, speed in _with_speed(measured_steps(curve))]
 
 
-def measure(*curves: Sequence[CurveStep]) -> Throughput | None:
+def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
     """The throughput over the curves of one cell; None where no step is measured."""
     kept = [measured_steps(curve) for curve in curves]
     runs = [steps for steps in map(_with_speed, kept) if steps]
@@ -177,7 +177,7 @@ def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> Spee
     return SpeedUp(math.exp(ratio), low, high, verdict, basis, num)
 
 
-def _with_speed(steps: Iterable[CurveStep]) -> list[tuple[int, float]]:
+def _with_speed(steps: Iterable[StepMetrics]) -> list[tuple[int, float]]:
     """The steps that have a speed, and it."""
     return [
         (step.step, step.tokens_per_second)

@@ -2,8 +2,8 @@
 
 <cell>/cell.yaml, train.sh, status.json, job.json, end.json, job/, checkpoint/, checkpoint-damaged/
        attempt-<k>/metrics.jsonl, train.log, train.sh, environment.json, router_load.jsonl,
-                   resume.json, preflight.json, stop, stopped, end.json, ranks/, stacks/, tb/, comm_traces/,
-                   profile_traces/
+                   resume.json, preflight.json, stop, stopped, end.json, ranks/, stacks/, tb/,
+                   comm_traces/, profile_traces/
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cookbook.config.stack import load_stack
 from cookbook.observe.history import longest_save
-from cookbook.observe.lines import LogTail
+from cookbook.observe.metrics import Tail
 from cookbook.observe.stacks import describe_stacks
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause
@@ -56,7 +56,7 @@ class RunningAttempt:
             lambda: longest_save(cell, record, attempt.number),
             self._record.log_freq or load_stack().options["metrics.log_freq"].default,
         )
-        self._tail = LogTail(attempt.log, self._record.loss_rank)
+        self._tail = Tail(attempt, self._record.loss_rank)
         self._signs = _Signs(attempt.log)
         self._job_id = slurm_job()
         self._is_told = False

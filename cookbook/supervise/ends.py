@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import time
 from dataclasses import replace
 
 from cookbook.base.errors import InputError
-from cookbook.observe.cause import cause_of
-from cookbook.observe.failure import find_failure
-from cookbook.observe.lines import read_log
+from cookbook.observe.failure import cause_of, find_cause
+from cookbook.observe.metrics import read_steps
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.history import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.record import CellRecord, read_record
@@ -86,13 +84,12 @@ def stopped(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
 def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
     """The end with the first and the last step of the attempt's log, and the last good one."""
     first = last = good = None
-    if attempt.log.is_file():
-        for metrics in read_log(attempt.log, record.loss_rank):
-            first = first or metrics.step
-            last = metrics.step
-            values = (metrics.loss, metrics.grad_norm)
-            if all(value is None or math.isfinite(value) for value in values):
-                good = metrics.step
+    for metrics in read_steps(attempt, record):
+        first = first or metrics.step
+        last = metrics.step
+        values = (metrics.loss, metrics.grad_norm)
+        if all(value is None or math.isfinite(value) for value in values):
+            good = metrics.step
     return replace(end, first_step=first, last_step=last, last_good_step=good)
 
 
@@ -117,13 +114,9 @@ def _with_reason(end: AttemptEnd, cell: CellFolder, attempt: Attempt) -> Attempt
         cause = cause_of(noted.reason)
         refused = cause in (Cause.MISSING_FILE, Cause.BAD_NODES)
         return replace(end, cause=cause if refused else Cause.WRONG_OPTION, reason=noted.reason)
-    failure = find_failure(attempt.path) if attempt.path.is_dir() else None
-    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    reason = failure.text if failure else how
-    # The scripts' own refusal; torchrun ends with 1.
-    if code == 2 or (failure and failure.is_refusal):
-        return replace(end, cause=Cause.WRONG_OPTION, reason=reason)
-    return replace(end, cause=cause_of(reason), reason=reason)
+    failure = find_cause(attempt.path, code)
+    cause, reason = (failure.cause, failure.reason) if failure else (Cause.ERROR, None)
+    return replace(end, cause=cause, reason=reason)
 
 
 def close_history(cell: CellFolder, record: CellRecord) -> None:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cookbook.observe.cause import remedy_for
+from cookbook.observe.failure import remedy_for
 from cookbook.run.history import AttemptEnd, Cause
 
 # Restarts in a row that come no further than an attempt before them: an error that is in the run
@@ -14,7 +14,15 @@ from cookbook.run.history import AttemptEnd, Cause
 MOST_WITHOUT_PROGRESS = 2
 _MOST_AFTER_ERROR = 1
 # Starting again would meet the same.
-_FINAL = frozenset({Cause.OUT_OF_MEMORY, Cause.MISSING_FILE, Cause.WRONG_OPTION, Cause.BAD_NODES})
+_FINAL = frozenset(
+    {
+        Cause.OUT_OF_MEMORY,
+        Cause.MISSING_FILE,
+        Cause.MISSING_MODULE,
+        Cause.WRONG_OPTION,
+        Cause.BAD_NODES,
+    }
+)
 # Nobody's fault in the run: these are not counted.
 _NOT_COUNTED = frozenset({Cause.FINISHED, Cause.STOPPED, Cause.SAVED})
 

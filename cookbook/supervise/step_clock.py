@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cookbook.observe.lines import Newest
-from cookbook.observe.phases import Phase
+from cookbook.observe.console import Phase
+from cookbook.observe.metrics import Newest
 
 # How many of the newest steps say what is usual.
 _KEPT = 20

@@ -42,7 +42,7 @@ class JsonLines(BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write the step; a validation is a line of its own, without `loss`."""
-        line = {"step": step, "time": time.time(), "rank": self._rank}
+        line: dict[str, float | str] = {"step": step, "time": time.time(), "rank": self._rank}
         for name, ours in _NAMES.items():
             if name in metrics:
                 line[ours] = _finite_or_text(metrics[name])

@@ -1,0 +1,197 @@
+"""The steps of an attempt: from our hooks' `metrics.jsonl`, or from any TorchTitan console."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.base.schema import Unchecked
+from cookbook.observe.console import (
+    Phase,
+    StepMetrics,
+    logged_seconds,
+    parse_line,
+    read_active,
+    read_console,
+    read_peak_memory,
+    save_seconds,
+    seconds_to_first_step,
+)
+from cookbook.observe.metrics import Tail, collect_steps, read_steps
+from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.record import CellRecord
+
+LOGS = Path(__file__).parent / "logs"
+TITAN = "[titan] 2026-11-20 18:29:22,279 - root - INFO - "
+LINE = (
+    f"[rank0]:{TITAN}step: 15  loss:  3.91683  grad_norm:  3.8138  memory: 76.13GiB(54.46%)  "
+    "tps: 13,388  tflops: 287.90  mfu: 29.11%"
+)
+FIGURES = (0, 15, 3.91683, 3.8138, 76.13, 54.46, 13388, 287.9, 29.11)
+
+
+def figures(metrics: StepMetrics | None) -> tuple[float | None, ...]:
+    assert metrics is not None
+    return (
+        *(metrics.rank, metrics.step, metrics.loss, metrics.grad_norm, metrics.memory_gib),
+        *(metrics.memory_percent, metrics.tokens_per_second, metrics.tflops, metrics.mfu),
+    )
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    path = tmp_path / "cell" / "attempt-0"
+    path.mkdir(parents=True)
+    return Attempt(path, 0)
+
+
+def write(attempt: Attempt, *lines: dict[str, Any]) -> None:
+    with attempt.metrics.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (LINE, FIGURES),
+        (LINE.replace("step:", "\x1b[31mstep:").replace("loss:", "\x1b[32mloss:"), FIGURES),
+        (LINE.replace("29.11%", "N/A"), (*FIGURES[:-1], None)),
+        (LINE.replace("  grad_norm:  3.8138", ""), (*FIGURES[:3], None, *FIGURES[4:])),
+        (LINE.removeprefix("[rank0]:"), (None, *FIGURES[1:])),
+        (LINE.replace("grad_norm", "[rank0]:grad_norm"), FIGURES),
+        (f"{LINE}[rank8]:{TITAN}saving", FIGURES),
+    ],
+)
+def test_a_console_line_of_a_step(line: str, expected: tuple[float | None, ...]) -> None:
+    assert figures(parse_line(line)) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        LINE.replace("step:", "validate step:"),
+        LINE.replace("loss:  3.91683  ", ""),
+        # Cut off by another rank's line: its last value may be a part.
+        LINE[: LINE.index("7.90")] + f"[rank8]:{TITAN}saving",
+        f"[rank0]:{TITAN}step: x  loss: 1.0",
+    ],
+)
+def test_a_console_line_of_no_step(line: str) -> None:
+    assert parse_line(line) is None
+
+
+def test_a_loss_that_is_no_number_is_kept() -> None:
+    found = parse_line(LINE.replace("3.91683", "nan").replace("3.8138", "-inf"))
+    assert found is not None and found.loss is not None and math.isnan(found.loss)
+    assert found.grad_norm == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("log", "rank", "first", "last"),
+    [
+        ("tp1_16b_colour.log", 0, 1, 20),
+        ("pp2_ranks_0_128.log", 128, 1, None),
+        ("truncated.log", 0, 1, None),
+        ("h200_stall.log", 0, 1, None),
+    ],
+)
+def test_real_logs(log: str, rank: int, first: int, last: int | None) -> None:
+    steps = list(read_console(LOGS / log, rank))
+    numbers = [step.step for step in steps]
+    assert numbers[0] == first and numbers == sorted(set(numbers))
+    assert last in (None, numbers[-1])
+    assert all(step.loss and step.loss > 0 and step.rank == rank for step in steps)
+
+
+def test_a_console_line_that_is_still_written_is_left_out(attempt: Attempt) -> None:
+    attempt.log.write_text(f"{LINE}\n{LINE.replace('15', '16')}")
+    assert [step.step for step in read_steps(attempt)] == [15]
+
+
+def test_the_lines_of_the_hooks_count_and_not_the_console(attempt: Attempt) -> None:
+    attempt.log.write_text(LINE + "\n")
+    line = {"step": 7, "time": 1e9, "rank": 2, "loss": 2.5, "lr": 1e-4, "tokens_seen": 4096}
+    write(attempt, line, {"step": 7, "time": 2e9, "validation_loss": 2.75})
+    write(attempt, {"step": 8, "time": 3e9, "rank": 2, "loss": "nan"})
+    with attempt.metrics.open("a") as file:
+        file.write('{"step": 9, "lo')
+    seven, eight = read_steps(attempt)
+    assert (seven.step, seven.loss, seven.lr, seven.tokens_seen) == (7, 2.5, 1e-4, 4096)
+    assert (seven.time, seven.validation_loss, seven.rank) == (1e9, 2.75, 2)
+    assert eight.loss is not None and math.isnan(eight.loss) and eight.mfu is None
+
+
+def test_a_resumed_attempt_replaces_the_steps_that_it_makes_again(tmp_path: Path) -> None:
+    cell = CellFolder(tmp_path)
+    for number, steps in enumerate([range(1, 6), range(4, 7)]):
+        cell.attempt(number).path.mkdir()
+        write(cell.attempt(number), *({"step": s, "loss": 10.0 * number + s} for s in steps))
+    curve = collect_steps(cell, CellRecord())
+    assert [(one.step, one.loss, one.attempt) for one in curve] == [
+        *((1, 1.0, 0), (2, 2.0, 0), (3, 3.0, 0), (4, 14.0, 1), (5, 15.0, 1), (6, 16.0, 1))
+    ]
+
+
+def pipeline_record() -> CellRecord:
+    options = Unchecked({"parallelism.pipeline_parallel_degree": 2})
+    return CellRecord(nodes=2, ranks_per_node=8, options=options)
+
+
+def test_the_rank_of_the_last_stage_has_the_loss(attempt: Attempt) -> None:
+    other = LINE.replace("3.91683", "-1.00000")
+    last = LINE.replace("[rank0]", "[rank8]")
+    attempt.log.write_text(f"{other}\n{last}\n")
+    assert [step.loss for step in read_steps(attempt, pipeline_record())] == [3.91683]
+    # Its own log, where the console shows another rank.
+    attempt.log.write_text(other + "\n")
+    assert [step.loss for step in read_steps(attempt, pipeline_record())] == [None]
+    for node, line in enumerate([other, LINE]):
+        own = attempt.path / f"ranks/{node}/attempt_0/0/stdout.log"
+        own.parent.mkdir(parents=True)
+        own.write_text(line.removeprefix("[rank0]:") + "\n")
+    assert [step.loss for step in read_steps(attempt, pipeline_record())] == [3.91683]
+    assert read_peak_memory(attempt.logs()) == 76.13
+
+
+def test_times_of_a_console(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    assert logged_seconds(log) is None and save_seconds(log) == []
+    log.write_text(
+        "torchrun\n"
+        f"[rank0]:{TITAN}Training starts at step 1\n"
+        f"{LINE.replace('22,279', '32,279')}\n"
+        "[rank0]:[titan] 2026-11-20 18:30:22,279 - root - INFO - "
+        "Finished saving the checkpoint (local) in 7.25 seconds.\n"
+        "[rank0]:[titan] 2026-11-20 18:31:22,279 - root - INFO - cookbook active: "
+        '{"dispatch": "deepep"}\x1b[0m\n'
+    )
+    assert (seconds_to_first_step(log), save_seconds(log)) == (10.0, [7.25])
+    assert logged_seconds(log) == 120.0
+    assert read_active(log) == {"dispatch": "deepep"}
+
+
+def test_a_tail_follows_an_attempt_that_grows(attempt: Attempt) -> None:
+    tail = Tail(attempt, 0)
+    assert tail.read().phase is None
+
+    def look(text: str) -> tuple[Phase | None, int | None]:
+        with attempt.log.open("a") as file:
+            file.write(text)
+        newest = tail.read()
+        return newest.phase, newest.step.step if newest.step else None
+
+    assert look("torchrun\n") == (Phase.LOADING, None)
+    assert look(f"[rank1]:{TITAN}Training completed\n") == (Phase.LOADING, None)
+    assert look(f"[rank0]:{TITAN}Training starts at step 15\n") == (Phase.FIRST_STEP, None)
+    assert look(LINE[:40]) == (Phase.FIRST_STEP, None)
+    assert look(LINE[40:] + "\n") == (Phase.TRAINING, 15)
+    assert look(f"[rank0]:{TITAN}Saving the checkpoint (or\n") == (Phase.SAVING_CHECKPOINT, 15)
+    write(attempt, {"step": 16, "loss": 2.0}, {"step": 17, "loss": "inf"})
+    assert look(f"{LINE.replace('15', '16')}\n") == (Phase.TRAINING, 17)
+    attempt.log.write_text(f"[rank0]:{TITAN}Training completed\n")
+    assert look("") == (Phase.FINISHING, 17)
+    assert [step.step for step in tail.recent] == [15, 16, 17]
