@@ -17,8 +17,7 @@ from cookbook.config.options import Setting
 from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
-from cookbook.config.validate.here import missing_packages
-from tests.cells import CLUSTERS, POINTS, RECIPES, RUNNABLE, STACK, Point
+from tests.cells import POINTS, RUNNABLE, STACK, Point
 from tests.titan_config import parse, typed
 
 B200 = "soperator-b200"
@@ -65,27 +64,6 @@ def test_torchtitan_holds_what_the_cell_says(point: Point) -> None:
         **{name: setting.value for name, setting in cell.ep_backend.expect.items()},
     }
     assert typed(parsed) == typed(expected)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_every_recipe_runs_somehow_on_every_cluster(recipe: str, cluster: str) -> None:
-    assert [each for each in RUNNABLE if (each.recipe, each.cluster) == (recipe, cluster)]
-
-
-@pytest.mark.parametrize("point", POINTS, ids=str)
-def test_a_cell_is_refused_with_a_reason_or_not_at_all(point: Point) -> None:
-    cell = point.cell()
-    assert cell.refused is None or "\n" not in cell.refused
-    assert cell.refused != ""
-    # Emulation is for the precisions that this GPU cannot compute, and is always labelled.
-    gpu = cell.cluster.gpu
-    capability = gpu.compute_capability if gpu else 0
-    if cell.emulated:
-        assert cell.precision.needs.compute_capability > capability
-        assert any(name.endswith(".emulate") and on for name, on in cell.options.values.items())
-    else:
-        assert not any(name.endswith(".emulate") and on for name, on in cell.options.values.items())
 
 
 @pytest.mark.parametrize("point", POINTS, ids=str)
@@ -173,13 +151,6 @@ def test_a_layout_problem_is_named_where_the_value_stands() -> None:
         _cell(parallelism__pipeline_parallel_degree=7)
 
 
-def test_ranks_and_layout() -> None:
-    cell = _cell()
-    assert cell.world == 256
-    assert (cell.layout.dp_shard, cell.layout.stage_ranks) == (64, 128)
-    assert cell.record().loss_rank == 128
-
-
 def test_names_of_varied_cells_are_safe_for_files_and_jobs() -> None:
     varied = {
         "model.converters": Setting(["quantize.grouped_mm.mx", "a b"], "sweep"),
@@ -204,13 +175,3 @@ def test_emulated_mxfp8_linear_layers_run_under_tensor_parallelism_and_compile()
     assert cell.emulated and cell.refused is None
     real = _cell("deepseek_v3_16b", "mxfp8_linear", **degrees)
     assert real.refused and "torch.compile" in real.refused
-
-
-def test_missing_packages_are_those_that_the_overlays_need_and_that_are_not_here() -> None:
-    cell = _cell()
-    assert missing_packages(cell) == []
-    needs = replace(cell.precision.needs, packages=("no_such_package", "json"))
-    lacking = replace(cell, precision=replace(cell.precision, needs=needs))
-    assert missing_packages(lacking) == ["no_such_package"]
-    needed = {*_cell(precision="mxfp8", ep_backend="deepep").ep_backend.needs.packages}
-    assert needed == {"deep_ep"}

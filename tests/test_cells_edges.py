@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.paths import ROOT
-from cookbook.base.schema import Words
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.expand import CellRequest, expand_sweep, in_rounds
 from cookbook.config.finding import Finding
 from cookbook.config.options import Options, Setting
-from cookbook.config.sweep import load_sweep, sweep_of_recipe
+from cookbook.config.sweep import load_sweep
 from cookbook.config.validate.layout import layout_findings
 from cookbook.predict.layers import RankLayers
 from tests.cells import STACK
@@ -122,31 +120,6 @@ def test_a_memory_budget_keeps_that_part_and_computes_the_rest_again(tmp_path: P
         again[budget] = layers._cost(layer)[2]
     assert kept == {0.0: 30.0, 0.25: 50.0, 1.0: 110.0}
     assert again == {0.0: 80.0, 0.25: 60.0, 1.0: 0.0}
-
-
-def test_the_precision_wins_over_the_recipe(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        (ROOT / "recipes/debug.yaml").read_text() + "training.mixed_precision_param: float32\n"
-    )
-    request = CellRequest(cluster=load_cluster("soperator-b200"))
-    (cell,) = expand_sweep(sweep_of_recipe(str(path)), request)
-    assert cell.precision.name == "bf16"
-    assert cell.options["training.mixed_precision_param"] == "bfloat16"
-
-
-def test_the_more_particular_environment_wins() -> None:
-    cell = cell_of("deepseek_v3_16b")
-    for part, value in (("cluster", "1"), ("ep_backend", "2"), ("precision", "3")):
-        changed = replace(getattr(cell, part), environment=Words({"MINE": value}))
-        cell = replace(cell, **{part: changed})
-        assert cell.environment["MINE"] == value
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_a_gpu_that_has_the_format_emulates_nothing(allowed: bool) -> None:
-    cluster = replace(load_cluster("soperator-b200"), emulate=allowed)
-    assert not cell_of("deepseek_v3_16b", precision="mxfp8", cluster=cluster).emulated
 
 
 def test_rounds_turn_and_leave_out_what_is_refused() -> None:

@@ -12,8 +12,8 @@ from cookbook.base.schema import Words
 from cookbook.check.check import CellCheck, check_cells
 from cookbook.check.report import render_json, render_text
 from cookbook.predict.layers import layer_bytes
-from cookbook.predict.shapes import FLASH_BLOCK, Shapes, padded_tokens, shapes_of
-from tests.check_cells import cell_of, h200, with_options
+from cookbook.predict.shapes import Shapes, shapes_of
+from tests.check_cells import cell_of, h200
 
 pytestmark = pytest.mark.titan
 
@@ -108,12 +108,3 @@ def test_its_backward_sums_in_fp32(checks: dict[str, CellCheck]) -> None:
     assert flash.saved == flex.saved
     # A microbatch is one sequence, a block on Blackwell has 128 queries.
     assert shapes(checks["671b flash"]).padded_tokens == 8192 + 65 * 128
-
-
-@pytest.mark.parametrize("length", [1, 16, 64, 256, 4096, 8192, 65536, 100_000])
-def test_room_for_documents_is_what_training_makes(length: int) -> None:
-    from cookbook.titan.common.documents import bounds_capacity
-
-    cell = with_options(cell_of("deepseek_v3_16b", FLASH), {"training.seq_len": length})
-    blocks = 3 * bounds_capacity(0, length) + 1
-    assert padded_tokens(cell, 3) == 3 * length + blocks * FLASH_BLOCK

@@ -145,12 +145,6 @@ def test_torchtitan_is_quoted(dry_run: DryRun, options: dict[str, Any], words: s
     assert failure["place"] or failure["kind"] == "SystemExit"
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_checkpoints_wait_for_no_other_rank(dry_run: DryRun, mode: str) -> None:
-    options = {"checkpoint.enable": True, "checkpoint.async_mode": mode}
-    assert dry_run.build(with_options(debug_cell(8), options)).views
-
-
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear", "float8"])
 def test_converters_see_the_clusters_gpu(dry_run: DryRun, precision: str) -> None:
     cell = cell_of("deepseek_v3_16b", precision=precision)
@@ -176,22 +170,6 @@ def test_one_cell_leaves_nothing_for_the_next(dry_run: DryRun) -> None:
 
 
 # Stands in for a machine with GPUs: torch finds one, unless it was hidden before torch came.
-GPU_MACHINE = """
-import os
-import torch
-if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-    torch.cuda.is_available = lambda: True
-"""
-
-
-def test_it_builds_where_there_are_gpus_and_touches_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(GPU_MACHINE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with DryRun() as opened:
-        built = opened.build(debug_cell(4))
-    assert built.views, built.failure or built.unavailable
 
 
 def _children(pid: int) -> set[int]:
@@ -199,22 +177,6 @@ def _children(pid: int) -> set[int]:
         return {child.pid for child in psutil.Process(pid).children()}
     except psutil.NoSuchProcess:
         return set()
-
-
-def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    before = _children(os.getpid())
-    listening = _listening()
-    with DryRun() as opened:
-        (pid,) = _children(os.getpid()) - before
-        assert opened.build(debug_cell(4)).views
-        own = _sockets(pid)
-        assert not own, "the subprocess opens no port"
-    assert _children(os.getpid()) == before
-    assert not _children(pid)
-    assert not list(tmp_path.iterdir())
-    assert _listening() <= listening or not (_listening() - listening) & own
 
 
 def test_an_interrupted_check_ends_its_processes(
@@ -245,19 +207,3 @@ def _runs(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def _sockets(pid: int) -> set[str]:
-    links = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            links.add(str(descriptor.readlink()))
-        except OSError:
-            continue
-    return {link for link in links if link.startswith("socket:")}
-
-
-def _listening() -> set[str]:
-    """Inodes of listening TCP sockets, spelt as /proc/PID/fd spells them."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.errors import InputError
 from cookbook.check.check import CellCheck, check_cells
 from cookbook.config.cell import Cell
-from cookbook.config.validate import validation_errors
 from cookbook.predict.layers import RankLayers, layer_bytes
 from cookbook.predict.shapes import shapes_of
 from tests.check_cells import cell_of, h200
@@ -121,40 +119,3 @@ def test_scored_activations_keep_no_outputs(checks: dict[str, CellCheck]) -> Non
         layer_bytes(shapes_of(checks[name].cell, checks[name].views[0]), moe=True) for name in names
     ]
     assert layers[0].saved - layers[1].saved == pytest.approx(2 * ROWS * DIM)
-
-
-def test_rows_that_are_not_saved_are_sent_again(checks: dict[str, CellCheck]) -> None:
-    sent = {}
-    for name in ("nothing saved", "sent rows saved", "nothing saved, scored"):
-        work = checks[name].work
-        assert work
-        sent[name] = work.traffic["ep/deepep"].nvlink
-    assert sent["nothing saved"] == pytest.approx(sent["sent rows saved"] * 6 / 4)
-    assert sent["nothing saved, scored"] == pytest.approx(sent["sent rows saved"] * 5 / 4)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (saving("attention", "grouped_mms"), "found 'grouped_mms', allowed: attention, "),
-        (saving("grouped_m"), "did you mean 'grouped_mm'?"),
-        (saving("mm") | FULL, "mode full has no use for a list"),
-        (saving("mm") | EVERY_SECOND, "has no use for a list"),
-        ({"loss.num_chunks": -1}, "found -1, allowed: 0 and up"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError) as raised:
-        cell_of("debug", options)
-    assert said in str(raised.value) and "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("options", [CHUNKED, saving("attention")])
-def test_both_need_the_cookbooks_hooks(options: dict[str, Any]) -> None:
-    cell = cell_of("debug", options)
-    assert "hooks_are_on" not in {finding.rule for finding in validation_errors(cell)}
-    without = dataclasses.replace(cell, hooks="some.module")
-    (finding,) = [
-        finding for finding in validation_errors(without) if finding.rule == "hooks_are_on"
-    ]
-    assert finding.option in options and "leave the option out" in str(finding)

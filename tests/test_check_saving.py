@@ -11,7 +11,7 @@ import pytest
 from cookbook.check.advice import saving
 from cookbook.config.cluster import load_cluster
 from cookbook.config.finding import Finding
-from tests.check_cells import cell_of, cluster_of, findings
+from tests.check_cells import cell_of, cluster_of
 
 # A model of 16 B parameters in fp32: with Adam's moments 192 GB, 0.75 GB on each of 256 GPUs.
 VIEW = {"parameters": {"total": 16_000_000_000}, "parts": [{"units": [{"bytes": 4}]}]}
@@ -62,19 +62,9 @@ def test_other_saves_cost_the_writing() -> None:
     assert unknown.option == "checkpoint.async_mode" and unknown.remedy == "set it to async"
 
 
-def test_an_interval_in_steps_says_nothing_of_time() -> None:
-    finding = only(hints(ASYNC | {"checkpoint.interval_minutes": 0.0}))
-    assert "by steps, not by minutes" in finding.reason
-
-
 def test_nothing_is_said_where_nothing_is_known_or_saved() -> None:
     assert not hints(ASYNC | {"checkpoint.interval_minutes": 999.0}, days=None)
     assert not hints({"checkpoint.enable": False, "checkpoint.interval_minutes": 999.0})
-
-
-def test_minutes_are_not_held_to_be_steps() -> None:
-    found = findings(cell_of("deepseek_v3_16b", ASYNC | {"checkpoint.interval": 9999}))
-    assert not [one for one in found if one.rule == "checkpoints_resume"]
 
 
 @pytest.mark.parametrize(

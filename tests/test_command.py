@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 
 from tests.checkout import copy_checkout
 from tests.start import start
-from tests.submit import ROOT, environment
 
 SUBMIT = [sys.executable, "submit.py"]
 
@@ -27,50 +24,6 @@ def test_a_closed_output_is_no_error(tmp_path: Path, words: list[str], closed: s
     assert (done.stdout, done.stderr) == ("", "")
     # Where the training packages are missing, the doctor finds that problem.
     assert done.returncode == 0 or (words[0] == "doctor" and done.returncode == 1)
-
-
-def test_an_error_does_not_go_to_the_output(tmp_path: Path) -> None:
-    done = start(through_shell("2>&-", [*SUBMIT, "show", "nope"]), tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-
-
-def test_what_is_printed_lands_in_no_other_file(tmp_path: Path) -> None:
-    """The next file that is opened gets the number of a closed stream, and a child prints there."""
-    program = (
-        "import subprocess, sys\n"
-        "from cookbook.base.command import run_command\n"
-        "def work():\n"
-        f"    with open({str(tmp_path / 'file')!r}, 'w') as file:\n"
-        "        print('printed', flush=True)\n"
-        "        status = subprocess.run(['sh', '-c', 'echo from a child']).returncode\n"
-        "        file.write('written')\n"
-        "    return status\n"
-        "sys.exit(run_command('test', work))\n"
-    )
-    done = start(through_shell(">&-", [sys.executable, "-c", program]), tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "file").read_text() == "written"
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize(
-    "command",
-    [
-        [*SUBMIT, "list"],
-        [*SUBMIT, "--help"],
-        [*SUBMIT, "show", "debug", "--origins"],
-        [sys.executable, "-m", "cookbook.doctor", "--help"],
-    ],
-)
-def test_a_reader_that_has_gone_is_no_error(
-    tmp_path: Path, command: list[str], unbuffered: str
-) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    variables = environment(tmp_path, PYTHONUNBUFFERED=unbuffered)
-    done = subprocess.run(command, cwd=ROOT, env=variables, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(("word", "unbuffered"), [("list", ""), ("list", "1"), ("--help", "")])
@@ -100,16 +53,6 @@ def test_an_ascii_locale_replaces_what_it_lacks(tmp_path: Path) -> None:
     done = start([*SUBMIT, "list"], tmp_path, ASCII, cwd=copy)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Gr??e ?" in done.stdout
-
-
-@pytest.mark.parametrize("verb", ["show", "render"])
-def test_what_is_saved_is_the_same_under_every_locale(tmp_path: Path, verb: str) -> None:
-    """A script or a cell with a replaced character would be another one."""
-    copy = checkout_beyond_ascii(tmp_path)
-    command = [*SUBMIT, verb, "debug"]
-    done = start(command, tmp_path, ASCII | {"PYTHONIOENCODING": "ascii"}, cwd=copy)
-    assert done.stdout == start(command, tmp_path, {"PYTHONUTF8": "1"}, cwd=copy).stdout
-    assert "assets/Größe 名" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,17 @@ def proved(ranks: int, gpu: Gpu | None) -> dict[str, Any]:
 
 
 PRECISIONS = {"bf16", "mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear"}
+A2A = {"bf16 mxfp8_a2a", "mxfp8 mxfp8_a2a"}
 CPU = {f"{name} standard" for name in PRECISIONS} | {
-    "mxfp8 mxfp8_a2a",
+    *A2A,
     "bf16 standard model.attention=flash_attention_4 loss.num_chunks=8",
 }
-ONE_GPU = CPU - {"mxfp8 mxfp8_a2a"} | {"float8 standard"}
+ONE_GPU = CPU - A2A | {"float8 standard"}
 TP2 = "parallelism.tensor_parallel_degree=2 loss.num_chunks=8"
 TWO_GPUS = (
     ONE_GPU
-    | {"mxfp8 mxfp8_a2a", "bf16 deepep", "mxfp8 deepep"}
+    | A2A
+    | {"bf16 deepep", "mxfp8 deepep"}
     | {f"mxfp8 {ep_backend} {TP2}" for ep_backend in ("standard", "deepep", "mxfp8_a2a")}
 )
 

@@ -51,9 +51,3 @@ def test_a_value_that_waits_for_an_expansion_is_refused(tmp_path: Path, value: s
     path.write_text(f"description: a\nscheduler: slurm\nenvironment: {{LD_PATH: '{value}'}}\n")
     with pytest.raises(InputError, match="exported as they stand: nothing is expanded; write the"):
         load_cluster(str(path))
-
-
-def test_a_dollar_that_expands_nothing_may_stand(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("description: a\nscheduler: slurm\nenvironment: {A: 'costs 5$', B: $5}\n")
-    assert load_cluster(str(path)).environment == {"A": "costs 5$", "B": "$5"}

@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES, ROOT, runs_folder
-from cookbook.config.finding import WARNING, Finding
 from cookbook.config.names import check_name, find_file, reference, word_of
-from cookbook.config.options import Layout
-
-
-@pytest.mark.parametrize("name", ["a", "a" * 60, "0.b-c_D"])
-def test_a_name_that_cells_can_have(name: str) -> None:
-    assert check_name("here", name) == name
 
 
 @pytest.mark.parametrize("name", ["", "a" * 61, "-a", ".a", "a b", "a/b", "a\n", "ä"])
@@ -55,34 +48,6 @@ def test_runs_go_to_the_checkouts_own_folder_where_none_is_named(
         if text is not None:
             monkeypatch.setenv("COOKBOOK_RUNS", text)
         assert runs_folder() == ROOT / "runs"
-
-
-def test_a_stage_has_the_ranks_of_all_but_the_pipeline() -> None:
-    layout = Layout(world=256, pp=2, dp_replicate=1, dp_shard=64, cp=1, tp=2, ep=32, etp=1)
-    assert layout.stage_ranks == 128
-
-
-def test_a_finding_names_option_reason_and_remedy() -> None:
-    whole = Finding(WARNING, "rule", "training.steps", "is odd", "set another")
-    assert str(whole) == "training.steps: is odd; set another"
-    assert str(Finding(WARNING, "rule", "", "is odd")) == "is odd"
-
-
-@pytest.mark.parametrize(
-    ("value", "word"),
-    [
-        (16, "16"),
-        (-1, "_1"),
-        (1e-05, "1e_05"),
-        (True, "True"),
-        (None, "None"),
-        ("flash_attention_4", "flash_attention_4"),
-        (["mm", "attention"], "mm+attention"),
-        ([], ""),
-    ],
-)
-def test_a_plain_value_is_its_own_word(value: Any, word: str) -> None:
-    assert word_of(value) == word
 
 
 TEXT = st.text("ab+-_/ .ä", min_size=1, max_size=3)

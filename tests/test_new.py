@@ -51,18 +51,6 @@ def test_a_recipe_is_copied_with_its_comments(own: Checkout) -> None:
     assert yaml.safe_load(shown.stdout)["name"] == "mine-bf16-standard"
 
 
-@pytest.mark.parametrize("name", ["123", "true", "1e5", "null", "0x1F", "1_000", "on", "-"])
-def test_a_name_that_yaml_takes_for_something_else(own: Checkout, name: str) -> None:
-    done = own.run("new", "--from", "debug", "--", name)
-    if name == "-":
-        assert done.returncode == 2 and "NAME: found '-', allowed: letters" in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    shown = own.run("show", name, "--cluster", "local")
-    assert yaml.safe_load(shown.stdout)["name"] == f"{name}-bf16-standard"
-    assert own.run("list").returncode == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "source"),
     [("precision", name) for name in PRECISIONS] + [("ep_backend", name) for name in EP_BACKENDS],
@@ -126,15 +114,6 @@ def test_a_name_of_two_kinds_asks_which(own: Checkout) -> None:
     assert (own.folder / "recipes/sweep/other.yaml").is_file()
 
 
-@pytest.mark.parametrize("name", [".#debug2.yaml", "._bf17.yaml", "debug2.yaml~", "#debug2.yaml#"])
-def test_files_of_editors_and_systems_are_left_alone(own: Checkout, name: str) -> None:
-    for folder in ("", "precision", "cluster", "sweep"):
-        (own.folder / "recipes" / folder / name).write_bytes(b"\0\1\2")
-    done = own.run("list")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "debug2" not in done.stdout and "bf17" not in done.stdout
-
-
 def test_one_broken_file_does_not_hide_the_others(own: Checkout) -> None:
     (own.folder / "recipes/broken.yaml").write_text("name: [\n")
     (own.folder / "recipes/precision/odd.yaml").write_text("description: a\nneeed: 1\n")
@@ -145,13 +124,3 @@ def test_one_broken_file_does_not_hide_the_others(own: Checkout) -> None:
     assert len(problems) == 2
     assert problems[0].startswith("submit.py: left out: recipes/broken.yaml:2:1: YAML syntax: ")
     assert problems[1].startswith("submit.py: left out: recipes/precision/odd.yaml:2: neeed: unkn")
-
-
-def test_a_synonym_that_two_files_have_is_named_once_for_each(own: Checkout) -> None:
-    text = (own.folder / "recipes/precision/mxfp8.yaml").read_text(encoding="utf-8")
-    (own.folder / "recipes/precision/mine.yaml").write_text(text, encoding="utf-8")
-    done = own.run("list")
-    problems = done.stderr.splitlines()
-    assert done.returncode == 2
-    # Sweeps that name one of them say the same.
-    assert len(problems) == len(set(problems)) == 2, problems

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from cookbook.base.errors import InputError
 from cookbook.config.options import Options, Setting
 from cookbook.config.stack import load_stack, read_pins, stack_name
 
@@ -52,19 +49,3 @@ def test_what_is_set_last_holds_and_names_its_place() -> None:
     model = recipe.override(named).model
     assert model is not None and model.n_layers == 27
     assert recipe.override(named, {flavor: Setting("17B", "")}).model is None
-
-
-def test_the_table_says_what_may_be_nothing_and_what_there_is_to_choose() -> None:
-    options = load_stack().options
-    assert options["training.dataset_path"].parse("here", "None") is None
-    with pytest.raises(InputError, match="here: found nothing, allowed: a whole number"):
-        options["training.steps"].check("here", None)
-    assert options["activation_checkpoint.mode"].parse("here", "full") == "full"
-    with pytest.raises(InputError, match="unknown value 'ful'"):
-        options["activation_checkpoint.mode"].parse("here", "ful")
-
-
-def test_digits_of_other_scripts_are_no_numbers() -> None:
-    for name in ("training.steps", "optimizer.lr"):
-        with pytest.raises(InputError, match="here: found the text '\u0665', allowed: a"):
-            load_stack().options[name].parse("here", "\u0665")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from cookbook.base.paths import RECIPES
 from cookbook.config import overlay as overlay_module
 from cookbook.config.cell import Cell
 from cookbook.config.options import Options, Setting
-from cookbook.config.overlay import Overlay, implied, load_ep_backend, load_overlay, load_precision
+from cookbook.config.overlay import implied, load_ep_backend, load_overlay, load_precision
 from cookbook.config.resolve import resolve_cell
-from cookbook.config.validate import validation_errors
-from tests.cells import EP_BACKENDS, POINTS, PRECISIONS, STACK, Point
+from tests.cells import POINTS, PRECISIONS, STACK, Point
 from tests.check_cells import cell_of
 
 GROUPED, LINEAR = "cookbook.grouped_gemms", "cookbook.linear_layers"
@@ -145,13 +143,6 @@ def test_a_declaration_that_is_not_what_trains_is_refused_with_both(
     )
 
 
-def test_with_one_ep_rank_nothing_is_dispatched() -> None:
-    cell = cell_of("deepseek_v3_16b", {"parallelism.expert_parallel_degree": 1}, nodes=1)
-    declared = {"cookbook.dispatch": Setting("deepep", "")}
-    other = replace(cell, ep_backend=replace(cell.ep_backend, expect=declared))
-    assert validation_errors(other) == []
-
-
 def test_without_a_declaration_nothing_may_be_turned_on(tmp_path: Path) -> None:
     load_overlay.cache_clear()
     path = tmp_path / "mine.yaml"
@@ -162,15 +153,6 @@ def test_without_a_declaration_nothing_may_be_turned_on(tmp_path: Path) -> None:
         "bf16",
     )
     assert load_ep_backend(str(path)).expects("dispatch") == "standard"
-
-
-@pytest.mark.parametrize("kind", ["precision", "ep_backend"])
-def test_every_value_that_files_declare_is_known_to_the_training_process(kind: str) -> None:
-    names = PRECISIONS if kind == "precision" else EP_BACKENDS
-    overlays: list[Overlay] = [load_overlay(kind, name) for name in names]
-    for overlay in overlays:
-        for name in overlay.expect:
-            assert name in STACK.options
 
 
 def test_emulation_may_change_no_option(tmp_path: Path) -> None:

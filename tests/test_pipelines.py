@@ -32,11 +32,6 @@ def test_the_last_stages_rank_knows_the_loss(
     assert is_v_shaped(schedule) == (found[0] != [0] and 5 in found[0])
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
-def test_without_a_pipeline_rank_0_knows_it(schedule: str) -> None:
-    assert loss_rank(schedule, 1, 24) == 0
-
-
 @pytest.mark.titan
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
 def test_torchtitan_divides_stages_so(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,38 +49,3 @@ def test_torchtitan_divides_stages_so(schedule: str, monkeypatch: pytest.MonkeyP
         device: Any = None
         built, _ = pipelines.pipeline_module_split(nn.Module(), mesh, schedule, device, names)
         assert built == stages_of(schedule, rank, 3, per_rank)
-
-
-@pytest.mark.titan
-@pytest.mark.parametrize(
-    ("schedule", "rank"), [("1F1B", 16), ("zbvzerobubble", 0), ("DualPipeV", 0)]
-)
-def test_metrics_are_those_of_the_rank_with_the_loss(
-    schedule: str, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TensorBoard and Weights & Biases get them from there, and the report of the first step."""
-    import torch
-    import torchtitan.components.metrics as metrics
-
-    from cookbook.titan.tt_0_2_2 import first_step
-
-    released = metrics._get_metrics_rank
-    chosen: list[int] = []
-    options = SimpleNamespace(pipeline_parallel_schedule=schedule)
-    job: Any = SimpleNamespace(parallelism=options)
-    dims: Any = SimpleNamespace(pp=3, world_size=24, pp_enabled=True)
-
-    def choose(self: Any, job_config: Any, parallel_dims: Any, tag: str | None) -> None:
-        self.job_config, self.parallel_dims = job_config, parallel_dims
-        chosen.append(metrics._get_metrics_rank(parallel_dims, job_config))
-
-    monkeypatch.setattr(metrics.MetricsProcessor, "__init__", choose)
-    monkeypatch.setattr(first_step, "check_kernels", lambda *_: None)
-    report = first_step.build_metrics_processor(job, dims)
-    assert chosen == [rank] and metrics._get_metrics_rank is released
-    for own in (0, 16):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda own=own: own)
-        assert report._is_metrics_rank() == (own == rank)
-    # Where this fails, TorchTitan has been fixed.
-    wrong = schedule in ("zbvzerobubble", "DualPipeV")
-    assert (released(dims, job) != rank) == wrong

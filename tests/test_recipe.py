@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.base.paths import RECIPES
-from cookbook.config.cluster import load_cluster
-from cookbook.config.expand import CellRequest, expand_sweep
-from cookbook.config.names import names_in
 from cookbook.config.overlay import load_overlay, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.shared_keys import exported
-from cookbook.config.sweep import sweep_of_recipe
-from cookbook.run.record import read_record
 from tests.cells import EP_BACKENDS, PRECISIONS, walked
 from tests.cells import RECIPES as RECIPE_NAMES
 
@@ -44,11 +37,6 @@ def test_every_recipe_is_read_and_explained(name: str) -> None:
     for option, setting in recipe.settings.items():
         line = int(setting.origin.split(":")[1])
         assert option.rpartition(".")[2] in text[line - 1]
-
-
-def test_short_names_are_not_shared() -> None:
-    names = [load_recipe(name).short_name for name in RECIPE_NAMES]
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -138,32 +126,3 @@ def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
         "E": "0",
         "F": "1_000",
     }
-
-
-@pytest.mark.parametrize("key", ["max_restarts", "spare_nodes"])
-def test_none_may_be_asked_for(key: str, tmp_path: Path) -> None:
-    """No restarts, no spare nodes: other counts are of something that there must be."""
-    for value in (0, 2):
-        recipe = load_recipe(_write(tmp_path, f"{HEAD}{key}: {value}\n", f"a{value}.yaml"))
-        assert getattr(recipe, key) == value
-    for text, found in (("-1", "the number -1"), ("1.5", "the number 1.5"), ("true", "true")):
-        path = _write(tmp_path, f"{HEAD}{key}: {text}\n", f"b{text}.yaml")
-        with pytest.raises(InputError, match=f"{key}: found {found}, allowed: a whole number, 0"):
-            load_recipe(path)
-
-
-def test_no_restarts_stay_none_in_the_job(tmp_path: Path) -> None:
-    text = (RECIPES / "debug.yaml").read_text() + "max_restarts: 0\n"
-    request = CellRequest(cluster=replace(load_cluster("soperator-b200"), max_restarts=7))
-    (cell,) = expand_sweep(sweep_of_recipe(_write(tmp_path, text)), request)
-    cell.record().write(tmp_path / "cell.yaml")
-    assert cell.max_restarts == read_record(tmp_path / "cell.yaml").max_restarts == 0
-    # Where the recipe says nothing, the cluster does.
-    (other,) = expand_sweep(sweep_of_recipe("debug"), request)
-    assert other.max_restarts == 7
-
-
-def test_names_are_those_of_the_files() -> None:
-    for kind in ("", "precision", "ep_backend", "cluster", "sweep"):
-        assert names_in(kind) == sorted(path.stem for path in (RECIPES / kind).glob("*.yaml"))
-        assert names_in(kind)

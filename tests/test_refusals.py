@@ -13,6 +13,7 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.check.check import check_cells
+from cookbook.cli.main import main
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.expand import CellRequest, expand_sweep
@@ -67,6 +68,24 @@ def _cluster(name: str) -> Cluster:
             # `local` as on a machine without GPUs, whatever this one has.
             return dataclasses.replace(cluster_of("local"), gpu=None, gpus_per_node=None)
     return cluster_of(name)
+
+
+@pytest.mark.parametrize(("words", "says"), TABLE["commands"])
+def test_a_wrong_command_is_status_2_and_one_line_and_leaves_nothing_behind(
+    words: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    assert main(words.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and says in said.err
+    assert said.err.startswith("submit.py") and len(said.err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.yaml"]
 
 
 @pytest.mark.parametrize("case", TABLE["rules"], ids=lambda case: f"{case[3]}: {case[4]}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
 from cookbook.config.options import Setting, argv_of, parse_argv
-from cookbook.config.stack import Option, load_stack, read_pins
+from cookbook.config.stack import Option
 from tests.cells import STACK
 from tests.golden import OPTION_TABLE, option_table
 from tests.titan_config import parse, typed
@@ -43,19 +41,6 @@ ANY_TEXT = st.one_of(
 @pytest.mark.titan
 def test_the_option_table_is_the_installed_torchtitans() -> None:
     assert OPTION_TABLE.read_text(encoding="utf-8") == option_table(), "renew it: make golden"
-
-
-def test_every_kind_of_option_is_there() -> None:
-    assert {option.kind for option in STACK.options.values()} == KINDS
-    assert {"torch", "torchtitan", "torchao"} <= {pin.name for pin in read_pins()}
-
-
-@pytest.mark.titan
-def test_without_options_the_defaults_of_the_table_hold() -> None:
-    defaults = {name: option.default for name, option in STACK.options.items()}
-    assert typed(parse(EXTENDED)) == typed(
-        {**defaults, "job.custom_config_module": "cookbook.titan.tt_0_2_2.job_config"}
-    )
 
 
 def _argv(values: dict[str, Any]) -> list[str]:
@@ -95,19 +80,6 @@ def test_every_option_reaches_torchtitan_unchanged(number: int) -> None:
     checked = {name: STACK.options[name].check(name, value) for name, value in values.items()}
     parsed = parse([*EXTENDED, *_argv(checked)])
     assert typed({name: parsed[name] for name in values}) == typed(checked)
-
-
-@pytest.mark.titan
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(texts=st.lists(ANY_TEXT, min_size=len(TEXTS), max_size=len(TEXTS)))
-def test_every_text_reaches_torchtitan_unchanged(texts: list[str]) -> None:
-    values = {
-        name: STACK.options[name].check(name, text)
-        for name, text in zip(TEXTS, texts, strict=True)
-        if name not in NOT_HERE
-    }
-    parsed = parse([*EXTENDED, *_argv(values)])
-    assert {name: parsed[name] for name in values} == values
 
 
 @pytest.mark.parametrize("number", ROUNDS)
@@ -224,14 +196,3 @@ def test_a_misspelt_option_is_named_with_the_nearest(name: str, nearest: str) ->
         STACK.option("here", name)
     assert repr(name) in str(caught.value)
     assert nearest in str(caught.value).split("nearest: ")[1].split(", ")
-
-
-def test_an_unknown_stack_is_named() -> None:
-    with pytest.raises(InputError, match=r"unknown stack '2026.2'.*did you mean '2026.02'"):
-        load_stack("2026.2")
-
-
-def test_the_table_is_json_that_a_second_stack_can_copy() -> None:
-    table = json.loads(OPTION_TABLE.read_text(encoding="utf-8"))
-    assert set(table) == {"options", "models", "model_args", "datasets"}
-    assert set(table["models"]["deepseek_v3"]) >= {"671B", "16B", "debugmodel"}

@@ -12,7 +12,7 @@ from cookbook.config.cluster import load_cluster
 from cookbook.config.expand import CellRequest, command_line_settings, expand_sweep
 from cookbook.config.names import names_in
 from cookbook.config.recipe import load_recipe
-from cookbook.config.sweep import is_sweep, load_sweep, sweep_of_recipe
+from cookbook.config.sweep import load_sweep, sweep_of_recipe
 from tests.cells import CLUSTERS, walked
 
 HEAD = "description: mine\nrecipes: [debug]\n"
@@ -59,15 +59,6 @@ def test_the_matrix_is_the_published_one() -> None:
     assert [cell.published for cell in cells] == [651, 859, None, 918]
     assert {cell.baseline for cell in cells} == {"671b-bf16-standard"}
     assert all(cell.steps == 20 for cell in cells)
-
-
-def test_convergence_has_real_routing_and_1500_steps() -> None:
-    cells = expand_sweep(load_sweep("convergence"), _request())
-    assert [cell.name for cell in cells] == ["16b-bf16-standard", "16b-mxfp8-mxfp8_a2a"]
-    for cell in cells:
-        assert cell.steps == 1500
-        assert cell.options["debug.moe_force_load_balance"] is False
-        assert cell.options["debug.seed"] == cells[0].options["debug.seed"] is not None
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -139,25 +130,6 @@ def test_two_recipes_of_one_short_name_are_told_apart_or_refused(tmp_path: Path)
         _expand(tmp_path, f"description: d\nrecipes: [debug, {copy}]\n")
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("training.steps", "--set training.steps: has no value; write --set SECTION.KEY=VALUE"),
-        ("training.step=5", "--set training.step: TorchTitan 0.2.2 has no option 'training.step'"),
-        ("training.steps=five", "--set training.steps: found the text 'five', allowed: a whole"),
-        ("training.steps=", "--set training.steps: found the text '', allowed: a whole number"),
-        ("=5", "TorchTitan 0.2.2 has no option ''"),
-        ("job.dump_folder=/x", "job.dump_folder is set by the scripts"),
-        ("activation_checkpoint.mode=al", "unknown value 'al'; allowed: full, memory_budget"),
-        ("compile.enable=yes", "found the text 'yes', allowed: true or false"),
-    ],
-)
-def test_a_wrong_word_of_the_command_line_is_named(word: str, message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        command_line_settings([word])
-    assert message in str(caught.value)
-
-
 def test_words_of_the_command_line_become_torchtitans_types() -> None:
     words = [
         *["training.steps=5", "optimizer.lr=1", "compile.enable=false", "model.converters=a,b"],
@@ -174,11 +146,3 @@ def test_words_of_the_command_line_become_torchtitans_types() -> None:
         "debug.seed": None,
         "parallelism.module_fqns_per_model_part": [["a"], ["b", "c"]],
     }
-
-
-def test_what_is_a_sweep(tmp_path: Path) -> None:
-    assert is_sweep("matrix")
-    assert not is_sweep("debug")
-    (tmp_path / "mine.yaml").write_text(HEAD)
-    assert is_sweep(str(tmp_path / "mine.yaml"))
-    assert not is_sweep(str(load_recipe("debug").path))

@@ -50,28 +50,6 @@ def test_the_last_column_is_wrapped_between_words_under_itself() -> None:
     assert max(map(len, text_table([["key", text]], width=50).splitlines())) in (49, 50)
 
 
-def test_a_long_word_stays_whole_and_a_line_break_stays_one() -> None:
-    path = "/a/very/long/path/that/nobody/could/copy/if/it/were/cut"
-    assert text_table([["a", f"see {path} now"]], width=30).splitlines() == [
-        "a  see",
-        f"   {path}",
-        "   now",
-    ]
-    assert text_table([["a", "one\n\ntwo"]]) == "a  one\n\n   two"
-    assert text_table([["a", " " * 50]], width=30) == "a"
-
-
-def test_a_narrow_terminal_leaves_the_last_column_readable() -> None:
-    rows = [["x" * 70, "one two three four five six"]]
-    lines = text_table(rows, width=75).splitlines()
-    assert [len(line) - 72 for line in lines] == [18, 8]
-
-
-def test_a_row_with_another_number_of_cells_is_an_error() -> None:
-    with pytest.raises(ValueError):
-        text_table([["a", "b"], ["c"]])
-
-
 def test_markdown_is_aligned_in_its_source() -> None:
     rows = [["名前", "1,234", "1.50"], ["b", "", "10.0"], ["1e5", "0.50", "007"]]
     assert markdown_table(["cell", "n", "2.0"], rows, "lrr").splitlines() == [
@@ -90,13 +68,6 @@ def test_no_cell_breaks_a_markdown_table() -> None:
         "| ---- | ------- |",
         "| x y  | one two |",
     ]
-
-
-def test_every_column_of_a_markdown_table_has_its_rule() -> None:
-    """Without a hyphen in each column, Markdown does not take it for a table."""
-    heading, rule = markdown_table(["a", "b"], [], "lr").splitlines()
-    assert heading == "| a | b |"
-    assert rule.split("|")[1:-1] == [" - ", " -: "]
 
 
 @pytest.mark.parametrize("flags", [[], ["-I", "-S"]])

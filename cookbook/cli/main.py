@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from cookbook.base.command import run_command
+from cookbook.base.errors import nearest
 
 _DESCRIPTION = "Pre-train DeepSeek-V3 MoE models with TorchTitan, on Slurm or on this machine."
 _EPILOG = """\
@@ -43,6 +45,13 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as every other message does; the usage is in --help."""
 
     def error(self, message: str) -> NoReturn:
+        # argparse lists the verbs and leaves the typo to the reader.
+        if wrong := re.match(
+            r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message
+        ):
+            close = nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))
+            if close:
+                message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
         self.exit(2, f"{self.prog}: {message}; see: python {self.prog} --help\n")
 
 
@@ -235,7 +244,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    arguments = build_parser().parse_args(words)
+    arguments = build_parser().parse_args(words or ["--help"])
     if arguments.verb in _PRINT_A_FILE and isinstance(sys.stdout, io.TextIOWrapper):
         # Nothing in them may be replaced, whatever the terminal can show.
         sys.stdout.reconfigure(encoding="utf-8")

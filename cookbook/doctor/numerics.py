@@ -112,7 +112,7 @@ def candidates(machine: Cluster) -> list[Candidate]:
         cell = _laid_out(machine, precision, ep_backend, options)
         problems = [
             finding
-            for finding in [*validation_errors(cell), *missing_here(cell)]
+            for finding in [*validation_errors(cell), *missing_here(cell, is_submitted=True)]
             if not _is_of_training(finding)
         ]
         found.append(Candidate(cell, problems[0].reason if problems else None))
