@@ -118,6 +118,19 @@ def test_the_nth_call_is_matched_with_the_nth_of_the_same_step(tmp_path: Path) -
     assert _waited(profile, "ep") == pytest.approx([1, 1.5])
 
 
+def test_only_steps_in_which_all_made_equally_many_calls_are_matched(tmp_path: Path) -> None:
+    for rank, durations in enumerate((((1_000, 1_000), (1_000,)), ((4_000,), (3_000,)))):
+        trace = TraceFile(rank, 2)
+        for index, calls in enumerate(durations):
+            trace.step(7 + index, 10_000 * index, 10_000 * (index + 1))
+            for number, duration in enumerate(calls):
+                start = 10_000 * index + 2_000 * number
+                trace.kernel(DEEPEP, start, start + duration, launched=start)
+        trace.write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    assert _waited(profile, "ep") == pytest.approx([0, 1])
+
+
 def test_a_send_and_its_receiver_do_not_wait_for_one_another(tmp_path: Path) -> None:
     for rank, duration in enumerate((1_000, 6_000)):
         trace = TraceFile(rank, 2, pipeline=[0, 1]).step(7, 0, 10_000)
