@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from cookbook.observe.console import StepMetrics
-from cookbook.observe.metrics import collect_steps
 from cookbook.results.collect import collect_results
 from cookbook.results.report import notes
 from cookbook.results.result import Result, RunResults
 from cookbook.results.speed import warm_up
-from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, read_record
+from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
 from cookbook.run.submitting import mark_submitting
@@ -99,10 +96,6 @@ class Run:
     def only(self) -> Result:
         (cell,) = self.collect().cells
         return cell
-
-
-def _steps(folder: Path) -> list[StepMetrics]:
-    return collect_steps(CellFolder(folder), CellRecord())
 
 
 @pytest.fixture
@@ -187,76 +180,12 @@ def test_the_rank_that_knows_the_loss(
     assert read_record(tmp_path / "cell.yaml").loss_rank == expected
 
 
-def test_pipeline_parallel_figures_are_the_last_stages(run: Run) -> None:
-    log = (LOGS / "pp2_ranks_0_128.log").read_text()
-    run.add("base", log, nodes=32, ranks_per_node=8, options={PP: 2})
-    cell = run.only()
-    assert cell.final_loss == 9.8
-    assert cell.tokens_per_second_per_gpu is not None
-    assert 645 < cell.tokens_per_second_per_gpu < 670
-    assert cell.memory_gib == 153.77
-
-
-def test_a_loss_rank_that_the_console_does_not_show(run: Run) -> None:
-    """One node with 8 GPUs at PP 2: the loss is rank 4's, the console shows rank 0."""
-    console = "".join(metrics_line(s, loss="-1.0", memory="11.00") for s in (1, 2, 3))
-    folder = run.add("base", console, ranks_per_node=8, options={PP: 2})
-    for local_rank in range(8):
-        loss = "2.25" if local_rank >= 4 else "-1.0"
-        own = folder / "attempt-1" / "ranks" / "7_0_abc" / "attempt_0" / str(local_rank)
-        own.mkdir(parents=True)
-        lines = (metrics_line(s, None, loss, f"{s}0{local_rank}") for s in (1, 2, 3))
-        (own / "stdout.log").write_text("".join(lines))
-    cell = run.only()
-    assert cell.final_loss == 2.25
-    assert cell.tokens_per_second_per_gpu == 254
-    assert cell.memory_gib == 11
-
-
-def test_of_several_nodes_the_one_with_a_real_loss(run: Run) -> None:
-    folder = run.add("base", "", nodes=2, ranks_per_node=2, options={PP: 2})
-    for launch, loss in (("7_0_a", "-1.0"), ("7_0_b", "4.5")):
-        own = folder / "attempt-1" / "ranks" / launch / "attempt_0" / "0"
-        own.mkdir(parents=True)
-        (own / "stdout.log").write_text(metrics_line(1, None, loss) + metrics_line(2, None, loss))
-    assert run.only().final_loss == 4.5
-
-
-def test_no_rank_with_a_loss_means_an_unknown_loss(run: Run) -> None:
-    run.add("base", metrics_line(1, loss="-1.0") + metrics_line(2, loss="-1.0"), options={PP: 2})
-    cell = run.only()
-    assert (cell.final_loss, cell.tokens_per_second_per_gpu) == (None, 100)
-
-
-def test_a_console_without_rank_prefixes(run: Run) -> None:
-    run.add("base", "".join(metrics_line(s, None, tps=f"{s}") for s in (1, 1, 2, 2, 3, 3)))
-    cell = run.only()
-    assert (cell.steps, cell.tokens_per_second_per_gpu) == (3, 2.5)
-
-
 def test_memory_is_the_peak_of_every_ranks_own_log(run: Run) -> None:
     folder = run.add("base", metrics_line(1) + metrics_line(2))
     own = folder / "attempt-1" / "ranks" / "7_0_a" / "attempt_0" / "1"
     own.mkdir(parents=True)
     (own / "stdout.log").write_text(metrics_line(1, None, memory="99.50"))
     assert run.only().memory_gib == 99.5
-
-
-def test_a_resumed_attempt_replaces_what_it_repeats(run: Run) -> None:
-    first = "".join(metrics_line(s, loss="9.0") for s in range(1, 8))
-    second = "".join(metrics_line(s, loss="5.0") for s in range(6, 13))
-    folder = run.add("base", first, second)
-    steps = _steps(folder)
-    assert [s.step for s in steps] == list(range(1, 13))
-    assert [s.loss for s in steps] == [9.0] * 5 + [5.0] * 7
-    assert run.only().steps == 12
-
-
-def test_an_attempt_that_starts_anew_leaves_nothing_of_the_last(run: Run) -> None:
-    first = "".join(metrics_line(s, loss="9.0") for s in range(1, 16))
-    run.add("base", first, metrics_line(1, loss="8.5") + metrics_line(2, loss="8.0"))
-    cell = run.only()
-    assert (cell.steps, cell.final_loss) == (2, 8.0)
 
 
 def test_speedup_is_against_the_baseline(run: Run) -> None:

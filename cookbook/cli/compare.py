@@ -1,4 +1,4 @@
-"""The verb `compare`: cells of runs beside those of the first, or beside the published numbers."""
+"""The verb `compare`: the cells of a run beside another run's, or the published numbers."""
 
 from __future__ import annotations
 

@@ -171,10 +171,10 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--format", choices=("md", "json", "html"), default="md")
     compare = verb(
         "compare",
-        "compare runs; status 1 where a cell got slower",
+        "compare two runs; status 1 where a cell got slower",
         "compare:compare",
     )
-    compare.add_argument("runs", metavar="RUN", nargs="+", help="names or folders of runs")
+    compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
     compare.add_argument(
         "--with",
         dest="other",
