@@ -1,13 +1,12 @@
-"""Confidence intervals of figures whose steps are not independent, without NumPy.
+"""Confidence intervals for statistics of correlated steps.
 
 A step is slow, or its loss high, for reasons that last: a neighbour on the network, a warm card, a
-long document. So steps next to one another are alike, and an interval that takes them for
-independent is too narrow. Here the steps are cut into five batches of consecutive ones, and how far
-the batches' figures lie from the figure of all says what chance does (sectioning: Asmussen and
-Glynn, Stochastic Simulation, 2007, III.5). Few long batches cost a somewhat wider interval, and
-hold where steps are alike for long. Batches so short that they are alike themselves are corrected
-for by the steps' own correlation. All of this fails where steps stay alike over more than about
-a tenth of what was measured.
+long document. Neighbouring steps are correlated, and an interval that assumes independence is too
+narrow. So the steps are cut into five batches of consecutive ones, and the spread of the batches'
+statistics about that of all steps gives the standard error (sectioning: Asmussen and Glynn,
+Stochastic Simulation, 2007, III.5). Few long batches cost a somewhat wider interval and tolerate
+long correlations. Batches so short that they are correlated themselves are corrected by the steps'
+autocorrelation. The method fails where steps stay correlated over more than a tenth of the run.
 """
 
 from __future__ import annotations
@@ -21,53 +20,48 @@ NUM_BATCHES = 5
 # A stall in a batch of three does not move its median.
 LEAST_VALUES = 3 * NUM_BATCHES
 
-# Beyond this a correlation tells of a drift, which no factor corrects.
+# A higher correlation is a drift, which no factor corrects.
 _MOST_ALIKE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What chance does to a figure.
-
-    Attributes:
-        error: its standard error.
-        freedom: degrees of freedom that this is known with.
-    """
+    """A standard error and its degrees of freedom."""
 
     error: float
     freedom: int
 
     def half_width(self, level: float) -> float:
-        """Of the two-sided confidence interval at `level`, such as 0.95."""
+        """Return half the two-sided confidence interval at `level`, such as 0.95."""
         return t_quantile((1 + level) / 2, self.freedom) * self.error
 
 
 def batches(values: Sequence[float]) -> list[Sequence[float]]:
-    """The values in five runs of consecutive ones whose lengths differ by one at most."""
+    """Split the values into five consecutive batches whose lengths differ by one at most."""
     cuts = [len(values) * number // NUM_BATCHES for number in range(NUM_BATCHES + 1)]
     return [values[start:end] for start, end in itertools.pairwise(cuts)]
 
 
 def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) -> Spread:
-    """The spread of a figure over `num` values from those of their `batches`.
+    """Return the spread of a statistic of `num` values from those of their `batches`.
 
     Args:
-        alike: the correlation of values that follow one another, as `correlation` estimates it.
+        alike: the values' lag-1 autocorrelation, as `correlation` estimates it.
     """
     found = spread_about(figure, parts)
     return Spread(found.error * math.sqrt(_of_short_batches(alike, num)), found.freedom)
 
 
 def spread_about(figure: float, parts: Sequence[float]) -> Spread:
-    """The spread of a figure from independent ones, at least two, whose mean or like it is."""
+    """Return the spread of a mean from at least two independent values."""
     variance = sum((part - figure) ** 2 for part in parts) / (len(parts) - 1)
     return Spread(math.sqrt(variance / len(parts)), len(parts) - 1)
 
 
 def correlation(deviations: Sequence[float]) -> float:
-    """That of deviations from the figure with the next one, 0 where it is negative.
+    """Return the lag-1 autocorrelation of deviations from the mean, at least 0.
 
-    The estimate is low for few values, by (1 + 3 r) / n, which is added (Kendall 1954).
+    The bias of short series, (1 + 3 r) / n, is added back (Kendall 1954).
     """
     squares = sum(one * one for one in deviations)
     products = sum(one * other for one, other in itertools.pairwise(deviations))
@@ -78,21 +72,20 @@ def correlation(deviations: Sequence[float]) -> float:
 
 
 def _of_short_batches(alike: float, num: int) -> float:
-    """By what the variance from batches is too small, where the correlation falls from step to
-    step by the same factor."""
+    """Return the factor by which batches underestimate the variance of an AR(1) series."""
     length = num / NUM_BATCHES
     of_all, of_batch = _variance_of_mean(alike, num), _variance_of_mean(alike, length)
     return max(1.0, of_all * (NUM_BATCHES - 1) / (of_batch - of_all))
 
 
 def _variance_of_mean(alike: float, num: float) -> float:
-    """Of `num` values whose own variance is 1."""
+    """Return the variance of the mean of `num` AR(1) values of variance 1."""
     ends = alike * (1 - math.pow(alike, num)) / (num * (1 - alike) ** 2)
     return (1 + 2 * (alike / (1 - alike) - ends)) / num
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """Student's t: what a value stays below with `probability`, from 0.5 up."""
+    """Return the quantile of Student's t for a `probability` from 0.5 up."""
     low, high = 0.0, 1.0
     while t_below(high, freedom) < probability:
         high *= 2
@@ -106,7 +99,10 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def t_below(value: float, freedom: int) -> float:
-    """The distribution function, by its finite sums (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Return Student's distribution function by its finite sums.
+
+    Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
     angle = math.atan(value / math.sqrt(freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
     odd = freedom % 2

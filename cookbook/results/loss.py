@@ -1,13 +1,12 @@
 """Whether two loss curves are the same: a test of equivalence with a margin.
 
-The rule: the 90% confidence interval of the difference of the mean losses must lie within plus or
-minus 0.25% of the reference's (two one-sided t-tests at 5% each): `equivalent`. Where it lies
-outside: `different`. Else: `cannot tell`. Either verdict is wrong in at most 5% of cases.
+`equivalent`: the 90% confidence interval of the difference of the mean losses lies within plus or
+minus 0.25% of the reference's (two one-sided t-tests at 5% each). `different`: it lies outside.
+Else `cannot tell`. Either verdict is wrong in at most 5% of cases.
 
-What chance does follows from runs with different seeds, where there are several of each cell;
-then the verdict is on what the cells train. With one run of each it follows from the
-difference itself, step by step, and the verdict is on these two curves alone: another seed
-may fall elsewhere (docs/convergence.md).
+With several runs of each cell the variance is that between runs, and the verdict is on the cells.
+With one run of each it comes from the difference step by step, and the verdict is on these two
+curves alone: another seed may fall elsewhere (docs/convergence.md).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Losses = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True)
 class LossVerdict:
-    """How far a cell's mean loss is from its reference's, over one window of the steps."""
+    """The difference of a cell's mean loss from its reference's, over a window of the steps."""
 
     window: str
     """`whole`, or `last tenth`."""
@@ -46,13 +45,13 @@ class LossVerdict:
     """Of the 90% confidence interval of the difference."""
     high: float | None
     limit: float | None
-    """What the interval must lie within, on both sides of 0: 0.25% of the reference's loss."""
+    """The margin on both sides of 0: 0.25% of the reference's loss."""
     num_steps: int
     """Steps in the window that every run logged."""
     runs: int
     """Runs of the cell; with one, the verdict is on this curve alone."""
     reason: str | None = None
-    """Why nothing can be told, where that is not the interval's width."""
+    """Why there is no interval."""
 
 
 def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
@@ -61,7 +60,7 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
 
 
 def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdict]:
-    """The verdicts on one run of each, over the whole curve and over its last tenth.
+    """Return the verdicts on one run of each, over the whole curve and over its last tenth.
 
     Only steps that both logged count, so they may log at different intervals.
     """
@@ -72,10 +71,9 @@ def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdi
 def judge_repeats(
     cells: Mapping[str, Sequence[Losses]], reference: str
 ) -> dict[str, tuple[LossVerdict, LossVerdict]]:
-    """The verdicts on every cell but `reference`, from several runs of each, or of some.
+    """Return the verdicts on every cell but `reference`, from several runs of each, or of some.
 
-    What chance does is one variance, pooled over the runs of every cell, so that a few runs of one
-    tell of the others too.
+    The variance is pooled over the runs of every cell.
     """
     names = [name for name in cells if name != reference]
     windows = _windows([run for runs in cells.values() for run in runs])
@@ -91,7 +89,7 @@ def judge_repeats(
 
 
 def word_of(difference: float, half_width: float, limit: float) -> str:
-    """The rule itself."""
+    """Return the verdict on an interval."""
     if not math.isfinite(difference):
         return DIFFERENT
     if abs(difference) + half_width <= limit:
@@ -100,7 +98,7 @@ def word_of(difference: float, half_width: float, limit: float) -> str:
 
 
 def pooled_spread(groups: Iterable[Sequence[float]]) -> Spread | None:
-    """One standard deviation for runs of all cells, each about its cell's mean.
+    """Return one standard deviation for runs of all cells, each about its cell's mean.
 
     None where no cell has two runs. Cells with a loss that is no number are left out.
     """
@@ -113,7 +111,7 @@ def pooled_spread(groups: Iterable[Sequence[float]]) -> Spread | None:
 
 
 def half_width(spread: Spread, num_own: int, num_reference: int) -> float:
-    """Of the interval of the difference of two cells' means, of one run's `spread`."""
+    """Return half the interval of the difference of two cells' means."""
     error = spread.error * math.sqrt(1 / num_own + 1 / num_reference)
     return Spread(error, spread.freedom).half_width(LEVEL)
 

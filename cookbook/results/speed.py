@@ -1,4 +1,4 @@
-"""How fast a cell trained, and by how much two differ, with what chance does to both."""
+"""Throughput of a cell, and speed-ups with confidence intervals."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class SpeedUp:
 
 
 def warm_up(num_steps: int) -> int:
-    """How many of the first logged steps throughput leaves out: a quarter, but 1 to 10."""
+    """Return the number of first logged steps to leave out: a quarter, but 1 to 10."""
     return min(10, max(1, num_steps // 4))
 
 
 def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """The steps after warm-up, which every attempt has: it compiles and allocates anew."""
+    """Return the steps after warm-up. Every attempt has one: it compiles and allocates anew."""
     kept: list[StepMetrics] = []
     for attempt in dict.fromkeys(step.attempt for step in curve):
         steps = [step for step in curve if step.attempt == attempt]
@@ -81,7 +81,7 @@ def speeds_of(curve: Sequence[StepMetrics]) -> list[float]:
 
 
 def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
-    """The throughput over the curves of one cell; None where no step is measured."""
+    """Return the throughput over the curves of one cell, None without a measured step."""
     kept = [measured_steps(curve) for curve in curves]
     runs = [steps for steps in map(_with_speed, kept) if steps]
     if not runs:
@@ -110,9 +110,9 @@ def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
 
 
 def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None:
-    """The ratio of the medians of two runs' speeds, step by step in order.
+    """Return the ratio of the medians of two runs' speeds.
 
-    The same batch of both holds the same texts, so what these cost does not widen the interval.
+    Batches are paired: both trained on the same texts there, whose cost cancels.
     """
     if not own or not reference:
         return None
@@ -129,9 +129,9 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
 
 
 def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
-    """The speed-up from (own, reference) throughputs of repeats, at least two pairs.
+    """Return the speed-up from (own, reference) throughputs of at least two repeats.
 
-    Each pair was measured close in time and in turned order, so a drift of the machine is in none.
+    Each pair was measured close in time, in alternating order, so a drift of the machine cancels.
     """
     ratios = [math.log(own / reference) for own, reference in pairs]
     if len(ratios) < 2:
@@ -141,9 +141,9 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
 
 
 def _alike(own: Sequence[float], reference: Sequence[float], ratio: float) -> float:
-    """How alike following steps are: of their ratio, or of each cell's own where they do not pair.
+    """Return the autocorrelation of the steps' ratio, or of each run's own where they do not pair.
 
-    Of the signs alone, as a median has it: a stall says no more than another slow step.
+    It is of the signs alone, as for a median: a stall counts as one slow step.
     """
     if len(own) == len(reference):
         ratios = [math.log(one / other) for one, other in zip(own, reference, strict=True)]
@@ -156,9 +156,9 @@ def _alike(own: Sequence[float], reference: Sequence[float], ratio: float) -> fl
 
 
 def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
-    """The speed-up from the throughputs of repeats that were not measured in turn.
+    """Return the speed-up from at least two repeats of each, not measured in turn.
 
-    At least two of each; what chance does is one variance for both.
+    Both share one variance.
     """
     logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
     ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
@@ -178,7 +178,7 @@ def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> Spee
 
 
 def _with_speed(steps: Iterable[StepMetrics]) -> list[tuple[int, float]]:
-    """The steps that have a speed, and it."""
+    """Return the steps that have a speed, with it."""
     return [
         (step.step, step.tokens_per_second)
         for step in steps
