@@ -95,10 +95,15 @@ def test_what_differs_between_the_runs_is_listed_texts_and_tokenizers_by_name(tw
     two.add("old", "b", log_of(100), options=steps | {texts: "short", tokenizer: "one"})
     longer = {"training.steps": 40, texts: "long", tokenizer: "two"}
     two.add("new", "b", log_of(100), options=longer)
+    for run, torch, seconds in (("old", "2.10", 3.1), ("new", "2.11", 3.2)):
+        seen = {"versions": {"torch": torch}, "nodes": [run], "self_check": {"seconds": seconds}}
+        path = two.runs[run].folder / "a" / "attempt-1" / "environment.json"
+        path.write_text(json.dumps(seen))
     assert two.as_json()["differences"] == [
         "cluster: old-cluster in old, new-cluster in new",
         "the tokenizer: model.hf_assets_path: one in old, two in new",
         "the texts: training.dataset_path: short in old, long in new",
+        "torch (of a): 2.10 in old, 2.11 in new",
         "training.steps (of b): 20 in old, 40 in new",
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -31,7 +32,7 @@ def render_markdown(results: RunResults) -> str:
         bullets(facts(results)),
         report_tables(results)[CELLS].markdown(),
         bullets(notes(results)),
-        LEGENDS[CELLS].format(unit=results.unit),
+        textwrap.fill(LEGENDS[CELLS].format(unit=results.unit), 80),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

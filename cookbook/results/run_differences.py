@@ -6,6 +6,7 @@ writing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from cookbook.run.status import read_json
 _MOST_NODES = 4
 # The configuration has these; what was active under that name may be another thing.
 _ASKED = frozenset({"precision", "ep_backend", "loss"})
+# Facts that differ from run to run, or that a comparison shows elsewhere.
+_NOISE = re.compile(r"nodes$|gpu$|self check |mean attended length$")
 _TEXTS = ("training.dataset", "training.dataset_path")
 _TOKENIZER = "model.hf_assets_path"
 
@@ -72,7 +75,7 @@ def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
         own, base = other.settings[cell], one.settings[cell]
         asked = [name for name in {**base.asked, **own.asked} if name not in ("cluster", "stack")]
         pairs = {name: (_asked(base, name), _asked(own, name)) for name in asked}
-        seen = [name for name in base.seen if name in own.seen and name not in ("nodes", "gpu")]
+        seen = [name for name in base.seen if name in own.seen and not _NOISE.match(name)]
         pairs |= {name: (base.seen[name], own.seen[name]) for name in seen}
         for name, (first, second) in pairs.items():
             if first != second:
