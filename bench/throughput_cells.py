@@ -79,6 +79,12 @@ _FAST_ONE_GPU = {
     "parallelism.expert_parallel_degree": 1,
     "activation_checkpoint.op_sac_save_list": ["attention", "grouped_mm"],
 }
+# Rows by own kernels, whose memory leaves room to keep every layer.
+_ONE_GPU_ROWS = {
+    **_FAST_ONE_GPU,
+    "cookbook.row_kernels": True,
+    "activation_checkpoint.num_layers_kept": 8,
+}
 # All of them: at TP 2 the GPU waits for the host, which has more to do where layers are recomputed.
 _KEPT_TP2 = {**_EP4, **_TP2, "activation_checkpoint.num_layers_kept": 27}
 
@@ -107,6 +113,8 @@ CELLS: dict[str, Trained] = {
     "fast-kept-tp2": Trained("deepep", _KEPT_TP2),
     "fast-8layers": Trained("deepep", _FAST_EIGHT_LAYERS),
     "fast-standard-8layers": Trained("standard", _FAST_ONE_GPU),
+    "fast-rows-8layers": Trained("standard", _ONE_GPU_ROWS),
+    "fast-rows-8layers-real": Trained("standard", {**_ONE_GPU_ROWS, **_REAL}),
     "deepep-8layers": Trained("deepep", _EIGHT_LAYERS),
     "released-standard-8layers": Trained("standard", _EIGHT_LAYERS_RELEASED, released=True),
     "released-deepep-8layers": Trained("deepep", _EIGHT_LAYERS_RELEASED, released=True),

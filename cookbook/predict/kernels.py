@@ -161,7 +161,13 @@ class Kernels:
             elements += 3.0 * s.rows * s.expert_hidden + 3 * s.sequence_tokens * s.dim
             router = 4.0 * 8 * s.tokens * s.num_experts
         factor = 5 / 3 if backward else 1
-        return {POINTWISE: self.bytes_ms(factor * (s.act * elements + router))}
+        size = factor * (s.act * elements + router)
+        if s.autocast:
+            # A rank alone has hidden states in FP32, and casts its experts' weights each way.
+            size += factor * 2 * (11 if moe else 8) * s.sequence_tokens * s.dim
+            weights = sum(one.columns * one.inner * self._groups(one) for one in expert_products(s))
+            size += 6.0 * weights if moe else 0.0
+        return {POINTWISE: self.bytes_ms(size)}
 
     def move_rows(self, backward: bool) -> Terms:
         """Rows brought into the experts' order and back, without their exchange."""
@@ -180,7 +186,7 @@ class Kernels:
         if s.row_kernels:
             # Each token is read once, each row written once, and the other way round; with EP they
             # are sorted once more where they arrive, and the weights are laid side by side.
-            tokens = float(s.act * s.sent_tokens * s.dim)
+            tokens = float((4 if s.autocast else s.act) * s.sent_tokens * s.dim)
             moved = 2 * (sent + 2 * tokens) + (4 * rows if s.ep > 1 else 0.0)
             return {ROWS: self.bytes_ms(moved)}
         # Under TP each rank fills the rows of all tokens, most of them with zeros.
