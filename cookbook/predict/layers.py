@@ -135,10 +135,6 @@ def _moe(s: Shapes) -> LayerBytes:
     if s.scored_activations and not s.compiled:
         # Before they are scored, for the gradient of the scores.
         experts += s.act * s.rows * s.expert_hidden
-    weights = s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-    if s.autocast:
-        # In BF16, for the gradients of what they are multiplied with.
-        experts += 3 * weights
     # Pieces compiled one by one: the norm's output, the router's, and the rows that experts get.
     between = router + s.act * (s.tokens + s.rows) * s.dim
     if s.scored_activations:
@@ -189,7 +185,8 @@ def _moe(s: Shapes) -> LayerBytes:
         weighted = 4.0 * all_rows
         # `routed_input`, `routed_output` and the unsorted rows live to the end of MoE.forward.
         freed = (sent, sent, s.act * all_rows, 4.0 * s.tokens * s.dim)
-        backward = (4 + s.act) * all_rows + 4 * s.tokens * s.dim
+        # A rank alone moves them in FP32 before and behind as well: as measured.
+        backward = (25 if s.autocast else 4 + s.act) * all_rows + 4 * s.tokens * s.dim
     exchanged = s.act * (s.rows + s.sent_rows) * s.dim if s.ep > 1 else 0.0
     return LayerBytes(
         input=0,
@@ -283,6 +280,29 @@ class RankLayers:
                 terms |= self._parameters(part, layer)
                 if sum(terms.values()) > sum(largest.values()):
                     largest = terms
+        return largest
+
+    def backward_alone(self) -> dict[str, float]:
+        """The fullest layer's backward on a rank without FSDP, with all that is kept for it.
+
+        TorchTitan lets go of the gradients before a step: they fill up while activations go.
+        """
+        (part,) = self._view["parts"]
+        sizes = {unit["name"]: float(unit["local"] * unit["bytes"]) for unit in part["units"]}
+        gradients = sizes.get("output", 0.0)
+        largest: dict[str, float] = {}
+        for index, layer in reversed(list(enumerate(part["layers"]))):
+            cost, _, recomputed = self._cost(layer)
+            terms = {
+                "activations": sum(self._cost(one)[1] for one in part["layers"][: index + 1]),
+                "recomputed layer": recomputed,
+                "layer's temporaries": cost.temporary,
+                "gradients (not sharded)": gradients,
+            }
+            if sum(terms.values()) > sum(largest.values()):
+                largest = terms
+            prefix = f"layers.{layer['id']}."
+            gradients += sum(size for name, size in sizes.items() if f"{name}.".startswith(prefix))
         return largest
 
     def _parameters(self, part: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, float]:

@@ -41,10 +41,6 @@ FITS, WILL_NOT_FIT = 0.92, 1.05
 FITS_PIPELINE = 0.88
 
 
-_LAST_BACKWARD = "the first layer's backward"
-_NOTHING_KEPT = (_LAST_BACKWARD, "the optimizer step")
-
-
 @dataclass(frozen=True)
 class StageMemory:
     """The peak of the first rank of one pipeline stage (of one rank of it, all being alike); GiB.
@@ -95,25 +91,17 @@ def predict_memory(
     kept = _kept(view, layers, shapes)
     expandable = _is_expandable(environment or cell.environment)
     moments = {
-        "the loss": _loss(view, shapes, layers, expandable),
-        "a layer's backward": layers.backward(),
+        "the loss": {**_loss(view, shapes, layers, expandable), **kept},
+        "a layer's backward": {**layers.backward(), **kept},
         "the optimizer step": _optimizer_step(cell, state),
     }
     if expandable and _fills_gradients(view):
-        # TorchTitan lets go of the gradients before a step: they fill up while activations go.
-        # Blocks of the last step's that nothing is joined with are of no use to the next forward.
-        all_of_them = {"gradients (not sharded)": state.pop("gradients (not sharded)")}
-        own = sum(
-            unit["local"] * unit["bytes"] for unit in _units(view) if unit["name"] == "output"
-        )
-        last = moments["a layer's backward"]
-        moments["a layer's backward"] = last | {"gradients (not sharded)": float(own)}
-        moments[_LAST_BACKWARD] = last | all_of_them
-        moments["the optimizer step"] |= all_of_them
-    moment = max(moments, key=lambda name: _needed(name, moments[name], kept))
+        # Without it blocks of the last step's gradients are of no use to the next forward.
+        gradients = state.pop("gradients (not sharded)")
+        moments["a layer's backward"] = layers.backward_alone()
+        moments["the optimizer step"]["gradients (not sharded)"] = gradients
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
     compute = {**state, **moments[moment]}
-    if moment not in _NOTHING_KEPT:
-        compute |= kept
     if cell.cluster.gpu:
         recent = cell.cluster.gpu.compute_capability >= 9
         workspace = CUBLAS_BYTES_SM90 if recent else CUBLAS_BYTES
@@ -137,10 +125,6 @@ def predict_memory(
 def state_gib(view: Mapping[str, Any]) -> float:
     """Parameters, gradients and Adam's two moments, in the parameters' own precision."""
     return float(sum(4 * unit["local"] * unit["bytes"] for unit in _units(view)) / GIB)
-
-
-def _needed(moment: str, terms: Mapping[str, float], kept: Mapping[str, float]) -> float:
-    return sum(terms.values()) + (0 if moment in _NOTHING_KEPT else sum(kept.values()))
 
 
 def _fills_gradients(view: Mapping[str, Any]) -> bool:
