@@ -142,7 +142,7 @@ def draw() -> str:
         bars.append(charts.Bar(name, colour, text, tokens, None, None, base, None, ""))
     high = 1.02 * max(bar.value or 0.0 for bar in bars)
     chart = charts.Chart("bars", "", "", "tokens/s per GPU", 0, high, bars=tuple(bars))
-    return draw_chart(chart, "svg").decode()
+    return draw_chart(chart)["svg"].decode()
 
 
 def main() -> int:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 _INK, _QUIET, _GRID, _BAND = "#1b2026", "#5d6670", "#e3e6e9", "#edf0f2"
 
 
-def draw_chart(chart: Chart, suffix: str) -> bytes:
-    """The picture as `svg` or `png`.
+def draw_chart(chart: Chart) -> dict[str, bytes]:
+    """Return the picture as `svg` and as `png`.
 
     Raises:
         ModuleNotFoundError: Matplotlib is not installed.
@@ -32,16 +32,18 @@ def draw_chart(chart: Chart, suffix: str) -> bytes:
         axes.tick_params(colors=_QUIET, length=0)
         axes.grid(color=_GRID, axis="x" if chart.bars else "y")
         axes.set_axisbelow(True)
+        axes.xaxis.set_major_formatter("{x:,g}")
         if chart.bars:
             _draw_bars(axes, chart)
         else:
             _draw_lines(axes, chart)
             place: Any = {"loc": "outside upper left", "ncols": 3, "frameon": False}
             figure.legend(labelcolor="linecolor", fontsize=9, **place)
-        file = io.BytesIO()
-        metadata = {"Date": None} if suffix == "svg" else {}
-        figure.savefig(file, format=suffix, dpi=144, metadata=metadata)
-    return file.getvalue()
+        files = {"svg": io.BytesIO(), "png": io.BytesIO()}
+        # Without a date the same numbers make the same file.
+        figure.savefig(files["svg"], format="svg", metadata={"Date": None})
+        figure.savefig(files["png"], format="png", dpi=144)
+    return {suffix: file.getvalue() for suffix, file in files.items()}
 
 
 def _draw_bars(axes: Axes, chart: Chart) -> None:

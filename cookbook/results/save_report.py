@@ -31,8 +31,8 @@ def save_report(run: Run, results: RunResults) -> str | None:
     folder = run.folder / FIGURES
     try:
         for chart in charts:
-            for suffix in ("svg", "png"):
-                write_whole(folder / f"{chart.name}.{suffix}", draw_chart(chart, suffix))
+            for suffix, content in draw_chart(chart).items():
+                write_whole(folder / f"{chart.name}.{suffix}", content)
     except ModuleNotFoundError as error:
         missing, charts = _NO_FIGURES.format(package=error.name), []
     # Figures of an earlier report, for which the logs no longer hold the numbers.
