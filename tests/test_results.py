@@ -15,6 +15,8 @@ from cookbook.results.collect import collect_results
 from cookbook.results.report import notes
 from cookbook.results.result import Result, RunResults
 from cookbook.results.speed import warm_up
+from cookbook.run.folder import CellFolder
+from cookbook.run.history import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
@@ -308,10 +310,14 @@ def test_a_failed_cell_says_why(run: Run) -> None:
 
 
 def test_the_signal_of_a_cancel_is_no_reason(run: Run) -> None:
-    run.add("base", metrics_line(1), state="cancelled", reason="SIGTERM")
+    folder = run.add("base", metrics_line(1), state="cancelled", reason="SIGTERM")
+    end = AttemptEnd(attempt=1, cause=Cause.STOPPED, reason="SIGTERM")
+    write_attempt_end(CellFolder(folder).attempt(1), end)
     run.add("before", state="cancelled", reason="cancelled before it started")
-    said = [note for note in notes(run.collect()) if "cancelled" in note]
-    assert said == ["before (cancelled): cancelled before it started"]
+    said = notes(run.collect())
+    assert "before (cancelled): cancelled before it started" in said
+    assert "base: attempt 1: steps 1 to 1; stopped" in said
+    assert not any("SIGTERM" in note for note in said)
 
 
 def test_a_reason_is_not_said_twice(run: Run) -> None:

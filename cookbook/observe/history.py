@@ -55,7 +55,8 @@ class AttemptSummary:
             steps = f"steps {self.first_step} to {self.last_step}"
         took = None if self.seconds is None else f"in {timedelta(seconds=round(self.seconds))}"
         ended, reason = self.cause, self.reason
-        if ended and reason:
+        # The signal by which `cancel` and Slurm stop a job is no reason.
+        if ended and reason and reason != "SIGTERM":
             ended = reason if reason.startswith(ended) else f"{ended}: {reason}"
         lost = f"{_steps(self.steps_lost)} lost" if self.steps_lost else None
         left_out = f"left out: {', '.join(self.left_out)}" if self.left_out else None
