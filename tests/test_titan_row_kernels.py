@@ -18,7 +18,7 @@ import torch
 from cookbook.titan.common import swiglu
 from cookbook.titan.common.expert_groups import plan_groups, plan_on_device
 from tests.titan_ranks import run_ranks
-from tests.titan_run import EP2, EP4, PP2, TP2, active, job, run, train, write_assets
+from tests.titan_run import A2A, EP2, EP4, MXFP8, PP2, TP2, active, job, run, train, write_assets
 
 pytestmark = pytest.mark.titan
 
@@ -241,6 +241,20 @@ def test_losses_are_those_of_the_published_options(
     assert (published["rows"], kernels["rows"]) == (None, "kernels")
     assert len(kernels["losses"]) == 20 and kernels["losses"] != published["losses"]
     assert kernels["losses"] == pytest.approx(published["losses"], rel=1e-4)
+
+
+def test_quantized_experts_and_exchanges_train_with_them(assets: Path, tmp_path: Path) -> None:
+    losses = []
+    for number, words in enumerate([(), (ON,)]):
+        options = (*EP2, *A2A, *MXFP8, *SLOW[:3], *words)
+        trained = run(assets, tmp_path / str(number), 2, *options, steps=3)
+        losses.append(trained["losses"])
+    found = active(trained)
+    assert [found[name] for name in ("rows", "dispatch", "grouped_gemms")] == [
+        *("kernels", "mxfp8", "mxfp8")
+    ]
+    # Scores are applied before the last product is quantized.
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
 RECOMPUTED: dict[str, tuple[str, ...]] = {

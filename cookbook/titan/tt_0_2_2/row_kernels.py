@@ -67,7 +67,8 @@ class RowExperts(nn.Module):
         if self.cookbook_ep is None:
             return self._compute(rows, groups)
         group, ranks = self.cookbook_ep.get_group(), self.cookbook_ep.size()
-        activity.dispatches.add("standard")
+        if not self.cookbook_precisions.any:
+            activity.dispatches.add("standard")
         with torch.no_grad():
             received = all_to_all_single(groups.sizes, None, None, group=group)
             received = torch.ops._c10d_functional.wait_tensor(received).view(ranks, -1)
@@ -109,7 +110,12 @@ class RowExperts(nn.Module):
             if w2.dtype != torch.bfloat16:
                 w2 = join(torch.bfloat16, w2)
         else:
-            both = torch.cat([_multiply(rows, w, ends) for w in (w1, w3)], dim=1)
+            halves = [_multiply(rows, w, ends) for w in (w1, w3)]
+            for half in halves:
+                if half.requires_grad:
+                    # TorchAO quantizes no part of a row.
+                    half.register_hook(torch.Tensor.contiguous)
+            both = torch.cat(halves, dim=1)
         activations = scored_swiglu(both, groups.scores)
         with last_product():
             return _multiply(activations, w2, ends)
