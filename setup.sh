@@ -311,7 +311,7 @@ build_deepep() {
 }
 
 install_flash_attention() {
-  local status=0 plan command=(.venv/bin/python -m cookbook.install.flash_attention)
+  local status=0 plan command=(.venv/bin/python -m cookbook.install.attention)
   if "${local_only}"; then
     command+=(--local)
   fi

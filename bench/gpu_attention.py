@@ -47,7 +47,7 @@ from cookbook.titan.selftest.attention_errors import (
     within_bounds,
 )
 from cookbook.titan.selftest.packings import PACKINGS, document_ends_of
-from cookbook.titan.tt_0_2_2.own_attention import flex
+from cookbook.titan.tt_0_2_2.reference_attention import flex
 
 # The reference holds four matrices of scores in float32; 8 heads of 8192 tokens are 9 GB.
 REFERENCE_HEADS = 8

@@ -13,7 +13,7 @@ from cookbook.base.gpus import GPU_LINKS, GPU_PROCESSES, GPU_ROWS, GPU_STATES, N
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Finding
-from cookbook.doctor.diagnosis import diagnose
+from cookbook.doctor.checks import diagnose
 from cookbook.doctor.surroundings import (
     KERNEL_LOG,
     SLURM_CONFIG,

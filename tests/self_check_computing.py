@@ -158,7 +158,7 @@ COMPUTING = (
         "documents not masked",
         "flex",
         FLEX,
-        f"{STACK}.own_attention.get_document_mask_mod",
+        f"{STACK}.reference_attention.get_document_mask_mod",
         instead(lambda *batch: lambda b, h, q, k: q >= k),
     ),
     Fault(

@@ -35,7 +35,7 @@ def proofs(options: Sequence[str], fault: Fault | None = None) -> list[Any]:
 
     import cookbook.titan.tt_0_2_2  # noqa: F401  (registers the spec)
     from cookbook.titan.tt_0_2_2.self_check import prove_all
-    from cookbook.titan.tt_0_2_2.used_kernels import Cell
+    from cookbook.titan.tt_0_2_2.selftest_cases import Cell
 
     config = ConfigManager().parse_args([*JOB, *options])
     degrees = config.parallelism

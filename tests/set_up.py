@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cookbook.install.flash_attention import flash_attention_pins
+from cookbook.install.attention import flash_attention_pins
 from tests.checkout import copy_checkout
 
 

@@ -16,9 +16,9 @@ import pytest
 from cookbook.base.gpus import NVIDIA_SMI
 from cookbook.base.tables import display_width
 from cookbook.config.stack import read_pins, stack_name
-from cookbook.doctor import diagnosis, slurm
+from cookbook.doctor import checks, slurm
 from cookbook.doctor.check import Finding, check
-from cookbook.doctor.diagnosis import TOPICS, is_ready, render_findings
+from cookbook.doctor.checks import TOPICS, is_ready, render_findings
 from cookbook.doctor.surroundings import (
     SLURM_CONFIG,
     SLURM_HISTORY,
@@ -224,7 +224,7 @@ def test_a_function_with_the_decorator_is_a_check(
 
 
 def test_every_module_with_checks_is_a_topic() -> None:
-    folder = Path(diagnosis.__file__).parent
+    folder = Path(checks.__file__).parent
     modules = {path.stem for path in folder.glob("*.py") if "\n@check(" in path.read_text()}
     assert modules == {topic.__name__.rpartition(".")[2] for topic in TOPICS}
 

@@ -12,7 +12,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.gpus import NVIDIA_SMI
 from cookbook.doctor.__main__ import main
 from cookbook.doctor.check import Finding
-from cookbook.doctor.diagnosis import is_ready
+from cookbook.doctor.checks import is_ready
 from cookbook.doctor.surroundings import SLURM_PARTITIONS, SLURM_PING, Answer, Surroundings
 from tests.doctor_node import B200_ROW, H200_ROW, LIMITS, Node, whole_node
 from tests.submit import ROOT

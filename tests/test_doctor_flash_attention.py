@@ -11,7 +11,7 @@ import pytest
 from cookbook.base.gpus import NVIDIA_SMI
 from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Finding
-from cookbook.doctor.diagnosis import is_ready
+from cookbook.doctor.checks import is_ready
 from cookbook.doctor.surroundings import Answer
 from tests.doctor_node import B200_ROW, COMPILER, COMPILER_FILE, H200_ROW, Node, whole_node
 

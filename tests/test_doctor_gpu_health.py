@@ -9,7 +9,7 @@ import pytest
 
 from cookbook.base.gpus import GPU_LINKS, GPU_PROCESSES, GPU_ROWS, GPU_STATES, NVIDIA_SMI
 from cookbook.config.cluster import load_cluster
-from cookbook.doctor.diagnosis import node_problems
+from cookbook.doctor.checks import node_problems
 from cookbook.doctor.surroundings import DCGM_HEALTH, KERNEL_LOG, Answer
 from tests.doctor_node import ANSWERS, Node, whole_node
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from cookbook.install import deepep_build
+from cookbook.install.attention import runs_on
 from cookbook.install.deepep import DeepEp, Nvshmem, find_deepep
 from cookbook.install.deepep_build import CannotBuildError, Plan, Toolkit, is_built, make_plan
-from cookbook.install.flash_attention import runs_on
 from cookbook.install.packages import find_distribution, package_folder
 
 

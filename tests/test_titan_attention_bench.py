@@ -86,12 +86,12 @@ def test_torchtitans_attention_has_the_scale_and_the_documents_of_the_shape(
     kind: str, packing: str
 ) -> None:
     """Not the usual scale: YaRN's is another beyond 4,096 tokens."""
-    from cookbook.titan.tt_0_2_2 import own_attention
+    from cookbook.titan.tt_0_2_2 import reference_attention
 
     shape = AttentionShape(batch=2, length=32, heads=2, head_dim=16, v_head_dim=16, scale=0.7)
     q, k, v, _ = random_inputs(shape, "cpu")
     ends = document_ends_of(packing, 2, 32)
-    attends = (getattr(own_attention, kind), flash_attention_4)
+    attends = (getattr(reference_attention, kind), flash_attention_4)
     found, expected = (attend(shape, ends)(q, k, v).float() for attend in attends)
     assert float((found - expected).norm() / expected.norm()) < 0.01
 

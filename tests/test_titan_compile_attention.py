@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.paths import ROOT
-from cookbook.install.flash_attention import differences, flash_attention_pins
+from cookbook.install.attention import differences, flash_attention_pins
 from cookbook.titan.common.compile_attention import main
 
 pytestmark = pytest.mark.titan

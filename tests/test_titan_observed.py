@@ -186,7 +186,7 @@ def test_operators_that_a_list_may_name_are_known_by_what_they_are_for() -> None
 
 
 def proof(share: float, failure: str | None = None) -> Any:
-    from cookbook.titan.selftest.proof import BF16, Error, Proof
+    from cookbook.titan.selftest.cases import BF16, Error, Proof
 
     errors = (Error("output", share * BF16.whole, 0.0, BF16),)
     return Proof("a kernel", "a shape", errors, failure, "", 0.0)
@@ -208,7 +208,7 @@ def test_the_worst_of_all_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_rows_of_a_column_weigh_the_same() -> None:
     """A few large rows do not hide what is wrong in the small ones."""
-    from cookbook.titan.selftest.proof import BF16, error_of
+    from cookbook.titan.selftest.cases import BF16, error_of
 
     torch.manual_seed(0)
     expected = torch.randn(64, 4)

@@ -21,8 +21,8 @@ from cookbook.titan.selftest.attention import (
     attention_errors,
     flash_attention_4,
 )
+from cookbook.titan.selftest.cases import Error
 from cookbook.titan.selftest.packings import document_ends_of
-from cookbook.titan.selftest.proof import Error
 from tests.self_check_fault import (
     halves_swapped,
     put_in,

@@ -83,7 +83,7 @@ def test_a_job_trains_the_same_with_and_without_it(assets: Path, tmp_path: Path)
 
 
 def test_an_error_is_taken_of_every_part_by_itself() -> None:
-    from cookbook.titan.selftest.proof import BF16, error_of
+    from cookbook.titan.selftest.cases import BF16, error_of
 
     torch.manual_seed(0)
     expected = torch.randn(1000, 64)
@@ -148,7 +148,7 @@ def test_experts_gradients_that_nearly_cancel_refuse_no_job(experts: int) -> Non
 
 
 def test_a_kernel_that_raises_has_failed_and_the_others_are_proved() -> None:
-    from cookbook.titan.selftest.proof import FP8, Error, Use, prove
+    from cookbook.titan.selftest.cases import FP8, Error, Use, prove
 
     def raises() -> list[Error]:
         raise RuntimeError("expects the M-mode to be 64,\nbut got 96")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from cookbook.base.command import run_command
 from cookbook.base.errors import named_at
-from cookbook.doctor.diagnosis import diagnose, is_ready, render_findings
+from cookbook.doctor.checks import diagnose, is_ready, render_findings
 from cookbook.doctor.surroundings import Surroundings
 from cookbook.install.packages import explain_missing
 

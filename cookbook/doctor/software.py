@@ -14,15 +14,15 @@ from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor.check import Finding, check
 from cookbook.doctor.machine import OLDEST_DRIVER
 from cookbook.doctor.surroundings import Surroundings
-from cookbook.install.deepep import find_deepep, holds, torch_cuda
-from cookbook.install.flash_attention import PACKAGE as FLASH_ATTENTION
-from cookbook.install.flash_attention import (
+from cookbook.install.attention import PACKAGE as FLASH_ATTENTION
+from cookbook.install.attention import (
     compiler_versions,
     differences,
     flash_attention_pins,
     has_kernels,
     runs_on,
 )
+from cookbook.install.deepep import find_deepep, holds, torch_cuda
 from cookbook.install.packages import find_distribution, package_folder
 
 OLDEST_PYTHON = (3, 11)

@@ -21,7 +21,7 @@ from typing import Any
 from cookbook.base.command import run_command
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import installed_gpus
-from cookbook.install.flash_attention import differences, flash_attention_pins, runs_on
+from cookbook.install.attention import differences, flash_attention_pins, runs_on
 from cookbook.titan.common import kernel_cache
 
 FAILED, NOT_NEEDED, TO_COMPILE = 1, 3, 4

@@ -23,7 +23,7 @@ from pathlib import Path
 from cookbook.base.paths import ROOT
 from cookbook.config.cluster import load_cluster
 from cookbook.config.stack import read_pins
-from cookbook.doctor.diagnosis import node_problems
+from cookbook.doctor.checks import node_problems
 from cookbook.doctor.surroundings import NODE_COMMANDS, Surroundings, ask
 from cookbook.install.packages import find_distribution
 

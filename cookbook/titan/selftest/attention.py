@@ -25,9 +25,9 @@ from cookbook.titan.selftest.attention_errors import (
     Errors,
     Tensors,
 )
+from cookbook.titan.selftest.cases import Bound, Error
 from cookbook.titan.selftest.inputs import generator
 from cookbook.titan.selftest.packings import document_ends_of
-from cookbook.titan.selftest.proof import Bound, Error
 
 RANDOM = Bound(WHOLE_BOUND, PART_BOUND)
 # Gradients of peaked scores are small differences.

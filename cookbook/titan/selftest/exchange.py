@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from cookbook.titan.common.token_split import Share, take_share
+from cookbook.titan.selftest.cases import FP8_ONCE, Bound, Error, error_of
 from cookbook.titan.selftest.inputs import random_routing
-from cookbook.titan.selftest.proof import FP8_ONCE, Bound, Error, error_of
 from cookbook.titan.selftest.rows import MOVED, SCORES, expert_factors, random_rows
 
 # Of an expert's factor: a sum of products of either sign over its rows. On a rank with one expert

@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 import torch
 
 from cookbook.titan.common.expert_groups import padded_sizes
+from cookbook.titan.selftest.cases import BF16, FP8, Bound, Error, error_of
 from cookbook.titan.selftest.inputs import uneven_counts, uneven_values
-from cookbook.titan.selftest.proof import BF16, FP8, Bound, Error, error_of
 
 Products = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -12,8 +12,8 @@ from cookbook.titan.common.chunked_loss import (
     VocabularyShard,
     chunked_cross_entropy,
 )
+from cookbook.titan.selftest.cases import Bound, Error, error_of
 from cookbook.titan.selftest.inputs import generator
-from cookbook.titan.selftest.proof import Bound, Error, error_of
 
 # The sum of a few thousand losses; gradients from logits that were rounded to BF16.
 LOSS = Bound(5e-4, 5e-4)

@@ -21,8 +21,8 @@ from cookbook.titan.common.expert_groups import (
     spread,
 )
 from cookbook.titan.common.swiglu import join, scored_swiglu
+from cookbook.titan.selftest.cases import BF16, Bound, Error, error_of
 from cookbook.titan.selftest.inputs import generator, random_routing, uneven_values
-from cookbook.titan.selftest.proof import BF16, Bound, Error, error_of
 
 # A token's row is rounded to BF16 at every hand: three or four times there, and three times back.
 MOVED = Bound(0.006, 0.012)

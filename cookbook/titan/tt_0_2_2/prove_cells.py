@@ -26,9 +26,9 @@ from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.train_spec import get_train_spec
 
 from cookbook.base.files import write_whole
-from cookbook.titan.selftest.proof import Proof
+from cookbook.titan.selftest.cases import Proof
 from cookbook.titan.tt_0_2_2.self_check import as_json, prove_all
-from cookbook.titan.tt_0_2_2.used_kernels import Cell
+from cookbook.titan.tt_0_2_2.selftest_cases import Cell
 
 
 def cell_of(words: Sequence[str], device: str) -> Cell:

@@ -21,9 +21,9 @@ from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
 from cookbook.titan.common import varlen_attention
-from cookbook.titan.selftest.proof import Proof, prove
+from cookbook.titan.selftest.cases import Proof, prove
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.used_kernels import Cell, kernels_of
+from cookbook.titan.tt_0_2_2.selftest_cases import Cell, kernels_of
 from cookbook.titan.tt_0_2_2.versions import refuse, versions
 
 FILE = "self_check.json"

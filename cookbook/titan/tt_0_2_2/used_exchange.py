@@ -13,6 +13,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import build_moe
 
 from cookbook.titan.common.token_split import Share
+from cookbook.titan.selftest.cases import Error, Use
 from cookbook.titan.selftest.exchange import (
     ExchangeShape,
     FactorExperts,
@@ -20,7 +21,6 @@ from cookbook.titan.selftest.exchange import (
     exchange_errors,
     inputs_of,
 )
-from cookbook.titan.selftest.proof import Error, Use
 from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
 from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 

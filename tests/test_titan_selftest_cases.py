@@ -187,7 +187,7 @@ def uses(cases: dict[str, tuple[tuple[str, ...], int, str]]) -> dict[str, Uses]:
     from torchtitan.protocols.train_spec import get_train_spec
 
     import cookbook.titan.tt_0_2_2  # noqa: F401  (registers the spec)
-    from cookbook.titan.tt_0_2_2.used_kernels import Cell, kernels_of
+    from cookbook.titan.tt_0_2_2.selftest_cases import Cell, kernels_of
 
     dist.destroy_process_group()
     found = {}

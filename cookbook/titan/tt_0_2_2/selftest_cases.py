@@ -29,13 +29,13 @@ from cookbook.titan.selftest.attention import (
     attention_errors,
     flash_attention_4,
 )
+from cookbook.titan.selftest.cases import Error, Use
 from cookbook.titan.selftest.gemms import GroupedShape, Products, grouped_errors, linear_errors
 from cookbook.titan.selftest.loss import loss_errors
-from cookbook.titan.selftest.proof import Error, Use
 from cookbook.titan.selftest.rows import RowsShape, join_errors, row_errors, swiglu_errors
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.attention import FLASH_ATTENTION_4
-from cookbook.titan.tt_0_2_2.own_attention import flex, sdpa
+from cookbook.titan.tt_0_2_2.reference_attention import flex, sdpa
 from cookbook.titan.tt_0_2_2.used_exchange import exchange_of
 
 _ROW_KERNELS = "leave out cookbook.row_kernels"

@@ -1,7 +1,7 @@
 """Installs FlashAttention-4 at its pins, or says why this machine needs none.
 
-    python -m cookbook.install.flash_attention [--local]          install it for this Python
-    python -m cookbook.install.flash_attention [--local] --plan   say what it would do
+    python -m cookbook.install.attention [--local]          install it for this Python
+    python -m cookbook.install.attention [--local] --plan   say what it would do
 
 Exit status: 0 there or installed, 1 the install failed, 3 not needed here, 4 it would be installed.
 """
@@ -85,7 +85,7 @@ def why_not(local: bool) -> str | None:
 def main(arguments: list[str] | None = None) -> int:
     """Install it, or only say what would be done."""
     parser = argparse.ArgumentParser(
-        prog="python -m cookbook.install.flash_attention",
+        prog="python -m cookbook.install.attention",
         description="Install FlashAttention-4 at its pins.",
     )
     parser.add_argument("--local", action="store_true", help="for runs on this machine alone")
