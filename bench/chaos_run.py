@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
+from cookbook.run.attempts import AttemptEnd, read_attempt_end, read_history
 from cookbook.run.checkpoints import read_checkpoint, saved_steps
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.history import AttemptEnd, read_attempt_end, read_history
 from tests.slurm_cluster import Settings, SlurmCluster
 
 ROOT = Path(__file__).resolve().parent.parent

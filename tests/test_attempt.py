@@ -12,8 +12,8 @@ import pytest
 
 from cookbook.base.schema import Unchecked
 from cookbook.observe.console import Phase
+from cookbook.run.attempts import AttemptEnd, Cause
 from cookbook.run.folder import CellFolder
-from cookbook.run.history import AttemptEnd, Cause
 from cookbook.run.record import CellRecord
 from cookbook.run.status import QUEUED, Status, write_status
 from cookbook.supervise.attempt import RunningAttempt

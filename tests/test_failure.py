@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.observe.failure import cause_of, find_cause, find_reason
-from cookbook.run.history import Cause
+from cookbook.run.attempts import Cause
 
 LOGS = Path(__file__).parent / "logs"
 

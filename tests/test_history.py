@@ -9,10 +9,16 @@ import pytest
 
 from cookbook.base.schema import Unchecked
 from cookbook.observe.history import History, collect_history, longest_save, usual_step_time
+from cookbook.run.attempts import (
+    AttemptEnd,
+    Cause,
+    Resumption,
+    read_attempt_end,
+    write_attempt_end,
+    write_resumption,
+)
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.history import AttemptEnd, Cause, read_attempt_end, write_attempt_end
 from cookbook.run.record import CellRecord
-from cookbook.run.resumption import Resumption, write_resumption
 
 _START = 1_700_000_000.0
 

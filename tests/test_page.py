@@ -15,7 +15,8 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.results.charts import NAMES
 from cookbook.results.save_report import save_report
 from tests.made_up_run import make_run, results_of
-from tests.submit import ROOT, submit
+from tests.submit import submit
+from tests.test_results import Run, metrics_line
 
 BASE = "671b-bf16-standard"
 
@@ -118,8 +119,10 @@ def test_names_and_reasons_are_text_and_no_markup(tmp_path: Path) -> None:
 
 
 def test_an_emulated_run_and_one_without_cells_have_a_page(tmp_path: Path) -> None:
-    folder = tmp_path / "matrix-20261121-192057"
-    shutil.copytree(ROOT / "tests" / "old_run", folder)
+    run = Run(tmp_path)
+    run.add("debug-mxfp8-standard", metrics_line(1) + metrics_line(2), emulated=True)
+    run.collect()
+    folder = run.folder
     save_report(*results_of(folder))
     assert "finished, emulated" in (folder / "report.html").read_text()
     for cell in folder.glob("debug-*"):

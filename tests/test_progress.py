@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cookbook.base.tables import display_width
-from cookbook.cli.progress import CellProgress, Progress, describe_cell, render_progress
+from cookbook.cli.display import CellProgress, Progress, describe_cell, render_progress
 
 RUNNING = CellProgress("671b-bf16-deepep", "running", 5, 20, 859.4, 3.91683, 125.0)
 QUEUED = CellProgress("671b-mxfp8-deepep", "queued")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cookbook.run.history import AttemptEnd, Cause
+from cookbook.run.attempts import AttemptEnd, Cause
 from cookbook.supervise.restarts import Action, Decision, decide
 
 

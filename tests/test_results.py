@@ -15,12 +15,12 @@ from cookbook.results.collect import collect_results
 from cookbook.results.report import notes
 from cookbook.results.result import Result, RunResults
 from cookbook.results.speed import warm_up
+from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.folder import CellFolder
-from cookbook.run.history import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
-from cookbook.run.submitting import mark_submitting
+from cookbook.run.submit_lock import take_submit_lock
 
 LOGS = Path(__file__).parent / "logs"
 PP = "parallelism.pipeline_parallel_degree"
@@ -328,7 +328,7 @@ def test_a_reason_is_not_said_twice(run: Run) -> None:
 
 def test_cells_that_never_ran_appear(run: Run) -> None:
     run.add("queued", state="queued")
-    mark_submitting(run.folder)
+    take_submit_lock(run.folder)
     run.add("refused", state=None, refused="needs SM100", emulated=True)
     run.add("unknown", state=None)
     run.add("gone")

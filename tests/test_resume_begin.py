@@ -15,9 +15,9 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.base.schema import Unchecked
 from cookbook.config.cell import train_argv
+from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.checkpoints import STATES
 from cookbook.run.folder import Attempt
-from cookbook.run.history import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise.__main__ import CHECKED
 from cookbook.supervise.__main__ import main as job
 from tests.cells import Point

@@ -23,8 +23,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("run", "titan"),
     ("base",),
 )
-# Modules beside the rooms, for scripts and jobs of the version before there were any.
-BESIDE = {"record", "supervisor"}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # In the training process; there may be several stacks, `tt_0_2_2` for one, side by side.
 TITAN_FLOORS = ("dry_build", "tt_0_2_2", "selftest", "common")
@@ -72,9 +70,7 @@ def test_imports_run_downwards(path: Path) -> None:
     own = name_of(path)
     if own == "cookbook":
         return
-    assert room_of(own) in {*FLOOR_OF, *BESIDE}
-    if room_of(own) in BESIDE:
-        return
+    assert room_of(own) in FLOOR_OF
     for name in imported(path):
         room, other = room_of(own), room_of(name)
         if room != other:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.run.attempts import read_history
 from cookbook.run.folder import CellFolder
-from cookbook.run.history import read_history
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
 

@@ -18,7 +18,7 @@ from cookbook.launch.header import option_word, sbatch_options
 from cookbook.launch.leave_out import leave_out
 from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.status import read_job, read_status
-from cookbook.run.submitting import is_submitting
+from cookbook.run.submit_lock import is_submit_locked
 from tests.cells import Point
 
 # It takes what it is given, but for the job of that number.
@@ -76,9 +76,9 @@ def cells() -> list[Cell]:
 def test_each_cell_that_can_run_is_a_job_of_its_own(slurm: Slurm, cells: list[Cell]) -> None:
     run = create_run("smoke", cells)
     # Until all is submitted, a cell without a job is waited for.
-    assert is_submitting(run.folder)
+    assert is_submit_locked(run.folder)
     assert submit_run(run, cells) == ["4711", "4712", "4713"]
-    assert not is_submitting(run.folder)
+    assert not is_submit_locked(run.folder)
     jobs = [read_job(cell) for cell in run.cells]
     assert [job and job.job_id for job in jobs] == ["4711", None, "4712", "4713"]
     states = [read_status(cell).state for cell in run.cells]
@@ -114,7 +114,7 @@ def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Slurm, cells: li
     run = create_run("smoke", cells)
     with pytest.raises(JobError, match="b: sbatch refused it: Batch job submission failed: Inv"):
         submit_run(run, cells)
-    assert not is_submitting(run.folder)
+    assert not is_submit_locked(run.folder)
     states = [(read_status(cell).state, read_job(cell) is not None) for cell in run.cells]
     assert states == [("queued", True), ("refused", False), ("failed", False), ("failed", False)]
     for name in ("b", "c"):

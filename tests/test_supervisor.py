@@ -14,8 +14,8 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.base.schema import Unchecked
+from cookbook.run.attempts import AttemptEnd, Cause, read_history
 from cookbook.run.folder import CellFolder
-from cookbook.run.history import AttemptEnd, Cause, read_history
 from cookbook.run.record import CellRecord
 from cookbook.run.status import QUEUED, RUNNING, Status, read_status, write_status
 from cookbook.supervise.step_clock import Patience

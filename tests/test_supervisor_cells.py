@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import JobError
+from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.folder import CellFolder
-from cookbook.run.history import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.record import CellRecord
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, Status, read_status, write_status
 from cookbook.supervise.step_clock import Patience

@@ -18,7 +18,7 @@ from cookbook.run import states
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import CellState, cancel_run, cell_states
 from cookbook.run.status import QUEUED, RUNNING, Status, write_job, write_status
-from cookbook.run.submitting import is_submitting, mark_submitting
+from cookbook.run.submit_lock import is_submit_locked, take_submit_lock
 from cookbook.supervise.stop import stopped_as
 from tests.submit import submit
 
@@ -224,8 +224,8 @@ def test_a_cell_that_nobody_submits_does_not_wait_for_ever(
     slurm.forgets()
     command = (
         "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[2]);"
-        "from cookbook.run.submitting import mark_submitting;"
-        "mark_submitting(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+        "from cookbook.run.submit_lock import take_submit_lock;"
+        "take_submit_lock(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
     )
     root = str(Path(__file__).parents[1])
     with subprocess.Popen(
@@ -267,12 +267,12 @@ def test_a_job_that_was_not_noted_is_found_by_all(
 
 
 def test_a_submitter_elsewhere_is_given_ten_minutes(tmp_path: Path) -> None:
-    mark_submitting(tmp_path)
+    take_submit_lock(tmp_path)
     mark = tmp_path / "submitting.json"
     mark.write_text(json.dumps({**json.loads(mark.read_text()), "host": "login-7", "pid": 1}))
-    assert is_submitting(tmp_path)
+    assert is_submit_locked(tmp_path)
     os.utime(mark, (time.time() - 700, time.time() - 700))
-    assert not is_submitting(tmp_path)
+    assert not is_submit_locked(tmp_path)
 
 
 LINE = "slurmstepd-worker-0: error: *** JOB 2 ON worker-0 CANCELLED AT {at}{why} ***\n"

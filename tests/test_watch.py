@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.cli.progress import CellProgress
+from cookbook.cli.display import CellProgress
 from cookbook.cli.watch import Watcher
 from cookbook.run.run import read_run
-from cookbook.run.submitting import mark_submitting
+from cookbook.run.submit_lock import take_submit_lock
 from tests.test_results import Run, metrics_line
 
 PP = {"parallelism.pipeline_parallel_degree": 2, "training.steps": 20}
@@ -42,7 +42,7 @@ def test_a_cell_without_a_log_or_a_record_is_shown(tmp_path: Path) -> None:
     run = Run(tmp_path)
     folder = run.add("a", state="queued")
     (folder / "cell.yaml").write_text("[")
-    mark_submitting(run.folder)
+    take_submit_lock(run.folder)
     found = _only(_watcher(run))
     assert (found.state, found.step, found.total_steps, found.phase) == ("queued", None, None, None)
 

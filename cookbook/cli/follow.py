@@ -11,9 +11,9 @@ from cookbook.base.errors import InputError
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.cli.watch import POLL_S, Watcher, wait_for
 from cookbook.observe.history import collect_history
+from cookbook.run.attempts import read_resumptions
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
-from cookbook.run.resumption import read_resumptions
 from cookbook.run.run import Run, find_run, is_run, run_names
 from cookbook.run.states import CellState, cancel_run, cell_states
 from cookbook.run.status import ENDED, RUNNING

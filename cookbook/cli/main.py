@@ -166,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
     cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
     cancel.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
-    report = verb("report", "print the results of a run, and make its page", "report:show_report")
+    report = verb("report", "print the results of a run, and make its page", "results:show_report")
     report.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     report.add_argument("--format", choices=("md", "json", "html"), default="md")
     compare = verb(

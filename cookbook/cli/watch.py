@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cookbook.base.errors import InputError
-from cookbook.cli.progress import CellProgress, Progress
-from cookbook.cli.report import print_report
+from cookbook.cli.display import CellProgress, Progress
+from cookbook.cli.results import print_report
 from cookbook.observe.console import Phase, StepMetrics
 from cookbook.observe.metrics import Tail
 from cookbook.run.folder import Attempt, CellFolder

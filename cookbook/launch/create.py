@@ -17,7 +17,7 @@ from cookbook.launch.render import render_script
 from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, new_record, read_run, write_run
 from cookbook.run.status import QUEUED, REFUSED, Status, write_status
-from cookbook.run.submitting import mark_submitting
+from cookbook.run.submit_lock import take_submit_lock
 
 
 def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
@@ -44,7 +44,7 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
             state = Status(REFUSED, reason=cell.refused) if cell.refused else Status(QUEUED)
             write_status(folder, state)
         # Written before the run can be seen: until it goes, cells without a job are waited for.
-        mark_submitting(building)
+        take_submit_lock(building)
         # The rename reserves the name: two sweeps in one second get two names.
         for suffix in ["", *(f"-{number}" for number in range(2, 100))]:
             name = f"{sweep}-{stamp}{suffix}"

@@ -29,7 +29,7 @@ from cookbook.run.processes import RUN_VARIABLE
 from cookbook.run.run import Run
 from cookbook.run.slurm import sbatch
 from cookbook.run.status import FAILED, Status, write_job, write_status
-from cookbook.run.submitting import end_submitting
+from cookbook.run.submit_lock import release_submit_lock
 from cookbook.supervise.supervisor import Supervisor
 
 _WRITTEN_FOR = "1.5.4"
@@ -150,7 +150,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
             return [_submit_together(run, cells)]
         return _submit_cells(run, cells)
     finally:
-        end_submitting(run.folder)
+        release_submit_lock(run.folder)
 
 
 def _submit_cells(run: Run, cells: Sequence[Cell]) -> list[str]:

@@ -13,7 +13,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import Run
 from cookbook.run.status import QUEUED, Status, write_status
-from cookbook.run.submitting import end_submitting, mark_submitting
+from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
 
 
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
@@ -25,14 +25,14 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     folders = [run.cell(cell.name) for cell in cells]
     try:
         # Cells that are queued and have no job yet are waited for; `submit_run` ends that.
-        mark_submitting(run.folder)
+        take_submit_lock(run.folder)
         for folder, cell in zip(folders, cells, strict=True):
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
             _prepare(folder, cell)
         return submit_run(run, cells)
     except BaseException:
-        end_submitting(run.folder)
+        release_submit_lock(run.folder)
         for folder, files in before.items():
             # Who has a job by now is queued.
             if not folder.job.exists():

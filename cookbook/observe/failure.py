@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.observe.console import COLOURS, RANK
-from cookbook.run.history import Cause
+from cookbook.run.attempts import Cause
 
 _MAX_CHARACTERS = 240
 # The first that fits counts. "Connection closed" shows a dead rank, whatever killed that one.

@@ -13,10 +13,9 @@ from typing import Any
 
 from cookbook.observe.console import save_seconds, seconds_to_first_step
 from cookbook.observe.metrics import read_steps
+from cookbook.run.attempts import AttemptEnd, Cause, read_attempt_end, read_resumptions
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.history import AttemptEnd, Cause, read_attempt_end
 from cookbook.run.record import CellRecord
-from cookbook.run.resumption import read_resumptions
 
 # Steps that say what is usual.
 _FEWEST = 3

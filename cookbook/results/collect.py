@@ -33,9 +33,9 @@ from cookbook.results.baseline import against_baseline
 from cookbook.results.result import CellSetting, LoadSummary, Result, RunResults
 from cookbook.results.run_differences import asked_facts, seen_facts, text_of
 from cookbook.results.speed import Throughput, measure, measured_steps
+from cookbook.run.attempts import read_resumptions
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
-from cookbook.run.resumption import read_resumptions
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
 from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json

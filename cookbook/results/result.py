@@ -12,7 +12,7 @@ from cookbook.observe.history import History
 from cookbook.observe.router_load import LoadStep
 from cookbook.results.loss import LossVerdict
 from cookbook.results.speed import SpeedUp, Throughput
-from cookbook.run.resumption import Resumption
+from cookbook.run.attempts import Resumption
 from cookbook.run.run import RunRecord
 
 # Batches of one corpus differ by less; beyond this factor the masks differ.

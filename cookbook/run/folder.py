@@ -48,7 +48,7 @@ class Attempt:
 
     @property
     def resumption(self) -> Path:
-        """Where it continued, and what it passed over: `run.resumption` reads and writes it."""
+        """Where it continued, and what it passed over: `run.attempts` reads and writes it."""
         return self.path / "resume.json"
 
     @property
@@ -68,7 +68,7 @@ class Attempt:
 
     @property
     def end(self) -> Path:
-        """How it ended: `run.history` reads and writes it."""
+        """How it ended: `run.attempts` reads and writes it."""
         return self.path / "end.json"
 
     @property

@@ -33,7 +33,7 @@ from cookbook.run.status import (
     write_end,
     write_job,
 )
-from cookbook.run.submitting import is_submitting
+from cookbook.run.submit_lock import is_submit_locked
 from cookbook.run.verdict import COMPLETING, by_slurm, in_turn
 
 
@@ -90,7 +90,7 @@ def _slurm_states(run: Run) -> list[CellState]:
     if not unsettled:
         return [_state(cell, s.state, s.reason, s, job) for cell, (s, job) in before.items()]
     # Asked before it is looked: no submitter at work means that no further job is to come.
-    is_open = is_submitting(run.folder)
+    is_open = is_submit_locked(run.folder)
     infos: Mapping[str, slurm.JobInfo] = {}
     silence, lost = None, {}
     try:
@@ -212,7 +212,7 @@ def _local_state(run: Run, cell: CellFolder, status: Status, job: Job | None) ->
         elif state in OPEN:
             state = FAILED
             reason = f"process {job.job_id} is gone: killed, or the machine was restarted"
-    elif state == QUEUED and job is None and not is_submitting(run.folder):
+    elif state == QUEUED and job is None and not is_submit_locked(run.folder):
         # The mark goes after the last job was noted, which may have been since the look.
         status, job = _read(cell)
         state, reason = status.state, status.reason

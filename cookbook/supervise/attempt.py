@@ -15,8 +15,8 @@ from cookbook.config.stack import load_stack
 from cookbook.observe.history import longest_save
 from cookbook.observe.metrics import Tail
 from cookbook.observe.stacks import describe_stacks
+from cookbook.run.attempts import AttemptEnd, Cause
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.history import AttemptEnd, Cause
 from cookbook.run.record import CellRecord
 from cookbook.supervise.ends import ended, record_of, slurm_job
 from cookbook.supervise.leftovers import end_left_processes, end_step

@@ -25,8 +25,8 @@ from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import published_number
 from cookbook.config.stack import load_stack
 from cookbook.run import slurm
+from cookbook.run.attempts import Cause, write_attempt_end
 from cookbook.run.folder import CellFolder
-from cookbook.run.history import Cause, write_attempt_end
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import is_run, new_record, read_run, write_run
 from cookbook.run.status import (

@@ -10,8 +10,8 @@ from dataclasses import replace
 from cookbook.base.errors import InputError
 from cookbook.observe.failure import cause_of, find_cause
 from cookbook.observe.metrics import read_steps
+from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.history import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.status import FAILED, FINISHED, OPEN, QUEUED, read_json, read_status
 from cookbook.supervise.stop import saved_step, stopped_as

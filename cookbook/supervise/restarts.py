@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cookbook.observe.failure import remedy_for
-from cookbook.run.history import AttemptEnd, Cause
+from cookbook.run.attempts import AttemptEnd, Cause
 
 # Restarts in a row that come no further than an attempt before them: an error that is in the run
 # and not in the machine happens again at the same step. An exception in Python is mostly such.

@@ -16,10 +16,9 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
+from cookbook.run.attempts import Cause, PassedOver, Resumption, read_attempt_end, write_resumption
 from cookbook.run.checkpoints import STATES, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.history import Cause, read_attempt_end
-from cookbook.run.resumption import PassedOver, Resumption, write_resumption
 
 _LOAD_STEP = "checkpoint.load_step"
 _EXCLUDED = "checkpoint.exclude_from_loading"

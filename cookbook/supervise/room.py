@@ -7,9 +7,9 @@ import shutil
 import sys
 from dataclasses import replace
 
+from cookbook.run.attempts import AttemptEnd, Cause
 from cookbook.run.checkpoints import saved_steps
 from cookbook.run.folder import CellFolder
-from cookbook.run.history import AttemptEnd, Cause
 
 # With less than this no log can be written either, so that it can't say what happened.
 _FULL_BYTES = 8 << 20

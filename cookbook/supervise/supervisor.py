@@ -19,8 +19,8 @@ from types import FrameType
 from cookbook.base.errors import JobError
 from cookbook.observe.history import usual_step_time
 from cookbook.run import slurm
+from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.folder import CellFolder
-from cookbook.run.history import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.status import (
     CANCELLED,
     FAILED,

@@ -21,19 +21,19 @@ _FILE = "submitting.json"
 _LONGEST_S = 600.0
 
 
-def mark_submitting(folder: Path) -> None:
+def take_submit_lock(folder: Path) -> None:
     """Note that this process submits the cells of the run in `folder`."""
     pid = os.getpid()
     mark = {"host": socket.gethostname(), "pid": pid, "started": start_time(pid)}
     write_whole(folder / _FILE, json.dumps(mark) + "\n")
 
 
-def end_submitting(folder: Path) -> None:
+def release_submit_lock(folder: Path) -> None:
     """Note that all that will be submitted is."""
     (folder / _FILE).unlink(missing_ok=True)
 
 
-def is_submitting(folder: Path) -> bool:
+def is_submit_locked(folder: Path) -> bool:
     """Whether the submitter of the run in `folder` is still at it."""
     try:
         mark, age = read_json(folder / _FILE), time.time() - (folder / _FILE).stat().st_mtime
