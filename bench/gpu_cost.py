@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cookbook.base.files import write_whole
 from cookbook.titan.common.expert_groups import collect, plan_groups, spread
-from cookbook.titan.common.token_split import (
-    Share,
+from cookbook.titan.common.token_shard import (
+    TokenShard,
     gather_sequence,
+    reduce_scatter_sequence,
+    shard_tokens,
     sum_gradient_over_tp,
-    sum_to_shares,
-    take_share,
 )
 
 SEQUENCES, LENGTH, FEATURES = 4, 8192, 2048
@@ -102,7 +102,7 @@ def splitting(
     device: str, tp_mesh: DeviceMesh, sequences: int, length: int, repeats: int
 ) -> dict[str, float]:
     """Milliseconds of one layer's way in and out; the experts are left out, dispatch included."""
-    share = Share.of_mesh(length, tp_mesh)
+    share = TokenShard.of_mesh(length, tp_mesh)
     shape = (sequences, length // TP, FEATURES)
     mine = torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
     upstream = torch.randn_like(mine)
@@ -110,19 +110,19 @@ def splitting(
     experts = torch.randint(EXPERTS, scores.shape, device=device)
 
     def split_scores() -> tuple[torch.Tensor, torch.Tensor]:
-        own = take_share(sum_gradient_over_tp(scores, tp_mesh), share)
-        take_share(experts, share)
+        own = shard_tokens(sum_gradient_over_tp(scores, tp_mesh), share)
+        shard_tokens(experts, share)
         return own, own.detach()
 
     def split() -> None:
         shared = gather_sequence(mine, tp_mesh)
         own, gradient = split_scores()
-        out = sum_to_shares(shared, tp_mesh) + mine
+        out = reduce_scatter_sequence(shared, tp_mesh) + mine
         torch.autograd.backward([out, own], [upstream, gradient])
 
     def not_split() -> None:
         whole = gather_sequence(mine, tp_mesh)
-        sum_to_shares(whole + whole, tp_mesh).backward(upstream)
+        reduce_scatter_sequence(whole + whole, tp_mesh).backward(upstream)
 
     def scores_only() -> None:
         own, gradient = split_scores()

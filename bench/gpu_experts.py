@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from cookbook.titan.tt_0_2_2 import scored_experts
+from cookbook.titan.tt_0_2_2 import probs_on_activations
 
 Tensors = tuple[torch.Tensor, ...]
 _REPEATS = 10
@@ -140,7 +140,7 @@ def main() -> None:
     backend = "inductor" if device == "cuda" else "eager"
     ways = {
         name: torch.compile(way, backend=backend, fullgraph=True)
-        for name, way in (("w1, w3", scored_experts._activate), ("joined", joined))
+        for name, way in (("w1, w3", probs_on_activations._activate), ("joined", joined))
     }
     results = [differentiate(way, batch, grad) for way in ways.values()]
     for name, one, other in zip(_NAMES, *results, strict=True):

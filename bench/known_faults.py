@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torchtitan.distributed.expert_parallel import ReordererSequenceParallel
 from torchtitan.models.llama4.infra import parallelize as released
 
-from cookbook.titan.common.token_split import gather_sequence, sum_to_shares
+from cookbook.titan.common.token_shard import gather_sequence, reduce_scatter_sequence
 from tests.self_check_fault import instead, put_in, with_result
 from tests.self_check_faults import FAULTS as OF_KERNELS
 
@@ -51,7 +51,7 @@ def _every_rank_sends_all(moe: Any, x: torch.Tensor) -> torch.Tensor:
     (returned,) = moe.experts((rows,), (routing,))
     routed = arrive(returned, routing.exchange)
     shared = moe.shared_experts(halves=moe.shared_experts(tokens))
-    return sum_to_shares((routed + shared).view(whole.shape), mesh)
+    return reduce_scatter_sequence((routed + shared).view(whole.shape), mesh)
 
 
 def _unquantized(backward: Any) -> Any:

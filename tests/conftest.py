@@ -89,12 +89,12 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def corrections() -> Any:
+def patches_applied() -> Any:
     """The names of what was corrected while a test runs; none before it."""
     from cookbook.titan.tt_0_2_2 import activity
 
-    before = set(activity.corrections)
-    activity.corrections.clear()
-    yield activity.corrections
-    activity.corrections.clear()
-    activity.corrections.update(before)
+    before = set(activity.patches_applied)
+    activity.patches_applied.clear()
+    yield activity.patches_applied
+    activity.patches_applied.clear()
+    activity.patches_applied.update(before)

@@ -229,7 +229,7 @@ COMPUTING = (
         "weight gradients of the next expert",
         "grouped GEMM mxfp8",
         MXFP8,
-        f"{STACK}.mx.emulated_weight_gradient",
+        f"{STACK}.mxfp8.emulated_weight_gradient",
         with_result(neighbours(0)),
     ),
     Fault(

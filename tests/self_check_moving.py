@@ -150,7 +150,7 @@ MOVING = (
         "sequences cut as one",
         "dispatch and combine standard",
         (*EP2, *TP2),
-        f"{STACK}.expert_parallel.take_share",
+        f"{STACK}.expert_parallel.shard_tokens",
         instead(folded_share),
     ),
     Fault(

@@ -90,17 +90,17 @@ def gradients_over_tp() -> Gradients:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from cookbook.titan.tt_0_2_2 import chunked_loss
+    from cookbook.titan.tt_0_2_2 import loss as output_loss
 
     hidden, model, labels = batch()
-    chunked_loss.hand_on(model)
+    output_loss.hand_on(model)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    plan = chunked_loss.HandingOnColwiseParallel(
+    plan = output_loss.HandingOnColwiseParallel(
         input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
     )
     parallelize_module(model.output, mesh, plan)
     mine = hidden.detach().chunk(2, 1)[mesh.get_local_rank()].clone().requires_grad_()
-    loss = chunked_loss.build_chunked_loss(config())(model.output(mine), labels)
+    loss = output_loss.build_chunked_loss(config())(model.output(mine), labels)
     loss.backward()
     return loss.detach(), mine.grad, model.output.weight.grad.full_tensor()
 
@@ -109,16 +109,16 @@ def gradients_over_fsdp() -> Gradients:
     """Of one that FSDP would shard again after its forward; two ranks have the same batch."""
     from torch.distributed.fsdp import fully_shard
 
-    from cookbook.titan.tt_0_2_2 import chunked_loss
+    from cookbook.titan.tt_0_2_2 import loss as output_loss
     from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
 
     hidden, model, labels = batch()
-    chunked_loss.hand_on(model)
+    output_loss.hand_on(model)
     fully_shard(model.output, reshard_after_forward=True)
     fully_shard(model)
-    chunked_loss.keep_gathered(model)
+    output_loss.keep_gathered(model)
     sum_gradients_in_fsdp(model)
-    loss = chunked_loss.build_chunked_loss(config())(model.output(hidden), labels)
+    loss = output_loss.build_chunked_loss(config())(model.output(hidden), labels)
     loss.backward()
     return loss.detach(), hidden.grad, model.output.weight.grad.full_tensor()
 
@@ -142,7 +142,7 @@ def test_an_output_layer_on_two_ranks_has_the_gradients_of_one(
 
 def test_without_fsdp_it_multiplies_in_the_type_of_autocast() -> None:
     from cookbook.titan.common.chunked_loss import chunked_cross_entropy
-    from cookbook.titan.tt_0_2_2.chunked_loss import build_chunked_loss
+    from cookbook.titan.tt_0_2_2.loss import build_chunked_loss
 
     torch.manual_seed(0)
     hidden: Any = torch.randn(2, 7, 16)

@@ -12,7 +12,7 @@ import torch.nn as nn
 pytestmark = pytest.mark.titan
 
 
-def loss_with(pp: bool, global_batch: int, corrections: set[str]) -> tuple[float, torch.Tensor]:
+def loss_with(pp: bool, global_batch: int, patches_applied: set[str]) -> tuple[float, torch.Tensor]:
     """The loss of 6 tokens and its gradient, at 2 x 3 data-parallel ranks and a batch of 4 x 5."""
     from cookbook.titan.tt_0_2_2.pipeline_loss import build_loss
 
@@ -32,15 +32,15 @@ def loss_with(pp: bool, global_batch: int, corrections: set[str]) -> tuple[float
 
 @pytest.mark.parametrize(("global_batch", "sequences"), [(-1, 4 * 2 * 3), (48, 48)])
 def test_a_pipeline_reports_the_loss_and_gets_gradients_per_token(
-    global_batch: int, sequences: int, corrections: set[str]
+    global_batch: int, sequences: int, patches_applied: set[str]
 ) -> None:
-    plain, whole = loss_with(False, global_batch, corrections)
-    assert not corrections
-    value, grad = loss_with(True, global_batch, corrections)
+    plain, whole = loss_with(False, global_batch, patches_applied)
+    assert not patches_applied
+    value, grad = loss_with(True, global_batch, patches_applied)
     # What is logged is the sum, of which TorchTitan makes the mean afterwards.
     assert value == pytest.approx(plain, rel=1e-6)
     torch.testing.assert_close(grad, whole / (sequences * 5))
-    assert corrections == {"pipeline-gradients-per-token"}
+    assert patches_applied == {"pipeline-gradients-per-token"}
 
 
 def moe_layer(shared: bool, score_before_experts: bool) -> Any:
@@ -61,7 +61,7 @@ def test_only_terms_of_the_scores_gradient_are_summed(
     etp: Any,
     shared: bool,
     before: bool,
-    corrections: set[str],
+    patches_applied: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A score before an expert that TP cuts has the whole gradient: a sum counts it TP times."""
@@ -81,13 +81,13 @@ def test_only_terms_of_the_scores_gradient_are_summed(
     # Only a share of a sequence needs to know the sequence's length.
     assert bool(layer._forward_pre_hooks) == is_share
     labels = {"router-gradients-summed-over-tp"} if is_term else set()
-    assert corrections == labels | (
+    assert patches_applied == labels | (
         {"shared-expert-gradients-not-summed-over-tp"} if shared else set()
     )
 
 
 def test_without_tp_nothing_is_summed(
-    corrections: set[str], monkeypatch: pytest.MonkeyPatch
+    patches_applied: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchtitan.models.llama4.infra import parallelize
 
@@ -98,4 +98,4 @@ def test_without_tp_nothing_is_summed(
     layer = moe_layer(True, False)
     model: Any = SimpleNamespace(layers={"0": SimpleNamespace(moe=layer, moe_enabled=True)})
     apply_moe_ep_tp(Precisions(False, False), model, ep_mesh=object())
-    assert not layer.router._forward_hooks and not corrections
+    assert not layer.router._forward_hooks and not patches_applied

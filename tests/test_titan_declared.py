@@ -142,7 +142,7 @@ def test_stages_of_a_pipeline_are_merged(assets: Path, tmp_path: Path) -> None:
 def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: int = 0) -> Any:
     from cookbook.titan.tt_0_2_2.activity import ModelActivity
     from cookbook.titan.tt_0_2_2.attention import AttentionActivity
-    from cookbook.titan.tt_0_2_2.first_step import RankActivity
+    from cookbook.titan.tt_0_2_2.metrics import RankActivity
 
     sets = [frozenset({word} if word else ()) for word in (grouped, linear, dispatch)]
     model = ModelActivity(sets[0], sets[1], emulated=False)
@@ -157,7 +157,7 @@ def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: i
         recomputation=nothing,
         saved=nothing,
         emulated=False,
-        corrections=nothing,
+        patches_applied=nothing,
         node="node",
     )
 
@@ -178,7 +178,7 @@ def view(grouped: str | None, linear: str, dispatch: str | None = None, stage: i
     ],
 )
 def test_ranks_are_merged(views: Any, merged: tuple[str | None, ...]) -> None:
-    from cookbook.titan.tt_0_2_2.first_step import merge
+    from cookbook.titan.tt_0_2_2.metrics import merge
 
     found = merge(views)
     assert (found["grouped_gemms"], found["linear_layers"], found["dispatch"]) == merged
@@ -201,7 +201,7 @@ def test_deepep_and_half_a_quantized_exchange_have_names_of_their_own(
 
 
 def test_a_declaration_is_compared_aspect_by_aspect(caplog: Any) -> None:
-    from cookbook.titan.tt_0_2_2.first_step import check
+    from cookbook.titan.tt_0_2_2.metrics import check
 
     declared = {"precision": "mine", "ep_backend": "", "dispatch": "", "emulated": False}
     config = SimpleNamespace(

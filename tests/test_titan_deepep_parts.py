@@ -164,7 +164,7 @@ def count(tp: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         layer(torch.randn(1, TOKENS // tp, DIM, dtype=torch.float64))
         counts.append(layer.tokens_per_expert.clone())
-    return {"counts": counts, "corrections": sorted(activity.corrections)}
+    return {"counts": counts, "patches_applied": sorted(activity.patches_applied)}
 
 
 @functools.cache
@@ -183,9 +183,9 @@ def test_tokens_are_counted_from_step_to_step() -> None:
 
 def test_corrections_have_their_names() -> None:
     for found in counted(1):
-        assert found["corrections"] == ["deepep-padded-groups"]
+        assert found["patches_applied"] == ["deepep-padded-groups"]
     for found in counted(2):
-        assert found["corrections"] == [
+        assert found["patches_applied"] == [
             "deepep-padded-groups",
             "deepep-tokens-split-over-tp",
             "router-gradients-summed-over-tp",

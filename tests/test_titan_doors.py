@@ -72,7 +72,7 @@ torch.cuda.is_available = lambda: {gpu}
 from tests.titan_names import names, replaced
 before = names()
 import cookbook.titan.tt_0_2_2.job_config
-assert "cookbook.titan.tt_0_2_2.mx" in sys.modules
+assert "cookbook.titan.tt_0_2_2.mxfp8" in sys.modules
 print(json.dumps(sorted(replaced(before))))
 """
 

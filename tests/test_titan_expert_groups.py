@@ -186,15 +186,15 @@ def test_nothing_but_the_plan_is_kept_without_scores() -> None:
 
 def kernels_against_operations() -> None:
     """Runs in a process of its own, whose Triton interprets kernels on the CPU."""
-    from cookbook.titan.common import group_kernels
+    from cookbook.titan.common import triton_kernels
 
     # Several programs even for the cases here.
-    group_kernels._COPIES, group_kernels._ROWS = 16, 16
+    triton_kernels._COPIES, triton_kernels._ROWS = 16, 16
     for case, (experts, counts) in CASES.items():
         plan = plan_groups(experts, counts, 32)
-        sums = group_kernels.count(experts, len(counts))
+        sums = triton_kernels.count(experts, len(counts))
         assert sums[:, -1].tolist() == counts
-        copies, slots = group_kernels.place(experts, sums, plan.sizes, plan.ends, len(plan.copies))
+        copies, slots = triton_kernels.place(experts, sums, plan.sizes, plan.ends, len(plan.copies))
         assert torch.equal(copies, plan.copies) and torch.equal(slots, plan.slots)
         assert (copies.dtype, slots.dtype) == (plan.copies.dtype, plan.slots.dtype)
         # The kernels take 2048 and 1024 features at a time: once more than both, ragged.
@@ -206,15 +206,15 @@ def kernels_against_operations() -> None:
                 scores = torch.rand(experts.shape)
                 pairs = [
                     (
-                        group_kernels.dot(tokens, rows, plan.slots),
+                        triton_kernels.dot(tokens, rows, plan.slots),
                         expert_groups._dot(tokens, rows, plan.slots),
                     ),
                     (
-                        group_kernels.take(scores, plan.copies),
+                        triton_kernels.take(scores, plan.copies),
                         expert_groups._at(scores, plan.copies),
                     ),
                     (
-                        group_kernels.take(rows[:, :1], plan.slots),
+                        triton_kernels.take(rows[:, :1], plan.slots),
                         expert_groups._at(rows[:, :1], plan.slots),
                     ),
                 ]
@@ -222,11 +222,11 @@ def kernels_against_operations() -> None:
                     other = torch.float32 if base is None else dtype
                     pairs += [
                         (
-                            group_kernels.spread(tokens, weights, plan.copies, plan.slots, other),
+                            triton_kernels.spread(tokens, weights, plan.copies, plan.slots, other),
                             expert_groups._spread(tokens, weights, plan.copies, plan.slots, other),
                         ),
                         (
-                            group_kernels.collect(rows, weights, plan.slots, other, base),
+                            triton_kernels.collect(rows, weights, plan.slots, other, base),
                             expert_groups._collect(
                                 rows, weights, plan.copies, plan.slots, other, base
                             ),
@@ -238,11 +238,11 @@ def kernels_against_operations() -> None:
 
 def sums_of_the_kernel() -> None:
     """As above, in a process that interprets kernels."""
-    from cookbook.titan.common import group_kernels
+    from cookbook.titan.common import triton_kernels
 
     plan, grouped = eight_rows()
     for scores in (None, torch.ones(1, 8)):
-        found = group_kernels.collect(grouped, scores, plan.slots, grouped.dtype, None)
+        found = triton_kernels.collect(grouped, scores, plan.slots, grouped.dtype, None)
         # The interpreter cuts 259.5 off to 258, where a GPU rounds to 260; a sum in BF16 is 256.
         assert float(found.min()) >= 258, found
 
@@ -264,7 +264,7 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.compiler import ASTSource, compile  # type: ignore[import-untyped]
 
-    from cookbook.titan.common import group_kernels
+    from cookbook.titan.common import triton_kernels
 
     pointers = {"tokens": "*bf16", "grouped": "*bf16", "scores": "*fp32", "products": "*fp32"}
     pointers |= dict.fromkeys(("copies", "slots", "counts", "sums", "sizes", "ends"), "*i32")
@@ -274,10 +274,10 @@ def test_triton_kernels_compile_for_hopper_and_blackwell(capability: int) -> Non
     constants: dict[str, Any] = {"has_scores": True, "has_base": True, "top_k": 8}
     constants |= {"block": 1024, "features": 7168, "rows": 64}
     constants["num_experts"] = 16
-    kernels = [name for name in vars(group_kernels) if name.endswith("_kernel")]
+    kernels = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
     assert len(kernels) == 7
     for name in kernels:
-        kernel = getattr(group_kernels, name)
+        kernel = getattr(triton_kernels, name)
         signature = {a: pointers.get(a, "constexpr") for a in kernel.arg_names}
         if name in ("_dot_kernel", "_fill_kernel"):
             signature["features"] = "constexpr"

@@ -75,7 +75,7 @@ def test_each_exchange_is_quantized_by_its_own_option() -> None:
 
 
 def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
-    from cookbook.titan.tt_0_2_2.mx import MXGroupedMMConverter, MXLinearConverter
+    from cookbook.titan.tt_0_2_2.mxfp8 import MXGroupedMMConverter, MXLinearConverter
 
     config = parse("--quantize.grouped_mm.mx.fqns=experts")
     for converter in (MXGroupedMMConverter, MXLinearConverter):

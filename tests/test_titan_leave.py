@@ -76,9 +76,9 @@ def test_a_run_that_fails_is_torn_down_by_python(assets: Path, tmp_path: Path) -
 _PROGRAM = """
 import sys
 import torch.distributed as dist
-from cookbook.titan.common.leave import leave_when_done
+from cookbook.titan.common.process import exit_without_teardown
 
-leave_when_done()
+exit_without_teardown()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if "done" in sys.argv:
     dist.destroy_process_group()

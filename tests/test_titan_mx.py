@@ -66,7 +66,7 @@ def grouped_gemm(recipe: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Output and both gradients through the weights that the cookbook's converter makes."""
     from torchtitan.distributed import ParallelDims
 
-    from cookbook.titan.tt_0_2_2.mx import MXGroupedMMConverter
+    from cookbook.titan.tt_0_2_2.mxfp8 import MXGroupedMMConverter
 
     x, weight, upstream, offsets = operands()
     experts = nn.Module()
@@ -174,7 +174,7 @@ def both_weight_gradients() -> tuple[torch.Tensor, torch.Tensor]:
     from torchao.prototype.moe_training import scaled_grouped_mm
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-    from cookbook.titan.tt_0_2_2.mx import emulated_weight_gradient
+    from cookbook.titan.tt_0_2_2.mxfp8 import emulated_weight_gradient
 
     original = scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d
     x, _, upstream, offsets = operands()
@@ -191,7 +191,7 @@ def test_weight_gradient_is_torchaos_without_its_loop() -> None:
 def linear_layer(emulate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from torchtitan.config import ConfigManager
 
-    from cookbook.titan.tt_0_2_2.mx import MXLinearConverter
+    from cookbook.titan.tt_0_2_2.mxfp8 import MXLinearConverter
 
     options = [
         "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",

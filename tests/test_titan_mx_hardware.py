@@ -16,7 +16,7 @@ CONVERTERS = ("grouped_mm", "linear")
 
 
 def convert(kind: str, emulate: bool) -> Any:
-    from cookbook.titan.tt_0_2_2 import mx
+    from cookbook.titan.tt_0_2_2 import mxfp8
 
     grouped = SimpleNamespace(fqns=["experts"], recipe_name="mxfp8", emulate=emulate)
     linear = SimpleNamespace(
@@ -33,14 +33,14 @@ def convert(kind: str, emulate: bool) -> Any:
         ),
     )
     dims: Any = SimpleNamespace(tp_enabled=False)
-    converter = {"grouped_mm": mx.MXGroupedMMConverter, "linear": mx.MXLinearConverter}[kind]
+    converter = {"grouped_mm": mxfp8.MXGroupedMMConverter, "linear": mxfp8.MXLinearConverter}[kind]
     return converter(config, dims)
 
 
 def pretend(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.tt_0_2_2 import mx
+    from cookbook.titan.tt_0_2_2 import mxfp8
 
-    monkeypatch.setattr(mx, "has_cuda_capability", lambda *wanted: capability >= wanted)
+    monkeypatch.setattr(mxfp8, "has_cuda_capability", lambda *wanted: capability >= wanted)
 
 
 @pytest.fixture(autouse=True)

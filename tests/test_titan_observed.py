@@ -21,14 +21,14 @@ pytestmark = pytest.mark.titan
 def view(**observed: Any) -> Any:
     from cookbook.titan.tt_0_2_2.activity import ModelActivity
     from cookbook.titan.tt_0_2_2.attention import AttentionActivity
-    from cookbook.titan.tt_0_2_2.first_step import RankActivity
+    from cookbook.titan.tt_0_2_2.metrics import RankActivity
 
     nothing: frozenset[str] = frozenset()
     given: dict[str, Any] = {
         "model": ModelActivity(frozenset({"bf16"}), frozenset({"bf16"}), emulated=False),
         "attention": AttentionActivity(frozenset({"flex"}), None),
         **dict.fromkeys(("dispatch", "rows", "loss", "recomputation", "saved"), nothing),
-        "corrections": nothing,
+        "patches_applied": nothing,
         "stage": 0,
         "emulated": False,
         "node": "worker-0",
@@ -61,7 +61,7 @@ def test_every_rank_has_a_say_in_what_is_active(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
 
-    from cookbook.titan.tt_0_2_2 import first_step
+    from cookbook.titan.tt_0_2_2 import metrics
     from cookbook.titan.tt_0_2_2.attention import AttentionActivity
 
     views = [
@@ -71,20 +71,20 @@ def test_every_rank_has_a_say_in_what_is_active(
             recomputation=frozenset({"selective"}),
             saved=frozenset({"attention"}),
             loss=frozenset({"chunked"}),
-            corrections=frozenset({"one"}),
+            patches_applied=frozenset({"one"}),
             attention=AttentionActivity(frozenset({"flex"}), 100.0),
         ),
         view(
             emulated=True,
-            corrections=frozenset({"two"}),
+            patches_applied=frozenset({"two"}),
             node="worker-1",
             attention=AttentionActivity(frozenset({"sdpa"}), 201.0),
         ),
     ]
     gathered(views, monkeypatch)
-    monkeypatch.setattr(first_step, "metrics_rank", lambda *_: 0)
+    monkeypatch.setattr(metrics, "metrics_rank", lambda *_: 0)
     monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
-    report: Any = first_step.FirstStepReport.__new__(first_step.FirstStepReport)
+    report: Any = metrics.CookbookMetrics.__new__(metrics.CookbookMetrics)
     report.job_config, report.parallel_dims = job(precision="mine"), None
     report._observe = lambda: views[0]
     with caplog.at_level(logging.INFO):
@@ -98,7 +98,7 @@ def test_every_rank_has_a_say_in_what_is_active(
         "recomputation": "full and selective",
         "saved": "attention",
         "loss": "chunked",
-        "corrections": ["one", "two"],
+        "patches_applied": ["one", "two"],
         "emulated": True,
         "attention": "flex and sdpa",
         # Of the ranks that saw a mask.
@@ -128,7 +128,7 @@ def test_every_rank_has_a_say_in_what_is_active(
 def test_what_is_active_is_held_to_what_is_declared(
     config: Any, changed: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cookbook.titan.tt_0_2_2.first_step import check
+    from cookbook.titan.tt_0_2_2.metrics import check
 
     plain = {"grouped_gemms": "bf16", "linear_layers": "bf16", "dispatch": "standard"}
     found: dict[str, Any] = {**plain, "emulated": False, **changed}
@@ -143,7 +143,7 @@ def test_a_loop_over_experts_quantizes_nothing() -> None:
     from torchtitan.models.moe.moe import GroupedExperts
 
     from cookbook.titan.tt_0_2_2.activity import observe_model
-    from cookbook.titan.tt_0_2_2.mx import MXGroupedMMConverter
+    from cookbook.titan.tt_0_2_2.mxfp8 import MXGroupedMMConverter
 
     mx = SimpleNamespace(fqns=["experts"], recipe_name="mxfp8", emulate=True)
     config: Any = SimpleNamespace(

@@ -42,7 +42,7 @@ def train_until_asked(
     """
     from torchtitan.components.metrics import MetricsProcessor
 
-    from cookbook.titan.tt_0_2_2 import saving
+    from cookbook.titan.tt_0_2_2 import checkpoint
 
     rank = int(os.environ["RANK"])
     os.environ |= {"LOCAL_RANK": "0", "SLURM_JOB_ID": "77"}
@@ -50,12 +50,12 @@ def train_until_asked(
 
     def ask(self: Any, of_step: int, *rest: Any, **extra: Any) -> None:
         if (rank, of_step) == (asked, step):
-            (attempts[rank] / saving.STOP).touch()
+            (attempts[rank] / checkpoint.STOP).touch()
         log(self, of_step, *rest, **extra)
 
     MetricsProcessor.log = ask
     if rank == slow:
-        setattr(saving, "time", SimpleNamespace(monotonic=lambda: 0.0))  # noqa: B010
+        setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: 0.0))  # noqa: B010
     return train(arguments, attempts[rank])
 
 
@@ -155,12 +155,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_no_save_begins_while_another_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.tt_0_2_2 import saving
+    from cookbook.titan.tt_0_2_2 import checkpoint
 
     now = [1000.0]
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
     manager = Manager(minutes=2)
-    saving.Saving(manager)
+    checkpoint.Saving(manager)
     saved: list[int] = manager.saved
     # When each step ends, in seconds; the first is saved whatever the clock says.
     for step, seconds in enumerate((10, 100, 129, 131, 200, 250, 252), 1):
@@ -183,12 +183,12 @@ def test_no_save_begins_while_another_is_being_written(monkeypatch: pytest.Monke
 def test_a_job_that_only_loads_saves_nothing(
     enable: bool, load_only: bool, decides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cookbook.titan.tt_0_2_2 import saving
+    from cookbook.titan.tt_0_2_2 import checkpoint
 
     manager = Manager(minutes=2)
     manager.enable, manager.load_only = enable, load_only
-    monkeypatch.setattr(saving, "_initialize", lambda manager: None)
-    saving._initialize_and_decide(manager)
+    monkeypatch.setattr(checkpoint, "_initialize", lambda manager: None)
+    checkpoint._initialize_and_decide(manager)
     assert (manager.save != manager.note) is decides
 
 
@@ -196,17 +196,17 @@ def test_a_job_that_only_loads_saves_nothing(
 def test_a_stop_is_told_once_its_checkpoint_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from cookbook.titan.tt_0_2_2 import saving
+    from cookbook.titan.tt_0_2_2 import checkpoint
 
     monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    told = tmp_path / saving.STOPPED
+    told = tmp_path / checkpoint.STOPPED
     manager = Manager(minutes=0)
     manager._async_wait = lambda: manager.saved.append(-1 if told.exists() else 0)
-    saving.Saving(manager)
+    checkpoint.Saving(manager)
     manager.save(6)
-    (tmp_path / saving.STOP).touch()
+    (tmp_path / checkpoint.STOP).touch()
     manager.save(7)
     assert manager.saved == [7, 0] and told.read_text() == "77 7\n"
     # In its last step the job ends as ever.
@@ -220,7 +220,7 @@ def test_a_stop_is_told_once_its_checkpoint_is_written(
 def test_what_training_waits_for_is_said_before_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cookbook.titan.tt_0_2_2 import saving
+    from cookbook.titan.tt_0_2_2 import checkpoint
 
     monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -228,13 +228,13 @@ def test_what_training_waits_for_is_said_before_it(
     manager = Manager(minutes=0)
     manager._async_wait = lambda: logging.getLogger().info("waits")
     manager.maybe_wait_for_staging = manager._async_wait
-    saving.Saving(manager)
+    checkpoint.Saving(manager)
     manager.maybe_wait_for_staging()
     manager.staging, manager.staging_future, manager.save_future = True, Future(), Future()
     manager.maybe_wait_for_staging()
     manager.staging_future.set_result(None)
     manager.maybe_wait_for_staging()
-    (tmp_path / saving.STOP).touch()
+    (tmp_path / checkpoint.STOP).touch()
     manager.save(7)
     manager.save_future.set_result(None)
     manager.save(8)
@@ -249,19 +249,19 @@ def test_what_training_waits_for_is_said_before_it(
 
 def stopped_on(rank_asked: int, attempts: Path) -> dict[str, Any]:
     """What a rank that is alone on its node does after a step in which one of them is asked."""
-    from cookbook.titan.tt_0_2_2 import saving
+    from cookbook.titan.tt_0_2_2 import checkpoint
 
     rank = os.environ["RANK"]
     attempt = attempts / rank
     attempt.mkdir()
     os.environ |= {"LOCAL_RANK": "0", "COOKBOOK_ATTEMPT_DIR": str(attempt)}
     if int(rank) == rank_asked:
-        (attempt / saving.STOP).touch()
+        (attempt / checkpoint.STOP).touch()
     manager = Manager(minutes=0)
     manager._async_wait = lambda: None
-    saving.Saving(manager)
+    checkpoint.Saving(manager)
     manager.save(7)
-    return {"saved": manager.saved, "told": (attempt / saving.STOPPED).exists()}
+    return {"saved": manager.saved, "told": (attempt / checkpoint.STOPPED).exists()}
 
 
 def test_all_ranks_stop_where_one_node_is_asked(tmp_path: Path) -> None:

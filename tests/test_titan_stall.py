@@ -165,8 +165,8 @@ if sys.argv[1] == "torchrun":
     rank = subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], "rank"])
     print(rank.pid, flush=True)
     time.sleep(60)
-from cookbook.titan.common.orphan import end_with_torchrun
-end_with_torchrun()
+from cookbook.titan.common.orphan import die_with_parent
+die_with_parent()
 # As a rank that hangs in a kernel does.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
@@ -209,17 +209,17 @@ def test_steps_that_are_not_logged_are_told_once_in_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The supervisor takes a silent log for a hang, until it knows how long a step takes."""
-    from cookbook.titan.tt_0_2_2 import first_step
+    from cookbook.titan.tt_0_2_2 import metrics
 
     now = [5000.0]
-    monkeypatch.setattr(first_step, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(first_step, "metrics_rank", lambda *_: 0)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(metrics, "metrics_rank", lambda *_: 0)
     ranks = iter([0] * 6 + [1] * 6)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: next(ranks))
     monkeypatch.delenv("COOKBOOK_ATTEMPT_DIR", raising=False)
     caplog.set_level("INFO")
     for _ in range(2):
-        report: Any = first_step.FirstStepReport.__new__(first_step.FirstStepReport)
+        report: Any = metrics.CookbookMetrics.__new__(metrics.CookbookMetrics)
         options = {"training": SimpleNamespace(steps=900), "comm": None}
         report.job_config = SimpleNamespace(metrics=SimpleNamespace(log_freq=10), **options)
         report.parallel_dims, report.reported = None, True

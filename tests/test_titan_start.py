@@ -24,18 +24,18 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     import torch
     import torch._inductor.async_compile as inductor
 
-    from cookbook.titan.tt_0_2_2 import first_step
+    from cookbook.titan.tt_0_2_2 import metrics
 
     noted = list[str]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(inductor, "maybe_warm_pool", lambda: noted.append("workers"))
-    monkeypatch.setattr(first_step, "check_kernels", lambda *_: noted.append("self-check"))
-    monkeypatch.setattr(first_step, "FirstStepReport", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(metrics, "check_kernels", lambda *_: noted.append("self-check"))
+    monkeypatch.setattr(metrics, "CookbookMetrics", lambda *_: SimpleNamespace())
     return noted
 
 
 def test_the_workers_that_compile_start_before_the_self_check(happened: list[str]) -> None:
-    from cookbook.titan.tt_0_2_2.first_step import build_metrics_processor
+    from cookbook.titan.tt_0_2_2.metrics import build_metrics_processor
 
     build_metrics_processor(job_config(), None)
     assert happened == ["workers", "self-check"]

@@ -11,7 +11,7 @@ import torch
 pytestmark = pytest.mark.titan
 
 
-def test_only_training_counts_tokens(corrections: set[str]) -> None:
+def test_only_training_counts_tokens(patches_applied: set[str]) -> None:
     from torchtitan.models.moe.moe import MoEArgs, build_moe
 
     from cookbook.titan.tt_0_2_2.token_counts import count_in_training_only
@@ -26,10 +26,10 @@ def test_only_training_counts_tokens(corrections: set[str]) -> None:
     tokens = torch.randn(1, 6, 8)
     moe(tokens)
     counted = moe.tokens_per_expert.clone()
-    assert counted.sum() == 6 * 2 and not corrections
+    assert counted.sum() == 6 * 2 and not patches_applied
     with torch.no_grad():
         moe(tokens)
     assert moe.tokens_per_expert.tolist() == counted.tolist()
-    assert corrections == {"tokens-counted-in-training-only"}
+    assert patches_applied == {"tokens-counted-in-training-only"}
     moe(tokens)
     assert moe.tokens_per_expert.tolist() == (2 * counted).tolist()

@@ -74,12 +74,12 @@ def test_backends_agree_and_say_so(assets: Path, tmp_path: Path) -> None:
         "device": "cpu",
         "gpu": None,
         "driver": None,
-        "corrections": [],
+        "patches_applied": [],
     }
 
     deepep = run(assets, tmp_path / "b", 2, *EP2, *DEEPEP, *BF16)
     assert active(deepep)["dispatch"] == "deepep"
-    assert active(deepep)["corrections"] == ["deepep-padded-groups"]
+    assert active(deepep)["patches_applied"] == ["deepep-padded-groups"]
     assert 0 < apart(deepep, bf16) < ROUNDING
     assert apart(deepep, bf16, "grad_norms") < 10 * ROUNDING
 

@@ -72,7 +72,7 @@ class Phase(enum.StrEnum):
 
 
 # How the message begins that opens a phase. `Applied ...` opens none: TorchTitan also prints it
-# without torch.compile. The last two are ours (`titan/tt_0_2_2/saving.py`).
+# without torch.compile. The last two are ours (`titan/tt_0_2_2/checkpoint.py`).
 _PHASES = {
     "Starting job: ": Phase.LOADING,
     "Building device mesh": Phase.LOADING,

@@ -192,7 +192,7 @@ RULES = (
     # Also what a loss in chunks launches, but for its GEMMs.
     Rule("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),
     # --- Moving rows to their experts and back. TorchTitan: _fill_indices_kernel and indexing;
-    # the cookbook: the kernels of `group_kernels.py`; DeepEP's permutation.
+    # the cookbook: the kernels of `triton_kernels.py`; DeepEP's permutation.
     Rule(
         "moving_rows", kernel=r"_fill_indices_kernel|^_(count|place|take|spread|collect|dot)_kernel"
     ),

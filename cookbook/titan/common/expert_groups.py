@@ -68,10 +68,10 @@ def _place(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The copies and slots of a plan."""
     if experts.is_cuda:
-        from cookbook.titan.common import group_kernels
+        from cookbook.titan.common import triton_kernels
 
-        sums = group_kernels.count(experts, len(sizes))
-        return group_kernels.place(experts, sums, sizes, ends, num_rows)
+        sums = triton_kernels.count(experts, len(sizes))
+        return triton_kernels.place(experts, sums, sizes, ends, num_rows)
     chosen, order = experts.reshape(-1).sort(stable=True)
     order, chosen = order[chosen >= 0], chosen[chosen >= 0]
     here = torch.bincount(chosen, minlength=len(sizes))
@@ -95,9 +95,9 @@ def plan_on_device(experts: torch.Tensor, num_experts: int, alignment: int) -> G
     """
     least = 0 if alignment == 1 else 1
     if experts.is_cuda:
-        from cookbook.titan.common import group_kernels
+        from cookbook.titan.common import triton_kernels
 
-        sums = group_kernels.count(experts, num_experts)
+        sums = triton_kernels.count(experts, num_experts)
         sizes, ends = _sizes_and_ends(sums[:, -1], least, alignment)
     else:
         counts = torch.bincount(experts.reshape(-1), minlength=num_experts)
@@ -106,7 +106,7 @@ def plan_on_device(experts: torch.Tensor, num_experts: int, alignment: int) -> G
     if least:
         num_rows = (-(-num_rows // alignment) + num_experts) * alignment
     if experts.is_cuda:
-        copies, slots = group_kernels.place(experts, sums, sizes, ends, num_rows)
+        copies, slots = triton_kernels.place(experts, sums, sizes, ends, num_rows)
     else:
         copies, slots = _place(experts, sizes, ends, num_rows)
     return GroupPlan(copies, slots, sizes, ends)
@@ -128,9 +128,9 @@ def _spread(
 ) -> torch.Tensor:
     """Each row of the groups: its token, times the score of that copy; zero for padding."""
     if tokens.is_cuda:
-        from cookbook.titan.common import group_kernels
+        from cookbook.titan.common import triton_kernels
 
-        return group_kernels.spread(tokens, scores, copies, slots, dtype)
+        return triton_kernels.spread(tokens, scores, copies, slots, dtype)
     real = copies >= 0
     grouped = tokens.new_zeros(copies.numel(), tokens.shape[1], dtype=dtype)
     values = tokens[copies[real].long() // slots.shape[1]]
@@ -150,9 +150,9 @@ def _collect(
 ) -> torch.Tensor:
     """Each token: `base` and the sum of its copies' rows, times their scores."""
     if grouped.is_cuda:
-        from cookbook.titan.common import group_kernels
+        from cookbook.titan.common import triton_kernels
 
-        return group_kernels.collect(grouped, scores, slots, dtype, base)
+        return triton_kernels.collect(grouped, scores, slots, dtype, base)
     real = copies >= 0
     values = grouped[real].to(torch.promote_types(grouped.dtype, torch.float32))
     if scores is not None:
@@ -167,9 +167,9 @@ def _collect(
 def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """(tokens, top k): each token times the row of each of its copies; 0 for experts elsewhere."""
     if tokens.is_cuda:
-        from cookbook.titan.common import group_kernels
+        from cookbook.titan.common import triton_kernels
 
-        return group_kernels.dot(tokens, grouped, slots)
+        return triton_kernels.dot(tokens, grouped, slots)
     exact = torch.promote_types(grouped.dtype, torch.float32)
     copies = grouped[slots.clamp_min(0).long()].to(exact)
     products = (copies * tokens.to(exact).unsqueeze(1)).sum(-1)
@@ -179,9 +179,9 @@ def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> to
 def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """`values`, all in one row, at each of `places`, in their shape; 0 at -1."""
     if values.is_cuda:
-        from cookbook.titan.common import group_kernels
+        from cookbook.titan.common import triton_kernels
 
-        return group_kernels.take(values, places)
+        return triton_kernels.take(values, places)
     flat = values.reshape(-1)
     return torch.cat([flat, flat.new_zeros(1)])[places.long()]
 

@@ -13,7 +13,7 @@ import signal
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_torchrun() -> None:
+def die_with_parent() -> None:
     """Let the kernel end this process when the torchrun that started it ends; no other program."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from cookbook.titan.common.token_split import Share, take_share
+from cookbook.titan.common.token_shard import TokenShard, shard_tokens
 from cookbook.titan.selftest.cases import FP8_ONCE, Bound, Error, error_of
 from cookbook.titan.selftest.inputs import random_routing
 from cookbook.titan.selftest.rows import MOVED, SCORES, expert_factors, random_rows
@@ -107,7 +107,7 @@ def exchange_errors(
     shape: ExchangeShape,
     given: Exchanged,
     layer: nn.Module,
-    share: Share | None,
+    share: TokenShard | None,
     group: dist.ProcessGroup,
     quantized: tuple[bool, bool],
 ) -> Iterator[Error]:
@@ -120,7 +120,7 @@ def exchange_errors(
         quantized: whether the dispatch of tokens and that of the output's gradients are in FP8.
     """
     whole = (given.x, given.grad)
-    mine = [value if share is None else take_share(value, share) for value in whole]
+    mine = [value if share is None else shard_tokens(value, share) for value in whole]
     x, grad = (value.view(shape.batch, -1, shape.features) for value in mine)
     x = x.detach().requires_grad_()
     factor: Any = layer.experts.factor
@@ -139,7 +139,7 @@ def exchange_errors(
     by_copy, experts = scores * products, given.experts
     if share is not None:
         wanted, wanted_dx, by_copy, experts = (
-            take_share(value, share) for value in (wanted, wanted_dx, by_copy, experts)
+            shard_tokens(value, share) for value in (wanted, wanted_dx, by_copy, experts)
         )
     # Of each expert its products' sum and, as that is often close to zero, the root of the sum of
     # their squares, by which the error of the sum is measured.

@@ -31,7 +31,7 @@ dispatches: set[str] = set()
 rows: set[str] = set()
 losses: set[str] = set()
 saved: set[str] = set()
-corrections: set[str] = set()
+patches_applied: set[str] = set()
 
 
 @dataclass(frozen=True)

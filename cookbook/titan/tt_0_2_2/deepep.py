@@ -19,13 +19,13 @@ from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.models.moe.moe_deepep import DeepEPMoE
 
-from cookbook.titan.common.again import is_repeated
+from cookbook.titan.common.again import in_recompute
 from cookbook.titan.common.expert_groups import collect, plan_groups, row_scores, spread
-from cookbook.titan.common.token_split import (
-    Share,
+from cookbook.titan.common.token_shard import (
+    TokenShard,
     gather_sequence,
-    sum_to_shares,
-    take_share,
+    reduce_scatter_sequence,
+    shard_tokens,
     with_partial_gradient,
 )
 from cookbook.titan.tt_0_2_2 import activity
@@ -36,8 +36,8 @@ from cookbook.titan.tt_0_2_2.deepep_exchange import (
     dispatch,
     leave,
 )
+from cookbook.titan.tt_0_2_2.probs_on_activations import experts_with_probs
 from cookbook.titan.tt_0_2_2.recomputation import last_product, not_saved
-from cookbook.titan.tt_0_2_2.scored_experts import scored_experts
 
 
 class SendingExperts(nn.Module):
@@ -78,18 +78,18 @@ class SendingExperts(nn.Module):
         if not self._scores_activations:
             return combine(computed, routing)
         with not_saved():
-            return combine(computed, routing, is_needed=not is_repeated())
+            return combine(computed, routing, is_needed=not in_recompute())
 
     def _compute(
         self, rows: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, counts: list[int]
     ) -> torch.Tensor:
         """The experts' outputs for rows that arrived, summed for each row over its experts."""
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
-        activity.corrections.add("deepep-padded-groups")
+        activity.patches_applied.add("deepep-padded-groups")
         if self._scores_activations:
             grouped = spread(rows, None, plan)
-            out = scored_experts(self, grouped, row_scores(scores, plan), plan.ends)
-            return collect(out, None, plan, is_needed=not is_repeated())
+            out = experts_with_probs(self, grouped, row_scores(scores, plan), plan.ends)
+            return collect(out, None, plan, is_needed=not in_recompute())
         before, after = scores, None
         if not self.cookbook_score_before_experts:
             before, after = after, before
@@ -161,9 +161,9 @@ class SplitMoE(DeepEPMoE):
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts)
         if tp_mesh is not None:
-            share = Share.of_mesh(length, tp_mesh)
-            top_scores, experts = take_share(top_scores, share), take_share(experts, share)
-            activity.corrections.add("deepep-tokens-split-over-tp")
+            share = TokenShard.of_mesh(length, tp_mesh)
+            top_scores, experts = shard_tokens(top_scores, share), shard_tokens(experts, share)
+            activity.patches_applied.add("deepep-tokens-split-over-tp")
 
         sent = (mine.reshape(-1, features), top_scores, experts)
         parts = zip(*(cut(values, self.cookbook_chunks) for values in sent), strict=True)
@@ -179,7 +179,7 @@ class SplitMoE(DeepEPMoE):
         with last_product():
             out = None if shared is None else shared(halves=halves)
         if out is not None and tp_mesh is not None:
-            out = sum_to_shares(out.view(whole.shape), tp_mesh)
+            out = reduce_scatter_sequence(out.view(whole.shape), tp_mesh)
         arrived = [
             arrive(part, routing.exchange) for part, routing in zip(returned, routings, strict=True)
         ]

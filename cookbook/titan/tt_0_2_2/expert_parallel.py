@@ -23,11 +23,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
 
-from cookbook.titan.common.token_split import (
-    Share,
+from cookbook.titan.common.token_shard import (
+    TokenShard,
     global_positions,
+    shard_tokens,
     sum_gradient_over_tp,
-    take_share,
 )
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.quantized_a2a import (
@@ -93,12 +93,12 @@ class SequenceShareReorderer(ParallelStyle):
 
     def _take(self, mod: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
         top_scores, experts = inputs
-        share = Share.of_mesh(mod.cookbook_length, mesh)
-        return take_share(top_scores, share), take_share(experts, share)
+        share = TokenShard.of_mesh(mod.cookbook_length, mesh)
+        return shard_tokens(top_scores, share), shard_tokens(experts, share)
 
     def _place(self, mod: nn.Module, outputs: Any, mesh: DeviceMesh) -> tuple[Any, Any, Any]:
         top_scores, positions, counts = outputs
-        share = Share.of_mesh(mod.cookbook_length, mesh)
+        share = TokenShard.of_mesh(mod.cookbook_length, mesh)
         return top_scores, global_positions(positions, share, mod.top_k), counts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -154,9 +154,9 @@ def _correct_gradients(layers: list[Any], tp_mesh: DeviceMesh, is_share: bool) -
     for moe in layers:
         if _has_term_of_scores(moe, is_share):
             moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
-            activity.corrections.add("router-gradients-summed-over-tp")
+            activity.patches_applied.add("router-gradients-summed-over-tp")
         if moe.shared_experts is not None:
-            activity.corrections.add("shared-expert-gradients-not-summed-over-tp")
+            activity.patches_applied.add("shared-expert-gradients-not-summed-over-tp")
         if is_share and moe.reorderer is not None:
             moe.register_forward_pre_hook(_remember_length)
 

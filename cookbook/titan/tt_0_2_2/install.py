@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cookbook.titan.common.leave import leave_when_done
-from cookbook.titan.common.orphan import end_with_torchrun
+from cookbook.titan.common.orphan import die_with_parent
+from cookbook.titan.common.process import exit_without_teardown
 from cookbook.titan.tt_0_2_2.checkpoint_errors import name_checkpoint_causes
 from cookbook.titan.tt_0_2_2.cpu import prepare_cpu
 from cookbook.titan.tt_0_2_2.spec import register
@@ -17,5 +17,5 @@ def install() -> None:
         prepare_cpu()
     register()
     name_checkpoint_causes()
-    leave_when_done()
-    end_with_torchrun()
+    exit_without_teardown()
+    die_with_parent()

@@ -16,8 +16,8 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.moe import MoEArgs
 
 from cookbook.titan.tt_0_2_2.attention import choose_attention
-from cookbook.titan.tt_0_2_2.mx import replace_mx_converters
-from cookbook.titan.tt_0_2_2.saving import save_when_ranks_agree
+from cookbook.titan.tt_0_2_2.checkpoint import save_when_ranks_agree
+from cookbook.titan.tt_0_2_2.mxfp8 import replace_mx_converters
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 

@@ -10,19 +10,19 @@ import torch
 import torch.nn as nn
 import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 
-from cookbook.titan.tt_0_2_2.chunked_loss import (
+from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
+from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
+from cookbook.titan.tt_0_2_2.loss import (
     HandingOnColwiseParallel,
     hand_on,
     keep_gathered,
 )
-from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
-from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
 from cookbook.titan.tt_0_2_2.plain_checkpoint import save_plain_weights
+from cookbook.titan.tt_0_2_2.probs_on_activations import experts_with_probs
 from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 from cookbook.titan.tt_0_2_2.recomputation import apply_ac
 from cookbook.titan.tt_0_2_2.router_load import count_load
 from cookbook.titan.tt_0_2_2.row_kernels import use_row_kernels
-from cookbook.titan.tt_0_2_2.scored_experts import scored_experts
 from cookbook.titan.tt_0_2_2.token_counts import count_in_training_only
 
 
@@ -47,7 +47,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     compiled = job_config.compile
     if compiled.enable and "model" in compiled.components:
         # TorchTitan compiles its own function for the experts.
-        scored_experts.compile(compiled.backend)
+        experts_with_probs.compile(compiled.backend)
     is_one_rank = not (parallel_dims.tp_enabled or parallel_dims.ep_enabled)
     if job_config.cookbook.row_kernels and is_one_rank:
         # TorchTitan calls nothing for the experts then.

@@ -14,7 +14,7 @@ import torch
 from torchtitan.components.loss import build_cross_entropy_loss
 
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.chunked_loss import LossFunction, build_chunked_loss
+from cookbook.titan.tt_0_2_2.loss import LossFunction, build_chunked_loss
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
@@ -27,7 +27,7 @@ def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
     if parallel_dims is None or not parallel_dims.pp_enabled:
         return loss_fn
     factor = 1 / tokens_of_global_batch(job_config, parallel_dims)
-    activity.corrections.add("pipeline-gradients-per-token")
+    activity.patches_applied.add("pipeline-gradients-per-token")
 
     def scaled_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         return scale_gradient(loss_fn(*args, **kwargs), factor)

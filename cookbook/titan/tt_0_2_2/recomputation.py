@@ -19,7 +19,7 @@ from torch._guards import TracingContext
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cookbook.titan.common.again import is_repeated
+from cookbook.titan.common.again import in_recompute
 from cookbook.titan.tt_0_2_2 import activity
 
 # What an option may name. Operators that are not installed are passed over.
@@ -96,7 +96,7 @@ def not_saved() -> Iterator[None]:
 @contextmanager
 def last_product() -> Iterator[None]:
     """Within it computes the GEMM whose result no gradient needs: not saved, not repeated."""
-    with not_saved(), _Unmultiplied() if is_repeated() else nullcontext():
+    with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
 

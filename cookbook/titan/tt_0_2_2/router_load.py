@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.tools.logging import logger
 
-from cookbook.titan.common.again import is_repeated
+from cookbook.titan.common.again import in_recompute
 
 FILE = "router_load.jsonl"
 _COUNT = "cookbook_load"
@@ -155,7 +155,7 @@ def _moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
 
 def _is_counted() -> bool:
     """Whether this is a forward that trains: no look at shapes, no recomputation."""
-    return torch.is_grad_enabled() and not is_repeated()
+    return torch.is_grad_enabled() and not in_recompute()
 
 
 # The difference of TorchTitan's count, by two operations in place: nothing waits or is allocated.

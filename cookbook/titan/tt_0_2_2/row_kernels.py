@@ -28,10 +28,10 @@ from torchtitan.distributed.expert_parallel import (
 )
 from torchtitan.models.moe.moe import MoE
 
-from cookbook.titan.common.again import is_repeated
+from cookbook.titan.common.again import in_recompute
 from cookbook.titan.common.expert_groups import collect, plan_on_device, row_scores, spread
 from cookbook.titan.common.swiglu import join, scored_swiglu
-from cookbook.titan.common.token_split import Share, sum_gradient_over_tp, take_share
+from cookbook.titan.common.token_shard import TokenShard, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions, receive, send
 from cookbook.titan.tt_0_2_2.recomputation import last_product, not_saved
@@ -85,8 +85,8 @@ class RowExperts(nn.Module):
         own = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
         out = self._compute(spread(arrived, None, plan), own)
         with not_saved():
-            out = collect(out, None, plan, is_needed=not is_repeated())
-            if is_repeated():
+            out = collect(out, None, plan, is_needed=not in_recompute())
+            if in_recompute():
                 # Nothing needs them, and no rank sends any.
                 return torch.empty_like(rows).requires_grad_()
             return receive(self.cookbook_precisions, out, there, here, group)
@@ -149,8 +149,8 @@ class RowMoE(MoE):
         mine, experts = tokens, self.experts
         share = None
         if self.cookbook_share is not None:
-            share = Share.of_mesh(length, self.cookbook_share)
-            mine, scores, chosen = (take_share(one, share) for one in (tokens, scores, chosen))
+            share = TokenShard.of_mesh(length, self.cookbook_share)
+            mine, scores, chosen = (shard_tokens(one, share) for one in (tokens, scores, chosen))
         if experts.cookbook_tp is not None:
             # Each rank has one term of the tokens' gradient. Summed of tokens, not of rows.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
@@ -163,7 +163,7 @@ class RowMoE(MoE):
         # Before the rows are waited for.
         out = None if self.shared_experts is None else self.shared_experts(tokens)
         activity.rows.add("kernels")
-        needed = not is_repeated()
+        needed = not in_recompute()
         if share is None:
             total = collect(routed, None, plan, needed, out, x.dtype)
             return total.view(x.shape)

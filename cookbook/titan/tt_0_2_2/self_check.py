@@ -115,7 +115,7 @@ def _apart(device: str) -> Iterator[None]:
         activity.rows,
         activity.losses,
         activity.saved,
-        activity.corrections,
+        activity.patches_applied,
     ]
     before = [set(notes) for notes in noted]
     precision = torch.get_float32_matmul_precision()

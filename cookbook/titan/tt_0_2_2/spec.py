@@ -23,7 +23,7 @@ from torchtitan.models import deepseek_v3
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from cookbook.titan.tt_0_2_2.attention import DeepSeekV3ModelWithAttention
-from cookbook.titan.tt_0_2_2.first_step import build_metrics_processor
+from cookbook.titan.tt_0_2_2.metrics import build_metrics_processor
 from cookbook.titan.tt_0_2_2.model_args import flavors
 from cookbook.titan.tt_0_2_2.parallelize import parallelize
 from cookbook.titan.tt_0_2_2.pipeline_loss import build_loss

@@ -32,4 +32,4 @@ def _remember(moe: Any, inputs: Any) -> None:
 def _restore(moe: Any, inputs: Any, outputs: Any) -> None:
     if not torch.is_grad_enabled():
         moe.tokens_per_expert.copy_(moe.cookbook_counts)
-        activity.corrections.add("tokens-counted-in-training-only")
+        activity.patches_applied.add("tokens-counted-in-training-only")

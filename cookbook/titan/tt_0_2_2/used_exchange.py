@@ -12,7 +12,7 @@ import torch.nn as nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import build_moe
 
-from cookbook.titan.common.token_split import Share
+from cookbook.titan.common.token_shard import TokenShard
 from cookbook.titan.selftest.cases import Error, Use
 from cookbook.titan.selftest.exchange import (
     ExchangeShape,
@@ -87,7 +87,7 @@ def _compare(
         **options,
         use_deepep=model_args.moe_impl == "deepep",
     )
-    share = None if tp_mesh is None else Share.of_mesh(shape.length, tp_mesh)
+    share = None if tp_mesh is None else TokenShard.of_mesh(shape.length, tp_mesh)
     quantized = (precisions.dispatch_forward, precisions.combine_backward)
     yield from exchange_errors(shape, given, layer, share, ep_mesh.get_group(), quantized)
 

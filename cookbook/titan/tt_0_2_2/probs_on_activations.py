@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from cookbook.titan.tt_0_2_2.recomputation import last_product
 
 
-class ScoredExperts:
+class ProbsOnActivations:
     """What computes in place of `GroupedExperts.forward`, which takes no scores.
 
     Like TorchTitan's function it is compiled once for all layers, which are alike.
@@ -94,4 +94,4 @@ def _multiply(
     return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
 
 
-scored_experts = ScoredExperts()
+experts_with_probs = ProbsOnActivations()

@@ -60,11 +60,11 @@ class RankActivity:
     recomputation: frozenset[str]
     saved: frozenset[str]
     emulated: bool
-    corrections: frozenset[str]
+    patches_applied: frozenset[str]
     node: str
 
 
-class FirstStepReport(metrics.MetricsProcessor):
+class CookbookMetrics(metrics.MetricsProcessor):
     """TorchTitan's metrics and the router's load, with a report after the first optimizer step."""
 
     reported = False
@@ -155,7 +155,7 @@ class FirstStepReport(metrics.MetricsProcessor):
             "device": "cuda" if on_gpu else "cpu",
             "gpu": torch.cuda.get_device_name() if on_gpu else None,
             "driver": driver_version() if on_gpu else None,
-            "corrections": sorted(frozenset().union(*(view.corrections for view in views))),
+            "patches_applied": sorted(frozenset().union(*(view.patches_applied for view in views))),
             "self_check": self.self_check,
             "versions": versions(),
         }
@@ -180,7 +180,7 @@ class FirstStepReport(metrics.MetricsProcessor):
             recomputation=observe_recomputation(self.model_parts),
             saved=frozenset(activity.saved),
             emulated=model.emulated or activity.casts_are_emulated(),
-            corrections=frozenset(activity.corrections),
+            patches_applied=frozenset(activity.patches_applied),
             node=socket.gethostname(),
         )
 
@@ -197,7 +197,7 @@ def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
 
 def build_metrics_processor(
     job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
-) -> FirstStepReport:
+) -> CookbookMetrics:
     """What TorchTitan's function of this name takes and returns, with the report.
 
     It is called once, after the converters and before the model has memory: when a kernel can be
@@ -207,7 +207,7 @@ def build_metrics_processor(
     found = check_kernels(job_config, parallel_dims, model_args)
     # No door: TorchTitan chooses the rank by a function of this name.
     with patch.object(metrics, "_get_metrics_rank", metrics_rank):
-        report = FirstStepReport(job_config, parallel_dims, tag)
+        report = CookbookMetrics(job_config, parallel_dims, tag)
     report.self_check = found
     report.model_args = model_args
     if report._is_metrics_rank():

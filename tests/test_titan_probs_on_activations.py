@@ -65,9 +65,9 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def scored(mode: str, backend: str | None) -> Run:
     """Outputs and gradients, and which operators ran how often."""
-    from cookbook.titan.tt_0_2_2.scored_experts import ScoredExperts
+    from cookbook.titan.tt_0_2_2.probs_on_activations import ProbsOnActivations
 
-    compute = ScoredExperts()
+    compute = ProbsOnActivations()
     if backend:
         compute.compile(backend)
     experts, (rows, scores, sizes) = layer(), inputs()
@@ -120,9 +120,9 @@ def test_the_last_product_is_neither_saved_nor_repeated(
 
 
 def train_and_look(argv: list[str]) -> dict[str, Any]:
-    from cookbook.titan.tt_0_2_2.scored_experts import scored_experts
+    from cookbook.titan.tt_0_2_2.probs_on_activations import experts_with_probs
 
-    return train(argv) | {"is_compiled": scored_experts.is_compiled}
+    return train(argv) | {"is_compiled": experts_with_probs.is_compiled}
 
 
 def test_a_compiled_job_trains_the_same(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ class Products(Computed):
 @pytest.mark.parametrize("backend", [None, "inductor"])
 @pytest.mark.parametrize(("mode", "kept"), [("none", 2), ("full", 0), ("selective", 2)])
 def test_nobody_keeps_the_last_product(mode: str, kept: int, backend: str | None) -> None:
-    from cookbook.titan.tt_0_2_2.scored_experts import ScoredExperts
+    from cookbook.titan.tt_0_2_2.probs_on_activations import ProbsOnActivations
 
-    compute = ScoredExperts()
+    compute = ProbsOnActivations()
     if backend:
         compute.compile(backend)
     experts, given = layer(), inputs()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 @dataclass(frozen=True)
-class Share:
+class TokenShard:
     """The positions `start` to `stop` of every sequence of `length` belong to this rank."""
 
     start: int
@@ -26,25 +26,25 @@ class Share:
     length: int
 
     @classmethod
-    def of_rank(cls, length: int, rank: int, ranks: int) -> Share:
+    def of_rank(cls, length: int, rank: int, ranks: int) -> TokenShard:
         if length % ranks != 0:
             raise ValueError(f"sequence length {length} is not divisible by TP degree {ranks}")
         part = length // ranks
         return cls(rank * part, (rank + 1) * part, length)
 
     @classmethod
-    def of_mesh(cls, length: int, tp_mesh: DeviceMesh) -> Share:
+    def of_mesh(cls, length: int, tp_mesh: DeviceMesh) -> TokenShard:
         return cls.of_rank(length, tp_mesh.get_local_rank(), tp_mesh.size())
 
 
-def take_share(folded: torch.Tensor, share: Share) -> torch.Tensor:
+def shard_tokens(folded: torch.Tensor, share: TokenShard) -> torch.Tensor:
     """This rank's rows of `folded` (batch * length, features), as (batch * part, features)."""
     features = folded.shape[-1]
     mine = folded.view(-1, share.length, features)[:, share.start : share.stop]
     return mine.reshape(-1, features)
 
 
-def global_positions(local: torch.Tensor, share: Share, per_token: int = 1) -> torch.Tensor:
+def global_positions(local: torch.Tensor, share: TokenShard, per_token: int = 1) -> torch.Tensor:
     """Positions in the whole folded batch of entries that are numbered inside this rank's share.
 
     Args:
@@ -97,7 +97,7 @@ def with_partial_gradient(
     return _PartialGradient.apply(whole.detach(), mine, tp_mesh)
 
 
-def sum_to_shares(term: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
+def reduce_scatter_sequence(term: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
     """This rank's share (batch, part, features) of the sum of `term` (batch, length, features)."""
     terms = DTensor.from_local(term, tp_mesh, (Partial(),), run_check=False)
     return terms.redistribute(placements=(Shard(1),)).to_local()

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-def leave_when_done() -> None:
+def exit_without_teardown() -> None:
     """Let `python -m torchtitan.train` end without interpreter shutdown; no other program.
 
     Exit handlers that are registered after this one run before it.
