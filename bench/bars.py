@@ -18,7 +18,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
 from cookbook.predict.memory import predict_memory
-from cookbook.predict.view import count_views
+from cookbook.predict.rank import describe_ranks
 from cookbook.results import charts
 from cookbook.results.columns import gain_text, tokens_text
 from cookbook.results.draw import draw_chart
@@ -106,7 +106,7 @@ def _memory_gib(point: Point) -> float:
     """What PyTorch reserves, as `check` predicts it; the cells had expandable segments."""
     cell = cell_of_point(point)
     expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    return max(predict_memory(cell, view, expandable).reserved for view in count_views(cell))
+    return max(predict_memory(cell, view, expandable).reserved for view in describe_ranks(cell))
 
 
 def _off(run: Run, base: Run) -> float:

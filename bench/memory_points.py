@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cookbook.base.gpus import Gpu
-from cookbook.check.dry_run import build_cells
+from cookbook.check.build import build_cells
 from cookbook.config.cell import Cell
 from cookbook.config.options import Options
 from cookbook.config.resolve import cell_on, this_machine

@@ -15,8 +15,8 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import cell_on, this_machine
 from cookbook.predict.documents import C4, LOCAL, Documents
+from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
-from cookbook.predict.view import count_views
 
 POINTS = ROOT / "docs/time.json"
 H200 = Gpu("NVIDIA H200", 9.0, 139.8)
@@ -80,7 +80,7 @@ def compare(points: list[Point]) -> Iterator[Comparison]:
     """Each point with its prediction."""
     for point in points:
         cell = cell_of_point(point)
-        views = count_views(cell)
+        views = describe_ranks(cell)
         yield Comparison(
             point,
             predict_step(cell, views, DOCUMENTS[point.documents], overlapped=point.overlapped),

@@ -14,7 +14,7 @@ from cookbook.config.finding import Finding
 from cookbook.config.options import Options, Setting
 from cookbook.config.sweep import load_sweep
 from cookbook.config.validate.layout import layout_findings
-from cookbook.predict.layers import RankLayers
+from cookbook.predict.layer_memory import RankLayers
 from tests.cells import STACK
 from tests.check_cells import cell_of, h200, with_options
 

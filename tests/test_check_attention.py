@@ -11,7 +11,7 @@ import pytest
 from cookbook.base.schema import Words
 from cookbook.check.check import CellCheck, check_cells
 from cookbook.check.report import render_json, render_text
-from cookbook.predict.layers import layer_bytes
+from cookbook.predict.layer_memory import layer_bytes
 from cookbook.predict.shapes import Shapes, shapes_of
 from tests.check_cells import cell_of, h200
 

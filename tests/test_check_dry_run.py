@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from cookbook.check.dry_run import DryRun
+from cookbook.check.build import DryRun
 from cookbook.config.cell import Cell
 from cookbook.config.options import DEGREES
 from cookbook.config.validate import validation_errors

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from cookbook.base.gpus import Gpu
-from cookbook.check.advice import small_experts
 from cookbook.check.check import CellCheck, _shortage
+from cookbook.check.warnings import small_experts
 from cookbook.config.cell import Cell
 from cookbook.config.verdict import Verdict
-from cookbook.predict import memory, work
+from cookbook.predict import memory
+from cookbook.predict import traffic as work
 from cookbook.predict.memory import StageMemory
 from cookbook.predict.shapes import shapes_of
-from cookbook.predict.work import Traffic
+from cookbook.predict.traffic import Traffic
 from tests.check_cells import cell_of, h200
 
 GPU_GIB = 1000.0

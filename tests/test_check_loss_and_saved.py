@@ -9,7 +9,7 @@ import pytest
 
 from cookbook.check.check import CellCheck, check_cells
 from cookbook.config.cell import Cell
-from cookbook.predict.layers import RankLayers, layer_bytes
+from cookbook.predict.layer_memory import RankLayers, layer_bytes
 from cookbook.predict.shapes import shapes_of
 from tests.check_cells import cell_of, h200
 

@@ -11,12 +11,12 @@ import pytest
 
 from cookbook.base.gpus import Gpu
 from cookbook.check import check
+from cookbook.check.build import Built
 from cookbook.check.check import CellCheck, check_cells
-from cookbook.check.dry_run import Built
 from cookbook.check.report import render_json, render_text
 from cookbook.config.cell import Cell
 from cookbook.config.resolve import this_machine
-from cookbook.predict.view import count_views
+from cookbook.predict.rank import describe_ranks
 from tests.predict_machine import on_gpus
 
 ACTIVE = {"grouped_gemms": "bf16", "linear_layers": "bf16", "attention": "flex"}
@@ -25,7 +25,7 @@ TP2 = {"parallelism.tensor_parallel_degree": 2}
 
 def built(cell: Cell, **changed: Any) -> Built:
     views = tuple(
-        {**view, "active": ACTIVE, "warnings": []} | changed for view in count_views(cell)
+        {**view, "active": ACTIVE, "warnings": []} | changed for view in describe_ranks(cell)
     )
     return Built(views=views, seconds=1.0, not_exercised=("kernels",))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cookbook.check.advice import saving
+from cookbook.check.warnings import saving
 from cookbook.config.cluster import load_cluster
 from cookbook.config.finding import Finding
 from tests.check_cells import cell_of, cluster_of

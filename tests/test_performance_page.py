@@ -16,7 +16,7 @@ from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.config.resolve import this_machine
 from cookbook.predict.memory import predict_memory
-from cookbook.predict.view import count_views
+from cookbook.predict.rank import describe_ranks
 
 LAUNCHES = json.loads((ROOT / "docs/performance/h200x2-launches.json").read_text())["runs"]
 GEMMS = json.loads((ROOT / "docs/performance/h200-gemms.json").read_text())
@@ -217,6 +217,6 @@ def test_check_says_of_their_memory_what_the_page_says(
         settings = {**one.options, **options, SAVED: names}
         settings["activation_checkpoint.num_layers_kept"] = 0
         made = cell_of(cell, replace(one, options=settings), machine, Path(), Path(), 1)
-        views = count_views(made)
+        views = describe_ranks(made)
         found.append(max(predict_memory(made, one, environment).reserved for one in views))
     assert said.format(*(f"{gib:.1f}" for gib in found)) in page("docs/performance.md")

@@ -26,7 +26,7 @@ from cookbook.plan.report import published_lines, render_json, render_text
 from cookbook.plan.search import _COUNTED, FITS, TOO_LARGE, Found, evaluate, search
 from cookbook.plan.space import RECOMPUTATION, Space, space_of
 from cookbook.predict.documents import C4
-from cookbook.predict.view import count_views
+from cookbook.predict.rank import describe_ranks
 from tests.check_cells import cell_of, with_options
 from tests.submit import submit
 
@@ -146,7 +146,7 @@ def test_layouts_share_what_was_counted_only_where_it_is_the_same(pp: int) -> No
     every = {"activation_checkpoint.mode": "selective", SAVES: [], EVERY: "2"}
     for one in (cell, with_options(cell, every), with_options(cell, {KEPT: 3})):
         options = Read(one.options.stack, one.options.settings)
-        count_views(dataclasses.replace(one, options=options))
+        describe_ranks(dataclasses.replace(one, options=options))
     assert {KEPT, EVERY, "training.seq_len"} <= read
     assert read <= set(_COUNTED)
 

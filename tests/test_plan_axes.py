@@ -10,12 +10,12 @@ from cookbook.config.cell import SAVE_LIST, Cell
 from cookbook.config.options import DEGREES
 from cookbook.plan.describe import as_mapping, degrees, recomputation
 from cookbook.plan.explain import walk
-from cookbook.plan.left_out import left_out
+from cookbook.plan.rejected_values import rejected_values
 from cookbook.plan.search import FITS, TOO_LARGE, evaluate, search
 from cookbook.plan.space import RECOMPUTATION, Space, space_of
-from cookbook.predict.layers import layer_bytes
+from cookbook.predict.layer_memory import layer_bytes
+from cookbook.predict.rank import describe_ranks
 from cookbook.predict.shapes import shapes_of
-from cookbook.predict.view import count_views
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
@@ -69,10 +69,10 @@ def test_programs_and_walks_get_those_degrees_too() -> None:
 
 def test_what_a_rule_refuses_is_told_by_its_own_reason() -> None:
     asked = space(DEEPEP, f"{PP}=1", f"{TP}=2", f"{EP}=4", f"{DEGREES['etp']}=1,2")
-    (line,) = left_out(asked, list(asked.cells()))
+    (line,) = rejected_values(asked, list(asked.cells()))
     assert line == f"{DEGREES['etp']}=2: DeepEP needs 1, found 2; set it to 1"
     all_used = space(DEEPEP, *SMALL)
-    assert left_out(all_used, list(all_used.cells())) == []
+    assert rejected_values(all_used, list(all_used.cells())) == []
 
 
 def test_budgets_are_layouts_of_their_own() -> None:
@@ -112,8 +112,8 @@ def test_a_budget_of_nothing_keeps_what_goes_between_compiled_pieces() -> None:
         assert none.verdict == full.verdict == FITS
         assert none.memory.terms["activations"] > full.memory.terms["activations"]
         assert none.step and full.step
-        assert none.step.recomputed_ms < full.step.recomputed_ms
-    shapes = shapes_of(base, count_views(base)[0])
+        assert none.step.recompute_ms < full.step.recompute_ms
+    shapes = shapes_of(base, describe_ranks(base)[0])
     dense, routed = layer_bytes(shapes, False), layer_bytes(shapes, True)
     assert dense.between == 0
     # The norm's output and the experts' rows; the experts' own products can be computed again.

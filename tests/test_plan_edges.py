@@ -68,7 +68,7 @@ def test_the_stage_that_needs_most_decides(monkeypatch: pytest.MonkeyPatch) -> N
     gpu = CELL.cluster.gpu
     assert gpu
     for totals, verdict in (((0.1, 0.9), FITS), ((0.9, 1.0), TIGHT), ((1.2, 0.3), TOO_LARGE)):
-        monkeypatch.setattr(searching, "count_views", lambda cell, totals=totals: totals)
+        monkeypatch.setattr(searching, "describe_ranks", lambda cell, totals=totals: totals)
         monkeypatch.setattr(
             searching,
             "predict_memory",

@@ -11,16 +11,16 @@ from cookbook.predict.exchange import Links
 from cookbook.predict.hardware import Hardware
 from cookbook.predict.kernels import Kernels
 from cookbook.predict.layer_time import LayerTimes
-from cookbook.predict.products import Product
+from cookbook.predict.operators import Product
+from cookbook.predict.rank import describe_ranks
 from cookbook.predict.shapes import Shapes, shapes_of
-from cookbook.predict.view import count_views
 from tests.check_cells import with_options
 from tests.predict_machine import on_gpus, only
 
 BF16 = on_gpus(4)
 DEEPEP = on_gpus(4, ep_backend="deepep")
 TP2 = on_gpus(4, {"parallelism.tensor_parallel_degree": 2})
-(VIEW,) = count_views(BF16)
+(VIEW,) = describe_ranks(BF16)
 # 8 experts over 4 ranks: two groups here. Rows of 4 numbers, a hidden size of 6.
 SHAPES = dataclasses.replace(
     shapes_of(BF16, VIEW),

@@ -11,11 +11,11 @@ import pytest
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
 from cookbook.config.resolve import this_machine
-from cookbook.predict.layers import RankLayers
+from cookbook.predict.layer_memory import RankLayers
 from cookbook.predict.memory import GIB, StageMemory, predict_memory
+from cookbook.predict.rank import describe_ranks
 from cookbook.predict.shapes import destinations, padded_tokens, shapes_of
-from cookbook.predict.view import count_views
-from cookbook.predict.work import Traffic, Work, count_work
+from cookbook.predict.traffic import Traffic, Work, count_work
 from tests.check_cells import with_options
 from tests.predict_machine import on_gpus
 
@@ -30,7 +30,7 @@ LIST = "activation_checkpoint.op_sac_save_list"
 
 
 def memory(cell: Cell, **changed: Any) -> StageMemory:
-    (view,) = count_views(cell)
+    (view,) = describe_ranks(cell)
     return predict_memory(cell, {**view, **changed}, {})
 
 
@@ -63,7 +63,7 @@ def test_a_loss_in_chunks_keeps_its_gradients_in_fp32() -> None:
     whole = on_gpus(4, TP2 | {"parallelism.disable_loss_parallel": True})
     for chunks, words in ((0, WORDS), (8, WORDS // 2)):
         cell = with_options(whole, {"loss.num_chunks": chunks})
-        assert shapes_of(cell, count_views(cell)[0]).vocab == words
+        assert shapes_of(cell, describe_ranks(cell)[0]).vocab == words
 
 
 def test_an_optimizer_that_is_not_fused_makes_roots_of_all_moments() -> None:
@@ -82,7 +82,7 @@ def test_an_optimizer_that_is_not_fused_makes_roots_of_all_moments() -> None:
 )
 def test_pages_that_are_mapped_leave_fewer_fragments(setting: str, share: float) -> None:
     cell = on_gpus(4)
-    found = predict_memory(cell, count_views(cell)[0], {"PYTORCH_ALLOC_CONF": setting})
+    found = predict_memory(cell, describe_ranks(cell)[0], {"PYTORCH_ALLOC_CONF": setting})
     of_streams = ("gradients", "all-gather stream", "dispatch stream", "fragments")
     compute = sum(size for name, size in found.terms.items() if name not in of_streams)
     assert found.terms["fragments"] == pytest.approx(share * compute)
@@ -110,7 +110,7 @@ def test_deepep_has_buffers_of_its_own(ep: int, peers: int, nodes: int) -> None:
 
 
 def layers_of(cell: Cell) -> RankLayers:
-    (view,) = count_views(cell)
+    (view,) = describe_ranks(cell)
     return RankLayers(cell, view, shapes_of(cell, view))
 
 
@@ -162,7 +162,7 @@ def test_the_shared_experts_save_the_same_gemms_with_each_ep_backend() -> None:
 
 def test_a_layers_backward_has_its_parameters_and_the_next_ones() -> None:
     found = layers_of(on_gpus(4)).backward()
-    (view,) = count_views(on_gpus(4))
+    (view,) = describe_ranks(on_gpus(4))
     units = {unit["name"]: unit["gathered"] for unit in view["parts"][0]["units"]}
     own, experts = units["layers.5"], units["layers.5.moe.experts"]
     assert found["gathered layers"] == 2 * 2 * (own + experts)
@@ -183,7 +183,7 @@ def test_swiglu_keeps_gate_up_and_product_and_eager_silu_too() -> None:
 def test_real_routing_is_uneven_and_forced_routing_is_not() -> None:
     for forced, rows in ((True, ROWS), (False, ROWS * 12 // 10)):
         cell = on_gpus(4, {"debug.moe_force_load_balance": forced})
-        found = shapes_of(cell, count_views(cell)[0])
+        found = shapes_of(cell, describe_ranks(cell)[0])
         assert (found.sent_rows, found.rows) == (ROWS, rows)
 
 
@@ -191,7 +191,7 @@ def test_real_routing_is_uneven_and_forced_routing_is_not() -> None:
 def test_tp_ranks_share_the_tokens_where_experts_are_whole(etp: int, sent: int) -> None:
     options = {"parallelism.expert_tensor_parallel_degree": etp}
     cell = on_gpus(4, {**TP2, "parallelism.expert_parallel_degree": 2, **options})
-    found = shapes_of(cell, count_views(cell)[0])
+    found = shapes_of(cell, describe_ranks(cell)[0])
     assert (found.sent_tokens, found.expert_hidden) == (sent, HIDDEN // etp)
 
 
@@ -216,7 +216,7 @@ def test_a_token_goes_to_few_ranks_where_its_router_is_limited() -> None:
 
 
 def work(cell: Cell) -> Work:
-    return count_work(cell, count_views(cell))
+    return count_work(cell, describe_ranks(cell))
 
 
 def test_flops_and_tokens_of_a_step() -> None:
@@ -249,7 +249,7 @@ def test_bytes_that_tp_sends(mode: str, again: int) -> None:
 
 def test_the_rank_that_sends_most_is_shown() -> None:
     cell = on_gpus(4)
-    (view,) = count_views(cell)
+    (view,) = describe_ranks(cell)
     few = {**view, "parts": [{**view["parts"][0], "layers": view["parts"][0]["layers"][:5]}]}
     for views in ((view, few), (few, view)):
         assert count_work(cell, views).traffic == work(cell).traffic

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
-from cookbook.predict.actions import actions_of
 from cookbook.predict.pipeline import Played, play
+from cookbook.predict.pipeline_schedule import actions_of
 
 pytestmark = pytest.mark.titan
 

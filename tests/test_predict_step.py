@@ -9,13 +9,13 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
-from cookbook.predict import view
-from cookbook.predict.actions import Actions
+from cookbook.predict import rank as view
 from cookbook.predict.documents import LOCAL, Documents, mean_attended_tokens
 from cookbook.predict.documents import slowest_attended_tokens as slowest
 from cookbook.predict.hardware import Hardware, load_hardware
+from cookbook.predict.pipeline_schedule import Actions
+from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
-from cookbook.predict.view import count_views
 from tests.check_cells import with_options
 from tests.predict_machine import H200, on_gpus, only
 
@@ -34,7 +34,7 @@ def test_the_terms_of_a_step_say_what_is_exposed() -> None:
     step = StepTime(0, named, 3.0, tokens_per_gpu=142.0)
     assert (step.exposed_ms, step.step_ms, step.largest) == (7.0, 71.0, "dense GEMMs")
     assert step.tokens_per_second_per_gpu == 2000.0
-    assert step.as_mapping()["recomputed_ms"] == 3.0
+    assert step.as_mapping()["recompute_ms"] == 3.0
 
 
 def test_each_round_of_accumulation_takes_its_time() -> None:
@@ -42,7 +42,7 @@ def test_each_round_of_accumulation_takes_its_time() -> None:
     one = on_gpus(4)
     three = with_options(one, {GLOBAL: 3 * 4 * 4})
     first, all_rounds = (predict_step(cell, None, LOCAL, H200) for cell in (one, three))
-    assert all_rounds.recomputed_ms == pytest.approx(3 * first.recomputed_ms)
+    assert all_rounds.recompute_ms == pytest.approx(3 * first.recompute_ms)
     assert all_rounds.tokens_per_gpu == 3 * first.tokens_per_gpu == 3 * 4 * 8192
     once = {"optimizer and gradient norm"}
     for name, time_ms in first.terms_ms.items():
@@ -66,7 +66,7 @@ def test_ranks_that_share_a_batch_share_its_tokens() -> None:
 
 def gathered(prefix: str) -> int:
     """Elements of the 16B's FSDP modules of four ranks; each rank's experts are its own."""
-    (one,) = count_views(on_gpus(4))
+    (one,) = describe_ranks(on_gpus(4))
     units = [unit for part in one["parts"] for unit in part["units"]]
     return sum(u["gathered"] for u in units if u["name"].startswith(prefix) and u["shards"] > 1)
 
@@ -222,7 +222,7 @@ def test_the_busiest_rank_waits_for_the_other_one(monkeypatch: pytest.MonkeyPatc
     step = pipelined("two microbatches", monkeypatch, FORWARD)
     assert step.rank == 0
     one = step.terms_ms["attention"] / (2 * 2 * 14)
-    assert step.recomputed_ms == pytest.approx(2 * 14 * one)
+    assert step.recompute_ms == pytest.approx(2 * 14 * one)
     # The first forward comes to the second rank after 14, its backward is done after 14 + 26, and
     # the last one of the first rank 13 + 13 + 14 later.
     assert step.terms_ms["pipeline bubble"] == pytest.approx((14 + 26 + 26 + 14 - 2 * 28) * one)
@@ -250,7 +250,7 @@ def test_a_pipeline_adds_gradients_of_each_microbatch(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     # The second stage, which has the output layer, is the busier one.
     assert {step.rank for step in steps} == {2}
-    (whole,) = count_views(on_gpus(4, {EP: 2}))
+    (whole,) = describe_ranks(on_gpus(4, {EP: 2}))
     # The second microbatch adds its own: 10 bytes for each element of the last 13 layers.
     names = {"norm", "output", *(f"layers.{number}" for number in range(14, 27))}
     sizes = [

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from cookbook.config.options import Layout
-from cookbook.predict import view
-from cookbook.predict.actions import Actions
+from cookbook.predict import rank as view
 from cookbook.predict.parameters import layer_parameters, unit_sizes
 from cookbook.predict.pipeline import play
-from cookbook.predict.view import count_views, stage_layers
+from cookbook.predict.pipeline_schedule import Actions
+from cookbook.predict.rank import describe_ranks, stage_layers
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
@@ -48,7 +48,7 @@ EXPERTS = 8 * 3 * 4 * 10
 
 def test_parameters_and_flops_of_a_small_model() -> None:
     cell = with_options(on_gpus(4), {"training.seq_len": 100})
-    (one,) = count_views(cell, MODEL)
+    (one,) = describe_ranks(cell, MODEL)
     rest = DENSE + 2 * ROUTED + 10 + 1000 * 10
     assert one["parameters"]["total"] == rest + 10_000 + 2 * EXPERTS
     # Two of eight experts see a token.
@@ -135,7 +135,7 @@ def test_layers_of_stages(arguments: tuple[int, ...], stages: list[list[int]]) -
 
 def recomputed(**options: Any) -> list[bool]:
     settings = {f"activation_checkpoint.{name}": value for name, value in options.items()}
-    (one,) = count_views(with_options(on_gpus(4), settings), MODEL | {"n_layers": 4})
+    (one,) = describe_ranks(with_options(on_gpus(4), settings), MODEL | {"n_layers": 4})
     return [layer["recomputed"] for layer in one["parts"][0]["layers"]]
 
 
@@ -158,17 +158,17 @@ def test_replicas_count_in_the_rounds_of_a_step() -> None:
     options = {"parallelism.data_parallel_replicate_degree": 2, EP: 2}
     for total, rounds in ((-1, 1), (16, 1), (48, 3)):
         cell = with_options(on_gpus(4, options), {"training.global_batch_size": total})
-        (one,) = count_views(cell, MODEL)
+        (one,) = describe_ranks(cell, MODEL)
         assert one["gradient_accumulation_steps"] == rounds
 
 
 def test_parameters_are_cast_where_there_is_fsdp() -> None:
     alone = {"parallelism.tensor_parallel_degree": 4, EP: 1}
-    (one,) = count_views(on_gpus(4, alone), MODEL)
+    (one,) = describe_ranks(on_gpus(4, alone), MODEL)
     assert not one["mixed_precision"]
-    (shards,) = count_views(on_gpus(4, {EP: 1}), MODEL)
+    (shards,) = describe_ranks(on_gpus(4, {EP: 1}), MODEL)
     assert shards["mixed_precision"]
-    (two,) = count_views(on_gpus(4), MODEL)
+    (two,) = describe_ranks(on_gpus(4), MODEL)
     assert two["mixed_precision"]
     assert two["groups"] == {"batch": 4, "loss": 4, "fsdp": 4, "ep": 4}
     cut = on_gpus(
@@ -179,7 +179,7 @@ def test_parameters_are_cast_where_there_is_fsdp() -> None:
             "parallelism.expert_tensor_parallel_degree": 2,
         },
     )
-    (three,) = count_views(cut, MODEL)
+    (three,) = describe_ranks(cut, MODEL)
     assert three["groups"] == {
         "batch": 4,
         "loss": 4,
@@ -209,7 +209,7 @@ def test_stages_by_layers_and_microbatches_by_size(monkeypatch: pytest.MonkeyPat
     }
     cell = cell_of("deepseek_v3_16b", options, nodes=2)
     small = MODEL | {"n_layers": 6}
-    first, second = count_views(cell, small)
+    first, second = describe_ranks(cell, small)
     # Four stages of the schedule's own two a rank: 6 layers and both ends.
     assert asked == [("Interleaved1F1B", 2, 2, 4)]
     assert [[len(part["layers"]) for part in one["parts"]] for one in (first, second)] == [
@@ -221,9 +221,9 @@ def test_stages_by_layers_and_microbatches_by_size(monkeypatch: pytest.MonkeyPat
     assert first["num_microbatches"] == 4
     # At two a stage the ends count too.
     by_layers = {"parallelism.pipeline_parallel_layers_per_stage": 2}
-    assert count_views(with_options(cell, by_layers), small)[0]["num_stages"] == 4
+    assert describe_ranks(with_options(cell, by_layers), small)[0]["num_stages"] == 4
     by_layers = {"parallelism.pipeline_parallel_layers_per_stage": 1}
-    assert count_views(with_options(cell, by_layers), small)[0]["num_stages"] == 8
+    assert describe_ranks(with_options(cell, by_layers), small)[0]["num_stages"] == 8
 
 
 def played(actions: Any, transfer_ms: float = 0.0, **times_ms: float) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.check.dry_run import DryRun
-from cookbook.predict.view import count_views, stage_layers
+from cookbook.check.build import DryRun
+from cookbook.predict.rank import describe_ranks, stage_layers
 from tests.check_cells import cell_of, with_options
 
 pytestmark = pytest.mark.titan
@@ -68,7 +68,7 @@ def test_a_counted_rank_is_the_one_that_torchtitan_builds(name: str, dry_run: Dr
     cell = cell_of(*CASES[name])
     answer = dry_run.build(cell)
     assert answer.views, answer
-    counted = count_views(cell)
+    counted = describe_ranks(cell)
     assert len(counted) == len(answer.views) == cell.layout.pp
     for own, theirs in zip(counted, answer.views, strict=True):
         for key in own.keys() - {"model", "parts"}:
@@ -104,14 +104,14 @@ def test_stages_get_layers_as_torchtitan_deals_them() -> None:
 def test_a_model_that_is_not_counted_is_refused() -> None:
     cell = with_options(cell_of("deepseek_v3_16b"), {"model.name": "llama3"})
     with pytest.raises(InputError, match="not counted"):
-        count_views(cell)
+        describe_ranks(cell)
     cell = with_options(cell_of("deepseek_v3_16b"), {"model.flavor": "17B"})
     with pytest.raises(InputError, match=r"counted: deepseek_v3 in .*16B"):
-        count_views(cell)
+        describe_ranks(cell)
 
 
 def test_stages_that_are_named_by_module_are_refused() -> None:
     option = f"{P}.module_fqns_per_model_part"
     cell = with_options(cell_of("deepseek_v3_671b"), {option: [["tok_embeddings"], ["output"]]})
     with pytest.raises(InputError, match="not counted"):
-        count_views(cell)
+        describe_ranks(cell)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.check.advice import ADVICE, BUILT_ADVICE
-from cookbook.check.dry_run import Built, build_cells
+from cookbook.check.build import Built, build_cells
+from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import Cell
 from cookbook.config.finding import ERROR, WARNING, Finding, Rule
 from cookbook.config.verdict import Verdict, judge
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
 from cookbook.predict.step import StepTime, predict_step
-from cookbook.predict.work import Work, count_work
+from cookbook.predict.traffic import Work, count_work
 
 _TRAINER = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
 # Warnings of TorchTitan's that say nothing about whether and how the cell runs.

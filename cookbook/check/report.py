@@ -10,7 +10,7 @@ from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
 from cookbook.config.finding import Finding
 from cookbook.predict.memory import state_gib
-from cookbook.predict.work import EP_BACKENDS
+from cookbook.predict.traffic import EP_BACKENDS
 
 _GIB = 2**30
 
@@ -197,7 +197,7 @@ def _step(check: CellCheck) -> Iterator[str]:
     )
     terms = sorted(step.terms_ms.items(), key=lambda item: -item[1])
     rows = [[name, f"{time_ms:,.0f}", f"{time_ms / step.step_ms:.0%}"] for name, time_ms in terms]
-    rows.append(["of these computed or sent again", f"{step.recomputed_ms:,.0f}", ""])
+    rows.append(["of these computed or sent again", f"{step.recompute_ms:,.0f}", ""])
     yield text_table(rows, align="lrr", indent=4)
 
 

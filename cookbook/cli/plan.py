@@ -16,14 +16,14 @@ from cookbook.config.expand import command_line_settings
 from cookbook.config.validate import validation_errors
 from cookbook.plan.explain import Walk, walk
 from cookbook.plan.figure import render_svg
-from cookbook.plan.left_out import left_out
 from cookbook.plan.recipe_file import check_target, write_recipe
+from cookbook.plan.rejected_values import rejected_values
 from cookbook.plan.report import published_lines, render_json, render_text
 from cookbook.plan.search import Candidate, Found, evaluate, search
 from cookbook.plan.space import space_of
 from cookbook.predict.documents import Documents, documents_of, parse_documents
 from cookbook.predict.hardware import hardware_of
-from cookbook.predict.view import model_of
+from cookbook.predict.rank import model_of
 
 _BAR, _EVERY_SECONDS = 24, 0.2
 
@@ -45,7 +45,7 @@ def plan(arguments: argparse.Namespace) -> int:
     asked = command_line_settings(arguments.set)
     space = space_of(base, arguments.vary, asked, overlays)
     cells = list(space.cells())
-    refused = left_out(space, cells)
+    refused = rejected_values(space, cells)
     if not cells:
         raise InputError("--vary", "leaves no layout that the rules allow", _first(refused))
     recipe = None if validation_errors(base) else evaluate(base, documents)

@@ -11,8 +11,8 @@ from cookbook.base.errors import InputError
 from cookbook.config.cell import LAYERS_KEPT, Cell
 from cookbook.predict.documents import Documents
 from cookbook.predict.memory import StageMemory, predict_memory, verdict
+from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
-from cookbook.predict.view import count_views
 
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
 _BATCH, _MODE = "training.local_batch_size", "activation_checkpoint.mode"
@@ -131,7 +131,7 @@ def evaluate(
     counted = {} if counted is None else counted
     key = json.dumps([cell.options[name] for name in _COUNTED], default=str)
     if key not in counted:
-        counted[key] = count_views(cell)
+        counted[key] = describe_ranks(cell)
     views = counted[key]
     memory = max((predict_memory(cell, view) for view in views), key=lambda stage: stage.total)
     gpu = cell.cluster.gpu

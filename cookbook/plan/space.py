@@ -22,7 +22,7 @@ from cookbook.config.options import DEGREES, Setting, Settings
 from cookbook.config.overlay import load_ep_backend, load_overlay, load_precision
 from cookbook.config.resolve import merge_config
 from cookbook.config.validate import validation_errors, wrong_value
-from cookbook.predict.view import model_of
+from cookbook.predict.rank import model_of
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
@@ -75,9 +75,9 @@ class Space:
 
     def cells(self) -> Iterator[Cell]:
         """Every layout that the rules allow, each once."""
-        return (cell for cell in self.unjudged() if not validation_errors(cell))
+        return (cell for cell in self.all_candidates() if not validation_errors(cell))
 
-    def unjudged(self) -> Iterator[Cell]:
+    def all_candidates(self) -> Iterator[Cell]:
         """Those that they refuse too."""
         for pair in itertools.product(*(self.overlays[kind] for kind in OVERLAYS)):
             start = self._with_overlays(*pair)

@@ -9,7 +9,7 @@ from typing import Any
 from cookbook.config.cell import Cell
 from cookbook.predict.hardware import Hardware
 from cookbook.predict.shapes import Shapes
-from cookbook.predict.work import MXFP8_BYTES, Group, Traffic, deepep_traffic
+from cookbook.predict.traffic import MXFP8_BYTES, Group, Traffic, deepep_traffic
 
 
 @dataclass(frozen=True)

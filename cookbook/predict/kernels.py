@@ -12,7 +12,7 @@ from typing import Any
 
 from cookbook.config.cell import EP_CHUNKS, Cell
 from cookbook.predict.hardware import Hardware
-from cookbook.predict.products import (
+from cookbook.predict.operators import (
     Product,
     expert_products,
     feed_forward_products,

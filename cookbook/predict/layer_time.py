@@ -19,13 +19,13 @@ from cookbook.predict.kernels import (
     add,
     scaled,
 )
-from cookbook.predict.overlap import RoutedLayer
-from cookbook.predict.products import (
+from cookbook.predict.operators import (
     attention_products,
     feed_forward_products,
     head_products,
     spared_products,
 )
+from cookbook.predict.overlap import RoutedLayer
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"
 _SENT = (EP, TP)
@@ -170,7 +170,7 @@ class LayerTimes:
             backward.append({TP: self._tensor_ms})
         return add(*forward), add(*backward)
 
-    def again_ms(self, part: Mapping[str, Any]) -> float:
+    def recompute_ms(self, part: Mapping[str, Any]) -> float:
         """What a microbatch computes and sends again in a part."""
         return sum(
             sum(self.again(layer["moe"], layer["recomputed"]).values()) for layer in part["layers"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from cookbook.config.cell import Cell
 from cookbook.config.options import Options
-from cookbook.predict.layers import RankLayers
+from cookbook.predict.layer_memory import RankLayers
 from cookbook.predict.shapes import Shapes, shapes_of
 
 GIB = 2**30

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cookbook.predict.actions import Action
+from cookbook.predict.pipeline_schedule import Action
 
 # What an action needs of its neighbour: a forward the stage before, a backward the stage behind.
 _BACKWARDS = ("B", "I")

@@ -20,8 +20,8 @@ from cookbook.predict.hardware import Hardware, hardware_of
 from cookbook.predict.kernels import Kernels, Terms, add, scaled
 from cookbook.predict.layer_time import LayerTimes
 from cookbook.predict.pipeline import play
+from cookbook.predict.rank import describe_ranks
 from cookbook.predict.shapes import Shapes, shapes_of
-from cookbook.predict.view import count_views
 
 OPTIMIZER, COPIES = "optimizer and gradient norm", "copies and casts, FSDP's packing"
 FSDP, BESIDE = "FSDP, exposed", "compute beside FSDP"
@@ -34,12 +34,12 @@ class StepTime:
 
     Attributes:
         terms_ms: by cause; they add up to the step.
-        recomputed_ms: the part of them that computes or sends again what a forward had.
+        recompute_ms: the part of them that computes or sends again what a forward had.
     """
 
     rank: int
     terms_ms: Mapping[str, float]
-    recomputed_ms: float
+    recompute_ms: float
     tokens_per_gpu: float
 
     @property
@@ -63,7 +63,7 @@ class StepTime:
             "rank": self.rank,
             "step_ms": round(self.step_ms, 1),
             "tokens_per_second_per_gpu": round(self.tokens_per_second_per_gpu, 1),
-            "recomputed_ms": round(self.recomputed_ms, 1),
+            "recompute_ms": round(self.recompute_ms, 1),
             "terms_ms": {name: round(time_ms, 1) for name, time_ms in self.terms_ms.items()},
         }
 
@@ -94,7 +94,7 @@ def predict_step(
     refuse_unmodelled(cell)
     hardware = hardware or hardware_of(cell)
     documents = documents or documents_of(cell)
-    views = views or count_views(cell)
+    views = views or describe_ranks(cell)
     shapes = _as_it_runs(cell, shapes_of(cell, views[0]))
     layout = cell.layout
     sequences = max(shapes.tokens // cell.options["training.seq_len"], 1)
@@ -126,7 +126,7 @@ def predict_step(
     return StepTime(
         rank=view["rank"],
         terms_ms={name: time for name, time in terms.items() if time > 0},
-        recomputed_ms=again * rounds,
+        recompute_ms=again * rounds,
         tokens_per_gpu=tokens * layout.dp_replicate * layout.dp_shard / layout.world,
     )
 
@@ -137,7 +137,7 @@ def _worked(
     """All microbatches of the busiest rank, what of it is done again, the rank, its bubble."""
     if views[0]["num_stages"] == 1:
         (only,) = views[0]["parts"]
-        return add(*times.part(only)), times.again_ms(only), 0, 0.0
+        return add(*times.part(only)), times.recompute_ms(only), 0, 0.0
     parts = {
         stage: part
         for view in views
@@ -155,7 +155,7 @@ def _worked(
     count = view["num_microbatches"]
     done = [terms for part in view["parts"] for terms in times.part(part)]
     worked = scaled(add(*done), count)
-    again = count * sum(times.again_ms(part) for part in view["parts"])
+    again = count * sum(times.recompute_ms(part) for part in view["parts"])
     return worked, again, played.busiest, played.bubble_ms
 
 

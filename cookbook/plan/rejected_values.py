@@ -19,7 +19,7 @@ from cookbook.predict.step import refuse_unmodelled
 _MOST_ASKED = 500
 
 
-def left_out(space: Space, cells: Sequence[Cell]) -> list[str]:
+def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
     """`OPTION=VALUE: reason` for each value of `space` that none of its `cells` has.
 
     Those that are refused for themselves come first, before what stands beside them alone.
@@ -55,6 +55,6 @@ def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
 
 
 def _refused(space: Space) -> Iterator[tuple[str, str]]:
-    for cell in itertools.islice(space.unjudged(), _MOST_ASKED):
+    for cell in itertools.islice(space.all_candidates(), _MOST_ASKED):
         for finding in validation_errors(cell):
             yield finding.option, str(finding)

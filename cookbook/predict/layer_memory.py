@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.config.cell import Cell
-from cookbook.predict.products import Product, saved_products
+from cookbook.predict.operators import Product, saved_products
 from cookbook.predict.shapes import Shapes
 
 # Products whose outputs the backward reads themselves, not what follows them.

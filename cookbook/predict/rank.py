@@ -15,7 +15,6 @@ from cookbook.base.errors import InputError
 from cookbook.config.cell import LAYERS_KEPT, Cell
 from cookbook.config.options import Layout
 from cookbook.config.validate.layout import STAGES_PER_RANK
-from cookbook.predict.actions import Actions, actions_of
 from cookbook.predict.parameters import (
     embedding_parameters,
     head_parameters,
@@ -23,6 +22,7 @@ from cookbook.predict.parameters import (
     layer_parameters,
     unit_sizes,
 )
+from cookbook.predict.pipeline_schedule import Actions, actions_of
 
 
 def model_of(cell: Cell) -> Mapping[str, Any]:
@@ -42,7 +42,9 @@ def model_of(cell: Cell) -> Mapping[str, Any]:
     return flavors[flavor]
 
 
-def count_views(cell: Cell, model: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], ...]:
+def describe_ranks(
+    cell: Cell, model: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], ...]:
     """The first rank of every pipeline stage, with what memory, work and time are counted from.
 
     Args:
