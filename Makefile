@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo setup-local setup-dev test test-slurm nightly mutants chaos check golden
+.PHONY: help demo setup-local setup-dev test test-slurm nightly mutants chaos check golden docs
 
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
@@ -51,3 +51,6 @@ check: setup-dev ## lint, format, types, shell scripts
 
 golden: setup-dev ## renew the recorded scripts in tests/golden and train_*.sh
 	.venv/bin/python -m tests.golden
+
+docs: setup-dev ## renew the tables of documents that follow from data
+	.venv/bin/python -m bench.tables

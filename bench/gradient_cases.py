@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.numerics_cases import EVERY, LAYOUTS, RANKS, VARIANTS
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
 from cookbook.config.resolve import cell_on, this_machine
@@ -15,10 +14,24 @@ from cookbook.config.resolve import cell_on, this_machine
 STEPS = 20
 # The parameters are compared after these steps: each has moved some times, none has gone astray.
 CHANGED_AFTER = 5
+RANKS = 4
 SEQUENCES, SEQ_LEN = 4, 64
 
 # One rank that computes all of it, as the reference.
 ALONE = "alone"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1-ep4": {"parallelism.expert_parallel_degree": 4},
+    "tp2-ep4": {
+        "parallelism.expert_parallel_degree": 4,
+        "parallelism.tensor_parallel_degree": 2,
+    },
+    "pp2-ep2": {
+        "parallelism.expert_parallel_degree": 2,
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_microbatch_size": 2,
+    },
+}
+
 # Besides `LAYOUTS`: TP cuts every expert, with the standard backend alone.
 CUT: dict[str, dict[str, Any]] = {
     "tp2-ep1": {"parallelism.tensor_parallel_degree": 2},
@@ -27,6 +40,41 @@ CUT: dict[str, dict[str, Any]] = {
         "parallelism.expert_tensor_parallel_degree": 2,
         "parallelism.tensor_parallel_degree": 2,
     },
+}
+
+
+_KEPT = {"activation_checkpoint.mode": "none", "compile.enable": False}
+_COMPILED = {"compile.enable": True, "compile.components": ["model", "loss"]}
+# The fast recipes' options, and DeepEP in parts.
+_FAST = {
+    "model.attention": "flash_attention_4",
+    "loss.num_chunks": 4,
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "op",
+    "activation_checkpoint.op_sac_save_list": ["attention", "communication", "grouped_mm", "mm"],
+    "activation_checkpoint.num_layers_kept": 1,
+    "deepep.score_activations": True,
+    "deepep.num_chunks": 2,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": _KEPT,
+    "recompute": {"activation_checkpoint.mode": "full", "compile.enable": False},
+    "compile": {**_KEPT, **_COMPILED},
+    "fast": {**_FAST, "compile.enable": False},
+    "fast-compile": {**_FAST, **_COMPILED},
+}
+
+# The same data, and a learning rate that only rises.
+_EVERY = {
+    "training.dataset": "c4_test",
+    "lr_scheduler.decay_ratio": None,
+    "lr_scheduler.decay_type": "linear",
+    "lr_scheduler.min_lr_factor": 0.0,
+    "model.print_after_conversion": False,
+    "checkpoint.enable": False,
+    "checkpoint.interval_minutes": 0,
+    "metrics.enable_tensorboard": False,
+    "comm.trace_buf_size": 0,
 }
 
 
@@ -91,7 +139,7 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
     split = layout.get("parallelism.tensor_parallel_degree", 1)
     split *= layout.get("parallelism.pipeline_parallel_degree", 1)
     options: dict[str, Any] = {
-        **EVERY,
+        **_EVERY,
         **layout,
         **VARIANTS[case.variant],
         "training.seq_len": SEQ_LEN,

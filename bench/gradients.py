@@ -1,52 +1,62 @@
-"""Compares gradients and parameters of cells with those of one rank, also with known faults put in.
+"""Compare gradients and parameters of cells with one rank's, also with known faults put in.
 
     python -m bench.gradients OUT [--parts corrected,faults] [--only REGEX] [--jobs 1] [--share]
 
-The same command on 4 GPUs, or on fewer that ranks `--share` (under CUDA's Multi-Process Service:
-`bench.shared_gpus`), with torchrun, and on a CPU, with gloo and the tests' stand-in for DeepEP.
-Each run is one training of real TorchTitan, in float32 but for what the precision quantizes; on
-GPUs, cells with DeepEP are in BF16, the only type that it sends. OUT/results.json is written anew
-after each run, and what it has already is not run again; OUT/references holds tensors, 0.1 GB a
-reference. `docs/numerics/gradients.json` is that file. Ends with status 1 where a corrected cell
-differs or a fault is not seen.
+The same command runs on 4 GPUs, on fewer that ranks `--share` (`bench.shared_gpus`), and on a CPU
+with gloo and the tests' stand-in for DeepEP. Each run is one training by TorchTitan, in float32 but
+for what the precision quantizes; on GPUs, cells with DeepEP are in BF16, the only type that it
+sends. OUT/results.json is rewritten after each run and its runs are not repeated; OUT/references
+holds tensors, 0.1 GB a reference. `docs/numerics/gradients.json` is that file. Exit with status 1
+if a corrected cell differs or a fault is not seen.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.gradient_cases import ALONE, CHANGED_AFTER, Case, cell_of, corrected_cases, fault_cases
+import psutil
+
+from bench.gradient_cases import (
+    ALONE,
+    CHANGED_AFTER,
+    RANKS,
+    Case,
+    cell_of,
+    corrected_cases,
+    fault_cases,
+)
 from bench.gradient_table import GRADIENTS, Result, bounds_of, is_seen, render, verdict
-from bench.numerics_cases import RANKS
-from bench.torchrun import Job
-from bench.training import Outcome, train_all
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import Gpu, visible_gpus
-from cookbook.config.cell import train_argv
+from cookbook.base.paths import ROOT
+from cookbook.config.cell import Cell, train_argv
 from cookbook.install.corpus import is_made, make_corpus
 
 PARTS = ("corrected", "faults", "smallest", "bfloat16")
 _LIMIT = 900
 FIRST = Case("bf16", "standard", ALONE)
-# Any would do.
+# Any cell and parameter would do.
 _SCALED = Case("bf16", "deepep", "tp2-ep4", scale=("layers.1.moe.router.gate.weight", 1.0))
 
 
 class Comparison:
-    """Runs cases and their references, and keeps what is found in one file.
+    """Run cases and their references, and keep the results in one file.
 
     Args:
-        gpu: the machine's; none to run on the CPU.
-        shares: a GPU has several ranks.
+        gpu: the machine's; None to run on the CPU.
+        shares: several ranks share a GPU.
     """
 
     def __init__(self, out: Path, gpu: Gpu | None, shares: bool = False) -> None:
@@ -59,26 +69,16 @@ class Comparison:
         (out / "references").mkdir(parents=True, exist_ok=True)
 
     def run(self, cases: Iterable[Case], jobs: int = 1) -> None:
-        """Run what has no result yet, references first."""
+        """Run the cases without a result, references first."""
         cases = [case for case in cases if case.name not in self.results]
         # All runs begin with the weights of the first.
         first = [FIRST] if cases else []
         others = {case.reference: None for case in cases if case.reference != FIRST}
         for some in (first, others, cases):
-            of_job = {
-                self._job(case): case
-                for case in some
-                if not (case.is_reference and self._tensors(case).exists())
-            }
-
-            def note(job: Job, outcome: Outcome, of_job: dict[Job, Case] = of_job) -> None:
-                self._note(of_job[job], outcome)
-
-            if self.gpu:
-                train_all(list(of_job), note, may_start=lambda job, running: len(running) < jobs)
-            else:
-                for job in of_job:
-                    note(job, train_forked(job))
+            new = [one for one in some if not (one.is_reference and self._tensors(one).exists())]
+            with ThreadPoolExecutor(jobs if self.gpu else 1) as pool:
+                for case, (reason, seconds) in zip(new, pool.map(self._train, new), strict=True):
+                    self._note(case, reason, seconds)
 
     def _tensors(self, reference: Case) -> Path:
         return self.out / "references" / f"{reference.name}.pt"
@@ -86,7 +86,8 @@ class Comparison:
     def _found(self, case: Case) -> Path:
         return self.out / "runs" / case.name / "compared.json"
 
-    def _job(self, case: Case) -> Job:
+    def _train(self, case: Case) -> tuple[str | None, float]:
+        """Return why the training stopped early, or None, and its seconds."""
         compared: dict[str, Any] = {
             "found": str(self._found(case)),
             "step": CHANGED_AFTER,
@@ -100,39 +101,39 @@ class Comparison:
             compared["experts"] = (case.precision, case.backend)
         else:
             compared["reference"] = str(self._tensors(case.reference))
-        return Job(
-            cell_of(case, self.gpu, self.out / "assets"),
-            folder=self.out / "runs" / case.name,
-            caches=self.out,
-            seconds=_LIMIT,
-            environment={"COMPARED": json.dumps(compared)},
-            module="bench.compared_training",
-            shares=self.shares,
-        )
+        cell, folder = cell_of(case, self.gpu, self.out / "assets"), self._found(case).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        argv = [*train_argv(cell), f"--job.dump_folder={folder}"]
+        started = time.monotonic()
+        if self.gpu:
+            reason = train_by_torchrun(cell, argv, compared, folder, self.shares)
+        else:
+            reason = train_forked(cell, argv, compared)
+        return reason, time.monotonic() - started
 
-    def _note(self, case: Case, outcome: Outcome) -> None:
+    def _note(self, case: Case, reason: str | None, seconds: float) -> None:
         path = self._found(case)
-        found = {} if outcome.reason else json.loads(path.read_text(encoding="utf-8"))
+        found = {} if reason else json.loads(path.read_text(encoding="utf-8"))
         result: Result = {
             "name": case.name,
             **{key: value for key, value in asdict(case).items() if key != "torch"},
             "reference": "" if case.is_reference else case.reference.name,
-            "stopped": outcome.reason,
-            "losses": [float(f"{loss:.6g}") for loss in found.get("losses", outcome.losses)],
+            "stopped": reason,
+            "losses": [float(f"{loss:.6g}") for loss in found.get("losses", [])],
             "torch": found.get("torch"),
             "choices": found.get("choices", 0),
             "errors": {what: thinned(errors) for what, errors in found.get("errors", {}).items()},
         }
         self.results[case.name] = result
-        if case.is_reference and outcome.reason:
-            sys.exit(f"{case.name}: {outcome.reason}")
+        if case.is_reference and reason:
+            sys.exit(f"{case.name}: {reason}")
         device = self.gpu.name if self.gpu else "CPU"
         lines = ",\n".join(json.dumps(run) for run in in_order(self.results.values()))
         write_whole(self.path, f'{{"device": {json.dumps(device)}, "runs": [\n{lines}\n]}}\n')
-        print(f"{outcome.seconds:6.0f} s  {case.name}: {verdict(result)}", flush=True)
+        print(f"{seconds:6.0f} s  {case.name}: {verdict(result)}", flush=True)
 
     def bisect(self, rounds: int = 6) -> None:
-        """Scale one gradient by 1 + eps, until the smallest eps that is seen is known to 20%."""
+        """Scale one gradient by 1 + eps until the smallest eps that is seen is known to 20%."""
         assert _SCALED.scale is not None
         name, bound = _SCALED.scale[0], bounds_of(asdict(_SCALED))[GRADIENTS]
         low, high = bound / 8, bound * 8
@@ -143,8 +144,64 @@ class Comparison:
             low, high = (low, middle) if is_seen(self.results[case.name]) else (middle, high)
 
 
+def train_by_torchrun(
+    cell: Cell, argv: Sequence[str], compared: Mapping[str, Any], folder: Path, shares: bool
+) -> str | None:
+    """Train on GPUs; return why the training stopped early, or None."""
+    module = "bench.compared_training"
+    modules = ["bench.shared_gpus", module] if shares else [module]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        **cell.environment,
+        "COMPARED": json.dumps(compared),
+        "COOKBOOK_ATTEMPT_DIR": str(folder),
+    }
+    log = folder / "train.log"
+    with log.open("wb") as output:
+        process = psutil.Popen(
+            [*torchrun, f"--nproc-per-node={cell.world}", "-m", *modules, *argv],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(_LIMIT)
+        except psutil.TimeoutExpired:
+            return f"stopped after {_LIMIT} s"
+        finally:
+            # Ranks lead sessions of their own: no signal to torchrun's group reaches them.
+            for left in process.children(recursive=True) if process.is_running() else []:
+                left.kill()
+            if process.is_running():
+                process.kill()
+    errors = re.findall(r"\w*(?:Error|Exception): .*", log.read_text("utf-8", errors="replace"))
+    return None if status == 0 else [*errors, f"exit status {status}"][0]
+
+
+def train_forked(cell: Cell, argv: list[str], compared: dict[str, Any]) -> str | None:
+    """Train in CPU ranks forked from a process that has TorchTitan; its import takes longer.
+
+    Returns:
+        Why the training stopped early, or None.
+    """
+    from bench.compared_training import train_in_rank
+    from tests.titan_ranks import run_ranks
+
+    try:
+        run_ranks(train_in_rank, cell.world, argv, compared, seconds=_LIMIT)
+    except AssertionError as failed:
+        return str(failed).strip().splitlines()[-1]
+    return None
+
+
 def in_order(runs: Iterable[Result]) -> list[Result]:
-    """References, then corrected cells, faults and scaled gradients, as they stand in the lists."""
+    """Sort into references, corrected cells, faults and scaled gradients, each as listed."""
     listed = [case.name for case in (*corrected_cases(), *fault_cases())]
     place = {name: number for number, name in enumerate(listed)}
 
@@ -155,7 +212,7 @@ def in_order(runs: Iterable[Result]) -> list[Result]:
 
 
 def thinned(errors: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """The largest error of each kind of parameter, its ratio of norms, and the layer it is in."""
+    """Return the largest error of each kind of parameter, its ratio of norms, and its layer."""
     kept: dict[str, list[float]] = {}
     for name, (error, ratio) in errors.items():
         layer = re.search(r"^layers\.(\d+)\.", name)
@@ -166,37 +223,13 @@ def thinned(errors: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     return kept
 
 
-def train_forked(job: Job) -> Outcome:
-    """Train in CPU ranks, forked from a process that has imported TorchTitan once.
-
-    That import takes longer than these trainings.
-    """
-    from bench.compared_training import train_in_rank
-    from tests.titan_ranks import run_ranks
-
-    job.folder.mkdir(parents=True, exist_ok=True)
-    argv = [*train_argv(job.cell), f"--job.dump_folder={job.folder}"]
-    compared = json.loads(job.environment["COMPARED"])
-    started, reason = time.monotonic(), None
-    try:
-        run_ranks(train_in_rank, job.cell.world, argv, compared, seconds=job.seconds)
-    except AssertionError as failed:
-        reason = str(failed).strip().splitlines()[-1]
-    return Outcome(reason, time.monotonic() - started, [], None, None, argv)
-
-
-def is_torch(wanted: str) -> bool:
-    """Whether the installed torch has this beginning of a version."""
-    return version("torch").startswith(wanted)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--only", default="", help="regular expression of names")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on GPUs")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="GPUs where enough are here")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if enough")
     parser.add_argument("--share", action="store_true", help="one GPU is enough, for all ranks")
     options = parser.parse_args()
     parts = options.parts.split(",")
@@ -208,23 +241,24 @@ def main() -> int:
         ways = "--device cpu" if options.share else "--share or --device cpu"
         parser.error(f"{needed} GPUs are needed, found {len(gpus)}; try {ways}")
     gpu = gpus[0] if len(gpus) >= needed else None
+    # `kill` ends the trainings too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = options.out.resolve()
     if not is_made(out / "assets"):
         make_corpus(out / "assets")
     comparison = Comparison(out, gpu, shares=len(gpus) < RANKS)
-    known = [case for case in fault_cases() if not case.torch or is_torch(case.torch)]
+    known = [case for case in fault_cases() if version("torch").startswith(case.torch)]
     cases = corrected_cases() if "corrected" in parts else []
     cases += known if "faults" in parts else []
-    as_on_gpus = [
-        replace(case, exact=False)
-        for case in (*corrected_cases(), *known)
-        if case.backend == "deepep" and not case.rounds and case.variant == "plain"
-    ]
     if gpu:
-        # DeepEP sends BF16 and nothing else.
         cases = [replace(case, exact=case.backend != "deepep") for case in cases]
     elif "bfloat16" in parts:
-        cases += as_on_gpus
+        # As GPUs compute it.
+        cases += [
+            replace(case, exact=False)
+            for case in (*corrected_cases(), *known)
+            if case.backend == "deepep" and not case.rounds and case.variant == "plain"
+        ]
     comparison.run([case for case in cases if re.search(options.only, case.name)], options.jobs)
     if "smallest" in parts:
         comparison.bisect()

@@ -1,12 +1,10 @@
-"""Predicted steps beside measured ones, as the tables of docs/time.md.
+"""Compare predicted steps with the measured ones of docs/time.json.
 
-    python -m bench.step_times                        # print the tables, anywhere
-    python -m bench.step_times --note OUT/throughput.json --gpus 2 --layers 8
-                                                      # note in docs/time.json what was measured
+    python -m bench.step_times           # the tables of docs/time.md, anywhere
+    python -m bench.step_times --keep    # note today's predictions of what is not measured yet
 
-`--keep` writes what is predicted now to `docs/time-predicted.json`, to be committed before the run
-that it is about; `--note` puts it beside what was measured, where it stays whatever the model says
-later.
+Commit docs/time-predicted.json, which `--keep` writes, before the run that it is about. After the
+run put `measured` and `foretold` into docs/time.json; they stay as they are when the model changes.
 """
 
 from __future__ import annotations
@@ -14,80 +12,158 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.step_points import POINTS, Comparison, compare, read_points
 from cookbook.base.files import write_whole
+from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import load_cluster
+from cookbook.config.resolve import cell_on, this_machine
+from cookbook.predict.documents import C4, LOCAL, Documents
+from cookbook.predict.rank import describe_ranks
+from cookbook.predict.step import StepTime, predict_step
 
+POINTS = ROOT / "docs/time.json"
 PREDICTED = ROOT / "docs/time-predicted.json"
+H200 = Gpu("NVIDIA H200", 9.0, 139.8)
+DOCUMENTS: dict[str, Documents] = {"short": C4, "long": LOCAL}
+# One node's share of the 16B recipe.
+_NODE = {
+    "training.local_batch_size": 4,
+    "training.dataset": "c4_test",
+    "training.dataset_path": ".",
+    "model.hf_assets_path": ".",
+    "training.steps": 10,
+    "debug.moe_force_load_balance": True,
+    "checkpoint.enable": False,
+    "checkpoint.interval_minutes": 0,
+    "metrics.enable_tensorboard": False,
+    "comm.trace_buf_size": 0,
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step that was or will be measured.
+
+    Attributes:
+        group: the machine and the run.
+        cell: the name of options under `cells` in the data file, or of a recipe.
+        fitted: the hardware fact that the point was used to fit; empty if it was held out.
+        overlapped: measured with the code that computes during DeepEP's exchanges.
+        measured: tokens/s/GPU.
+        foretold: the prediction of tokens/s/GPU that was committed before the run.
+    """
+
+    group: str
+    name: str
+    cell: str
+    documents: str = "short"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    gpus: int = 4
+    precision: str = "bf16"
+    ep_backend: str = "deepep"
+    released: bool = False
+    overlapped: bool = True
+    fitted: str = ""
+    measured: float | None = None
+    foretold: float | None = None
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.group, self.name, self.documents
+
+    def error_of(self, predicted: float | None) -> float | None:
+        """Return the relative error of the step time that `predicted` tokens/s/GPU imply."""
+        return self.measured / predicted - 1 if self.measured and predicted else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A point with its predicted step."""
+
+    point: Point
+    predicted: StepTime
+
+    @property
+    def error(self) -> float | None:
+        """The relative error of the predicted step time."""
+        return self.point.error_of(self.predicted.tokens_per_second_per_gpu)
+
+
+def read_points(path: Path = POINTS) -> list[Point]:
+    """Return the points of the data file, in its order."""
+    return [Point(**one) for one in json.loads(path.read_text(encoding="utf-8"))["points"]]
+
+
+def cell_of_point(point: Point) -> Cell:
+    """Return the cell that the point measures."""
+    cells = json.loads(POINTS.read_text(encoding="utf-8"))["cells"]
+    where, recipe, options = load_cluster("soperator-b200"), point.cell, dict(point.options)
+    if point.cell in cells:
+        where, recipe = this_machine(point.gpus, H200), "deepseek_v3_16b"
+        ranks = {"parallelism.expert_parallel_degree": point.gpus}
+        options = {**ranks, **_NODE, **cells[point.cell], **options}
+    cell = cell_on(where, recipe, point.precision, point.ep_backend, options)
+    # Without hooks the model counts TorchTitan's own computation.
+    return replace(cell, hooks="") if point.released else cell
+
+
+def compare(points: Sequence[Point]) -> Iterator[Comparison]:
+    """Predict the step of each point."""
+    for point in points:
+        cell, documents = cell_of_point(point), DOCUMENTS[point.documents]
+        views = describe_ranks(cell)
+        yield Comparison(point, predict_step(cell, views, documents, overlapped=point.overlapped))
 
 
 def tables(comparisons: Sequence[Comparison]) -> str:
-    """A table of what was measured for each group, one of what was not, and the mean errors."""
+    """Return the tables of each group, measured and not, and the mean errors."""
     parts = []
     for group in dict.fromkeys(one.point.group for one in comparisons):
         own = [one for one in comparisons if one.point.group == group]
-        measured = [one for one in own if one.error is not None]
-        waiting = [one for one in own if one.error is None]
-        if measured:
-            parts += [f"**{group}**", _measured(measured)]
-        if waiting:
-            parts += [f"**{group}, not measured yet**", _waiting(waiting)]
+        if measured := [_measured_row(one) for one in own if one.error is not None]:
+            head = ["cell", "documents", "measured ms", "predicted ms", "error"]
+            head += ["predicted before", "largest terms, ms", "used"]
+            parts += [f"**{group}**", markdown_table(head, measured, "llrrrrll")]
+        if waiting := [_waiting_row(one) for one in own if one.error is None]:
+            head = ["cell", "documents", "predicted tokens/s/GPU", "predicted ms"]
+            table = markdown_table([*head, "largest terms, ms"], waiting, "llrrl")
+            parts += [f"**{group}, not measured yet**", table]
     return "\n\n".join([*parts, *_summary(comparisons)]) + "\n"
 
 
-def _measured(comparisons: Sequence[Comparison]) -> str:
-    head = [
-        "cell",
-        "documents",
-        "measured ms",
-        "predicted ms",
-        "error",
-        "predicted before",
-        "largest terms, ms",
-        "used",
-    ]
-    return markdown_table(head, [[*_row(one)] for one in comparisons], "llrrrrll")
-
-
-def _row(one: Comparison) -> Iterator[str]:
-    point, predicted = one.point, one.predicted
-    assert point.measured is not None
-    assert one.error is not None
-    yield f"{point.name} ({point.note})" if point.note else point.name
-    yield point.documents
-    yield f"{1000 * predicted.tokens_per_gpu / point.measured:,.0f}"
-    yield f"{predicted.step_ms:,.0f}"
-    yield f"{one.error:+.1%}"
+def _measured_row(one: Comparison) -> list[str]:
+    point, predicted, error = one.point, one.predicted, one.error
+    assert point.measured is not None and error is not None
     foretold = point.error_of(point.foretold)
-    yield "" if foretold is None else f"{foretold:+.1%}"
-    yield _largest(one)
-    yield f"to fit {point.fitted}" if point.fitted else "held out"
-
-
-def _largest(one: Comparison) -> str:
-    terms = sorted(one.predicted.terms_ms.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {time_ms:,.0f}" for name, time_ms in terms[:4])
-
-
-def _waiting(comparisons: Sequence[Comparison]) -> str:
-    head = ["cell", "documents", "predicted tokens/s/GPU", "predicted ms", "largest terms, ms"]
-    rows = [
-        [
-            one.point.name,
-            one.point.documents,
-            f"{one.predicted.tokens_per_second_per_gpu:,.0f}",
-            f"{one.predicted.step_ms:,.0f}",
-            _largest(one),
-        ]
-        for one in comparisons
+    return [
+        f"{point.name} ({point.note})" if point.note else point.name,
+        point.documents,
+        f"{1000 * predicted.tokens_per_gpu / point.measured:,.0f}",
+        f"{predicted.step_ms:,.0f}",
+        f"{error:+.1%}",
+        "" if foretold is None else f"{foretold:+.1%}",
+        _largest(predicted),
+        f"to fit {point.fitted}" if point.fitted else "held out",
     ]
-    return markdown_table(head, rows, "llrrl")
+
+
+def _waiting_row(one: Comparison) -> list[str]:
+    speed, step_ms = one.predicted.tokens_per_second_per_gpu, one.predicted.step_ms
+    row = [one.point.name, one.point.documents, f"{speed:,.0f}", f"{step_ms:,.0f}"]
+    return [*row, _largest(one.predicted)]
+
+
+def _largest(predicted: StepTime) -> str:
+    terms = sorted(predicted.terms_ms.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {time_ms:,.0f}" for name, time_ms in terms[:4])
 
 
 def _summary(comparisons: Sequence[Comparison]) -> Iterator[str]:
@@ -100,75 +176,32 @@ def _summary(comparisons: Sequence[Comparison]) -> Iterator[str]:
     ):
         errors = [abs(error) for error in found if error is not None]
         if errors:
-            yield (
-                f"{len(errors)} points {title}: mean error {statistics.fmean(errors):.1%}, "
-                f"worst {max(errors):.1%}."
-            )
+            mean = f"mean error {statistics.fmean(errors):.1%}"
+            yield f"{len(errors)} points {title}: {mean}, worst {max(errors):.1%}."
 
 
-def note(path: Path, gpus: int, layers: int) -> int:
-    """Put the speeds of a `throughput.json` beside the points of the same name; how many."""
-    measured: dict[tuple[str, str], list[float]] = {}
-    for one in json.loads(path.read_text(encoding="utf-8"))["rounds"]:
-        for name, run in one["runs"].items():
-            if not run["reason"]:
-                speed = float(run["tokens_per_second_per_gpu"])
-                measured.setdefault((name, one["corpus"]), []).append(speed)
-    content: dict[str, Any] = json.loads(POINTS.read_text(encoding="utf-8"))
-    kept = json.loads(PREDICTED.read_text(encoding="utf-8"))["points"]
-    foretold = {_key(one): one["tokens_per_second_per_gpu"] for one in kept}
-    found = 0
-    for point in content["points"]:
-        speeds = measured.get((point["name"], point["documents"]))
-        if speeds and point["group"] == f"{layers} layers, {gpus} H200":
-            point["measured"] = statistics.median(speeds)
-            if _key(point) in foretold:
-                point["foretold"] = foretold[_key(point)]
-            found += 1
-    write_whole(POINTS, json.dumps(content, indent=1) + "\n")
-    return found
+def keep(comparisons: Sequence[Comparison], path: Path = PREDICTED) -> None:
+    """Write today's predictions of the unmeasured points, beside the earlier ones of the others."""
+    before = json.loads(path.read_text(encoding="utf-8"))["points"]
+    waiting = [one for one in comparisons if one.error is None]
+    new = {one.point.key for one in waiting}
+    content = [one for one in before if (one["group"], one["name"], one["documents"]) not in new]
+    for one in waiting:
+        place = dict(zip(("group", "name", "documents"), one.point.key, strict=True))
+        speed = round(one.predicted.tokens_per_second_per_gpu)
+        terms = {name: round(ms, 1) for name, ms in one.predicted.terms_ms.items()}
+        content.append({**place, "tokens_per_second_per_gpu": speed, "terms_ms": terms})
+    write_whole(path, json.dumps({"points": content}, indent=1) + "\n")
 
 
-def _key(point: dict[str, Any]) -> tuple[str, ...]:
-    return point["group"], point["name"], point["documents"]
-
-
-def keep(comparisons: Sequence[Comparison]) -> None:
-    """Write what is predicted of the points that were not measured yet, beside what was then."""
-    before = json.loads(PREDICTED.read_text(encoding="utf-8"))["points"]
-    measured = {_key(asdict(one.point)) for one in comparisons if one.error is not None}
-    content = [one for one in before if _key(one) in measured]
-    content += [
-        {
-            "group": one.point.group,
-            "name": one.point.name,
-            "documents": one.point.documents,
-            "tokens_per_second_per_gpu": round(one.predicted.tokens_per_second_per_gpu),
-            "terms_ms": {name: round(ms, 1) for name, ms in one.predicted.terms_ms.items()},
-        }
-        for one in comparisons
-        if one.error is None
-    ]
-    write_whole(PREDICTED, json.dumps({"points": content}, indent=1) + "\n")
-
-
-def main() -> int:
-    """Print the tables; status 1 where a file of measurements has none of the points."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--note", type=Path, metavar="THROUGHPUT.json")
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--keep", action="store_true")
-    asked = parser.parse_args()
-    if asked.note and not note(asked.note, asked.gpus, asked.layers):
-        print(f"{asked.note}: none of the points of {POINTS.name}")
-        return 1
+    parser.add_argument("--keep", action="store_true", help=f"write {PREDICTED.name}")
     comparisons = list(compare(read_points()))
-    if asked.keep:
+    if parser.parse_args().keep:
         keep(comparisons)
     print(tables(comparisons), end="")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -36,32 +36,19 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_checkout(tmp_path_factory.mktemp("a checkout") / "moe-cookbook", assets=True)
 
 
-# Parts of the names of slow tests that `make nightly` runs; `make test` leaves them out.
-NIGHTLY = (
-    *("test_slurm_chaos.py::test_a_run", "test_slurm_truth.py", "test_slurm_patience.py"),
-    *("test_titan_copies.py", "test_titan_compile_attention.py", "test_titan_compiled_gemms.py"),
-    *("finite_differences", "inductor", "can_be_tried_out_on_a_cpu"),
-    "test_titan_gradients.py::test_corrected_cells",
-)
 SLURM_WORKERS = 2
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the nightly tests; order and group all for several workers (`make test`).
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order and group the tests for several workers (`make test`).
 
     Tests on Slurm come first, on few workers with a cluster each: they mostly wait, while other
     workers compute. Then come trainings; short tests fill the end. Tests that share a fixture of
     their module go to one worker.
     """
-    if config.option.markexpr == "nightly":
-        for part in NIGHTLY:
-            if not any(part in item.nodeid for item in items):
-                raise pytest.UsageError(f"tests/conftest.py: NIGHTLY: {part} names no test")
     items.sort(key=lambda item: [not item.get_closest_marker(name) for name in ("slurm", "titan")])
     for item in items:
-        if any(part in item.nodeid for part in NIGHTLY):
-            item.add_marker("nightly")
         if item.get_closest_marker("slurm"):
             group = zlib.crc32(item.path.stem.encode()) % SLURM_WORKERS
             item.add_marker(pytest.mark.xdist_group(f"slurm-{group}"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.memory_points import compare
+from bench.memory import compare
 from cookbook.check.check import CellCheck, check_cells
 from cookbook.config.cell import Cell
 from cookbook.predict.shapes import destinations

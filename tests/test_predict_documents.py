@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.attended import mean_attended_length
 from cookbook.base.errors import InputError
 from cookbook.predict.documents import (
     C4,
@@ -28,11 +27,10 @@ def test_it_agrees_with_what_was_counted_on_both_corpora() -> None:
 
 def test_documents_of_one_length_attend_to_half_of_it() -> None:
     alike = Documents(64.0000001, 64.0, "drawn")
-    assert mean_attended_tokens(alike, 8192) == mean_attended_length([64])
+    # A document of n tokens: 1, 2, ... n, on average.
+    assert mean_attended_tokens(alike, 8192) == (64 + 1) / 2
     endless = Documents(10_000_001, 10_000_000, "drawn")
-    assert mean_attended_tokens(endless, 4096) == pytest.approx(
-        mean_attended_length([4096]), rel=0.01
-    )
+    assert mean_attended_tokens(endless, 4096) == pytest.approx((4096 + 1) / 2, rel=0.01)
 
 
 @settings(deadline=None, max_examples=15)

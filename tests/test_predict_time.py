@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import step_times
-from bench.step_points import Comparison, compare, read_points
+from bench.step_times import Comparison, compare, read_points
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell

@@ -17,6 +17,7 @@ def test_a_plan_is_repeatable_and_has_every_kind() -> None:
     assert len(plan(20, 3)) == 20
 
 
+@pytest.mark.nightly
 @pytest.mark.slurm
 @pytest.mark.titan
 def test_a_run_survives(tmp_path_factory: pytest.TempPathFactory) -> None:

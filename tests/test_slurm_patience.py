@@ -13,7 +13,7 @@ from tests.gpu_nodes import GpuNodes
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 
 
 @pytest.fixture

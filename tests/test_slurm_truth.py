@@ -28,7 +28,7 @@ from tests.recording_torchrun import install_recording_torchrun
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = """

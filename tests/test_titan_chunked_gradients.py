@@ -89,6 +89,7 @@ def test_is_as_exact_as_the_whole_loss_in_low_precision() -> None:
         assert errors[0] < 1.2 * errors[1]
 
 
+@pytest.mark.nightly
 def test_finite_differences_agree() -> None:
     hidden, weight, labels = batch()
     inputs = (hidden.requires_grad_(), weight.requires_grad_(), labels, 3)

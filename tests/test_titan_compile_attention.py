@@ -15,7 +15,7 @@ from cookbook.base.paths import ROOT
 from cookbook.install.attention import differences, flash_attention_pins
 from cookbook.titan.common.compile_attention import main
 
-pytestmark = pytest.mark.titan
+pytestmark = [pytest.mark.titan, pytest.mark.nightly]
 
 # Ignored by git, and kept for the next time.
 PACKAGES = ROOT / "build" / f"flash_attention-{sys.version_info.major}.{sys.version_info.minor}"

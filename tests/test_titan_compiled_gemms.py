@@ -22,7 +22,7 @@ from tests.test_titan_recomputation import SELECTIVE, Computed
 from tests.titan_ranks import run_ranks
 from tests.titan_run import DEEPEP, EP2, NUM_HEADS, NUM_LAYERS, active, job, train, write_assets
 
-pytestmark = pytest.mark.titan
+pytestmark = [pytest.mark.titan, pytest.mark.nightly]
 
 HIDDEN, INNER = 32, 16
 LATENTS, VALUES = 128, 96

@@ -21,7 +21,7 @@ from tests.cells import PRECISIONS
 from tests.checkout import copy_checkout
 from tests.submit import environment
 
-pytestmark = pytest.mark.titan
+pytestmark = [pytest.mark.titan, pytest.mark.nightly]
 
 # What the precisions that train here turn on: (grouped GEMMs, linear layers). MXFP8 trains with the
 # quantized exchange, and `check` builds the model of all.

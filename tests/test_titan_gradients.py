@@ -47,6 +47,7 @@ def compare(
     return asdict(case) | {"name": case.name, **kept}
 
 
+@pytest.mark.nightly
 def test_corrected_cells_agree_with_one_rank_and_a_fault_does_not(tmp_path: Path) -> None:
     write_assets(tmp_path)
     (tmp_path / "corpus").symlink_to("varied")

@@ -77,6 +77,7 @@ def test_bf16_is_computed_in_float32(dtype: torch.dtype, bound: float) -> None:
         assert (one - other).norm() < bound * other.norm()
 
 
+@pytest.mark.nightly
 def test_gradients_are_those_of_finite_differences() -> None:
     cu_seqlens = torch.tensor([0, 1, 3, 3], dtype=torch.int32)
     *inputs, _ = random_inputs(1)

@@ -39,7 +39,7 @@ class Documents:
         return math.sqrt(2 * math.log(self.mean_tokens / self.median_tokens))
 
 
-C4 = Documents(430, 260, "arXiv:2104.08758 and arXiv:2310.20707, as in bench/corpora.py")
+C4 = Documents(430, 260, "arXiv:2104.08758 and arXiv:2310.20707, lognormal, median 260")
 LOCAL = Documents(6453, 3520, "counted: docs/performance/h200x2-8layers.json")
 
 
