@@ -34,7 +34,7 @@ LIST = Path(__file__).with_name("mutants.yaml")
 SECONDS = 400
 # What most tests import; the driver's environment has no torch.
 IMPORTED = (
-    *("pytest", "hypothesis", "yaml", "jinja2", "submitit", "tabulate", "psutil", "pydantic"),
+    *("pytest", "hypothesis", "yaml", "jinja2", "submitit", "psutil", "pydantic"),
     *("matplotlib.pyplot", "torch", "torchtitan.train", "torchao.prototype.moe_training"),
 )
 # Python matches compiled modules to sources by size and modification time in seconds.

@@ -102,14 +102,11 @@ def test_the_local_profile_is_filled_in_from_the_machine(
         load_cluster.cache_clear()
 
 
-def test_the_default_is_slurm_where_sbatch_is(
+def test_the_default_is_local_without_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COOKBOOK_CLUSTER", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert default_cluster() == "local"
-    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
-    (tmp_path / "sbatch").chmod(0o755)
-    assert default_cluster() == "soperator-b200"
     monkeypatch.setenv("COOKBOOK_CLUSTER", "h200-node")
     assert default_cluster() == "h200-node"

@@ -77,7 +77,7 @@ def test_plain_tables_need_no_package_and_import_none(flags: list[str]) -> None:
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from cookbook.base.tables import text_table\n"
         "print(text_table([['a', 'b c'], ['\\x1b[2maaa\\x1b[0m', 'c']], width=80))\n"
-        "print({'tabulate', 'wcwidth'} & set(sys.modules) or 'none')\n"
+        "print({'rich'} & set(sys.modules) or 'none')\n"
         "text_table([['é', 'b']])\n"
     )
     done = subprocess.run(

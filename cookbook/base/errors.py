@@ -1,17 +1,19 @@
-"""The errors of this package, and how they are worded: place, what was found, remedy."""
+"""The errors of this package, how they are worded, and how a command ends with them."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import re
-from collections.abc import Iterable, Iterator
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-# No shell, log or table can show these; lone surrogates are bytes that were no UTF-8.
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-# The place of an error about a name, where all that is known is what it should name.
+# The place of an error about a bare name; `named_at` replaces it.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
+_INTERRUPTED = 130
 
 
 class InputError(Exception):
@@ -19,8 +21,8 @@ class InputError(Exception):
 
     Args:
         place: file, or file and key, from the outside in (`recipes/debug.yaml: training.steps`).
-        found: what stands there, and what would be allowed.
-        remedy: what to do about it; empty where `found` already says it.
+        found: the wrong value, and the allowed ones.
+        remedy: how to correct it; empty where `found` already says so.
     """
 
     def __init__(self, place: str, found: str, remedy: str = "") -> None:
@@ -30,9 +32,13 @@ class InputError(Exception):
         super().__init__(f"{place}: {found}" + (f"; {remedy}" if remedy else ""))
 
 
+class JobError(Exception):
+    """The work failed although the input was right: status 1."""
+
+
 @contextlib.contextmanager
 def named_at(place: str) -> Iterator[None]:
-    """Say where a name was read: an error about the name alone gets `place` as its place."""
+    """Give an error about a bare name the `place` where that name was read."""
     try:
         yield
     except InputError as error:
@@ -41,17 +47,13 @@ def named_at(place: str) -> Iterator[None]:
         raise
 
 
-class JobError(Exception):
-    """The work failed although the input was right: status 1."""
-
-
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """The `count` members of `known` that look most like `name`; empty where none is close."""
+    """Return the `count` members of `known` most similar to `name`; empty where none is close."""
     return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
 
 
 def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> InputError:
-    """The error for a `name` that is none of `known`: lists them, nearest first in the remedy."""
+    """Return the error for a `name` that is not in `known`, with the nearest one as remedy."""
     names = sorted(known)
     close = nearest(name, names)
     return InputError(
@@ -61,14 +63,8 @@ def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> Inpu
     )
 
 
-def control_character(text: str) -> str:
-    """Return the first character that no text here may hold, as `U+0007`; empty for none."""
-    found = _CONTROL.search(text)
-    return f"U+{ord(found[0]):04X}" if found else ""
-
-
 def described(value: Any) -> str:
-    """Return `value` as a message names it, with its YAML type: `the text 'four'`."""
+    """Return `value` with its YAML type, for a message: `the text 'four'`."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -80,3 +76,49 @@ def described(value: Any) -> str:
     if isinstance(value, dict):
         return "a mapping"
     return "a list" if isinstance(value, list) else repr(value)
+
+
+def run_command(name: str, work: Callable[[], int]) -> int:
+    """Run `work` and return the exit status; print an error as one line on standard error.
+
+    The status is that of `work`; 2 for wrong input; 1 where the work or the system failed; 130
+    after an interrupt; 0 where the reader of standard output has left (`| head`).
+
+    Args:
+        name: begins the line, e.g. "submit.py".
+    """
+    if sys.stdout is None:
+        # The caller has closed it.
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal in an ASCII locale shows `?`, not a traceback.
+        sys.stdout.reconfigure(errors="replace")
+    status, message = 0, ""
+    try:
+        try:
+            status = work()
+        except SystemExit as end:
+            # argparse, after --help and after a wrong option.
+            if not isinstance(end.code, int | None):
+                raise
+            status = end.code or 0
+        sys.stdout.flush()
+    except InputError as error:
+        status, message = 2, str(error)
+    except JobError as error:
+        status, message = 1, str(error)
+    except BrokenPipeError:
+        status = 0
+    except OSError as error:
+        parts = (error.filename, error.strerror or error)
+        status, message = 1, ": ".join(str(part) for part in parts if part)
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    if message:
+        print(f"{name}: {message}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Python flushes once more when it exits, and would end with another status.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status

@@ -1,15 +1,16 @@
-"""Writes files whole, or not at all."""
+"""Write files whole, and values as JSON."""
 
 from __future__ import annotations
 
-import errno
+import json
+import math
 import os
 import tempfile
 from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
-    """Write `content` to `path` through a temporary file beside it, so that no reader sees a part.
+    """Write `content` through a temporary file beside `path`, so that no reader sees a part.
 
     Raises:
         OSError: with `path` as its file name, also where the disk is full.
@@ -26,6 +27,17 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        # mkdir says that its folder exists, where that is a file.
-        number = errno.ENOTDIR if error.errno == errno.EEXIST else error.errno
-        raise OSError(number, os.strerror(number or 0), str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def json_text(value: object) -> str:
+    """Return `value` as indented JSON with a final line break; NaN and infinity become null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

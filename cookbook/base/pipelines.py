@@ -1,25 +1,22 @@
-"""Where a pipeline schedule puts its stages, and so the loss: the one place that knows it."""
+"""Where a pipeline schedule puts its stages, and so the loss."""
 
 from __future__ import annotations
 
-# TorchTitan reads a schedule's name in any case.
-_V_SHAPED = ("zbvzerobubble", "dualpipev")
-
 
 def is_v_shaped(schedule: str) -> bool:
-    """Whether stages go down the pipeline ranks and back up, two on each rank."""
-    return schedule.lower() in _V_SHAPED
+    """Return whether stages go down the pipeline ranks and back up, two on each rank."""
+    return schedule.lower() in ("zbvzerobubble", "dualpipev")
 
 
 def stages_of(schedule: str, rank: int, ranks: int, per_rank: int) -> list[int]:
-    """The stages of pipeline rank `rank` of `ranks`, each of which has `per_rank`."""
+    """Return the stages of pipeline rank `rank` of `ranks`, each of which has `per_rank`."""
     if is_v_shaped(schedule):
         return [rank, ranks * per_rank - 1 - rank]
     return [rank + turn * ranks for turn in range(per_rank)]
 
 
 def loss_rank(schedule: str, ranks: int, world: int) -> int:
-    """The global rank that knows the loss: the first of the pipeline rank with the last stage.
+    """Return the first global rank of the last pipeline stage, which knows the loss.
 
     Args:
         ranks: the pipeline's degree, 1 for none.

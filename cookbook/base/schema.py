@@ -1,4 +1,4 @@
-"""Fill dataclasses from YAML mappings; errors name file, line, key and what is allowed.
+"""Fill dataclasses from YAML mappings by pydantic; errors name file, line, key and allowed values.
 
     @dataclass(frozen=True)
     class Container:
@@ -17,101 +17,40 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cookbook.base.errors import InputError, described, unknown_name
 from cookbook.base.yamlfile import YamlFile
 
 T = typing.TypeVar("T")
-_Holds = Callable[[Any], bool]
+Text = Annotated[str, Field(strict=True, min_length=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, gt=0)]
+Natural = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Texts = tuple[Text, ...]
+Numbers = dict[str, Annotated[float, Field(strict=True)]]
+# A mapping whose values somebody else checks.
+Unchecked = dict[str, Any]
+Mappings = tuple[Unchecked, ...]
+# Names with a word each, for a shell: a number stands as it was typed, `3.10` and not 3.1.
+Words = dict[str, str | bool]
 
-
-def _check(allowed: str, holds: _Holds) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if not holds(value):
-            raise PydanticCustomError("allowed", "{allowed}", {"allowed": allowed})
-        return value
-
-    return check
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_whole(value) or isinstance(value, float)
-
-
-def _is_word(value: Any) -> bool:
-    return value is not None and not isinstance(value, dict | list)
-
-
-def _are(holds: _Holds, *containers: type) -> _Holds:
-    """Whether a value is a list, or a mapping, whose items all hold."""
-
-    def are(value: Any) -> bool:
-        if not isinstance(value, containers):
-            return False
-        items: Any = value.values() if isinstance(value, dict) else value
-        return all(map(holds, items))
-
-    return are
-
-
-class _Mapping(dict[str, Any]):
-    allowed = "a mapping"
-    holds: _Holds = staticmethod(lambda value: isinstance(value, dict))
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        def check(value: Any) -> Any:
-            return cls(_check(cls.allowed, cls.holds)(value))
-
-        return core_schema.no_info_plain_validator_function(check)
-
-
-class Words(_Mapping):
-    """Names with a word each, for a shell: a number stands as it was typed, `3.10` and not 3.1."""
-
-    allowed = "a mapping of names to texts or numbers"
-    holds = staticmethod(_are(_is_word, dict))
-
-
-class Unchecked(_Mapping):
-    """A mapping whose values somebody else checks."""
-
-
-Text = Annotated[str, BeforeValidator(_check("a text", _is_text))]
-Flag = Annotated[bool, BeforeValidator(_check("true or false", lambda v: isinstance(v, bool)))]
-Count = Annotated[
-    int, BeforeValidator(_check("a whole number above 0", lambda v: _is_whole(v) and v > 0))
-]
-Natural = Annotated[
-    int, BeforeValidator(_check("a whole number, 0 or more", lambda v: _is_whole(v) and v >= 0))
-]
-Number = Annotated[
-    float, BeforeValidator(_check("a number above 0", lambda v: _is_number(v) and v > 0))
-]
-Texts = Annotated[
-    tuple[str, ...], BeforeValidator(_check("a list of texts", _are(_is_text, list, tuple)))
-]
-Mappings = Annotated[
-    tuple[Unchecked, ...],
-    BeforeValidator(_check("a list of mappings", _are(_Mapping.holds, list, tuple))),
-]
-Numbers = Annotated[
-    dict[str, float],
-    BeforeValidator(_check("a mapping of names to numbers", _are(_is_number, dict))),
-]
+# The allowed values, by the type of pydantic's error.
+_ALLOWED = {
+    "string_type": "a text",
+    "string_too_short": "a text",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "a number, {ge:g} or more",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+}
 
 
 def fill(
@@ -139,12 +78,12 @@ def fill(
             raise unknown_name(file.place(*within, key), "key", key, (*fields, *beside))
         if key not in fields or value is None:
             continue
-        values[fields[key]] = value
-        if hints[fields[key]] is Words and isinstance(value, dict):
-            values[fields[key]] = {
+        if hints[fields[key]] == Words and isinstance(value, dict):
+            value = {
                 name: item if isinstance(item, bool) else file.texts.get((*within, key, name), item)
                 for name, item in value.items()
             }
+        values[fields[key]] = value
     try:
         filled: T = _adapter(cls).validate_python(values)  # type: ignore[arg-type]
         return filled
@@ -155,8 +94,7 @@ def fill(
 
 @functools.cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    cls.__pydantic_config__ = config
+    cls.__pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     return TypeAdapter(cls)
 
 
@@ -166,27 +104,29 @@ def _input_error(
     """Return the first of pydantic's errors in our words; unknown keys before missing ones."""
     errors = found_by.errors(include_url=False)
     error = min(errors, key=lambda one: one["type"] != "unexpected_keyword_argument")
-    first, *rest = map(str, error["loc"])
+    kind = error["type"]
+    # The branches of a union (`str`, `bool`) end the path, and are no keys.
+    first, *rest = [str(key) for key in error["loc"] if key not in ("str", "bool")]
     place, found = file.place(*within, keys.get(first, first), *rest), error["input"]
-    match error["type"]:
-        case "unexpected_keyword_argument":
-            for name in error["loc"][:-1]:
-                hint = typing.get_type_hints(cls)[name]
-                cls = next(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
-            known = [field.name for field in dataclasses.fields(cls)]
-            return unknown_name(place, "key", rest[-1], known)
-        case "missing":
-            return InputError(place, "is missing", "add it")
-        case "literal_error":
-            choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-            return unknown_name(place, "value", str(found), choices)
-    allowed = error.get("ctx", {}).get("allowed", "a mapping")
-    remedy = "put it in quotes" if allowed == "a text" and _is_word(found) else ""
+    if kind == "missing":
+        return InputError(place, "is missing", "add it")
+    if kind == "unexpected_keyword_argument":
+        for name in error["loc"][:-1]:
+            hint = typing.get_type_hints(cls)[name]
+            cls = next(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
+        known = [field.name for field in dataclasses.fields(cls)]
+        return unknown_name(place, "key", rest[-1], known)
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        return unknown_name(place, "value", str(found), choices)
+    allowed = _ALLOWED.get(kind, "a mapping").format(**error.get("ctx", {}))
+    is_unquoted = allowed == "a text" and not isinstance(found, dict | list | str | None)
+    remedy = "put it in quotes" if is_unquoted else ""
     return InputError(place, f"found {described(found)}, allowed: {allowed}", remedy)
 
 
 def mapping_at(file: YamlFile, *keys: str) -> dict[str, Any]:
-    """The mapping at `keys`; empty where there is nothing."""
+    """Return the mapping at `keys`; empty where there is nothing."""
     found: Any = file.content
     for depth, key in enumerate(keys, 1):
         found = found.get(key)

@@ -1,7 +1,6 @@
-"""Aligned tables: plain text for a terminal, and Markdown.
+"""Aligned tables, as plain text for a terminal and in Markdown.
 
-The plain ones need no package: the doctor prints them where nothing is installed yet. As tabulate
-takes 50 ms to import, and wcwidth 10, each is imported where it is needed.
+The doctor prints plain ones before any package is installed, so they need none.
 """
 
 from __future__ import annotations
@@ -12,56 +11,70 @@ import sys
 from collections.abc import Iterable, Sequence
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_GAP = 2
 # A last column that is narrower than this is hard to read; the line grows too long instead.
 _NARROWEST = 20
 
 
 def display_width(text: str) -> int:
-    """The columns that a line takes in a terminal: two for a wide character, none for a colour."""
+    """Return the columns of a line in a terminal: two for a wide character, none for a colour."""
     text = _COLOUR.sub("", text)
     if text.isascii():
         return len(text)
     try:
-        import wcwidth
+        from rich.cells import cell_len
     except ModuleNotFoundError:
         return len(text)
-    return wcwidth.width(text)
+    return cell_len(text)
 
 
 def terminal_width() -> int | None:
-    """The columns of the terminal that standard output is; None where it is a file or a pipe."""
+    """Return the columns of standard output; None for a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def text_table(
     rows: Iterable[Sequence[str]], *, align: str = "", width: int | None = None, indent: int = 0
 ) -> str:
-    """The rows as lines of plain text whose columns are aligned; no heading, no borders.
+    """Return the rows as lines of plain text whose columns are aligned, without borders.
 
     Args:
         rows: cells of equal number in each row; cells may hold terminal colours.
         align: a letter for each column, "l" or "r"; columns without one are "l".
-        width: where given, the last column is wrapped between words so that lines fit into it. A
-            line break in a last cell is kept.
+        width: wraps the last column between words so that lines fit into it. A line break in a
+            last cell is kept.
         indent: spaces before each line.
     """
-    lines: list[str] = []
     table = [list(row) for row in rows]
     widths = [max(map(display_width, column)) for column in zip(*table, strict=True)]
     align = align.ljust(len(widths), "l")
-    start = indent + sum(column + _GAP for column in widths[:-1])
-    room = max(width - start, _NARROWEST) if width else None
+    start = indent + sum(widths[:-1]) + 2 * (len(widths) - 1)
+    lines: list[str] = []
     for *cells, last in table:
-        parts = _wrap(last, room)
-        if align[-1] == "r":
-            parts = [_pad(part, widths[-1], "r") for part in parts]
-        first = " " * indent
-        for text, column, letter in zip(cells, widths, align, strict=False):
-            first += _pad(text, column, letter) + " " * _GAP
-        lines.append(first + parts[0])
-        lines += [" " * start + part for part in parts[1:]]
-    return "\n".join(line.rstrip() for line in lines)
+        head = [_pad(*column) for column in zip(cells, widths, align, strict=False)]
+        first = " " * indent + "".join(f"{cell}  " for cell in head)
+        for part in _wrap(last, max(width - start, _NARROWEST) if width else None):
+            lines.append((first + _pad(part, widths[-1], align[-1])).rstrip())
+            first = " " * start
+    return "\n".join(lines)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
+    """Return a Markdown table that is aligned in its source too.
+
+    Args:
+        align: a letter for each column: "l", or "r" for numbers.
+    """
+    table = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    widths = [max(2, *map(display_width, column)) for column in zip(*table, strict=True)]
+    rule = [
+        "-" * (width - 1) + ("-" if a == "l" else ":")
+        for width, a in zip(widths, align, strict=True)
+    ]
+    table.insert(1, rule)
+    return "\n".join(
+        "| " + " | ".join(_pad(*cell) for cell in zip(row, widths, align, strict=True)) + " |"
+        for row in table
+    )
 
 
 def _pad(text: str, width: int, align: str) -> str:
@@ -84,44 +97,3 @@ def _wrap(text: str, room: int | None) -> list[str]:
                 current = f"{current} {word}".lstrip()
         lines.append(current)
     return lines
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
-    """A Markdown table that is aligned in its source too, so that it also reads well as text.
-
-    Args:
-        align: a letter for each column: "l", or "r" for numbers.
-    """
-    from tabulate import DataRow, TableFormat, tabulate
-
-    # tabulate would widen the columns of a heading, so the heading is the first row here.
-    text = tabulate(
-        [[_one_cell(cell) for cell in row] for row in (head, *rows)],
-        tablefmt=TableFormat(
-            lineabove=_rule,
-            linebelowheader=None,
-            linebetweenrows=None,
-            linebelow=None,
-            headerrow=None,
-            datarow=DataRow("|", "|", "|"),
-            padding=1,
-            with_header_hide=None,
-        ),
-        colalign=["right" if letter == "r" else "left" for letter in align],
-        disable_numparse=True,
-    )
-    rule, heading, *body = text.split("\n")
-    return "\n".join([heading, rule, *body])
-
-
-def _rule(widths: Sequence[int], aligns: Sequence[str]) -> str:
-    """The line below the heading; Markdown wants a hyphen in each column."""
-    parts = [
-        f" {'-' * max(width - 3, 1)}: " if align == "right" else f" {'-' * (width - 2)} "
-        for width, align in zip(widths, aligns, strict=True)
-    ]
-    return f"|{'|'.join(parts)}|"
-
-
-def _one_cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")

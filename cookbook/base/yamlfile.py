@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cookbook.base.errors import InputError, control_character, described
+from cookbook.base.errors import InputError, described
 
 Keys = tuple[str, ...]
-
 _TAG = "tag:yaml.org,2002:"
-_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "null": (r"~|null|Null|NULL|", lambda text: None),
-    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
-    "int": (r"[-+]?(?:0|[1-9][0-9_]*)", lambda text: int(text.replace("_", ""))),
-    "float": (
-        r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?",
-        lambda text: float(text.replace("_", "")),
-    ),
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(?:0|[1-9][0-9_]*)",
+    "float": r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?",
 }
 
 
@@ -34,7 +30,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
 
-for _kind, (_pattern, _) in _SCALARS.items():
+for _kind, _pattern in _SCALARS.items():
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), None)
 
 
@@ -53,7 +49,7 @@ class YamlFile:
     texts: Mapping[Keys, str] = field(repr=False)
 
     def place(self, *keys: str) -> str:
-        """`recipes/debug.yaml:12: training.steps`, for the head of a message."""
+        """Return `recipes/debug.yaml:12: training.steps`, for the head of a message."""
         known = keys
         while known and known not in self.lines:
             known = known[:-1]
@@ -63,7 +59,7 @@ class YamlFile:
 
 
 def shown_path(path: Path) -> str:
-    """The path as a user would type it: relative to the working directory where it is below it."""
+    """Return the path relative to the working directory where it is below it, else whole."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -80,73 +76,42 @@ def read_yaml(path: Path) -> YamlFile:
 
 
 def parse_yaml(text: str, path: Path) -> YamlFile:
-    """`read_yaml` for text that is already there; an empty file is an empty mapping."""
-    walk = _Walk(path, {}, {})
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-        content = walk.value(node, ()) if node else {}
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        at = f"{shown_path(path)}:{mark.line + 1}:{mark.column + 1}" if mark else shown_path(path)
-        problem = ", ".join(text for text in (error.context, error.problem) if text)
-        raise InputError(at, f"YAML syntax: {problem}", "check indentation and quotes") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        problem = " ".join(str(error).split())
-        raise InputError(shown_path(path), f"YAML syntax: {problem}") from None
-    if not isinstance(content, dict):
-        found = f"found {described(content)} at the top, allowed: a mapping of keys"
-        raise InputError(shown_path(path), found)
-    return YamlFile(path, content, walk.lines, walk.texts)
+    """Parse `text` as the content of `path`; an empty file is an empty mapping."""
+    lines: dict[Keys, int] = {}
+    texts: dict[Keys, str] = {}
+    make = yaml.constructor.SafeConstructor().construct_object
+    shown = shown_path(path)
 
-
-@dataclass(frozen=True)
-class _Walk:
-    """Turns composed nodes into values, noting the line of each key."""
-
-    path: Path
-    lines: dict[Keys, int]
-    texts: dict[Keys, str]
-
-    def value(self, node: Any, keys: Keys) -> Any:
+    def value(node: Any, keys: Keys) -> Any:
         if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, (*keys, str(i))) for i, item in enumerate(node.value)]
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, keys)
-        text: str = node.value
-        if found := control_character(text):
-            raise InputError(self._at(node), f"the character {found} is not allowed")
-        kind = node.tag.removeprefix(_TAG)
-        if kind == "str":
-            return text
-        if kind not in _SCALARS:
-            raise InputError(
-                self._at(node), f"YAML tag {node.tag!r} is not allowed", "write the plain value"
-            )
-        if kind != "null":
-            self.texts[keys] = text
-        pattern, read = _SCALARS[kind]
-        try:
-            # A tag may call anything a number.
-            if re.fullmatch(pattern, text):
-                return read(text)
-        except ValueError:
-            # More digits than Python reads.
-            pass
-        raise InputError(self._at(node), f"found {text[:40]!r}, which is no {kind}")
-
-    def _mapping(self, node: Any, keys: Keys) -> dict[str, Any]:
+            return [value(item, (*keys, str(i))) for i, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode):
+            if node.tag in (f"{_TAG}int", f"{_TAG}float", f"{_TAG}bool"):
+                texts[keys] = node.value
+            return make(node)
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = key_node.value
-            if not isinstance(key, str) or key == "<<" or control_character(key):
-                raise InputError(self._at(key_node), "keys must be plain names")
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key, str) or key == "<<":
+                raise InputError(f"{shown}:{line}", "keys must be plain names")
             below = (*keys, key)
             if key in mapping:
-                place = f"{self._at(key_node)}: {'.'.join(below)}"
-                raise InputError(place, f"stands twice, first in line {self.lines[below]}")
-            self.lines[below] = key_node.start_mark.line + 1
-            mapping[key] = self.value(value_node, below)
+                place = f"{shown}:{line}: {'.'.join(below)}"
+                raise InputError(place, f"stands twice, first in line {lines[below]}")
+            lines[below] = line
+            mapping[key] = value(value_node, below)
         return mapping
 
-    def _at(self, node: Any) -> str:
-        return f"{shown_path(self.path)}:{node.start_mark.line + 1}"
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        content = value(node, ()) if node else {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        at = f"{shown}:{mark.line + 1}:{mark.column + 1}" if mark else shown
+        parts = [getattr(error, name, None) for name in ("context", "problem")]
+        problem = ", ".join(filter(None, parts)) or " ".join(str(error).split())
+        raise InputError(at, f"YAML syntax: {problem}", "check indentation and quotes") from None
+    if not isinstance(content, dict):
+        found = f"found {described(content)} at the top, allowed: a mapping of keys"
+        raise InputError(shown, found)
+    return YamlFile(path, content, lines, texts)

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cookbook.base.command import run_command
-from cookbook.base.errors import nearest
+from cookbook.base.errors import nearest, run_command
 
 _DESCRIPTION = "Pre-train DeepSeek-V3 MoE models with TorchTitan, on Slurm or on this machine."
 _EPILOG = """\

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.errors import InputError, control_character, described, nearest, unknown_name
+from cookbook.base.errors import InputError, described, nearest, unknown_name
 from cookbook.base.paths import REQUIREMENTS
 
 _LINE = re.compile(
@@ -138,8 +138,8 @@ class Option:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether `value` is a text that can be a word of a command line."""
-    return isinstance(value, str) and not control_character(value)
+
+    return isinstance(value, str)
 
 
 def _is_texts(value: Any) -> bool:
@@ -150,7 +150,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
     "float": (lambda value: isinstance(value, float) and math.isfinite(value), "a number"),
-    "str": (_is_text, "a text in UTF-8 without control characters"),
+    "str": (_is_text, "a text"),
     "list": (_is_texts, "a list of texts"),
     "lists": (
         lambda value: isinstance(value, list) and all(_is_texts(item) for item in value),

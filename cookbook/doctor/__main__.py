@@ -17,8 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cookbook.base.command import run_command
-from cookbook.base.errors import named_at
+from cookbook.base.errors import named_at, run_command
 from cookbook.doctor.checks import diagnose, is_ready, render_findings
 from cookbook.doctor.surroundings import Surroundings
 from cookbook.install.packages import explain_missing

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cookbook.base.command import run_command
+from cookbook.base.errors import run_command
 from cookbook.base.gpus import installed_gpus
 from cookbook.base.paths import REQUIREMENTS
 from cookbook.config.stack import Pin, read_pins

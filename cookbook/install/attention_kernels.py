@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.command import run_command
+from cookbook.base.errors import run_command
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import installed_gpus
 from cookbook.install.attention import differences, flash_attention_pins, runs_on

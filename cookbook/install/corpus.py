@@ -17,8 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cookbook.base.command import run_command
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, run_command
 from cookbook.base.files import write_whole
 from cookbook.base.paths import LOCAL_ASSETS
 

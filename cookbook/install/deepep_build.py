@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cookbook.base.command import run_command
+from cookbook.base.errors import run_command
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import installed_gpus
 from cookbook.config.stack import Pin, read_pins

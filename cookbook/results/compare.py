@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from cookbook.base.jsontext import json_text
+from cookbook.base.files import json_text
 from cookbook.results.columns import COMPARE, Row, rows_of, table_of
 from cookbook.results.loss import judge_curves, losses_of
 from cookbook.results.result import Result, RunResults, masks_differ

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cookbook.base.jsontext import json_text
+from cookbook.base.files import json_text
 from cookbook.observe.console import StepMetrics
 from cookbook.observe.history import History
 from cookbook.observe.router_load import LoadStep

@@ -16,8 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cookbook.base.command import run_command
-from cookbook.base.errors import InputError, JobError
+from cookbook.base.errors import InputError, JobError, run_command
 from cookbook.run.folder import CellFolder
 from cookbook.supervise.begin import Start, begin, end, judge, note_refusal
 from cookbook.supervise.preflight import preflight
