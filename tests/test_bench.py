@@ -7,10 +7,11 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import convergence, memory, step_times, tables
+from bench import convergence, memory, peer, step_times, tables
 from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, sign_flips, t_test
 from bench.step_times import POINTS, PREDICTED, cell_of_point, compare, keep, read_points
 from cookbook.base.paths import ROOT
@@ -130,3 +131,50 @@ def test_a_job_that_fits_would_fit_if_the_model_erred_as_it_did() -> None:
         if one.measured > 4:
             worst[" PP " in one.name] = max(worst[" PP " in one.name], 1 / (1 + one.error))
     assert FITS_PIPELINE * worst[True] < 1 and FITS * worst[False] < 1
+
+
+def test_one_formula_counts_both_sides() -> None:
+    # Embeddings left out: 872,415,232 weights; 8 layers x 8192 / 2 keys x 16 heads x 320 twice.
+    assert peer.flops_per_token() == 6 * 872_415_232 + 3 * 2 * 2 * 8 * 4096 * 16 * 320 / 2
+    line = peer.render([peer.Result("cell", 65_178, 125.6)]).splitlines()[2]
+    assert line == "| cell | 65,178 | 407 | 125.6 |  |"
+
+
+def test_both_are_read_and_wrong_attention_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = {"fused": 11.9300, "flash": 11.9301}
+    cell: dict[str, Any] = {"name": "rows_8layers", "status": "finished", "reason": None}
+    cell |= {"tokens_per_second_per_gpu": 69_436.0, "memory_gib": 97.3}
+
+    def run(words: list[str], **environment: str) -> str:
+        if "report" in words:
+            return json.dumps({"cells": [cell]})
+        if "run" in words:
+            (Path(environment["COOKBOOK_RUNS"]) / "run").mkdir(parents=True)
+            (Path(environment["COOKBOOK_RUNS"]) / "run/run.json").touch()
+            return ""
+        name = words[-1].partition("=")[2]
+        result = {"name": name, "tokens_per_second": 65_000.0, "memory_gib": 125.6}
+        return f"a warning\nPEER RESULT {json.dumps(result | {'first_loss': losses[name]})}\n"
+
+    monkeypatch.setattr(peer, "_run", run)
+    (tmp_path / "corpus").mkdir()
+    monkeypatch.setattr("sys.argv", ["peer", str(tmp_path), "--repeats=1"])
+    assert peer.main() == 0
+    assert "first losses of the peer agree" in capsys.readouterr().out
+    losses["flash"] = 11.9367
+    assert peer.main() == 1
+    assert "DISAGREE" in capsys.readouterr().out
+    losses["flash"] = float("nan")
+    assert peer.main() == 1
+    cell |= {"status": "failed", "reason": "out of memory"}
+    with pytest.raises(ValueError, match="out of memory"):
+        peer.main()
+    with pytest.raises(ValueError, match="No module named"):
+        peer.read_peer("ModuleNotFoundError: No module named 'megatron'")
+
+
+def test_documents_of_the_comparison_are_longer_than_a_sequence() -> None:
+    joined = peer.join_documents(["ab\n"] * 10, characters=7)
+    assert "".join(joined) == "ab\n" * 10 and [len(one) for one in joined] == [9, 9, 9, 3]
