@@ -8,52 +8,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import cache_from_source
 from pathlib import Path
+from typing import Any
 
-from cookbook.base.gpus import GPU_LINKS, GPU_PROCESSES, GPU_ROWS, GPU_STATES, NVIDIA_SMI
-from cookbook.config.cluster import Cluster, load_cluster
+from cookbook.base.gpus import Gpu, InstalledGpu, NoGpusError
+from cookbook.config.cluster import load_cluster
 from cookbook.config.stack import read_pins
-from cookbook.doctor.check import Finding
-from cookbook.doctor.checks import diagnose
-from cookbook.doctor.surroundings import (
-    KERNEL_LOG,
-    SLURM_CONFIG,
-    SLURM_HISTORY,
-    SLURM_PARTITIONS,
-    SLURM_PING,
-    Answer,
-    Surroundings,
-)
+from cookbook.doctor.check import Answer, Finding, Surroundings
+from cookbook.doctor.checks import diagnose, node_problems
+from cookbook.doctor.machine import KERNEL_LOG
+from cookbook.doctor.slurm import CONFIG, PARTITIONS
 from tests.submit import ROOT
 
 COMMIT = next(pin.value for pin in read_pins() if pin.source)
-B200_ROW = "NVIDIA B200, 10.0, 183359, 570.195.03, GPU-a\n"
-H200_ROW = "NVIDIA H200, 9.0, 143771, 570.195.03, GPU-b\n"
-
-# What one node of the cluster answers.
+B200 = InstalledGpu(Gpu("NVIDIA B200", 10.0, 179.1), "570.195.03", "GPU-0", 4, links=18)
+H200 = InstalledGpu(Gpu("NVIDIA H200", 9.0, 140.4), "570.195.03", "GPU-0", 4, links=18)
+A100 = InstalledGpu(Gpu("NVIDIA A100", 8.0, 80.0), "570.195.03", "GPU-0", 4, links=18)
 ANSWERS = {
-    NVIDIA_SMI: Answer(0, "".join(B200_ROW.replace("GPU-a", f"GPU-{n}") for n in range(8))),
-    GPU_STATES: Answer(0, "".join(f"GPU-{n}, {n}, 1, 0\n" for n in range(8))),
-    GPU_ROWS: Answer(0, "".join(f"GPU-{n}, No, No\n" for n in range(8))),
-    GPU_PROCESSES: Answer(0),
-    GPU_LINKS: Answer(
-        0,
-        "".join(
-            f"GPU {n}: NVIDIA B200 (UUID: GPU-{n})\n"
-            + "".join(f"\t Link {link}: 50 GB/s\n" for link in range(18))
-            for n in range(8)
-        ),
-    ),
     KERNEL_LOG: Answer(0, "[    1.000000] Linux version 6.8\n"),
-    SLURM_PING: Answer(0, "Slurmctld(primary) at controller-0 is UP\n"),
-    SLURM_CONFIG: Answer(
-        0, "AccountingStorageType   = (null)\nSLURM_VERSION           = 25.11.2\n"
-    ),
-    SLURM_PARTITIONS: Answer(
-        0, "main*|up|32|gpu:nvidia_b200:8|infinite\nhidden|up|32|(null)|1:00\n"
-    ),
-    SLURM_HISTORY: Answer(1, "", "Slurm accounting storage is disabled\n"),
+    CONFIG: Answer(0, "AccountingStorageType   = (null)\nSLURM_VERSION           = 25.11.2\n"),
+    PARTITIONS: Answer(0, "main*|up|32|gpu:nvidia_b200:8|infinite\nhidden|up|32|(null)|1:00\n"),
 }
-# Where FlashAttention-4's compiler is, once for each CUDA major version.
+# FlashAttention-4's compiler comes once for each CUDA major version.
 COMPILER = "site/nvidia_cutlass_dsl/dsl_packages/cutlass/_mlir/_mlir_libs"
 COMPILER_FILE = COMPILER + "/_cutlass_ir.cu{}.cpython-312-x86_64-linux-gnu.so"
 DRIVER_OPTIONS = 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n'
@@ -66,60 +41,54 @@ class Node:
 
     folder: Path
     answers: dict[tuple[str, ...], Answer] = field(default_factory=lambda: dict(ANSWERS))
-    commands: set[str] = field(
-        default_factory=lambda: {"sbatch", "srun", "scontrol", "sinfo", "gcc", "nvidia-smi"}
-    )
+    gpus: list[InstalledGpu] | NoGpusError = field(default_factory=lambda: [B200] * 8)
+    commands: set[str] = field(default_factory=lambda: {"sbatch", "srun", "gcc"})
     environment: dict[str, str] = field(default_factory=lambda: {"WANDB_API_KEY": "never-shown"})
 
     def write(self, path: str, text: str | bytes = "") -> Path:
         file = self.folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(text, str):
-            file.write_text(text)
-        else:
-            file.write_bytes(text)
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
         return file
 
     def install(self, name: str, version: str, **files: str) -> None:
         about = f"site/{name.replace('-', '_')}-{version}.dist-info"
-        self.write(
-            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-        for file, text in files.items():
-            self.write(f"{about}/{file.replace('__', '.')}", text)
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        self.write(f"{about}/METADATA", text)
+        for file, content in files.items():
+            self.write(f"{about}/{file.replace('__', '.')}", content)
 
-    def surroundings(
-        self,
-        cluster: Cluster | None = None,
-        local: bool = False,
-        partition: str | None = None,
-        job_folder: Path | None = None,
-        deepep_between_nodes: bool = False,
-    ) -> Surroundings:
+    def _read_gpus(self) -> tuple[InstalledGpu, ...]:
+        if isinstance(self.gpus, NoGpusError):
+            raise self.gpus
+        return tuple(self.gpus)
+
+    def surroundings(self, profile: str = "", **options: Any) -> Surroundings:
         return Surroundings(
-            cluster=cluster,
-            local=local,
-            partition=partition,
+            cluster=load_cluster(profile) if profile else None,
             repository=self.folder / "checkout",
             root=self.folder / "root",
             site=(str(self.folder / "site"),),
             environment=self.environment,
+            read_gpus=self._read_gpus,
             run=lambda command: self.answers.get(tuple(command), Answer(None)),
             which=lambda name: f"/usr/bin/{name}" if name in self.commands else None,
-            job_folder=job_folder,
-            deepep_between_nodes=deepep_between_nodes,
+            **options,
         )
 
-    def findings(
-        self, profile: str = "", local: bool = False, partition: str | None = None
-    ) -> Mapping[str, Finding]:
-        cluster = load_cluster(profile) if profile else None
-        found = diagnose(self.surroundings(cluster, local, partition))
+    def findings(self, profile: str = "", **options: Any) -> Mapping[str, Finding]:
+        found = diagnose(self.surroundings(profile, **options))
         assert len({finding.name for finding in found}) == len(found)
         return {finding.name: finding for finding in found}
 
+    def problems(self, deepep_between_nodes: bool = False) -> dict[str, str]:
+        """Why a job of the cluster cannot train here."""
+        options: dict[str, Any] = {"deepep_between_nodes": deepep_between_nodes}
+        here = self.surroundings("soperator-b200", job_folder=self.folder, **options)
+        return {name: reason for name, (reason, _) in node_problems(here).items()}
+
     def become_login_node(self) -> None:
-        self.answers[NVIDIA_SMI] = Answer(None)
+        self.gpus = NoGpusError("NVML Shared Library Not Found", has_driver=False)
         for folder in ("root/sys", "root/proc/driver"):
             shutil.rmtree(self.folder / folder)
 
@@ -127,11 +96,13 @@ class Node:
 def whole_node(tmp_path: Path) -> Node:
     """A node on which nothing is missing."""
     node = Node(tmp_path)
-    shutil.copytree(ROOT / "recipes", tmp_path / "checkout/recipes", dirs_exist_ok=True)
+    # GPUs of one kind that are told apart.
+    node.gpus = [
+        InstalledGpu(B200.model, B200.driver, f"GPU-{number}", 4, links=18) for number in range(8)
+    ]
     node.write("checkout/requirements.txt", (ROOT / "requirements.txt").read_text())
     node.write("checkout/recipes/a.yaml", 'model:\n  hf_assets_path: "assets/hf/A"\n')
-    for recipe in (tmp_path / "checkout/recipes").glob("deepseek*.yaml"):
-        recipe.unlink()
+    node.write("checkout/recipes/b.yaml", "model:\n  hf_assets_path: assets/local/tokenizer\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         node.write(f"checkout/assets/hf/A/{name}", "{}")
     node.write("checkout/assets/local/stamp.json", '{"bytes": {}}')
@@ -143,9 +114,8 @@ def whole_node(tmp_path: Path) -> Node:
     node.write("site/torchao/_C_mxfp8.abi3.so", b"\x7fELF libcudart.so.12 ...")
     node.write("site/nvidia/nvshmem/lib/libnvshmem_device.a")
     node.install("nvidia-nvshmem-cu12", "3.4.5")
-    node.install(
-        "deep_ep", "1.2.1", direct_url__json=json.dumps({"vcs_info": {"commit_id": COMMIT}})
-    )
+    source = json.dumps({"vcs_info": {"commit_id": COMMIT}})
+    node.install("deep_ep", "1.2.1", direct_url__json=source)
     node.write("site/deep_ep_cpp.cpython-312.so", b"\x7fELF libnvshmem_host.so.3 ...")
     node.write("site/flash_attn/cute/__init__.py")
     for major in (12, 13):

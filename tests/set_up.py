@@ -15,9 +15,11 @@ import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cookbook.install.attention import flash_attention_pins
 from tests.checkout import copy_checkout
+from tests.stand_in_gpus import FOLDER, write_gpus
 
 
 @dataclass
@@ -41,6 +43,12 @@ class Checkout:
         # The tests look for lines; pytest-xdist gives its workers a narrow terminal.
         kept["COLUMNS"] = "120"
         return kept | self.environment
+
+    def has_gpus(self, *gpus: dict[str, Any]) -> None:
+        """Have the machine's driver list these GPUs; without a call there is no driver."""
+        file = self.folder.parent / "gpus.json"
+        write_gpus(file, gpus)
+        self.environment["STAND_IN_GPUS"] = str(file)
 
     def setup(self, *options: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -100,7 +108,7 @@ PYTHON = """#!/bin/sh
 if [ "$1 $2" = "-m venv" ]; then
   "{real}" -m venv --without-pip "$3" || exit
   for folder in "$3"/lib/python*/site-packages; do
-    echo "{packages}" >"$folder/stand-in.pth"
+    printf '%s\\n' "{nvml}" "{packages}" >"$folder/stand-in.pth"
   done
   if [ -n "$HANG" ]; then
     echo $$ >"$HANG"
@@ -120,7 +128,7 @@ def copy_for_setup(tmp_path: Path) -> Checkout:
         write_wheel(wheels, pin.name, pin.value, WHEEL_FILES.get(pin.name, ()))
     python = tmp_path / "python"
     packages = sysconfig.get_path("purelib")
-    python.write_text(PYTHON.format(real=sys.executable, packages=packages))
+    python.write_text(PYTHON.format(real=sys.executable, packages=packages, nvml=FOLDER))
     python.chmod(0o755)
     folder = copy_checkout(tmp_path / "check out")
     return Checkout(folder, python, {"PIP_FIND_LINKS": str(wheels)})

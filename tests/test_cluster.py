@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cookbook.base.gpus import visible_gpus
 from cookbook.config.cluster import default_cluster, load_cluster
 from tests.cells import CLUSTER_FILES, CLUSTERS
+from tests.stand_in_gpus import stand_in_gpus
 
 HEAD = "description: mine\nscheduler: slurm\n"
 
@@ -51,40 +52,30 @@ def test_a_cluster_may_start_nothing_again(tmp_path: Path) -> None:
     assert load_cluster(_write(tmp_path, text)).max_restarts == 0
 
 
-H200_ROW = "NVIDIA H200, 9.0, 143771, 580.1, GPU-a\\n"
-
-
-def _nvidia_smi(folder: Path, output: str, status: int = 0) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\nprintf '{output}'\nexit {status}\n")
-    program.chmod(0o755)
+H200: dict[str, Any] = {"name": "NVIDIA H200"}
 
 
 @pytest.mark.parametrize(
-    ("output", "status", "chosen", "ranks", "device"),
+    ("gpus", "chosen", "ranks", "device"),
     [
-        (H200_ROW * 4, 0, None, 4, "cuda"),
-        (H200_ROW * 4, 0, "1,3", 2, "cuda"),
-        (H200_ROW * 4, 0, "", 2, "cpu"),
+        ([H200] * 4, None, 4, "cuda"),
+        ([H200] * 4, "1,3", 2, "cuda"),
+        ([H200] * 4, "", 2, "cpu"),
         # Unlike ones would run at the pace of the slowest.
-        (H200_ROW + "NVIDIA T4, 7.5, 15360, 580.1, GPU-b\\n", 0, None, 1, "cuda"),
-        ("NVIDIA-SMI has failed\\n", 9, None, 2, "cpu"),
-        ("No devices were found\\n", 0, None, 2, "cpu"),
-        ("NVIDIA A, [N/A], [N/A], 580.1, GPU-c\\n", 0, None, 2, "cpu"),
-        (H200_ROW.replace("143771", "[N/A]"), 0, None, 1, "cuda"),
+        ([H200, {"name": "NVIDIA T4", "capability": [7, 5], "mib": 15360}], None, 1, "cuda"),
+        ([], None, 2, "cpu"),
+        ([{"mib": None}], None, 1, "cuda"),
     ],
 )
 def test_the_local_profile_is_filled_in_from_the_machine(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    output: str,
-    status: int,
+    gpus: list[dict[str, Any]],
     chosen: str | None,
     ranks: int,
     device: str,
 ) -> None:
-    _nvidia_smi(tmp_path, output, status)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in_gpus(monkeypatch, tmp_path, gpus)
     if chosen is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -95,7 +86,7 @@ def test_the_local_profile_is_filled_in_from_the_machine(
         cluster = load_cluster("local")
         assert (cluster.ranks_per_node, cluster.device) == (ranks, device)
         found = (cluster.gpu.name, cluster.gpu.memory_gib) if cluster.gpu else None
-        gib = 0.0 if "[N/A]" in output else 140.4
+        gib = 0.0 if gpus == [{"mib": None}] else 140.4
         assert found == (("NVIDIA H200", gib) if device == "cuda" else None)
     finally:
         visible_gpus.cache_clear()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.set_up import Checkout, copy_for_setup
+from tests.stand_in_gpus import B200
 
 pytestmark = pytest.mark.titan
 
@@ -36,8 +37,6 @@ setuptools.setup(
     cmdclass={"build_ext": Record},
 )
 """
-B200 = "NVIDIA B200, 10.0, 183359, 580.1, GPU-a"
-H200 = "NVIDIA H200, 9.0, 143771, 580.1, GPU-b"
 WITH_NVSHMEM = "ELF libnvshmem_host.so.3"
 WITHOUT_NVSHMEM = "ELF NVSHMEM is disabled during compilation"
 
@@ -203,16 +202,12 @@ def test_why_it_cannot_be_built(site: Site) -> None:
     assert not site.record.exists()
 
 
-def test_gpus_found_here_decide(site: Site, tmp_path: Path) -> None:
-    smi = tmp_path / "bin/nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(f"#!/bin/sh\necho '{B200}'\necho '{B200}'\necho '{H200}'\n")
-    smi.chmod(0o755)
-    site.checkout.environment["PATH"] = f"{smi.parent}:{os.environ['PATH']}"
+def test_gpus_found_here_decide(site: Site) -> None:
+    site.checkout.has_gpus(B200, B200, {"name": "NVIDIA H200"})
     # A shell that is left with one GPU does not narrow the build.
     site.checkout.environment["CUDA_VISIBLE_DEVICES"] = "0"
     assert "for GPUs 9.0;10.0" in site.setup().stdout
     assert site.recorded()["TORCH_CUDA_ARCH_LIST"] == "9.0;10.0"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA A100, 8.0, 81920, 580.1, GPU-c'\n")
+    site.checkout.has_gpus({"name": "NVIDIA A100", "capability": [8, 0]})
     (site.checkout.folder / ".venv/.cookbook/deep_ep.json").unlink()
     assert "DeepEP needs Hopper or Blackwell GPUs; here are GPUs 8.0" in site.setup().stdout

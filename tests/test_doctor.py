@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import cache_from_source
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cookbook.base.gpus import NVIDIA_SMI
+from cookbook.base.errors import InputError
+from cookbook.base.gpus import Gpu, NoGpusError
 from cookbook.base.tables import display_width
 from cookbook.config.stack import read_pins, stack_name
-from cookbook.doctor import checks, slurm
-from cookbook.doctor.check import Finding, check
-from cookbook.doctor.checks import TOPICS, is_ready, render_findings
-from cookbook.doctor.surroundings import (
-    SLURM_CONFIG,
-    SLURM_HISTORY,
-    SLURM_PARTITIONS,
-    SLURM_PING,
-    Answer,
-    Surroundings,
+from cookbook.doctor import checks, machine
+from cookbook.doctor.__main__ import main
+from cookbook.doctor.check import Answer, Check, Finding, Surroundings, check
+from cookbook.doctor.checks import TOPICS, is_ready, node_problems, render_findings
+from cookbook.doctor.machine import DCGM_HEALTH, KERNEL_LOG
+from cookbook.doctor.slurm import CONFIG, PARTITIONS
+from tests.doctor_node import (
+    A100,
+    B200,
+    COMMIT,
+    COMPILER,
+    COMPILER_FILE,
+    H200,
+    LIMITS,
+    Node,
+    whole_node,
 )
-from tests.doctor_node import B200_ROW, COMMIT, H200_ROW, LIMITS, Node, whole_node
 from tests.submit import ROOT
+
+PINS = {pin.name: pin.value for pin in read_pins()}
+FLASH = PINS["flash-attn-4"]
+NETWORK = "root/etc/profile.d/90-nccl-network-vars.sh"
+LIBRARY = "site/deep_ep_cpp.cpython-312.so"
 
 
 @pytest.fixture
@@ -38,14 +51,15 @@ def node(tmp_path: Path) -> Node:
 
 def test_a_whole_node_is_ready(node: Node) -> None:
     findings = node.findings()
-    not_ok = {name: finding for name, finding in findings.items() if finding.state != "ok"}
-    assert not_ok.keys() <= {"disk", "python"}
+    not_ok = {name for name, finding in findings.items() if finding.state != "ok"}
+    assert not_ok <= {"disk", "python"}
     assert findings["gpus"].found.startswith("8 x NVIDIA B200 (10.0, 179 GiB)")
     assert "MXFP8 in hardware" in findings["gpus"].found
     assert "32 nodes, gpu:nvidia_b200:8" in findings["partition"].found
-    assert findings["accounting"].found.startswith("off: ")
-    assert findings["pins"].found.startswith(f"stack {stack_name()}")
+    count = sum(not pin.extra for pin in read_pins())
+    assert findings["pins"].found == f"stack {stack_name()}, {count} packages as pinned"
     assert "never-shown" not in render_findings(list(findings.values()))
+    assert node.problems(deepep_between_nodes=True) == {}
 
 
 Break = Callable[[Node], object]
@@ -69,83 +83,109 @@ def remove(path: str) -> Break:
     return act
 
 
+def uninstall(name: str) -> Break:
+    return remove(f"site/{name.replace('-', '_')}-{PINS[name]}.dist-info")
+
+
+def gpus(*found: Any) -> Break:
+    return lambda node: setattr(node, "gpus", list(found))
+
+
+def no_gpus(reason: str, has_driver: bool) -> Break:
+    return lambda node: setattr(node, "gpus", NoGpusError(reason, has_driver))
+
+
+def both(*breaks: Break) -> Break:
+    return lambda node: [one(node) for one in breaks]
+
+
 BROKEN: list[tuple[Break, str, str, str]] = [
     (lambda node: node.install("torchao", "0.17.0"), "pins", "problem", "torchao is 0.17.0"),
-    (remove("site/submitit-1.5.4.dist-info"), "pins", "problem", "submitit is missing"),
+    (uninstall("submitit"), "pins", "problem", "submitit is missing"),
+    (uninstall("safetensors"), "pins", "problem", "safetensors is missing"),
     (
         write("site/torchao/_C_mxfp8.abi3.so", b"\x7fELF libcudart.so.13 ..."),
-        "torchao kernels",
-        "warning",
-        "not for torch's CUDA 12.8",
+        *("torchao kernels", "warning", "not for torch's CUDA 12.8"),
     ),
     (remove(cache_from_source("site/torch/__init__.py")), "bytecode", "warning", "about 20 s"),
     (lambda node: node.commands.remove("gcc"), "compiler", "problem", "a C compiler missing"),
-    (answer(NVIDIA_SMI, 9, "No devices were found\n"), "gpus", "problem", "No devices were found"),
-    (answer(NVIDIA_SMI, None, error="no answer in 5 s"), "gpus", "problem", "no answer in 5 s"),
-    (answer(NVIDIA_SMI, None), "gpus", "not here", "trains on its CPU"),
-    (answer(NVIDIA_SMI, 0, B200_ROW.replace("570", "560")), "gpus", "problem", "driver 560"),
-    (answer(NVIDIA_SMI, 0, H200_ROW), "gpus", "ok", "only emulated"),
-    (answer(NVIDIA_SMI, 0, "NVIDIA A100, 8.0, 81920, 550.1, GPU-c\n"), "gpus", "warning", "A100"),
+    (no_gpus("NVML: Unknown Error", True), "gpus", "problem", "NVML: Unknown Error"),
+    (no_gpus("NVML: no answer in 5 s", True), "gpus", "problem", "no answer in 5 s"),
+    (no_gpus("no library", False), "gpus", "not here", "trains on its CPU"),
+    (gpus(replace(B200, driver="560.1")), "gpus", "problem", "driver 560"),
+    (gpus(H200), "gpus", "ok", "only emulated"),
+    (gpus(A100), "gpus", "warning", "A100"),
+    (gpus(H200, A100), "gpus", "warning", "1 x NVIDIA H200 (9.0, 140 GiB), 1 x NVIDIA A100"),
     (write("root/proc/driver/nvidia/params", ""), "ibgda", "warning", "stays within a node"),
     (
         write("root/proc/self/limits", LIMITS + "Max locked memory  8388608  8388608  bytes\n"),
-        "memlock",
-        "problem",
-        "8 MiB",
+        *("memlock", "problem", "8 MiB"),
     ),
-    (
-        remove("root/etc/profile.d/90-nccl-network-vars.sh"),
-        "network",
-        "warning",
-        "no NCCL_IB_HCA",
-    ),
-    (
-        write("root/etc/profile.d/90-nccl-network-vars.sh", 'NCCL_IB_HCA="mlx5_40:1"\n'),
-        "network",
-        "problem",
-        "names mlx5_40",
-    ),
+    (remove(NETWORK), "network", "warning", "no NCCL_IB_HCA"),
+    (write(NETWORK, 'NCCL_IB_HCA="mlx5_40:1"\n'), "network", "problem", "names mlx5_40"),
     (
         write("root/sys/class/infiniband/mlx5_7/ports/1/state", "1: DOWN\n"),
-        "network",
-        "problem",
-        "mlx5_7 is DOWN",
+        *("network", "problem", "mlx5_7 is DOWN"),
     ),
     (remove("root/sys/class/infiniband"), "network", "not here", "no RDMA device"),
     (remove("site/deep_ep-1.2.1.dist-info"), "deepep", "warning", "not installed"),
     (
         lambda node: node.install("deep_ep", "1.2.1", direct_url__json="{}"),
-        "deepep",
-        "problem",
-        f"pinned {COMMIT[:7]}",
+        *("deepep", "problem", f"pinned {COMMIT[:7]}"),
     ),
     (
-        write("site/deep_ep_cpp.cpython-312.so", b"NVSHMEM is disabled during compilation"),
-        "deepep",
-        "warning",
-        "intra-node kernels only",
+        write(LIBRARY, b"NVSHMEM is disabled during compilation"),
+        *("deepep", "warning", "intra-node kernels only"),
     ),
-    (remove("site/deep_ep_cpp.cpython-312.so"), "deepep", "problem", "without its library"),
-    (remove("checkout/assets/hf/A/tokenizer.json"), "tokenizer a", "warning", "not in assets/hf/A"),
+    (remove(LIBRARY), "deepep", "problem", "without its library"),
+    (
+        remove("checkout/assets/hf/A/tokenizer.json"),
+        *("tokenizers", "warning", "not in assets/hf/A"),
+    ),
+    (
+        remove("checkout/assets/hf/A/tokenizer_config.json"),
+        *("tokenizers", "warning", "not in assets/hf/A"),
+    ),
     (remove("checkout/assets/local"), "local corpus", "warning", "not made"),
-    (answer(SLURM_PING, 1, "Slurmctld(primary) at c is DOWN\n"), "slurm", "problem", "is DOWN"),
     (
-        answer(SLURM_PING, 1, error="scontrol: fatal: Could not establish a configuration source"),
-        "slurm",
-        "warning",
-        "without a configuration",
+        answer(CONFIG, 1, error="slurm_load_ctl_conf error: Unable to contact slurm controller"),
+        *("slurm", "problem", "does not answer: slurm_load_ctl_conf error"),
+    ),
+    (answer(CONFIG, None, error="no answer in 5 s"), "slurm", "problem", "no answer in 5 s"),
+    (
+        answer(CONFIG, 1, error="scontrol: fatal: Could not establish a configuration source"),
+        *("slurm", "warning", "without a configuration"),
     ),
     (lambda node: node.commands.remove("srun"), "slurm", "problem", "sbatch without srun"),
     (lambda node: node.commands.remove("sbatch"), "slurm", "not here", "--cluster local"),
-    (answer(SLURM_PARTITIONS, 0, "main*|down|32|(null)|1:00\n"), "partition", "problem", "not up"),
-    (answer(SLURM_PARTITIONS, 0, "main|up|3|(null)|1:00\n"), "partition", "problem", "no default"),
     (
-        answer(SLURM_CONFIG, 0, "AccountingStorageType = accounting_storage/slurmdbd\n"),
-        "accounting",
-        "warning",
-        "sacct fails",
+        answer(CONFIG, 0, "AccountingStorageType = accounting_storage/slurmdbd\n"),
+        *("slurm", "ok", "states come from sacct"),
     ),
+    (answer(PARTITIONS, 0, "main*|down|32|(null)|1:00\n"), "partition", "problem", "not up"),
+    (answer(PARTITIONS, 0, "main|up|3|(null)|1:00\n"), "partition", "problem", "no default"),
     (lambda node: node.environment.clear(), "wandb", "not here", "TensorBoard only"),
+    (uninstall("flash-attn-4"), "flash attention", "warning", "not installed: cells with"),
+    (
+        lambda node: node.install("quack-kernels", "0.4.0"),
+        *("flash attention", "problem", "quack-kernels is 0.4.0"),
+    ),
+    (uninstall("einops"), "flash attention", "problem", "einops is missing"),
+    (
+        remove("site/flash_attn/cute"),
+        *("flash attention", "problem", f"{FLASH} without the files of its kernels"),
+    ),
+    (remove(COMPILER), "flash attention", "problem", f"{FLASH} without the files of its compiler"),
+    (
+        remove(COMPILER_FILE.format(12)),
+        *("flash attention", "problem", "for CUDA 13, which driver 570.195.03 does not take"),
+    ),
+    (gpus(H200), "flash attention", "ok", f"{FLASH}, its compiler for CUDA 12 (driver 570"),
+    (
+        gpus(replace(B200, driver="580.1")),
+        *("flash attention", "ok", f"{FLASH}, its compiler for CUDA 13 (driver 580.1)"),
+    ),
+    (gpus(A100), "flash attention", "not here", "needs Hopper or Blackwell GPUs"),
 ]
 
 
@@ -163,31 +203,15 @@ def test_each_finding(node: Node, break_it: Break, name: str, state: str, found:
     assert is_ready(list(node.findings().values())) == (state != "problem")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_half_a_tokenizer_is_none(node: Node, name: str) -> None:
-    assert node.findings()["tokenizer a"].state == "ok"
-    (node.folder / "checkout/assets/hf/A" / name).unlink()
-    finding = node.findings()["tokenizer a"]
-    assert (finding.state, finding.found) == ("warning", "not in assets/hf/A")
-
-
 def test_gdrcopy_stands_in_for_driver_options(node: Node) -> None:
     node.write("root/proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n")
     node.write("root/sys/module/gdrdrv/version")
     assert node.findings()["ibgda"] == Finding("ibgda", "ok", "through GDRCopy (gdrdrv is loaded)")
 
 
-def test_accounting_that_works(node: Node) -> None:
-    config = "AccountingStorageType = accounting_storage/slurmdbd\n"
-    node.answers[SLURM_CONFIG] = Answer(0, config)
-    node.answers[SLURM_HISTORY] = Answer(0)
-    assert node.findings()["accounting"].found.startswith("on: ")
-
-
 def test_torch_from_another_index_is_the_pinned_one(node: Node) -> None:
-    pin = next(pin.value for pin in read_pins() if pin.name == "torch")
-    shutil.rmtree(node.folder / f"site/torch-{pin}.dist-info")
-    node.install("torch", f"{pin}+cu130")
+    uninstall("torch")(node)
+    node.install("torch", f"{PINS['torch']}+cu130")
     assert node.findings()["pins"].state == "ok"
 
 
@@ -199,31 +223,255 @@ def test_nothing_installed_names_the_environment(node: Node) -> None:
 
 
 def test_local_leaves_the_cluster_out(node: Node) -> None:
-    assert node.findings(local=True).keys() == {
-        "python",
-        "pins",
-        "compiler",
-        "flash attention",
-        "gpus",
-        "local corpus",
-        "disk",
-        "scratch",
-    }
+    found = {"python", "pins", "compiler", "flash attention", "gpus", "local corpus"}
+    assert node.findings(local=True).keys() == found | {"disk", "scratch"}
 
 
-def test_a_function_with_the_decorator_is_a_check(
+def test_nvshmem_is_the_one_that_deepep_was_linked_with(node: Node) -> None:
+    """A system's library that is loaded first breaks DeepEP between nodes, in silence."""
+    command = ("ldd", str(node.folder / LIBRARY))
+    own = f"{node.folder}/site/nvidia/nvshmem/lib/libnvshmem_host.so.3"
+    node.answers[command] = Answer(0, f"\tlibnvshmem_host.so.3 => {own} (0x7f)\n")
+    assert node.findings()["deepep"].found.endswith(f"inter-node kernels, NVSHMEM in {own}")
+    other = "/usr/lib/libnvshmem_host.so.3"
+    node.answers[command] = Answer(0, f"\tlibnvshmem_host.so.3 => {other} (0x7f)\n")
+    finding = node.findings()["deepep"]
+    assert finding.state == "problem" and finding.found.endswith(f"would load {other}")
+    assert finding.remedy == "take /usr/lib out of LD_LIBRARY_PATH"
+
+
+@pytest.mark.parametrize("runs", ["", "elsewhere/runs", "/dev/shm/runs-of-the-doctor"])
+def test_the_disk_is_that_of_the_runs(
+    runs: str, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.environment["COOKBOOK_RUNS"] = runs
+    looked: list[Path] = []
+
+    def disk_usage(path: Path) -> Any:
+        looked.append(path)
+        return type("Usage", (), {"free": 1 << 40})
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    checkout = node.folder / "checkout"
+    # Of the runs' folder, or that which it will be made in.
+    expected = Path("/dev/shm") if runs.startswith("/") else checkout
+    assert f"free in {expected}," in node.findings()["disk"].found
+    assert looked[0] == expected
+    if runs == "elsewhere/runs":
+        (checkout / runs).mkdir(parents=True)
+        assert f"free in {checkout / runs}," in node.findings()["disk"].found
+
+
+def test_a_user_id_without_a_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is started with any number."""
+    monkeypatch.setattr(os, "getuid", lambda: 987654321)
+    finding = node.findings()["user"]
+    assert finding.state == "problem" and finding.remedy == "export USER=somebody"
+    node.environment["USER"] = "somebody"
+    assert "user" not in node.findings()
+
+
+def test_a_key_of_wandb_login_counts(node: Node) -> None:
+    netrc = node.write("home/.netrc", "machine api.wandb.ai login user password never-shown\n")
+    for environment in ({"HOME": str(netrc.parent)}, {"HOME": "/", "NETRC": str(netrc)}):
+        node.environment = environment
+        assert node.findings()["wandb"].state == "ok"
+
+
+def test_gpus_are_those_that_a_run_gets(node: Node) -> None:
+    node.environment["CUDA_VISIBLE_DEVICES"] = "0,1"
+    found = node.findings()["gpus"].found
+    assert found.startswith("2 x NVIDIA B200 (10.0, 179 GiB), of 8: ")
+    node.environment["CUDA_VISIBLE_DEVICES"] = "-1"
+    finding = node.findings()["gpus"]
+    assert finding.state == "warning"
+    assert finding.found.startswith("CUDA_VISIBLE_DEVICES='-1' hides all 8")
+    # The driver is here all the same.
+    assert node.findings()["ibgda"].state == "ok"
+
+
+class TestCluster:
+    def test_the_profile_s_partition(self, node: Node) -> None:
+        assert node.findings(partition="hidden")["partition"].found.startswith("hidden: 32 nodes")
+        own = str(ROOT / "tests/clusters/container.yaml")
+        assert "no partition 'training'" in node.findings(own)["partition"].found
+        assert node.findings(own, partition="main")["partition"].state == "ok"
+        finding = node.findings(partition="gpus")["partition"]
+        assert (finding.state, "there are: hidden, main" in finding.found) == ("problem", True)
+
+    def test_a_login_node_is_checked_for_its_cluster(self, node: Node) -> None:
+        node.become_login_node()
+        node.write("root/proc/self/limits", LIMITS + "Max locked memory  65536  65536  bytes\n")
+        findings = node.findings("soperator-b200")
+        assert {findings[name].state for name in ("gpus", "ibgda", "memlock")} == {"not here"}
+        assert findings["gpus"].found == (
+            "none on this node, as on a login node; soperator-b200 has 8 x B200 (10.0, 178 GiB) a "
+            "node: MXFP8 in hardware"
+        )
+        assert is_ready(list(findings.values()))
+        assert node.findings("h200-node")["gpus"].found.endswith("float8; MXFP8 only emulated")
+        assert "the compute nodes' GPUs count" in node.findings()["gpus"].found
+        cpu_nodes = str(ROOT / "tests/clusters/cpu-nodes.yaml")
+        assert node.findings(cpu_nodes)["gpus"].found.endswith("cpu-nodes trains on the CPU")
+        # The cluster's GPUs count, and it has no driver to compare with.
+        found = findings["flash attention"].found
+        assert found == f"{FLASH}, its compiler for CUDA 12 and 13"
+
+    def test_a_node_whose_gpus_are_gone_is_no_login_node(self, node: Node) -> None:
+        node.gpus = NoGpusError("NVML lists no GPU", has_driver=True)
+        assert node.findings("soperator-b200")["gpus"].state == "problem"
+
+    @pytest.mark.parametrize(
+        ("found", "profile", "state"),
+        [
+            ([B200] * 8, "soperator-b200", "ok"),
+            ([H200] * 8, "h200-node", "ok"),
+            ([H200] * 8, "soperator-b200", "warning"),
+            ([B200] * 8, "h200-node", "warning"),
+            ([B200] * 4, "soperator-b200", "warning"),
+            ([replace(H200, model=Gpu("NVIDIA H100", 9.0, 79.6))] * 8, "h200-node", "warning"),
+        ],
+    )
+    def test_gpus_are_compared_with_the_profile(
+        self, node: Node, found: list[Any], profile: str, state: str
+    ) -> None:
+        node.gpus = found
+        finding = node.findings(profile)["gpus"]
+        assert finding.state == state
+        assert (f"; {profile} has 8 x " in finding.found) == (state == "warning")
+
+    @pytest.mark.parametrize(
+        ("row", "state", "found"),
+        [
+            ("main*|up|32|gpu:nvidia_b200:8(S:0-1),shard:16|infinite", "ok", "32 nodes"),
+            ("main*|up|32|gpu:8|infinite", "ok", "32 nodes"),
+            ("main*|up|32|gpu:b200:4,gpu:t4:4|infinite", "ok", "32 nodes"),
+            ("main*|up|32|gpu:4|infinite", "problem", "no node has the 8 GPUs"),
+            ("main*|up|32|shard:gpu:8|infinite", "problem", "no node has the 8 GPUs"),
+            (
+                "main*|up|8|gpu:8|infinite\nmain*|up|24|gpu:4|infinite",
+                *("warning", "8 have 8 GPUs, and soperator-b200 says 32 nodes"),
+            ),
+        ],
+    )
+    def test_the_partition_must_have_the_profile_s_gpus(
+        self, node: Node, row: str, state: str, found: str
+    ) -> None:
+        node.answers[PARTITIONS] = Answer(0, row + "\n")
+        finding = node.findings("soperator-b200")["partition"]
+        assert (finding.state, found in finding.found) == (state, True), finding
+        # Which GPUs jobs ask for, only a profile says.
+        assert node.findings()["partition"].state == "ok"
+
+    def test_a_slurm_profile_needs_slurm(self, node: Node) -> None:
+        node.answers[CONFIG] = Answer(1, "", "could not establish a configuration source")
+        assert node.findings("soperator-b200")["slurm"].state == "problem"
+        node.commands.remove("sbatch")
+        assert node.findings("soperator-b200")["slurm"].state == "problem"
+        assert node.findings()["slurm"].state == "not here"
+
+
+XID_79 = "[99000.000000] NVRM: Xid (PCI:0000:1b:00): 79, pid=7, GPU has fallen off the bus.\n"
+
+
+def gpu(number: int, **state: Any) -> Break:
+    """The state of one GPU."""
+
+    def act(node: Node) -> None:
+        assert isinstance(node.gpus, list)
+        node.gpus[number] = replace(node.gpus[number], **state)
+
+    return act
+
+
+class TestHealth:
+    """What a job asks of its nodes."""
+
+    @pytest.mark.parametrize(
+        ("break_it", "name", "reason"),
+        [
+            (no_gpus("NVML: Unknown Error", True), "gpus", "none on this node (NVML: Unknown"),
+            (no_gpus("no library", False), "gpus", "none on this node (no library); soperator-b"),
+            (gpu(5, memory_used_mib=90000), "idle", "GPU 5: 88 GiB in use"),
+            (gpu(2, processes=("7 (python)",)), "idle", "GPU 2: process 7 (python) uses it"),
+            (gpu(3, ecc_errors=3), "gpu memory", "GPU 3: 3 uncorrectable ECC error(s)"),
+            (gpu(1, row_pending=True), "gpu memory", "GPU 1: a memory row waits for a reset"),
+            (gpu(1, row_failed=True), "gpu memory", "GPU 1: no spare memory row"),
+            (
+                answer(KERNEL_LOG, 0, XID_79),
+                *("xid", "GPU at 0000:1b:00: XID 79, fell off the bus"),
+            ),
+            (gpu(7, links=17), "nvlink", "GPU 7: 17 of 18 links up"),
+            (
+                answer(
+                    DCGM_HEALTH,
+                    0,
+                    "| Overall Health | Failure |\n+---+\n| GPU | 3 |\n| | PCIe replays |\n",
+                ),
+                *("dcgm", "Failure: GPU 3 PCIe replays"),
+            ),
+        ],
+    )
+    def test_a_fault_of_a_gpu_is_named(
+        self, node: Node, break_it: Break, name: str, reason: str
+    ) -> None:
+        break_it(node)
+        problems = node.problems()
+        assert problems.keys() == {name} and reason in problems[name]
+
+    @pytest.mark.parametrize(
+        "break_it",
+        [
+            # Long ago, a program's own fault, or a log that one may not read.
+            answer(KERNEL_LOG, 0, XID_79.replace("99000", "  100")),
+            answer(KERNEL_LOG, 0, XID_79.replace(" 79,", " 31,")),
+            answer(KERNEL_LOG, 1, "", error="dmesg: read kernel buffer failed"),
+            # A watch that was never started, and one that is content or only warns.
+            answer(DCGM_HEALTH, 1, "", error="Error: Health watches not enabled."),
+            answer(DCGM_HEALTH, 0, "| Overall Health | Healthy |\n"),
+            answer(DCGM_HEALTH, 0, "| Overall Health: Warning |\n"),
+            # Cards without NVLink.
+            both(*(gpu(number, links=0) for number in range(8))),
+            gpu(0, memory_used_mib=2000),
+        ],
+    )
+    def test_what_says_nothing_of_the_node_is_no_fault(self, node: Node, break_it: Break) -> None:
+        break_it(node)
+        assert node.problems() == {}
+
+    def test_only_the_gpus_of_the_job_count(self, node: Node) -> None:
+        node.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(1, 8)))
+        gpu(0, processes=("4711 (python)",))(node)
+        # The profile's eight are not there, but the busy one is somebody else's.
+        assert node.problems().keys() == {"gpus"}
+
+    def test_a_job_asks_for_what_only_it_needs(self, node: Node) -> None:
+        node.write("root/proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n")
+        assert node.problems() == {}
+        assert "DeepEP stays within a node" in node.problems(deepep_between_nodes=True)["ibgda"]
+
+    def test_a_full_memory_and_a_missing_folder(self, node: Node) -> None:
+        node.write("root/proc/meminfo", "MemTotal: 1879048192 kB\nMemAvailable: 18790481 kB\n")
+        shutil.rmtree(node.folder / "root/dev/shm")
+        problems = node.problems()
+        assert problems["memory"] == "18 of 1792 GiB free"
+        assert problems["scratch"] == "/dev/shm: No such file or directory"
+        gone = node_problems(node.surroundings(job_folder=node.folder / "gone"))
+        assert "No such file or directory" in gone["disk"][0]
+        assert "cannot write to " in gone["job folder"][0]
+
+    def test_outside_a_job_a_busy_gpu_is_a_warning(self, node: Node) -> None:
+        gpu(2, processes=("4711 (python)",))(node)
+        assert node.findings()["idle"].state == "warning"
+        assert node.findings(local=True).get("idle") is None
+
+
+def test_a_new_check_is_one_function_in_its_topic(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @check(local=True)
-    def added(here: Surroundings) -> Finding:
-        return Finding("added", "ok", str(here.repository))
-
-    monkeypatch.setattr(slurm, "added", added, raising=False)
-    assert node.findings()["added"].found == str(node.folder / "checkout")
-    assert "added" in node.findings(local=True)
-
-
-def test_every_module_with_checks_is_a_topic() -> None:
+    added: Check = check("added", local=True)(lambda here: ("ok", str(here.repository)))
+    monkeypatch.setattr(machine, "added", added, raising=False)
+    assert node.findings(local=True)["added"].found == str(node.folder / "checkout")
     folder = Path(checks.__file__).parent
     modules = {path.stem for path in folder.glob("*.py") if "\n@check(" in path.read_text()}
     assert modules == {topic.__name__.rpartition(".")[2] for topic in TOPICS}
@@ -234,8 +482,9 @@ def test_lines_are_aligned_and_fit_the_terminal(
     node: Node, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    # A list of network cards is one long word, which is not cut.
-    findings = [finding for finding in node.findings().values() if finding.name != "network"]
+    # Long words, as of network cards and paths, are not cut.
+    left_out = ("network", "disk")
+    findings = [one for name, one in node.findings().items() if name not in left_out]
     findings[0] = replace(
         findings[0], name="first", state="problem", found="some words", remedy="do this " * 30
     )
@@ -250,20 +499,52 @@ def test_lines_are_aligned_and_fit_the_terminal(
     assert f"\033[31mproblem\033[0m  {findings[0].found[:9]}" in "\n".join(lines)
 
 
-def test_as_a_command_without_any_package() -> None:
-    """-I -S: no site-packages, as on a machine where nothing is installed yet."""
-    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); " + (
-        "from cookbook.doctor.__main__ import main; status = main(['--json']); "
-        "assert 'torch' not in sys.modules; sys.exit(status)"
+class TestCommand:
+    def test_without_any_package(self) -> None:
+        """-I -S: no site-packages, as on a machine where nothing is installed yet."""
+        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); " + (
+            "from cookbook.doctor.__main__ import main; status = main(['--json']); "
+            "assert 'torch' not in sys.modules; sys.exit(status)"
+        )
+        result = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert result.returncode == 1, result.stderr
+        findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
+        assert findings["pins"]["state"] == "problem"
+        assert set(findings["pins"]) == {"name", "state", "found", "remedy"}
+
+    def test_an_unknown_profile(self) -> None:
+        with pytest.raises(InputError, match=r"--cluster: .*did you mean 'local'"):
+            main(["--cluster", "lokal"])
+
+    @pytest.mark.parametrize(
+        ("words", "seen"),
+        [
+            ([], (None, False, None)),
+            (["--local"], (None, True, None)),
+            (["--cluster", "local"], ("local", True, None)),
+            (["--cluster", "h200-node", "--partition", "hidden"], ("h200-node", False, "hidden")),
+        ],
     )
-    result = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 1, result.stderr
-    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
-    assert findings["pins"]["state"] == "problem"
-    assert set(findings["pins"]) == {"name", "state", "found", "remedy"}
+    def test_words_say_what_is_looked_at(
+        self,
+        words: list[str],
+        seen: tuple[str | None, bool, str | None],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        problem = Finding("gpus", "problem", "none", "buy some")
+
+        def diagnose(here: Surroundings) -> list[Finding]:
+            name = here.cluster.name if here.cluster else None
+            assert (name, here.local, here.partition) == seen
+            return [problem]
+
+        monkeypatch.setattr("cookbook.doctor.__main__.diagnose", diagnose)
+        assert main([*words, "--json"]) == 1
+        assert json.loads(capsys.readouterr().out) == [asdict(problem)]

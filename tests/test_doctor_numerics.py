@@ -78,7 +78,7 @@ def test_on_a_cluster_it_is_a_job_of_one_node(
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     cluster = load_cluster("soperator-b200")
-    assert numerics.prove_on(cluster, tmp_path / "out.json") == 3
+    assert numerics.prove(cluster, tmp_path / "out.json") == 3
     words = (tmp_path / "words").read_text().splitlines()
     assert {"--nodes=1", "--ntasks=1", "--gpus-per-node=8", "--exclusive"} <= set(words)
     assert words[-4:] == ["cookbook.doctor", "--numerics", "--output", f"{tmp_path}/out.json"]
@@ -94,7 +94,7 @@ def test_on_a_cluster_it_is_a_job_of_one_node(
 def test_without_slurm_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(InputError, match="there is no srun here"):
-        numerics.prove_on(load_cluster("soperator-b200"), None)
+        numerics.prove(load_cluster("soperator-b200"), None)
 
 
 # Stands in for torchrun: keeps its words and the cells, and writes what the ranks would have.
@@ -106,25 +106,38 @@ folder = Path(__file__).parents[2]
 shutil.copy(sys.argv[-3], folder / "cells")
 if (folder / "proofs").exists():
     shutil.copy(folder / "proofs", sys.argv[-1])
+print("a rejected configuration", file=sys.stderr)
+if (folder / "stderr.log").exists():
+    (ranks,) = (word.partition("=")[2] for word in sys.argv if word.startswith("--log-dir"))
+    rank = Path(ranks, "none_x", "attempt_0", "1")
+    rank.mkdir(parents=True)
+    shutil.copy(folder / "stderr.log", rank)
 sys.exit(int((folder / "status").read_text()))
+"""
+IMPORT_ERROR = """\
+Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+    import nothing
+ModuleNotFoundError: No module named 'nothing'
 """
 
 
 @pytest.mark.parametrize("cluster", [[], ["--cluster", "local"]])
 @pytest.mark.parametrize(
-    ("oks", "ends", "status", "said"),
+    ("oks", "ends", "stderr", "status", "verdict"),
     [
-        ([True, True], 0, 0, "2 kernels proved on the CPU in 7 s"),
-        ([True, False], 1, 1, "1 of 2 kernels are wrong on the CPU"),
-        (None, 1, 1, "not proved: the ranks ended before they could say anything"),
-        (None, 0, 1, "not proved: the ranks ended before they could say anything"),
+        ([True, True], 0, "", 0, "2 kernels proved on the CPU in 7 s"),
+        ([True, False], 1, "", 1, "1 of 2 kernels are wrong on the CPU"),
+        (None, 9, "", 1, "not proved: torchrun ended with status 9"),
+        (None, 1, IMPORT_ERROR, 1, "not proved: ModuleNotFoundError: No module named 'nothing'"),
     ],
 )
 def test_the_status_says_whether_all_kernels_are_right(
     oks: list[bool] | None,
     ends: int,
+    stderr: str,
     status: int,
-    said: str,
+    verdict: str,
     cluster: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -138,6 +151,8 @@ def test_the_status_says_whether_all_kernels_are_right(
     }.items():
         (tmp_path / "torch" / f"{name}.py").write_text(text)
     (tmp_path / "status").write_text(str(ends))
+    if stderr:
+        (tmp_path / "stderr.log").write_text(stderr)
     if oks is not None:
         proofs = {"gpu": None, "seconds": 7.4, "proofs": [{"ok": ok} for ok in oks]}
         (tmp_path / "proofs").write_text(json.dumps(proofs))
@@ -145,21 +160,16 @@ def test_the_status_says_whether_all_kernels_are_right(
     monkeypatch.setattr(numerics, "visible_gpus", list)
     output = tmp_path / "out.json"
     assert main(["doctor", "--numerics", *cluster, "--output", str(output)]) == status
-    printed = capfd.readouterr().out.splitlines()
-    assert printed[-1] == said
+    said = capfd.readouterr()
+    printed = said.out.splitlines()
+    assert (printed[-1], said.err) == (verdict, "")
     assert output.exists() == (oks is not None)
     words = (tmp_path / "words").read_text().splitlines()
     assert "--nproc-per-node=2" in words and words[-1] == str(output)
+    # Only the verdicts of rank 0 are shown.
+    assert "--redirects=0:2,1:3" in words
     cells = dict(json.loads((tmp_path / "cells").read_text()))
     assert set(cells) == CPU
     assert all(f"--cookbook.precision={name.split()[0]}" in cells[name] for name in CPU)
     reason = "not here  bf16 deepep: deepep needs CUDA GPUs"
     assert [line for line in printed if line.startswith(reason)]
-
-
-def test_the_verdict_names_the_machine() -> None:
-    right, wrong = {"ok": True}, {"ok": False}
-    found = {"gpu": "NVIDIA H200", "seconds": 7.4, "proofs": [right, right]}
-    assert numerics._verdict(found) == "2 kernels proved on NVIDIA H200 in 7 s"
-    found["proofs"] = [right, wrong]
-    assert numerics._verdict(found) == "1 of 2 kernels are wrong on NVIDIA H200"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.set_up import WHEEL_FILES, Checkout, copy_for_setup, write_wheel
+from tests.stand_in_gpus import B200
 
 pytestmark = pytest.mark.titan
 
 OTHERS = ("--no-tokenizers", "--no-deepep")
 INSTALLING = "setup: installing FlashAttention-4 99.1 (10 packages); about a minute"
 SITE = ".venv/lib/python*/site-packages"
+A100 = {"name": "NVIDIA A100", "capability": [8, 0]}
 
 
 COMPILER = """
@@ -42,17 +44,8 @@ def checkout(tmp_path: Path) -> Checkout:
     wheels = Path(checkout.environment["PIP_FIND_LINKS"])
     for name in pins.findall(requirements.read_text()):
         write_wheel(wheels, name[0], "99.1", WHEEL_FILES.get(name[0], ()))
-    has_gpu(checkout, "")
     compiled_by(checkout, COMPILER)
     return checkout
-
-
-def has_gpu(checkout: Checkout, row: str) -> None:
-    smi = checkout.folder.parent / "bin/nvidia-smi"
-    smi.parent.mkdir(exist_ok=True)
-    smi.write_text(f"#!/bin/sh\necho '{row}'\n" if row else "#!/bin/sh\nexit 9\n")
-    smi.chmod(0o755)
-    checkout.environment["PATH"] = f"{smi.parent}:{os.environ['PATH']}"
 
 
 def is_installed(checkout: Checkout) -> bool:
@@ -83,18 +76,12 @@ def test_it_can_be_left_out(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "is_wanted"),
-    [
-        ("", False),
-        ("NVIDIA A100, 8.0, 81920, 580.1, GPU-a", False),
-        ("NVIDIA H200, 9.0, 143771, 580.1, GPU-b", True),
-        ("NVIDIA B200, 10.0, 183359, 580.1, GPU-c", True),
-    ],
+    ("gpus", "is_wanted"), [((), False), ((A100,), False), (({},), True), ((B200,), True)]
 )
 def test_a_machine_for_itself_gets_it_where_its_gpu_takes_it(
-    checkout: Checkout, row: str, is_wanted: bool
+    checkout: Checkout, gpus: tuple[dict[str, Any], ...], is_wanted: bool
 ) -> None:
-    has_gpu(checkout, row)
+    checkout.has_gpus(*gpus)
     done = checkout.setup("--local")
     assert (done.returncode, is_installed(checkout)) == (0, is_wanted), done.stdout
     assert (INSTALLING in done.stdout) is is_wanted
@@ -102,7 +89,7 @@ def test_a_machine_for_itself_gets_it_where_its_gpu_takes_it(
 
 
 def test_gpus_that_do_not_take_it_are_named(checkout: Checkout) -> None:
-    has_gpu(checkout, "NVIDIA A100, 8.0, 81920, 580.1, GPU-a")
+    checkout.has_gpus(A100)
     done = checkout.setup(*OTHERS)
     assert done.returncode == 0, done.stdout
     reason = "it needs Hopper or Blackwell GPUs; here are GPUs 8.0"

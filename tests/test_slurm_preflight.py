@@ -69,7 +69,7 @@ def test_three_bad_nodes_of_ten_are_left_out_of_the_next_attempt(jobs: Jobs) -> 
     }
     found = jobs.left_out()
     assert found.keys() == {"worker-1", "worker-4", "worker-9"}
-    assert "nvidia-smi: no answer in 15 s" in found["worker-1"]
+    assert "NVML: no answer in 15 s" in found["worker-1"]
     assert "7 x NVIDIA B200" in found["worker-4"] and "has 8 x B200" in found["worker-4"]
     assert found["worker-9"] == "GPU 3: 2 uncorrectable ECC error(s)"
     for node, reason in found.items():
@@ -139,7 +139,7 @@ def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) 
         _until(lambda: jobs.cluster.job_field(job, "StartTime") == start)
         assert "waits in the queue until " in jobs.log(job)
         # What the message says to do starts it, when the node is well again.
-        jobs.gpus.answer("worker-5", "states", (jobs.gpus.folder / "all/states").read_text())
+        jobs.gpus.repair("worker-5")
         (jobs.folder / "runs/excluded.yaml").unlink()
         command = f"scontrol update JobId={job} StartTime=now ExcNodeList="
         assert command in jobs.log(job)
@@ -155,7 +155,7 @@ def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) 
 def test_a_job_waits_for_the_node_that_is_back_first(jobs: Jobs) -> None:
     # The second attempt gets the other bad node; then none is left.
     jobs.gpus.ecc_error("worker-11")
-    jobs.gpus.answer("worker-0", "processes", "GPU-2, 4711, python\n")
+    jobs.gpus.use_gpu("worker-0")
     job = jobs.submit("--nodes=11", "--exclude=worker-12")
     _until(lambda: len(jobs.left_out()) == 2, 90, lambda: jobs.log(job))
     first = next(one for one in read_excluded(jobs.folder / "runs") if one.node == "worker-0")

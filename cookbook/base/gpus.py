@@ -1,8 +1,4 @@
-"""The GPUs of this machine, as nvidia-smi lists them and as CUDA shows them; no torch is needed.
-
-The only module that knows nvidia-smi's query. Whoever runs it elsewhere, or has a recorded answer,
-takes `NVIDIA_SMI` and `parse_nvidia_smi`.
-"""
+"""The GPUs of this machine as NVML lists them, and those that CUDA shows; no torch is needed."""
 
 from __future__ import annotations
 
@@ -10,35 +6,13 @@ import functools
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-NVIDIA_SMI = (
-    "nvidia-smi",
-    "--query-gpu=name,compute_cap,memory.total,driver_version,uuid",
-    "--format=csv,noheader,nounits",
-)
 _DRIVER = Path("/proc/driver/nvidia/version")
-
-# How the GPUs are, a row each: one UUID, then what its reader wants to know.
-GPU_STATES = (
-    "nvidia-smi",
-    "--query-gpu=uuid,index,memory.used,ecc.errors.uncorrected.volatile.total",
-    "--format=csv,noheader,nounits",
-)
-GPU_ROWS = (
-    "nvidia-smi",
-    "--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure",
-    "--format=csv,noheader,nounits",
-)
-GPU_PROCESSES = (
-    "nvidia-smi",
-    "--query-compute-apps=gpu_uuid,pid,process_name",
-    "--format=csv,noheader,nounits",
-)
-GPU_LINKS = ("nvidia-smi", "nvlink", "--status")
 
 
 @dataclass(frozen=True)
@@ -55,54 +29,121 @@ class Gpu:
 
 @dataclass(frozen=True)
 class InstalledGpu:
-    """A GPU in a machine: its model, the driver's version, and the UUID that names this one."""
+    """A GPU in a machine and its health.
+
+    Attributes:
+        memory_used_mib: in use by anybody, without the driver's reserve.
+        processes: those that compute on it, as `4711 (python)`.
+        ecc_errors: uncorrectable ones since the driver was loaded.
+        row_pending, row_failed: a memory row waits for a reset; no spare row was left for one.
+        links: active NVLinks.
+    """
 
     model: Gpu
     driver: str
     uuid: str
+    memory_used_mib: int = 0
+    processes: tuple[str, ...] = ()
+    ecc_errors: int = 0
+    row_pending: bool = False
+    row_failed: bool = False
+    links: int = 0
 
 
-def parse_nvidia_smi(output: str) -> tuple[InstalledGpu, ...]:
-    """The GPUs in what `NVIDIA_SMI` printed; a row that names no compute capability is left out."""
-    installed = []
-    for line in output.splitlines():
-        row = [field.strip() for field in line.rsplit(",", 4)]
-        if len(row) != 5 or not _is_number(row[1]):
-            continue
-        name, capability, mib, driver, uuid = row
-        # "[N/A]" where the driver does not know, e.g. on a GPU that shares the CPU's memory.
-        gib = round(float(mib) / 1024, 1) if _is_number(mib) else 0.0
-        installed.append(InstalledGpu(Gpu(name, float(capability), gib), driver, uuid))
-    return tuple(installed)
+class NoGpusError(Exception):
+    """NVML lists no GPUs; the message says why.
+
+    Args:
+        has_driver: whether there should be some: a driver is loaded, or does not answer.
+    """
+
+    def __init__(self, reason: str, has_driver: bool) -> None:
+        self.has_driver = has_driver
+        super().__init__(reason)
 
 
-def parse_rows(output: str) -> list[tuple[str, list[str]]]:
-    """UUID and other fields of each row that one of the queries above printed."""
-    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
-    return [(row[0], row[1:]) for row in rows if row[0].startswith(("GPU-", "MIG-"))]
+def read_gpus(timeout_s: float = 20.0) -> tuple[InstalledGpu, ...]:
+    """Return all GPUs of this machine, in NVML's order.
+
+    Raises:
+        NoGpusError: there are none, the driver fails, or does not answer within `timeout_s`.
+    """
+    answer: list[tuple[InstalledGpu, ...] | NoGpusError] = []
+    # A daemon: a driver that hangs would keep any other thread, and with it the process.
+    thread = threading.Thread(target=lambda: answer.append(_ask_nvml()), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not answer:
+        raise NoGpusError(f"NVML: no answer in {timeout_s:.0f} s", has_driver=True)
+    if isinstance(answer[0], NoGpusError):
+        raise answer[0]
+    return answer[0]
 
 
-def parse_links(output: str) -> dict[str, int]:
-    """The active NVLinks of each GPU, by UUID, in what `GPU_LINKS` printed."""
-    links: dict[str, int] = {}
-    uuid = ""
-    for line in output.splitlines():
-        if named := re.match(r"GPU [0-9]+:.*\(UUID: ([^)]+)\)", line):
-            uuid = named[1]
-            links[uuid] = 0
-        elif uuid and re.match(r"\s+Link [0-9]+: [0-9.]+ [GM]B/s", line):
-            links[uuid] += 1
-    return links
+def _ask_nvml() -> tuple[InstalledGpu, ...] | NoGpusError:
+    try:
+        import pynvml as nvml
+    except ModuleNotFoundError:
+        return NoGpusError("nvidia-ml-py is not installed", has_driver=False)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        absent = (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded)
+        return NoGpusError(f"NVML: {error}", has_driver=not isinstance(error, absent))
+    try:
+        driver = nvml.nvmlSystemGetDriverVersion()
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        found = tuple(_installed(nvml, handle, driver) for handle in handles)
+    except nvml.NVMLError as error:
+        return NoGpusError(f"NVML: {error}", has_driver=True)
+    finally:
+        nvml.nvmlShutdown()
+    return found or NoGpusError("NVML lists no GPU", has_driver=True)
 
 
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
+def _installed(nvml: Any, handle: Any, driver: str) -> InstalledGpu:
+    def known(otherwise: Any, query: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the answer to a query that some cards do not support."""
+        try:
+            return query(*arguments)
+        except nvml.NVMLError:
+            return otherwise
+
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    # The second version tells the driver's reserve from memory in use.
+    memory = known(None, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+    total, used = (memory.total, memory.used) if memory else (0, 0)
+    running = [one.pid for one in known([], nvml.nvmlDeviceGetComputeRunningProcesses, handle)]
+    *_, pending, failed = known((False, False), nvml.nvmlDeviceGetRemappedRows, handle)
+    links = range(nvml.NVML_NVLINK_MAX_LINKS)
+    kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    return InstalledGpu(
+        Gpu(nvml.nvmlDeviceGetName(handle), float(f"{major}.{minor}"), round(total / 2**30, 1)),
+        driver,
+        nvml.nvmlDeviceGetUUID(handle),
+        memory_used_mib=used // 2**20,
+        processes=tuple(
+            f"{pid} ({known('?', nvml.nvmlSystemGetProcessName, pid)})" for pid in running
+        ),
+        ecc_errors=known(0, nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds),
+        row_pending=bool(pending),
+        row_failed=bool(failed),
+        links=sum(known(0, nvml.nvmlDeviceGetNvLinkState, handle, link) for link in links),
+    )
+
+
+def installed_gpus() -> tuple[InstalledGpu, ...]:
+    """Return all GPUs of this machine; none where NVML lists none."""
+    try:
+        return read_gpus()
+    except NoGpusError:
+        return ()
 
 
 def select_visible(
     installed: Sequence[InstalledGpu], chosen: str | None
 ) -> tuple[InstalledGpu, ...]:
-    """Those of `installed` that CUDA shows, in its order, where CUDA_VISIBLE_DEVICES is `chosen`.
+    """Return those of `installed` that CUDA shows, in its order, for a CUDA_VISIBLE_DEVICES.
 
     All where it is unset (None). Else it lists indices or beginnings of UUIDs, whichever comes
     first; an entry that names no GPU or several ends the list, and a GPU that is named twice
@@ -136,26 +177,15 @@ def _by_index(installed: Sequence[InstalledGpu], entry: str) -> int | None:
     return index if 0 <= index < len(installed) else None
 
 
-def installed_gpus() -> tuple[InstalledGpu, ...]:
-    """The GPUs that nvidia-smi lists; none where it is missing or does not work."""
-    if shutil.which(NVIDIA_SMI[0]) is None:
-        return ()
-    try:
-        answer = subprocess.run(NVIDIA_SMI, capture_output=True, timeout=20, check=True)
-    except (subprocess.SubprocessError, OSError):
-        return ()
-    return parse_nvidia_smi(answer.stdout.decode("utf-8", "replace"))
-
-
 @functools.cache
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The models of the GPUs that a program started here finds, in CUDA's order."""
+    """Return the models of the GPUs that a program started here finds, in CUDA's order."""
     visible = select_visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     return tuple(gpu.model for gpu in visible)
 
 
 def driver_version() -> str | None:
-    """The version of the loaded NVIDIA driver; None where there is none. Costs no process."""
+    """Return the loaded NVIDIA driver's version, from the kernel; None where there is none."""
     try:
         found = re.search(r"Kernel Module(?: for \S+)?\s+([0-9][0-9.]*)", _DRIVER.read_text())
     except OSError:
@@ -164,12 +194,12 @@ def driver_version() -> str | None:
 
 
 def has_slurm() -> bool:
-    """Whether jobs can be handed to Slurm from here."""
+    """Return whether jobs can be handed to Slurm from here."""
     return shutil.which("sbatch") is not None
 
 
-# Dense, in TFLOP/s, by bits of an input's element; the 16-bit ones are TorchTitan 0.2.2's. Of the
-# names that are found in a GPU's, the first counts.
+# Dense, in TFLOP/s, by bits of an input's element; the 16-bit ones are TorchTitan 0.2.2's. The
+# first entry counts that is part of a GPU's name.
 _PEAKS: tuple[tuple[str, dict[int, float]], ...] = (
     ("GB200", {16: 2500.0, 8: 5000.0}),
     ("B200", {16: 2250.0, 8: 4500.0}),
@@ -182,8 +212,5 @@ _PEAKS: tuple[tuple[str, dict[int, float]], ...] = (
 
 
 def peak_tflops(name: str, bits: int) -> float | None:
-    """The most TFLOP/s of a matrix product on the GPU called `name`; None where not known here."""
-    for model, peaks in _PEAKS:
-        if model in name:
-            return peaks.get(bits)
-    return None
+    """Return the peak of a matrix product on the GPU called `name`; None where not known here."""
+    return next((peaks.get(bits) for model, peaks in _PEAKS if model in name), None)

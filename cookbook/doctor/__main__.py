@@ -10,16 +10,17 @@ Needs no package, so that it also answers where nothing is installed yet; only `
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cookbook.base.errors import named_at, run_command
+from cookbook.doctor.check import Surroundings
 from cookbook.doctor.checks import diagnose, is_ready, render_findings
-from cookbook.doctor.surroundings import Surroundings
 from cookbook.install.packages import explain_missing
 
 if TYPE_CHECKING:
@@ -47,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="where --numerics writes its proofs as JSON")
     parsed = parser.parse_args(arguments)
-    cluster = _load_cluster(parsed.cluster) if parsed.cluster else None
+    cluster: Cluster | None = None
+    if parsed.cluster:
+        with named_at("--cluster"):
+            cluster = _import("cookbook.config.cluster").load_cluster(parsed.cluster)
     if parsed.numerics:
-        return _prove(cluster, parsed.output)
+        return int(_import("cookbook.doctor.numerics").prove(cluster, parsed.output))
     local = parsed.local or (cluster is not None and cluster.scheduler == "local")
     findings = diagnose(Surroundings(cluster, local, parsed.partition))
     if parsed.json:
@@ -59,25 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if is_ready(findings) else 1
 
 
-def _prove(cluster: Cluster | None, output: Path | None) -> int:
+def _import(module: str) -> Any:
+    """Import a module of the cookbook that needs packages, which may not be installed yet."""
     try:
-        # Only here: laying out cells needs PyYAML.
-        from cookbook.doctor.numerics import prove_here, prove_on
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise explain_missing(error) from None
-    if cluster is None or cluster.scheduler == "local":
-        return prove_here(output)
-    return prove_on(cluster, output)
-
-
-def _load_cluster(name: str) -> Cluster:
-    try:
-        # Only here: reading a profile needs PyYAML.
-        from cookbook.config.cluster import load_cluster
-    except ModuleNotFoundError as error:
-        raise explain_missing(error) from None
-    with named_at("--cluster"):
-        return load_cluster(name)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,157 @@
-"""What a check of the doctor is, and what it says."""
+"""What a check of the doctor is, and the machine that it looks at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from cookbook.doctor.surroundings import Surroundings
+from cookbook.base.gpus import InstalledGpu, NoGpusError, read_gpus, select_visible
+from cookbook.base.paths import ROOT
+
+if TYPE_CHECKING:
+    from cookbook.config.cluster import Cluster
+
+# A controller that does not answer must not hold up the other checks for minutes.
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A command's answer; `status` is None where it is not installed or did not answer in time."""
+
+    status: int | None
+    output: str = ""
+    error: str = ""
+
+
+def ask(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
+    """Run `command` here, for `timeout_s` seconds at most."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return Answer(None, error=f"{command[0]}: no answer in {timeout_s:.0f} s")
+    except OSError as error:
+        return Answer(None, error=str(error))
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The machine as the checks see it; tests put stand-ins for each part.
+
+    Args:
+        cluster: the profile to check for; None for none in particular.
+        local: leave out what only runs on a cluster need.
+        partition: the Slurm partition to check, if not the profile's or Slurm's default one.
+        repository: the checkout that is diagnosed.
+        root: where /proc, /sys and /etc are.
+        site: where Python packages are looked for.
+        read_gpus: lists the machine's GPUs, or raises NoGpusError.
+        run: answers a command; `which` finds an installed one.
+        job_folder: what a job on this node writes to; None outside a job.
+        deepep_between_nodes: the job sends tokens to other nodes by DeepEP.
+    """
+
+    cluster: Cluster | None = None
+    local: bool = False
+    partition: str | None = None
+    repository: Path = ROOT
+    root: Path = Path("/")
+    site: Sequence[str] = field(default_factory=lambda: tuple(sys.path))
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    read_gpus: Callable[[], tuple[InstalledGpu, ...]] = read_gpus
+    run: Callable[[Sequence[str]], Answer] = ask
+    which: Callable[[str], str | None] = shutil.which
+    job_folder: Path | None = None
+    deepep_between_nodes: bool = False
+    _answers: dict[Sequence[str], Answer] = field(default_factory=dict, init=False)
+
+    def answer(self, command: Sequence[str]) -> Answer:
+        """Return the answer to a command, which is run once."""
+        if command not in self._answers:
+            self._answers[command] = self.run(command)
+        return self._answers[command]
+
+    def path(self, absolute: str) -> Path:
+        return self.root / absolute.lstrip("/")
+
+    def text(self, absolute: str) -> str:
+        """Return the content of a file; empty where it cannot be read."""
+        try:
+            return self.path(absolute).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    @functools.cached_property
+    def _gpus(self) -> tuple[tuple[InstalledGpu, ...], NoGpusError | None]:
+        try:
+            return self.read_gpus(), None
+        except NoGpusError as error:
+            return (), error
+
+    @property
+    def installed_gpus(self) -> tuple[InstalledGpu, ...]:
+        """All GPUs of this machine."""
+        return self._gpus[0]
+
+    @property
+    def why_no_gpus(self) -> NoGpusError | None:
+        return self._gpus[1]
+
+    @functools.cached_property
+    def gpus(self) -> tuple[InstalledGpu, ...]:
+        """The GPUs that a run started here gets."""
+        return select_visible(self.installed_gpus, self.environment.get("CUDA_VISIBLE_DEVICES"))
+
+    @property
+    def runs(self) -> Path:
+        """Where runs go."""
+        return self.repository / (self.environment.get("COOKBOOK_RUNS") or "runs")
+
+    @property
+    def has_slurm(self) -> bool:
+        return self.which("sbatch") is not None
+
+    @property
+    def sends_jobs(self) -> bool:
+        """Whether runs go to other machines."""
+        return self.cluster.scheduler == "slurm" if self.cluster else self.has_slurm
+
+    @property
+    def is_in_job(self) -> bool:
+        """Whether a job is about to train here."""
+        return self.job_folder is not None
+
+    @property
+    def is_login_node(self) -> bool:
+        """Whether runs go to other machines and this one has no GPU driver in its kernel."""
+        has_driver = self.path("/proc/driver/nvidia").exists()
+        return self.sends_jobs and not self.is_in_job and not has_driver
+
+    @property
+    def trains_for_real(self) -> bool:
+        """Whether large recipes run from here: on GPUs of this machine or on a cluster."""
+        return not self.local and (bool(self.gpus) or self.sends_jobs)
+
 
 State = Literal["ok", "warning", "problem", "not here"]
+# State, what was found, and the remedy where it is not ok; None for no line at all.
+Verdict = tuple[State, str] | tuple[State, str, str] | None
 
 
 @dataclass(frozen=True)
@@ -31,22 +174,18 @@ class Check:
             for so long. None where jobs do not ask.
     """
 
-    look: Callable[[Surroundings], Finding | list[Finding]]
+    name: str
+    look: Callable[[Surroundings], Verdict]
     is_for_local: bool
     node_hours: float | None = None
 
-    def findings(self, here: Surroundings) -> list[Finding]:
-        found = self.look(here)
-        return found if isinstance(found, list) else [found]
+    def finding(self, here: Surroundings) -> Finding | None:
+        verdict = self.look(here)
+        return Finding(self.name, *verdict) if verdict else None
 
 
 def check(
-    *, local: bool, node_hours: float | None = None
-) -> Callable[[Callable[[Surroundings], Finding | list[Finding]]], Check]:
-    """Make a function a check. Defined in a topic of `diagnosis.TOPICS`, it is part of the doctor.
-
-    Args:
-        local: whether it is also for those who only run on this machine.
-        node_hours: as in `Check`.
-    """
-    return lambda look: Check(look, local, node_hours)
+    name: str, *, local: bool = False, node_hours: float | None = None
+) -> Callable[[Callable[[Surroundings], Verdict]], Check]:
+    """Make a function a check. Defined in a topic of `checks.TOPICS`, it is part of the doctor."""
+    return lambda look: Check(name, look, local, node_hours)

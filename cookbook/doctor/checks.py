@@ -4,53 +4,51 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cookbook.base.tables import text_table
-from cookbook.doctor import assets, gpu_health, machine, slurm, software
-from cookbook.doctor.check import Check, Finding
-from cookbook.doctor.surroundings import Surroundings
+from cookbook.doctor import machine, slurm, software
+from cookbook.doctor.check import Check, Finding, Surroundings
 
 # A check is added in the module of its topic; within a module they run in the order of definition.
-TOPICS = (software, machine, gpu_health, assets, slurm)
+TOPICS = (software, machine, slurm)
 
 _WIDTH = 100
 _COLOURS = {"ok": "32", "warning": "33", "problem": "31", "not here": "2"}
 
 
+def _checks() -> Iterator[Check]:
+    for topic in TOPICS:
+        yield from (one for one in vars(topic).values() if isinstance(one, Check))
+
+
 def diagnose(here: Surroundings) -> list[Finding]:
-    """The findings of every check, in reading order."""
-    checks = [one for topic in TOPICS for one in vars(topic).values() if isinstance(one, Check)]
-    return [
-        finding
-        for one in checks
-        if one.is_for_local or not here.local
-        for finding in one.findings(here)
-    ]
+    """Return the findings of every check, in reading order."""
+    looked = [one.finding(here) for one in _checks() if one.is_for_local or not here.local]
+    return [finding for finding in looked if finding]
 
 
 def node_problems(here: Surroundings) -> dict[str, tuple[str, float]]:
-    """Why a job cannot train on this node, by check: what is wrong, and the hours to leave it out.
+    """Return why a job cannot train on this node: by check, the reason and the hours to exclude it.
 
-    Warnings are none.
+    Warnings do not count.
     """
     problems = {}
-    for topic in TOPICS:
-        for one in vars(topic).values():
-            if isinstance(one, Check) and one.node_hours is not None:
-                for finding in one.findings(here):
-                    if finding.state == "problem":
-                        problems[finding.name] = (finding.found, one.node_hours)
+    for one in _checks():
+        if one.node_hours is not None:
+            finding = one.finding(here)
+            if finding and finding.state == "problem":
+                problems[one.name] = (finding.found, one.node_hours)
     return problems
 
 
 def is_ready(findings: Sequence[Finding]) -> bool:
-    """Whether nothing stands in the way; warnings do not."""
+    """Return whether nothing stands in the way; warnings do not."""
     return all(finding.state != "problem" for finding in findings)
 
 
 def render_findings(findings: Sequence[Finding], colour: bool = False) -> str:
-    """A line for each finding, its remedy below it, and the counts at the end."""
+    """Return a line for each finding, its remedy below it, and the counts at the end."""
     rows = []
     for finding in findings:
         state: str = finding.state

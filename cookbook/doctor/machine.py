@@ -1,4 +1,7 @@
-"""The doctor's checks of the machine: GPUs, driver options, limits, network and disk."""
+"""The doctor's checks of the machine: its GPUs and their health, driver options, network, disk.
+
+Nearly all are asked of a job's nodes too, before each attempt.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from cookbook.base.gpus import NVIDIA_SMI, Gpu
-from cookbook.doctor.check import Finding, check
-from cookbook.doctor.surroundings import Surroundings
+from cookbook.base.gpus import Gpu, InstalledGpu
+from cookbook.doctor.check import State, Surroundings, Verdict, check
 from cookbook.install.deepep import torch_cuda
 
 GIB = 1024**3
@@ -20,15 +22,15 @@ OLDEST_DRIVER = {"12": 525, "13": 580}
 OLDEST_BLACKWELL_DRIVER = 570
 
 
-@check(local=True, node_hours=24)
-def gpus(here: Surroundings) -> Finding:
+@check("gpus", local=True, node_hours=24)
+def gpus(here: Surroundings) -> Verdict:
     if not here.installed_gpus:
         return _without_gpus(here)
     if not here.gpus:
         chosen = here.environment["CUDA_VISIBLE_DEVICES"]
         hidden = f"CUDA_VISIBLE_DEVICES={chosen!r} hides all {len(here.installed_gpus)}"
         remedy = "unset it, or name GPUs that nvidia-smi -L lists"
-        return Finding("gpus", "warning", f"{hidden}: runs on this machine use the CPU", remedy)
+        return "warning", f"{hidden}: runs on this machine use the CPU", remedy
     models = [gpu.model for gpu in here.gpus]
     kinds = Counter(models)
     found = ", ".join(f"{count} x {_described(model)}" for model, count in kinds.items())
@@ -42,41 +44,37 @@ def gpus(here: Surroundings) -> Finding:
         oldest = max(oldest, OLDEST_BLACKWELL_DRIVER)
     branch = re.match("[0-9]+", driver)
     if branch and int(branch[0]) < oldest:
-        return Finding("gpus", "problem", found, f"this stack needs driver {oldest} or later")
+        return "problem", found, f"this stack needs driver {oldest} or later"
     if here.sends_jobs and not _fits_profile(here, models):
         assert here.cluster is not None
-        return Finding(
-            "gpus",
+        return (
             "problem" if here.is_in_job else "warning",
             f"{found}; {_promised(here)}",
             f"run this on a node of {here.cluster.name}, or correct its `gpu` and `gpus_per_node`",
         )
     if len(kinds) > 1:
-        return Finding("gpus", "warning", found, "ranks on unlike GPUs wait for the slowest")
+        return "warning", found, "ranks on unlike GPUs wait for the slowest"
     if least < 9:
-        return Finding("gpus", "warning", found, "DeepEP and float8 need Hopper or later")
-    return Finding("gpus", "ok", f"{found}: {_ability(models[0])}")
+        return "warning", found, "DeepEP and float8 need Hopper or later"
+    return "ok", f"{found}: {_ability(models[0])}"
 
 
-def _without_gpus(here: Surroundings) -> Finding:
-    answer = here.answer(NVIDIA_SMI)
+def _without_gpus(here: Surroundings) -> Verdict:
+    reason = here.why_no_gpus
     if here.is_login_node:
         counts = _promised(here) or "the compute nodes' GPUs count"
-        return Finding("gpus", "not here", f"none on this node, as on a login node; {counts}")
+        return "not here", f"none on this node, as on a login node; {counts}"
     if here.cluster and here.cluster.gpu:
-        words = (answer.error or answer.output).strip().splitlines()
-        said = f"none on this node{f' ({words[0]})' if words else ''}; {_promised(here)}"
-    elif answer.status is None and not answer.error:
-        return Finding("gpus", "not here", "no nvidia-smi: this machine trains on its CPU")
+        found = f"none on this node ({reason}); {_promised(here)}"
+    elif reason and not reason.has_driver:
+        return "not here", f"{reason}: this machine trains on its CPU"
     else:
-        lines = (answer.error or answer.output).strip().splitlines()
-        said = f"nvidia-smi shows none: {lines[0] if lines else 'no row'}"
-    remedy = "check the driver, or CUDA's devices in this container"
-    return Finding("gpus", "problem", said, remedy)
+        found = str(reason)
+    return "problem", found, "check the driver, or CUDA's devices in this container"
 
 
 def _promised(here: Surroundings) -> str:
-    """What the cluster profile says of its nodes' GPUs; empty without a profile."""
+    """Return the cluster profile's words on its nodes' GPUs; empty without a profile."""
     cluster = here.cluster
     if cluster is None:
         return ""
@@ -114,24 +112,132 @@ def _ability(gpu: Gpu) -> str:
     return "float8; MXFP8 only emulated"
 
 
-@check(local=False, node_hours=24)
-def ibgda(here: Surroundings) -> Finding:
+# An idle B200 or H200 has less than 1 GiB in use.
+_IDLE_MIB = 2048
+# Errors of the hardware, by NVIDIA's catalogue. Left out are those that a program causes (13, 31,
+# 43, 45) and those that were corrected (63, 92).
+_HARDWARE_XIDS = {
+    48: "uncorrectable memory error",
+    64: "a memory row could not be remapped",
+    74: "NVLink error",
+    79: "fell off the bus",
+    94: "memory error in one program",
+    95: "uncontained memory error",
+    119: "its firmware (GSP) does not answer",
+    120: "its firmware (GSP) failed",
+    140: "unrecovered memory error",
+    149: "NVLink error",
+}
+_XID_S = 24 * 3600
+KERNEL_LOG = ("dmesg",)
+DCGM_HEALTH = ("dcgmi", "health", "--check")
+
+
+def _faults(here: Surroundings, fault: Callable[[InstalledGpu], str]) -> str:
+    """Return the faults of the GPUs that count here, each with its GPU's number."""
+    number = here.installed_gpus.index
+    found = [(number(gpu), words) for gpu in here.gpus if (words := fault(gpu))]
+    return "; ".join(f"GPU {index}: {words}" for index, words in found)
+
+
+@check("idle", node_hours=1)
+def idle(here: Surroundings) -> Verdict:
+    def use(gpu: InstalledGpu) -> str:
+        if gpu.processes:
+            return f"process {gpu.processes[-1]} uses it"
+        gib = gpu.memory_used_mib / 1024
+        return f"{gib:.0f} GiB in use" if gpu.memory_used_mib > _IDLE_MIB else ""
+
+    if not here.gpus:
+        return None
+    if found := _faults(here, use):
+        # Outside a job somebody may well be using them.
+        return "problem" if here.is_in_job else "warning", found, "end what is left over there"
+    return "ok", "no GPU is in use"
+
+
+@check("gpu memory", node_hours=24)
+def gpu_memory(here: Surroundings) -> Verdict:
+    def errors(gpu: InstalledGpu) -> str:
+        count = gpu.ecc_errors
+        words = [f"{count} uncorrectable ECC error(s)"] if count else []
+        if gpu.row_failed:
+            words.append("no spare memory row is left")
+        elif gpu.row_pending:
+            words.append("a memory row waits for a reset of the GPU")
+        return ", ".join(words)
+
+    if not here.gpus:
+        return None
+    if found := _faults(here, errors):
+        return "problem", found, "reset the GPU, or replace it"
+    return "ok", "no uncorrectable error since the driver was loaded"
+
+
+@check("xid", node_hours=24)
+def xid(here: Surroundings) -> Verdict:
+    """The driver's errors of the last day in the kernel's log, where one may read it."""
+    if not here.gpus:
+        return None
+    log, uptime = here.answer(KERNEL_LOG), here.text("/proc/uptime").split()
+    if log.status != 0 or not uptime:
+        return "not here", "the kernel's log cannot be read here"
+    found = {}
+    for seconds, bus, number in re.findall(
+        r"^\[\s*([0-9.]+)\] NVRM: Xid \(PCI:([^)]+)\): ([0-9]+)", log.output, re.MULTILINE
+    ):
+        error = _HARDWARE_XIDS.get(int(number))
+        if error and float(uptime[0]) - float(seconds) < _XID_S:
+            found[bus, number] = f"GPU at {bus}: XID {number}, {error}"
+    if found:
+        return "problem", "; ".join(found.values()), "reset or replace the GPU"
+    return "ok", "no hardware error of a GPU in the last day"
+
+
+@check("nvlink", node_hours=24)
+def nvlink(here: Surroundings) -> Verdict:
+    """A GPU with fewer active links than its neighbours; cards without NVLink have none."""
+    most = max((gpu.links for gpu in here.gpus), default=0)
+    if len(here.gpus) < 2 or not most:
+        return None
+    few = _faults(here, lambda gpu: f"{gpu.links} of {most} links up" if gpu.links < most else "")
+    if few:
+        return "problem", few, "restart the fabric manager, or have it repaired"
+    return "ok", f"{most} links up on each of {len(here.gpus)} GPUs"
+
+
+@check("dcgm", node_hours=24)
+def dcgm(here: Surroundings) -> Verdict:
+    """The verdict of NVIDIA's own watch over the GPUs, where it runs and was started to watch."""
+    if not here.gpus:
+        return None
+    output = here.answer(DCGM_HEALTH).output
+    overall = re.search(r"Overall Health[\s|:]+(\w+)", output)
+    if overall is None:
+        return None
+    if overall[1] == "Healthy":
+        return "ok", "dcgmi health: healthy"
+    words = " ".join(re.sub(r"[|+=-]+", " ", output.partition(overall[0])[2]).split())
+    state: State = "warning" if overall[1].startswith("Warn") else "problem"
+    return state, f"{overall[1]}: {words[:200]}", "dcgmi diag -r 2 says more"
+
+
+@check("ibgda", node_hours=24)
+def ibgda(here: Surroundings) -> Verdict:
     """DeepEP between nodes: the GPU rings the network card's doorbell itself."""
     if not here.installed_gpus:
-        found = "no GPU driver here; the compute nodes' options count"
-        return Finding("ibgda", "not here", found)
-    parameters = here.text("/proc/driver/nvidia/params") or ""
+        return "not here", "no GPU driver here; the compute nodes' options count"
+    parameters = here.text("/proc/driver/nvidia/params")
     missing = []
     if not re.search(r"^EnableStreamMemOPs:\s*1\b", parameters, re.MULTILINE):
         missing.append("NVreg_EnableStreamMemOPs=1")
     if not re.search(r"\bPeerMappingOverride=1\b", parameters):
         missing.append('NVreg_RegistryDwords="PeerMappingOverride=1;"')
     if not missing:
-        return Finding("ibgda", "ok", "driver options EnableStreamMemOPs and PeerMappingOverride")
+        return "ok", "driver options EnableStreamMemOPs and PeerMappingOverride"
     if here.path("/dev/gdrdrv").exists() or here.path("/sys/module/gdrdrv").exists():
-        return Finding("ibgda", "ok", "through GDRCopy (gdrdrv is loaded)")
-    return Finding(
-        "ibgda",
+        return "ok", "through GDRCopy (gdrdrv is loaded)"
+    return (
         "problem" if here.deepep_between_nodes else "warning",
         "neither the driver's options nor GDRCopy: DeepEP stays within a node",
         f"set in /etc/modprobe.d and reload the driver: options nvidia {' '.join(missing)}; "
@@ -139,37 +245,33 @@ def ibgda(here: Surroundings) -> Finding:
     )
 
 
-@check(local=False, node_hours=24)
-def memlock(here: Surroundings) -> Finding:
-    match = re.search(r"^Max locked memory\s+(\S+)", here.text("/proc/self/limits") or "", re.M)
+@check("memlock", node_hours=24)
+def memlock(here: Surroundings) -> Verdict:
+    match = re.search(r"^Max locked memory\s+(\S+)", here.text("/proc/self/limits"), re.MULTILINE)
     if match is None:
-        return Finding("memlock", "not here", "this system does not say")
+        return "not here", "this system does not say"
     if match[1] == "unlimited":
-        return Finding("memlock", "ok", "unlimited")
+        return "ok", "unlimited"
     mib = int(match[1]) / 1024**2
     if not here.installed_gpus:
-        found = f"{mib:.0f} MiB here; the compute nodes' limit counts"
-        return Finding("memlock", "not here", found)
-    return Finding(
-        "memlock",
-        "warning" if not _devices(here) else "problem",
+        return "not here", f"{mib:.0f} MiB here; the compute nodes' limit counts"
+    return (
+        "problem" if _devices(here) else "warning",
         f"{mib:.0f} MiB: too little to register GPU buffers with the network",
         "ulimit -l unlimited, in slurmd's unit or /etc/security/limits.conf",
     )
 
 
 def _devices(here: Surroundings) -> dict[str, str]:
-    """InfiniBand or RoCE devices and the state of their first port, e.g. mlx5_4: ACTIVE."""
-    devices = {}
+    """Return InfiniBand or RoCE devices and the state of their first port, e.g. mlx5_4: ACTIVE."""
     folder = here.path("/sys/class/infiniband")
-    for device in sorted(folder.iterdir()) if folder.is_dir() else ():
-        state = here.text(f"/sys/class/infiniband/{device.name}/ports/1/state") or "?"
-        devices[device.name] = state.rpartition(":")[2].strip()
-    return devices
+    names = sorted(device.name for device in folder.iterdir()) if folder.is_dir() else []
+    states = {name: here.text(f"/sys/class/infiniband/{name}/ports/1/state") for name in names}
+    return {name: state.rpartition(":")[2].strip() for name, state in states.items()}
 
 
-@check(local=False, node_hours=24)
-def network(here: Surroundings) -> Finding:
+@check("network", node_hours=24)
+def network(here: Surroundings) -> Verdict:
     devices = _devices(here)
     chosen = here.environment.get("NCCL_IB_HCA", "")
     place = "NCCL_IB_HCA"
@@ -178,59 +280,49 @@ def network(here: Surroundings) -> Finding:
         chosen, place = (match[1] if match else ""), NETWORK_FILE
     if not devices:
         found = f"no RDMA device here; {place} names {chosen}" if chosen else "no RDMA device here"
-        return Finding("network", "not here", f"{found}; one node, or TCP between nodes")
+        return "not here", f"{found}; one node, or TCP between nodes"
     if not chosen:
-        return Finding(
-            "network",
+        return (
             "warning",
             f"{len(devices)} devices and no NCCL_IB_HCA: NCCL may take a virtual one",
             "name the devices that belong to the GPUs, e.g. NCCL_IB_HCA=mlx5_4:1,mlx5_5:1",
         )
-    named = [name.split(":")[0] for name in chosen.lstrip("=").split(",") if name]
     if chosen.startswith("^"):
-        return Finding("network", "ok", f"{place}: all but {chosen[1:]}")
+        return "ok", f"{place}: all but {chosen[1:]}"
+    named = [name.split(":")[0] for name in chosen.lstrip("=").split(",") if name]
     # NCCL takes a name as a prefix unless the list begins with "=".
     unknown = [name for name in named if not any(device.startswith(name) for device in devices)]
     if unknown:
-        return Finding(
-            "network",
-            "problem",
-            f"{place} names {', '.join(unknown)}; here are {', '.join(devices)}",
-            "name devices of this node",
-        )
+        found = f"{place} names {', '.join(unknown)}; here are {', '.join(devices)}"
+        return "problem", found, "name devices of this node"
     down = [name for name in named if devices.get(name, "ACTIVE") != "ACTIVE"]
     if down:
-        return Finding(
-            "network",
-            "problem",
-            f"{', '.join(f'{name} is {devices[name]}' for name in down)}",
-            "have the link repaired, or leave this node out with the profile's `exclude`",
-        )
-    return Finding("network", "ok", f"{len(named)} devices, active ({place}={chosen})")
+        found = ", ".join(f"{name} is {devices[name]}" for name in down)
+        remedy = "have the link repaired, or leave this node out with the profile's `exclude`"
+        return "problem", found, remedy
+    return "ok", f"{len(named)} devices, active ({place}={chosen})"
 
 
-@check(local=True, node_hours=1)
-def disk(here: Surroundings) -> Finding:
-    folder = here.job_folder or here.repository
+@check("disk", local=True, node_hours=1)
+def disk(here: Surroundings) -> Verdict:
+    folder = here.job_folder or here.runs
+    if not here.is_in_job:
+        # Of runs that are not there yet, the folder that they will be made in.
+        folder = next(one for one in (folder, *folder.parents) if one.exists())
     try:
         free = shutil.disk_usage(folder).free / GIB
     except OSError as error:
-        return Finding("disk", "problem", f"{folder}: {error.strerror}", "mount it on this node")
-    found = f"{free:.0f} GiB free where runs/ and checkpoints go"
+        return "problem", f"{folder}: {error.strerror}", "mount it on this node"
+    found = f"{free:.0f} GiB free in {folder}, where runs and checkpoints go"
     if free < 2:
-        return Finding("disk", "problem", found, "free some: logs alone may fill it")
+        return "problem", found, "free some: logs alone may fill it"
     if free < 50 and here.trains_for_real:
-        return Finding(
-            "disk",
-            "warning",
-            found,
-            "a checkpoint of the 16B takes about 175 GiB, of the 671B 9.5 TiB",
-        )
-    return Finding("disk", "ok", found)
+        return "warning", found, "a checkpoint of the 16B takes about 175 GiB, of the 671B 9.5 TiB"
+    return "ok", found
 
 
-@check(local=True, node_hours=1)
-def scratch(here: Surroundings) -> Finding:
+@check("scratch", local=True, node_hours=1)
+def scratch(here: Surroundings) -> Verdict:
     """Where compilers and worker processes put small files, each in this node's own memory or disk.
 
     NCCL takes a segment of /dev/shm for each pair of ranks; containers often have 64 MiB of it.
@@ -240,37 +332,37 @@ def scratch(here: Surroundings) -> Finding:
         try:
             free = shutil.disk_usage(here.path(folder)).free / GIB
         except OSError as error:
-            return Finding("scratch", "problem", f"{folder}: {error.strerror}", "create it")
+            return "problem", f"{folder}: {error.strerror}", "create it"
         if free < 1:
-            said = f"{folder}: {free:.1f} GiB free"
-            return Finding("scratch", "problem", said, "free some, or give the container more")
+            remedy = "free some, or give the container more"
+            return "problem", f"{folder}: {free:.1f} GiB free", remedy
         found.append(f"{free:.0f} GiB in {folder}")
-    return Finding("scratch", "ok", f"{' and '.join(found)}")
+    return "ok", " and ".join(found)
 
 
-@check(local=False, node_hours=1)
-def memory(here: Surroundings) -> Finding:
-    text = here.text("/proc/meminfo") or ""
+@check("memory", node_hours=1)
+def memory(here: Surroundings) -> Verdict:
+    text = here.text("/proc/meminfo")
     sizes = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", text, re.MULTILINE))
     if len(sizes) < 2:
-        return Finding("memory", "not here", "this system does not say")
+        return "not here", "this system does not say"
     total, free = (int(sizes[name]) / 1024**2 for name in ("MemTotal", "MemAvailable"))
     found = f"{free:.0f} of {total:.0f} GiB free"
     if free < 0.05 * total:
         remedy = "end what is left over there, or delete its files in /dev/shm and /tmp"
-        return Finding("memory", "problem", found, remedy)
-    return Finding("memory", "ok", found)
+        return "problem", found, remedy
+    return "ok", found
 
 
-@check(local=False, node_hours=1)
-def job_folder(here: Surroundings) -> list[Finding]:
+@check("job folder", node_hours=1)
+def job_folder(here: Surroundings) -> Verdict:
     """Whether the run's folder is there on this node and can be written."""
     if here.job_folder is None:
-        return []
+        return None
     try:
         with tempfile.TemporaryFile(dir=here.job_folder) as file:
             file.write(b"1")
     except OSError as error:
-        said = f"cannot write to {here.job_folder}: {error.strerror}"
-        return [Finding("job folder", "problem", said, "mount the shared file system there")]
-    return [Finding("job folder", "ok", str(here.job_folder))]
+        found = f"cannot write to {here.job_folder}: {error.strerror}"
+        return "problem", found, "mount the shared file system there"
+    return "ok", str(here.job_folder)

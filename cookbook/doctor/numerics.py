@@ -25,13 +25,13 @@ from cookbook.base.gpus import visible_gpus
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import ATTENTION, Cell, train_argv
 from cookbook.config.cluster import Cluster
-from cookbook.config.finding import Finding
 from cookbook.config.names import names_in
 from cookbook.config.options import DEGREES
 from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
 from cookbook.config.validate.here import missing_here
+from cookbook.observe.failure import find_reason
 
 # Two ranks on a CPU, so that tokens are sent.
 _CPU_RANKS = 2
@@ -46,12 +46,21 @@ class Candidate:
     left_out: str | None
 
 
-def prove_here(output: Path | None) -> int:
-    """Prove what can run on this machine; 0 where no kernel is wrong.
+def prove(cluster: Cluster | None, output: Path | None) -> int:
+    """Prove the kernels of this machine, or as a job those of a cluster's node.
 
     Args:
         output: where the proofs are written as JSON, besides the lines that are printed.
+
+    Returns:
+        The exit status: 0 where no kernel is wrong.
     """
+    if cluster is None or cluster.scheduler == "local":
+        return _prove_here(output)
+    return _prove_on(cluster, output)
+
+
+def _prove_here(output: Path | None) -> int:
     gpus = visible_gpus()
     ranks = len(gpus) or _CPU_RANKS
     chosen = candidates(this_machine(ranks, gpus[0] if gpus else None))
@@ -59,31 +68,37 @@ def prove_here(output: Path | None) -> int:
         if one.left_out:
             print(f"not here  {one.cell.name}: {one.left_out}")
     print(flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        cells = Path(folder, "cells.json")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        cells = folder / "cells.json"
         proved = [(one.cell.name, train_argv(one.cell)) for one in chosen if not one.left_out]
         cells.write_text(json.dumps(proved), encoding="utf-8")
-        written = output or Path(folder, "proofs.json")
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={ranks}", "--redirects=1:3" if ranks > 1 else "--redirects=0"),
-                *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.prove_cells"),
-                *(str(cells), "-o", str(written)),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
+        written = output or folder / "proofs.json"
+        # Rank 0 prints the verdicts; all else is read where the ranks end early.
+        redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(ranks))
+        with (folder / "train.log").open("wb") as log:
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                    *(f"--nproc-per-node={ranks}", f"--redirects={redirects}"),
+                    *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.self_check"),
+                    *(str(cells), "-o", str(written)),
+                ],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"},
+                stderr=log,
+                check=False,
+            )
         if not written.exists():
-            print("\nnot proved: the ranks ended before they could say anything")
+            reason = find_reason(folder) or f"torchrun ended with status {done.returncode}"
+            print(f"\nnot proved: {reason}")
             return 1
         print(f"\n{_verdict(json.loads(written.read_text(encoding='utf-8')))}")
         return 1 if done.returncode else 0
 
 
-def prove_on(cluster: Cluster, output: Path | None) -> int:
-    """The same on a node of `cluster`, as a job that is waited for."""
+def _prove_on(cluster: Cluster, output: Path | None) -> int:
+    """Prove the same on a node of `cluster`, as a job that is waited for."""
     if shutil.which("srun") is None:
         raise InputError(
             f"--cluster {cluster.name}",
@@ -106,22 +121,18 @@ def prove_on(cluster: Cluster, output: Path | None) -> int:
 
 
 def candidates(machine: Cluster) -> list[Candidate]:
-    """Every precision and every EP backend on `machine`, TP and FlashAttention-4 besides."""
+    """Return cells of every precision and EP backend on `machine`, TP and FlashAttention-4."""
     found = []
     for precision, ep_backend, options in _choices(machine):
         cell = _laid_out(machine, precision, ep_backend, options)
+        # Kernels need neither a run's files nor ranks to shard parameters over.
         problems = [
             finding
             for finding in [*validation_errors(cell), *missing_here(cell, is_submitted=True)]
-            if not _is_of_training(finding)
+            if finding.rule != "files" and finding.option != DEGREES["dp_shard"]
         ]
         found.append(Candidate(cell, problems[0].reason if problems else None))
     return found
-
-
-def _is_of_training(finding: Finding) -> bool:
-    """Whether kernels do without it: a run's files, and ranks to shard parameters over."""
-    return finding.rule == "files" or finding.option == DEGREES["dp_shard"]
 
 
 def _choices(machine: Cluster) -> Iterator[tuple[str, str, dict[str, Any]]]:

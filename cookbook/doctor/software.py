@@ -1,9 +1,11 @@
-"""The doctor's checks of the software: Python, pins, bytecode, compiler, kernels, W&B."""
+"""The doctor's checks of the software: Python, pins, compiled packages, tokenizers, data, W&B."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
+import pwd
 import re
 import shlex
 import sys
@@ -11,189 +13,212 @@ import sysconfig
 from pathlib import Path
 
 from cookbook.config.stack import read_pins, stack_name
-from cookbook.doctor.check import Finding, check
+from cookbook.doctor.check import State, Surroundings, Verdict, check
 from cookbook.doctor.machine import OLDEST_DRIVER
-from cookbook.doctor.surroundings import Surroundings
-from cookbook.install.attention import PACKAGE as FLASH_ATTENTION
 from cookbook.install.attention import (
+    PACKAGE,
     compiler_versions,
     differences,
     flash_attention_pins,
     has_kernels,
     runs_on,
 )
-from cookbook.install.deepep import find_deepep, holds, torch_cuda
+from cookbook.install.corpus import is_made
+from cookbook.install.deepep import find_deepep, find_nvshmem, holds, torch_cuda
 from cookbook.install.packages import find_distribution, package_folder
 
 OLDEST_PYTHON = (3, 11)
 TESTED_PYTHONS = {(3, 11), (3, 12)}
 
 
-@check(local=True)
-def python(here: Surroundings) -> Finding:
+@check("python", local=True)
+def python(here: Surroundings) -> Verdict:
     version = sys.version_info[:2]
     found = f"{platform.python_version()} in {sys.prefix}"
     if version < OLDEST_PYTHON:
-        return Finding(
-            "python", "problem", found, "use 3.11 or later: ./setup.sh --python python3.12"
-        )
+        return "problem", found, "use 3.11 or later: ./setup.sh --python python3.12"
     if version not in TESTED_PYTHONS:
-        return Finding("python", "warning", found, "3.11 and 3.12 are the tested ones")
-    return Finding("python", "ok", found)
+        return "warning", found, "3.11 and 3.12 are the tested ones"
+    return "ok", found
 
 
-@check(local=True)
-def pins(here: Surroundings) -> Finding:
+@check("user", local=True)
+def user(here: Surroundings) -> Verdict:
+    """torch.compile names its cache after the user, and fails where there is no name."""
+    if any(here.environment.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):
+        return None
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        found = f"user id {os.getuid()} has no name, which torch.compile asks for"
+        return "problem", found, "export USER=somebody"
+    return None
+
+
+@check("pins", local=True)
+def pins(here: Surroundings) -> Verdict:
     requirements = here.repository / "requirements.txt"
     pinned = [pin for pin in read_pins(requirements) if not pin.extra]
-    missing, other = [], []
-    for pin in pinned:
-        installed = find_distribution(pin.name, here.site)
-        if installed is None:
-            missing.append(pin.name)
-        # 2.10.0+cu130 is torch 2.10.0 from another index.
-        elif installed.version.partition("+")[0] != pin.value:
-            other.append(f"{pin.name} is {installed.version}, pinned {pin.value}")
-    if len(missing) == len(pinned):
-        environment = here.repository / ".venv/bin/python"
+    found = differences(pinned, here.site)
+    if len(found) == len(pinned) and all(one.endswith("is missing") for one in found):
         remedy = "run ./setup.sh"
-        if environment.exists():
+        if (here.repository / ".venv/bin/python").exists():
             remedy = "run this with .venv/bin/python, or `source .venv/bin/activate` first"
-        return Finding("pins", "problem", "none of the packages is installed here", remedy)
-    if missing or other:
-        found = "; ".join(other + [f"{name} is missing" for name in missing])
-        return Finding("pins", "problem", found, "run ./setup.sh")
-    return Finding(
-        "pins", "ok", f"stack {stack_name(requirements)}, {len(pinned)} packages as pinned"
-    )
+        return "problem", "none of the packages is installed here", remedy
+    if found:
+        return "problem", "; ".join(found), "run ./setup.sh"
+    return "ok", f"stack {stack_name(requirements)}, {len(pinned)} packages as pinned"
 
 
-@check(local=False)
-def torchao_kernels(here: Surroundings) -> Finding:
+@check("torchao kernels")
+def torchao_kernels(here: Surroundings) -> Verdict:
     """Whether TorchAO's own CUDA kernels can load: they are built for one CUDA major version."""
     cuda, folder = torch_cuda(here.site), package_folder("torchao", here.site)
     if folder is None or not cuda:
-        return Finding("torchao kernels", "not here", "torch or torchao has no CUDA here")
+        return "not here", "torch or torchao has no CUDA here"
     libraries = sorted(folder.glob("_C_mxfp8*.so"))
     major = cuda.split(".")[0]
     if not libraries or not holds(libraries[0], f"libcudart.so.{major}".encode()):
-        return Finding(
-            "torchao kernels",
-            "warning",
-            f"its MXFP8 kernels are not for torch's CUDA {cuda}",
-            "install torch and torchao from the same index: ./setup.sh --torch-index URL",
-        )
-    return Finding("torchao kernels", "ok", f"MXFP8 kernels for CUDA {major}")
+        remedy = "install torch and torchao from the same index: ./setup.sh --torch-index URL"
+        return "warning", f"its MXFP8 kernels are not for torch's CUDA {cuda}", remedy
+    return "ok", f"MXFP8 kernels for CUDA {major}"
 
 
-@check(local=True)
-def compiler(here: Surroundings) -> Finding:
+@check("compiler", local=True)
+def compiler(here: Surroundings) -> Verdict:
     """torch.compile builds small C programs at run time, with Triton's help."""
     missing = [] if any(map(here.which, ("gcc", "cc", "clang"))) else ["a C compiler"]
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         missing.append("Python.h")
     if missing:
-        return Finding(
-            "compiler",
+        return (
             "problem" if here.gpus else "warning",
             f"{' and '.join(missing)} missing, which torch.compile needs",
             "install gcc and the headers of this Python (Debian and Ubuntu: gcc, python3-dev)",
         )
-    return Finding("compiler", "ok", "C compiler and Python headers")
+    return "ok", "C compiler and Python headers"
 
 
-@check(local=False)
-def bytecode(here: Surroundings) -> Finding | list[Finding]:
+@check("bytecode")
+def bytecode(here: Surroundings) -> Verdict:
     """Whether Python has compiled the packages once; else each rank does, at each start."""
     folder = package_folder("torch", here.site)
     if folder is None:
-        return []
+        return None
     if not Path(importlib.util.cache_from_source(str(folder / "__init__.py"))).is_file():
-        return Finding(
-            "bytecode",
-            "warning",
-            "torch has none: each start compiles what it imports, for about 20 s",
-            f"run {shlex.join([sys.executable, '-m', 'compileall', '-q', str(folder.parent)])}",
-        )
-    return Finding("bytecode", "ok", "the packages' modules are compiled")
+        found = "torch has none: each start compiles what it imports, for about 20 s"
+        command = [sys.executable, "-m", "compileall", "-q", str(folder.parent)]
+        return "warning", found, f"run {shlex.join(command)}"
+    return "ok", "the packages' modules are compiled"
 
 
-@check(local=False)
-def deepep(here: Surroundings) -> Finding:
+@check("deepep")
+def deepep(here: Surroundings) -> Verdict:
     pin = next(pin for pin in read_pins(here.repository / "requirements.txt") if pin.source)
     built = find_deepep(here.site)
     rebuild = "run ./setup.sh on a machine with a CUDA toolkit (--arch where it has no GPU)"
     if built is None:
-        return Finding(
-            "deepep",
-            "warning" if here.trains_for_real else "not here",
-            "not installed: cells with deepep are refused",
-            rebuild,
-        )
+        state: State = "warning" if here.trains_for_real else "not here"
+        return state, "not installed: cells with deepep are refused", rebuild
     if built.commit != pin.value:
         found = f"{built.version} from {built.commit[:7] or 'another source'}"
-        return Finding("deepep", "problem", f"{found}, pinned {pin.value[:7]}", rebuild)
+        return "problem", f"{found}, pinned {pin.value[:7]}", rebuild
     if built.library is None:
-        return Finding("deepep", "problem", f"{built.version} without its library", rebuild)
+        return "problem", f"{built.version} without its library", rebuild
     if not built.internode:
-        return Finding(
-            "deepep",
-            "warning",
-            f"{built.version}, intra-node kernels only: one node at most",
-            f"{rebuild}; torch must bring its NVSHMEM wheel",
+        found = f"{built.version}, intra-node kernels only: one node at most"
+        return "warning", found, f"{rebuild}; torch must bring its NVSHMEM wheel"
+    # Its own search path names the wheel; LD_LIBRARY_PATH comes before that.
+    loaded = re.search(
+        r"libnvshmem_host\S* => (/\S+)", here.answer(("ldd", str(built.library))).output
+    )
+    wheel = find_nvshmem(here.site)
+    if loaded and wheel and Path(loaded[1]).parent.resolve() != (wheel.folder / "lib").resolve():
+        return (
+            "problem",
+            f"{built.version}, linked with NVSHMEM {wheel.version} in {wheel.folder}/lib, would "
+            f"load {loaded[1]}",
+            f"take {Path(loaded[1]).parent} out of LD_LIBRARY_PATH",
         )
-    return Finding("deepep", "ok", f"{built.version}, inter-node kernels")
+    nvshmem = f", NVSHMEM in {loaded[1]}" if loaded else ""
+    return "ok", f"{built.version}, inter-node kernels{nvshmem}"
 
 
-@check(local=True)
-def flash_attention(here: Surroundings) -> Finding | list[Finding]:
-    """FlashAttention-4 by its files, since an import takes seconds and a GPU driver."""
-    name = "flash attention"
+@check("flash attention", local=True)
+def flash_attention(here: Surroundings) -> Verdict:
     models = [gpu.model for gpu in here.gpus]
-    if here.sends_jobs and here.cluster:
+    if here.is_login_node and here.cluster:
         models = [here.cluster.gpu] if here.cluster.gpu else []
     if models and not any(runs_on(model.compute_capability) for model in models):
-        return Finding(name, "not here", "FlashAttention-4 needs Hopper or Blackwell GPUs")
+        return "not here", "FlashAttention-4 needs Hopper or Blackwell GPUs"
     if not models and not here.trains_for_real:
         # Nothing that runs from here would use it.
-        return []
+        return None
     pinned = flash_attention_pins(here.repository / "requirements.txt")
-    version = next(pin.value for pin in pinned if pin.name == FLASH_ATTENTION)
-    if find_distribution(FLASH_ATTENTION, here.site) is None:
+    version = next(pin.value for pin in pinned if pin.name == PACKAGE)
+    if find_distribution(PACKAGE, here.site) is None:
         found = "not installed: cells with model.attention=flash_attention_4 are refused"
-        return Finding(name, "warning", found, "run ./setup.sh")
+        return "warning", found, "run ./setup.sh"
     if differing := differences(pinned, here.site):
-        return Finding(name, "problem", "; ".join(differing), "run ./setup.sh")
+        return "problem", "; ".join(differing), "run ./setup.sh"
     compilers = compiler_versions(here.site)
     if not has_kernels(here.site) or not compilers:
         lost = "compiler" if has_kernels(here.site) else "kernels"
-        remedy = "delete .venv, then run ./setup.sh"
-        return Finding(name, "problem", f"{version} without the files of its {lost}", remedy)
+        found = f"{version} without the files of its {lost}"
+        return "problem", found, "delete .venv, then run ./setup.sh"
     listed = " and ".join(map(str, compilers))
     if not here.gpus:
-        return Finding(name, "ok", f"{version}, its compiler for CUDA {listed}")
+        return "ok", f"{version}, its compiler for CUDA {listed}"
     driver = here.gpus[0].driver
     branch = re.match("[0-9]+", driver)
     number = int(branch[0]) if branch else 0
     fitting = [major for major in compilers if OLDEST_DRIVER.get(str(major), number + 1) <= number]
     if not fitting:
         found = f"{version}: its compiler is for CUDA {listed}, which driver {driver} does not take"
-        return Finding(name, "problem", found, "update the driver")
-    return Finding(name, "ok", f"{version}, its compiler for CUDA {fitting[-1]} (driver {driver})")
+        return "problem", found, "update the driver"
+    return "ok", f"{version}, its compiler for CUDA {fitting[-1]} (driver {driver})"
 
 
-@check(local=False)
-def wandb(here: Surroundings) -> Finding:
-    netrc = Path(here.environment.get("HOME", "")) / ".netrc"
+@check("tokenizers")
+def tokenizers(here: Surroundings) -> Verdict:
+    """Those of all recipes; the local one belongs to the local corpus."""
+    # Read as text: the doctor also works where PyYAML is not installed yet.
+    named = re.compile(r"^[^#\n]*\bhf_assets_path:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
+    texts = (path.read_text() for path in (here.repository / "recipes").glob("*.yaml"))
+    folders = sorted({match[1] for text in texts if (match := named.search(text))})
+    wanted = ("tokenizer.json", "tokenizer_config.json")
+    folders = [folder for folder in folders if not folder.startswith("assets/local")]
+    lost = [
+        folder
+        for folder in folders
+        if not all((here.repository / folder / file).is_file() for file in wanted)
+    ]
+    if lost:
+        remedy = f"run ./setup.sh where the hub can be reached, or copy {' and '.join(wanted)}"
+        return (
+            "warning" if here.trains_for_real else "not here",
+            f"not in {', '.join(lost)}",
+            remedy,
+        )
+    return "ok", ", ".join(folders)
+
+
+@check("local corpus", local=True)
+def local_corpus(here: Surroundings) -> Verdict:
+    if is_made(here.repository / "assets/local"):
+        return "ok", "assets/local"
+    return "warning", "not made: local runs have no data", "run ./setup.sh --local"
+
+
+@check("wandb")
+def wandb(here: Surroundings) -> Verdict:
+    home = Path(here.environment.get("HOME", ""))
+    netrc = Path(here.environment.get("NETRC") or home / ".netrc")
     try:
         logged_in = "api.wandb.ai" in netrc.read_text(encoding="utf-8", errors="replace")
     except OSError:
         logged_in = False
     if here.environment.get("WANDB_API_KEY") or logged_in:
-        return Finding("wandb", "ok", "a key is there: metrics go to TensorBoard and W&B")
-    return Finding(
-        "wandb",
-        "not here",
-        "no key: metrics go to TensorBoard only",
-        "export WANDB_API_KEY or run `wandb login` to have them on W&B too",
-    )
+        return "ok", "a key is there: metrics go to TensorBoard and W&B"
+    remedy = "export WANDB_API_KEY or run `wandb login` to have them on W&B too"
+    return "not here", "no key: metrics go to TensorBoard only", remedy

@@ -44,7 +44,8 @@ def differences(pins: Iterable[Pin], path: Sequence[str] | None = None) -> list[
         installed = find_distribution(pin.name, path)
         if installed is None:
             found.append(f"{pin.name} is missing")
-        elif installed.version != pin.value:
+        # 2.10.0+cu130 is torch 2.10.0 from another index.
+        elif installed.version.partition("+")[0] != pin.value:
             found.append(f"{pin.name} is {installed.version}, pinned {pin.value}")
     return found
 

@@ -20,17 +20,18 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from cookbook.base.gpus import read_gpus
 from cookbook.base.paths import ROOT
 from cookbook.config.cluster import load_cluster
 from cookbook.config.stack import read_pins
+from cookbook.doctor.check import Surroundings, ask
 from cookbook.doctor.checks import node_problems
-from cookbook.doctor.surroundings import NODE_COMMANDS, Surroundings, ask
 from cookbook.install.packages import find_distribution
 
 _MARK = "cookbook-node"
 # srun passes on up to 1024 bytes at once.
 _PIECE = 800
-# nvidia-smi takes seconds where the driver is not kept loaded.
+# NVML takes seconds where the driver is not kept loaded.
 _PATIENCE_S = 15.0
 
 
@@ -70,8 +71,8 @@ def look(question: Question) -> Report:
     """Look at this node."""
     here = Surroundings(
         cluster=load_cluster(question.cluster),
-        run=functools.partial(ask, patience=_PATIENCE_S),
-        commands=NODE_COMMANDS,
+        read_gpus=functools.partial(read_gpus, _PATIENCE_S),
+        run=functools.partial(ask, timeout_s=_PATIENCE_S),
         job_folder=Path(question.folder),
         deepep_between_nodes=question.deepep_between_nodes,
     )
