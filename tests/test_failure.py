@@ -96,21 +96,6 @@ def test_the_first_error_wins_over_what_it_caused(tmp_path: Path) -> None:
     ) == ("rank 0: AssertionError: expert 3 got no tokens")
 
 
-def test_of_two_errors_the_one_of_the_rank_that_failed_first_counts(tmp_path: Path) -> None:
-    tracebacks = [
-        *("[rank0]:Traceback (most recent call last):", "[rank0]:ValueError: rank 5 sent nothing"),
-        *("[rank5]:Traceback (most recent call last):", "[rank5]:AssertionError: 3 experts of 4"),
-    ]
-    first = "  rank      : {0} (local_rank: {0})\n  exitcode  : 1 (pid: 5)\n===="
-    summary = "Root Cause (first observed failure):\n" + first
-    reason = reason_of(tmp_path, *tracebacks, summary.format(5))
-    assert reason == "rank 5: AssertionError: 3 experts of 4"
-    # What torchrun's own observer names decides, and not the number of a rank.
-    assert reason_of(tmp_path, *tracebacks[2:], *tracebacks[:2], summary.format(0)) == (
-        "rank 0: ValueError: rank 5 sent nothing"
-    )
-
-
 def test_the_end_of_a_chain_counts(tmp_path: Path) -> None:
     chain = [
         "Traceback (most recent call last):",
@@ -119,13 +104,23 @@ def test_the_end_of_a_chain_counts(tmp_path: Path) -> None:
         "During handling of the above exception, another exception occurred:",
         "",
         "Traceback (most recent call last):",
-        "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:",
         "RuntimeError: no C++ compiler",
     ]
-    assert reason_of(tmp_path, *chain) == (
-        "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised: "
-        "RuntimeError: no C++ compiler"
-    )
+    assert reason_of(tmp_path, *chain) == "RuntimeError: no C++ compiler"
+
+
+def test_a_failed_checkpoint_hides_no_missing_module(tmp_path: Path) -> None:
+    ranks = [f"Traceback (most recent call last): (RANK {rank})" for rank in range(2)]
+    missing = "ModuleNotFoundError: No module named 'safetensors'"
+    lines = [
+        *("Traceback (most recent call last):", '  File "x.py", line 1, in save'),
+        "torch.distributed.checkpoint.api.CheckpointException: CheckpointException "
+        "ranks:dict_keys([0, 1])",
+        *(ranks[0], '  File "y.py", line 2, in write', missing),
+        *(ranks[1], '  File "y.py", line 2, in write', missing),
+    ]
+    assert reason_of(tmp_path, *lines) == missing
+    assert cause_of(missing) is Cause.MISSING_MODULE
 
 
 @pytest.mark.parametrize(

@@ -61,15 +61,6 @@ def test_coloured_lines_tell_as_much(cell: CellFolder) -> None:
     assert coloured == plain and (plain.first_step, plain.last_step) == (1, 8)
 
 
-def test_a_time_that_is_none_is_passed_over(cell: CellFolder) -> None:
-    attempt(cell, 0, 10, range(1, 9))
-    log = cell.attempt(0).log
-    broken = log.read_text().replace("2026-11-20", "2026-99-20", 3)
-    log.write_text(broken)
-    (found,) = collect_history(cell, CellRecord()).attempts
-    assert (found.first_step, found.last_step) == (2, 8)
-
-
 @pytest.fixture
 def cell(tmp_path: Path) -> CellFolder:
     return CellFolder(tmp_path / "cell")
@@ -109,6 +100,23 @@ def test_an_attempt_between_that_made_no_step_changes_nothing(cell: CellFolder) 
     found = collect_history(cell, CellRecord())
     assert [one.steps_lost for one in found.attempts] == [2, 0, 0]
     assert found.attempts[1].line == "attempt 1: no step in 0:00:15; error: no"
+
+
+@pytest.mark.parametrize(
+    ("saved", "lost"), [({}, 8), ({6: True}, 2), ({4: True, 6: False}, 4), ({8: True}, 0)]
+)
+def test_an_attempt_that_nobody_continued_loses_the_steps_after_its_checkpoint(
+    cell: CellFolder, saved: dict[int, bool], lost: int
+) -> None:
+    attempt(cell, 0, 10, range(1, 9), ended(0, Cause.STOPPED, 0, 26))
+    for step, is_whole in saved.items():
+        (cell.path / f"checkpoint/step-{step}").mkdir(parents=True)
+        if is_whole:
+            (cell.path / f"checkpoint/step-{step}/.metadata").touch()
+    assert collect_history(cell, CellRecord()).steps_lost == lost
+    # The next attempt begins at the checkpoint, and has made no step yet.
+    attempt(cell, 1, 40, range(0), resumed=8 - lost)
+    assert collect_history(cell, CellRecord()).steps_lost == lost
 
 
 def test_where_a_checkpoint_was_spoilt_two_attempts_lose_steps(cell: CellFolder) -> None:

@@ -108,8 +108,6 @@ def test_names_and_reasons_are_text_and_no_markup(tmp_path: Path) -> None:
     results = replace(
         results,
         cells=tuple(replace(cell, name=names[cell.name]) for cell in cells),
-        settings={names[name]: setting for name, setting in results.settings.items()},
-        curves={names[name]: curve for name, curve in results.curves.items()},
     )
     save_report(run, results)
     page = (folder / "report.html").read_text()

@@ -13,40 +13,22 @@ import pytest
 
 from cookbook.results.columns import CELLS, LOSSES, PUBLISHED, SPEED, report_tables
 from cookbook.results.report import facts, headlines, notes, render_markdown
-from cookbook.results.result import CellSetting, Result, RunResults, render_json
+from cookbook.results.result import Result, RunResults, render_json
 from cookbook.results.run_differences import configuration, environment
 from cookbook.results.speed import FASTER, NOISE, STEPS, SpeedUp
 from cookbook.run.run import RunRecord
 from tests.made_up_run import RESTARTED, make_run, results_of
 
 BASE = "671b-bf16-standard"
-SETTING = CellSetting(
+BLANK = Result(
+    "",
+    "deepseek_v3_671b",
+    "bf16",
+    "standard",
+    "queued",
     total_steps=20,
     device="cuda",
-    stand_in_for=None,
     baseline=BASE,
-    published_speedup=None,
-    raw_final_loss=None,
-)
-BLANK = Result(
-    name="",
-    recipe="deepseek_v3_671b",
-    precision="bf16",
-    ep_backend="standard",
-    status="queued",
-    reason=None,
-    steps=None,
-    tokens_per_second_per_gpu=None,
-    tflops_per_gpu=None,
-    mfu=None,
-    memory_gib=None,
-    final_loss=None,
-    speedup=None,
-    published_tokens_per_second_per_gpu=None,
-    attention=None,
-    mean_attended_length=None,
-    emulated=False,
-    active=None,
 )
 BASELINE = replace(
     BLANK,
@@ -75,7 +57,7 @@ REFUSED = replace(BLANK, name="671b-mxfp8-deepep", status="refused", reason="nee
 
 
 def run_of(*cells: Result, **changes: Any) -> RunResults:
-    """A run of `cells`; `changes` are of every cell's setting."""
+    """A run of `cells`, each with `changes`."""
     record = RunRecord(
         run="matrix-20261120-182922",
         scheduler="slurm",
@@ -88,8 +70,7 @@ def run_of(*cells: Result, **changes: Any) -> RunResults:
         stack="2026.02",
         baseline=BASE,
     )
-    settings = {cell.name: replace(SETTING, **changes) for cell in cells}
-    return RunResults(run=record, cells=cells, settings=settings)
+    return RunResults(record, tuple(replace(cell, **changes) for cell in cells))
 
 
 def table_of(results: RunResults, name: str = CELLS) -> dict[str, dict[str, str]]:

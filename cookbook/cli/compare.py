@@ -33,8 +33,8 @@ def compare(arguments: argparse.Namespace) -> int:
         comparison = compare_with_published(first, arguments.tolerance)
     else:
         comparison = compare_runs(first, others[0], arguments.tolerance)
-    if not comparison.slower and all(row.cell.speed is None for row in comparison.rows):
-        reasons = [row.reason for row in comparison.rows if row.reason]
+    if not comparison.slower and all(row.speed is None for row in comparison.rows):
+        reasons = [row.incomparable for row in comparison.rows if row.incomparable]
         nothing = "no cell is just what was published" if arguments.other else "no cell is in both"
         raise InputError(
             f"compare {' and '.join(run.name for run in found)}",

@@ -21,7 +21,7 @@ _MEMORY_PERCENT = re.compile(rf"GiB\(({_NUMBER})%\)")
 _PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
 _TIME = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
 _SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
-_ACTIVE, _START = "cookbook active: ", "Training starts at step "
+_ACTIVE, _START = b"cookbook active: ", b"Training starts at step "
 # The first line of TorchTitan follows torchrun's own; the last may precede a long traceback.
 _ENDS_BYTES = 1 << 20
 
@@ -57,7 +57,7 @@ class StepMetrics:
 
 
 class Phase(enum.StrEnum):
-    """What a rank is doing; the value is the text to show."""
+    """A rank's activity; the value is the text to show."""
 
     LOADING = "loading"
     """Imports, process group, tokenizer and data."""
@@ -79,7 +79,7 @@ _PHASES = {
     "Building ": Phase.BUILDING,
     "Compiling each TransformerBlock": Phase.COMPILING,
     "Loading the checkpoint from ": Phase.LOADING_CHECKPOINT,
-    _START: Phase.FIRST_STEP,
+    _START.decode(): Phase.FIRST_STEP,
     "Saving the checkpoint ": Phase.SAVING_CHECKPOINT,
     "Finished saving the checkpoint ": Phase.TRAINING,
     "Training completed": Phase.FINISHING,
@@ -90,47 +90,37 @@ _PHASES = {
 _PHASE = re.compile(rf"\[titan\] [^\[\]]* - INFO - ({'|'.join(map(re.escape, _PHASES))})")
 
 
-def parse_line(line: str) -> StepMetrics | None:
-    """Return the metrics of one whole line; None where it is not a metrics line."""
-    if "step:" not in line or "loss:" not in line:
+def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
+    """Return the metrics in a line of `rank` (any rank: None); None where it holds none."""
+    if b"step:" not in line or b"loss:" not in line:
         return None
-    text = COLOURS.sub("", line).rstrip()
+    text = COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
     found = _STEP.search(text)
     if found is None:
         return None
     ranks = RANK.findall(text, 0, found.start())
-    rest = text[found.end() :]
-    if ranks:
-        # torchrun repeats the prefix inside a line that it read in two pieces.
-        rest = re.sub(rf"\[rank{ranks[-1]}\]:(?!\[titan\])", "", rest)
-    own, *others = re.split(r"\[rank[0-9]+\]:|\[titan\]", rest)
+    own, *others = re.split(r"\[rank[0-9]+\]:|\[titan\]", text[found.end() :])
     values: dict[str, float] = {}
     for key, value in _VALUE.findall(own):
         values.setdefault(key, float(value.replace(",", "")))
-    # Another line cut this one off: its last value may be a part, unless that is `mfu`'s percent.
+    # The last value of a line that another line cut off may be a part, unless it is `mfu`'s.
     if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
+        return None
+    if rank is not None and ranks[-1:] != [str(rank)]:
         return None
     percent = _MEMORY_PERCENT.search(own)
     return StepMetrics(
-        int(ranks[-1]) if ranks else None,
-        int(found[1]),
-        values["loss"],
-        values.get("grad_norm"),
-        values.get("memory"),
-        float(percent[1].replace(",", "")) if percent else None,
-        values.get("tps"),
-        values.get("tflops"),
-        values.get("mfu"),
-        _time_of(text),
+        rank=int(ranks[-1]) if ranks else None,
+        step=int(found[1]),
+        loss=values["loss"],
+        grad_norm=values.get("grad_norm"),
+        memory_gib=values.get("memory"),
+        memory_percent=float(percent[1].replace(",", "")) if percent else None,
+        tokens_per_second=values.get("tps"),
+        tflops=values.get("tflops"),
+        mfu=values.get("mfu"),
+        time=_time_of(text),
     )
-
-
-def parse_of_rank(line: bytes, rank: int | None) -> StepMetrics | None:
-    """Return the metrics of a line that `rank` printed (any rank: None); few lines are such."""
-    if b"step:" not in line or b"loss:" not in line:
-        return None
-    metrics = parse_line(line.decode("utf-8", "replace"))
-    return metrics if metrics is not None and rank in (None, metrics.rank) else None
 
 
 def parse_phase(line: bytes, rank: int | None = None) -> Phase | None:
@@ -151,25 +141,25 @@ def read_console(log: Path, rank: int | None = None) -> Iterator[StepMetrics]:
     The last line is left out while its newline is missing: the job may still be writing it.
     """
     for line in _lines(log):
-        if line.endswith(b"\n") and (metrics := parse_of_rank(line, rank)) is not None:
+        if line.endswith(b"\n") and (metrics := parse_step(line, rank)) is not None:
             yield metrics
 
 
 def read_active(log: Path) -> dict[str, Any] | None:
-    """Return what the hooks reported as active at the first step (`cookbook active: {...}`)."""
+    """Return the features that the hooks logged at the first step (`cookbook active: {...}`)."""
     active = None
     for line in _lines(log):
-        if _ACTIVE.encode() in line:
-            rest = COLOURS.sub("", line.decode("utf-8", "replace")).partition(_ACTIVE)[2]
+        if _ACTIVE in line:
+            rest = line.partition(_ACTIVE)[2].decode("utf-8", "replace")
             try:
-                active = json.JSONDecoder().raw_decode(rest.lstrip())[0]
+                active = json.JSONDecoder().raw_decode(rest)[0]
             except ValueError:
                 continue
     return active if isinstance(active, dict) else None
 
 
 def read_peak_memory(logs: Iterable[Path]) -> float | None:
-    """Return the most GiB that any metrics line of these logs shows, over all ranks and steps."""
+    """Return the most GiB in any metrics line of these logs, over all ranks and steps."""
     shown = {text for log in logs for line in _lines(log) for text in _PEAK_MEMORY.findall(line)}
     # TorchTitan prints -0.00GiB where the device has no memory statistics.
     return max((float(text.replace(b",", b"")) for text in shown), default=0.0) or None
@@ -179,9 +169,9 @@ def seconds_to_first_step(log: Path) -> float | None:
     """Return the time from the start of training to the first logged step."""
     start = None
     for line in _lines(log):
-        if _START.encode() in line:
+        if _START in line:
             start = _time_of(line.decode("utf-8", "replace"))
-        elif start is not None and (metrics := parse_of_rank(line, None)) and metrics.time:
+        elif start is not None and (metrics := parse_step(line)) and metrics.time:
             return max(0.0, metrics.time - start)
     return None
 
@@ -213,10 +203,7 @@ def read_time(time: str) -> datetime:
 
 def _time_of(text: str) -> float | None:
     found = _TIME.search(text)
-    try:
-        return read_time(found[1]).timestamp() if found else None
-    except ValueError:
-        return None
+    return read_time(found[1]).timestamp() if found else None
 
 
 def _lines(log: Path) -> Iterator[bytes]:

@@ -1,4 +1,8 @@
-"""Find why an attempt ended: torchrun's `error.json`, else the console line that says most."""
+"""Find why an attempt ended: the earliest `error.json`, else the console line that says most.
+
+torchrun writes `error.json` for every rank that raised. Kills, aborts, and a step that Slurm ended
+leave none; the console has a line about them.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cookbook.observe.console import COLOURS, RANK
 from cookbook.run.attempts import Cause
 
 _MAX_CHARACTERS = 240
-# The first that fits counts. "Connection closed" shows a dead rank, whatever killed that one.
+# The first pattern in a reason decides. "Connection closed" shows a dead rank, whatever killed it.
 _CAUSES: tuple[tuple[Cause, str], ...] = (
     (Cause.BAD_NODES, r"^preflight: "),
     (Cause.HANG, r"^hang\b|Watchdog caught collective operation timeout|Timed out waiting [0-9]+"),
@@ -62,11 +66,13 @@ _REMEDIES = {
     Cause.NAN_LOSS: "lower the learning rate, or look at the texts of that step",
     Cause.ERROR: "read its log",
 }
-# Errors that follow from another rank's failure; JobError is the supervisor's, of a cell.
+# Errors that follow from another one. A CheckpointException prints the ranks' own errors below it;
+# JobError is the supervisor's.
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|Connection (?:closed|reset)|Broken pipe|DistBackendError"
     r"|DistNetworkError|RendezvousConnectionError|RendezvousClosedError|Socket Timeout|recvValue"
-    r"|remote process exited|KeyboardInterrupt|^cookbook\.base\.errors\.JobError"
+    r"|remote process exited|KeyboardInterrupt|CheckpointException ranks:"
+    r"|^cookbook\.base\.errors\.JobError"
 )
 _TIMED_OUT = re.compile(
     r"Watchdog caught collective operation timeout|Timed out waiting [0-9]+ ?ms for"
@@ -74,69 +80,45 @@ _TIMED_OUT = re.compile(
 # Errors of the Trainer's `__init__` that the same options meet again.
 _BUILD_ERROR = re.compile(r"^(?:AssertionError|ValueError|NotImplementedError)\b")
 _REFUSAL = re.compile(r"(?:^| - ERROR - )cookbook refuses: (\S.*?)\s*(?:\[rank[0-9]+\]:|$)")
-# How much a line tells: of the highest weight the first counts, of a script's lines the last.
-_REFUSED, _MEMORY, _RAISED, _EXCEPTION, _EXIT, _SCRIPT, _FOLLOWS = 100, 70, 65, 60, 20, 15, 10
-_ROOT_BONUS = 3
-_LINES: tuple[tuple[re.Pattern[str], int], ...] = (
-    (re.compile(r"DUE TO (?:TIME LIMIT|NODE FAILURE|PREEMPTION)"), 90),
-    (re.compile(r"oom[_-]kill"), 80),
-    (re.compile(r"Watchdog caught collective operation timeout"), 50),
-    (re.compile(r"Unrecognized options:|error: (?:argument|unrecognized|the following)"), 45),
-    (re.compile(r"^srun: error: (?!.*(?:Exited with exit code|\btasks? [0-9]))"), 30),
+# Sorts of findings, the most telling first: what `error.json` holds is RAISED.
+_REFUSED, _SLURM, _MEMORY, _RAISED, _EXCEPTION, _LINE, _EXIT, _SCRIPT, _FOLLOWS, _REST = range(10)
+_LINES = (
+    (_SLURM, re.compile(r"DUE TO (?:TIME LIMIT|NODE FAILURE|PREEMPTION)|oom[_-]kill")),
+    (_LINE, re.compile(r"Watchdog caught|Unrecognized options:|error: (?:argument|unrecognized)")),
+    (_LINE, re.compile(r"^srun: error: (?!.*(?:Exited with exit code|\btasks? [0-9]))")),
     # train.sh, or bash about it (under sbatch slurm_script), and the supervisor's checks.
-    (re.compile(r"^(?:\S*/)?[\w.+-]+(?:\.sh|: line [0-9]+): |^cookbook\.supervise: "), _SCRIPT),
-    (re.compile(r"failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+"), 8),
-    (re.compile(r"^slurmstepd: error: .*CANCELLED AT"), 6),
-    (re.compile(r"^srun: error: "), 5),
+    (_SCRIPT, re.compile(r"^(?:\S*/)?[\w.+-]+(?:\.sh|: line [0-9]+): |^cookbook\.supervise: ")),
+    (_REST, re.compile(r"failed \(exitcode: -?[0-9]+\) local_rank|^slurmstepd: .*CANCELLED AT")),
+    (_REST, re.compile(r"^srun: error: ")),
 )
 _PREFIXES = re.compile(r"^(?:\[(?:rank|default)[0-9]+\]: ?)+")
 _EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
-_CHAINED = re.compile(r"^(?:During handling of the above|The above exception was the direct cause)")
-_SUMMARY = re.compile(r"^\s*(time|rank|exitcode|traceback)\s+: (\S+)(?: \((\w+)|.*\((SIG\w+)\))?")
-_SUMMARY_EXCEPTION = re.compile(r"^  (?:\w+\.)*[A-Z]\w*(?:: .*)?$")
+# torchrun's summary of the rank that failed first on a node.
+_ROOT = "Root Cause (first observed failure)"
+_ROOT_FACT = re.compile(
+    r"^\s*(time|rank|exitcode|traceback)\s+: (Signal \d+ \(SIG\w+\) received|\S+)"
+)
+_ROOT_EXCEPTION = re.compile(r"^  ((?:\w+\.)*[A-Z]\w*(?:: .*)?)$")
 # glog's `[E1120 18:40:01.123 ProcessGroupNCCL.cpp:683] ` and torchrun's own log header.
 _LOG_HEADER = re.compile(r"^(?:\[[EWF][0-9]{4} [^\]]*\] |[EWF][0-9]{4} [^\]]*\] )")
 
 
+class _Finding(NamedTuple):
+    sort: int
+    rank: str | None
+    text: str
+
+
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed.
-
-    Attributes:
-        reason: printable text of one line and at most 240 characters.
-    """
+    """Why an attempt failed; the reason is printable text of one line, at most 240 characters."""
 
     cause: Cause
     reason: str
 
 
-@dataclass(frozen=True)
-class RankError:
-    """What a rank raised, as torchrun's `error.json` has it."""
-
-    local_rank: int
-    message: str
-    stack: str
-    timestamp: float
-
-    @property
-    def line(self) -> str:
-        """The exception in one line, with a note where the same options meet it again."""
-        text = " ".join(self.message.split())
-        if _BUILD_ERROR.match(text) and "in __init__" in self.stack and "train.py" in self.stack:
-            return f"{text[: _MAX_CHARACTERS - 50]} (while the job was built)"
-        return text
-
-
-@dataclass(slots=True)
-class _Finding:
-    weight: int
-    rank: str | None
-    text: str
-
-
 def find_cause(attempt: Path, exit_code: int | None = None) -> Failure | None:
-    """Return why an attempt failed; None where neither its files nor `exit_code` tell.
+    """Return why an attempt failed; None where neither its files nor `exit_code` say.
 
     Args:
         attempt: its folder, or the log of a job that ended before it made one.
@@ -164,126 +146,118 @@ def cause_of(reason: str) -> Cause:
 
 
 def remedy_for(cause: Cause) -> str | None:
-    """Return what a person can do before the run goes on; None where nothing helps."""
+    """Return a person's remedy before the run can continue; None where nothing helps."""
     return _REMEDIES.get(cause)
 
 
 def is_consequence(error: str) -> bool:
-    """Whether an error follows from another rank's failure."""
+    """Return whether an error follows from another rank's failure."""
     return _CONSEQUENCE.search(error) is not None
 
 
-def read_errors(attempt: Path) -> list[RankError]:
-    """Return what every rank raised, the earliest first."""
-    errors = []
+def _find_reason(attempt: Path) -> tuple[str | None, bool]:
+    """Return the reason, and whether the training process itself refused the job."""
+    log = attempt / "train.log" if attempt.is_dir() else attempt
+    folder = log.parent
+    findings = [*_read_errors(folder), *_read_console(log)]
+    if all(finding.sort >= _EXIT for finding in findings):
+        # torchrun shows one rank of a node; an abort leaves no error.json.
+        for own in sorted(folder.glob("ranks/*/attempt_*/*/std*.log")):
+            findings += _read_console(own)
+    if not findings:
+        return None, False
+    sort = min(finding.sort for finding in findings)
+    # A script's last words are its reason; of errors the first caused the others.
+    _, rank, text = [one for one in findings if one.sort == sort][-1 if sort == _SCRIPT else 0]
+    text = text if rank is None else f"rank {rank}: {text}"
+    if _TIMED_OUT.search(text):
+        # The rank that reports a timeout waited for another one.
+        missing = ", ".join(map(str, _ranks_missing_from_collective(folder)))
+        text = f"hang: no word from rank {missing}; {text}" if missing else f"hang, seen by {text}"
+    text = " ".join("".join(one for one in text if one.isprintable() or one.isspace()).split())
+    if len(text) > _MAX_CHARACTERS:
+        text = text[: _MAX_CHARACTERS - 3].rstrip() + "..."
+    return text, sort == _REFUSED
+
+
+def _read_errors(attempt: Path) -> list[_Finding]:
+    """Return the exceptions of all ranks, the earliest first, as torchrun's `error.json` has them.
+
+    Its format: {"message": {"message", "extraInfo": {"py_callstack", "timestamp"}}}.
+    """
+    # With several nodes a local rank is no global one.
+    is_one_node = len(list(attempt.glob("ranks/*"))) == 1
+    found = []
     for path in attempt.glob("ranks/*/attempt_*/*/error.json"):
         try:
             message: Any = json.loads(path.read_bytes())["message"]
-            more = message["extraInfo"]
-            stack, time = str(more["py_callstack"]), float(more["timestamp"])
-            errors.append(RankError(int(path.parent.name), str(message["message"]), stack, time))
+            stack = str(message["extraInfo"]["py_callstack"])
+            time = float(message["extraInfo"]["timestamp"])
+            text = " ".join(str(message["message"]).split())
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    return sorted(errors, key=lambda error: error.timestamp)
+        if _BUILD_ERROR.match(text) and "in __init__" in stack and "train.py" in stack:
+            text = f"{text[: _MAX_CHARACTERS - 50]} (while the job was built)"
+        rank = path.parent.name if is_one_node else None
+        found.append((time, _exception(text, rank, _RAISED)))
+    return [finding for _, finding in sorted(found, key=lambda item: item[0])]
 
 
-def _find_reason(attempt: Path) -> tuple[str | None, bool]:
-    """Return the most telling line, and whether the training process itself refused the job."""
-    log = attempt / "train.log" if attempt.is_dir() else attempt
-    folder = log.parent
-    findings, root = _read_console(log)
-    # With several nodes a local rank is no global one.
-    is_one_node = len(list((folder / "ranks").glob("*"))) == 1
-    for error in read_errors(folder):
-        rank = str(error.local_rank) if is_one_node else None
-        if refusal := _REFUSAL.search(error.line):
-            findings.append(_Finding(_REFUSED, None, refusal[1]))
-        else:
-            findings.append(_Finding(_weight(error.line, _RAISED), rank, error.line))
-    if all(finding.weight <= _EXIT for finding in findings):
-        # torchrun shows one rank of a node; an abort leaves no error.json.
-        for own in sorted((folder / "ranks").glob("*/attempt_*/*/std*.log")):
-            findings += _read_console(own)[0]
-    if "exitcode" in root:
-        how = f" ({root['traceback']})" if "traceback" in root else ""
-        findings.append(_Finding(_EXIT, root.get("rank"), f"exitcode: {root['exitcode']}{how}"))
-    if not findings:
-        return None, False
-    for finding in findings:
-        if finding.rank is not None and finding.rank == root.get("rank"):
-            finding.weight += _ROOT_BONUS
-    _, best = max(
-        enumerate(findings),
-        key=lambda item: (item[1].weight, item[0] if item[1].weight == _SCRIPT else -item[0]),
-    )
-    text = f"rank {best.rank}: {best.text}" if best.rank is not None else best.text
-    if _TIMED_OUT.search(text):
-        # The rank that reports a time-out waited for another one.
-        silent = ", ".join(map(str, _silent_ranks(folder)))
-        text = f"hang: no word from rank {silent}; {text}" if silent else f"hang, seen by {text}"
-    return _plain(text), best.weight >= _REFUSED
+def _exception(text: str, rank: str | None, sort: int) -> _Finding:
+    if refusal := _REFUSAL.search(text):
+        return _Finding(_REFUSED, None, refusal[1])
+    if cause_of(text) is Cause.OUT_OF_MEMORY:
+        return _Finding(_MEMORY, rank, text)
+    return _Finding(_FOLLOWS if is_consequence(text) else sort, rank, text)
 
 
-def _read_console(log: Path) -> tuple[list[_Finding], dict[str, str]]:
-    """Return the lines that may be the reason, and the first failure of torchrun's summaries."""
+def _read_console(log: Path) -> list[_Finding]:
+    """Return the lines that may be the reason, in order; of a rank's exceptions one."""
     findings: list[_Finding] = []
+    exceptions: dict[str | None, int] = {}
     roots: list[dict[str, str]] = []
-    is_summary = False
-    open_, chained, unfinished = set[str | None](), set[str | None](), set[str | None]()
-    last: dict[str | None, _Finding] = {}
+    in_traceback: set[str | None] = set()
+    in_root = False
     for raw in _plain_lines(log):
         prefixed = RANK.match(raw)
         rank, line = prefixed[1] if prefixed else None, _PREFIXES.sub("", raw)
-        if refusal := _REFUSAL.search(line):
-            findings.append(_Finding(_REFUSED, None, refusal[1]))
-        elif line.startswith("Root Cause (first observed failure)"):
-            is_summary = True
+        found = None
+        if _REFUSAL.search(line):
+            found = _exception(line, None, _REFUSED)
+        elif line.startswith(_ROOT):
+            in_root = True
             roots.append({})
-        elif is_summary:
-            is_summary = not line.startswith("====")
-            if found := _SUMMARY.match(line):
-                roots[-1].setdefault(found[1], found[2])
-                if found[1] == "traceback" and found[4]:
-                    roots[-1]["traceback"] = line.split(" : ")[1].split(" by PID")[0]
-            elif _SUMMARY_EXCEPTION.match(line):
-                weight = _weight(line, _EXCEPTION)
-                findings.append(_Finding(weight, roots[-1].get("rank"), line.strip()))
+        elif in_root:
+            in_root = not line.startswith("====")
+            if fact := _ROOT_FACT.match(line):
+                roots[-1].setdefault(fact[1], fact[2])
+            elif exception := _ROOT_EXCEPTION.match(line):
+                found = _exception(exception[1], roots[-1].get("rank"), _EXCEPTION)
         elif line.startswith("Traceback (most recent call last)"):
-            open_.add(rank)
-        elif rank in open_:
-            if not line[:1].isspace() and _EXCEPTION_LINE.match(line):
-                open_.discard(rank)
-                finding = _Finding(_weight(line, _EXCEPTION), rank, line)
-                # The last exception of a chain ended the process; out of memory tells more.
-                if rank in chained and rank in last and last[rank].weight <= finding.weight:
-                    findings.remove(last[rank])
-                last[rank] = finding
-                findings.append(finding)
-                chained.discard(rank)
-                if line.endswith(":"):
-                    unfinished.add(rank)
-        elif rank in unfinished:
-            # `BackendCompilerFailed: backend='inductor' raised:` needs its next line.
-            unfinished.discard(rank)
-            last[rank].text += f" {line.strip()}"
-            last[rank].weight = _weight(last[rank].text, _EXCEPTION)
-        elif _CHAINED.match(line):
-            chained.add(rank)
-        elif telling := next((weight for form, weight in _LINES if form.search(line)), None):
-            findings.append(_Finding(telling, rank, _LOG_HEADER.sub("", line).strip(" │|\t")))
-    # Each node's torchrun writes a summary; nodes that were stopped from outside come last.
+            in_traceback.add(rank)
+        elif rank in in_traceback and _EXCEPTION_LINE.match(line):
+            in_traceback.discard(rank)
+            found = _exception(line, rank, _EXCEPTION)
+            # The last exception of a chain ended the process, unless an earlier one says more.
+            at = exceptions.setdefault(rank, len(findings))
+            if at < len(findings):
+                findings[at] = min(found, findings[at], key=lambda one: one.sort)
+                found = None
+        elif sort := next((sort for sort, form in _LINES if form.search(line)), None):
+            found = _Finding(sort, rank, _LOG_HEADER.sub("", line).strip(" │|\t"))
+        findings += [found] if found else []
+    # Each node's torchrun writes a summary; nodes that were stopped from outside count last.
     key = lambda root: (root.get("exitcode") == "-15", root.get("time", ""))  # noqa: E731
-    return findings, min(roots, key=key, default={})
-
-
-def _weight(exception: str, raised: int) -> int:
-    if cause_of(exception) is Cause.OUT_OF_MEMORY:
-        return _MEMORY
-    return _FOLLOWS if is_consequence(exception) else raised
+    root = min(roots, key=key, default={})
+    if "exitcode" in root:
+        killed = f" ({root['traceback']})" if "SIG" in root.get("traceback", "") else ""
+        text = f"exitcode: {root['exitcode']}{killed}"
+        findings.append(_Finding(_EXIT, root.get("rank"), text))
+    return findings
 
 
 def _plain_lines(log: Path) -> Iterator[str]:
-    """Yield the lines of a log that may tell, without colours; a progress bar ends with `\\r`."""
+    """Yield the lines of a log that may say why, without colours; `\\r` ends a progress bar."""
     try:
         with log.open("rb") as file:
             for line in file:
@@ -296,20 +270,11 @@ def _plain_lines(log: Path) -> Iterator[str]:
         return
 
 
-def _plain(text: str) -> str:
-    """Return `text` as one line for a terminal or Markdown, cut with `...`."""
-    text = "".join(one for one in COLOURS.sub("", text) if one.isprintable() or one.isspace())
-    text = " ".join(text.split())
-    if len(text) <= _MAX_CHARACTERS:
-        return text
-    return text[: _MAX_CHARACTERS - 3].rstrip() + "..."
-
-
-def _silent_ranks(attempt: Path) -> list[int]:
+def _ranks_missing_from_collective(attempt: Path) -> list[int]:
     """Return the ranks that printed no error while the others timed out; empty if unclear."""
     starts = [sorted(node.glob("attempt_*"))[-1:] for node in (attempt / "ranks").glob("*")]
     folders = [rank for start in starts for one in start for rank in one.glob("[0-9]*")]
-    spoke = set()
+    reported = set()
     for folder in folders:
         text = "".join(log.read_text("utf-8", "replace") for log in sorted(folder.glob("std*.log")))
         # torch puts the rank before each line of a traceback, and NCCL into its own.
@@ -319,7 +284,7 @@ def _silent_ranks(attempt: Path) -> list[int]:
         number = re.search(r"\[rank([0-9]{1,7})\]|\bRank ([0-9]{1,7})\]", text[found.start() :])
         if number is None:
             return []
-        spoke.add(int(number[1] or number[2]))
-    silent = sorted(set(range(len(folders))) - spoke)
+        reported.add(int(number[1] or number[2]))
+    missing = sorted(set(range(len(folders))) - reported)
     # More are rather ranks that were ended before they could print.
-    return silent if len(silent) <= min(8, len(spoke)) else []
+    return missing if len(missing) <= min(8, len(reported)) else []

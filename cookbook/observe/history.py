@@ -1,37 +1,36 @@
-"""What became of a cell's attempts: their steps, why each ended, what was lost."""
+"""The history of a cell's attempts: their steps, why each ended, how much was lost."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from cookbook.observe.console import save_seconds, seconds_to_first_step
 from cookbook.observe.metrics import read_steps
 from cookbook.run.attempts import AttemptEnd, Cause, read_attempt_end, read_resumptions
+from cookbook.run.checkpoints import saved_steps
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 
-# Steps that say what is usual.
+# The fewest steps that give a usual step time.
 _FEWEST = 3
-# Options that change neither how long a step takes nor how a checkpoint is saved. A resumed run may
-# be asked for other ones, such as longer sequences, and then its earlier attempts are no measure.
+# Options that change neither the time of a step nor how a checkpoint is saved. A resumed run may
+# change others, such as the sequence length, and then its earlier attempts are no measure.
 _NOT_OF_SAVES = ("training.steps", "metrics.", "job.", "validation.", "profiling.")
 _NOT_OF_STEPS = (*_NOT_OF_SAVES, "checkpoint.")
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptSummary:
-    """One attempt; what is not known is None.
+    """One attempt; an unknown value is None.
 
     Attributes:
         seconds: from its start to its end.
-        steps_lost: steps of it that a later attempt had to make again.
+        steps_lost: its steps that a later attempt made again, or will have to.
         effective_seconds: spent on the steps that were kept.
     """
 
@@ -48,7 +47,7 @@ class AttemptSummary:
 
     @property
     def line(self) -> str:
-        """What a person should know of it."""
+        """The attempt in one line."""
         steps = "no step"
         if self.first_step is not None:
             steps = f"steps {self.first_step} to {self.last_step}"
@@ -65,11 +64,11 @@ class AttemptSummary:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The attempts of a cell, and what they come to.
+    """The attempts of a cell in sum.
 
     Attributes:
-        effective: the share of the time since the first start, of all attempts and of the waiting
-            between them, that was spent on steps that were kept; None where no step was made.
+        effective: share of the time since the first start that was spent on steps that were kept;
+            None without any.
     """
 
     attempts: tuple[AttemptSummary, ...] = ()
@@ -78,7 +77,7 @@ class History:
 
     @property
     def lines(self) -> list[str]:
-        """What a person should know; nothing of a cell whose one attempt goes well."""
+        """Lines to show the user; empty for a clean single attempt."""
         ended_well = all(one.cause in (None, Cause.FINISHED) for one in self.attempts)
         if ended_well and len(self.attempts) < 2:
             return []
@@ -91,27 +90,42 @@ class History:
 def collect_history(cell: CellFolder, record: CellRecord) -> History:
     """Return the history of the cell's attempts."""
     attempts = cell.attempts()
+    if not attempts:
+        return History()
     ends = [read_attempt_end(attempt) for attempt in attempts]
-    resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
     times = [_step_times(attempt, record) for attempt in attempts]
+    resumed = {one.attempt: one.step or 0 for one in read_resumptions(attempts)}
+    # The last step before each attempt's own.
+    starts = [
+        resumed.get(attempt.number, min((step for step, _ in own if step), default=0) - 1)
+        for attempt, own in zip(attempts, times, strict=True)
+    ]
     summaries: list[AttemptSummary] = []
     for position, (attempt, end) in enumerate(zip(attempts, ends, strict=True)):
-        kept = _kept_until(attempts[position + 1 :], times[position + 1 :], resumed)
+        kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
+        if kept is None and end is not None and end.cause is not Cause.FINISHED:
+            kept = _last_saved(cell)
         summaries.append(_summary(attempt, end, times[position], kept))
+    started = ends[0].started if ends[0] else None
+    if started is None and times[0]:
+        started = times[0][0][1]
+    ended = ends[-1].ended if ends[-1] else None
+    if ended is None:
+        log = attempts[-1].log
+        ended = log.stat().st_mtime if log.exists() else time.time()
     spent = sum(one.effective_seconds for one in summaries)
-    elapsed = _elapsed(attempts, ends, times)
     return History(
         tuple(summaries),
         sum(one.steps_lost for one in summaries),
-        min(1.0, spent / elapsed) if spent and elapsed else None,
+        min(1.0, spent / (ended - started)) if spent and started else None,
     )
 
 
 def usual_step_time(cell: CellFolder, record: CellRecord, number: int) -> float | None:
-    """The median seconds of a step in the newest attempt that says some; None where none does.
+    """Return the median step time of the latest attempt with logged steps, else None.
 
     Args:
-        number: the attempt that this is asked for; those whose steps are others say nothing of it.
+        number: the attempt that asks; attempts with other options are no measure for it.
     """
     for attempt in reversed(_alike(cell, record, number, _NOT_OF_STEPS)):
         steps = _step_times(attempt, record)
@@ -123,11 +137,7 @@ def usual_step_time(cell: CellFolder, record: CellRecord, number: int) -> float 
 
 
 def longest_save(cell: CellFolder, record: CellRecord, number: int) -> float | None:
-    """The most seconds that a checkpoint took to be saved; None where none was.
-
-    Args:
-        number: the attempt that this is asked for; those that save otherwise say nothing of it.
-    """
+    """Return the most seconds that saving a checkpoint took, else None; `number` as above."""
     alike = _alike(cell, record, number, _NOT_OF_SAVES)
     seconds = [found for attempt in alike for found in save_seconds(attempt.log)]
     return max(seconds, default=None)
@@ -136,7 +146,7 @@ def longest_save(cell: CellFolder, record: CellRecord, number: int) -> float | N
 def _alike(
     cell: CellFolder, record: CellRecord, number: int, apart_from: tuple[str, ...]
 ) -> list[Attempt]:
-    """The attempts that were asked for what attempt `number` is, but for some options."""
+    """Return the attempts with the nodes and options of attempt `number`, but for some options."""
 
     def asked(attempt: int) -> tuple[int, dict[str, Any]]:
         then = record.as_of(attempt)
@@ -147,67 +157,37 @@ def _alike(
 
 
 def _summary(
-    attempt: Attempt, end: AttemptEnd | None, times: Sequence[tuple[int, float]], kept: int | None
+    attempt: Attempt, end: AttemptEnd | None, times: list[tuple[int, float]], kept: int | None
 ) -> AttemptSummary:
+    """Summarize an attempt of which the steps up to `kept` (None: all) are of use."""
     steps = [step for step, _ in times if step]
     first, last = (min(steps), max(steps)) if steps else (None, None)
-    lost, effective, before = 0, 0.0, None
-    for step, at in times:
-        is_kept = kept is None or step <= kept
-        if before is not None and is_kept:
-            effective += max(0.0, at - before)
-        before = at
-    if last is not None and first is not None and kept is not None:
+    known = end is not None and end.started is not None and end.ended is not None
+    lost = 0
+    if first is not None and last is not None and kept is not None:
         lost = max(0, last - max(kept, first - 1))
-    has_times = end is not None and end.started is not None and end.ended is not None
     return AttemptSummary(
-        attempt.number,
-        first,
-        last,
-        end.ended - end.started if end and has_times and end.ended and end.started else None,
-        str(end.cause) if end else None,
-        end.reason if end else None,
-        end.decision if end else None,
-        end.left_out if end else (),
-        lost,
-        effective,
+        attempt=attempt.number,
+        first_step=first,
+        last_step=last,
+        seconds=end.ended - end.started if end and known and end.ended and end.started else None,
+        cause=str(end.cause) if end else None,
+        reason=end.reason if end else None,
+        decision=end.decision if end else None,
+        left_out=end.left_out if end else (),
+        steps_lost=lost,
+        effective_seconds=sum(
+            max(0.0, at - before)
+            for (_, before), (step, at) in pairwise(times)
+            if kept is None or step <= kept
+        ),
     )
 
 
-def _kept_until(
-    later: Sequence[Attempt], times: Sequence[Sequence[tuple[int, float]]], resumed: dict[int, int]
-) -> int | None:
-    """The step that the next attempt which made steps continued after; None where none did."""
-    points = []
-    for attempt, steps in zip(later, times, strict=True):
-        if made := [step for step, _ in steps if step]:
-            points.append(resumed.get(attempt.number, min(made) - 1))
-    return min(points, default=None)
-
-
-def _elapsed(
-    attempts: Sequence[Attempt],
-    ends: Sequence[AttemptEnd | None],
-    times: Sequence[Sequence[tuple[int, float]]],
-) -> float | None:
-    if not attempts:
-        return None
-    first, last = ends[0], ends[-1]
-    started = first.started if first and first.started else None
-    if started is None:
-        # Of a time when no ends were kept, or of one that runs.
-        started = times[0][0][1] if times[0] else None
-    ended = last.ended if last and last.ended else None
-    if ended is None:
-        ended = _last_word(attempts[-1].log)
-    return ended - started if started is not None else None
-
-
-def _last_word(log: Path) -> float:
-    try:
-        return log.stat().st_mtime
-    except OSError:
-        return time.time()
+def _last_saved(cell: CellFolder) -> int:
+    """Return the step of the newest finished checkpoint; 0 without one."""
+    saved = saved_steps(cell.path / "checkpoint")
+    return next((step for step, path in saved if (path / ".metadata").is_file()), 0)
 
 
 def _step_times(attempt: Attempt, record: CellRecord) -> list[tuple[int, float]]:

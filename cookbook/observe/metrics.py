@@ -1,21 +1,20 @@
-"""The steps of a cell: `attempt-<k>/metrics.jsonl` where our hooks wrote it, else the console."""
+"""Read the steps and the router's load of a cell: the lines that our hooks wrote, else the console.
+
+A line of `router_load.jsonl` is one logged step: of each MoE layer the tokens of its busiest expert
+over the mean of its experts, and its starved experts, since the logged step before.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cookbook.observe.console import (
-    Phase,
-    StepMetrics,
-    parse_of_rank,
-    parse_phase,
-    read_console,
-)
+from cookbook.observe.console import Phase, StepMetrics, parse_phase, parse_step, read_console
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 
@@ -33,23 +32,25 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
     """Return the logged steps of the rank that has the loss, in order.
 
     Args:
-        record: the cell's, to find that rank's lines in the logs of a run without our hooks.
+        record: the cell's, to find that rank's lines on the console of a run without our hooks.
     """
-    try:
-        lines = attempt.metrics.read_bytes().splitlines()
-    except OSError:
-        lines = []
     steps: list[StepMetrics] = []
-    for metrics in filter(None, map(_parse, lines)):
+    for metrics in filter(None, map(_parse, _lines(attempt.metrics))):
         if metrics.loss is not None:
             steps.append(replace(metrics, attempt=attempt.number))
         elif steps and steps[-1].step == metrics.step:
             steps[-1] = replace(steps[-1], validation_loss=metrics.validation_loss)
     if steps:
         return steps
-    record = (record or CellRecord()).as_of(attempt.number)
-    shown = list(read_console(attempt.log, record.loss_rank))
-    return [replace(one, attempt=attempt.number) for one in shown or _other_steps(attempt, record)]
+    shown = list(read_console(attempt.log))
+    rank = (record or CellRecord()).as_of(attempt.number).loss_rank
+    own = [one for one in shown if one.rank == rank]
+    # Where the console hides that rank; ranks outside the last PP stage print a negative loss.
+    own = own or [one for one in shown if one.rank == shown[0].rank]
+    return [
+        replace(one, attempt=attempt.number, loss=None if one.loss and one.loss < 0 else one.loss)
+        for one in own
+    ]
 
 
 def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
@@ -63,6 +64,37 @@ def collect_steps(cell: CellFolder, record: CellRecord) -> list[StepMetrics]:
             while steps and steps[-1].step >= metrics.step:
                 steps.pop()
             steps.append(metrics)
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStep:
+    """The router's load from `first_step` to `step`, layer by layer.
+
+    Attributes:
+        busiest_over_mean: 1 where all experts get the same; MaxVio is this minus 1.
+        starved_experts: those with less than a tenth of the mean.
+    """
+
+    first_step: int
+    step: int
+    is_forced: bool
+    layers: tuple[int, ...]
+    busiest_over_mean: tuple[float, ...]
+    starved_experts: tuple[int, ...]
+
+
+def collect_router_load(cell: CellFolder) -> list[LoadStep]:
+    """Return the logged steps over all attempts, rising; empty where none logged its load."""
+    steps: list[LoadStep] = []
+    for attempt in cell.attempts():
+        for found in filter(None, map(_parse_load, _lines(attempt.router_load))):
+            while steps and steps[-1].step >= found.first_step:
+                steps.pop()
+            # Of another model; only the last one's steps can be shown.
+            if steps and steps[-1].layers != found.layers:
+                steps.clear()
+            steps.append(found)
     return steps
 
 
@@ -84,24 +116,22 @@ class Tail:
     def __init__(self, attempt: Attempt, rank: int | None) -> None:
         self._rank = rank
         self._metrics, self._console = _Grown(attempt.metrics), _Grown(attempt.log)
-        self._newest = Newest()
+        self._phase: Phase | None = None
         self.recent: deque[StepMetrics] = deque(maxlen=_NUM_RECENT)
 
     def read(self) -> Newest:
         """Return the newest step and phase."""
         steps = [one for line in self._metrics.lines() if (one := _parse(line))]
-        phase = self._newest.phase
         has_metrics = self._metrics.offset > 0
         for line in self._console.lines():
             # The imports come before the first message.
-            phase = parse_phase(line, self._rank) or phase or Phase.LOADING
-            if (step := parse_of_rank(line, self._rank)) is not None:
-                phase = Phase.TRAINING
+            self._phase = parse_phase(line, self._rank) or self._phase or Phase.LOADING
+            if (step := parse_step(line, self._rank)) is not None:
+                self._phase = Phase.TRAINING
                 if not has_metrics:
                     steps.append(step)
         self.recent.extend(step for step in steps if step.loss is not None)
-        self._newest = Newest(self.recent[-1] if self.recent else None, phase)
-        return self._newest
+        return Newest(self.recent[-1] if self.recent else None, self._phase)
 
 
 class _Grown:
@@ -115,7 +145,7 @@ class _Grown:
         try:
             with self._path.open("rb") as file:
                 end = file.seek(0, 2)
-                # Truncated or replaced: it is read anew.
+                # A file that was truncated or replaced is read anew.
                 start = max(self.offset if self.offset <= end else 0, end - _LOOK_BACK_BYTES)
                 file.seek(start)
                 text = file.read(end - start)
@@ -124,6 +154,13 @@ class _Grown:
         whole = text.rfind(b"\n") + 1
         self.offset = start + whole
         return iter(text[:whole].splitlines())
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines()
+    except OSError:
+        return []
 
 
 def _parse(line: bytes) -> StepMetrics | None:
@@ -140,23 +177,20 @@ def _parse(line: bytes) -> StepMetrics | None:
         return None
 
 
-def _other_steps(attempt: Attempt, record: CellRecord) -> list[StepMetrics]:
-    """Return the steps of an attempt whose console does not show the rank that has the loss."""
-    # A rank's own log carries no global rank: of the nodes, take one that printed a real loss.
-    logged = [
-        [step for log in logs for step in read_console(log)]
-        for logs in attempt.rank_logs(record.loss_rank % record.ranks_per_node)
-    ]
-    if real := [steps for steps in logged if steps and not any(map(_has_stage_loss, steps))]:
-        return max(real, key=len)
-    shown = list(read_console(attempt.log))
-    ranks = sorted({step.rank for step in shown if step.rank is not None})
-    chosen = [step for step in shown if step.rank == (ranks[0] if ranks else None)]
-    if all(map(_has_stage_loss, chosen)):
-        return [replace(step, loss=None) for step in chosen]
-    return [step for step in chosen if not _has_stage_loss(step)]
-
-
-def _has_stage_loss(metrics: StepMetrics) -> bool:
-    """Whether this is the negative number that ranks outside the last PP stage print."""
-    return metrics.loss is not None and metrics.loss < 0
+def _parse_load(line: bytes) -> LoadStep | None:
+    """Return the step of a line of `router_load.jsonl`; the last one may still be written."""
+    try:
+        content: dict[str, Any] = json.loads(line)
+        step = LoadStep(
+            int(content["first_step"]),
+            int(content["step"]),
+            content["forced"] is True,
+            tuple(content["layers"]),
+            tuple(map(float, content["busiest_over_mean"])),
+            tuple(content["starved_experts"]),
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
+    num = {len(step.layers), len(step.busiest_over_mean), len(step.starved_experts)}
+    is_whole = len(num) == 1 and 0 not in num and all(map(math.isfinite, step.busiest_over_mean))
+    return step if is_whole else None

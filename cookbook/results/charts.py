@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from cookbook.observe.console import StepMetrics
 from cookbook.results.columns import gain_text, tokens_text
-from cookbook.results.loss import MARGIN
-from cookbook.results.result import CellSetting, Result, RunResults
+from cookbook.results.loss import MARGIN, losses_of
+from cookbook.results.result import Result, RunResults
 from cookbook.results.speed import LEVEL, STALL
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 
@@ -95,52 +94,44 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Cell:
-    """A cell to be drawn, with its name's part that differs among cells."""
+    """A cell to be drawn, with the part of its name that differs among cells."""
 
     result: Result
-    setting: CellSetting
     label: str
     number: int
     base: Result | None
-    results: RunResults
+
+    @property
+    def colour(self) -> int:
+        return self.number % len(COLOURS)
 
     def line(
         self, x: Sequence[float], y: Sequence[float], label: str = "", is_pale: bool = False
     ) -> Line:
-        number, num = self.number % len(COLOURS), self.number // len(COLOURS)
-        return Line(label or self.label, number, [*x], [*y], num % 2 > 0, is_pale)
-
-    @property
-    def losses(self) -> tuple[list[int], list[float]]:
-        steps = [step for step in self.results.curves.get(self.result.name, ()) if _is_number(step)]
-        return [step.step for step in steps], [step.loss or 0.0 for step in steps]
-
-
-def _is_number(step: StepMetrics) -> bool:
-    return step.loss is not None and bool(np.isfinite(step.loss))
+        is_dashed = self.number // len(COLOURS) % 2 > 0
+        return Line(label or self.label, self.colour, [*x], [*y], is_dashed, is_pale)
 
 
 def charts_of(results: RunResults) -> list[Chart]:
-    """Every chart for which the logs hold the numbers."""
+    """Return every chart for which the logs hold the numbers."""
     by_name = {cell.name: cell for cell in results.cells}
-    labels = short_labels(list(by_name))
+    labels = zip(results.cells, short_labels(list(by_name)), strict=True)
     cells = [
-        _Cell(
-            cell,
-            setting := results.settings[cell.name],
-            label,
-            number,
-            by_name.get(setting.baseline or ""),
-            results,
-        )
-        for number, (cell, label) in enumerate(zip(results.cells, labels, strict=True))
+        _Cell(cell, label, number, by_name.get(cell.baseline or ""))
+        for number, (cell, label) in enumerate(labels)
     ]
     found = [make(cells, results.unit) for make in CHARTS]
     return [chart for chart in found if chart is not None]
 
 
+def _losses(result: Result) -> tuple[list[int], list[float]]:
+    """Return the steps whose loss is a number, and these losses."""
+    known = {step: loss for step, loss in losses_of(result.curve).items() if np.isfinite(loss)}
+    return list(known), list(known.values())
+
+
 def short_labels(names: Sequence[str]) -> list[str]:
-    """The names without the words that all of them begin with (`671b-`)."""
+    """Return the names without the words that all of them begin with (`671b-`)."""
     words = [name.split("-") for name in names]
     num = 0
     if len(words) > 1:
@@ -151,7 +142,7 @@ def short_labels(names: Sequence[str]) -> list[str]:
 
 
 def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """A bar for each cell, from 0."""
+    """Return a bar for each cell, from 0."""
     bars = []
     for cell in cells:
         result, tokens = cell.result, cell.result.tokens_per_second_per_gpu
@@ -168,7 +159,7 @@ def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
         bars.append(
             Bar(
                 label=cell.label,
-                colour=cell.number % len(COLOURS),
+                colour=cell.colour,
                 text=text,
                 value=tokens,
                 low=low * base if low and base else None,
@@ -195,8 +186,8 @@ def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """The loss of every cell."""
-    found = [(cell, *cell.losses) for cell in cells]
+    """Return the loss of every cell."""
+    found = [(cell, *_losses(cell.result)) for cell in cells]
     lines = [cell.line(*running_mean(steps, values)) for cell, steps, values in found if steps]
     if not lines:
         return None
@@ -207,21 +198,18 @@ def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """The loss of every comparable cell minus its baseline's, in percent."""
+    """Return the loss of every comparable cell minus its baseline's, in percent."""
     lines, is_mean = [], False
     for cell in cells:
-        base = next((one for one in cells if one.result is cell.base), None)
-        if base is None or base is cell or base.result.recipe != cell.result.recipe:
+        own, base = cell.result, cell.base
+        if base is None or base is own or (base.recipe, base.batch) != (own.recipe, own.batch):
             continue
-        if base.setting.batch != cell.setting.batch:
-            continue
-        known = dict(zip(*base.losses, strict=True))
-        pairs = [(step, own) for step, own in zip(*cell.losses, strict=True) if known.get(step)]
+        known = dict(zip(*_losses(base), strict=True))
+        pairs = [(step, loss) for step, loss in zip(*_losses(own), strict=True) if known.get(step)]
         if len(pairs) > 1:
-            steps = [step for step, _ in pairs]
-            is_mean |= len(steps) > _FEW_STEPS
-            percents = [100 * (own / known[step] - 1) for step, own in pairs]
-            lines.append(cell.line(*running_mean(steps, percents)))
+            is_mean |= len(pairs) > _FEW_STEPS
+            percents = [100 * (loss / known[step] - 1) for step, loss in pairs]
+            lines.append(cell.line(*running_mean([step for step, _ in pairs], percents)))
     if not lines:
         return None
     caption = f"Loss minus the baseline's. Band: ±{MARGIN:.2%}, within which losses are equivalent."
@@ -236,24 +224,29 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """The seconds of every logged step, with stalls and restarts."""
+    """Return the seconds of every logged step, with stalls and restarts."""
     lines = []
     for cell in cells:
-        tokens = cell.setting.tokens_per_step_per_gpu
-        for number, run in enumerate(cell.results.runs_of(cell.result), 1):
-            curve = cell.results.curves.get(run.name, ())
-            timed = [step for step in curve if step.tokens_per_second and tokens]
+        tokens = cell.result.tokens_per_step_per_gpu
+        for number, run in enumerate(cell.result.runs, 1):
+            timed = [step for step in run.curve if step.tokens_per_second and tokens]
             seconds = {step.step: (tokens or 0.0) / (step.tokens_per_second or 1) for step in timed}
             if not seconds:
                 continue
-            label = f"{cell.label}, repeat {number}" if cell.results.repeats else cell.label
+            label = f"{cell.label}, repeat {number}" if cell.result.repeats else cell.label
             line = cell.line(*thin(list(seconds), list(seconds.values())), label, number > 1)
             stalls = run.throughput.stalls if run.throughput else ()
-            marks = tuple((float(step), seconds[step]) for step in stalls if step in seconds)
-            rules = tuple(
-                float(after.step) for one, after in pairwise(curve) if one.attempt != after.attempt
+            lines.append(
+                replace(
+                    line,
+                    marks=tuple((float(at), seconds[at]) for at in stalls if at in seconds),
+                    rules=tuple(
+                        float(after.step)
+                        for one, after in pairwise(run.curve)
+                        if one.attempt != after.attempt
+                    ),
+                )
             )
-            lines.append(Line(**{**vars(line), "marks": marks, "rules": rules}))
     if not lines:
         return None
     top = _MOST_STEP_TIME * max(statistics.median(line.y) for line in lines)
@@ -269,10 +262,10 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """The busiest expert over the mean: of the median layer, and of the most uneven one."""
+    """Return the busiest expert over the mean: of the median layer, and of the most uneven one."""
     lines = []
     for cell in cells:
-        if load := cell.results.loads.get(cell.result.name):
+        if load := cell.result.loads:
             steps = [step.step for step in load]
             most = [max(step.busiest_over_mean) for step in load]
             median = [statistics.median(step.busiest_over_mean) for step in load]
@@ -308,7 +301,7 @@ def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]
 def running_mean(
     steps: Sequence[float], values: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """The centred running mean over a fortieth of many steps; few steps as they are."""
+    """Return the centred running mean over a fortieth of many steps; few steps as they are."""
     if len(steps) <= _FEW_STEPS:
         return list(steps), list(values)
     width = len(steps) // 40
@@ -319,7 +312,7 @@ def running_mean(
 
 
 def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most `_MOST_POINTS` points: the lowest and highest of each stretch of steps."""
+    """Return at most `_MOST_POINTS` points: the lowest and highest of each stretch of steps."""
     if len(steps) <= _MOST_POINTS:
         return list(steps), list(values)
     kept: list[int] = []
@@ -338,6 +331,6 @@ def _note(cell: _Cell) -> str | None:
     if result.status == FINISHED:
         return None
     if result.status in (QUEUED, RUNNING) and result.steps is not None:
-        total = cell.setting.total_steps
+        total = cell.result.total_steps
         return f"so far, {result.steps:,}{f' of {total:,}' if total else ''} steps"
     return result.status or "status unknown"

@@ -1,14 +1,11 @@
-"""The results of a run, finished or not: one Result for each cell, in the run's order.
+"""Collect the results of a run, finished or not: one Result for each cell, in the run's order.
 
-How the numbers are made:
-
-- The loss rank's metrics count: rank 0, or with PP the first rank of the last stage.
+- Metrics are those of the loss rank: rank 0, or with PP the first rank of the last stage.
 - Throughput, TFLOPs and MFU are medians over the logged steps after warm-up. Warm-up is the first
   quarter of the logged steps of each attempt, at least 1 and at most 10: they hold compilation and
   allocation.
 - Memory is the peak over all ranks, steps and attempts.
-- A resumed attempt goes back to its checkpoint, so its first step replaces that step and all
-  later ones of the attempts before it.
+- The first step of a resumed attempt replaces that step and all later ones of earlier attempts.
 """
 
 from __future__ import annotations
@@ -16,25 +13,22 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import cell_from_record
-from cookbook.config.stack import load_stack
-from cookbook.observe.console import StepMetrics, logged_seconds, read_active, read_peak_memory
+from cookbook.observe.console import StepMetrics, logged_seconds, read_peak_memory
 from cookbook.observe.failure import find_reason
 from cookbook.observe.history import collect_history
-from cookbook.observe.metrics import collect_steps
-from cookbook.observe.router_load import LoadStep, collect_router_load
+from cookbook.observe.metrics import LoadStep, collect_router_load, collect_steps
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.results.baseline import against_baseline
-from cookbook.results.result import CellSetting, LoadSummary, Result, RunResults
-from cookbook.results.run_differences import asked_facts, seen_facts, text_of
+from cookbook.results.result import LoadSummary, Result, RunResults
+from cookbook.results.run_differences import asked_facts, seen_facts
 from cookbook.results.speed import Throughput, measure, measured_steps
 from cookbook.run.attempts import read_resumptions
-from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
@@ -47,41 +41,26 @@ _REFERENCE_REASON = "attention by a reference: the throughput says nothing about
 def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
     """Read a run's metrics and logs; `states` are those of its cells."""
     known = {state.cell: state for state in states}
-    cells: list[Result] = []
-    settings: dict[str, CellSetting] = {}
-    curves: dict[str, list[StepMetrics]] = {}
-    loads: dict[str, list[LoadStep]] = {}
-    for folder in run.cells:
-        problem = None
-        try:
-            record = read_record(folder.record)
-        except InputError as error:
-            # The cell must still appear.
-            record, problem = CellRecord(), str(error)
-        curve = curves[folder.name] = collect_steps(folder, record)
-        load = loads[folder.name] = collect_router_load(folder)
-        result = _result(folder, record, problem, known[folder.name], curve)
-        cells.append(replace(result, router_load=summarize_load(load)))
-        settings[folder.name] = _setting(folder, record, curve, run.record.baseline)
-    return against_baseline(RunResults(run.record, tuple(cells), settings, curves, loads))
+    cells = [_collect_cell(folder, known[folder.name], run.record.baseline) for folder in run.cells]
+    return RunResults(run.record, tuple(against_baseline(cells)))
 
 
-def _result(
-    folder: CellFolder,
-    record: CellRecord,
-    problem: str | None,
-    state: CellState,
-    steps: Sequence[StepMetrics],
-) -> Result:
-    measured, throughput = measured_steps(steps), measure(steps)
+def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None) -> Result:
+    problem = None
+    try:
+        record = read_record(folder.record)
+    except InputError as error:
+        # The cell must still appear.
+        record, problem = CellRecord(), str(error)
     attempts = folder.attempts()
-    reports = (_active(attempt) for attempt in reversed(attempts))
-    active = next(filter(None, reports), None)
-    observed = active or {}
-    attention = observed.get("attention") or None
+    curve, loads = collect_steps(folder, record), collect_router_load(folder)
+    measured, throughput = measured_steps(curve), measure(curve)
+    environments = [_read_environment(folder, one.number) for one in reversed(attempts)]
+    active = next(filter(None, environments), {})
+    attention = active.get("attention") or None
     by_reference = attention is not None and "reference" in attention
-    is_low_precision_emulated = record.emulated or bool(observed.get("emulated"))
-    final_loss = steps[-1].loss if steps else None
+    is_low_precision_emulated = record.emulated or bool(active.get("emulated"))
+    raw_loss = curve[-1].loss if curve else None
     expected = expected_step(folder.name, record)
     status = None if state.state == UNKNOWN else state.state
     reasons = [state.reason, problem]
@@ -90,7 +69,7 @@ def _result(
     if status == FAILED and attempts:
         found = find_reason(attempts[-1].path)
         reasons.append(found if found and found not in (state.reason or "") else None)
-    reasons.append(_non_finite(steps))
+    reasons.append(_non_finite(curve))
     if status != REFUSED:
         reasons.append(_EMULATED_REASON if is_low_precision_emulated else None)
         reasons.append(_REFERENCE_REASON if by_reference else None)
@@ -101,23 +80,23 @@ def _result(
         ep_backend=record.ep_backend,
         status=status,
         reason="; ".join(dict.fromkeys(part for part in reasons if part)) or None,
-        steps=steps[-1].step if steps else None,
+        steps=curve[-1].step if curve else None,
         tokens_per_second_per_gpu=throughput.median if throughput else None,
         tflops_per_gpu=_median(step.tflops for step in measured),
         # TorchTitan falls back to an A100's peak for unknown devices.
         mfu=None if record.device == "cpu" else _median(step.mfu for step in measured),
         memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
-        final_loss=final_loss if final_loss is not None and math.isfinite(final_loss) else None,
-        speedup=None,
+        final_loss=raw_loss if raw_loss is not None and math.isfinite(raw_loss) else None,
         # The published number is for the cell as it was first asked for.
         published_tokens_per_second_per_gpu=None
         if record.changes
         else record.published_tokens_per_second_per_gpu,
         attention=attention,
-        mean_attended_length=observed.get("mean_attended_length") or None,
+        mean_attended_length=active.get("mean_attended_length") or None,
         emulated=is_low_precision_emulated or by_reference,
-        active=active,
+        active={name: value for name, value in active.items() if name != "nodes"} or None,
         resumptions=tuple(read_resumptions(attempts)),
+        history=collect_history(folder, record),
         throughput=throughput,
         gpu_hours=gpu_hours(folder, record),
         cost_per_billion_tokens=cost_per_billion_tokens(record, throughput),
@@ -125,50 +104,48 @@ def _result(
         if expected
         else None,
         predicted_largest=expected.largest if expected else None,
-        history=collect_history(folder, record),
+        router_load=summarize_load(loads),
         # An sbatch line may have turned it on after the script's name.
         profiled=any(
             record.as_of(attempt.number).options.get("profiling.enable_profiling") is True
             or attempt.traces.is_dir()
             for attempt in attempts
         ),
-    )
-
-
-def _setting(
-    folder: CellFolder, record: CellRecord, steps: Sequence[StepMetrics], run_baseline: str | None
-) -> CellSetting:
-    try:
-        options = load_stack(record.stack).options
-    except InputError:
-        options = {}
-    return CellSetting(
         total_steps=record.steps,
         device=record.device,
         stand_in_for=record.stand_in_for,
         baseline=record.baseline or run_baseline,
-        published_speedup=None,
-        raw_final_loss=steps[-1].loss if steps else None,
+        published_source=record.published_source,
+        raw_final_loss=raw_loss,
         tokens_per_step_per_gpu=record.tokens_per_step_per_gpu,
         world=record.world,
-        published_source=record.published_source,
+        routing=_routing(record),
         repeat_of=record.repeat_of,
         asked=asked_facts(record.newest),
-        defaults={name: text_of(option.default) for name, option in options.items()},
-        seen=seen_facts(folder),
+        seen=seen_facts(active),
+        curve=curve,
+        loads=loads,
     )
 
 
-def _active(attempt: Attempt) -> dict[str, Any] | None:
+def _read_environment(folder: CellFolder, number: int) -> dict[str, Any]:
     try:
-        active = read_json(attempt.environment)
+        return read_json(folder.attempt(number).environment)
     except InputError:
-        return read_active(attempt.log)
-    return {name: value for name, value in active.items() if name != "nodes"}
+        return {}
+
+
+def _routing(record: CellRecord) -> str | None:
+    """Return the routing of the newest attempt; None where no record was read."""
+    if record.name is None and record.recipe is None:
+        return None
+    options = record.newest.options
+    is_forced = options.get("debug.moe_force_load_balance") is True
+    return str(options.get("debug.moe_routing") or ("round_robin" if is_forced else "trained"))
 
 
 def _non_finite(steps: Sequence[StepMetrics]) -> str | None:
-    """The step since which the loss is NaN or infinite; None where the last one is a number."""
+    """Return since which step the loss is NaN or infinite; None where the last one is a number."""
     since = None
     for metrics in reversed(steps):
         if metrics.loss is None or math.isfinite(metrics.loss):
@@ -183,7 +160,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
-    """Hours of all attempts times their GPUs, from TorchTitan's first line to its last.
+    """Return hours of all attempts times their GPUs, from TorchTitan's first line to its last.
 
     None on a CPU, and without logs. The minute or so before the first line is not in it.
     """
@@ -197,7 +174,7 @@ def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
 
 
 def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -> float | None:
-    """At the cell's speed with its stalls, in the currency of the cluster's `price_per_gpu_hour`.
+    """Return the cost at the cell's speed with stalls, by the cluster's `price_per_gpu_hour`.
 
     None without a price, or where the cluster's profile is not here.
     """
@@ -211,7 +188,7 @@ def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -
 
 
 def expected_step(name: str, record: CellRecord) -> StepTime | None:
-    """The predicted step of the cell as last asked for; None where it cannot be predicted.
+    """Return the predicted step of the cell as last asked for; None where it cannot be predicted.
 
     A cell that was refused, ran on a CPU, or was emulated has no meaningful time.
     """

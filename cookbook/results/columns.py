@@ -12,8 +12,7 @@ from typing import Any
 
 from cookbook.base.tables import markdown_table
 from cookbook.results.loss import LEVEL as LOSS_LEVEL
-from cookbook.results.loss import LossVerdict
-from cookbook.results.result import CellSetting, Result, RunResults
+from cookbook.results.result import Result, RunResults
 from cookbook.results.speed import LEVEL, STALL, STEPS
 
 UNKNOWN = "-"
@@ -54,30 +53,8 @@ class Table:
     align: str
 
     def markdown(self) -> str:
-        """The table in Markdown that also reads well as text."""
+        """Return the table in Markdown that also reads well as text."""
         return markdown_table(self.head, self.rows, self.align)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A cell as tables show it; the last three fields are of a comparison.
-
-    Attributes:
-        reference_tokens: throughput of the cell that it is compared with.
-        reason: why the two cannot be compared.
-        is_slower: slower than the tolerance allows, or without a speed where the reference has one.
-    """
-
-    cell: Result
-    setting: CellSetting
-    run: str
-    reference_tokens: float | None = None
-    reason: str | None = None
-    is_slower: bool = False
-
-    @property
-    def is_baseline(self) -> bool:
-        return self.cell.name == self.setting.baseline
 
 
 @dataclass(frozen=True)
@@ -87,46 +64,43 @@ class Column:
     Attributes:
         tables: names of the tables that have it.
         align: l, or r for numbers.
-        value: an attribute of Result such as `throughput.num_steps`, shown by `template`, or a
-            function that returns the text.
+        value: an attribute of Result such as `throughput.num_steps`, or a function of a Result.
+        template: a format of that value, or a function that returns its text.
     """
 
     heading: str
     tables: str
     align: str
-    value: str | Callable[[Row], str]
-    template: str = "{}"
+    value: str | Callable[[Result], object]
+    template: str | Callable[[Any], str] = "{}"
 
-    def text(self, row: Row) -> str:
-        """The row's text, a dash for an unknown value."""
+    def text(self, row: Result) -> str:
+        """Return the row's text, a dash for an unknown value."""
+        found: Any = row
         if not isinstance(self.value, str):
-            return self.value(row)
-        found: Any = row.cell
-        for name in self.value.split("."):
-            found = getattr(found, name) if found is not None else None
-        return UNKNOWN if found is None or found == "" else self.template.format(found)
+            found = self.value(row)
+        else:
+            for name in self.value.split("."):
+                found = getattr(found, name) if found is not None else None
+        if found is None or found == "":
+            return UNKNOWN
+        template = self.template
+        return template.format(found) if isinstance(template, str) else template(found)
 
 
-def rows_of(results: RunResults, table: str = CELLS) -> list[Row]:
-    """The rows of a table: a cell each, or a repeat each."""
-    run = results.run.run
-    rows = [Row(cell, results.settings[cell.name], run) for cell in results.cells]
+def rows_of(results: RunResults, table: str) -> list[Result]:
+    """Return the rows of a table: a cell each, or a repeat each."""
+    rows = list(results.cells)
     if table == REPEATS:
-        repeats = results.repeats
-        rows = [Row(one, r.setting, run) for r in rows for one in repeats.get(r.cell.name, ())]
-    needed: Callable[[Row], object] = {
-        SPEED: lambda row: row.cell.throughput,
-        LOSSES: lambda row: row.cell.loss,
-        LOAD: lambda row: row.cell.router_load,
-    }.get(table, lambda row: True)
-    rows = [row for row in rows if needed(row)]
-    if table == PUBLISHED and not any(row.cell.published_tokens_per_second_per_gpu for row in rows):
-        return []
-    return rows
+        return [run for cell in rows for run in cell.repeats]
+    if table == PUBLISHED:
+        return rows if any(row.published_tokens_per_second_per_gpu for row in rows) else []
+    needed = {SPEED: "throughput", LOSSES: "loss", LOAD: "router_load"}.get(table, "name")
+    return [row for row in rows if getattr(row, needed)]
 
 
-def table_of(rows: Sequence[Row], table: str, unit: str) -> Table:
-    """The table of that name without the columns that say nothing."""
+def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
+    """Return the table of that name without the columns that say nothing."""
     heads: list[str] = []
     columns: list[list[str]] = []
     align = ""
@@ -134,10 +108,9 @@ def table_of(rows: Sequence[Row], table: str, unit: str) -> Table:
         if table not in column.tables.split():
             continue
         texts = [column.text(row) for row in rows]
-        # Where all cells agree on their attention, the facts above the table have it.
-        fewest = 1 if column.heading in ("attention", "attended tokens") else 0
-        is_first = len(heads) < 2
-        if is_first or len({*texts} - {UNKNOWN}) > fewest:
+        # Where all cells agree on their attention or routing, the conditions have it.
+        fewest = 1 if column.heading in ("attention", "attended tokens", "routing") else 0
+        if len(heads) < 2 or len({*texts} - {UNKNOWN}) > fewest:
             heads.append(column.heading.format(unit=unit))
             columns.append(texts)
             align += column.align
@@ -145,7 +118,7 @@ def table_of(rows: Sequence[Row], table: str, unit: str) -> Table:
 
 
 def report_tables(results: RunResults) -> dict[str, Table]:
-    """Every table of a report with something to show, by name; the main one always."""
+    """Return every table of a report with something to show, by name; the main one always."""
     found = {name: rows_of(results, name) for name in TITLES}
     return {
         name: table_of(rows, name, results.unit)
@@ -154,187 +127,143 @@ def report_tables(results: RunResults) -> dict[str, Table]:
     }
 
 
-def number(value: float | None, template: str) -> str:
-    """The value in that format, or a dash."""
-    return UNKNOWN if value is None else template.format(value)
-
-
 def tokens_text(value: float | None) -> str:
-    """Tokens/s; a CPU's or a debug model's few tokens keep their decimals."""
-    return number(value, "{:,.0f}" if value is None or value >= 100 else "{:.3g}")
+    """Return tokens/s; the few tokens of a CPU or a debug model keep their decimals."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def gain_text(ratio: float | None) -> str:
-    """A ratio as percent more or less: `+30.2%`."""
+    """Return a ratio as percent more or less: `+30.2%`."""
     return UNKNOWN if ratio is None else f"{100 * (ratio - 1):+.1f}%"
 
 
 def interval_text(cell: Result) -> str:
-    """The interval of a cell's speed-up."""
+    """Return the interval of a cell's speed-up."""
     if cell.speed is None or cell.speed.low is None:
         return UNKNOWN
     return f"{gain_text(cell.speed.low)} to {gain_text(cell.speed.high)}"
 
 
-def _status(row: Row) -> str:
-    status = row.cell.status or "unknown"
-    return f"{status}, emulated" if row.cell.emulated and status != "refused" else status
+def _status(row: Result) -> str:
+    status = row.status or "unknown"
+    return f"{status}, emulated" if row.emulated and status != "refused" else status
 
 
-def _steps(row: Row) -> str:
-    """`20` for a finished cell, else the progress: `7/20`."""
-    done = number(row.cell.steps, "{:,}")
-    total = row.setting.total_steps
-    return done if row.cell.status in ("finished", "refused") or not total else f"{done}/{total:,}"
+def _steps(row: Result) -> str:
+    """Return `20` for a finished cell, else the progress: `7/20`."""
+    done = UNKNOWN if row.steps is None else f"{row.steps:,}"
+    has_total = row.status not in ("finished", "refused") and row.total_steps
+    return f"{done}/{row.total_steps:,}" if has_total else done
 
 
-def _loss(row: Row) -> str:
-    raw = row.setting.raw_final_loss
-    return (
-        str(raw) if row.cell.final_loss is None and raw else number(row.cell.final_loss, "{:.4f}")
-    )
+def _final_loss(row: Result) -> str | None:
+    if row.final_loss is not None:
+        return f"{row.final_loss:.4f}"
+    return str(row.raw_final_loss) if row.raw_final_loss else None
 
 
-def _restarts(row: Row) -> str:
-    return f"{max(len(row.cell.history.attempts) - 1, 0):,}"
+def _speedup(row: Result) -> str | None:
+    if row.speedup is None:
+        return None
+    return "baseline" if row.is_baseline else f"{row.speedup:.2f}x"
 
 
-def _speedup(row: Row) -> str:
-    if row.cell.speedup is not None and row.is_baseline:
-        return "baseline"
-    return number(row.cell.speedup, "{:.2f}x")
-
-
-def _published(row: Row) -> str:
-    published = tokens_text(row.cell.published_tokens_per_second_per_gpu)
-    gain = row.setting.published_speedup
+def _published(row: Result) -> str:
+    published, gain = tokens_text(row.published_tokens_per_second_per_gpu), row.published_speedup
     return published if gain is None or row.is_baseline else f"{published} ({gain:.2f}x)"
 
 
-def _published_gain(row: Row) -> str:
-    if row.is_baseline and row.cell.published_tokens_per_second_per_gpu:
+def _published_gain(row: Result) -> str:
+    if row.is_baseline and row.published_tokens_per_second_per_gpu:
         return "baseline"
-    return gain_text(row.setting.published_speedup)
+    return gain_text(row.published_speedup)
 
 
-def _gain(row: Row) -> str:
+def _gain(row: Result) -> str:
     if row.is_baseline:
-        return "baseline" if row.cell.tokens_per_second_per_gpu else UNKNOWN
-    return gain_text(row.cell.speedup)
+        return "baseline" if row.tokens_per_second_per_gpu else UNKNOWN
+    return gain_text(row.speedup)
 
 
-def _over_published(row: Row) -> str:
-    here, published = (
-        row.cell.tokens_per_second_per_gpu,
-        row.cell.published_tokens_per_second_per_gpu,
-    )
-    return f"{here / published:.2f}" if here and published else UNKNOWN
+def _over_published(row: Result) -> float | None:
+    here, published = row.tokens_per_second_per_gpu, row.published_tokens_per_second_per_gpu
+    return here / published if here and published else None
 
 
-def _quartiles(row: Row) -> str:
-    found = row.cell.throughput
-    if found is None:
-        return UNKNOWN
+def _quartiles(found: Any) -> str:
     return f"{tokens_text(found.lower_quartile)} to {tokens_text(found.upper_quartile)}"
 
 
-def _tflops(row: Row) -> str:
-    value = row.cell.tflops_per_gpu
-    return number(value, "{:,.1f}" if value is None or value >= 10 else "{:.2g}")
+def _range(template: str) -> Callable[[Any], str]:
+    """Return the text of an interval with `low` and `high` in that format."""
+    return lambda found: (
+        UNKNOWN if found.low is None else f"{found.low:{template}} to {found.high:{template}}"
+    )
 
 
-def _stalls(row: Row) -> str:
-    return UNKNOWN if row.cell.throughput is None else f"{len(row.cell.throughput.stalls):,}"
-
-
-def _basis(row: Row) -> str:
-    speed = row.cell.speed
-    if speed is None:
-        return UNKNOWN
-    return STEPS if speed.basis == STEPS else f"{speed.num} repeats"
-
-
-def _verdict(row: Row) -> str:
-    return UNKNOWN if row.cell.speed is None else row.cell.speed.verdict or "too few steps"
-
-
-def _routing(row: Row) -> str:
-    found = row.cell.router_load
-    return "forced even" if found and found.is_forced else "the router's own"
-
-
-def _ratio_interval(row: Row) -> str:
-    speed = row.cell.speed
-    if speed is None or speed.low is None:
-        return UNKNOWN
-    return f"{speed.low:.3f} to {speed.high:.3f}"
-
-
-def _judged(found: LossVerdict | None) -> str:
-    if found is None:
-        return UNKNOWN
-    return f"{found.verdict}: {found.reason}" if found.reason else found.verdict
-
-
-def _loss_range(found: LossVerdict | None) -> str:
-    if found is None or found.low is None:
-        return UNKNOWN
-    return f"{found.low:+.4f} to {found.high:+.4f}"
-
-
-def tokens(value: str) -> Callable[[Row], str]:
-    """The text of that attribute as tokens/s."""
-    return lambda row: tokens_text(getattr(row.cell, value))
+def _judged(found: Any) -> str:
+    return f"{found.verdict}: {found.reason}" if found.reason else str(found.verdict)
 
 
 _TOKENS, _PUBLISHED = "tokens_per_second_per_gpu", "published_tokens_per_second_per_gpu"
+_PREDICTED = "predicted_tokens_per_second_per_gpu"
+_SPEED_LEVEL, _LOSS_LEVEL = f"{LEVEL:.0%} interval", f"{LOSS_LEVEL:.0%} interval"
 COLUMNS = (
     Column("cell", "cells published speed losses load compare", "l", "name"),
     Column("repeat", "repeats", "l", "name"),
-    Column("run", "compare", "l", lambda row: row.run),
-    Column("published tokens/s/{unit}", "published", "r", tokens(_PUBLISHED)),
+    Column("run", "compare", "l", "run"),
+    Column("published tokens/s/{unit}", "published", "r", _PUBLISHED, tokens_text),
     Column("published speed-up", "published", "r", _published_gain),
-    Column("tokens/s/{unit}", "cells published repeats compare", "r", tokens(_TOKENS)),
+    Column("tokens/s/{unit}", "cells published repeats compare", "r", _TOKENS, tokens_text),
     Column("over reference", "compare", "r", "speed.ratio", "{:.3f}x"),
-    Column(f"{LEVEL:.0%} interval", "compare", "r", _ratio_interval),
-    Column("speed", "compare", "l", _verdict),
+    Column(_SPEED_LEVEL, "compare", "r", "speed", _range(".3f")),
+    Column("speed", "compare", "l", "speed", lambda speed: speed.verdict or "too few steps"),
     Column("speed-up", "cells", "r", _speedup),
-    Column("median", "speed", "r", tokens(_TOKENS)),
-    Column("quartiles", "speed", "r", _quartiles),
+    Column("median", "speed", "r", _TOKENS, tokens_text),
+    Column("quartiles", "speed", "r", "throughput", _quartiles),
     Column("speed-up", "published speed", "r", _gain),
-    Column(f"{LEVEL:.0%} interval", "published speed", "r", lambda row: interval_text(row.cell)),
-    Column("interval over", "speed", "l", _basis),
-    Column("verdict", "speed", "l", _verdict),
-    Column("here over published", "published", "r", _over_published),
+    Column(_SPEED_LEVEL, "published speed", "r", interval_text),
+    Column(
+        "interval over",
+        "speed",
+        "l",
+        "speed",
+        lambda speed: STEPS if speed.basis == STEPS else f"{speed.num} repeats",
+    ),
+    Column("verdict", "speed", "l", "speed", lambda speed: speed.verdict or "too few steps"),
+    Column("here over published", "published", "r", _over_published, "{:.2f}"),
     Column("steps measured", "speed", "r", "throughput.num_steps", "{:,}"),
     Column("warm-up left out", "speed", "r", "throughput.warm_up_steps", "{:,}"),
-    Column("stalls", "speed repeats", "r", _stalls),
+    Column("stalls", "speed repeats", "r", "throughput.stalls", lambda stalls: f"{len(stalls):,}"),
     Column("stalls' share", "speed", "r", "throughput.stall_share", "{:.1%}"),
-    Column("final loss", "cells repeats", "r", _loss),
+    Column("final loss", "cells repeats", "r", _final_loss),
     Column("status", "cells repeats", "l", _status),
     Column("steps", "cells", "r", _steps),
-    Column("restarts", "repeats", "r", _restarts),
-    Column("TFLOPs/{unit}", "cells", "r", _tflops),
+    Column("restarts", "repeats", "r", lambda row: max(len(row.history.attempts) - 1, 0), "{:,}"),
+    Column(
+        "TFLOPs/{unit}",
+        "cells",
+        "r",
+        "tflops_per_gpu",
+        lambda value: f"{value:,.1f}" if value >= 10 else f"{value:.2g}",
+    ),
     Column("MFU", "cells", "r", "mfu", "{:.1f}%"),
     Column("memory GiB", "cells", "r", "memory_gib", "{:.2f}"),
     Column("published", "cells", "r", _published),
-    Column("predicted", "cells", "r", tokens("predicted_tokens_per_second_per_gpu")),
+    Column("predicted", "cells", "r", _PREDICTED, tokens_text),
     Column("attention", "cells", "r", "attention"),
     Column("attended tokens", "cells", "r", "mean_attended_length", "{:,.0f}"),
-    Column("loss", "compare", "l", lambda row: _judged(row.cell.loss)),
-    Column("loss, last tenth", "compare", "l", lambda row: _judged(row.cell.loss_last_tenth)),
+    Column("loss", "compare", "l", "loss", _judged),
+    Column("loss, last tenth", "compare", "l", "loss_last_tenth", _judged),
     Column("difference", "losses", "r", "loss.difference", "{:+.4f}"),
-    Column(f"{LOSS_LEVEL:.0%} interval", "losses", "r", lambda row: _loss_range(row.cell.loss)),
+    Column(_LOSS_LEVEL, "losses", "r", "loss", _range("+.4f")),
     Column("margin", "losses", "r", "loss.limit", "±{:.4f}"),
-    Column("verdict", "losses", "l", lambda row: _judged(row.cell.loss)),
+    Column("verdict", "losses", "l", "loss", _judged),
     Column("last tenth: difference", "losses", "r", "loss_last_tenth.difference", "{:+.4f}"),
-    Column(
-        f"last tenth: {LOSS_LEVEL:.0%} interval",
-        "losses",
-        "r",
-        lambda row: _loss_range(row.cell.loss_last_tenth),
-    ),
-    Column("last tenth: verdict", "losses", "l", lambda row: _judged(row.cell.loss_last_tenth)),
+    Column(f"last tenth: {_LOSS_LEVEL}", "losses", "r", "loss_last_tenth", _range("+.4f")),
+    Column("last tenth: verdict", "losses", "l", "loss_last_tenth", _judged),
     Column("steps compared", "losses", "r", "loss.num_steps", "{:,}"),
     Column("GPU hours", "speed compare", "r", "gpu_hours", "{:,.1f}"),
     Column("cost per 10^9 tokens", "speed compare", "r", "cost_per_billion_tokens", "{:,.0f}"),
@@ -343,5 +272,5 @@ COLUMNS = (
     Column("median layer", "load", "r", "router_load.median_over_layers", "{:.2f}"),
     Column("starved experts", "load", "r", "router_load.starved_experts", "{:,}"),
     Column("over steps", "load", "r", "router_load.steps", "{0[0]:,} to {0[1]:,}"),
-    Column("routing", "load", "l", _routing),
+    Column("routing", "cells load", "l", "routing"),
 )

@@ -55,7 +55,7 @@ class LossVerdict:
 
 
 def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
-    """The loss by step; steps without one are left out."""
+    """Return the loss by step; steps without one are left out."""
     return {step.step: step.loss for step in steps if step.loss is not None}
 
 
@@ -64,8 +64,20 @@ def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdi
 
     Only steps that both logged count, so they may log at different intervals.
     """
-    whole, last = _windows([own, reference])
-    return _judge_one(WHOLE, own, reference, whole), _judge_one(LAST_TENTH, own, reference, last)
+    verdicts = []
+    for window, steps in _windows([own, reference]):
+        pair = [own[step] for step in steps], [reference[step] for step in steps]
+        half, num = None, len(steps)
+        gaps = [one - other for one, other in zip(*pair, strict=True)]
+        if num >= LEAST_VALUES and all(map(math.isfinite, gaps)):
+            mean = statistics.fmean(gaps)
+            parts = [statistics.fmean(batch) for batch in batches(gaps)]
+            alike = correlation([gap - mean for gap in gaps])
+            half = batch_spread(mean, parts, alike, num).half_width(LEVEL)
+        logged = "1 step" if num == 1 else f"{num} steps"
+        reason = f"{logged} that both logged, {LEAST_VALUES} are needed"
+        verdicts.append(_judge(window, *pair, half, reason, num, 1))
+    return verdicts[0], verdicts[1]
 
 
 def judge_repeats(
@@ -75,17 +87,20 @@ def judge_repeats(
 
     The variance is pooled over the runs of every cell.
     """
-    names = [name for name in cells if name != reference]
-    windows = _windows([run for runs in cells.values() for run in runs])
-    found = []
-    for window, steps in zip((WHOLE, LAST_TENTH), windows, strict=True):
-        means = {name: [_mean(run, steps) for run in runs] for name, runs in cells.items()}
-        spread = pooled_spread(means.values()) if steps else None
-        found.append(
-            {name: _of_runs(window, means, name, reference, spread, len(steps)) for name in names}
-        )
-    whole, last = found
-    return {name: (whole[name], last[name]) for name in names}
+    found: dict[str, list[LossVerdict]] = {name: [] for name in cells if name != reference}
+    for window, steps in _windows([run for runs in cells.values() for run in runs]):
+        means = {
+            name: [statistics.fmean(run[step] for step in steps) for run in runs] if steps else []
+            for name, runs in cells.items()
+        }
+        spread = pooled_spread(means.values())
+        reason = "no cell has two runs" if steps else "no step that every run logged"
+        for name, verdicts in found.items():
+            own, base = means[name], means[reference]
+            half = half_width(spread, len(own), len(base)) if spread else None
+            num = len(steps)
+            verdicts.append(_judge(window, own, base, half, reason, num, len(cells[name])))
+    return {name: (whole, last) for name, (whole, last) in found.items()}
 
 
 def word_of(difference: float, half_width: float, limit: float) -> str:
@@ -116,61 +131,36 @@ def half_width(spread: Spread, num_own: int, num_reference: int) -> float:
     return Spread(error, spread.freedom).half_width(LEVEL)
 
 
-def _judge_one(window: str, own: Losses, reference: Losses, steps: Sequence[int]) -> LossVerdict:
-    num = len(steps)
-    if not all(math.isfinite(reference[step]) for step in steps):
-        reason = "the reference's loss is no number"
-        return LossVerdict(window, CANNOT_TELL, None, None, None, None, num, 1, reason)
-    if steps and not all(math.isfinite(own[step]) for step in steps):
-        reason = "the loss is no number"
-        return LossVerdict(window, DIFFERENT, None, None, None, None, num, 1, reason)
-    gaps = [own[step] - reference[step] for step in steps]
-    if num < LEAST_VALUES:
-        logged = "1 step" if num == 1 else f"{num} steps"
-        reason = f"{logged} that both logged, {LEAST_VALUES} are needed"
-        return LossVerdict(window, CANNOT_TELL, None, None, None, None, num, 1, reason)
-    limit = MARGIN * statistics.fmean(reference[step] for step in steps)
-    difference = statistics.fmean(gaps)
-    parts = [statistics.fmean(batch) for batch in batches(gaps)]
-    alike = correlation([gap - difference for gap in gaps])
-    half = batch_spread(difference, parts, alike, num).half_width(LEVEL)
-    verdict = word_of(difference, half, limit)
-    low, high = difference - half, difference + half
-    return LossVerdict(window, verdict, difference, low, high, limit, num, 1)
-
-
-def _of_runs(
+def _judge(
     window: str,
-    means: Mapping[str, Sequence[float]],
-    name: str,
-    reference: str,
-    spread: Spread | None,
+    own: Sequence[float],
+    reference: Sequence[float],
+    half: float | None,
+    reason: str,
     num_steps: int,
+    runs: int,
 ) -> LossVerdict:
-    own, base = means[name], means[reference]
-    if not all(map(math.isfinite, base)):
+    """Return the verdict on the difference of two means, known to plus or minus `half`.
+
+    Args:
+        reason: why `half` is None, where it is.
+    """
+    verdict = CANNOT_TELL
+    if not all(map(math.isfinite, reference)):
         reason = "the reference's loss is no number"
-        return LossVerdict(window, CANNOT_TELL, None, None, None, None, num_steps, len(own), reason)
-    if not all(map(math.isfinite, own)):
-        reason = "the loss is no number"
-        return LossVerdict(window, DIFFERENT, None, None, None, None, num_steps, len(own), reason)
-    if spread is None:
-        reason = "no step that every run logged" if not num_steps else "no cell has two runs"
-        return LossVerdict(window, CANNOT_TELL, None, None, None, None, num_steps, len(own), reason)
-    difference = statistics.fmean(own) - statistics.fmean(base)
-    limit = MARGIN * statistics.fmean(base)
-    half = half_width(spread, len(own), len(base))
-    verdict = word_of(difference, half, limit)
-    low, high = difference - half, difference + half
-    return LossVerdict(window, verdict, difference, low, high, limit, num_steps, len(own))
+    elif not all(map(math.isfinite, own)):
+        verdict, reason = DIFFERENT, "the loss is no number"
+    elif half is not None:
+        difference = statistics.fmean(own) - statistics.fmean(reference)
+        limit = MARGIN * statistics.fmean(reference)
+        verdict = word_of(difference, half, limit)
+        low, high = difference - half, difference + half
+        return LossVerdict(window, verdict, difference, low, high, limit, num_steps, runs)
+    return LossVerdict(window, verdict, None, None, None, None, num_steps, runs, reason)
 
 
-def _mean(run: Losses, steps: Sequence[int]) -> float:
-    return statistics.fmean(run[step] for step in steps) if steps else math.nan
-
-
-def _windows(runs: Sequence[Losses]) -> tuple[list[int], list[int]]:
-    """The steps that all runs logged, and those of them in the last tenth of the training."""
+def _windows(runs: Sequence[Losses]) -> list[tuple[str, list[int]]]:
+    """Return the steps that all runs logged, and those of them in the last tenth of training."""
     common = sorted(set[int].intersection(*map(set, runs)))
     end = common[-1] if common else 0
-    return common, [step for step in common if step > end - LAST * end]
+    return [(WHOLE, common), (LAST_TENTH, [step for step in common if step > end - LAST * end])]

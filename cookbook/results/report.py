@@ -1,4 +1,4 @@
-"""The report of a run: the answer in three sentences, facts, notes, and Markdown."""
+"""The report of a run: the answer in three sentences, conditions, notes, and Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cookbook.results.columns import (
 )
 from cookbook.results.loss import CANNOT_TELL, DIFFERENT, EQUIVALENT, MARGIN
 from cookbook.results.result import Result, RunResults, masks_differ
-from cookbook.results.speed import FASTER, LEVEL, NOISE
+from cookbook.results.speed import LEVEL, NOISE
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
 # The model's worst error; a cell beyond it has a cause of its own.
@@ -25,7 +25,7 @@ _PREDICTION_MARGIN = 0.15
 
 
 def render_markdown(results: RunResults) -> str:
-    """The report as Markdown whose table also reads well in a terminal."""
+    """Return the report as Markdown whose table also reads well in a terminal."""
     parts = [
         f"# {results.run.run}",
         bullets(headlines(results)),
@@ -38,12 +38,12 @@ def render_markdown(results: RunResults) -> str:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """A Markdown list."""
+    """Return a Markdown list."""
     return "\n".join(f"- {line}" for line in lines)
 
 
 def partly_finished(results: RunResults) -> str | None:
-    """The number of cells by state, where some have not ended; else None."""
+    """Return the number of cells by state, where some have not ended; else None."""
     counts = Counter(cell.status or "of unknown status" for cell in results.cells)
     if not counts.keys() - {FINISHED, REFUSED}:
         return None
@@ -53,61 +53,58 @@ def partly_finished(results: RunResults) -> str | None:
 
 
 def headlines(results: RunResults) -> list[str]:
-    """The answer in at most three sentences: the fastest cell, what is not compared, the losses."""
-    return [*_fastest(results), *_not_compared(results), *_losses(results)]
+    """Return the answer in at most three sentences: fastest cell, cells not compared, losses."""
+    return [*_fastest(results), *_not_compared(results.cells), *_losses(results.cells)]
 
 
 def _fastest(results: RunResults) -> Iterator[str]:
     groups: dict[str | None, list[Result]] = {}
     for cell in results.cells:
         if cell.speedup is not None:
-            groups.setdefault(results.settings[cell.name].baseline, []).append(cell)
-    title = "Fastest" if partly_finished(results) is None else "Fastest so far"
+            groups.setdefault(cell.baseline, []).append(cell)
+    title = "fastest" if partly_finished(results) is None else "fastest so far"
     found = []
     for base, cells in groups.items():
         if len(cells) < 2:
             continue
         first, second, *_ = sorted(cells, key=lambda cell: cell.speedup or 0.0, reverse=True)
-        if first.name == base:
-            close = second.speed is None or second.speed.verdict in (NOISE, None)
-            doubt = f"; {second.name} may be as fast ({interval_text(second)})" if close else ""
-            text = f"no cell is faster than the baseline {base}{doubt}"
+        if first.is_baseline:
+            text = f"no cell is faster than the baseline {base}"
+            is_close = second.speed is None or second.speed.verdict in (NOISE, None)
         else:
-            over = f"{gain_text(first.speedup)} over {base}"
-            interval = interval_text(first)
-            # An interval of the two fastest against one another would need their own comparison.
-            overlap = (
-                first.speed is not None
-                and second.speed is not None
-                and (first.speed.low or 0.0) <= (second.speed.high or 0.0)
-            )
-            sure = first.speed is not None and first.speed.verdict == FASTER
+            interval = f"{LEVEL:.0%} interval {interval_text(first)}"
+            if first.speed is None or first.speed.low is None:
+                interval = "too few steps for an interval"
+            elif first.speed.verdict == NOISE:
+                interval += ", inside the noise"
             tokens = f"{tokens_text(first.tokens_per_second_per_gpu)} tokens/s/{results.unit}"
-            known = f"{LEVEL:.0%} interval {interval}" if interval != UNKNOWN else "too few steps"
-            text = f"{title}: {first.name} at {tokens}, {over} ({known})"
-            if not sure:
-                text += ", inside the noise" if interval != UNKNOWN else " for an interval"
-            if overlap:
-                text += f"; {second.name} ({gain_text(second.speedup)}) may be as fast"
+            gain = f"{gain_text(first.speedup)} over {base}"
+            text = f"{title}: {first.name} at {tokens}, {gain} ({interval})"
+            # An interval of the two fastest against one another would need their own comparison.
+            low = first.speed.low if first.speed else None
+            high = second.speed.high if second.speed else None
+            is_close = low is not None and high is not None and low <= high
+        if is_close:
+            text += f"; {second.name} ({gain_text(second.speedup)}) may be as fast"
         found.append(text)
     if found:
         text = "; ".join(found)
         yield f"{text[0].upper()}{text[1:]}."
 
 
-def _not_compared(results: RunResults) -> Iterator[str]:
-    by_name = {cell.name: cell for cell in results.cells}
+def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
+    by_name = {cell.name: cell for cell in cells}
     reasons: dict[str, list[str]] = {}
-    for cell in results.cells:
-        base = by_name.get(results.settings[cell.name].baseline or "")
+    for cell in cells:
+        base = by_name.get(cell.baseline or "")
         if cell.status != FINISHED or cell is base or cell.speedup is not None:
             continue
         if cell.emulated:
             reason = "emulated, so that only the loss counts"
         elif base is None:
-            if results.settings[cell.name].baseline is None:
+            if cell.baseline is None:
                 continue
-            reason = f"its baseline {results.settings[cell.name].baseline} is not in this run"
+            reason = f"its baseline {cell.baseline} is not in this run"
         elif base.status != FINISHED:
             reason = f"its baseline {base.name} is {base.status or 'of unknown status'}"
         elif base.emulated:
@@ -122,29 +119,29 @@ def _not_compared(results: RunResults) -> Iterator[str]:
         yield f"No speed-up for {'; '.join(parts)}."
 
 
-def _losses(results: RunResults) -> Iterator[str]:
+def _losses(cells: Sequence[Result]) -> Iterator[str]:
+    verdicts = {cell.name: worst_verdict(cell) for cell in cells}
     parts = []
-    for verdict, words in (
-        (EQUIVALENT, f"equivalent within ±{MARGIN:.2%}"),
-        (DIFFERENT, "different"),
-        (CANNOT_TELL, "cannot tell"),
+    for verdict, margin in (
+        (EQUIVALENT, f" within ±{MARGIN:.2%}"),
+        (DIFFERENT, ""),
+        (CANNOT_TELL, ""),
     ):
-        names = [cell.name for cell in results.cells if worst_verdict(cell) == verdict]
-        if names:
-            parts.append(f"{words}: {', '.join(names)}")
+        if names := [name for name, found in verdicts.items() if found == verdict]:
+            parts.append(f"{verdict}{margin}: {', '.join(names)}")
     if parts:
         yield f"Loss against the baseline: {'; '.join(parts)}."
 
 
 def worst_verdict(cell: Result) -> str | None:
-    """The worse verdict of the whole loss curve and its last tenth."""
+    """Return the worse verdict of the whole loss curve and its last tenth."""
     found = [one.verdict for one in (cell.loss, cell.loss_last_tenth) if one is not None]
     return min(found, key=(DIFFERENT, CANNOT_TELL, EQUIVALENT).index) if found else None
 
 
 def facts(results: RunResults) -> list[str]:
-    """The conditions of the run, and warnings."""
-    run = results.run
+    """Return the conditions of the run, and warnings."""
+    run, cells = results.run, results.cells
     started = f", started {run.created}" if run.created else ""
     by = f" by {run.user}" if run.user else ""
     lines = [
@@ -156,18 +153,30 @@ def facts(results: RunResults) -> list[str]:
         lines.append(f"baseline: {run.baseline}")
     if unfinished := partly_finished(results):
         lines.append(unfinished)
-    stand_ins = {
-        f"stand-in: {cell.recipe or UNKNOWN} ran instead of {asked}, which does not fit here; "
-        f"the published numbers are {asked}'s": None
-        for cell in results.cells
-        if (asked := results.settings[cell.name].stand_in_for)
-    }
-    lines += stand_ins
-    if "cpu" in {results.settings[cell.name].device for cell in results.cells}:
+    lines += dict.fromkeys(
+        f"stand-in: {cell.recipe or UNKNOWN} ran instead of {cell.stand_in_for}, which does not "
+        f"fit here; the published numbers are {cell.stand_in_for}'s"
+        for cell in cells
+        if cell.stand_in_for
+    )
+    if "cpu" in {cell.device for cell in cells}:
         lines.append("device: cpu; throughput is a CPU's, says nothing about GPUs and has no MFU")
-    if any(cell.emulated for cell in results.cells):
+    if any(cell.emulated for cell in cells):
         lines.append("emulated: software computed what a kernel would; loss counts, speed doesn't")
-    return [*lines, *_attention(results.cells), *_self_check(results.cells)]
+    return [*lines, *_routings(cells), *_attention(cells), *_self_check(cells)]
+
+
+def _routings(cells: Sequence[Result]) -> Iterator[str]:
+    """Yield the routing of the cells, and their names where it differs."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.routing:
+            found.setdefault(cell.routing, []).append(cell.name)
+    if len(found) == 1:
+        yield f"routing: {next(iter(found))}"
+    elif found:
+        parts = [f"{routing} in {', '.join(names)}" for routing, names in found.items()]
+        yield f"routing: {'; '.join(parts)}"
 
 
 def _attention(cells: Sequence[Result]) -> Iterator[str]:
@@ -192,7 +201,7 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def _self_check(cells: Sequence[Result]) -> Iterator[str]:
-    """The largest error of kernels against their reference, and cells that skipped the check."""
+    """Yield the largest error of kernels against their reference, and cells without the check."""
     checks = {
         c.name: c.active["self_check"] for c in cells if c.active and "self_check" in c.active
     }
@@ -209,40 +218,34 @@ def _self_check(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def notes(results: RunResults) -> list[str]:
-    """What the table has no room for: reasons, continued attempts, profiling, slow cells."""
-    runs = [run for cell in results.cells for run in results.runs_of(cell)]
-    return [
-        *(
-            f"{cell.name} ({cell.status or 'status unknown'}): {reason}"
-            for cell in results.cells
-            if (reason := _reason(cell))
-        ),
-        *(f"{run.name}: {line}" for run in runs for one in run.resumptions for line in one.lines),
-        *(f"{run.name}: {line}" for run in runs for line in run.history.lines),
-        *(
-            f"{cell.name}: profiled, which slows the host down; take its speed from a run without "
-            "profiling.enable_profiling"
-            for cell in results.cells
-            if cell.profiled
-        ),
-        *_slower_than_predicted(results),
+    """Return reasons, continued attempts, profiling, and cells that are slower than predicted."""
+    lines = []
+    for cell in results.cells:
+        reason = " ".join((cell.reason or "").split())
+        if cell.status == CANCELLED:
+            # The signal by which a job is cancelled is no reason.
+            reason = reason.removeprefix("SIGTERM").lstrip("; ")
+        if reason:
+            lines.append(f"{cell.name} ({cell.status or 'status unknown'}): {reason}")
+    runs = [run for cell in results.cells for run in cell.runs]
+    lines += [
+        f"{run.name}: {line}" for run in runs for one in run.resumptions for line in one.lines
     ]
-
-
-def _reason(cell: Result) -> str:
-    """The reason in one line; the signal by which a job is cancelled is none."""
-    reason = " ".join((cell.reason or "").split())
-    return reason.removeprefix("SIGTERM").lstrip("; ") if cell.status == CANCELLED else reason
-
-
-def _slower_than_predicted(results: RunResults) -> Iterator[str]:
+    lines += [f"{run.name}: {line}" for run in runs for line in run.history.lines]
+    lines += [
+        f"{cell.name}: profiled, which slows the host down; take its speed from a run without "
+        "profiling.enable_profiling"
+        for cell in results.cells
+        if cell.profiled
+    ]
     for cell in results.cells:
         predicted = cell.predicted_tokens_per_second_per_gpu
         measured = cell.tokens_per_second_per_gpu
         if measured and predicted and measured < (1 - _PREDICTION_MARGIN) * predicted:
-            yield (
+            lines.append(
                 f"{cell.name}: {1 - measured / predicted:.0%} slower than predicted "
                 f"({tokens_text(predicted)} tokens/s/{results.unit}; within "
                 f"{_PREDICTION_MARGIN:.0%} is usual); look first at {cell.predicted_largest}: "
                 "submit.py profile"
             )
+    return lines

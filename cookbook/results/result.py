@@ -1,15 +1,15 @@
-"""The results of a run: plain data, for the report, the page and the comparison."""
+"""The results of a run: one row type for the report, the page, the JSON and the comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from cookbook.base.files import json_text
 from cookbook.observe.console import StepMetrics
 from cookbook.observe.history import History
-from cookbook.observe.router_load import LoadStep
+from cookbook.observe.metrics import LoadStep
 from cookbook.results.loss import LossVerdict
 from cookbook.results.speed import SpeedUp, Throughput
 from cookbook.run.attempts import Resumption
@@ -17,8 +17,6 @@ from cookbook.run.run import RunRecord
 
 # Batches of one corpus differ by less; beyond this factor the masks differ.
 SAME_MASK = 1.25
-
-Facts = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,9 @@ class LoadSummary:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one cell; an unknown value is None, never 0. Its fields are the JSON's keys.
+    """The result of one cell; an unknown value is None, never 0.
+
+    The fields up to `profiled` are the keys of the JSON.
 
     Attributes:
         status: queued, running, finished, failed, cancelled or refused.
@@ -58,7 +58,6 @@ class Result:
         mean_attended_length: tokens that a token attended to, mean over the first step.
         emulated: software computed what a kernel would, so only the loss counts.
         active: the training process's own report of what was active.
-        resumptions: where attempts continued, and damaged checkpoints that they passed over.
         history: attempts, why each ended, steps lost, effective training time; of all repeats.
         throughput: spread, stalls and number of steps behind `tokens_per_second_per_gpu`.
         speed: `speedup` with its interval; None for the baseline.
@@ -67,26 +66,43 @@ class Result:
         cost_per_billion_tokens: at this speed with stalls, by the cluster's `price_per_gpu_hour`.
         predicted_largest: the largest term of the predicted step.
         profiled: TorchTitan's profiler was on in an attempt, which slows it down.
+        total_steps: the steps that were asked for.
+        stand_in_for: the recipe that was asked for, where this machine ran another.
+        baseline: the name of the cell that this one is compared with.
+        raw_final_loss: as `final_loss`, but NaN and infinity kept.
+        tokens_per_step_per_gpu: over `tokens_per_second` of a step: the seconds of a step.
+        world: GPUs, or ranks, of the newest attempt.
+        routing: trained, round_robin or random.
+        repeat_of: the cell that this one repeats.
+        repeats: the runs of a cell that was trained several times, in order.
+        asked, seen: recipe, layout and options that were asked for; versions, GPUs and nodes that
+            the newest attempt reported. As text.
+        curve: every logged step of the loss rank, rising, with its attempt.
+        loads: the router's load at the logged steps.
+        run: in a comparison, as the next three: the run's name.
+        reference_tokens: throughput of the cell that it is compared with.
+        incomparable: why the two cannot be compared.
+        is_slower: slower than the tolerance allows, or without a speed where the reference has one.
     """
 
     name: str
-    recipe: str | None
-    precision: str | None
-    ep_backend: str | None
-    status: str | None
-    reason: str | None
-    steps: int | None
-    tokens_per_second_per_gpu: float | None
-    tflops_per_gpu: float | None
-    mfu: float | None
-    memory_gib: float | None
-    final_loss: float | None
-    speedup: float | None
-    published_tokens_per_second_per_gpu: float | None
-    attention: str | None
-    mean_attended_length: float | None
-    emulated: bool
-    active: dict[str, Any] | None
+    recipe: str | None = None
+    precision: str | None = None
+    ep_backend: str | None = None
+    status: str | None = None
+    reason: str | None = None
+    steps: int | None = None
+    tokens_per_second_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    memory_gib: float | None = None
+    final_loss: float | None = None
+    speedup: float | None = None
+    published_tokens_per_second_per_gpu: float | None = None
+    attention: str | None = None
+    mean_attended_length: float | None = None
+    emulated: bool = False
+    active: dict[str, Any] | None = None
     resumptions: tuple[Resumption, ...] = ()
     history: History = field(default_factory=History)
     throughput: Throughput | None = None
@@ -99,35 +115,36 @@ class Result:
     predicted_largest: str | None = None
     router_load: LoadSummary | None = None
     profiled: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CellSetting:
-    """The conditions of a cell's Result.
-
-    Attributes:
-        stand_in_for: the recipe that was asked for, where this machine ran another.
-        raw_final_loss: as in Result, but NaN and infinity kept.
-        tokens_per_step_per_gpu: over `tokens_per_second` of a StepMetrics: the seconds of a step.
-        world: GPUs, or ranks, of the newest attempt.
-        repeat_of: the cell that this one repeats.
-        asked: recipe, layout and options, as text; `defaults`: of options that are not set.
-        seen: versions, GPUs and nodes, as the newest attempt's training process saw them.
-    """
-
-    total_steps: int | None
-    device: str | None
-    stand_in_for: str | None
-    baseline: str | None
-    published_speedup: float | None
-    raw_final_loss: float | None
+    total_steps: int | None = None
+    device: str | None = None
+    stand_in_for: str | None = None
+    baseline: str | None = None
+    published_speedup: float | None = None
+    published_source: str | None = None
+    raw_final_loss: float | None = None
     tokens_per_step_per_gpu: float | None = None
     world: int = 1
-    published_source: str | None = None
+    routing: str | None = None
     repeat_of: str | None = None
-    asked: Facts = field(default_factory=dict)
-    defaults: Facts = field(default_factory=dict)
-    seen: Facts = field(default_factory=dict)
+    repeats: tuple[Result, ...] = ()
+    asked: Mapping[str, str] = field(default_factory=dict)
+    seen: Mapping[str, str] = field(default_factory=dict)
+    curve: Sequence[StepMetrics] = ()
+    loads: Sequence[LoadStep] = ()
+    run: str = ""
+    reference_tokens: float | None = None
+    incomparable: str | None = None
+    is_slower: bool = False
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is the cell that others are compared with."""
+        return self.name == self.baseline
+
+    @property
+    def runs(self) -> Sequence[Result]:
+        """The repeats of the cell, or itself."""
+        return self.repeats or (self,)
 
     @property
     def batch(self) -> float | None:
@@ -138,59 +155,33 @@ class CellSetting:
 
 @dataclass(frozen=True, slots=True)
 class RunResults:
-    """A run's cells in run order.
-
-    Attributes:
-        curves: every logged step of each folder's loss rank, rising, with its attempt.
-        loads: the router's load at each folder's logged steps.
-        repeats: the runs of each cell that was trained several times, in order.
-    """
+    """A run's cells in run order."""
 
     run: RunRecord
     cells: tuple[Result, ...]
-    settings: Mapping[str, CellSetting]
-    curves: Mapping[str, Sequence[StepMetrics]] = field(default_factory=dict)
-    loads: Mapping[str, Sequence[LoadStep]] = field(default_factory=dict)
-    repeats: Mapping[str, Sequence[Result]] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:
         """The unit that throughput is per: `GPU`, or `rank` where every cell ran on a CPU."""
-        devices = {setting.device for setting in self.settings.values()}
-        return "rank" if devices == {"cpu"} else "GPU"
-
-    def runs_of(self, cell: Result) -> Sequence[Result]:
-        """The repeats of a cell, or itself."""
-        return self.repeats.get(cell.name, (cell,))
+        return "rank" if {cell.device for cell in self.cells} == {"cpu"} else "GPU"
 
 
 def masks_differ(one: Result, other: Result) -> bool:
-    """Whether two cells are known to have trained on texts of other lengths."""
+    """Return whether two cells are known to have trained on texts of other lengths."""
     lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
     return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
 
 
 def render_json(results: RunResults) -> str:
-    """The report as one JSON object; unknown, NaN and infinite values are null."""
-    report = {
-        "run": results.run.run,
-        "sweep": results.run.sweep,
-        "cells": [
-            {
-                **asdict(cell),
-                "repeats": [
-                    {
-                        "name": run.name,
-                        "status": run.status,
-                        "steps": run.steps,
-                        "tokens_per_second_per_gpu": run.tokens_per_second_per_gpu,
-                        "final_loss": run.final_loss,
-                    }
-                    for run in results.repeats.get(cell.name, ())
-                ],
-            }
-            for cell in results.cells
-        ],
-        "baseline": results.run.baseline,
-    }
+    """Return the report as one JSON object; unknown, NaN and infinite values are null."""
+    names = [one.name for one in fields(Result)]
+    keys = names[: names.index("profiled") + 1]
+    of_repeat = ("name", "status", "steps", "tokens_per_second_per_gpu", "final_loss")
+    cells = []
+    for cell in results.cells:
+        content = asdict(replace(cell, repeats=(), curve=(), loads=()))
+        repeats = [{key: getattr(run, key) for key in of_repeat} for run in cell.repeats]
+        cells.append({**{key: content[key] for key in keys}, "repeats": repeats})
+    run = results.run
+    report = {"run": run.run, "sweep": run.sweep, "cells": cells, "baseline": run.baseline}
     return json_text(report)

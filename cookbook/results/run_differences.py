@@ -6,26 +6,29 @@ writing.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cookbook.base.errors import InputError
+from cookbook.config.stack import load_stack
 from cookbook.results.columns import UNKNOWN, Table
-from cookbook.results.result import CellSetting, Facts, RunResults
-from cookbook.run.folder import CellFolder
+from cookbook.results.result import Result, RunResults
 from cookbook.run.record import CellRecord
-from cookbook.run.status import read_json
 
 # More nodes than these are counted and not all named.
 _MOST_NODES = 4
-# The configuration has these; what was active under that name may be another thing.
+# The configuration has these; an active feature of that name may be another thing.
 _ASKED = frozenset({"precision", "ep_backend", "loss"})
 # Facts that differ from run to run, or that a comparison shows elsewhere.
 _NOISE = re.compile(r"nodes$|gpu$|self check |mean attended length$")
-_TEXTS = ("training.dataset", "training.dataset_path")
-_TOKENIZER = "model.hf_assets_path"
+_KINDS = {
+    "training.dataset": "the texts: ",
+    "training.dataset_path": "the texts: ",
+    "model.hf_assets_path": "the tokenizer: ",
+}
 
 
 @dataclass(frozen=True)
@@ -38,59 +41,62 @@ class Conditions:
 
 
 def configuration(results: RunResults) -> Conditions:
-    """What each cell was asked to do in its newest attempt."""
-    settings = {cell.name: results.settings[cell.name] for cell in results.cells}
-    names = dict.fromkeys(name for setting in settings.values() for name in setting.asked)
-    facts = {
-        cell: {name: _asked(setting, name) for name in names} if setting.asked else {}
-        for cell, setting in settings.items()
+    """Return what each cell was asked to do in its newest attempt."""
+    names = dict.fromkeys(name for cell in results.cells for name in cell.asked)
+    cells = {
+        cell.name: {name: _asked(cell, name) for name in names} if cell.asked else {}
+        for cell in results.cells
     }
-    return _conditions("option", facts)
+    return _conditions("option", cells)
 
 
 def environment(results: RunResults) -> Conditions:
-    """Versions, GPUs, driver and nodes of the cells that have come to their first step."""
-    facts = {cell.name: results.settings[cell.name].seen for cell in results.cells}
-    found = _conditions("what", {name: seen for name, seen in facts.items() if seen})
+    """Return versions, GPUs, driver and nodes of the cells that have come to their first step."""
+    seen = {cell.name: cell.seen for cell in results.cells if cell.seen}
+    found = _conditions("fact", seen)
     commit = results.run.commit
     shared = (("commit of the cookbook", commit), *found.shared) if commit else found.shared
     return Conditions(shared, found.differing, found.is_known)
 
 
 def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
-    """A line for each thing besides the cells' names in which two runs differ."""
-    names = one.run.run, other.run.run
-
-    def line(what: str, values: tuple[str | None, str | None]) -> Iterator[str]:
-        if values[0] != values[1]:
-            pairs = zip(values, names, strict=True)
-            yield f"{what}: " + ", ".join(f"{value or UNKNOWN} in {run}" for value, run in pairs)
-
-    for name in ("cluster", "stack", "commit"):
-        yield from line(name, (getattr(one.run, name), getattr(other.run, name)))
-    yield from line("GPUs", (_gpus(one), _gpus(other)))
-    common = [cell.name for cell in one.cells if cell.name in other.settings]
+    """Yield a line for each difference between two runs besides their cells' names."""
+    by_name = {cell.name: cell for cell in other.cells}
+    common = [(cell, by_name[cell.name]) for cell in one.cells if cell.name in by_name]
     differing: dict[tuple[str, str, str], list[str]] = {}
-    for cell in common:
-        own, base = other.settings[cell], one.settings[cell]
+    for name in ("cluster", "stack", "commit"):
+        first, second = (getattr(run.run, name) or UNKNOWN for run in (one, other))
+        differing[(name, first, second)] = []
+    differing[("devices", _devices(one), _devices(other))] = []
+    for base, own in common:
         asked = [name for name in {**base.asked, **own.asked} if name not in ("cluster", "stack")]
-        pairs = {name: (_asked(base, name), _asked(own, name)) for name in asked}
         seen = [name for name in base.seen if name in own.seen and not _NOISE.match(name)]
-        pairs |= {name: (base.seen[name], own.seen[name]) for name in seen}
-        for name, (first, second) in pairs.items():
-            if first != second:
-                differing.setdefault((name, first, second), []).append(cell)
+        facts = [
+            (_KINDS.get(name, "") + name, _asked(base, name), _asked(own, name)) for name in asked
+        ]
+        for fact in [*facts, *((name, base.seen[name], own.seen[name]) for name in seen)]:
+            differing.setdefault(fact, []).append(base.name)
     for (name, first, second), cells in differing.items():
-        kind = "the texts: " if name in _TEXTS else "the tokenizer: " if name == _TOKENIZER else ""
-        where = "" if len(cells) == len(common) else f" (of {', '.join(cells)})"
-        yield from line(f"{kind}{name}{where}", (first, second))
+        if first != second:
+            where = f" (of {', '.join(cells)})" if cells and len(cells) < len(common) else ""
+            yield f"{name}{where}: {first} in {one.run.run}, {second} in {other.run.run}"
 
 
-def _asked(setting: CellSetting, name: str) -> str:
-    return setting.asked.get(name) or setting.defaults.get(name, UNKNOWN)
+def _asked(cell: Result, name: str) -> str:
+    return cell.asked.get(name) or _defaults(cell.asked.get("stack", UNKNOWN)).get(name, UNKNOWN)
 
 
-def _conditions(title: str, cells: Mapping[str, Facts]) -> Conditions:
+@functools.cache
+def _defaults(stack: str) -> Mapping[str, str]:
+    """Return TorchTitan's defaults as text; empty for a stack that is not here."""
+    try:
+        options = load_stack(None if stack == UNKNOWN else stack).options
+    except InputError:
+        return {}
+    return {name: text_of(option.default) for name, option in options.items()}
+
+
+def _conditions(title: str, cells: Mapping[str, Mapping[str, str]]) -> Conditions:
     names = dict.fromkeys(name for facts in cells.values() for name in facts)
     shared, differing = [], []
     for name in names:
@@ -103,18 +109,18 @@ def _conditions(title: str, cells: Mapping[str, Facts]) -> Conditions:
     return Conditions(tuple(shared), table if differing else None, any(cells.values()))
 
 
-def _gpus(run: RunResults) -> str:
-    """`256 x NVIDIA B200`, of every size and kind that a cell of the run had."""
+def _devices(run: RunResults) -> str:
+    """Return `256 x NVIDIA B200`, of every number and kind that a cell of the run had."""
     found = {
-        f"{run.settings[cell.name].world} x {cell.active.get('gpu') or 'CPU rank'}": None
+        f"{cell.world} x {cell.active.get('gpu') or 'CPU rank'}": None
         for cell in run.cells
         if cell.active
     }
-    return " and ".join(found)
+    return " and ".join(found) or UNKNOWN
 
 
-def asked_facts(record: CellRecord) -> Facts:
-    """Recipe, layout and options of a record; empty where nothing was recorded."""
+def asked_facts(record: CellRecord) -> dict[str, str]:
+    """Return recipe, layout and options of a record; empty where nothing was recorded."""
     if record.name is None and record.recipe is None:
         return {}
     facts = {
@@ -131,24 +137,19 @@ def asked_facts(record: CellRecord) -> Facts:
     return {name: text_of(value) for name, value in facts.items()}
 
 
-def seen_facts(cell: CellFolder) -> Facts:
-    """What the training process of the newest attempt that got so far reported."""
-    for attempt in reversed(cell.attempts()):
-        try:
-            content = read_json(attempt.environment)
-        except InputError:
-            continue
-        versions, nodes = content.pop("versions", {}), content.pop("nodes", [])
-        facts = {name.replace("_", " "): content[name] for name in content if name not in _ASKED}
-        if nodes:
-            many = f"{len(nodes)}: {nodes[0]} to {nodes[-1]}"
-            facts["nodes"] = nodes if len(nodes) <= _MOST_NODES else many
-        return dict(_flat({**facts, **versions}))
-    return {}
+def seen_facts(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return the facts in an attempt's `environment.json`, each with its value in one line."""
+    content = dict(environment)
+    versions, nodes = content.pop("versions", {}), content.pop("nodes", [])
+    facts = {name.replace("_", " "): content[name] for name in content if name not in _ASKED}
+    if nodes:
+        many = f"{len(nodes)}: {nodes[0]} to {nodes[-1]}"
+        facts["nodes"] = nodes if len(nodes) <= _MOST_NODES else many
+    return dict(_flat({**facts, **versions}))
 
 
 def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Facts as text, those of a nested one under both names."""
+    """Yield facts as text, those of a nested one under both names."""
     for name, value in facts.items():
         if isinstance(value, dict):
             yield from _flat({f"{name} {key.replace('_', ' ')}": value[key] for key in value})
@@ -157,7 +158,7 @@ def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def text_of(value: Any) -> str:
-    """A value of an option or a fact in one line."""
+    """Return a value of an option or a fact in one line."""
     if isinstance(value, list | tuple):
         return ", ".join(map(text_of, value)) or UNKNOWN
     if isinstance(value, dict):
