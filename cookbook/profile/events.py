@@ -1,4 +1,4 @@
-"""What ran on a rank's device: each kernel with its category and the operation that launched it.
+"""The kernels on a rank's device, each with its category and the operation that launched it.
 
 On a GPU these are kernels, copies and fills. A CPU has none: there the operations of all threads
 count, each for the time in which no operation ran inside it.
@@ -15,8 +15,7 @@ from cookbook.profile.trace import DEVICE, NOTHING, Column, Trace
 
 # CUDA's runtime and driver: cudaMemcpyAsync, cuLaunchKernel.
 _CALL = re.compile(r"cu(da)?[A-Z]")
-_NUMBERS = {category.name: number for number, category in enumerate(CATEGORIES)}
-_NO_WORK = -1
+_NUMBERS = {category.name: number for number, category in enumerate(CATEGORIES)} | {NO_WORK: -1}
 
 
 class Host:
@@ -30,28 +29,25 @@ class Host:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         events = trace.host
-        size = len(events)
-        self.parent = np.full(size, NOTHING)
-        self.chain = np.full(size, NOTHING)
-        names = events.name.tolist()
-        starts, ends = events.start.tolist(), events.end.tolist()
+        self.parent = np.full(len(events), NOTHING)
+        self.chain = np.full(len(events), NOTHING)
         chains: dict[tuple[int, int], int] = {}
-        threads = events.thread.tolist()
-        stack: list[int] = []
-        for event in range(size):
-            if stack and threads[event] != threads[stack[-1]]:
-                stack = []
-            while stack and ends[stack[-1]] <= starts[event]:
+        stack: list[tuple[int, float, float]] = []
+        columns = zip(
+            *(events[name].tolist() for name in ("name", "start", "end", "thread")), strict=True
+        )
+        for event, (name, start, end, thread) in enumerate(columns):
+            while stack and (stack[-1][1] <= start or stack[-1][2] != thread):
                 stack.pop()
             if stack:
-                self.parent[event] = stack[-1]
-            above = int(self.chain[stack[-1]]) if stack else NOTHING
-            self.chain[event] = chains.setdefault((above, names[event]), len(chains))
-            stack.append(event)
+                self.parent[event] = stack[-1][0]
+            above = int(self.chain[stack[-1][0]]) if stack else NOTHING
+            self.chain[event] = chains.setdefault((above, name), len(chains))
+            stack.append((event, end, thread))
         self._is_call = np.array([bool(_CALL.match(name)) for name in trace.names], dtype=bool)
 
     def innermost(self, thread: float, times: Column) -> Column:
-        """The innermost event of `thread` at each of `times`, NOTHING for none."""
+        """Return the innermost event of `thread` at each of `times`, NOTHING for none."""
         events = self.trace.host
         first, last = np.searchsorted(events.thread, [thread, np.nextafter(thread, np.inf)])
         if first == last:
@@ -63,7 +59,7 @@ class Host:
         return at
 
     def operation(self, events: Column) -> Column:
-        """The operations that `events` are or lie in, CUDA calls aside; NOTHING for none."""
+        """Return the operations that `events` are or lie in, CUDA calls aside; NOTHING for none."""
         found = np.array(events)
         if len(self.parent):
             names = self.trace.host.name
@@ -72,7 +68,7 @@ class Host:
         return found
 
     def enclosing(self, event: int) -> tuple[str, ...]:
-        """The names of `event` and of what encloses it, from the inside out."""
+        """Return the names of `event` and of all that encloses it, from the inside out."""
         names = []
         while event != NOTHING:
             names.append(self.trace.names[self.trace.host.name[event]])
@@ -80,13 +76,13 @@ class Host:
         return tuple(names)
 
 
-# Everything that ran, by start. `operation`: the host's event that it belongs to, or NOTHING;
-# `category`: index into CATEGORIES.
+# All work, by start. `operation`: the host's event that it belongs to, or NOTHING; `category`:
+# index into CATEGORIES.
 KERNEL = np.dtype([*DEVICE.descr, ("operation", int), ("category", int)])
 
 
 def kernels_of(trace: Trace, host: Host) -> Column:
-    """Everything that ran on the device, without operations that only wait or call others."""
+    """Return the work on the device, without operations that only wait or call others."""
     device = trace.device
     if trace.on_gpu:
         launcher = np.full(len(device), NOTHING)
@@ -101,15 +97,14 @@ def kernels_of(trace: Trace, host: Host) -> Column:
         start, end, operation = (np.concatenate(column) for column in zip(*parts, strict=True))
         name, thread = trace.host.name[operation], trace.host.thread[operation]
         columns = [name, start, end, start, thread, np.full(len(start), NOTHING)]
-    category = np.zeros(len(operation))
-    kernels = np.rec.fromarrays([*columns, operation, category], dtype=KERNEL)
+    kernels = np.rec.fromarrays([*columns, operation, np.zeros(len(operation))], dtype=KERNEL)
     kernels.category = _categories(trace, host, kernels)
-    kernels = kernels[kernels.category != _NO_WORK]
+    kernels = kernels[kernels.category >= 0]
     return kernels[np.lexsort((kernels.end, kernels.start))]
 
 
 def _own_time(host: Host, thread: float) -> tuple[Column, Column, Column]:
-    """When `thread` was in an operation itself, not in one inside it: start, end, event."""
+    """Return when `thread` was in an operation itself, not in one inside it: start, end, event."""
     events = host.trace.host
     own = events.thread == thread
     edges = np.unique([events.start[own], events.end[own]])
@@ -137,6 +132,5 @@ def _categories(trace: Trace, host: Host, kernels: Column) -> Column:
             collective=record.name if record else "",
             group=record.group if record else "",
         )
-        category = category_of(source)
-        found.append(_NO_WORK if category == NO_WORK else _NUMBERS[category])
+        found.append(_NUMBERS[category_of(source)])
     return np.array(found, dtype=int)[inverse.reshape(-1)]

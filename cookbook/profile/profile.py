@@ -46,7 +46,7 @@ class Profile:
         return f"stage {rank.stage}, rank {number}" if has_stages else f"rank {number}"
 
     def shown(self) -> list[tuple[int, str]]:
-        """The ranks of a report: index and role.
+        """Return the ranks of a report: index and role.
 
         Of each pipeline stage the first rank, and where several were read, the slowest and the
         fastest. All take the same wall time: the slowest computes longest, and the others wait.
@@ -64,13 +64,13 @@ class Profile:
 
 
 def cell_traces(cell: CellFolder) -> dict[int, Path]:
-    """The traces of the newest attempt that left some, by rank; empty where none did."""
+    """Return the traces of the newest attempt that left some, by rank; empty where none did."""
     found = (_newest(attempt.traces) for attempt in reversed(cell.attempts()))
     return next((traces for traces in found if traces), {})
 
 
 def folder_traces(folder: Path) -> dict[int, Path]:
-    """The traces in `folder`, or of the last step in its folders `iteration_<step>`, by rank."""
+    """Return the traces in `folder`, or in its newest folder `iteration_<step>`, by rank."""
     if traces := _newest(folder):
         return traces
     remedy = "profile it: python submit.py profile RECIPE"
@@ -95,7 +95,7 @@ def _newest(folder: Path) -> dict[int, Path]:
 
 
 def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
-    """The traces to read.
+    """Return the traces to read.
 
     Args:
         asked: `all`, or ranks separated by commas; None reads up to `MOST_TRACES`, and of more
@@ -147,7 +147,7 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
 
 
 def _profile_or_error(path: Path) -> RankProfile | tuple[str, str, str]:
-    """An InputError has more parts than pickle would restore."""
+    """Return an InputError as its parts, which pickle can restore."""
     try:
         return profile_rank(path)
     except InputError as error:
@@ -155,7 +155,7 @@ def _profile_or_error(path: Path) -> RankProfile | tuple[str, str, str]:
 
 
 def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] | None]:
-    """Of each rank's exposed communication, by category, the wait for other ranks (ms a step).
+    """Return each rank's waits for other ranks, by category of exposed communication (ms a step).
 
     A collective ends on all its ranks at about the same time, so the rank that came last takes the
     least time in it, and the others' longer times are waits. No common clock is needed. Where few
@@ -175,16 +175,15 @@ def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] |
         # waits for its receiver and the other way round: neither came last.
         if category == "pp" or len(by_rank) < 2 or len(set(map(len, by_rank.values()))) > 1:
             continue
-        least = [min(durations) for durations in zip(*by_rank.values(), strict=True)]
+        least = sum(map(min, zip(*by_rank.values(), strict=True)))
         for index, durations in by_rank.items():
-            wait = sum(durations) - sum(least)
-            waited[index][category] = waited[index].get(category, 0.0) + wait
+            before = waited[index].get(category, 0.0)
+            waited[index][category] = before + sum(durations) - least
     # As much of the waiting is exposed as of the communication as a whole.
     return [
         {
-            category: rank.counted.get(category, 0.0) * wait / total[category]
-            for category, wait in own.items()
-            if total[category]
+            name: rank.counted.get(name, 0.0) * wait / (total[name] or 1)
+            for name, wait in own.items()
         }
         or None
         for rank, own, total in zip(ranks, waited, ran, strict=True)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,11 +50,12 @@ class GemmRate:
 
 @dataclass(frozen=True)
 class Call:
-    """A communication kernel: its key, by which other ranks' calls match, and its time (us)."""
+    """A communication kernel; other ranks' calls match by category, step and key. Microseconds."""
 
     category: str
     step: int
     key: tuple[str, ...]
+    elements: tuple[int, ...]
     duration: float
 
 
@@ -126,15 +128,18 @@ def profile_rank(path: Path) -> RankProfile:
     # On a CPU a call is cut where another operation runs within it, so no two are alike.
     is_call = _IS_COMMUNICATION[kernels.category] & trace.on_gpu
     calls = _calls(trace, kernels[is_call], windows)
-    per_step = 1 / count / 1000
-    totals: dict[tuple[str, str], float] = {}
-    for name, category, us in zip(
-        kernels.name, kernels.category, kernels.end - kernels.start, strict=True
-    ):
-        key = trace.names[name], CATEGORIES[category].name
-        totals[key] = totals.get(key, 0.0) + us * per_step
-    longest = [(*key, ms) for key, ms in sorted(totals.items(), key=lambda item: -item[1])]
-    beyond = _beyond_fastest(trace, kernels[is_call], calls, counted)
+    alike, which = np.unique(kernels.name * len(CATEGORIES) + kernels.category, return_inverse=True)
+    times = np.bincount(which, kernels.end - kernels.start, len(alike)).tolist()
+    totals = {
+        (trace.names[key // len(CATEGORIES)], CATEGORIES[key % len(CATEGORIES)].name): us
+        for key, us in zip(alike.tolist(), times, strict=True)
+    }
+
+    def per_step(times: Mapping[Any, float]) -> dict[Any, float]:
+        """Return milliseconds a step, from microseconds of all steps."""
+        return {name: us / count / 1000 for name, us in times.items()}
+
+    longest = [(*key, ms) for key, ms in _largest(per_step(totals)).items()]
     return RankProfile(
         path=path,
         rank=trace.header.rank,
@@ -142,22 +147,23 @@ def profile_rank(path: Path) -> RankProfile:
         gpu=trace.gpu,
         on_gpu=trace.on_gpu,
         steps=tuple(step.number for step in trace.steps),
-        step_ms=(end - start) * per_step,
+        step_ms=(end - start) / count / 1000,
         each_step_ms=tuple((np.diff(windows) / 1000).tolist()),
-        counted={name: us * per_step for name, us in counted.items()},
-        busy={name: us * per_step for name, us in busy.items()},
-        idle_host_ms=idle_host * per_step,
-        idle_queued_ms=idle_queued * per_step,
-        causes={
-            cause: us * per_step
-            for cause, us in sorted(causes.items(), key=lambda item: -item[1])[:_MOST_CAUSES]
-        },
-        beyond_fastest={name: us * per_step for name, us in beyond.items()},
+        counted=per_step(counted),
+        busy=per_step(busy),
+        idle_host_ms=idle_host / count / 1000,
+        idle_queued_ms=idle_queued / count / 1000,
+        causes=_largest(per_step(causes), _MOST_CAUSES),
+        beyond_fastest=per_step(_beyond_fastest(calls, counted)),
         gemms=_gemm_rates(trace, host, kernels, count),
         longest=tuple(longest[:_MOST_KERNELS]),
         unknown=tuple([one for one in longest if one[1] == "other"][:_MOST_KERNELS]),
         calls=tuple(calls),
     )
+
+
+def _largest(times: Mapping[Any, float], most: int | None = None) -> dict[Any, float]:
+    return dict(sorted(times.items(), key=lambda item: -item[1])[:most])
 
 
 def step_windows(trace: Trace, kernels: Column) -> list[float]:
@@ -217,10 +223,7 @@ def divide(
 def explain_idle(
     gaps: Column, kernels: Column, host: Host
 ) -> tuple[float, float, dict[str, float]]:
-    """Explain the idle time in `gaps`.
-
-    The trace has the moment of every launch, so it shows whether the next kernel was launched yet.
-    The host's activity in the gap is the nearest thing to a cause that it holds.
+    """Explain the idle time in `gaps` by the next kernel's launch and the host's activity.
 
     Args:
         kernels: of the whole trace, also those after the last gap.
@@ -268,38 +271,36 @@ def _activity(host: Host, event: int) -> str:
 
 
 def _calls(trace: Trace, kernels: Column, windows: list[float]) -> list[Call]:
-    """The communication calls, with the keys that they have on every rank of their group."""
+    """Return the communication calls, with the keys that they have on every rank of their group."""
     steps = np.searchsorted(windows[1:-1], kernels.start, side="right")
     ep_ranks = str(trace.header.group_ranks("mesh_ep"))
     calls = []
-    for index, duration in enumerate((kernels.end - kernels.start).tolist()):
+    for kernel, step in zip(kernels, steps.tolist(), strict=True):
         # DeepEP's kernels name no group.
-        name = trace.names[kernels.name[index]].split("<")[0].split("(")[0]
+        name = trace.names[kernel.name].split("<")[0].split("(")[0]
         key: tuple[str, ...] = name, ep_ranks
-        if (number := kernels.collective[index]) != NOTHING:
-            record = trace.collectives[number]
-            key = record.name, record.group, record.ranks
-        category = CATEGORIES[kernels.category[index]].name
-        calls.append(Call(category, int(steps[index]), key, duration))
+        elements: tuple[int, ...] = ()
+        if kernel.collective != NOTHING:
+            *key_, elements = trace.collectives[kernel.collective]
+            key = tuple(map(str, key_))
+        category, duration = CATEGORIES[kernel.category].name, float(kernel.end - kernel.start)
+        calls.append(Call(category, step, key, elements, duration))
     return calls
 
 
-def _beyond_fastest(
-    trace: Trace, kernels: Column, calls: list[Call], counted: Mapping[str, float]
-) -> dict[str, float]:
-    """Of the exposed communication, the time beyond the fastest call of the same size."""
+def _beyond_fastest(calls: list[Call], counted: Mapping[str, float]) -> dict[str, float]:
+    """Return, of the exposed communication, the time beyond the fastest call of the same size."""
     alike: dict[tuple[object, ...], list[float]] = {}
-    for call, number in zip(calls, kernels.collective, strict=True):
-        elements = trace.collectives[number].elements if number != NOTHING else ()
-        alike.setdefault((call.category, *call.key, *elements), []).append(call.duration)
     totals: dict[str, float] = {}
+    for call in calls:
+        alike.setdefault((call.category, call.key, call.elements), []).append(call.duration)
+        totals[call.category] = totals.get(call.category, 0.0) + call.duration
     beyond: dict[str, float] = {}
     for (category, *_), durations in alike.items():
-        name = str(category)
-        totals[name] = totals.get(name, 0.0) + sum(durations)
         if len(durations) >= _FEWEST_CALLS:
-            slow = sum(durations) - min(durations) * len(durations)
+            slow, name = sum(durations) - min(durations) * len(durations), str(category)
             beyond[name] = beyond.get(name, 0.0) + slow
+    # As much of it is exposed as of the communication as a whole.
     return {
         name: counted.get(name, 0.0) * slow / totals[name]
         for name, slow in beyond.items()
@@ -325,16 +326,15 @@ def _gemm_rates(trace: Trace, host: Host, kernels: Column, count: int) -> dict[s
         # One operation may launch several kernels.
         work = np.unique(gemm[gemm != NOTHING])
         peaks = [peak_tflops(trace.gpu, int(size)) if trace.gpu else None for size in bits[work]]
-        is_known = seconds > 0
-        least = sum(
-            float(amount) / peak / 1e12
-            for amount, peak in zip(flops[work], peaks, strict=True)
-            if peak
-        )
+        known = [
+            (float(amount), peak) for amount, peak in zip(flops[work], peaks, strict=True) if peak
+        ]
         rates[category] = GemmRate(
             ms=float(duration.sum()) / count / 1000,
             known_ms=seconds * 1000 / count,
-            tflops=float(flops[work].sum()) / seconds / 1e12 if is_known else None,
-            peak_share=least / seconds if is_known and all(peaks) else None,
+            tflops=float(flops[work].sum()) / seconds / 1e12 if seconds else None,
+            peak_share=sum(amount / peak for amount, peak in known) / seconds / 1e12
+            if seconds and len(known) == len(peaks)
+            else None,
         )
     return rates

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
-from xml.sax.saxutils import escape
 
+from cookbook.base.errors import InputError
+from cookbook.base.figure import INK, QUIET, draw_figure
 from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS
@@ -190,42 +191,33 @@ def _rank_json(rank: RankProfile, waited: Mapping[str, float] | None) -> dict[st
     }
 
 
-def render_svg(profile: Profile) -> str:
-    """A bar for each rank of the report, divided as its step is."""
-    left, top, scale_width, bar = 210, 56, 770, 34
+def render_svg(profile: Profile) -> bytes:
+    """Return a bar for each rank of the report, divided as its step is."""
     shown = [(profile.ranks[index], role) for index, role in profile.shown()]
     longest = max(rank.step_ms for rank, _ in shown) or 1.0
-    colours: dict[str, str] = {}
-    body = []
-    for rank, role in shown:
-        name = profile.name(rank) + (f" ({role})" if role else "")
-        body.append(f'<text x="10" y="{top + 21}">{escape(name)}</text>')
-        x = float(left)
-        for title, colour, ms in step_parts(rank):
-            width = ms / longest * scale_width
-            if not width:
-                continue
-            colours[title] = colour
-            body.append(
-                f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{bar}" fill="{colour}">'
-                f"<title>{escape(title)}: {ms:,.1f} ms</title></rect>"
-            )
-            # Narrower parts have no room for their number.
-            if width >= bar:
-                middle = f'x="{x + width / 2:.2f}" y="{top + 21}" text-anchor="middle"'
-                body.append(f"<text {middle}>{ms:,.0f}</text>")
-            x += width
-        top += bar + 18
-    for number, (title, colour) in enumerate(colours.items()):
-        x, y = 10 + number % 3 * 333, top + 14 + number // 3 * 20
-        body.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
-        body.append(f'<text x="{x + 18}" y="{y}">{escape(title)}</text>')
-    height = top + 24 + 20 * -(-len(colours) // 3)
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {height}" width="1000" '
-        f'height="{height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="1000" height="{height}" fill="white"/>',
-        f'<text x="10" y="22" font-size="15">{escape(profile.source)}: where a step goes</text>',
-        f'<text x="10" y="40" fill="#555">milliseconds, of {longest:,.0f} ms</text>',
-    ]
-    return "\n".join([*head, *body, "</svg>", ""])
+
+    def paint(axes: Any) -> None:
+        axes.set(xlim=(0, longest), ylim=(len(shown) - 0.4, -0.7), yticks=[])
+        axes.set_xlabel(f"milliseconds of a step, {profile.source}", color=QUIET)
+        labelled: set[str] = set()
+        for row, (rank, role) in enumerate(shown):
+            name = profile.name(rank) + (f" ({role})" if role else "")
+            axes.text(0, row - 0.32, name, color=INK, weight="bold")
+            left = 0.0
+            for title, colour, ms in step_parts(rank):
+                if not ms:
+                    continue
+                label = None if title in labelled else title
+                labelled.add(title)
+                axes.barh(row, ms, 0.42, left=left, color=colour, label=label)
+                # Narrower parts have no room for their number.
+                if ms > 0.05 * longest:
+                    place = {"ha": "center", "va": "center", "fontsize": 8}
+                    axes.text(left + ms / 2, row, f"{ms:,.0f}", color=INK, **place)
+                left += ms
+
+    height = 2.2 + 0.6 * len(shown)
+    try:
+        return draw_figure("profile", height, paint, grid="x", legend=INK)["svg"]
+    except ModuleNotFoundError as error:
+        raise InputError("--figure", f"{error.name} is not installed", "run: ./setup.sh") from None

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,10 +25,7 @@ from cookbook.base.yamlfile import shown_path
 Column: TypeAlias = np.ndarray
 
 NOTHING = -1
-_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-_ON_HOST = frozenset({"cpu_op", "user_annotation"})
-_CALLS = frozenset({"cuda_runtime", "cuda_driver"})
-# Calls of the CUDA runtime in which the host may wait for the GPU.
+# Calls of CUDA's runtime and driver in which the host may wait for the GPU, and those that launch.
 _BLOCKING = re.compile(r"Synchronize|cudaMemcpy$|cudaMemcpyAsync|Malloc|cudaFree|HostAlloc")
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
@@ -38,10 +35,7 @@ _HEADER_SIZE = 1 << 22
 
 # Index of the left matrix among the inputs of each GEMM operation.
 _MATRICES = {
-    "aten::mm": 0,
-    "aten::bmm": 0,
-    "aten::_scaled_mm": 0,
-    "aten::_grouped_mm": 0,
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm"), 0),
     "aten::_scaled_grouped_mm": 0,
     "aten::addmm": 1,
     "aten::baddbmm": 1,
@@ -49,8 +43,7 @@ _MATRICES = {
 _BITS = {"BFloat16": 16, "Half": 16, "float": 32, "Float": 32, "double": 64}
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """PyTorch's record of a collective: name, process group, and elements in and out."""
 
     name: str
@@ -59,8 +52,7 @@ class Collective:
     elements: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A training step as the host saw it."""
 
     number: int
@@ -88,44 +80,39 @@ DEVICE = np.dtype(
 
 
 class Header:
-    """A trace's keys beside its events: rank, process groups, device."""
+    """A trace's keys beside its events.
+
+    Attributes:
+        gpu: the GPU's name, None on a CPU.
+        rank: the global rank; from the file's name where the trace lacks it.
+        pipeline: the ranks of this rank's pipeline, its own alone without one; empty where unknown.
+        stage: the rank's place in its pipeline; None where unknown.
+    """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        info: Mapping[str, Any] = content.get("distributedInfo") or {}
+        named = re.search(r"rank[-_]?(\d+)", path.name)
         self.path = path
-        devices = content.get("deviceProperties") or [{}]
-        self.gpu: str | None = devices[0].get("name")
-        self._distributed: Mapping[str, Any] = content.get("distributedInfo") or {}
-
-    @property
-    def rank(self) -> int | None:
-        """The global rank; from the file's name where the trace lacks it."""
-        named = re.search(r"rank[-_]?(\d+)", self.path.name)
-        rank: int | None = self._distributed.get("rank", int(named[1]) if named else None)
-        return rank
-
-    @property
-    def stage(self) -> int | None:
-        """The rank's place in its pipeline; 0 without a pipeline, None where unknown."""
-        ranks = self.pipeline
-        return ranks.index(self.rank) if self.rank in ranks else None
-
-    @property
-    def pipeline(self) -> list[int]:
-        """The ranks of this rank's pipeline, its own alone without one; empty where unknown."""
-        meshes = {group["pg_desc"] for group in self._distributed.get("pg_config", ())}
-        if not any(mesh.startswith("mesh_") for mesh in meshes):
-            return []
-        if "mesh_pp" not in meshes:
+        self.gpu: str | None = (content.get("deviceProperties") or [{}])[0].get("name")
+        self.rank: int | None = info.get("rank", int(named[1]) if named else None)
+        self._groups: Sequence[Mapping[str, Any]] = info.get("pg_config", ())
+        meshes = {group["pg_desc"] for group in self._groups}
+        self.pipeline: list[int] = []
+        if "mesh_pp" in meshes:
+            own = [] if self.rank is None else [self.rank]
+            self.pipeline = self.group_ranks("mesh_pp") or own
+        elif any(mesh.startswith("mesh_") for mesh in meshes):
             # A mesh that spans all ranks has no group of its own.
-            return list(range(self._distributed.get("world_size", 0)))
-        return self.group_ranks("mesh_pp") or ([] if self.rank is None else [self.rank])
+            self.pipeline = list(range(info.get("world_size", 0)))
+        is_known = self.rank in self.pipeline
+        self.stage = self.pipeline.index(self.rank) if is_known and self.rank is not None else None
 
     def group_ranks(self, description: str) -> list[int]:
-        """The ranks of this rank's process group of that description.
+        """Return the ranks of this rank's process group of that description.
 
         Empty for a group of one rank, and for one of all ranks, which is PyTorch's `default_pg`.
         """
-        for group in self._distributed.get("pg_config", ()):
+        for group in self._groups:
             if group["pg_desc"] == description and len(group["ranks"]) > 1:
                 return list(group["ranks"])
         return []
@@ -215,14 +202,14 @@ class _Reader:
         """Keep `value` if it is an event; return anything else unchanged."""
         if "ph" not in value:
             return value
-        category = value.get("cat")
         if value["ph"] != "X":
             return None
-        if category in _ON_DEVICE:
+        category = value.get("cat")
+        if category in ("kernel", "gpu_memcpy", "gpu_memset"):
             self._add_device(value)
-        elif category in _ON_HOST:
+        elif category in ("cpu_op", "user_annotation"):
             self._add_host(value, category == "cpu_op")
-        elif category in _CALLS:
+        elif category in ("cuda_runtime", "cuda_driver"):
             correlation = value.get("args", {}).get("correlation")
             if correlation is not None and _LAUNCH.search(value["name"]):
                 self._launches[correlation] = float(value["ts"]), self._thread(value["tid"])
@@ -252,7 +239,7 @@ class _Reader:
             # It encloses everything, so it would explain nothing.
             self._steps.append(Step(int(step[1]), start, end))
             return
-        flops, bits = gemm_work(name, event.get("args", {})) if name in _MATRICES else (0.0, 0)
+        flops, bits = _gemm_work(name, event.get("args", {})) if name in _MATRICES else (0.0, 0)
         # Gloo's own annotation is all that is known of its work.
         is_work = is_work or name.startswith("gloo:")
         number = self._names.setdefault(name, len(self._names))
@@ -265,7 +252,7 @@ class _Reader:
         return self._threads.setdefault(thread, -1 - len(self._threads))
 
     def trace(self, header: Header) -> Trace:
-        """Everything that was collected."""
+        """Return everything that was collected."""
         host = np.rec.fromarrays(np.array(self._host).reshape(-1, 7).T, dtype=HOST)
         host = host[np.lexsort((-host.end, host.start, host.thread))]
         name, start, end, correlation, collective = np.array(self._device).reshape(-1, 5).T
@@ -277,8 +264,8 @@ class _Reader:
         return Trace(header, list(self._names), list(self._collectives), steps, host, device)
 
 
-def gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int]:
-    """FLOPs of a GEMM operation and bits of its inputs' elements; 0 FLOPs without shapes.
+def _gemm_work(operation: str, arguments: Mapping[str, Any]) -> tuple[float, int]:
+    """Return the FLOPs of a GEMM operation and the bits of its inputs; 0 FLOPs without shapes.
 
     Args:
         arguments: the event's, with `Input Dims` and `Input type` as PyTorch writes them. A grouped
