@@ -35,7 +35,7 @@ from torchtitan.train import Trainer, main
 from bench.known_faults import put_in_fault
 from bench.plain_experts import plain_experts
 from cookbook.base.files import write_whole
-from cookbook.titan.tt_0_2_2.plain_checkpoint import plain
+from cookbook.titan.tt_0_2_2.checkpoint import plain
 from cookbook.titan.tt_0_2_2.router_load import RouterLoad
 
 VARIABLE = "COMPARED"

@@ -87,11 +87,11 @@ FAULTS: dict[str, Patch] = {
         "the router's gradient not summed over TP"
     ),
     "shared experts' gradients are summed over TP": (
-        f"{_STACK}.expert_parallel.PartialOutputRowwiseParallel",
+        f"{_STACK}.parallelize.PartialOutputRowwiseParallel",
         instead(RowwiseParallel),
     ),
     "rows of the input's gradient are lost": (
-        f"{_STACK}.expert_parallel.SequenceShareReorderer",
+        f"{_STACK}.parallelize.SequenceShardReorderer",
         instead(ReordererSequenceParallel),
     ),
     "expert groups are not padded": (
@@ -99,7 +99,7 @@ FAULTS: dict[str, Patch] = {
         instead(lambda counts, alignment: counts),
     ),
     "a pipeline's gradients are not divided": (
-        f"{_STACK}.pipeline_loss.scale_gradient",
+        f"{_STACK}.loss.scale_gradient",
         instead(lambda loss, factor: loss),
     ),
     "tokens that are no training are counted": (

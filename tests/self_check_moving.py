@@ -150,14 +150,14 @@ MOVING = (
         "sequences cut as one",
         "dispatch and combine standard",
         (*EP2, *TP2),
-        f"{STACK}.expert_parallel.shard_tokens",
+        f"{STACK}.parallelize.shard_tokens",
         instead(folded_share),
     ),
     Fault(
         "the router's gradient not summed over TP",
         "dispatch and combine standard",
         (*EP2, *TP2),
-        f"{STACK}.expert_parallel.sum_gradient_over_tp",
+        f"{STACK}.parallelize.sum_gradient_over_tp",
         instead(lambda scores, mesh: scores),
     ),
     Fault(
@@ -171,7 +171,7 @@ MOVING = (
         "scales of the neighbouring block sent",
         "dispatch and combine mxfp8_a2a",
         A2A,
-        f"{STACK}.quantized_a2a._cast_with_operations",
+        f"{STACK}.mxfp8._cast_with_operations",
         with_result(neighbours_scales_of_cast),
     ),
 )

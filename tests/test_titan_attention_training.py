@@ -15,7 +15,6 @@ from tests.titan_run import (
     NUM_LAYERS,
     PP2,
     SEQ_LEN,
-    TP2,
     active,
     job,
     train,
@@ -127,15 +126,6 @@ def test_losses_are_those_of_flex_attention_with_and_without_recomputation(
         assert flash["calls"] == STEPS * NUM_LAYERS * times, name
         assert flash["mean"] == flex["mean"] < SEQ_LEN / 4
         assert flash["counted_batches"] == 1
-
-
-def test_tensor_parallel_ranks_have_the_losses_of_flex_attention(
-    assets: Path, tmp_path: Path
-) -> None:
-    split = (*TP2, "--parallelism.expert_parallel_degree=4")
-    flex = run(assets, tmp_path / "a", 4, *split, eager=True)[0]
-    flash = run(assets, tmp_path / "b", 4, *split, *FLASH, *SELECTIVE, *COMPILED)[0]
-    assert_same(flash, flex)
 
 
 def test_microbatches_of_a_pipeline_have_the_losses_of_flex_attention(

@@ -47,14 +47,12 @@ def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any
     [
         # In BF16 both round, at different places: a part of 2**-9 over few tokens.
         pytest.param(2, (*EP2, *COMPILED), 1e-4, id="tp 1, bf16, compiled"),
-        pytest.param(2, (*EP2, *FLOAT32, *ACCUMULATE), 5e-6, id="tp 1, accumulated"),
         pytest.param(
             4, (*EP4, *TP2, *FLOAT32, *ACCUMULATE, *ALWAYS), 5e-6, id="tp 2, accumulated, resharded"
         ),
         pytest.param(
             4, (*EP4, *TP2, *FLOAT32, *NO_LOSS_PARALLEL), 5e-6, id="tp 2, loss replicated"
         ),
-        pytest.param(4, (*EP2, *PP2, *FLOAT32), 5e-6, id="pp 2"),
         pytest.param(4, (*TP2, *PP2, *FLOAT32, *COMPILED), 5e-6, id="tp 2, pp 2, compiled"),
     ],
 )

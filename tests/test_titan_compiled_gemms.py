@@ -79,7 +79,7 @@ def step(compiled: bool, save: bool) -> tuple[list[torch.Tensor], Counter[str]]:
 
 
 def test_what_is_saved_is_computed_once_and_right() -> None:
-    from cookbook.titan.common.compiled_gemms import show_gemms
+    from cookbook.titan.tt_0_2_2.recomputation import show_gemms
 
     expected, _ = step(compiled=False, save=False)
     show_gemms(least_inner=HIDDEN)
@@ -96,7 +96,7 @@ def test_what_is_saved_is_computed_once_and_right() -> None:
 def test_other_code_is_compiled_where_other_gemms_are_shown(tmp_path: Path) -> None:
     from torch._inductor.utils import fresh_cache
 
-    from cookbook.titan.common.compiled_gemms import show_gemms
+    from cookbook.titan.tt_0_2_2.recomputation import show_gemms
 
     shown = []
     with fresh_cache(dir=str(tmp_path)):
@@ -116,7 +116,7 @@ def train_and_count(argv: list[str]) -> dict[str, Any]:
     from torchtitan.models.deepseek_v3 import deepseekv3_args
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from cookbook.titan.common import compiled_gemms
+    from cookbook.titan.tt_0_2_2 import recomputation
 
     # Latents shorter than the hidden size, and no two weights of one shape.
     for flavors in (deepseekv3_args, get_train_spec("deepseek_v3").model_args):
@@ -140,7 +140,7 @@ def train_and_count(argv: list[str]) -> dict[str, Any]:
             made[shape] = weakref.ref(product.untyped_storage())
             return product
 
-    vars(compiled_gemms)["torch"] = Counting()
+    vars(recomputation)["torch"] = Counting()
     return train(argv) | {"calls": dict(calls), "kept": kept}
 
 

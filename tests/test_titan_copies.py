@@ -50,7 +50,6 @@ class Copies:
         self.new("my-a2a", "mxfp8_a2a", "description:", "optimizer: {eps: 1e-7}\ndescription:")
         self.sweep("all-of-mine", PRECISIONS)
         self.sweep("some-of-mine", TRAINED)
-        self.sweep("varied", ["bf16"], vary=True)
 
     def new(self, name: str, source: str, line: str, change: str) -> None:
         """Copy with `submit.py new`, and edit a line of the copy."""
@@ -61,7 +60,7 @@ class Copies:
         assert line in text
         path.write_text(text.replace(line, change, 1), encoding="utf-8")
 
-    def sweep(self, name: str, precisions: Sequence[str], vary: bool = False) -> None:
+    def sweep(self, name: str, precisions: Sequence[str]) -> None:
         self.new(name, "smoke", "recipes: [debug]", "recipes: [my-debug]")
         path = self.folder / "recipes" / "sweep" / f"{name}.yaml"
         mine = "precision: [" + ", ".join(f"my-{one}" for one in precisions) + "]"
@@ -69,7 +68,6 @@ class Copies:
         text = re.sub(r"(?m)^ep_backend: .*", "ep_backend: [my-exchange]", text)
         text = re.sub(r"(?m)^baseline: .*\n", "", text)
         text += "options: {training.steps: 2, training.seq_len: 64}\n"
-        text += "vary: {lr_scheduler.min_lr_factor: [0.1, 0.2]}\n" if vary else ""
         path.write_text(text, encoding="utf-8")
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -98,7 +96,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Copies:
 
 def test_copies_are_listed_and_shown(copies: Copies) -> None:
     listed = copies.run("list").stdout
-    for name in ("my-debug", "my-machine", "my-exchange", "my-a2a", "all-of-mine", "varied"):
+    for name in ("my-debug", "my-machine", "my-exchange", "my-a2a", "all-of-mine"):
         assert re.search(rf"(?m)^  {name} ", listed), listed
     words = ("my-debug", "--precision", "my-float8", "--ep-backend", "my-exchange")
     shown = copies.run("show", *words, "--cluster", "my-machine", "--origins")
@@ -131,15 +129,6 @@ def test_copies_train_and_are_reported_under_their_own_names(copies: Copies) -> 
         assert (active["grouped_gemms"], active["linear_layers"]) == TURNED_ON[name]
         assert active["dispatch"] == "standard"
         assert active["emulated"] is (name != "bf16")
-
-
-def test_a_copied_sweep_varies_an_option(copies: Copies) -> None:
-    cells = copies.trained("sweep", "varied", "--no-check")
-    assert [cell["status"] for cell in cells] == ["finished", "finished"]
-    for cell, factor in zip(cells, ("0.1", "0.2"), strict=True):
-        assert cell["name"] == f"my-debug-my-bf16-my-exchange-min_lr_factor_{factor}"
-    # What varies is the learning rate at the end: the first steps are the same.
-    assert cells[0]["final_loss"] == cells[1]["final_loss"]
 
 
 def test_a_copied_quantized_exchange(copies: Copies) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,43 +79,6 @@ def test_importing_the_stack_replaces_no_name_but_the_devices(
     gpu: bool, expected: set[str]
 ) -> None:
     assert set(in_fresh_process(IMPORT_THE_STACK.format(gpu=gpu))) == expected
-
-
-IMPORT_ANY_STACK = """
-import importlib, json, pkgutil, sys, warnings
-import torch, torch._dynamo, torch.distributed.tensor._random, torch.distributed.tensor, triton
-from tests.titan_names import names, replaced
-before, filters = names(), list(warnings.filters)
-import cookbook.titan.common as folder
-found = [module.name for module in pkgutil.iter_modules(folder.__path__)]
-for name in found:
-    importlib.import_module(f"{folder.__name__}.{name}")
-assert len(found) > 3 and warnings.filters == filters
-torchtitan = [name for name in sys.modules if name.split(".")[0] == "torchtitan"]
-print(json.dumps(sorted(replaced(before)) + torchtitan))
-"""
-
-
-def test_importing_what_fits_any_stack_does_nothing_and_needs_no_torchtitan() -> None:
-    assert in_fresh_process(IMPORT_ANY_STACK) == []
-
-
-ENDED_BY = """
-import ctypes, json, os
-os.environ |= {environment}
-import torchtitan.train
-import cookbook.titan.tt_0_2_2
-number = ctypes.c_int()
-# PR_GET_PDEATHSIG
-assert ctypes.CDLL(None).prctl(2, ctypes.byref(number)) == 0
-print(json.dumps(number.value))
-"""
-
-
-def test_a_rank_ends_where_its_torchrun_does() -> None:
-    """In `test_titan_stall.py` it does; here every job of the stack asks for it."""
-    code = ENDED_BY.format(environment={"TORCHELASTIC_RUN_ID": "1"})
-    assert in_fresh_process(code) == signal.SIGKILL
 
 
 # Replaced by these tests' runner, and by PyTorch for every optimizer.
@@ -200,17 +160,6 @@ def test_the_spec_is_torchtitans_but_for_five_doors() -> None:
         assert vars(spec.model_args[name]) == vars(args)
         assert spec.model_args[name].moe_args is not args.moe_args
     assert get_train_spec("llama3") is not get_train_spec("llama3")
-
-
-def test_the_spec_can_be_pickled_and_copied() -> None:
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    import cookbook.titan.tt_0_2_2  # noqa: F401
-
-    spec = get_train_spec("deepseek_v3")
-    for twin in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
-        assert twin == spec and twin is not spec
-        assert twin.model_args["16B"] is not spec.model_args["16B"]
 
 
 REGISTER = """

@@ -67,7 +67,7 @@ A2A = "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8"
 
 
 def test_each_exchange_is_quantized_by_its_own_option() -> None:
-    from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
+    from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 
     other = A2A.replace("dispatch_fwd", "combine_bwd")
     assert Precisions.of(parse(A2A)) == Precisions(dispatch_forward=True, combine_backward=False)
@@ -85,7 +85,7 @@ def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
 
 
 def test_loss_keeps_its_value_and_scales_its_gradient() -> None:
-    from cookbook.titan.tt_0_2_2.pipeline_loss import scale_gradient, tokens_of_global_batch
+    from cookbook.titan.tt_0_2_2.loss import scale_gradient, tokens_of_global_batch
 
     x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     loss = scale_gradient(x * x, 1 / 256)
@@ -114,7 +114,7 @@ def draw_random() -> tuple[torch.Tensor, ...]:
     from torch.distributed.tensor import Replicate, Shard, zeros
 
     import cookbook.titan.tt_0_2_2  # noqa: F401
-    from cookbook.titan.common.cpu_random import seed_shards_apart
+    from cookbook.titan.tt_0_2_2.cpu import seed_shards_apart
 
     torch.manual_seed(42)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))

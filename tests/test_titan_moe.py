@@ -109,8 +109,8 @@ def run_layer(
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.llama4.infra import parallelize
 
-    from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
-    from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
+    from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
+    from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
     unquantized = Precisions(dispatch_forward=False, combine_backward=False)
     corrected = partial(
@@ -187,68 +187,49 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     }
 
 
-@pytest.mark.parametrize("score_before_experts", [False, True])
-@pytest.mark.parametrize("tp", [1, TP])
-@pytest.mark.parametrize("moe_impl", ["standard", "deepep"])
-def test_layer_matches_plain_pytorch(moe_impl: str, tp: int, score_before_experts: bool) -> None:
-    route_norm = score_before_experts
-    expected = reference(score_before_experts, route_norm)
-    for found in run_ranks(run_layer, RANKS, moe_impl, tp, score_before_experts, route_norm):
-        # The router computes its scores in float32, and DeepEP carries them so.
-        for name, difference in worst(found, expected).items():
-            assert difference < 2e-6, name
+def case(tp: int, before: bool = False, moe_impl: str = "deepep", **options: Any) -> Any:
+    name = ", ".join([moe_impl, f"TP {tp}", *(f"{key} {value}" for key, value in options.items())])
+    return pytest.param(moe_impl, tp, before, options, id=f"{name}, before" if before else name)
 
 
-@pytest.mark.parametrize("moe_impl", ["standard", "deepep"])
-def test_layer_matches_plain_pytorch_when_compiled(moe_impl: str) -> None:
-    expected = reference(False, False)
-    layer = partial(run_layer, compiled=True)
-    for found in run_ranks(layer, RANKS, moe_impl, TP, False, False):
-        for name, difference in worst(found, expected).items():
-            assert difference < 2e-6, name
-
-
-# 3 parts of 24 or 12 tokens, 5 of which the parts are not of one length, 13 of which one is empty.
-@pytest.mark.parametrize("chunks", [3, 5, 13])
-@pytest.mark.parametrize("tp", [1, TP])
-def test_a_layer_in_chunks_is_the_same_layer(tp: int, chunks: int) -> None:
-    expected = reference(False, False)
-    layer = partial(run_layer, chunks=chunks)
-    for found in run_ranks(layer, RANKS, "deepep", tp, False, False):
-        for name, difference in worst(found, expected).items():
-            assert difference < 2e-6, name
-
-
-# With several parts each has scores of its own.
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("tp", [1, TP])
-def test_scored_activations_are_the_same_layer(tp: int, chunks: int) -> None:
-    expected = reference(False, False)
-    layer = partial(run_layer, chunks=chunks, score_activations=True)
-    for found in run_ranks(layer, RANKS, "deepep", tp, False, False):
-        for name, difference in worst(found, expected).items():
-            assert difference < 2e-6, name
-
-
-# Without EP, and with ETP, TP cuts every expert: a rank has one term of its output.
-@pytest.mark.parametrize("score_before_experts", [False, True])
-@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, TP)], ids=["EP 1", "ETP"])
-def test_a_layer_whose_experts_tp_cuts_matches_plain_pytorch(
-    ep: int, etp: int, score_before_experts: bool
+@pytest.mark.parametrize(
+    ("moe_impl", "tp", "before", "options"),
+    [
+        *(
+            case(tp, before, moe_impl)
+            for moe_impl in ("standard", "deepep")
+            for tp in (1, TP)
+            for before in (False, True)
+        ),
+        case(TP, moe_impl="standard", compiled=True),
+        case(TP, compiled=True),
+        # Parts of 24 or 12 tokens: 5 are not of one length, one of 13 is empty.
+        case(1, chunks=5),
+        case(TP, chunks=13),
+        # With several parts each has scores of its own.
+        case(1, score_activations=True),
+        case(TP, chunks=3, score_activations=True),
+        # Without EP, and with ETP, TP cuts every expert: a rank has one term of its output.
+        *(
+            case(TP, before, moe_impl="standard", ep=ep, etp=etp)
+            for ep, etp in ((1, 1), (2, TP))
+            for before in (False, True)
+        ),
+        case(1, moe_impl="standard", row_kernels=True),
+        case(TP, moe_impl="standard", row_kernels=True, compiled=True),
+        case(TP, moe_impl="standard", row_kernels=True, ep=1),
+        case(TP, moe_impl="standard", row_kernels=True, ep=2, etp=TP),
+        case(TP, moe_impl="standard", dual_pipe_v=True),
+    ],
+)
+def test_a_layer_matches_plain_pytorch(
+    moe_impl: str, tp: int, before: bool, options: dict[str, Any]
 ) -> None:
-    expected = reference(score_before_experts, False)
-    layer = partial(run_layer, ep=ep, etp=etp)
-    for found in run_ranks(layer, RANKS, "standard", TP, score_before_experts, False):
-        for name, difference in worst(found, expected).items():
-            assert difference < 2e-6, name
-
-
-@pytest.mark.parametrize("layout", [(1, 4, 1), (TP, 4, 1), (TP, 1, 1), (TP, 2, TP)], ids=str)
-def test_row_kernels_are_the_same_layer(layout: tuple[int, int, int]) -> None:
-    tp, ep, etp = layout
-    expected = reference(False, False)
-    layer = partial(run_layer, row_kernels=True, ep=ep, etp=etp, compiled=tp > 1 and ep == 4)
-    for found in run_ranks(layer, RANKS, "standard", tp, False, False):
+    # Normalized scores too, in half of the layers.
+    expected = reference(before, route_norm=before)
+    layer = partial(run_layer, **options)
+    for found in run_ranks(layer, RANKS, moe_impl, tp, before, before):
+        # The router computes its scores in float32, and DeepEP carries them so.
         for name, difference in worst(found, expected).items():
             assert difference < 2e-6, name
 
@@ -258,13 +239,10 @@ def test_dual_pipe_v_hooks_around_experts_are_not_for_deepep() -> None:
 
     `dual_pipe_v_overlap` in `cookbook/config/validate/pipeline.py` refuses such a cell.
     """
-    expected = reference(False, False)
-    layer = partial(run_layer, dual_pipe_v=True)
-    for found in run_ranks(layer, RANKS, "standard", TP, False, False):
-        for name, difference in worst(found, expected).items():
-            assert difference < 2e-6, name
     with pytest.raises(AssertionError, match="not enough values to unpack"):
-        run_ranks(layer, RANKS, "deepep", TP, False, False, seconds=30)
+        run_ranks(
+            partial(run_layer, dual_pipe_v=True), RANKS, "deepep", TP, False, False, seconds=30
+        )
 
 
 def test_released_torchtitan_does_not() -> None:

@@ -1,48 +1,15 @@
-"""What ranks observe and what is made of it: the report of the first step, and of a self-check."""
+"""The self-check's merged errors and inputs, and the orders that a dry build reads."""
 
 from __future__ import annotations
 
-import json
-import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-
-from tests.titan_refusal import refusal
 
 pytestmark = pytest.mark.titan
-
-
-def view(**observed: Any) -> Any:
-    from cookbook.titan.tt_0_2_2.activity import ModelActivity
-    from cookbook.titan.tt_0_2_2.attention import AttentionActivity
-    from cookbook.titan.tt_0_2_2.metrics import RankActivity
-
-    nothing: frozenset[str] = frozenset()
-    given: dict[str, Any] = {
-        "model": ModelActivity(frozenset({"bf16"}), frozenset({"bf16"}), emulated=False),
-        "attention": AttentionActivity(frozenset({"flex"}), None),
-        **dict.fromkeys(("dispatch", "rows", "loss", "recomputation", "saved"), nothing),
-        "patches_applied": nothing,
-        "stage": 0,
-        "emulated": False,
-        "node": "worker-0",
-    }
-    return RankActivity(**(given | observed))
-
-
-def job(degree: int = 2, **declared: Any) -> Any:
-    names = ("precision", "ep_backend", "grouped_gemms", "linear_layers", "dispatch")
-    labels = {**dict.fromkeys(names, ""), "emulated": False}
-    return SimpleNamespace(
-        cookbook=SimpleNamespace(**(labels | declared)),
-        parallelism=SimpleNamespace(expert_parallel_degree=degree),
-    )
 
 
 def gathered(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,134 +22,6 @@ def gathered(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         everywhere[:] = views
 
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-
-
-def test_every_rank_has_a_say_in_what_is_active(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-
-    from cookbook.titan.tt_0_2_2 import metrics
-    from cookbook.titan.tt_0_2_2.attention import AttentionActivity
-
-    views = [
-        view(dispatch=frozenset({"standard"}), recomputation=frozenset({"full"})),
-        view(
-            dispatch=frozenset({"deepep"}),
-            recomputation=frozenset({"selective"}),
-            saved=frozenset({"attention"}),
-            loss=frozenset({"chunked"}),
-            patches_applied=frozenset({"one"}),
-            attention=AttentionActivity(frozenset({"flex"}), 100.0),
-        ),
-        view(
-            emulated=True,
-            patches_applied=frozenset({"two"}),
-            node="worker-1",
-            attention=AttentionActivity(frozenset({"sdpa"}), 201.0),
-        ),
-    ]
-    gathered(views, monkeypatch)
-    monkeypatch.setattr(metrics, "metrics_rank", lambda *_: 0)
-    monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
-    report: Any = metrics.CookbookMetrics.__new__(metrics.CookbookMetrics)
-    report.job_config, report.parallel_dims = job(precision="mine"), None
-    report._observe = lambda: views[0]
-    with caplog.at_level(logging.INFO):
-        report._report()
-    (line,) = [one.getMessage() for one in caplog.records if "cookbook active" in one.getMessage()]
-    found = json.loads(line.partition(": ")[2])
-    expected = {
-        "precision": "mine",
-        "ep_backend": None,
-        "dispatch": "deepep and standard",
-        "recomputation": "full and selective",
-        "saved": "attention",
-        "loss": "chunked",
-        "patches_applied": ["one", "two"],
-        "emulated": True,
-        "attention": "flex and sdpa",
-        # Of the ranks that saw a mask.
-        "mean_attended_length": 150.5,
-    }
-    assert {name: found[name] for name in expected} == expected
-    kept = json.loads((tmp_path / "environment.json").read_text())
-    assert kept == found | {"nodes": ["worker-0", "worker-1"]}
-
-
-@pytest.mark.parametrize(
-    ("config", "changed", "said"),
-    [
-        (job(grouped_gemms="bf16"), {"emulated": True}, "declares emulated false, but true is"),
-        (
-            job(grouped_gemms="bf16", emulated=True),
-            {},
-            "declares emulated true, but false is active",
-        ),
-        (job(dispatch="deepep"), {}, "declares dispatch deepep, but standard is active"),
-        # With one EP rank nothing is sent.
-        (job(1, dispatch="deepep"), {"dispatch": None}, ""),
-        # What declares nothing is held to nothing.
-        (job(), {"emulated": True, "grouped_gemms": "mxfp8"}, ""),
-    ],
-)
-def test_what_is_active_is_held_to_what_is_declared(
-    config: Any, changed: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    from cookbook.titan.tt_0_2_2.metrics import check
-
-    plain = {"grouped_gemms": "bf16", "linear_layers": "bf16", "dispatch": "standard"}
-    found: dict[str, Any] = {**plain, "emulated": False, **changed}
-    if said:
-        assert said in refusal(lambda: check(config, found), caplog)
-    else:
-        check(config, found)
-
-
-def test_a_loop_over_experts_quantizes_nothing() -> None:
-    """TorchAO replaces the grouped GEMM alone, which a loop does not call."""
-    from torchtitan.models.moe.moe import GroupedExperts
-
-    from cookbook.titan.tt_0_2_2.activity import observe_model
-    from cookbook.titan.tt_0_2_2.mxfp8 import MXGroupedMMConverter
-
-    mx = SimpleNamespace(fqns=["experts"], recipe_name="mxfp8", emulate=True)
-    config: Any = SimpleNamespace(
-        model=SimpleNamespace(converters=["quantize.grouped_mm.mx"]),
-        quantize=SimpleNamespace(grouped_mm=SimpleNamespace(mx=mx)),
-    )
-    dims: Any = SimpleNamespace()
-    experts = GroupedExperts(32, 32, 2, use_grouped_mm=True)
-    MXGroupedMMConverter(config, dims).convert(nn.ModuleDict({"experts": experts}))
-    found = observe_model([experts])
-    assert (found.grouped_gemms, found.emulated) == (frozenset({"mxfp8"}), True)
-    experts.use_grouped_mm = False
-    found = observe_model([experts])
-    assert (found.grouped_gemms, found.emulated) == (frozenset({"bf16"}), False)
-
-
-def test_recomputation_within_a_budget_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
-
-    model = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Linear(2, 2)})})
-    assert observe_recomputation([model]) == {"none"}
-    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 0.5)
-    assert observe_recomputation([model]) == {"memory_budget 0.5"}
-
-
-def test_operators_that_a_list_may_name_are_known_by_what_they_are_for() -> None:
-    from cookbook.titan.common import varlen_attention  # noqa: F401  (registers its operator)
-    from cookbook.titan.tt_0_2_2.recomputation import kinds_of_operators
-
-    found = kinds_of_operators()
-    for operator, kind in (
-        (torch.ops.cookbook.varlen_attention.default, "attention"),
-        (torch.ops.aten._scaled_dot_product_flash_attention.default, "attention"),
-        (torch.ops._c10d_functional.all_to_all_single.default, "communication"),
-        (torch.ops._c10d_functional.reduce_scatter_tensor.default, "communication"),
-        (torch.ops.aten._grouped_mm.default, "grouped_mm"),
-        (torch.ops.aten.mm.default, "mm"),
-    ):
-        assert found[operator] == kind
 
 
 def proof(share: float, failure: str | None = None) -> Any:

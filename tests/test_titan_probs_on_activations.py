@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.test_titan_recomputation import GROUPED, SAVE, Computed
-from tests.titan_ranks import run_ranks
-from tests.titan_run import DEEPEP, EP2, job, train, write_assets
+from tests.test_titan_recomputation import GROUPED, Computed
 
 pytestmark = pytest.mark.titan
 
+NIGHTLY_INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly)
 DIM, HIDDEN, SIZES = 32, 16, [8, 24, 16]
 ROWS = sum(SIZES)
 Run = tuple[list[torch.Tensor], dict[str, int]]
@@ -100,7 +98,7 @@ def expected() -> list[torch.Tensor]:
     return [out, *(one.grad for one in (rows, scores, *experts.parameters()))]
 
 
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("backend", [None, NIGHTLY_INDUCTOR])
 def test_it_computes_what_scored_outputs_are(backend: str | None) -> None:
     found, _ = scored("none", backend)
     for one, exact in zip(found, expected(), strict=True):
@@ -109,7 +107,7 @@ def test_it_computes_what_scored_outputs_are(backend: str | None) -> None:
 
 
 # Three products forward and six backward; the first two again where they are not saved.
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("backend", [None, NIGHTLY_INDUCTOR])
 @pytest.mark.parametrize(("mode", "products"), [("full", 3 + 2 + 6), ("selective", 3 + 0 + 6)])
 def test_the_last_product_is_neither_saved_nor_repeated(
     mode: str, products: int, backend: str | None
@@ -117,25 +115,6 @@ def test_the_last_product_is_neither_saved_nor_repeated(
     found, calls = scored(mode, backend)
     assert calls[GROUPED] == products
     assert all(map(torch.equal, found, scored("none", backend)[0]))
-
-
-def train_and_look(argv: list[str]) -> dict[str, Any]:
-    from cookbook.titan.tt_0_2_2.probs_on_activations import experts_with_probs
-
-    return train(argv) | {"is_compiled": experts_with_probs.is_compiled}
-
-
-def test_a_compiled_job_trains_the_same(tmp_path: Path) -> None:
-    write_assets(tmp_path)
-    options = (*EP2, *DEEPEP, "--deepep.score_activations", *SAVE)
-    compiled = ("--compile.enable", "--compile.components=model", "--compile.backend=aot_eager")
-    runs = [
-        run_ranks(train_and_look, 2, job(tmp_path, tmp_path / str(number), *words), seconds=200)[0]
-        for number, words in enumerate([options, (*options, *compiled)])
-    ]
-    assert [run["is_compiled"] for run in runs] == [False, True]
-    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], rel=1e-4)
-    assert runs[1]["grad_norms"] == pytest.approx(runs[0]["grad_norms"], rel=1e-3)
 
 
 class Products(Computed):
@@ -152,7 +131,7 @@ class Products(Computed):
         return out
 
 
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("backend", [None, NIGHTLY_INDUCTOR])
 @pytest.mark.parametrize(("mode", "kept"), [("none", 2), ("full", 0), ("selective", 2)])
 def test_nobody_keeps_the_last_product(mode: str, kept: int, backend: str | None) -> None:
     from cookbook.titan.tt_0_2_2.probs_on_activations import ProbsOnActivations

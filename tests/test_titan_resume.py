@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.saved import cut
-from tests.submit import Answer, environment, listing, submit
+from tests.submit import Answer, listing, submit
 
 pytestmark = pytest.mark.titan
 
@@ -115,28 +114,3 @@ def test_more_steps_pass_over_a_cut_checkpoint_and_lose_nothing(
     assert answer.status == 2
     assert "has made all of its 6 steps; ask for more: --set training.steps=12" in answer.stderr
     assert listing(run) == before
-
-
-def test_a_script_started_by_hand_passes_over_one_without_metadata(
-    ended: Path, tmp_path: Path, undisturbed: dict[int, str]
-) -> None:
-    runs = tmp_path / "runs"
-    shutil.copytree(ended, runs)
-    cell = next(runs.iterdir()) / CELL
-    (cell / "checkpoint/step-4/.metadata").unlink()
-    done = subprocess.run(
-        ["bash", str(cell / "train.sh"), "--training.steps=6"],
-        env=environment(runs, CUDA_VISIBLE_DEVICES="", CELL_DIR=str(cell)),
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "attempt 1 passed over step-4: has no .metadata" in done.stderr
-    assert _losses(cell, 1) == {step: undisturbed[step] for step in (3, 4, 5, 6)}
-    assert yaml.safe_load((cell / "cell.yaml").read_text())["changes"] == [
-        {"attempt": 1, "options": {"training.steps": 6}}
-    ]
-    status = _submit("status", runs=runs).stdout
-    assert re.search(rf"{CELL} +finished .*step 6/6", status)
-    assert f"{CELL}: attempt 1 passed over step-4: has no .metadata" in status

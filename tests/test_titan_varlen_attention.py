@@ -211,13 +211,6 @@ def test_recomputation_and_compile_change_no_gradient(
     assert len(calls) == times
 
 
-def test_what_ran_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "ran", set())
-    *inputs, _ = random_inputs(1)
-    attend(inputs, cu_seqlens_of(tokens_of(PACKINGS["no end"])))
-    assert varlen.ran == {"flash_attention_4_reference"}
-
-
 @pytest.mark.parametrize(
     ("capability", "found", "reason"),
     [

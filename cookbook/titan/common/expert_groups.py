@@ -1,12 +1,12 @@
-"""Groups received tokens by expert, pads the groups, and brings the rows back to their tokens.
+"""The routed experts' rows: grouped by expert, padded, activated, and summed back into tokens.
 
 A grouped GEMM reads one group of rows per expert. MXFP8 scales run over 32 elements, and the weight
 gradient contracts over a group's rows. So every group, also an empty one, is filled with zero rows
 up to a multiple of 32 (of 8 for BF16, as in TorchTitan's standard path).
 
-DeepEP returns the sizes of the groups on the host. All shapes follow from them, and nothing here
-waits for the device. Moving rows to their groups and back is one pass over the data each; the
-routing score is applied and the sum is taken in float32 in the same pass.
+Nothing here waits for the device. Moving rows to their groups and back is one pass over the data
+each; the same pass applies the routing score and sums in float32. On a GPU these are the kernels of
+`triton_kernels.py`, on a CPU PyTorch operations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Which copy of a token lies in each row of the padded groups, and where each copy went.
+    """The copy of a token in each row of the padded groups, and the row of each copy.
 
     Copy `i * top_k + k` is that of token `i` for the `k`-th of its experts.
 
@@ -38,7 +38,7 @@ class GroupPlan:
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
-    """Group sizes rounded up to `alignment`; an empty group gets one full block.
+    """Round group sizes up to `alignment`; an empty group gets one full block.
 
     A group without rows would leave its weight gradient unwritten.
     """
@@ -66,7 +66,7 @@ def plan_groups(experts: torch.Tensor, counts: list[int], alignment: int) -> Gro
 def _place(
     experts: torch.Tensor, sizes: torch.Tensor, ends: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The copies and slots of a plan."""
+    """Return the copies and slots of a plan."""
     if experts.is_cuda:
         from cookbook.titan.common import triton_kernels
 
@@ -85,9 +85,9 @@ def _place(
 
 
 def plan_on_device(experts: torch.Tensor, num_experts: int, alignment: int) -> GroupPlan:
-    """The plan of copies that nobody has counted on the host, which need not wait.
+    """Plan groups of copies that were not counted on the host, without waiting for the device.
 
-    There are as many rows as the groups can need; those behind the last group belong to none.
+    There are as many rows as the groups can need; rows behind the last group belong to none.
 
     Args:
         experts: (tokens, top k) int.
@@ -126,7 +126,7 @@ def _spread(
     slots: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Each row of the groups: its token, times the score of that copy; zero for padding."""
+    """Copy tokens to the rows of the groups, times their copies' scores; zero for padding."""
     if tokens.is_cuda:
         from cookbook.titan.common import triton_kernels
 
@@ -148,7 +148,7 @@ def _collect(
     dtype: torch.dtype,
     base: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each token: `base` and the sum of its copies' rows, times their scores."""
+    """Sum `base` and the rows of each token's copies, times their scores."""
     if grouped.is_cuda:
         from cookbook.titan.common import triton_kernels
 
@@ -165,7 +165,7 @@ def _collect(
 
 
 def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """(tokens, top k): each token times the row of each of its copies; 0 for experts elsewhere."""
+    """Multiply each token with its copies' rows, (tokens, top k); 0 for experts elsewhere."""
     if tokens.is_cuda:
         from cookbook.titan.common import triton_kernels
 
@@ -177,7 +177,7 @@ def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> to
 
 
 def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """`values`, all in one row, at each of `places`, in their shape; 0 at -1."""
+    """Look up the flattened `values` at `places`, in their shape; 0 at -1."""
     if values.is_cuda:
         from cookbook.titan.common import triton_kernels
 
@@ -263,7 +263,7 @@ def spread(
     plan: GroupPlan,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Tokens (received, features) to padded groups (rows, features), differentiable.
+    """Copy tokens (received, features) to padded groups (rows, features), differentiable.
 
     Args:
         scores: (received, top k) float32 to multiply with, or None.
@@ -281,10 +281,10 @@ def collect(
     base: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Padded groups (rows, features) back to tokens (received, features), differentiable.
+    """Sum padded groups (rows, features) into tokens (received, features), differentiable.
 
     Args:
-        is_needed: whether the sums are; where not, they are memory as it is found.
+        is_needed: whether the sums are needed; otherwise they are uninitialized memory.
         base: (received, features), added to the sums before they are rounded.
         dtype: of the sums; that of the groups by default.
     """
@@ -293,6 +293,96 @@ def collect(
 
 
 def row_scores(scores: torch.Tensor, plan: GroupPlan) -> torch.Tensor:
-    """Scores (received, top k) by row of the padded groups (rows, 1), 0 for padding."""
+    """Order scores (received, top k) by row of the padded groups, (rows, 1); 0 for padding."""
     by_row: torch.Tensor = _RowScores.apply(scores, plan.copies, plan.slots)
     return by_row
+
+
+def _activate(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    if gate_up.is_cuda:
+        from cookbook.titan.common import triton_kernels
+
+        return triton_kernels.activate(gate_up, scores)
+    exact = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.to(exact).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up * scores).to(gate_up.dtype)
+
+
+def _activation_gradient(
+    grad: torch.Tensor, gate_up: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if gate_up.is_cuda:
+        from cookbook.titan.common import triton_kernels
+
+        return triton_kernels.gradient(grad, gate_up, scores)
+    exact = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.to(exact).chunk(2, dim=1)
+    grad = grad.to(exact)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    by_gate = grad * scores * up * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_gate_up = torch.cat([by_gate, grad * scores * silu], dim=1).to(gate_up.dtype)
+    return grad_gate_up, (grad * silu * up).sum(1, keepdim=True).to(scores.dtype)
+
+
+class _ScoredSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        gate_up, scores = gate_up.contiguous(), scores.contiguous()
+        ctx.save_for_backward(gate_up, scores)
+        return _activate(gate_up, scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _activation_gradient(grad.contiguous(), *ctx.saved_tensors)
+
+
+def scored_swiglu(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Compute silu(gate) * up * score, (rows, hidden), rounded once.
+
+    Args:
+        gate_up: (rows, 2 * hidden), gate and up projection beside each other.
+        scores: (rows, 1) float32.
+    """
+    activations: torch.Tensor = _ScoredSwiGLU.apply(gate_up, scores)
+    return activations
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        experts, hidden, features = weights[0].shape
+        joined = weights[0].new_empty(experts, len(weights) * hidden, features, dtype=dtype)
+        for weight, part in zip(weights, joined.chunk(len(weights), dim=1), strict=True):
+            _cast(weight.contiguous(), part)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        grads = []
+        for dtype, part in zip(
+            ctx.dtypes, grad.contiguous().chunk(len(ctx.dtypes), 1), strict=True
+        ):
+            # A copy, even of the same type: half of a gradient would keep all of its memory.
+            grads.append(torch.empty(part.shape, dtype=dtype, device=part.device))
+            _cast(part, grads[-1])
+        return None, *grads
+
+
+def _cast(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_cuda:
+        from cookbook.titan.common import triton_kernels
+
+        triton_kernels.cast(source, target)
+    else:
+        target.copy_(source)
+
+
+def join(dtype: torch.dtype, *weights: torch.Tensor) -> torch.Tensor:
+    """Join weights (experts, hidden, features) into (experts, n * hidden, features).
+
+    One GEMM then computes gate and up projection, and one the gradient of their input.
+    """
+    joined: torch.Tensor = _Joined.apply(dtype, *weights)
+    return joined

@@ -1,9 +1,9 @@
-"""Splits an MoE layer's tokens over the tensor-parallel ranks, so that each is sent once.
+"""Each TP rank's shard of an MoE layer's tokens, so that each token reaches the experts once.
 
-Under TP the input of an MoE layer is gathered along the sequence and its output is summed over the
-TP ranks. Each token must reach the experts once, so each rank sends only its share. The share is
-cut along the sequence, not along the folded batch x sequence. It then holds exactly the positions
-whose gradient this rank keeps when the gather is undone, and nothing has to be exchanged.
+Under TP the input of an MoE layer is gathered along the sequence, and its output is summed over the
+TP ranks. So each rank sends only its shard, cut along the sequence, not along the folded batch x
+sequence. It then holds exactly the positions whose gradient the rank keeps when the gather is
+undone, and no exchange is needed.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ class TokenShard:
         return cls.of_rank(length, tp_mesh.get_local_rank(), tp_mesh.size())
 
 
-def shard_tokens(folded: torch.Tensor, share: TokenShard) -> torch.Tensor:
-    """This rank's rows of `folded` (batch * length, features), as (batch * part, features)."""
+def shard_tokens(folded: torch.Tensor, shard: TokenShard) -> torch.Tensor:
+    """Return this rank's rows of `folded` (batch * length, features), (batch * part, features)."""
     features = folded.shape[-1]
-    mine = folded.view(-1, share.length, features)[:, share.start : share.stop]
+    mine = folded.view(-1, shard.length, features)[:, shard.start : shard.stop]
     return mine.reshape(-1, features)
 
 
-def global_positions(local: torch.Tensor, share: TokenShard, per_token: int = 1) -> torch.Tensor:
-    """Positions in the whole folded batch of entries that are numbered inside this rank's share.
+def global_positions(local: torch.Tensor, shard: TokenShard, per_token: int = 1) -> torch.Tensor:
+    """Turn positions inside this rank's shard into positions in the whole folded batch.
 
     Args:
         local: indices into (batch * part * per_token,).
         per_token: how many entries each token has (the router's top k).
     """
-    part = share.stop - share.start
+    part = shard.stop - shard.start
     sequence = local // (part * per_token)
-    return local + per_token * (sequence * (share.length - part) + share.start)
+    return local + per_token * (sequence * (shard.length - part) + shard.start)
 
 
 def gather_sequence(mine: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """The shares (batch, part, features) of all TP ranks, as (batch, length, features).
+    """Gather the shards (batch, part, features) of all TP ranks into (batch, length, features).
 
-    All TP ranks must have the same gradient of the whole: each keeps its own positions of it. For
-    users whose gradient is one term of a sum over TP there is `with_partial_gradient`.
+    All TP ranks must have the same gradient of the whole; each keeps its own positions of it. Where
+    the gradient is one term of a sum over TP, use `with_partial_gradient`.
     """
-    shares = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)
-    return shares.redistribute(placements=(Replicate(),)).to_local()
+    shards = DTensor.from_local(mine, tp_mesh, (Shard(1),), run_check=False)
+    return shards.redistribute(placements=(Replicate(),)).to_local()
 
 
 class _PartialGradient(torch.autograd.Function):
-    """Not DTensor.from_local: in PyTorch 2.10 its backward sums what it gets over TP."""
+    """Not DTensor.from_local: in PyTorch 2.10 its backward sums its gradient over TP."""
 
     @staticmethod
     def forward(
@@ -77,17 +77,17 @@ class _PartialGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[None, torch.Tensor, None]:
-        # Whoever reads the sum waits for it; until then other work hides it.
-        share = grad.redistribute(placements=(Shard(1),), async_op=True)
-        return None, share.to_local(), None
+        # The reader of the sum waits for it; until then other work hides it.
+        shard = grad.redistribute(placements=(Shard(1),), async_op=True)
+        return None, shard.to_local(), None
 
 
 def with_partial_gradient(
     whole: torch.Tensor, mine: torch.Tensor, tp_mesh: DeviceMesh
 ) -> torch.Tensor:
-    """`whole`, gathered from `mine`, for linear layers whose weights are cut by columns.
+    """Prepare `whole`, gathered from `mine`, for linear layers whose weights are cut by columns.
 
-    Each of them has one term of its input's gradient on each TP rank. Given a plain tensor, every
+    Each TP rank has one term of the gradient of such a layer's input. Given a plain tensor, every
     layer sums its terms by an all-reduce, and the gather drops all positions but this rank's. Here
     the terms of all layers are added first, and one reduce-scatter sums them.
 
@@ -98,7 +98,7 @@ def with_partial_gradient(
 
 
 def reduce_scatter_sequence(term: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's share (batch, part, features) of the sum of `term` (batch, length, features)."""
+    """Sum `term` (batch, length, features) over TP; return this rank's (batch, part, features)."""
     terms = DTensor.from_local(term, tp_mesh, (Partial(),), run_check=False)
     return terms.redistribute(placements=(Shard(1),)).to_local()
 
@@ -119,12 +119,12 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient_over_tp(scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """The same `scores`, with their gradient summed over TP.
+    """Return the same `scores`, with their gradient summed over TP.
 
-    Every TP rank scores every token with the same gate. It uses the scores of its own share only,
+    Every TP rank scores every token with the same gate, but uses the scores of its own shard only
     or, where TP cuts the experts, for its own term of their output. Its gradient of the gate is
-    therefore one term of a sum. Released TorchTitan 0.2.2 uses the term as if it were the sum, and
-    the gates of the TP ranks drift apart (fixed later for shares, pytorch/torchtitan#2416). The sum
-    is taken here, where it is smallest: tokens x top k.
+    therefore one term of a sum. Released TorchTitan 0.2.2 uses the term as the sum, and the gates
+    of the TP ranks drift apart (fixed later for shards, pytorch/torchtitan#2416). The sum is taken
+    here, where it is smallest: tokens x top k.
     """
     return _SumGradient.apply(scores, tp_mesh)

@@ -1,7 +1,7 @@
-"""Triton kernels that plan groups of rows on a GPU, and move, weight and sum the rows.
+"""Triton kernels of the routed experts: group rows, move, weight and sum them; SwiGLU.
 
-Each is one pass. `expert_groups` does the same with PyTorch operations on a CPU. Sums run in
-float32, in a fixed order and without atomics, so every run has the same ones.
+Each is one pass. `expert_groups.py` does the same with PyTorch operations on a CPU. Sums run in
+float32, in a fixed order and without atomics, so that every run has the same ones.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-# Copies that a program counts, or places. Their number is another in each layer, and is no reason
-# to compile a kernel again.
+# Copies that a program counts, or places. The number of copies differs in each layer, and must not
+# compile a kernel again.
 _COPIES = 1024
-# Rows of which a program fills the padding.
+# Rows whose padding a program fills.
 _ROWS = 64
 
 
@@ -170,7 +170,7 @@ def _block(features: int, limit: int) -> int:
 
 
 def count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """(experts, parts) int32: how many copies each expert has up to the end of each part.
+    """Count the copies of each expert up to the end of each part, (experts, parts) int32.
 
     A part is 1,024 copies. The last column has the totals.
     """
@@ -189,14 +189,14 @@ def place(
     ends: torch.Tensor,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies (rows,) and slots (tokens, top k), both int32, of a group plan.
+    """Return copies (rows,) and slots (tokens, top k), both int32, of a group plan.
 
-    Copies are counted by expert in parts; a part's copies lie behind those of all parts before it.
-    These are 4 launches where a sort takes some 20, for which the whole GPU waits here.
+    Copies are counted by expert in parts; a part's copies lie behind those of all earlier parts.
+    These are 4 launches where a sort takes some 20, for which the whole GPU would wait here.
 
     Args:
         experts: (tokens, top k) int, -1 for an expert on another rank.
-        sums: what `count` returns for them.
+        sums: the result of `count` for them.
         sizes: (local experts,) int32, rows of each group.
         ends: (local experts,) int32, where each group ends.
     """
@@ -213,7 +213,7 @@ def place(
 
 
 def take(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """`values`, all in one row, at each of `places`, in their shape; 0 at -1."""
+    """Look up the flattened `values` at `places`, in their shape; 0 at -1."""
     taken = values.new_empty(places.shape)
     if taken.numel():
         blocks = triton.cdiv(places.numel(), _COPIES)
@@ -230,7 +230,7 @@ def spread(
     slots: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(rows, features): tokens at the rows of their copies, times their scores; 0 for padding."""
+    """Copy tokens to their rows, times their scores, (rows, features); 0 for padding."""
     num_tokens, top_k = slots.shape
     features, num_rows = tokens.shape[1], copies.numel()
     grouped = tokens.new_empty(num_rows, features, dtype=dtype)
@@ -260,7 +260,7 @@ def collect(
     dtype: torch.dtype,
     base: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(tokens, features): `base` and the sum of each token's rows, times their scores."""
+    """Sum `base` and each token's rows times their scores, (tokens, features)."""
     num_tokens, top_k = slots.shape
     features = grouped.shape[1]
     tokens = grouped.new_empty(num_tokens, features, dtype=dtype)
@@ -283,7 +283,7 @@ def collect(
 
 
 def dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """(tokens, top k) float32: each token times the row of each of its copies."""
+    """Multiply each token with the row of each of its copies, (tokens, top k) float32."""
     num_tokens, top_k = slots.shape
     products = torch.empty(num_tokens, top_k, dtype=torch.float32, device=tokens.device)
     if not products.numel():
@@ -299,3 +299,89 @@ def dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> tor
         _block(features, 1024),
     )
     return products
+
+
+@triton.jit
+def _activate_kernel(  # type: ignore[no-untyped-def]
+    gate_up, scores, activations, hidden: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    score = tl.load(scores + row)
+    for start in tl.static_range(0, hidden, block):
+        column = start + tl.arange(0, block)
+        inside = column < hidden
+        gate = tl.load(gate_up + row * 2 * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + (row * 2 + 1) * hidden + column, mask=inside, other=0.0)
+        value = gate * tl.sigmoid(gate) * up.to(tl.float32) * score
+        tl.store(activations + row * hidden + column, value, mask=inside)
+
+
+@triton.jit
+def _gradient_kernel(  # type: ignore[no-untyped-def]
+    grad, gate_up, scores, grad_gate_up, grad_scores, hidden: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    score = tl.load(scores + row)
+    total = tl.zeros((block,), dtype=tl.float32)
+    for start in tl.static_range(0, hidden, block):
+        column = start + tl.arange(0, block)
+        inside = column < hidden
+        left = row * 2 * hidden + column
+        gate = tl.load(gate_up + left, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + left + hidden, mask=inside, other=0.0).to(tl.float32)
+        upstream = tl.load(grad + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        total += upstream * silu * up
+        scored = upstream * score
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(grad_gate_up + left, scored * up * slope, mask=inside)
+        tl.store(grad_gate_up + left + hidden, scored * silu, mask=inside)
+    tl.store(grad_scores + row, tl.sum(total))
+
+
+@triton.jit
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    source, target, size, source_stride, target_stride, block: tl.constexpr
+):
+    part = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    value = tl.load(source + part * source_stride + place, mask=place < size)
+    tl.store(target + part * target_stride + place, value, mask=place < size)
+
+
+def cast(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Write `source` (experts, rows, columns) to `target` in its type, both dense in an expert.
+
+    PyTorch's copy to or from every second part of a tensor has half the speed.
+    """
+    experts, size = len(source), source[0].numel()
+    if target.numel():
+        _cast_kernel[(triton.cdiv(size, 4096), experts)](
+            source, target, size, source.stride(0), target.stride(0), 4096
+        )
+
+
+def activate(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Compute SwiGLU of (rows, 2 x hidden) times scores (rows, 1) float32, (rows, hidden).
+
+    Gate and up projection lie beside each other in a row. All is float32, rounded once.
+    """
+    rows, hidden = len(gate_up), gate_up.shape[1] // 2
+    activations = gate_up.new_empty(rows, hidden)
+    if activations.numel():
+        _activate_kernel[(rows,)](gate_up, scores, activations, hidden, _block(hidden, 2048))
+    return activations
+
+
+def gradient(
+    grad: torch.Tensor, gate_up: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of `gate_up` and `scores`, in their shapes."""
+    rows, hidden = grad.shape
+    grad_gate_up, grad_scores = torch.empty_like(gate_up), torch.empty_like(scores)
+    if grad.numel():
+        _gradient_kernel[(rows,)](
+            grad, gate_up, scores, grad_gate_up, grad_scores, hidden, _block(hidden, 2048)
+        )
+    return grad_gate_up, grad_scores

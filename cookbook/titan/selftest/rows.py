@@ -15,12 +15,13 @@ import torch.nn as nn
 
 from cookbook.titan.common.expert_groups import (
     collect,
+    join,
     plan_groups,
     plan_on_device,
     row_scores,
+    scored_swiglu,
     spread,
 )
-from cookbook.titan.common.swiglu import join, scored_swiglu
 from cookbook.titan.selftest.cases import BF16, Bound, Error, error_of
 from cookbook.titan.selftest.inputs import generator, random_routing, uneven_values
 

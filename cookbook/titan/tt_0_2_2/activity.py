@@ -1,17 +1,17 @@
-"""What is active in this process: how its GEMMs quantize, how its tokens travel, what is corrected.
+"""The options in force: each rank's observation, merged over ranks and held to the declaration.
 
-The model says which GEMMs quantize. Dispatches and corrections are noted by the code that runs.
-Words are those of TorchAO and TorchTitan: a scaling type of the routed experts' grouped GEMMs
-(`mxfp8`, `mxfp8_wgrad_with_hp`, `fp8_rowwise`), a kind of linear layers (`mx`, `float8`), `bf16`
-for none.
+The model's own weights and layers say how GEMMs quantize. Running code notes the rest here.
+Terms are TorchAO's and TorchTitan's: a scaling type of the routed experts' grouped GEMMs (`mxfp8`,
+`mxfp8_wgrad_with_hp`, `fp8_rowwise`), a kind of linear layers (`mx`, `float8`), or `bf16`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
-import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
@@ -21,17 +21,23 @@ from torchao.quantization.quantize_.common import KernelPreference
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.tools.utils import has_cuda_capability
 
+from cookbook.titan.tt_0_2_2.versions import refuse
+
 # One training step makes both exchanges of the quantized all-to-all.
 MXFP8_DISPATCH = "mxfp8 in the dispatch only"
 MXFP8_COMBINE = "mxfp8 in the combine only"
 
-# Filled while the code runs: which dispatch sent tokens, what moved their rows, how the loss was
-# computed, what selective recomputation saved, which corrections were applied.
+# Filled while the code runs: the dispatch that sent tokens, the mover of their rows, the loss, the
+# operators that selective recomputation saved, the patches of TorchTitan that took effect.
 dispatches: set[str] = set()
 rows: set[str] = set()
 losses: set[str] = set()
 saved: set[str] = set()
 patches_applied: set[str] = set()
+
+# Aspects that may be declared, and by which overlay.
+_ASPECTS = {"grouped_gemms": "precision", "linear_layers": "precision", "dispatch": "ep_backend"}
+KINDS = {"precision": "precision", "ep_backend": "EP backend"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,38 @@ class ModelActivity:
     emulated: bool
 
 
+@dataclass(frozen=True)
+class AttentionActivity:
+    """The attention of one rank, and how many tokens a token attended to on average.
+
+    Attributes:
+        kinds: `flash_attention_4` (on the CPU `flash_attention_4_reference`), `flex` or `sdpa`.
+        mean_attended_length: over the first step's batches; None where the rank saw no mask.
+    """
+
+    kinds: frozenset[str]
+    mean_attended_length: float | None
+
+
+@dataclass(frozen=True)
+class RankActivity:
+    """One rank's observations in its first step; `stage` is its place in the pipeline."""
+
+    stage: int
+    model: ModelActivity
+    attention: AttentionActivity
+    dispatch: frozenset[str]
+    rows: frozenset[str]
+    loss: frozenset[str]
+    recomputation: frozenset[str]
+    saved: frozenset[str]
+    emulated: bool
+    patches_applied: frozenset[str]
+    node: str
+
+
 def words(found: Iterable[str]) -> str | None:
-    """What was found, as one text; None for nothing."""
+    """Join the words into one text; None for none."""
     return " and ".join(sorted(found)) or None
 
 
@@ -66,19 +102,15 @@ def observe_model(model_parts: Iterable[nn.Module]) -> ModelActivity:
 
 
 def observe_dispatch() -> frozenset[str]:
-    """How this rank sent tokens: `standard`, `deepep`, `mxfp8`; empty where it sent none."""
+    """Return how this rank sent tokens: `standard`, `deepep`, `mxfp8`; empty where it sent none."""
     both = {MXFP8_DISPATCH, MXFP8_COMBINE}
     return frozenset(dispatches - both | {"mxfp8"} if both <= dispatches else dispatches)
 
 
 def casts_are_emulated() -> bool:
-    """Whether the quantized all-to-all ran and cast with PyTorch operations, as below SM100."""
+    """Return whether the quantized all-to-all cast with PyTorch operations, as below SM100."""
     quantized = bool(dispatches & {MXFP8_DISPATCH, MXFP8_COMBINE})
     return quantized and not has_cuda_capability(10, 0)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
 
 
 def _grouped_gemms(modules: list[nn.Module]) -> Iterator[tuple[str, bool]]:
@@ -86,8 +118,8 @@ def _grouped_gemms(modules: list[nn.Module]) -> Iterator[tuple[str, bool]]:
     for module in modules:
         if not isinstance(module, GroupedExperts):
             continue
-        for parameter in module.parameters(recurse=False):
-            weight = _local(parameter)
+        for one in module.parameters(recurse=False):
+            weight = one._local_tensor if isinstance(one, DTensor) else one.data
             # The for-loop over experts multiplies without torch._grouped_mm: nothing quantizes.
             if isinstance(weight, ScaledGroupedMMTensor) and module.use_grouped_mm:
                 preference = weight.kernel_preference
@@ -103,3 +135,63 @@ def _quantized_linear_layers(modules: list[nn.Module]) -> Iterator[tuple[str, bo
             yield "mx", module.config.kernel_preference == KernelPreference.EMULATED
         elif isinstance(module, Float8Linear):
             yield "float8", bool(module.config.emulate)
+
+
+def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
+    """Merge the ranks' observations; values on which ranks differ are joined, `a and b`.
+
+    Returns:
+        `grouped_gemms`, `linear_layers`, `dispatch`, `rows`, `loss`, `recomputation`, `saved`,
+        `attention`, `mean_attended_length` in tokens (each null where no rank has any), `emulated`.
+    """
+
+    def joined(name: str) -> str | None:
+        return words(frozenset().union(*(getattr(view, name) for view in views)))
+
+    # A filter may leave no layer to quantize on one stage of a pipeline. Ranks of one stage hold
+    # the same layers and must agree: `bf16` counts only where nothing is quantized, or they differ.
+    linear: frozenset[str] = frozenset().union(*(view.model.linear_layers for view in views))
+    by_stage = {(view.stage, view.model.linear_layers) for view in views}
+    if len(by_stage) == len({view.stage for view in views}):
+        linear = linear - {"bf16"} or linear
+    # Ranks have batches of one size, so the mean of their means is that of all tokens.
+    lengths = [view.attention.mean_attended_length for view in views]
+    means = [length for length in lengths if length is not None]
+    return {
+        "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),
+        "linear_layers": words(linear),
+        **{name: joined(name) for name in ("dispatch", "rows", "loss", "recomputation", "saved")},
+        "emulated": any(view.emulated for view in views),
+        "attention": words(frozenset().union(*(view.attention.kinds for view in views))),
+        "mean_attended_length": round(fmean(means), 1) if means else None,
+    }
+
+
+def check(job_config: Any, found: dict[str, Any]) -> None:
+    """End this rank where `found`, from `merge`, differs from the declaration of the overlays.
+
+    `--cookbook.grouped_gemms`, `.linear_layers` and `.dispatch` declare; empty ones declare
+    nothing. The dispatch is not checked at one EP rank, where no token is sent.
+    """
+    options = job_config.cookbook
+    declared = {aspect: value for aspect in _ASPECTS if (value := getattr(options, aspect))}
+    if not declared:
+        return
+    if job_config.parallelism.expert_parallel_degree == 1:
+        declared.pop("dispatch", None)
+    differences = [
+        (_ASPECTS[aspect], aspect, value, found[aspect] or "none")
+        for aspect, value in declared.items()
+        if found[aspect] != value
+    ]
+    emulated = options.emulated
+    if emulated != found["emulated"]:
+        truth = (str(emulated).lower(), str(found["emulated"]).lower())
+        differences.append(("precision", "emulated", *truth))
+    if differences:
+        texts = [
+            f"{f'{KINDS[kind]} {getattr(options, kind)}'.rstrip()} declares {aspect} {value}, "
+            f"but {active} is active"
+            for kind, aspect, value, active in differences
+        ]
+        raise refuse("; ".join([*texts, "correct the overlay's active block or its options"]))

@@ -1,15 +1,13 @@
-"""DeepSeek-V3 with its attention as a choice: as its flavor says, or FlashAttention-4.
+"""DeepSeek-V3 with a choice of attention: that of its flavor, or FlashAttention-4.
 
-A model class, which TorchTitan builds, asks for masks and splits over pipeline stages like its own.
-Under FlashAttention-4 the mask is where each document ends (`common/documents.py`), by the rule
-of the mask that it replaces. Everything else of a layer is TorchTitan's.
+TorchTitan builds the model class, asks it for masks and splits it over pipeline stages like its
+own. Under FlashAttention-4 the mask is the end of each document (`common/documents.py`), by the
+rule of the mask that it replaces. Everything else of a layer is TorchTitan's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,17 +28,17 @@ from cookbook.titan.common.documents import (
     document_bounds,
     document_ends,
 )
-from cookbook.titan.tt_0_2_2.activity import words
+from cookbook.titan.tt_0_2_2.activity import AttentionActivity
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 FLAVOR = "flavor"
 FLASH_ATTENTION_4 = varlen_attention.FLASH_ATTENTION_4
 
-# Of queries and keys, and of values: DeepSeek-V3's. FlashAttention-4 takes other sizes, whose
+# DeepSeek-V3's, of queries and keys, and of values. FlashAttention-4 has other sizes, whose
 # gradients have been wrong on some GPUs; none of them was compared with a reference here.
 _HEAD_DIMS = (192, 128)
 
-# What TorchTitan's own kinds of attention are called where they ran, by their module.
+# The names of TorchTitan's own kinds of attention, by their module.
 _OWN = {FlexAttentionWrapper: "flex", ScaledDotProductAttentionWrapper: "sdpa"}
 
 # Filled while the model trains: TorchTitan's own attention that ran, and the mask it ran with.
@@ -48,46 +46,20 @@ _ran: set[str] = set()
 _attended = AttendedLength()
 
 
-@dataclass(frozen=True)
-class AttentionActivity:
-    """What computed attention on one rank, and how many tokens a token attended to on average.
-
-    Attributes:
-        kinds: `flash_attention_4` (on the CPU `flash_attention_4_reference`), `flex` or `sdpa`.
-        mean_attended_length: over the first step's batches; None where the rank saw no mask.
-    """
-
-    kinds: frozenset[str]
-    mean_attended_length: float | None
-
-
 def observe_attention() -> AttentionActivity:
-    """What this rank did in its first step; waits for the GPU. Later batches are not counted."""
+    """Return this rank's attention in its first step, waiting for the GPU; stop counting."""
     return AttentionActivity(frozenset(_ran | varlen_attention.ran), _attended.close())
 
 
 def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """What will compute attention in a model that has not run, in the same words."""
+    """Return the kinds of attention of a model that has not run."""
     kinds = {**_OWN, DocumentAttentionKernel: FLASH_ATTENTION_4}
     modules = (module for part in model_parts for module in part.modules())
     return frozenset(kinds[type(module)] for module in modules if type(module) in kinds)
 
 
-def merge_attention(views: Sequence[AttentionActivity]) -> dict[str, Any]:
-    """`attention` (kinds; where ranks differ, `a and b`) and `mean_attended_length`, in tokens.
-
-    The mean of the ranks' means, since ranks have batches of one size; each is null where no rank
-    knows it.
-    """
-    means = [view.mean_attended_length for view in views if view.mean_attended_length is not None]
-    return {
-        "attention": words(frozenset().union(*(view.kinds for view in views))),
-        "mean_attended_length": round(fmean(means), 1) if means else None,
-    }
-
-
 def choose_attention(model_args: Any, job_config: Any) -> None:
-    """Take over `model.attention` before a model is built, or end the run where it cannot be."""
+    """Apply `model.attention` before a model is built, or end the run where it cannot be."""
     model_args.attention = job_config.model.attention
     if model_args.attention == FLAVOR:
         return
@@ -96,25 +68,22 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
             f"model.attention={FLASH_ATTENTION_4} computes each document on one rank, and "
             "parallelism.context_parallel_degree > 1 cuts documents over several; set it to 1"
         )
-    if reason := _wrong_heads(model_args) or varlen_attention.why_not():
+    heads = (model_args.qk_nope_head_dim + model_args.qk_rope_head_dim, model_args.v_head_dim)
+    reason = varlen_attention.why_not()
+    if heads != _HEAD_DIMS:
+        allowed, found = ("/".join(map(str, dims)) for dims in (_HEAD_DIMS, heads))
+        reason = f"it is for heads of {allowed} (queries and keys/values), this model has {found}"
+    if reason:
         raise refuse(
             f"model.attention={FLASH_ATTENTION_4}: {reason}; leave it out, or set "
             f"model.attention={FLAVOR}"
         )
-    # TorchTitan makes masks for this type; without it the model is never asked for any.
+    # TorchTitan asks only models of this type for masks.
     model_args.attn_type = "flex"
 
 
-def _wrong_heads(model_args: Any) -> str | None:
-    found = (model_args.qk_nope_head_dim + model_args.qk_rope_head_dim, model_args.v_head_dim)
-    if found == _HEAD_DIMS:
-        return None
-    allowed, have = ("/".join(map(str, dims)) for dims in (_HEAD_DIMS, found))
-    return f"it is for heads of {allowed} (queries and keys/values), this model has {have}"
-
-
 class DocumentAttentionKernel(nn.Module):
-    """The place of TorchTitan's FlexAttentionWrapper: its TP plan makes q, k and v local here."""
+    """Replaces TorchTitan's FlexAttentionWrapper, where its TP plan makes q, k and v local."""
 
     def forward(
         self,
@@ -125,7 +94,7 @@ class DocumentAttentionKernel(nn.Module):
         cu_seqlens: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Takes and returns (batch, heads, length, head_dim), as FlexAttentionWrapper does."""
+        """Take and return (batch, heads, length, head_dim), as FlexAttentionWrapper does."""
         batch, _, length, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         out = varlen_attention.varlen_attention(q, k, v, cu_seqlens, length, scale)
@@ -146,9 +115,9 @@ class DocumentAttention(Attention):
         attention_masks: torch.Tensor,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What TorchTitan 0.2.2's method of this name computes, with the same submodules.
+        """Compute as TorchTitan 0.2.2's method of this name, with the same submodules.
 
-        It has no door for another mask: it insists on a BlockMask, or on none.
+        No door: TorchTitan's insists on a BlockMask, or on none.
 
         Args:
             x: (batch, length, dim).
@@ -179,7 +148,7 @@ class DocumentAttention(Attention):
 
 
 class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
-    """TorchTitan's DeepSeek-V3, with the attention that its arguments name."""
+    """TorchTitan's DeepSeek-V3 with the attention that its arguments name."""
 
     def __init__(self, model_args: Any) -> None:
         super().__init__(model_args)
@@ -189,7 +158,7 @@ class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
             return
         for block in self.layers.values():
             block.attention = DocumentAttention(model_args)
-        # Selective recomputation keeps its output; TorchTitan adds DeepEP's operators like this.
+        # Selective recomputation saves its output; TorchTitan adds DeepEP's operators like this.
         deepseek_parallelize._op_sac_save_list.add(torch.ops.cookbook.varlen_attention.default)
 
     def get_attention_masks(
@@ -198,9 +167,9 @@ class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
         tokenizer: Any,
         extra_inputs: dict[str, torch.Tensor] | None = None,
     ) -> Any:
-        """The mask of a batch (batch, length): a BlockMask, or where each document ends.
+        """Return the mask of a batch (batch, length): a BlockMask, or the ends of the documents.
 
-        The second, (batch, documents), is split by rows for a pipeline's microbatches, on every
+        The ends, (batch, documents), are split by rows for a pipeline's microbatches, on every
         stage alike.
         """
         if self.training and _attended.is_open:
@@ -208,7 +177,7 @@ class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
         if not self.flash_attention_4:
             return super().get_attention_masks(input_batch, tokenizer, extra_inputs)
         ends = self._document_ends(input_batch, tokenizer)
-        # Waits for the GPU, which has just been waited for: the step began with a sum over ranks.
+        # This waits for the GPU, which is idle: the step began with a sum over ranks.
         documents = int(ends.sum(dim=1).max())
         return document_bounds(ends, bounds_capacity(documents, ends.shape[1]))
 
@@ -223,15 +192,15 @@ class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
         attention_masks: Any = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """TorchTitan's, for a whole model or the layers of one pipeline stage."""
+        """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
             attention_masks = cumulative_lengths(attention_masks)
-            # A batch with very many documents has a longer row: compiled anew, never dynamically.
+            # A batch with very many documents has a longer row: recompile, never dynamically.
             torch._dynamo.mark_static(attention_masks, 0)
         else:
             _ran.add(self.own_attention)
             if attention_masks is None and self.training and _attended.is_open:
-                # Without a mask each sequence is one document. Context parallelism gives a rank a
-                # part of each, which attends to the parts of the other ranks.
+                # Without a mask each sequence is one document. Under context parallelism a rank's
+                # part of it attends to the parts of other ranks.
                 _attended.add_whole(len(tokens), self.model_args.max_seq_len)
         return super().forward(tokens, attention_masks, positions)

@@ -1,17 +1,20 @@
-"""Saves by the clock, and ends a run at a checkpoint where it is asked to: all ranks decide alike.
+"""Checkpoints: when all ranks save, and stop, together; plain weights; failures with their cause.
 
-Who wants a run to end puts the file `stop` into the attempt's folder. A file, because no signal
-gets through to the ranks: torchrun answers SIGTERM by killing them within 30 s, and Slurm sends
-USR1 also to helper processes, which die of it. A rank can only stop between two steps anyhow.
-
-After each step an all-reduce of one number tells every rank what any of them has seen. TorchTitan's
-own loop waits for a sum over ranks in each step already, so this is not one more time to wait.
+- To end a run, someone puts the file `stop` into the attempt's folder. No signal would do: torchrun
+  answers SIGTERM by killing the ranks within 30 s, and Slurm's USR1 kills helper processes too.
+- After each step an all-reduce of one number tells every rank what any rank wants. TorchTitan's own
+  loop waits for a sum over ranks in each step already, so this adds no wait.
+- A checkpoint holds plain tensors, so that an MXFP8 run can be resumed, in another precision too.
+  TorchTitan 0.2.2 saves TorchAO's wrapper, which PyTorch, loading weights only, refuses to read.
+- DCP's `CheckpointException` is a `BaseException`, for which torchrun's `@record` writes no
+  `error.json`, and its first line names no cause. It is raised again as an ordinary exception.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from functools import wraps
 from pathlib import Path
@@ -19,6 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+from torchao.prototype.moe_training.tensor import ScaledGroupedMMTensor
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.tools.logging import logger
 
@@ -28,15 +35,15 @@ STOP, STOPPED = "stop", "stopped"
 
 
 class Wish(IntEnum):
-    """What a rank wants after a step; that of all ranks is the largest."""
+    """The wish of a rank after a step; the largest of all ranks is done."""
 
     NOTHING = 0
     SAVE = 1
     STOP = 2
 
 
-class Saving:
-    """Decides after each step what TorchTitan's `manager` decides from the step's number alone."""
+class CheckpointPolicy:
+    """Decide after each step what TorchTitan's `manager` decides from the step's number alone."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -52,8 +59,10 @@ class Saving:
         manager.maybe_wait_for_staging = self.wait_for_copy
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """What TorchTitan calls after each step: save, where that is to be."""
-        wish = self._agree()
+        """Save after this step if it is due; TorchTitan calls it after every step."""
+        largest = torch.tensor(self._wish(), dtype=torch.int32, device=self.trainer.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        wish = int(largest.item())
         stops = wish == Wish.STOP and not last_step
         self.is_due = stops or wish == Wish.SAVE
         if stops:
@@ -62,14 +71,14 @@ class Saving:
             )
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
-        # Before a stop, too, as at any other step: what TorchTitan calls the last step may be saved
-        # without optimizer, and over NCCL, whose time-out is shorter than a large save takes.
+        # Before a stop as at any other step: TorchTitan may save its last step without optimizer,
+        # and over NCCL, whose timeout is shorter than a large save takes.
         self._save(curr_step, last_step=last_step)
         if stops:
             self._stop(curr_step)
 
     def should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Whether this step is saved."""
+        """Return whether this step is saved."""
         if self.is_due or last_step:
             return True
         if self.interval_s:
@@ -77,41 +86,37 @@ class Saving:
         return bool(self._is_a_step_to_save(curr_step))
 
     def wait_for_copy(self) -> None:
-        """What TorchTitan calls before it changes weights that may still be copied."""
+        """Wait for weights that are still being copied; TorchTitan calls it before changing them.
+
+        The first copy takes long, since its memory is pinned. The supervisor reads these lines, so
+        as not to take it for a hang.
+        """
         copy = self.manager.staging_future if self.manager.staging else None
         waits = copy is not None and not copy.done()
-        # The first copy takes long: its memory is pinned. The supervisor reads that it is no hang.
         if waits:
             logger.info("cookbook: waiting until the checkpoint is copied")
         self._wait_for_copy()
         if waits:
             logger.info("cookbook: the checkpoint is copied")
 
-    def _agree(self) -> Wish:
-        wish = torch.tensor(self._wish(), dtype=torch.int32, device=self.trainer.device)
-        dist.all_reduce(wish, op=dist.ReduceOp.MAX)
-        return Wish(int(wish.item()))
-
     def _wish(self) -> Wish:
-        # A rank of each node looks: what another machine has written may be seen late.
+        # One rank of each node looks: a file that another machine wrote may be seen late.
         looks = self.attempt and os.environ.get("LOCAL_RANK") == "0"
         if looks and Path(self.attempt or "", STOP).exists():
             return Wish.STOP
-        if self.interval_s and dist.get_rank() == 0 and self._interval_is_over():
+        # While a checkpoint is being written, another save would make training wait.
+        decides = self.interval_s and dist.get_rank() == 0 and not self._is_writing()
+        if decides and time.monotonic() - self.saved_at >= self.interval_s:
             return Wish.SAVE
         return Wish.NOTHING
 
-    def _interval_is_over(self) -> bool:
-        # Training waits where a save begins while another is being written.
-        return not self._writes() and time.monotonic() - self.saved_at >= self.interval_s
-
-    def _writes(self) -> bool:
+    def _is_writing(self) -> bool:
         future = self.manager.save_future
         return future is not None and not future.done()
 
     def _stop(self, step: int) -> None:
-        # TorchTitan has said already that it "finished saving": it has copied.
-        if self._writes():
+        # "Finished saving" in TorchTitan's log means copied.
+        if self._is_writing():
             logger.info("cookbook: waiting until the checkpoint is written")
         self.manager._async_wait()
         if self.attempt and dist.get_rank() == 0:
@@ -127,10 +132,67 @@ _initialize = CheckpointManager.__init__
 def _initialize_and_decide(manager: Any, *args: Any, **kwargs: Any) -> None:
     _initialize(manager, *args, **kwargs)
     if manager.enable and not manager.load_only:
-        Saving(manager)
+        CheckpointPolicy(manager)
 
 
 def save_when_ranks_agree() -> None:
-    """Let the ranks of every later Trainer decide together what to save, and when to end."""
-    # No door: the Trainer makes its CheckpointManager itself.
+    """Let the ranks of every later Trainer decide together when to save, and when to end.
+
+    No door: the Trainer makes its CheckpointManager itself.
+    """
     CheckpointManager.__init__ = _initialize_and_decide
+
+
+def plain(value: Any) -> Any:
+    """Return the tensor inside TorchAO's wrapper, sharing its memory; other values unchanged."""
+    if isinstance(value, ScaledGroupedMMTensor):
+        return value._data
+    if isinstance(value, DTensor) and isinstance(value._local_tensor, ScaledGroupedMMTensor):
+        return DTensor(value._local_tensor._data, value._spec, requires_grad=False)
+    return value
+
+
+def save_plain_weights(model: nn.Module) -> None:
+    """Unwrap the weights in the state dict of `model`, for saving and for loading."""
+
+    def unwrap(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, value in state.items():
+            state[name] = plain(value)
+
+    model.register_state_dict_post_hook(unwrap)
+
+
+class CheckpointFailedError(RuntimeError):
+    """Saving or loading a checkpoint failed on some rank."""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the first failed rank's error, followed down to its first cause."""
+    if isinstance(error, CheckpointException) and error.failures:
+        first, _ = error.failures[min(error.failures)]
+        return root_cause(first)
+    return root_cause(error.__cause__) if error.__cause__ is not None else error
+
+
+def name_checkpoint_causes() -> None:
+    """Let saving and loading raise CheckpointFailedError with the root cause in its message.
+
+    No door: the Trainer makes its CheckpointManager itself.
+    """
+    for name in ("save", "load", "maybe_wait_for_staging", "_async_wait", "close"):
+        setattr(CheckpointManager, name, _naming_the_cause(getattr(CheckpointManager, name)))
+
+
+def _naming_the_cause(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return method(*args, **options)
+        except CheckpointException as error:
+            cause = root_cause(error)
+            ranks = ", ".join(map(str, sorted(error.failures)))
+            raise CheckpointFailedError(
+                f"{method.__name__} failed on rank {ranks}: {type(cause).__name__}: {cause}"
+            ) from error
+
+    return call

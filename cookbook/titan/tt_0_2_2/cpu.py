@@ -1,15 +1,26 @@
-"""Binds TorchTitan to the CPU and gloo, on a machine without CUDA.
+"""TorchTitan on the CPU and gloo, for a machine without CUDA.
 
-No door: TorchTitan's modules take their device when they are imported, and it supports no CPU. So
-on such a machine the whole process is bound, whatever it trains.
+No door: TorchTitan's modules take their device when they are imported, and it supports no CPU. On
+such a machine the whole process is bound to it, whatever it trains.
+
+- BF16 products go by float32 where the CPU has no BF16 instructions (no AVX-512, say): PyTorch's
+  plain loops reach 1 GFLOP/s a core where float32 reaches 70. Products of BF16 numbers are exact in
+  float32, and both sum in float32, so that results differ by the order of the sum alone.
+- Each shard of a DTensor draws its own random numbers. PyTorch keeps shards apart by offsets into a
+  CUDA generator; on CPU meshes every rank would draw the same numbers, and with EP 2 the second
+  half of the experts would start as a copy of the first.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import resource
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +37,7 @@ import torchtitan.models.moe.utils
 import torchtitan.tools.profiling
 import torchtitan.tools.utils
 from torch.distributed.fsdp import FSDPModule
-
-from cookbook.titan.common.cpu_bf16 import multiply_bf16_in_float32
-from cookbook.titan.common.cpu_random import seed_shards_apart
+from torch.distributed.tensor import _random
 
 # Of glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -103,7 +112,7 @@ def prepare_cpu() -> None:
         if hasattr(holder, "device_module"):
             holder.device_module = device  # type: ignore[attr-defined]
 
-    # No peak is known for a CPU; TorchTitan would print its MFU as a part of an A100's peak.
+    # No peak is known for a CPU; TorchTitan would print the MFU of an A100.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
 
     # DeepSeek-V3 falls back to a Python loop over experts below SM90, and quantization hooks into
@@ -124,8 +133,8 @@ def prepare_cpu() -> None:
 def _give_memory_back() -> None:
     """Let glibc map every large tensor by itself, and unmap it when it is freed.
 
-    By default it soon takes large ones from its heap, where the holes between them grow by 90 MB a
-    step of the debug model: after 100 steps a rank had 10 GiB.
+    By default it soon takes them from its heap, whose holes grow by 90 MB a step of the debug
+    model: after 100 steps a rank had 10 GiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -161,3 +170,92 @@ def _barrier_without_device_ids() -> None:
         return barrier(group=group, async_op=async_op)
 
     torch.distributed.barrier = host_barrier
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether oneDNN, PyTorch's library of products, has BF16 on this CPU."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@functools.cache
+def multiply_bf16_in_float32() -> torch.library.Library | None:
+    """Replace the dispatcher's kernels of BF16 products, where that is faster.
+
+    Autograd and compiled code take them too.
+
+    Returns:
+        The library that keeps the kernels alive; None where the CPU has BF16.
+    """
+    if cpu_has_bf16():
+        return None
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        for name in _PRODUCTS:
+            _replace(library, name)
+    return library
+
+
+def _replace(library: torch.library.Library, name: str) -> None:
+    plain = torch.library.get_kernel(f"aten::{name}", "CPU")
+    into = torch.library.get_kernel(f"aten::{name}.out", "CPU")
+
+    def product(keys: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not _are_bf16(args):
+            return plain.call_boxed(keys, *args, **kwargs)
+        return plain.call_boxed(keys, *map(_widened, args), **kwargs).bfloat16()
+
+    def product_into(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if not _are_bf16((*args, out)):
+            return into.call_boxed(keys, *args, out=out, **kwargs)
+        found = plain.call_boxed(keys, *map(_widened, args), **kwargs)
+        return out.resize_(found.shape).copy_(found)
+
+    library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
+    library.impl(f"{name}.out", product_into, "CPU", with_keyset=True, allow_override=True)
+
+
+def _are_bf16(args: tuple[Any, ...]) -> bool:
+    """Return whether all tensors are; PyTorch keeps its own kernels and refusals for others."""
+    return all(one.dtype is torch.bfloat16 for one in args if isinstance(one, torch.Tensor))
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) else value
+
+
+class ShardSeededTracker:
+    """DTensor's tracker of random state, for CPU meshes.
+
+    The numbers depend on the seed, on the count of earlier random operations, and on the shard;
+    replicas of a shard draw the same ones.
+    """
+
+    distribute_region_enabled = True
+
+    def __init__(self) -> None:
+        self._operations = 0
+
+    @contextmanager
+    def _distribute_region(self, spec: Any, generator: Any = None) -> Iterator[None]:
+        coordinate = spec.mesh.get_coordinate()
+        shard = [
+            position
+            for position, placement in zip(coordinate, spec.placements, strict=True)
+            if placement.is_shard()
+        ]
+        self._operations += 1
+        seed = hash((torch.initial_seed(), self._operations, *shard))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+
+
+def seed_shards_apart() -> None:
+    """Give every shard of a DTensor on a CPU mesh its own random numbers, in this process."""
+    # DTensor warns that this tracker is missing.
+    warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
+    _random._rng_tracker = ShardSeededTracker()

@@ -1,7 +1,7 @@
 """The MoE layer and the expert parallelism of the EP backend `deepep`, corrected and overlapped.
 
-What differs from TorchTitan's classes is said at each of these. TorchTitan's modules raise where
-DeepEP is not installed, and so does this one.
+Each class says how it differs from TorchTitan's. Like TorchTitan's modules, this one raises where
+DeepEP is not installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.models.moe.moe_deepep import DeepEPMoE
 
-from cookbook.titan.common.again import in_recompute
 from cookbook.titan.common.expert_groups import collect, plan_groups, row_scores, spread
 from cookbook.titan.common.token_shard import (
     TokenShard,
@@ -29,23 +28,17 @@ from cookbook.titan.common.token_shard import (
     with_partial_gradient,
 )
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.deepep_exchange import (
-    Routing,
-    arrive,
-    combine,
-    dispatch,
-    leave,
-)
+from cookbook.titan.tt_0_2_2.deepep_exchange import Routing, arrive, combine, dispatch, leave
 from cookbook.titan.tt_0_2_2.probs_on_activations import experts_with_probs
-from cookbook.titan.tt_0_2_2.recomputation import last_product, not_saved
+from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 
 
 class SendingExperts(nn.Module):
-    """Routed experts, a class of its own before theirs, that fetch tokens and send them back.
+    """Mixed into the class of the routed experts, which then fetch tokens and send them back.
 
-    A layer's tokens come in one or more parts. While the experts compute one part, the next is sent
-    to them and the last one back. One call takes all parts, so that FSDP gathers the weights once.
-    Its inputs are nothing that FSDP, which stands before this, would cast, and DeepEP wait for.
+    A layer's tokens come in one or more parts. While the experts compute one part, the next is on
+    its way to them and the previous one on its way back. One call takes all parts, so that FSDP
+    gathers the weights once. No input is a tensor that FSDP would cast, and DeepEP wait for.
     Expert groups are padded for the grouped GEMMs.
     """
 
@@ -56,12 +49,12 @@ class SendingExperts(nn.Module):
     def forward(
         self, rows: tuple[torch.Tensor, ...], routings: tuple[Routing, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """For each part what `combine` returns for its (tokens, features)."""
+        """Return the result of `combine` for each part of (tokens, features)."""
         returned: list[torch.Tensor] = []
         computed: torch.Tensor | None = None
         for index, (part, routing) in enumerate(zip(rows, routings, strict=True)):
-            # Before the last part is sent back, which this one would have to wait for. The host
-            # waits for DeepEP's counts while the GPU computes the last part.
+            # First, because this part would have to wait for the previous one on its way back. The
+            # host waits for DeepEP's counts while the GPU computes the previous part.
             arrived = dispatch(part, routing, self.cookbook_group)
             activity.dispatches.add("deepep")
             if computed is not None:
@@ -83,7 +76,7 @@ class SendingExperts(nn.Module):
     def _compute(
         self, rows: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, counts: list[int]
     ) -> torch.Tensor:
-        """The experts' outputs for rows that arrived, summed for each row over its experts."""
+        """Compute the experts' outputs, summed for each row over its local experts."""
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         activity.patches_applied.add("deepep-padded-groups")
         if self._scores_activations:
@@ -98,7 +91,7 @@ class SendingExperts(nn.Module):
 
 
 class ChunkedExpertParallel(DeepEPExpertParallel):
-    """TorchTitan's DeepEP expert parallelism, for `SendingExperts`."""
+    """TorchTitan's DeepEP expert parallelism for `SendingExperts`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module
@@ -115,7 +108,7 @@ class HalvedFeedForward(FeedForward):
         x: torch.Tensor | None = None,
         halves: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Any:
-        """The first half of `x` (tokens, features): its gate and up projections; else the rest."""
+        """Compute gate and up projections of `x` (tokens, features), or the output of `halves`."""
         if x is not None:
             return self.w1(x), self.w3(x)
         assert halves is not None
@@ -124,7 +117,7 @@ class HalvedFeedForward(FeedForward):
 
 
 def cut(values: torch.Tensor, chunks: int) -> tuple[torch.Tensor, ...]:
-    """Parts of (tokens, ...) of almost the same length; their gradients are put together once."""
+    """Cut (tokens, ...) into parts of almost equal length; their gradients are joined once."""
     if chunks == 1:
         return (values,)
     least, more = divmod(len(values), chunks)
@@ -140,12 +133,12 @@ class SplitMoE(DeepEPMoE):
     cookbook_chunks: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's output for this rank's tokens.
+        """Return the layer's output for this rank's tokens.
 
-        Under TP `x` is this rank's share of every sequence, (batch, length / TP, features), and so
-        is what is returned. The experts get the share itself, before any gather, and their output
-        is added after the shared experts' output has been summed over TP: the split copies nothing.
-        The shared experts' gradient of the whole is summed over TP once, while the gradients of the
+        Under TP, `x` and the output are this rank's shard of every sequence, (batch, length / TP,
+        features). The experts get the shard itself, before any gather, and their output is added
+        after the shared experts' output has been summed over TP: the split copies nothing. The
+        shared experts' gradient of the whole is summed over TP once, while the gradients of the
         rows are on their way.
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
@@ -161,8 +154,8 @@ class SplitMoE(DeepEPMoE):
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts)
         if tp_mesh is not None:
-            share = TokenShard.of_mesh(length, tp_mesh)
-            top_scores, experts = shard_tokens(top_scores, share), shard_tokens(experts, share)
+            shard = TokenShard.of_mesh(length, tp_mesh)
+            top_scores, experts = shard_tokens(top_scores, shard), shard_tokens(experts, shard)
             activity.patches_applied.add("deepep-tokens-split-over-tp")
 
         sent = (mine.reshape(-1, features), top_scores, experts)
@@ -192,11 +185,11 @@ def _sending(experts: type[nn.Module]) -> type[nn.Module]:
     return type(f"Sending{experts.__name__}", (SendingExperts, experts), {})
 
 
-def correct(moe: Any, chunks: int, score_activations: bool) -> None:
-    """Make these of a layer, its experts and shared experts: the instances alone, as FSDP does it.
+def use_split_moe(moe: Any, chunks: int, score_activations: bool) -> None:
+    """Change the classes of a layer, its experts and shared experts; the instances alone, as FSDP.
 
     Args:
-        chunks: into how many parts the layer cuts its tokens.
+        chunks: the number of parts into which the layer cuts its tokens.
         score_activations: whether the experts' activations are scored, not their outputs.
     """
     moe.__class__ = SplitMoE

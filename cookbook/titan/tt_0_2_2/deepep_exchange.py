@@ -1,8 +1,7 @@
 """The two exchanges of a DeepEP layer, sent while the shared experts compute, in both passes.
 
-TorchTitan's operations wait at once for all exchanges but the combine of the forward. Here what
-starts an exchange and what waits for it are autograd nodes of their own, and half of the shared
-experts lies between them:
+TorchTitan waits at once for all exchanges but the combine of the forward. Here the start of an
+exchange and the wait for it are separate autograd nodes, with half of the shared experts between:
 
     node        forward                          backward
     leave       notes when the rows are ready    waits for the rows' gradients
@@ -13,10 +12,10 @@ experts lies between them:
       second half of the shared experts
     arrive      waits for the rows               starts to send their gradients
 
-The first half is in the queue of the GPU before the host waits for DeepEP's counts. In the backward
-autograd runs the node first that was made last, which is this order from below. Another order would
-cost time and nothing else: whoever reads what was sent has waited for it. Where the tokens are cut
-into parts, each has its own exchange, and the experts lie between: `deepep.py` has that order.
+The first half is in the GPU's queue before the host waits for DeepEP's counts. In the backward
+autograd runs the latest node first, which is this order from below. Another order would cost time
+and nothing else: each reader waits for the data that it reads. Where the tokens are cut into parts,
+each part has its own exchange, with the experts between: `deepep.py` has that order.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _STREAMS = {"async_finish": True, "allocate_on_comm_stream": True}
 
 @dataclass(eq=False)
 class Exchange:
-    """What the nodes of one layer and one forward tell one another.
+    """The state shared by the nodes of one layer and one forward.
 
     Attributes:
         ready: the event after which the rows may be sent.
         handle: DeepEP's, of the dispatch.
-        sent: the event after which the last thing that was sent has come.
+        sent: the event after which the latest transfer has arrived.
         received_gradients: from `arrive` to `combine`, (received, features).
     """
 
@@ -50,9 +49,9 @@ class Exchange:
 
 
 class Routing:
-    """Where the rows of a layer go.
+    """The destinations of a layer's rows.
 
-    Neither a tuple nor a dataclass: FSDP would look into it and cast the scores to BF16.
+    Neither a tuple nor a dataclass, in which FSDP would cast the scores to BF16.
 
     Attributes:
         experts: (tokens, top k) int64, -1 for none.
@@ -71,10 +70,10 @@ class Routing:
 def leave(
     rows: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, Routing]:
-    """Note that (tokens, features), and where they go, are there to be sent.
+    """Note that (tokens, features) and their routing are ready to be sent.
 
     Args:
-        scores: (tokens, top k); what has none is not sent.
+        scores: (tokens, top k); a copy without a score is not sent.
         experts: (tokens, top k).
     """
     exchange = Exchange()
@@ -100,26 +99,26 @@ def dispatch(
 
 
 def combine(rows: torch.Tensor, routing: Routing, is_needed: bool = True) -> torch.Tensor:
-    """Start to send (received, features) back; what is returned is for `arrive` alone.
+    """Start to send (received, features) back; the result is for `arrive` alone.
 
     Args:
-        is_needed: whether anybody reads what comes, on any rank; where not, nothing is sent.
+        is_needed: whether any rank reads the result; otherwise nothing is sent.
     """
     return _Combine.apply(rows, routing, is_needed)
 
 
 def arrive(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Wait for what `combine` returned: (tokens, features), summed over the ranks of each token."""
+    """Wait for the result of `combine`: (tokens, features), summed over each token's ranks."""
     return _Arrive.apply(rows, exchange)
 
 
 def _now() -> Any:
-    """An event behind all that the GPU has been asked for so far."""
+    """Record an event behind all work that the GPU has been given so far."""
     return deepep.EventOverlap(deepep.EventHandle())
 
 
-# Selective recomputation saves what operators return, and operators take nothing but tensors and
-# numbers: the layer that is at its exchange.
+# The exchange of the layer that is running. Selective recomputation saves the results of operators,
+# and operators take only tensors and numbers.
 _current = Exchange()
 
 
@@ -128,8 +127,8 @@ def _send(
     rows: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     exchange, buffer = _current, deepep._buffer
-    # Allocated on DeepEP's stream too: with `--debug.deterministic` PyTorch fills what it
-    # allocates, and on another stream it overwrites the counts (asserts on the GPU, as released).
+    # Allocated on DeepEP's stream too: with `--debug.deterministic` PyTorch fills new tensors, and
+    # on another stream it would overwrite the counts (device asserts in TorchTitan as released).
     per_rank, per_rdma_rank, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
         experts, num_experts, previous_event=exchange.ready, **_STREAMS
     )
@@ -197,7 +196,7 @@ class _Dispatch(torch.autograd.Function):
             previous_event=_now(),
             **_STREAMS,
         )
-        # Still on their way: nothing but `leave` reads them.
+        # Still on their way: only `leave` reads them.
         return rows, scores, None
 
 
@@ -222,7 +221,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        # Nothing was sent again where selective recomputation had saved the rows.
+        # Nothing was sent if selective recomputation had saved the rows.
         if exchange.sent is not None:
             exchange.sent.current_stream_wait()
         return rows.view_as(rows)
@@ -230,8 +229,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, rows: torch.Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
-        # They have the shape of the rows that were received, which autograd would not take for
-        # gradients of the input: so `combine` finds them at the exchange.
+        # They have the shape of the received rows, which autograd would not accept as gradients of
+        # the input: `combine` takes them from the exchange.
         exchange.received_gradients, *_, exchange.sent = deepep._buffer.dispatch(
             x=rows.contiguous(), handle=exchange.handle, previous_event=_now(), **_STREAMS
         )

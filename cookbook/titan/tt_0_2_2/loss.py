@@ -1,9 +1,12 @@
-"""The loss without whole logits: the output layer hands its input on, and the loss multiplies.
+"""The loss: per-token gradients in a pipeline too, and optionally no whole logits.
 
-TorchTitan's Trainer gives a model's output and the labels to a loss function, which is two doors:
-the output layer returns the hidden states that it got, with its weight at hand, and the loss
-function computes both (`common/chunked_loss.py`). A pipeline's last stage and gradient
-accumulation call them as ever.
+Without a pipeline, TorchTitan divides the summed loss by the tokens of the global batch before the
+backward. A pipeline schedule runs the backward inside, before that division. In 0.2.2 its gradients
+are therefore larger by the number of tokens, and every step is clipped (pytorch/torchtitan#2972).
+
+With `loss.num_chunks` the output layer returns its input, with its weight beside it, and the loss
+function multiplies (`common/chunked_loss.py`). A pipeline's last stage and gradient accumulation
+call both as before.
 """
 
 from __future__ import annotations
@@ -17,25 +20,61 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.tools.logging import logger
 
 from cookbook.titan.common.chunked_loss import VocabularyShard, chunked_cross_entropy
+from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 LossFunction = Callable[..., torch.Tensor]
+
+
+def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
+    """Build the cross-entropy summed over tokens; under PP its gradient is per token."""
+    if num_chunks := job_config.loss.num_chunks:
+        name, loss_fn = f"cross_entropy in {num_chunks} chunks", build_chunked_loss(job_config)
+    else:
+        name, loss_fn = "cross_entropy", build_cross_entropy_loss(job_config, **kwargs)
+    factor = None
+    parallel_dims = kwargs.get("parallel_dims")
+    if parallel_dims is not None and parallel_dims.pp_enabled:
+        factor = 1 / tokens_of_global_batch(job_config, parallel_dims)
+        activity.patches_applied.add("pipeline-gradients-per-token")
+
+    def noted_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        activity.losses.add(name)
+        loss = loss_fn(*args, **kwargs)
+        return loss if factor is None else scale_gradient(loss, factor)
+
+    return noted_loss
+
+
+def scale_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the value of `loss` with its gradient scaled by `factor`."""
+    return loss * factor + loss.detach() * (1 - factor)
+
+
+def tokens_of_global_batch(job_config: Any, parallel_dims: Any) -> int:
+    """Count the tokens; every position of text data has a label, so every token counts."""
+    training = job_config.training
+    sequences = training.global_batch_size
+    if sequences < 0:
+        sequences = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
+    return int(sequences * training.seq_len)
 
 
 class HandingOn(nn.Linear):
     """TorchTitan's output layer, which leaves its product to the loss."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` itself, (batch, length, dim), with the weight beside it."""
+        """Return `hidden` itself, (batch, length, dim), with the weight beside it."""
         hidden.output_weight = self.weight
         return hidden
 
 
 def hand_on(model: nn.Module) -> None:
-    """Let the output layer of `model` hand its input on, before the model is parallelized.
+    """Let the output layer of `model` hand its input on; call before parallelizing.
 
     Only one stage of a pipeline has an output layer.
     """
@@ -53,10 +92,7 @@ def hand_on(model: nn.Module) -> None:
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Let FSDP keep the output layer's weight from its forward to the loss, whatever the policy.
-
-    Every policy but `always` does so. Under that one too the weight is needed again at once.
-    """
+    """Let FSDP keep the output layer's weight from its forward to the loss, whatever the policy."""
     if isinstance(model.output, FSDPModule):
         model.output.set_reshard_after_forward(False, recurse=False)
 
@@ -64,8 +100,8 @@ def keep_gathered(model: nn.Module) -> None:
 class HandingOnColwiseParallel(ColwiseParallel):
     """TorchTitan's plan for the output layer: the vocabulary is cut over the TP ranks.
 
-    An output layer that hands on gets the hidden states of all ranks, as a plain tensor. Whether
-    logits would have been gathered (`parallelism.disable_loss_parallel`) does not matter to it.
+    An output layer that hands on gets the hidden states of all ranks as a plain tensor, with or
+    without `parallelism.disable_loss_parallel`.
     """
 
     @staticmethod
@@ -94,14 +130,19 @@ class HandingOnColwiseParallel(ColwiseParallel):
 
 
 def build_chunked_loss(job_config: Any) -> LossFunction:
-    """The cross-entropy of hidden states that an output layer handed on, summed over tokens."""
+    """Build the cross-entropy of hidden states that an output layer handed on."""
     num_chunks = job_config.loss.num_chunks
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
     backend = job_config.compile.backend if compiled else None
     logger.info(f"The loss multiplies with the output layer's weight, in {num_chunks} chunks")
 
     def chunked_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        weight, shard = _local_weight(hidden.output_weight)
+        weight, shard = hidden.output_weight, None
+        if isinstance(weight, DTensor):
+            # TP cuts the vocabulary: this rank has the rows from `offset` on.
+            mesh, placements = weight.device_mesh, weight.placements
+            _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
+            weight, shard = weight.to_local(), VocabularyShard(offset[0], mesh.get_group())
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             # Without FSDP, TorchTitan's mixed precision is autocast, which casts for a product.
@@ -110,12 +151,3 @@ def build_chunked_loss(job_config: Any) -> LossFunction:
         return chunked_cross_entropy(hidden, weight, labels, num_chunks, shard, backend)
 
     return chunked_loss
-
-
-def _local_weight(weight: torch.Tensor) -> tuple[torch.Tensor, VocabularyShard | None]:
-    """This rank's rows of the weight, and which they are where TP has cut it."""
-    if not isinstance(weight, DTensor):
-        return weight, None
-    mesh, placements = weight.device_mesh, weight.placements
-    _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
-    return weight.to_local(), VocabularyShard(offset[0], mesh.get_group())

@@ -1,85 +1,104 @@
-"""Reports at the first step what is active, and holds the job to what its overlays declare.
+"""TorchTitan's metrics, with metrics.jsonl, the router's load and a report of the first step.
 
-A precision declares how grouped GEMMs and linear layers quantize, an EP backend how tokens travel
-(`--cookbook.grouped_gemms` and so on). All ranks' observations are merged and compared with that,
-aspect by aspect. A difference ends the run with one line; otherwise one line and one file say what
-is active.
+After the first optimizer step the ranks' observations are merged and compared with the overlays'
+declaration (`activity.py`). A difference ends the run with one line; otherwise one line of the log
+and `environment.json` say what is in force.
+
+`attempt-<k>/metrics.jsonl` has one JSON object for each logged step. `cookbook.observe.metrics`
+reads it, and so does any notebook: `pandas.read_json("metrics.jsonl", lines=True)`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torchtitan.components.metrics as metrics
+from torchtitan.components.metrics import BaseLogger, LoggerContainer
 from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import driver_version
 from cookbook.base.pipelines import loss_rank
-from cookbook.titan.common.stall import StallAlarm
+from cookbook.titan.common.process import StallAlarm
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.activity import ModelActivity, words
-from cookbook.titan.tt_0_2_2.attention import (
-    AttentionActivity,
-    merge_attention,
-    observe_attention,
-)
-from cookbook.titan.tt_0_2_2.compiled_blocks import start_compiling_workers
-from cookbook.titan.tt_0_2_2.metrics_log import with_json_lines
+from cookbook.titan.tt_0_2_2.attention import observe_attention
 from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
 from cookbook.titan.tt_0_2_2.router_load import RouterLoad
 from cookbook.titan.tt_0_2_2.self_check import check_kernels
-from cookbook.titan.tt_0_2_2.versions import refuse, versions
+from cookbook.titan.tt_0_2_2.versions import versions
 
-# What may be declared, and by which overlay.
-_ASPECTS = {"grouped_gemms": "precision", "linear_layers": "precision", "dispatch": "ep_backend"}
-_KINDS = {"precision": "precision", "ep_backend": "EP backend"}
-# Of steps that are not logged, one line in a minute.
-_TELL_S = 60.0
+FILE = "metrics.jsonl"
+# TorchTitan's name of a metric -> ours. The router's load keeps its own name.
+_NAMES = {
+    "loss_metrics/global_avg_loss": "loss",
+    "validation_metrics/loss": "validation_loss",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "throughput(tps)": "tokens_per_second",
+    "tflops": "tflops",
+    "mfu(%)": "mfu",
+    "memory/max_reserved(GiB)": "memory_gib",
+    "memory/max_reserved(%)": "memory_percent",
+    "n_tokens_seen": "tokens_seen",
+    "router_load/busiest_over_mean": "router_busiest_over_mean",
+    "router_load/starved_experts": "router_starved_experts",
+}
+# Seconds between log lines while no step is logged.
+_HEARTBEAT_S = 60.0
 
 
-@dataclass(frozen=True)
-class RankActivity:
-    """What one rank observed in its first step; `stage` is its place in the pipeline."""
+def _attempt_folder() -> Path | None:
+    attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
+    return Path(attempt) if attempt else None
 
-    stage: int
-    model: ModelActivity
-    attention: AttentionActivity
-    dispatch: frozenset[str]
-    rows: frozenset[str]
-    loss: frozenset[str]
-    recomputation: frozenset[str]
-    saved: frozenset[str]
-    emulated: bool
-    patches_applied: frozenset[str]
-    node: str
+
+class JsonLines(BaseLogger):
+    """Append a line for each logged step; NaN and infinite values become text."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._rank = rank
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Write the step; a validation is a line of its own, without `loss`."""
+        line: dict[str, float | str] = {"step": step, "time": time.time(), "rank": self._rank}
+        for name, ours in _NAMES.items():
+            if name in metrics:
+                value = metrics[name] if isinstance(metrics[name], int) else float(metrics[name])
+                # No JSON reader has to accept `NaN`.
+                line[ours] = value if math.isfinite(value) else str(value)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 class CookbookMetrics(metrics.MetricsProcessor):
-    """TorchTitan's metrics and the router's load, with a report after the first optimizer step."""
+    """TorchTitan's MetricsProcessor with the router's load, the stall alarm and the report."""
 
     reported = False
-    # What `check_kernels` found; its kernels were compared before the model was built.
+    # Set by `build_metrics_processor`: the self-check's summary, and the whole model's arguments.
     self_check: dict[str, Any] | None = None
-    alarm: StallAlarm | None = None
-    # Of the whole model; `build_metrics_processor` sets it.
     model_args: Any = None
+    alarm: StallAlarm | None = None
     _load: RouterLoad | None = None
     _first_unlogged: int | None = None
     # Seconds of the monotonic clock.
-    _told_at: float | None = None
+    _logged_at: float | None = None
 
     def should_log(self, step: int) -> bool:
-        """Whether this step is logged: the first that every rank asks after each optimizer step."""
+        """Return whether this step is logged; every rank asks after each optimizer step."""
         self._set_alarm(is_last=step >= self.job_config.training.steps)
         if self._first_unlogged is None:
             self._first_unlogged = step
@@ -87,7 +106,13 @@ class CookbookMetrics(metrics.MetricsProcessor):
             self.reported = True
             self._report()
         is_logged: bool = super().should_log(step)
-        self._tell(step, is_logged)
+        # The supervisor reads the log: steps that are not logged must not look like a hang.
+        now = time.monotonic()
+        is_due = self._logged_at is None or now - self._logged_at >= _HEARTBEAT_S
+        if is_due and not is_logged and self._is_metrics_rank():
+            logger.info(f"cookbook: made step {step}, which is not logged")
+        if is_due or is_logged:
+            self._logged_at = now
         return is_logged
 
     def log(
@@ -98,7 +123,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """TorchTitan's metrics of this step, with the router's load since the last such step."""
+        """Log TorchTitan's metrics of this step, and the router's load since the last one."""
         if self._load is None:
             assert self.model_parts is not None
             self._load = RouterLoad(
@@ -113,64 +138,51 @@ class CookbookMetrics(metrics.MetricsProcessor):
         extra = {**(extra_metrics or {}), **load}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
 
-    def _tell(self, step: int, is_logged: bool) -> None:
-        """Say at times that steps are made, though none is logged: the supervisor reads the log."""
-        now = time.monotonic()
-        is_due = self._told_at is None or now - self._told_at >= _TELL_S
-        if is_due and not is_logged and self._is_metrics_rank():
-            logger.info(f"cookbook: made step {step}, which is not logged")
-        if is_due or is_logged:
-            self._told_at = now
-
     def _is_metrics_rank(self) -> bool:
         rank = metrics_rank(self.parallel_dims, self.job_config)
         return bool(torch.distributed.get_rank() == rank)
 
     def _set_alarm(self, is_last: bool) -> None:
-        attempt, comm = os.environ.get("COOKBOOK_ATTEMPT_DIR"), self.job_config.comm
+        attempt, comm = _attempt_folder(), self.job_config.comm
         if self.alarm is None and attempt:
             traces = Path(self.job_config.job.dump_folder) / comm.save_traces_folder
             prefix = traces / comm.save_traces_file_prefix
-            self.alarm = StallAlarm(Path(attempt), prefix, torch.distributed.get_rank())
+            self.alarm = StallAlarm(attempt, prefix, torch.distributed.get_rank())
         if self.alarm is not None and is_last:
             self.alarm.end()
         elif self.alarm is not None:
             self.alarm.step()
 
     def _report(self) -> None:
-        """Gather what every rank found, check it, and log it once; a collective of all ranks."""
+        """Gather the ranks' observations, check them, and log them once; a collective."""
         views: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(views, self._observe())
-        found = merge(views)
-        check(self.job_config, found)
-
+        found = activity.merge(views)
+        activity.check(self.job_config, found)
         if not self._is_metrics_rank():
             return
         on_gpu = torch.cuda.is_available()
-        labels = {kind: getattr(self.job_config.cookbook, kind) or None for kind in _KINDS}
+        patches: frozenset[str] = frozenset().union(*(view.patches_applied for view in views))
         active = {
-            **labels,
+            **{kind: getattr(self.job_config.cookbook, kind) or None for kind in activity.KINDS},
             **found,
-            **merge_attention([view.attention for view in views]),
             "device": "cuda" if on_gpu else "cpu",
             "gpu": torch.cuda.get_device_name() if on_gpu else None,
             "driver": driver_version() if on_gpu else None,
-            "patches_applied": sorted(frozenset().union(*(view.patches_applied for view in views))),
+            "patches_applied": sorted(patches),
             "self_check": self.self_check,
             "versions": versions(),
         }
         logger.info(f"cookbook active: {json.dumps(active)}")
-        attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
-        if attempt:
+        if attempt := _attempt_folder():
             environment = active | {"nodes": sorted({view.node for view in views})}
-            path = Path(attempt) / "environment.json"
-            write_whole(path, json.dumps(environment, indent=2) + "\n")
+            write_whole(attempt / "environment.json", json.dumps(environment, indent=2) + "\n")
 
-    def _observe(self) -> RankActivity:
+    def _observe(self) -> activity.RankActivity:
         assert self.model_parts is not None
         model = activity.observe_model(self.model_parts)
         pp_mesh = self.parallel_dims.get_optional_mesh("pp")
-        return RankActivity(
+        return activity.RankActivity(
             stage=0 if pp_mesh is None else pp_mesh.get_local_rank(),
             model=model,
             attention=observe_attention(),
@@ -186,10 +198,10 @@ class CookbookMetrics(metrics.MetricsProcessor):
 
 
 def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
-    """The rank that knows the loss, and so reports.
+    """Return the rank that knows the loss, and so reports.
 
-    TorchTitan knows of one V-shaped schedule, spelt in one way; of the others it would take a rank
-    whose loss is negative, for TensorBoard and Weights & Biases.
+    TorchTitan knows one V-shaped schedule, in one spelling; for the others it would log the
+    negative loss of another rank.
     """
     schedule = job_config.parallelism.pipeline_parallel_schedule
     return loss_rank(schedule, parallel_dims.pp, parallel_dims.world_size)
@@ -198,82 +210,38 @@ def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
 def build_metrics_processor(
     job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
 ) -> CookbookMetrics:
-    """What TorchTitan's function of this name takes and returns, with the report.
+    """Check the kernels and build the metrics, as TorchTitan's function of this name.
 
-    It is called once, after the converters and before the model has memory: when a kernel can be
-    proved as the job will call it.
+    It is called once, after the converters and before the model has memory: kernels can be checked
+    as the job will call them.
     """
-    start_compiling_workers(job_config)
-    found = check_kernels(job_config, parallel_dims, model_args)
+    start_compile_workers(job_config)
+    self_check = check_kernels(job_config, parallel_dims, model_args)
     # No door: TorchTitan chooses the rank by a function of this name.
     with patch.object(metrics, "_get_metrics_rank", metrics_rank):
-        report = CookbookMetrics(job_config, parallel_dims, tag)
-    report.self_check = found
-    report.model_args = model_args
-    if report._is_metrics_rank():
-        report.logger = with_json_lines(report.logger, torch.distributed.get_rank())
-    return report
+        processor = CookbookMetrics(job_config, parallel_dims, tag)
+    processor.self_check, processor.model_args = self_check, model_args
+    attempt = _attempt_folder()
+    if attempt and processor._is_metrics_rank():
+        # A new container, because TorchTitan returns an empty one in jobs without loggers.
+        both = LoggerContainer()
+        both.add_logger(processor.logger)
+        both.add_logger(JsonLines(attempt / FILE, torch.distributed.get_rank()))
+        processor.logger = both
+    return processor
 
 
-def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
-    """What is active in the job; where ranks disagree, `a and b`.
+def start_compile_workers(job_config: Any) -> None:
+    """Start the processes that compile Triton kernels, without waiting for them.
 
-    Returns:
-        `grouped_gemms`, `linear_layers`, `dispatch`, what moved `rows`, `loss`, `recomputation`,
-        what it `saved` (each null where no rank has any), `emulated`.
+    They import torch for seconds, and torch starts them only when it compiles the first function.
     """
-    return {
-        "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),
-        "linear_layers": words(_linear_layers(views)),
-        "dispatch": words(frozenset().union(*(view.dispatch for view in views))),
-        "rows": words(frozenset().union(*(view.rows for view in views))),
-        "loss": words(frozenset().union(*(view.loss for view in views))),
-        "recomputation": words(frozenset().union(*(view.recomputation for view in views))),
-        "saved": words(frozenset().union(*(view.saved for view in views))),
-        "emulated": any(view.emulated for view in views),
-    }
-
-
-def _linear_layers(views: Sequence[RankActivity]) -> frozenset[str]:
-    """The kinds of linear layers; `bf16` only where nothing is quantized, or ranks disagree.
-
-    A filter may leave no layer to quantize on one stage of a pipeline. Ranks of the same stage hold
-    the same layers and must agree.
-    """
-    kinds: frozenset[str] = frozenset().union(*(view.model.linear_layers for view in views))
-    by_stage = {(view.stage, view.model.linear_layers) for view in views}
-    if len(by_stage) > len({view.stage for view in views}):
-        return kinds
-    return kinds - {"bf16"} or kinds
-
-
-def check(job_config: Any, found: dict[str, Any]) -> None:
-    """End this rank where `found` is not what the job's overlays declare."""
-    declared = {
-        aspect: value for aspect in _ASPECTS if (value := getattr(job_config.cookbook, aspect))
-    }
-    if not declared:
+    if not torch.cuda.is_available() or job_config.comm.mode != "default":
         return
-    if job_config.parallelism.expert_parallel_degree == 1:
-        # With one EP rank no token is sent, whatever the backend.
-        declared.pop("dispatch", None)
-    differences = [
-        f"{_declarer(job_config, _ASPECTS[aspect])} declares {aspect} {value}, "
-        f"but {found[aspect] or 'none'} is active"
-        for aspect, value in declared.items()
-        if found[aspect] != value
-    ]
-    emulated = job_config.cookbook.emulated
-    if emulated != found["emulated"]:
-        differences.append(
-            f"{_declarer(job_config, 'precision')} declares emulated {str(emulated).lower()}, "
-            f"but {str(found['emulated']).lower()} is active"
-        )
-    if differences:
-        remedy = "correct the overlay's active block or its options"
-        raise refuse("; ".join([*differences, remedy]))
+    if not job_config.compile.enable or job_config.compile.backend != "inductor":
+        return
+    # No public function; where another torch lacks it, the start is only slower.
+    with suppress(ImportError):
+        from torch._inductor.async_compile import maybe_warm_pool
 
-
-def _declarer(job_config: Any, kind: str) -> str:
-    """The overlay that a refusal names, `precision mine`; without a label its kind alone."""
-    return f"{_KINDS[kind]} {getattr(job_config.cookbook, kind)}".rstrip()
+        maybe_warm_pool()

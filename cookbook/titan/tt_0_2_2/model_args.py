@@ -1,9 +1,8 @@
-"""DeepSeek-V3's flavors, whose first use checks a job's options; two of them the cookbook's.
+"""DeepSeek-V3's flavors, two of them the cookbook's; their first use checks a job's options.
 
-TorchTitan's own flavors are a debug model of 6 narrow layers, and then 16B parameters, which take
-four GPUs at the least. `proxy` is large enough to learn and fits on one GPU: what a precision does
-to the loss shows on it in minutes. `16B_8layers` is the 16B with 8 of its 27 layers, for the speed
-of its kernels on two GPUs.
+TorchTitan's smallest flavors are a debug model of 6 narrow layers and 16B, for at least four GPUs.
+`proxy` learns, and fits on one GPU: it shows the effect of a precision on the loss in minutes.
+`16B_8layers` is the 16B with 8 of its 27 layers, for the speed of its kernels on two GPUs.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 
 class ModelArgs(DeepSeekV3ModelArgs):
-    """TorchTitan's arguments of DeepSeek-V3, behind the first door that gets a job's options."""
+    """TorchTitan's arguments of DeepSeek-V3; the first door that gets a job's options."""
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """Take over what the job's options say of the model; called before the model is built."""
+        """Apply the job's options to the arguments; called before the model is built."""
         if not hasattr(job_config, "cookbook"):
             raise refuse(
                 f"--experimental.custom_import={__package__} needs the cookbook's options; add "
@@ -38,7 +37,7 @@ class ModelArgs(DeepSeekV3ModelArgs):
 
 
 PROXY = ModelArgs(
-    # As many as the local tokenizer has.
+    # That of the local tokenizer.
     vocab_size=2048,
     dim=1024,
     inter_dim=4096,
@@ -66,7 +65,7 @@ PROXY = ModelArgs(
 
 
 def flavors() -> dict[str, ModelArgs]:
-    """TorchTitan's flavors of deepseek_v3 and the cookbook's; TorchTitan's own stay untouched."""
+    """Return copies of TorchTitan's flavors of deepseek_v3, and the cookbook's."""
     found = {
         name: ModelArgs(**{part.name: deepcopy(getattr(args, part.name)) for part in fields(args)})
         for name, args in deepseekv3_args.items()

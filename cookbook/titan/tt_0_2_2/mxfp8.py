@@ -1,27 +1,47 @@
-"""The model converters for MXFP8, `quantize.grouped_mm.mx` and `quantize.linear.mx`.
+"""MXFP8: the converters for grouped GEMMs and linear layers, and the EP backend `mxfp8_a2a`.
 
-TorchTitan's own converters of these names ignore `recipe_name` of the grouped GEMMs, and refuse all
-GPUs below SM100, although TorchAO has both the recipe and an emulated mode.
+TorchTitan's converters `quantize.grouped_mm.mx` and `quantize.linear.mx` ignore `recipe_name` of
+the grouped GEMMs, and refuse GPUs below SM100, although TorchAO has the recipe and an emulation.
+
+`mxfp8_a2a` is TorchTitan's standard backend with TorchAO's quantized all-to-all. The dispatch sends
+MXFP8 in the forward and BF16 in the backward, the combine the other way around. The receiver
+dequantizes at once, so the grouped GEMMs may have any precision. MXFP8 ones lose nothing: a value
+that was rounded to its block's scale is rounded to itself again.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
+import torchao.prototype.moe_training.ep.a2a_combine as a2a_combine
+import torchao.prototype.moe_training.ep.a2a_dispatch as a2a_dispatch
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torchao.prototype.moe_training.scaled_grouped_mm import _dequantize_if_mxtensor
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
 from torchtitan.components.quantization import MXFP8_GROUP_ALIGNMENT_SIZE, QuantizationConverter
 from torchtitan.components.quantization.utils import module_filter_fn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.moe.utils import set_token_group_alignment_size_m
+from torchtitan.distributed.expert_parallel import ExpertParallel
+from torchtitan.models.moe.utils import _permute, _unpermute, set_token_group_alignment_size_m
 from torchtitan.protocols import model_converter
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import has_cuda_capability
 
+from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.versions import refuse
+
+BLOCK = 32
+_EMULATED = " (EMULATED: numerics only)"
 
 
 class MXGroupedMMConverter(QuantizationConverter):
@@ -61,14 +81,13 @@ class MXGroupedMMConverter(QuantizationConverter):
                 KernelPreference.EMULATED if self.emulate else KernelPreference.AUTO
             ),
         )
-        quantize_(model, config=config, filter_fn=self._is_target)
-        logger.info(
-            f"Grouped GEMMs of modules matching {self.fqns} use {self.recipe_name}"
-            + (" (EMULATED: numerics only)" if self.emulate else "")
-        )
 
-    def _is_target(self, module: nn.Module, fqn: str) -> bool:
-        return any(target in fqn for target in self.fqns)
+        def is_target(module: nn.Module, fqn: str) -> bool:
+            return any(target in fqn for target in self.fqns)
+
+        quantize_(model, config=config, filter_fn=is_target)
+        note = _EMULATED if self.emulate else ""
+        logger.info(f"Grouped GEMMs of modules matching {self.fqns} use {self.recipe_name}{note}")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantization is dynamic: nothing is kept from step to step."""
@@ -86,8 +105,8 @@ class MXLinearConverter(QuantizationConverter):
         _check_hardware(options.emulate, "quantize.linear.mx.emulate")
         compiled = job_config.compile.enable and "model" in job_config.compile.components
         if compiled and parallel_dims.tp_enabled and not options.emulate:
-            # Emulated casts are plain operations on DTensors and compile. TorchAO's SM100 casts are
-            # operations of its own; TorchTitan says that they do not compile under TP.
+            # TorchAO's SM100 casts are operators of its own, which TorchTitan refuses to compile
+            # under TP. Emulated casts are plain operations on DTensors, and compile.
             raise refuse(
                 "MXFP8 linear layers under tensor parallelism do not compile with TorchAO 0.16's "
                 "SM100 kernels; leave out --compile.enable, set --compile.components=loss, or use "
@@ -95,7 +114,7 @@ class MXLinearConverter(QuantizationConverter):
             )
         config = MXLinearConfig.from_recipe_name(options.recipe_name)
         if options.emulate:
-            # The recipe keeps its way of choosing scales; only the kernels are replaced.
+            # Only the kernels are replaced; the recipe still chooses the scales.
             config = replace(
                 config,
                 kernel_preference=KernelPreference.EMULATED,
@@ -113,10 +132,7 @@ class MXLinearConverter(QuantizationConverter):
         from torchao.quantization import quantize_
 
         quantize_(model, config=self.config, filter_fn=self.filter_fn)
-        logger.info(
-            f"Linear layers use {self.recipe_name}"
-            + (" (EMULATED: numerics only)" if self.emulate else "")
-        )
+        logger.info(f"Linear layers use {self.recipe_name}{_EMULATED if self.emulate else ''}")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantization is dynamic: nothing is kept from step to step."""
@@ -133,9 +149,9 @@ def emulated_weight_gradient(
 ) -> torch.Tensor:
     """Dequantize both operands and multiply in BF16, group by group along the contraction.
 
-    Takes the place of TorchAO's function of the same signature, which loops over the groups on the
-    host: it waits for the device in every call, and does not compile. Groups are whole blocks, so
-    that no scale belongs to two groups and the operands can be dequantized at once.
+    TorchAO's function of the same signature loops over the groups on the host: each call waits for
+    the device, and it does not compile. Here groups are whole blocks, so that no scale belongs to
+    two groups and the operands are dequantized at once.
 
     Args:
         a_data: (N, M) float8, its scales (N, M / block) along the rows of all groups.
@@ -160,10 +176,10 @@ def _check_hardware(emulate: bool, option: str) -> None:
 
 
 def replace_mx_converters() -> None:
-    """Put both classes where TorchTitan looks converters up; its own stay unused.
+    """Put both classes where TorchTitan looks converters up.
 
     No door: `register_model_converter` refuses a name that is taken, and recipes use TorchTitan's
-    names. A job of another model family does not come here.
+    names. Jobs of other model families never call this.
     """
     registry: dict[str, Any] = model_converter._registry_model_converter_cls
     for name, converter in (
@@ -172,3 +188,151 @@ def replace_mx_converters() -> None:
     ):
         assert name in registry, name
         registry[name] = converter
+
+
+def _cast_with_operations(
+    values: torch.Tensor, inner_block_size: int, scaling_mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast as TorchAO's SM100 kernel does, by PyTorch operations for any device."""
+    scales, data = to_mx(
+        values.contiguous(),
+        torch.float8_e4m3fn,
+        inner_block_size,
+        ScaleCalculationMode(scaling_mode),
+    )
+    return data, scales
+
+
+def _exchange_bytes(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Exchange float8 as bytes, for gloo, which does not know the type."""
+    if values.element_size() > 1:
+        return all_to_all_single(values, *args, **kwargs)
+    received = all_to_all_single(values.view(torch.uint8), *args, **kwargs)
+    return torch.ops._c10d_functional.wait_tensor(received).view(values.dtype)
+
+
+def _dequantized(values: Any) -> torch.Tensor:
+    if isinstance(values, MXTensor) and not emulated():
+        return _dequantize_if_mxtensor(values, BLOCK)
+    return values.dequantize() if isinstance(values, MXTensor) else values
+
+
+def emulated() -> bool:
+    """Return whether the casts are PyTorch operations here; the exchange sends MXFP8 either way."""
+    return not has_cuda_capability(10, 0)
+
+
+class _Dispatch(a2a_dispatch._A2ADispatchMXFP8FwdHPBwd):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, output_splits: Any, input_splits: Any, group: Any
+    ) -> torch.Tensor:
+        received = a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward(
+            ctx, tokens, output_splits, input_splits, group
+        )
+        activity.dispatches.add(activity.MXFP8_DISPATCH)
+        return _dequantized(received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        grads = a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.backward(ctx, grad.contiguous())
+        return grads[:4]
+
+
+class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, output_splits: Any, input_splits: Any, group: Any
+    ) -> torch.Tensor:
+        return a2a_combine._A2ACombineHPFwdMXFP8Bwd.forward(
+            ctx, tokens.contiguous(), output_splits, input_splits, group
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        grads = a2a_combine._A2ACombineHPFwdMXFP8Bwd.backward(ctx, grad.contiguous())
+        activity.dispatches.add(activity.MXFP8_COMBINE)
+        return _dequantized(grads[0]), *grads[1:4]
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """Which of the two exchanges quantize."""
+
+    dispatch_forward: bool
+    combine_backward: bool
+
+    @classmethod
+    def of(cls, job_config: Any) -> Precisions:
+        options = job_config.parallelism
+        return cls(
+            options.expert_parallel_a2a_dispatch_fwd_precision == "mxfp8",
+            options.expert_parallel_a2a_combine_bwd_precision == "mxfp8",
+        )
+
+    @property
+    def any(self) -> bool:
+        return self.dispatch_forward or self.combine_backward
+
+
+def send(
+    precisions: Precisions, rows: torch.Tensor, here: list[int], there: list[int], group: Any
+) -> torch.Tensor:
+    """Send rows to their experts' ranks: `there` to each rank, `here` from each."""
+    exchange = _Dispatch.apply if precisions.dispatch_forward else all_to_all_single_autograd
+    received: torch.Tensor = exchange(rows.contiguous(), here, there, group)
+    return received
+
+
+def receive(
+    precisions: Precisions, rows: torch.Tensor, there: list[int], here: list[int], group: Any
+) -> torch.Tensor:
+    """Send rows that `send` brought back to their ranks."""
+    exchange = _Combine.apply if precisions.combine_backward else all_to_all_single_autograd
+    returned: torch.Tensor = exchange(rows.contiguous(), there, here, group)
+    return returned
+
+
+class QuantizedExpertParallel(ExpertParallel):
+    """TorchTitan's standard expert parallelism with one or both exchanges in MXFP8."""
+
+    def __init__(self, precisions: Precisions) -> None:
+        super().__init__()
+        self.precisions = precisions
+
+    def _token_dispatch(self, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        tokens, counts = inputs
+        group, ranks = device_mesh.get_group(), device_mesh.size()
+        with torch.no_grad():
+            received_counts = all_to_all_single(counts, None, None, group=group)
+            received_counts = torch.ops._c10d_functional.wait_tensor(received_counts)
+            # The one wait for the device: the host must know the splits.
+            splits = torch.stack(
+                [sizes.view(ranks, -1).sum(1) for sizes in (counts, received_counts)]
+            ).tolist()
+            self.input_splits, self.output_splits = splits
+        received = send(self.precisions, tokens, self.output_splits, self.input_splits, group)
+        self.input_shape, grouped, self.permuted_indices, sizes = _permute(
+            received, received_counts, ranks, counts.shape[0] // ranks
+        )
+        return grouped, sizes
+
+    def _token_combine(self, mod: nn.Module, routed_output: Any, device_mesh: DeviceMesh) -> Any:
+        if not self.precisions.combine_backward:
+            return super()._token_combine(mod, routed_output, device_mesh)
+        tokens = _unpermute(routed_output, self.input_shape, self.permuted_indices)
+        return _Combine.apply(
+            tokens, self.input_splits, self.output_splits, device_mesh.get_group()
+        )
+
+
+def prepare_quantized_a2a() -> None:
+    """Replace the cast and the exchange of TorchAO where this machine lacks them.
+
+    No door: TorchAO's functions call both by name.
+    """
+    for module in (a2a_dispatch, a2a_combine):
+        if emulated():
+            module.triton_to_mxfp8_dim0 = _cast_with_operations
+        if not torch.cuda.is_available():
+            module.all_to_all_single = _exchange_bytes

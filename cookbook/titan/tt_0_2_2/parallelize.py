@@ -1,7 +1,12 @@
-"""TorchTitan's function that parallelizes DeepSeek-V3, with the cookbook's MoE layers inside."""
+"""TorchTitan's parallelization of DeepSeek-V3, with the right sums in MoE layers under TP and EP.
+
+TorchTitan's functions look up the classes of their plan, and one another, by name. `parallelize`
+and `apply_moe_ep_tp` call them with classes and functions of this package under those names.
+"""
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -9,27 +14,47 @@ from unittest.mock import patch
 import torch
 import torch.nn as nn
 import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
-
-from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
-from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
-from cookbook.titan.tt_0_2_2.loss import (
-    HandingOnColwiseParallel,
-    hand_on,
-    keep_gathered,
+import torchtitan.models.llama4.infra.parallelize as llama4_parallelize
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
 )
-from cookbook.titan.tt_0_2_2.plain_checkpoint import save_plain_weights
+from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
+
+from cookbook.titan.common.token_shard import (
+    TokenShard,
+    global_positions,
+    shard_tokens,
+    sum_gradient_over_tp,
+)
+from cookbook.titan.tt_0_2_2 import activity
+from cookbook.titan.tt_0_2_2.checkpoint import save_plain_weights
+from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
+from cookbook.titan.tt_0_2_2.loss import HandingOnColwiseParallel, hand_on, keep_gathered
+from cookbook.titan.tt_0_2_2.mxfp8 import (
+    Precisions,
+    QuantizedExpertParallel,
+    prepare_quantized_a2a,
+)
 from cookbook.titan.tt_0_2_2.probs_on_activations import experts_with_probs
-from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
 from cookbook.titan.tt_0_2_2.recomputation import apply_ac
-from cookbook.titan.tt_0_2_2.router_load import count_load
-from cookbook.titan.tt_0_2_2.row_kernels import use_row_kernels
-from cookbook.titan.tt_0_2_2.token_counts import count_in_training_only
+from cookbook.titan.tt_0_2_2.router_load import count_in_training_only, count_load, moe_layers
+from cookbook.titan.tt_0_2_2.row_kernels import (
+    RowExpertParallel,
+    RowExpertTensorParallel,
+    RowMoE,
+    RowTensorParallel,
+    use_row_kernels,
+)
 
 
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-    """`parallelize_deepseekv3`, also for one stage of a pipeline."""
+    """Parallelize the model, or one stage of a pipeline, as `parallelize_deepseekv3` does."""
     # No door: TorchTitan calls these functions by their names, the first after the TP of the other
-    # layers, the second before compile and FSDP wrap the layers, the third before FSDP does.
+    # layers, the second before compile and FSDP wrap the layers.
     names: dict[str, Any] = {
         "apply_moe_ep_tp": partial(
             apply_moe_ep_tp,
@@ -50,13 +75,12 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         experts_with_probs.compile(compiled.backend)
     is_one_rank = not (parallel_dims.tp_enabled or parallel_dims.ep_enabled)
     if job_config.cookbook.row_kernels and is_one_rank:
-        # TorchTitan calls nothing for the experts then.
-        for block in model.get_submodule("layers").children():
-            if block.moe_enabled:
-                use_row_kernels(block.moe)
+        # TorchTitan does not call `apply_moe_ep_tp` then.
+        for moe in moe_layers([model]).values():
+            use_row_kernels(moe)
     if job_config.loss.num_chunks:
         hand_on(model)
-        # No door: the class of which TorchTitan's plan for TP makes the output layer's part.
+        # No door: TorchTitan's TP plan makes the output layer's part of the class of this name.
         names["ColwiseParallel"] = HandingOnColwiseParallel
     with patch.multiple(deepseek_parallelize, **names):
         model = deepseek_parallelize.parallelize_deepseekv3(model, parallel_dims, job_config)
@@ -68,3 +92,167 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     if not torch.cuda.is_available():
         sum_gradients_in_fsdp(model)
     return model
+
+
+class PartialOutputRowwiseParallel(RowwiseParallel):
+    """The last linear layer of the shared experts; its output is one term of a sum over TP ranks.
+
+    The gradient of each term is that of the sum, the same on all ranks. PyTorch 2.10 by default
+    sums it once more: the shared experts' gradients become TP times as large
+    (pytorch/pytorch#172932, fixed in 2.11).
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
+        outputs = RowwiseParallel._prepare_output_fn(
+            output_layouts, False, mod, outputs, device_mesh
+        )
+        if not use_local_output:
+            return outputs
+        return outputs.to_local(
+            grad_placements=tuple(
+                Replicate() if placement.is_partial() else placement
+                for placement in outputs.placements
+            )
+        )
+
+
+class PrepareMoE(PrepareModuleInputOutput):
+    """Gathers an MoE layer's input along the sequence and sums its output over TP ranks.
+
+    A DeepEP layer does both itself: its routed experts need neither, since each rank sends its
+    shard from before the gather, and gets that shard back.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if module.reorderer is not None:
+            return super()._apply(module, device_mesh)
+        module.cookbook_tp_mesh = device_mesh
+        return module
+
+
+class SequenceShardReorderer(ParallelStyle):
+    """Splits the standard backend's tokens over TP along the sequence.
+
+    TorchTitan's ReordererSequenceParallel cuts the folded batch x sequence. With more than one
+    sequence in a batch a rank then sends tokens whose gradient it drops when the gather along the
+    sequence is undone, and no rank sends the tokens whose gradient it keeps.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(mod: nn.Module, inputs: Any) -> tuple[Any, Any]:
+            top_scores, experts = inputs
+            shard = TokenShard.of_mesh(mod.cookbook_length, device_mesh)
+            return shard_tokens(top_scores, shard), shard_tokens(experts, shard)
+
+        def number_globally(mod: nn.Module, inputs: Any, outputs: Any) -> tuple[Any, Any, Any]:
+            top_scores, positions, counts = outputs
+            shard = TokenShard.of_mesh(mod.cookbook_length, device_mesh)
+            return top_scores, global_positions(positions, shard, mod.top_k), counts
+
+        module.register_forward_pre_hook(cut)
+        module.register_forward_hook(number_globally)
+        return module
+
+
+class _NotedDispatch:
+    """Notes that the standard backend sent tokens, for the report of the first step."""
+
+    def _token_dispatch(self, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        activity.dispatches.add("standard")
+        return super()._token_dispatch(mod, inputs, device_mesh)  # type: ignore[misc]
+
+
+class StandardExpertParallel(_NotedDispatch, ExpertParallel):
+    """TorchTitan's ExpertParallel with its dispatch noted."""
+
+
+class StandardExpertTensorParallel(_NotedDispatch, ExpertTensorParallel):
+    """TorchTitan's ExpertTensorParallel with its dispatch noted."""
+
+
+def _remember_length(moe: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    """The reorderer sees folded tokens only; the MoE layer around it sees (batch, length, dim)."""
+    moe.reorderer.cookbook_length = inputs[0].shape[1]
+
+
+def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: Any) -> Any:
+    top_scores, experts, counts = outputs
+    return sum_gradient_over_tp(top_scores, tp_mesh), experts, counts
+
+
+def _has_term_of_scores(moe: Any, is_sharded: bool) -> bool:
+    """Return whether a TP rank's gradient of the router's scores is one term of a sum over TP.
+
+    It is where the rank sends only its shard of the tokens. Elsewhere TP cuts every expert, and a
+    rank has one term of its output, and so of the gradient of the scores that multiply it. Scores
+    that multiply the experts' input get the gradient of that, which TorchTitan sums.
+    """
+    return is_sharded or not moe.score_before_experts
+
+
+def apply_moe_ep_tp(
+    precisions: Precisions,
+    model: nn.Module,
+    *,
+    chunks: int = 1,
+    score_activations: bool = False,
+    row_kernels: bool = False,
+    use_deepep: bool = False,
+    **options: Any,
+) -> None:
+    """Parallelize the MoE layers of `model` as TorchTitan does, with corrected gradients.
+
+    Args:
+        precisions: of the standard backend's two exchanges.
+        chunks: the number of parts into which a DeepEP layer cuts its tokens.
+        score_activations: whether a DeepEP layer scores its experts' activations.
+        row_kernels: whether the standard backend moves rows by the cookbook's kernels.
+        options: TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on.
+    """
+    layers = [block.moe for block in model.layers.values() if block.moe_enabled]
+    names: dict[str, Any] = {
+        "PrepareModuleInputOutput": PrepareMoE,
+        "ReordererSequenceParallel": SequenceShardReorderer,
+        "RowwiseParallel": PartialOutputRowwiseParallel,
+        "ExpertParallel": StandardExpertParallel,
+        "ExpertTensorParallel": StandardExpertTensorParallel,
+    }
+    if precisions.any:
+        prepare_quantized_a2a()
+        names["ExpertParallel"] = partial(QuantizedExpertParallel, precisions)
+    if row_kernels and not use_deepep:
+        names["ExpertParallel"] = partial(RowExpertParallel, precisions)
+        names["TensorParallel"] = RowTensorParallel
+        names["ExpertTensorParallel"] = RowExpertTensorParallel
+        for moe in layers:
+            use_row_kernels(moe)
+    if use_deepep:
+        # Importable only where DeepEP is installed.
+        from cookbook.titan.tt_0_2_2.deepep import ChunkedExpertParallel, use_split_moe
+
+        names["DeepEPExpertParallel"] = ChunkedExpertParallel
+        for moe in layers:
+            use_split_moe(moe, chunks, score_activations)
+    # Other model families use TorchTitan's function too: they get its own names back.
+    with patch.multiple(llama4_parallelize, **names), warnings.catch_warnings():
+        # The DeepEP layer has no reorderer, which TorchTitan's plan names all the same.
+        warnings.filterwarnings("ignore", message="Parallelize plan key 'reorderer'")
+        llama4_parallelize.apply_moe_ep_tp(model, use_deepep=use_deepep, **options)
+    tp_mesh, ep_mesh, etp_mesh = (options.get(f"{name}_mesh") for name in ("tp", "ep", "etp"))
+    if tp_mesh is None:
+        return
+    # EP borrows the TP ranks, each of which then sends its shard of the tokens.
+    is_sharded = ep_mesh is not None and etp_mesh is None
+    for moe in layers:
+        if _has_term_of_scores(moe, is_sharded):
+            moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
+            activity.patches_applied.add("router-gradients-summed-over-tp")
+        if moe.shared_experts is not None:
+            activity.patches_applied.add("shared-expert-gradients-not-summed-over-tp")
+        if is_sharded and moe.reorderer is not None:
+            moe.register_forward_pre_hook(_remember_length)
+        if is_sharded and isinstance(moe, RowMoE):
+            moe.cookbook_shard_mesh = tp_mesh

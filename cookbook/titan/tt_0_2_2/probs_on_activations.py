@@ -1,10 +1,9 @@
-"""Routed experts that apply the routing scores to their activations, not to their outputs.
+"""Routed experts with the routing scores applied to their activations, not to their outputs.
 
-An expert's output is linear in its activation, so that the sum over a token's experts is the same;
-only what is rounded differs. Then no gradient needs the outputs: they are not kept, and a layer
-that is recomputed stops before the last product. Nothing but the residual sum may follow them in
-what is recomputed as one, which holds for TorchTitan's layers. Megatron Core applies the scores
-here too, since v0.13.
+An expert's output is linear in its activation: the sum over a token's experts is the same but for
+rounding. No gradient needs the outputs then: they are not kept, and recomputation stops before the
+last product. Only the residual sum may follow them in the recomputed region, as in TorchTitan's
+layers. Megatron Core applies "probs on activations" since v0.13.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from cookbook.titan.tt_0_2_2.recomputation import last_product
 
 
 class ProbsOnActivations:
-    """What computes in place of `GroupedExperts.forward`, which takes no scores.
+    """The computation of `GroupedExperts.forward`, which takes no scores.
 
     Like TorchTitan's function it is compiled once for all layers, which are alike.
     """
@@ -39,7 +38,7 @@ class ProbsOnActivations:
     def __call__(
         self, experts: Any, rows: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
-        """Scored outputs (rows, features); of any value where the forward is repeated.
+        """Return scored outputs (rows, features); their values are undefined in recomputation.
 
         Args:
             experts: TorchTitan's `GroupedExperts`.
@@ -47,20 +46,17 @@ class ProbsOnActivations:
             scores: (rows, 1) float32.
             ends: (local experts,) int32, where each group of rows ends.
         """
-        w1, w2, w3 = (_local(weight) for weight in (experts.w1, experts.w2, experts.w3))
+        weights = (experts.w1, experts.w2, experts.w3)
+        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
         if not experts.use_grouped_mm:
             return _project(w2, _activate(w1, w3, rows, scores, ends, False), ends, False)
-        # Any number of rows may come.
+        # The number of rows differs in each layer and step.
         torch._dynamo.mark_dynamic(rows, 0)
         torch._dynamo.mark_dynamic(scores, 0)
         activations = self._activate(w1, w3, rows, scores, ends)
         torch._dynamo.mark_dynamic(activations, 0)
         with last_product():
             return self._project(w2, activations, ends).type_as(rows)
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _activate(
@@ -71,7 +67,7 @@ def _activate(
     ends: torch.Tensor,
     grouped: bool = True,
 ) -> torch.Tensor:
-    # Grouped GEMMs take no other type. Cast once, so that one copy is kept.
+    # Grouped GEMMs take BF16 only. Cast once, so that one copy is kept.
     rows = rows.bfloat16() if grouped else rows
     activations = torch.nn.functional.silu(_multiply(rows, w1, ends, grouped))
     activations = activations * _multiply(rows, w3, ends, grouped)

@@ -1,13 +1,17 @@
-"""Selective recomputation with a list of what to save that a recipe states.
+"""Selective recomputation with a recipe's own list of operators to save.
 
-TorchTitan's `selective_ac_option=op` looks every operator up in one list of its own, which lacks
-grouped GEMMs. The list sees an operator in a compiled region too, as long as Inductor calls it: the
-grouped GEMMs, DeepEP's dispatch and combine, FlashAttention-4, and dense GEMMs where they are named
-(`compiled_gemms.py`). It does not see what Inductor writes itself: FlexAttention.
+TorchTitan's `selective_ac_option=op` looks every operator up in a fixed list, which lacks grouped
+GEMMs. The list sees an operator in a compiled region too if Inductor calls it: grouped GEMMs,
+DeepEP's dispatch and combine, FlashAttention-4, and dense GEMMs where they are named. It does not
+see kernels that Inductor generates, such as FlexAttention.
+
+Inductor gives a dense GEMM a buffer to write to, while a list of operators knows those only that
+return their result. Where the list names dense GEMMs, a forward's become calls of `cookbook::mm`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,10 +23,9 @@ from torch._guards import TracingContext
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cookbook.titan.common.again import in_recompute
 from cookbook.titan.tt_0_2_2 import activity
 
-# What an option may name. Operators that are not installed are passed over.
+# The kinds that an option may name. Operators that are not installed are passed over.
 OPERATORS = {
     "attention": (
         "aten._scaled_dot_product_attention_math",
@@ -47,18 +50,24 @@ OPERATORS = {
     "mm": ("aten.mm", "cookbook.mm"),
 }
 
-# What a corrected layer calls in place of an operator that TorchTitan's list has.
+# The operators of patched layers, by the operator of TorchTitan's list that they replace.
 IN_PLACE_OF = {
     "deepep.combine": "cookbook.deepep_combine",
     "deepep.dispatch": "cookbook.deepep_dispatch",
 }
 
-# What computes now is needed by no gradient.
+# Whether no gradient needs the operators that run now.
 _is_needless = False
 
 
+def in_recompute() -> bool:
+    """Return whether this forward recomputes activations in the backward."""
+    # It runs within a task of autograd's engine.
+    return torch._C._current_graph_task_id() != -1
+
+
 def operators_of(names: Iterable[str]) -> Iterator[Any]:
-    """The operators of these names that are installed."""
+    """Yield the operators of these names that are installed."""
     for name in names:
         namespace, _, operator = name.partition(".")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
@@ -66,16 +75,8 @@ def operators_of(names: Iterable[str]) -> Iterator[Any]:
             yield packet.default
 
 
-def with_own(operators: set[Any]) -> set[Any]:
-    """TorchTitan's list, with the cookbook's operators that run in place of some in it."""
-    own = [
-        name for released, name in IN_PLACE_OF.items() if operators & {*operators_of([released])}
-    ]
-    return operators | {*operators_of(own)}
-
-
 def kinds_of_operators() -> dict[Any, str]:
-    """What each known operator is for, by operator."""
+    """Return the kind of each known operator."""
     found: dict[Any, str] = {torch._higher_order_ops.flex_attention: "attention"}
     for kind, names in OPERATORS.items():
         found |= dict.fromkeys(operators_of(names), kind)
@@ -84,7 +85,7 @@ def kinds_of_operators() -> dict[Any, str]:
 
 @contextmanager
 def not_saved() -> Iterator[None]:
-    """Within it a `SaveList` saves nothing: no gradient needs what is computed."""
+    """Let `SaveList` save nothing: no gradient needs the results."""
     global _is_needless
     before, _is_needless = _is_needless, True
     try:
@@ -95,15 +96,15 @@ def not_saved() -> Iterator[None]:
 
 @contextmanager
 def last_product() -> Iterator[None]:
-    """Within it computes the GEMM whose result no gradient needs: not saved, not repeated."""
+    """Run a GEMM whose result no gradient needs: do not save it, and skip it in recomputation."""
     with not_saved(), _Unmultiplied() if in_recompute() else nullcontext():
         yield
 
 
 class _Unmultiplied(TorchDispatchMode):
-    """GEMMs return memory as it is found; autograd notes their operands all the same.
+    """Let GEMMs return uninitialized memory; autograd records their operands all the same.
 
-    But for those of aten: TorchTitan counts them, to save every second one.
+    GEMMs of aten do compute: TorchTitan counts them, to save every second one.
     """
 
     def __init__(self) -> None:
@@ -127,7 +128,7 @@ class _Unmultiplied(TorchDispatchMode):
 
 
 class SaveList(set[Any]):
-    """Operators to save, which notes for the report of the first step what it was asked for."""
+    """The operators to save; notes those that are asked for, for the report of the first step."""
 
     def __init__(self, operators: Iterable[Any]) -> None:
         super().__init__(operators)
@@ -135,8 +136,8 @@ class SaveList(set[Any]):
 
     def __contains__(self, operator: object) -> bool:
         is_saved = super().__contains__(operator) and not _is_needless
-        # A layer without experts is compiled as a whole: asked while it is traced, of operators
-        # that layers with experts may compute again.
+        # While a layer without experts is traced, the list is asked for operators that layers with
+        # experts may recompute.
         if is_saved and TracingContext.try_get() is None:
             activity.saved.add(self._kinds.get(operator, str(operator)))
         return is_saved
@@ -149,18 +150,18 @@ def apply_ac(
 
     Args:
         save: kinds of operators that selective recomputation saves; empty for TorchTitan's own.
-        num_layers_kept: of how many layers, the last ones, nothing is recomputed.
+        num_layers_kept: the number of layers, from the last, without recomputation.
         options: TorchTitan's own, `op_sac_save_list` and so on.
     """
     if "mm" in save and options.get("model_compile_enabled"):
-        # It takes seconds to import what compiles, and only then is it needed.
-        from cookbook.titan.common.compiled_gemms import show_gemms
-
         show_gemms(least_inner=model.model_args.dim)
-    operators = with_own(options.pop("op_sac_save_list"))
+    operators: set[Any] = options.pop("op_sac_save_list")
+    for released, own in IN_PLACE_OF.items():
+        if operators & {*operators_of([released])}:
+            operators = operators | {*operators_of([own])}
     if save:
         kinds = kinds_of_operators()
-        # What TorchTitan lists beyond these kinds, as the maximum that scales FP8, stays.
+        # Operators beyond these kinds, such as the maximum that scales FP8, stay.
         operators = {operator for operator in operators if operator not in kinds}
         operators |= {operator for operator, kind in kinds.items() if kind in save}
     titan.apply_ac(model, ac_config, op_sac_save_list=SaveList(operators), **options)
@@ -172,7 +173,7 @@ def apply_ac(
 
 
 def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
-    """How the layers of this rank are recomputed: `none`, `full`, `selective`."""
+    """Return how the layers of this rank are recomputed: `none`, `full`, `selective`."""
     if (budget := torch._functorch.config.activation_memory_budget) < 1:
         return frozenset({f"memory_budget {budget:g}"})
     layers = [layer for part in model_parts for layer in part.get_submodule("layers").children()]
@@ -182,6 +183,67 @@ def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
 def _recomputation(layer: nn.Module) -> str:
     for module in layer.modules():
         if isinstance(module, CheckpointWrapper):
-            # A functools.partial; what it calls gets no context where everything is recomputed.
+            # A functools.partial; the function gets no context where everything is recomputed.
             return "selective" if "context_fn" in module.checkpoint_fn.keywords else "full"
     return "none"
+
+
+@torch.library.custom_op("cookbook::mm", mutates_args=())
+def multiply(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """(rows, inner) times (inner, columns), as `aten::mm`."""
+    return torch.mm(rows, weights)
+
+
+@multiply.register_fake
+def _like_output(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+def show_gemms(least_inner: int) -> None:
+    """Turn GEMMs of the forwards that are compiled from now on into calls of `cookbook::mm`.
+
+    Args:
+        least_inner: the shortest inner dimension. A saved element saves that many
+            multiplications; a short one is not worth its memory.
+    """
+    # It takes seconds to import the compiler.
+    import torch._inductor.config as inductor
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class ShowGemms(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            inputs = graph.find_nodes(op="placeholder")
+            # Nothing of a backward is saved; AOTAutograd gives it the tangents.
+            if any(node.name.startswith("tangents") for node in inputs):
+                return
+            for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+                inner: Any = node.args[0].meta["val"].shape[1]
+                if inner >= least_inner:
+                    node.target = torch.ops.cookbook.mm.default
+
+        def uuid(self) -> Any:
+            # Part of the key of Inductor's cache.
+            return get_hash_for_files((__file__,)), least_inner
+
+    _protect_results()
+    inductor.post_grad_custom_post_pass = ShowGemms()
+
+
+@functools.cache
+def _protect_results() -> None:
+    """Forbid Inductor to write over the operator's results.
+
+    Often the save list alone keeps them: the rotary embedding's backward does not need the queries
+    that it was given.
+    """
+    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.virtualized import V
+
+    operator = torch.ops.cookbook.mm.default
+    call = fallback_handler(operator, add_to_fallback_set=False)
+
+    @register_lowering(operator, type_promotion_kind=None)
+    def _keep(rows: Any, weights: Any) -> Any:
+        out = call(rows, weights)
+        V.graph.never_reuse_buffers.add(out.get_name())
+        return out

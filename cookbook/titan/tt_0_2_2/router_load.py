@@ -1,11 +1,14 @@
-"""Logs how many tokens the router sends to each expert, at the steps whose metrics are logged.
+"""Counts of the router's tokens for each expert: logged, and of training's forwards alone.
 
-TorchTitan counts in each MoE layer (`tokens_per_expert`), for the expert bias. That count cannot be
-logged as it is: a recomputed forward adds to it again, and the optimizer sets it back. So each
-layer keeps a second count, of forwards that train.
+TorchTitan counts in each MoE layer (`tokens_per_expert`), for the expert bias, and 0.2.2 counts
+every forward. Not every forward trains: a pipeline first computes each stage once for zeros, to
+learn shapes (`_shape_inference` in PyTorch's `stage.py`), and validation computes losses. Their
+tokens moved the bias, and with it the routing, so they are taken out.
 
-Between logged steps that is two additions of a few numbers on the device for each forward of a
-layer. At a logged step the ranks sum their counts, and one of them copies the sum to the host.
+That count cannot be logged: recomputation adds to it again, and the optimizer resets it. So each
+layer keeps a second count. Between logged steps it costs two additions of a few numbers on the
+device for each forward of a layer. At a logged step the ranks sum their counts, and one of them
+copies the sum to the host.
 """
 
 from __future__ import annotations
@@ -22,21 +25,63 @@ import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.tools.logging import logger
 
-from cookbook.titan.common.again import in_recompute
+from cookbook.titan.tt_0_2_2 import activity
+from cookbook.titan.tt_0_2_2.recomputation import in_recompute
 
 FILE = "router_load.jsonl"
 _COUNT = "cookbook_load"
 # An expert with less than this part of the mean is starved.
 STARVED = 0.1
-# The counts of 58 layers of 256 experts are 100 KB: no more than this many sets are kept.
+# The counts of 58 layers of 256 experts are 100 KB: write at most this many sets.
 _MOST_COUNTS = 50
 
 
 def count_load(model: nn.Module) -> None:
     """Let the MoE layers of `model`, the whole or a stage, count the tokens of each expert."""
-    for moe in _moe_layers([model]).values():
-        moe.register_forward_pre_hook(_before)
-        moe.register_forward_hook(_behind)
+    for moe in moe_layers([model]).values():
+        moe.register_forward_pre_hook(_subtract_count)
+        moe.register_forward_hook(_add_count)
+
+
+# The difference of TorchTitan's count, by two operations in place: nothing waits or is allocated.
+def _subtract_count(moe: Any, inputs: Any) -> None:
+    if torch.is_grad_enabled() and not in_recompute():
+        if not hasattr(moe, _COUNT):
+            setattr(moe, _COUNT, torch.zeros_like(moe.tokens_per_expert, dtype=torch.float64))
+        getattr(moe, _COUNT).sub_(moe.tokens_per_expert)
+
+
+def _add_count(moe: Any, inputs: Any, output: Any) -> None:
+    if torch.is_grad_enabled() and not in_recompute():
+        getattr(moe, _COUNT).add_(moe.tokens_per_expert)
+
+
+def count_in_training_only(model: nn.Module) -> None:
+    """Restore the counts of MoE layers after a forward that records no gradients."""
+    for moe in moe_layers([model]).values():
+        moe.register_forward_pre_hook(_remember)
+        moe.register_forward_hook(_restore)
+
+
+def _remember(moe: Any, inputs: Any) -> None:
+    if not torch.is_grad_enabled():
+        moe.cookbook_counts = moe.tokens_per_expert.clone()
+
+
+def _restore(moe: Any, inputs: Any, outputs: Any) -> None:
+    if not torch.is_grad_enabled():
+        moe.tokens_per_expert.copy_(moe.cookbook_counts)
+        activity.patches_applied.add("tokens-counted-in-training-only")
+
+
+def moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
+    """Return the MoE layers by the number of their block in the whole model."""
+    return {
+        int(number): block.moe
+        for part in model_parts
+        for number, block in part.get_submodule("layers").named_children()
+        if block.moe_enabled
+    }
 
 
 class RouterLoad:
@@ -56,7 +101,7 @@ class RouterLoad:
         job_config: Any,
         writes: bool,
     ) -> None:
-        self._own = _moe_layers(model_parts)
+        self._own = moe_layers(model_parts)
         self._device = next(model_parts[0].parameters()).device
         self._shape = model_args.n_layers, model_args.moe_args.num_experts
         # The ranks of a TP group count the same tokens: the sum is not over them.
@@ -76,7 +121,7 @@ class RouterLoad:
         """Write the load of the steps from `first_step` to `step`; a collective of all ranks.
 
         Returns:
-            what TensorBoard and W&B are to show; nothing on a rank that does not write.
+            The metrics for TensorBoard and W&B; none on a rank that does not write.
         """
         total = self.take_counts()
         if not self._writes:
@@ -107,7 +152,7 @@ class RouterLoad:
         }
 
     def take_counts(self) -> torch.Tensor:
-        """The counts of all ranks, (layers, experts); each rank's own begin anew."""
+        """Sum the counts of all ranks, (layers, experts), and reset this rank's."""
         table = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         for layer, moe in self._own.items():
             if (load := getattr(moe, _COUNT, None)) is not None:
@@ -120,7 +165,7 @@ class RouterLoad:
     def _due_counts(
         self, counts: torch.Tensor, layers: list[int], first_step: int
     ) -> dict[str, Any]:
-        """Each expert's tokens since they were last written, where that is due."""
+        """Each expert's tokens since they were last written, if it is time to write them."""
         self._kept += counts
         self._kept_from = first_step if self._kept_from is None else self._kept_from
         self._num_logs += 1
@@ -138,34 +183,6 @@ class RouterLoad:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
-            # What is only looked at must not end a training.
+            # A statistic must not end a training.
             logger.warning(f"cookbook: no more router load: {self._file}: {error.strerror}")
             self._file = None
-
-
-def _moe_layers(model_parts: Iterable[nn.Module]) -> dict[int, Any]:
-    """The MoE layer of each block that has one, by the block's number in the whole model."""
-    return {
-        int(number): block.moe
-        for part in model_parts
-        for number, block in part.get_submodule("layers").named_children()
-        if block.moe_enabled
-    }
-
-
-def _is_counted() -> bool:
-    """Whether this is a forward that trains: no look at shapes, no recomputation."""
-    return torch.is_grad_enabled() and not in_recompute()
-
-
-# The difference of TorchTitan's count, by two operations in place: nothing waits or is allocated.
-def _before(moe: Any, inputs: Any) -> None:
-    if _is_counted():
-        if not hasattr(moe, _COUNT):
-            setattr(moe, _COUNT, torch.zeros_like(moe.tokens_per_expert, dtype=torch.float64))
-        getattr(moe, _COUNT).sub_(moe.tokens_per_expert)
-
-
-def _behind(moe: Any, inputs: Any, output: Any) -> None:
-    if _is_counted():
-        getattr(moe, _COUNT).add_(moe.tokens_per_expert)

@@ -1,9 +1,8 @@
-"""MoE layers of the EP backends `standard` and `mxfp8_a2a` whose rows are moved by own kernels.
+"""MoE layers of the EP backends `standard` and `mxfp8_a2a` with `cookbook.row_kernels`.
 
 TorchTitan orders rows by an index, weights the experts' outputs by a batched GEMM in float32 and
-writes them back by another index; each has a backward that is slower still. Here rows are ordered
-and brought back in one pass each, and the scores weight the activations, as in
-`scored_experts.py`. With `cookbook.row_kernels` off nothing here is used.
+writes them back by another index; the backward of each is slower still. Here rows are ordered and
+brought back in one pass each, and the scores weight the activations (`probs_on_activations.py`).
 """
 
 from __future__ import annotations
@@ -28,18 +27,23 @@ from torchtitan.distributed.expert_parallel import (
 )
 from torchtitan.models.moe.moe import MoE
 
-from cookbook.titan.common.again import in_recompute
-from cookbook.titan.common.expert_groups import collect, plan_on_device, row_scores, spread
-from cookbook.titan.common.swiglu import join, scored_swiglu
+from cookbook.titan.common.expert_groups import (
+    collect,
+    join,
+    plan_on_device,
+    row_scores,
+    scored_swiglu,
+    spread,
+)
 from cookbook.titan.common.token_shard import TokenShard, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions, receive, send
-from cookbook.titan.tt_0_2_2.recomputation import last_product, not_saved
+from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, receive, send
+from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows by expert; FSDP, which would cast tensors among a module's inputs, sees no tensor here.
+    """The groups of rows by expert; a plain class, in which FSDP finds no tensors to cast.
 
     Attributes:
         scores: (rows, 1) float32.
@@ -52,18 +56,18 @@ class Groups:
 
 
 class RowExperts(nn.Module):
-    """Routed experts, a class of its own before theirs, that score their activations.
+    """Mixed into the class of the routed experts, which then score their activations.
 
     With EP they send rows to the ranks of their experts and back.
     """
 
     cookbook_ep: DeviceMesh | None = None
-    # Whose ranks cut each expert.
+    # The ranks over which each expert is cut.
     cookbook_tp: DeviceMesh | None = None
     cookbook_precisions = Precisions(False, False)
 
     def forward(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Scored outputs (rows, features), of any value where the forward is repeated."""
+        """Return scored outputs (rows, features); their values are undefined in recomputation."""
         if self.cookbook_ep is None:
             return self._compute(rows, groups)
         group, ranks = self.cookbook_ep.get_group(), self.cookbook_ep.size()
@@ -72,7 +76,7 @@ class RowExperts(nn.Module):
         with torch.no_grad():
             received = all_to_all_single(groups.sizes, None, None, group=group)
             received = torch.ops._c10d_functional.wait_tensor(received).view(ranks, -1)
-            # The splits must be known on the host: the one wait for the device.
+            # The one wait for the device: the host must know the splits.
             splits = [groups.sizes.view(ranks, -1).sum(1), received.sum(1)]
             there, here = torch.stack(splits).tolist()
             # Rows arrive by rank, and of each rank by expert.
@@ -87,14 +91,14 @@ class RowExperts(nn.Module):
         with not_saved():
             out = collect(out, None, plan, is_needed=not in_recompute())
             if in_recompute():
-                # Nothing needs them, and no rank sends any.
+                # No gradient needs the outputs, and no rank sends any.
                 return torch.empty_like(rows).requires_grad_()
             return receive(self.cookbook_precisions, out, there, here, group)
 
     def _compute(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
         experts: Any = self
         if not hasattr(experts, "w1"):
-            # Of a proof: it multiplies nothing.
+            # The self-check's experts, which multiply nothing.
             return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
         weights = (experts.w1, experts.w2, experts.w3)
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
@@ -127,49 +131,49 @@ def _multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    # The last part has no expert: it is no row of anybody.
+    # The last part belongs to no expert.
     *parts, rest = rows.tensor_split(ends.tolist())
     products = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
     return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])
 
 
 class RowMoE(MoE):
-    """TorchTitan's layer, whose experts are `RowExperts`."""
+    """TorchTitan's layer with `RowExperts`."""
 
-    # Set where EP borrows the TP ranks, each of which sends its share of the tokens.
-    cookbook_share: DeviceMesh | None = None
+    # Set where EP borrows the TP ranks, each of which sends its shard of the tokens.
+    cookbook_shard_mesh: DeviceMesh | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's output for (batch, length, features)."""
+        """Return the layer's output for (batch, length, features)."""
         length, features = x.shape[1:]
         tokens = x.view(-1, features)
         scores, chosen, counts = self.router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
         mine, experts = tokens, self.experts
-        share = None
-        if self.cookbook_share is not None:
-            share = TokenShard.of_mesh(length, self.cookbook_share)
-            mine, scores, chosen = (shard_tokens(one, share) for one in (tokens, scores, chosen))
+        shard = None
+        if self.cookbook_shard_mesh is not None:
+            shard = TokenShard.of_mesh(length, self.cookbook_shard_mesh)
+            mine, scores, chosen = (shard_tokens(one, shard) for one in (tokens, scores, chosen))
         if experts.cookbook_tp is not None:
-            # Each rank has one term of the tokens' gradient. Summed of tokens, not of rows.
+            # Each rank has one term of the gradient. There are fewer tokens to sum than rows.
             mine = sum_gradient_over_tp(mine, experts.cookbook_tp)
-        # Padded where they are multiplied at once, and not sent.
+        # Padded where rows are multiplied here, without being sent.
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M if experts.cookbook_ep is None else 1
         plan = plan_on_device(chosen, self.router.num_experts, alignment)
         dtype = torch.bfloat16 if getattr(experts, "use_grouped_mm", True) else x.dtype
         groups = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
         routed = experts(spread(mine, None, plan, dtype), groups)
-        # Before the rows are waited for.
+        # Before anything waits for the rows.
         out = None if self.shared_experts is None else self.shared_experts(tokens)
         activity.rows.add("kernels")
         needed = not in_recompute()
-        if share is None:
+        if shard is None:
             total = collect(routed, None, plan, needed, out, x.dtype)
             return total.view(x.shape)
         sums = collect(routed, None, plan, needed, None, x.dtype).view(len(x), -1, features)
         total = torch.zeros_like(x) if out is None else out.view(x.shape).clone()
-        total[:, share.start : share.stop] += sums
+        total[:, shard.start : shard.stop] += sums
         return total
 
 
@@ -179,7 +183,7 @@ def _with_rows(experts: type[nn.Module]) -> type[nn.Module]:
 
 
 def use_row_kernels(moe: Any) -> None:
-    """Make these of a layer and its experts: the instances alone, as FSDP does it."""
+    """Change the classes of a layer and its experts; the instances alone, as FSDP does."""
     if moe.score_before_experts:
         raise ValueError("cookbook.row_kernels scores activations; score_before_experts is on")
     moe.__class__ = RowMoE
@@ -188,7 +192,7 @@ def use_row_kernels(moe: Any) -> None:
 
 
 class RowExpertParallel(ExpertParallel):
-    """TorchTitan's expert parallelism for `RowExperts`, which exchange rows themselves."""
+    """TorchTitan's expert parallelism without its exchange, which `RowExperts` make."""
 
     def __init__(self, precisions: Precisions) -> None:
         super().__init__()
@@ -201,7 +205,7 @@ class RowExpertParallel(ExpertParallel):
 
 
 class RowTensorParallel(TensorParallel):
-    """TorchTitan's plan for experts that TP cuts, without its hook."""
+    """TorchTitan's plan for experts that TP cuts, without its input hook."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module
@@ -210,7 +214,7 @@ class RowTensorParallel(TensorParallel):
 
 
 class RowExpertTensorParallel(ExpertTensorParallel):
-    """Both."""
+    """TorchTitan's plan for experts under EP and TP, without its hooks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module

@@ -1,4 +1,4 @@
-"""TorchTitan's DeepSeek-V3 with the cookbook's parts: which door takes what.
+"""TorchTitan's DeepSeek-V3 with the cookbook's parts, and the door of each.
 
 A registered spec wins over the built-in one of the same name, so a job with
 `--model.name=deepseek_v3` gets this one, and a job of another model family gets TorchTitan's own.
@@ -6,13 +6,13 @@ A new part enters here: a function or a class in a file of its own, and one line
 
 Some things have no door. Each is replaced in one place, which says why:
 
-- the names that `apply_moe_ep_tp` looks up: `expert_parallel.py`, while that function runs
-- the names that `parallelize_deepseekv3` looks up: `parallelize.py`, while that function runs
-- the converters called `quantize.*.mx`: `mx.py`, when a job of this model starts
-- functions that TorchAO's emulation calls: `mx.py` and `quantized_a2a.py`, where a job uses them
+- the names that `parallelize_deepseekv3` and its `apply_moe_ep_tp` look up: `parallelize.py`, while
+  these functions run
+- the converters called `quantize.*.mx`: `mxfp8.py`, when a job of this model starts
+- functions that TorchAO's emulation calls: `mxfp8.py`, where a job uses them
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
-- when a checkpoint is saved, and whether another step follows: `saving.py`
-- the end of the process: `common/leave.py`
+- when a checkpoint is saved, whether another step follows, how failures are named: `checkpoint.py`
+- the end of the process: `common/process.py`
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torchtitan.models import deepseek_v3
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from cookbook.titan.tt_0_2_2.attention import DeepSeekV3ModelWithAttention
+from cookbook.titan.tt_0_2_2.loss import build_loss
 from cookbook.titan.tt_0_2_2.metrics import build_metrics_processor
 from cookbook.titan.tt_0_2_2.model_args import flavors
 from cookbook.titan.tt_0_2_2.parallelize import parallelize
-from cookbook.titan.tt_0_2_2.pipeline_loss import build_loss
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 MODEL = "deepseek_v3"
 
 
 def changed_spec() -> TrainSpec:
-    """TorchTitan's own spec but for the doors that are named here."""
+    """Return TorchTitan's own spec but for the doors named here."""
     return replace(
         deepseek_v3.get_train_spec(),
         # Attention as a choice, and what mask it has.
@@ -45,8 +45,8 @@ def changed_spec() -> TrainSpec:
         parallelize_fn=parallelize,
         # A pipeline's gradients are per token.
         build_loss_fn=build_loss,
-        # The first step reports what is active, and holds the job to what its overlays declare;
-        # each logged step writes the router's load.
+        # The first step reports the options in force, and ends a job that differs from its
+        # overlays' declaration; each logged step writes metrics and the router's load.
         build_metrics_processor_fn=build_metrics_processor,
     )
 

@@ -21,8 +21,8 @@ from cookbook.titan.selftest.exchange import (
     exchange_errors,
     inputs_of,
 )
-from cookbook.titan.tt_0_2_2.expert_parallel import apply_moe_ep_tp
-from cookbook.titan.tt_0_2_2.quantized_a2a import Precisions
+from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
+from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
 
 def exchange_of(

@@ -1,4 +1,4 @@
-"""The versions of the installed packages, and a refusal of those that are not known here."""
+"""The installed packages' versions, and the refusal of those that this package does not know."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-# This package uses doors and names that exist, with the meaning that it expects, in these versions.
+# This package uses doors and names that exist, with the expected meaning, in these versions.
 TORCHTITAN = "0.2.2"
 TORCHAO = "0.16.0"
 
@@ -14,7 +14,7 @@ logger = logging.getLogger()
 
 
 def refuse(reason: str) -> SystemExit:
-    """The exception that ends this rank with `reason` as the one line to read in its log."""
+    """Log `reason` as the line to read, and return the exception that ends this rank."""
     logger.error(f"cookbook refuses: {reason}")
     return SystemExit(1)
 
@@ -38,15 +38,14 @@ def check_versions() -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions that decide what a run computes, for its log and its result."""
+    """Return the versions that decide a run's numbers, for its log and its result."""
     import torch
 
+    packages = {"torchtitan": "torchtitan", "torchao": "torchao", "deep_ep": "deep_ep"}
+    packages["flash_attn_4"] = "flash-attn-4"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "torchtitan": installed("torchtitan"),
-        "torchao": installed("torchao"),
-        "deep_ep": installed("deep_ep"),
-        "flash_attn_4": installed("flash-attn-4"),
+        **{name: installed(package) for name, package in packages.items()},
     }

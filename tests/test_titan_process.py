@@ -1,10 +1,11 @@
-"""A rank that makes no step leaves its stacks and its flight recorder's trace."""
+"""How a rank stalls, dies with its torchrun, and ends: with the status of its work."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from cookbook.install.corpus import make_corpus
 from cookbook.observe.stacks import describe_stacks
 from cookbook.run.folder import Attempt
 from tests.submit import ROOT
@@ -27,13 +30,13 @@ _STALL = """
 import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from cookbook.titan.common import stall
-stall.STEPS, stall.MORE_S = 2.0, 1.0
+from cookbook.titan.common import process
+process.STEPS, process.MORE_S = 2.0, 1.0
 os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 attempt = Path(sys.argv[1])
 trace = attempt / "comm_traces" / "rank_0"
-alarm = stall.StallAlarm(attempt, attempt / "comm_traces" / "rank_", 0)
+alarm = process.StallAlarm(attempt, attempt / "comm_traces" / "rank_", 0)
 
 def stands_still():
     dist.all_reduce(torch.ones(1))
@@ -92,17 +95,17 @@ def on_a_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[list[float], Callable[[int], Any]]]:
     """The time, which the test sets, and what makes a rank's alarm, which ends with the test."""
-    from cookbook.titan.common import stall
+    from cookbook.titan.common import process
 
     now = [0.0]
-    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(stall, "_LOOK_S", 0.01)
-    monkeypatch.setattr(stall, "recorded_collectives", lambda: b"trace")
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(process, "_POLL_S", 0.01)
+    monkeypatch.setattr(process, "flight_record", lambda: b"trace")
     monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: None)
     with ExitStack() as ends:
 
         def alarm(rank: int) -> Any:
-            made = stall.StallAlarm(tmp_path, tmp_path / "rank_", rank)
+            made = process.StallAlarm(tmp_path, tmp_path / "rank_", rank)
             ends.callback(made.end)
             return made
 
@@ -165,7 +168,7 @@ if sys.argv[1] == "torchrun":
     rank = subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], "rank"])
     print(rank.pid, flush=True)
     time.sleep(60)
-from cookbook.titan.common.orphan import die_with_parent
+from cookbook.titan.common.process import die_with_parent
 die_with_parent()
 # As a rank that hangs in a kernel does.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -205,27 +208,102 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_steps_that_are_not_logged_are_told_once_in_a_minute(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The supervisor takes a silent log for a hang, until it knows how long a step takes."""
-    from cookbook.titan.tt_0_2_2 import metrics
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    make_corpus(folder)
+    return folder
 
-    now = [5000.0]
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(metrics, "metrics_rank", lambda *_: 0)
-    ranks = iter([0] * 6 + [1] * 6)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: next(ranks))
-    monkeypatch.delenv("COOKBOOK_ATTEMPT_DIR", raising=False)
-    caplog.set_level("INFO")
-    for _ in range(2):
-        report: Any = metrics.CookbookMetrics.__new__(metrics.CookbookMetrics)
-        options = {"training": SimpleNamespace(steps=900), "comm": None}
-        report.job_config = SimpleNamespace(metrics=SimpleNamespace(log_freq=10), **options)
-        report.parallel_dims, report.reported = None, True
-        for step in range(13, 32):
-            now[0] += 25
-            assert report.should_log(step) is (step in (20, 30))
-    told = [13, 16, 19, 23, 26, 29]
-    said = [f"cookbook: made step {step}, which is not logged" for step in told]
-    assert [record.getMessage() for record in caplog.records] == said
+
+def train(assets: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """One rank of `python -m torchtitan.train`, which aborts when its interpreter shuts down."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "1"}
+    place |= {"RANK": "0", "LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torchtitan.train"),
+            "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
+            "--experimental.custom_import=tests.aborting",
+            f"--job.dump_folder={out}",
+            *("--model.name=deepseek_v3", "--model.flavor=debugmodel"),
+            f"--model.hf_assets_path={assets / 'tokenizer'}",
+            *("--training.dataset=c4_test", f"--training.dataset_path={assets / 'corpus'}"),
+            *("--training.seq_len=32", "--training.local_batch_size=1", "--training.steps=1"),
+            *("--activation_checkpoint.mode=none", "--metrics.log_freq=1"),
+            *("--metrics.enable_tensorboard", "--comm.trace_buf_size=0"),
+            *options,
+        ],
+        cwd=ROOT,
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_path: Path) -> None:
+    ended = train(assets, tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert (ended.stdout + ended.stderr).count("cookbook active: ") == 1
+    # Nothing of what it wrote is lost.
+    assert "Process group destroyed" in ended.stdout + ended.stderr
+    (events,) = tmp_path.glob("tb/**/events.*")
+    written = EventAccumulator(str(events)).Reload().Scalars("loss_metrics/global_avg_loss")
+    assert [scalar.step for scalar in written] == [1]
+
+
+def test_a_run_that_fails_is_torn_down_by_python(assets: Path, tmp_path: Path) -> None:
+    # Without the early exit the stand-in does abort, here after the error was printed.
+    ended = train(assets, tmp_path, "--training.dataset_path=/missing")
+    assert ended.returncode < 0
+    assert "/missing" in ended.stderr
+
+
+# Ends as a job or as another program, without a model.
+_PROGRAM = """
+import sys
+import torch.distributed as dist
+from cookbook.titan.common.process import exit_without_teardown
+
+exit_without_teardown()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if "done" in sys.argv:
+    dist.destroy_process_group()
+if "fails" in sys.argv:
+    raise ValueError("on purpose")
+print("the last words")
+sys.exit(3 if "refused" in sys.argv else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "how", "status"),
+    [
+        ("torchtitan.train", ["refused"], 3),
+        ("torchtitan.train", ["done", "fails"], 1),
+        # Another program has a status of its own: it may have found a wrong kernel.
+        ("another", ["done", "refused"], 3),
+    ],
+)
+def test_the_status_is_the_programs_own(
+    module: str, how: list[str], status: int, tmp_path: Path
+) -> None:
+    path = tmp_path / f"{module.replace('.', '/')}.py"
+    path.parent.mkdir(exist_ok=True)
+    (path.parent / "__init__.py").touch()
+    path.write_text(_PROGRAM)
+    # An empty text is as if the variable were not set: what is printed waits in a buffer.
+    place = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(
+        [sys.executable, "-m", module, *how],
+        cwd=tmp_path,
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == status, ended.stderr
+    assert ("the last words" in ended.stdout) == ("fails" not in how)
