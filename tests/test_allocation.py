@@ -9,8 +9,8 @@ import pytest
 
 from cookbook.run.folder import CellFolder
 from cookbook.run.slurm import JobInfo
+from cookbook.run.states import COMPLETING, merge_shared_job_state
 from cookbook.run.status import CANCELLED, FAILED, QUEUED, Status, read_status, write_status
-from cookbook.run.verdict import COMPLETING, in_turn
 from cookbook.supervise import supervisor
 from cookbook.supervise.supervisor import Supervisor
 
@@ -58,7 +58,9 @@ def test_the_state_of_a_cell_in_a_shared_job(
     expected: tuple[str, str | None],
 ) -> None:
     state, reason, started = word
-    found, why = in_turn(Status(state, reason=reason, started=started), JobInfo(*said))
+    found, why = merge_shared_job_state(
+        Status(state, reason=reason, started=started), JobInfo(*said)
+    )
     assert found == expected[0]
     assert why == expected[1] or (expected[1] and (why or "").startswith(expected[1]))
 

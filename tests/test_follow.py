@@ -1,4 +1,4 @@
-"""`logs` and `status`: whose log is printed, how far it is followed, what is said of a run."""
+"""`logs`, `status` and `cancel`, and the watcher that looks at cells while their logs grow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.cli.follow import cancel, show_logs, show_status
+from cookbook.cli import follow
+from cookbook.cli.display import CellProgress
+from cookbook.cli.follow import Watcher, cancel, show_logs, show_status
 from cookbook.run import slurm
 from cookbook.run.excluded import exclude_nodes
 from cookbook.run.folder import CellFolder
+from cookbook.run.run import read_run
 from cookbook.run.slurm import JobInfo
 from cookbook.run.status import write_job
+from cookbook.run.submit_lock import take_submit_lock
 from tests.test_results import Run, metrics_line
 
 Happen = Callable[[], object]
@@ -29,6 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
     monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(follow, "has_slurm", lambda: False)
     return Run(tmp_path)
 
 
@@ -56,7 +61,8 @@ def test_without_a_name_it_is_the_cell_that_runs(
     write(run)
     name = run.folder.name
     assert printed(capfd) == printed(capfd, name) == ["of the second"]
-    for asked in ("third", f"{name}/third", f"{run.folder}/third"):
+    # A shell's completion ends a folder with a slash.
+    for asked in ("third", f"{name}/third", f"{name}/third/", f"{run.folder}/third"):
         assert printed(capfd, asked) == ["of the third"]
     assert printed(capfd, str(run.folder)) == ["of the second"]
 
@@ -192,7 +198,7 @@ def test_without_a_name_it_is_said_first_which_run_is_cancelled(
     write(run, "slurm")
     said: list[str] = []
     infos = {job: JobInfo("PENDING", "Priority") for job in ("7", "8")}
-    monkeypatch.setattr(slurm, "job_infos", lambda jobs: infos)
+    monkeypatch.setattr(slurm, "job_infos", lambda jobs, patience: infos)
     monkeypatch.setattr(slurm, "scancel", lambda jobs: said.append(capsys.readouterr().out))
     name = run.folder.name
     assert cancel(Namespace(run=name if is_named else None)) == 0
@@ -214,3 +220,111 @@ def test_who_watches_to_the_end_gets_report_and_status(
     assert "tokens/s/GPU" in said
     words = f"b failed; its log: python submit.py logs {run.folder.name}/b"
     assert (words in said) == (second == "failed") and "a failed" not in said
+
+
+PP = {"parallelism.pipeline_parallel_degree": 2, "training.steps": 20}
+
+
+def watcher_of(run: Run) -> Watcher:
+    content = {"run": "r", "scheduler": "local", "cells": run.cells}
+    (run.folder / "run.json").write_text(json.dumps(content))
+    return Watcher(read_run(run.folder))
+
+
+def looked(watcher: Watcher) -> CellProgress:
+    ((_, progress),) = watcher.look()
+    return progress
+
+
+def test_the_newest_attempt_on_the_rank_with_the_loss_counts(tmp_path: Path) -> None:
+    first = "".join(metrics_line(step, loss="3.5") for step in (1, 2, 3))
+    # Resumed from an earlier step; rank 1 has the loss, and is not the last to speak.
+    second = metrics_line(2, rank=1, loss="2.5") + metrics_line(2, rank=0, loss="-4.0")
+    run = Run(tmp_path)
+    run.add("a", first, second, "no step yet\n", options=PP)
+    found = looked(watcher_of(run))
+    assert (found.step, found.loss, found.total_steps) == (2, 2.5, 20)
+
+
+def test_a_cell_without_a_log_or_a_record_is_shown(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    folder = run.add("a", state="queued")
+    (folder / "cell.yaml").write_text("[")
+    take_submit_lock(run.folder)
+    found = looked(watcher_of(run))
+    assert (found.state, found.step, found.total_steps, found.phase) == ("queued", None, None, None)
+
+
+def test_what_a_running_cell_does_is_named_until_it_makes_steps(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    log = run.add("a", "imports\n", state="running") / "attempt-1" / "train.log"
+    watcher = watcher_of(run)
+    prefix = "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - "
+    seen = []
+    for line in (
+        "Starting job: a",
+        "Building deepseek_v3 16B",
+        "Compiling each TransformerBlock with torch.compile",
+        "Training starts at step 1",
+    ):
+        with log.open("a") as file:
+            file.write(f"{prefix}{line}\n")
+        seen.append(looked(watcher).phase)
+    assert seen == ["loading", "building", "compiling", "first step"]
+    with log.open("a") as file:
+        file.write(metrics_line(1))
+    assert looked(watcher).step == 1
+
+
+def test_the_time_left_follows_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    run = Run(tmp_path)
+    log = run.add("a", metrics_line(1), state="running") / "attempt-1" / "train.log"
+    watcher = watcher_of(run)
+    # One step tells no pace; the first ones hold compilation anyway.
+    assert looked(watcher).left is None
+    for step, seconds, left in ((3, 4.0, 34.0), (11, 16.0, 18.0), (20, 9.0, 0.0)):
+        now[0] += seconds
+        with log.open("a") as file:
+            file.write(metrics_line(step))
+        assert looked(watcher).left == pytest.approx(left)
+    # A new attempt begins with a pace of its own.
+    (log.parent.parent / "attempt-2").mkdir()
+    (log.parent.parent / "attempt-2" / "train.log").write_text(metrics_line(15))
+    assert looked(watcher).left is None
+
+
+def test_who_comes_later_sees_the_last_steps_and_the_time_left(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    options = {
+        "training.steps": 100,
+        "training.seq_len": 1000,
+        "training.local_batch_size": 2,
+        "parallelism.tensor_parallel_degree": 2,
+    }
+    speeds = [10, *[500] * 30, 250]
+    lines = [metrics_line(step, tps=f"{speed}") for step, speed in enumerate(speeds, 1)]
+    other = metrics_line(32, rank=1, tps="7")
+    log = run.add("a", "".join(lines) + other, state="running", options=options)
+    found = looked(watcher_of(run))
+    assert found.speeds == (500.0,) * 19 + (250.0,)
+    # 68 steps of 1,000 tokens for each of two GPUs, at 500 tokens/s.
+    assert found.left == pytest.approx(68 * 1000 / 500)
+    watcher = watcher_of(run)
+    for _ in range(3):
+        assert looked(watcher).speeds == found.speeds
+    with (log / "attempt-1" / "train.log").open("a") as file:
+        file.write(metrics_line(33, tps="600"))
+    assert looked(watcher).speeds == (500.0,) * 18 + (250.0, 600.0)
+
+
+def test_a_new_attempt_goes_on_with_the_sparkline(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    first = "".join(metrics_line(step, tps="500") for step in (1, 2))
+    folder = run.add("a", first, state="running")
+    watcher = watcher_of(run)
+    assert looked(watcher).speeds == (500.0, 500.0)
+    (folder / "attempt-2").mkdir()
+    (folder / "attempt-2" / "train.log").write_text(metrics_line(2, tps="400"))
+    assert looked(watcher).speeds == (500.0, 500.0, 400.0)

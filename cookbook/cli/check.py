@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cookbook.base.errors import unknown_name
-from cookbook.base.tables import terminal_width
 from cookbook.check.check import check_cells
 from cookbook.check.report import render_json, render_text
+from cookbook.cli.display import terminal_width
 from cookbook.cli.request import requested_cell, requested_sweep
 from cookbook.config.cell import Cell
 from cookbook.config.finding import WARNING
@@ -19,7 +19,7 @@ from cookbook.config.sweep import is_sweep
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print the findings; 0 where every cell may run, else 1."""
+    """Print the findings; 0 if every cell may run, else 1."""
     if is_sweep(arguments.recipe):
         arguments.sweep = arguments.recipe
         sweep, cells = requested_sweep(arguments)
@@ -39,10 +39,10 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[list[Cell], str]:
-    """The cells, with why those that may not run are refused; and which parts were looked at.
+    """Return the cells with the reason of refused ones, and a line on the parts that were checked.
 
-    Warnings go to stderr. A dry run answers at once. A job on this machine says itself, and at
-    once, what TorchTitan does not like, so only what would wait in a queue is built.
+    Warnings go to stderr. Only cells that would wait in a queue are built: a dry run answers at
+    once, and a job on this machine shows at once what TorchTitan refuses.
 
     Args:
         arguments: with `dry_run` and `no_check`.

@@ -1,35 +1,82 @@
-"""How far each cell of a run is: a picture redrawn in place, or lines off a terminal."""
+"""Tables and the progress of a run's cells: a picture redrawn in place, or lines off a terminal."""
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TextIO
 
-from cookbook.base.tables import display_width
-from cookbook.cli.graphs import bar, sparkline
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
+# Busy states first: they are shown if not all cells fit.
 _STATES = ("running", "failed", "cancelled", "queued", "finished", "refused")
-# Of the bar, and of the sparkline, in columns.
-_SHORTEST, _LONGEST = 8, 20
-_CLEAR_LINE, _CLEAR_BELOW, _PLAIN = "\x1b[K", "\x1b[J", "\x1b[0m"
-_COLOURS = {
-    "failed": "\x1b[31m",
-    "cancelled": "\x1b[33m",
-    "refused": "\x1b[33m",
-    "finished": "\x1b[32m",
-    "emulated": "\x1b[35m",
+_STYLES = {"failed": "red", "cancelled": "yellow", "refused": "yellow", "finished": "green"}
+# Columns of a cell after name and state, with their headings.
+_COLUMNS = {
+    "sparks": "",
+    "bar": "",
+    "step": "step",
+    "speed": "tokens/s/GPU",
+    "loss": "loss",
+    "elapsed": "time",
+    "left": "left",
+    "note": "",
 }
-_WORDS = attrgetter("state", "phase", "is_known")
+# Those that a narrow terminal drops, in order.
+_SPARE = ("elapsed", "sparks", "loss", "speed", "note", "left", "bar")
+_BAR = 10
+# A last column that is narrower than this is hard to read; the line grows too long instead.
+_NARROWEST = 20
+_SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
+
+
+def terminal_width() -> int | None:
+    """Return the columns of standard output; None for a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def render_rows(rows: Sequence[Sequence[str]], width: int | None = None, indent: int = 0) -> str:
+    """Return rows as aligned lines.
+
+    Args:
+        width: the last column wraps between words so that lines fit; None for no limit.
+        indent: spaces before each line.
+    """
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)][:-1]
+    start = indent + sum(column + 2 for column in widths)
+    room = max(width - start, _NARROWEST) if width else None
+    lines = []
+    for *cells, last in rows:
+        head = " " * indent + "".join(
+            set_cell_size(cell, column + 2) for cell, column in zip(cells, widths, strict=True)
+        )
+        if room is None or cell_len(last) <= room:
+            parts = [last]
+        else:
+            parts = textwrap.wrap(last, room, break_long_words=False, break_on_hyphens=False)
+        lines += [head + parts[0], *(" " * start + part for part in parts[1:])]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 @dataclass(frozen=True, slots=True)
 class CellProgress:
-    """One cell as it is now; unknown values are None, `is_known` False where Slurm is silent."""
+    """The progress of one cell; unknown values are None.
+
+    Attributes:
+        elapsed: seconds since the cell started.
+        phase: loading, building, compiling, ... of a running cell that has made no step.
+        left: seconds to the last step, at the pace so far.
+        is_known: False if Slurm does not answer, or the cell runs on another machine.
+        speeds: tokens/s/GPU of the newest steps, the last one last.
+    """
 
     name: str
     state: str
@@ -38,120 +85,127 @@ class CellProgress:
     tokens_per_second: float | None = None
     loss: float | None = None
     elapsed: float | None = None
-    """Seconds since the cell started."""
     phase: str | None = None
-    """What a running cell does, until it makes steps: loading, building, compiling, ..."""
     left: float | None = None
-    """Seconds to the last step, at the pace of the steps seen so far."""
     emulated: bool = False
     is_known: bool = True
     speeds: tuple[float, ...] = ()
-    """Tokens/s/GPU of the newest steps, the last one last: the sparkline."""
-
-
-def render_progress(
-    cells: Sequence[CellProgress],
-    columns: int = 80,
-    rows: int = 24,
-    is_unicode: bool = True,
-    colour: bool = False,
-) -> list[str]:
-    """At most `rows` lines of at most `columns` columns: a summary, then a line per cell, or two
-    for one that runs.
-
-    Where not all cells fit, running and failed ones are shown first and the rest is counted.
-    """
-    shown = list(cells)
-    room = max(1, rows - 1)
-    if len(shown) > room:
-        important = sorted(shown, key=lambda cell: _rank_of(cell.state))[: max(0, room - 1)]
-        chosen = {cell.name for cell in important}
-        shown = [cell for cell in shown if cell.name in chosen]
-    name_columns = max((display_width(cell.name) for cell in shown), default=0)
-    may_wrap = len(shown) + sum(map(_has_sparks, shown)) <= room
-    lines = [_summary(cells)]
-    for cell in shown:
-        first, *more = (
-            _cut(line, columns)
-            for line in _cell_lines(cell, name_columns, columns, is_unicode, may_wrap)
-        )
-        lines += [_coloured(first, cell) if colour else first, *more]
-    if len(shown) < len(cells):
-        lines.append(f"and {len(cells) - len(shown)} more")
-    return [_cut(line, columns) for line in lines[: max(1, rows)]]
-
-
-def describe_cell(cell: CellProgress) -> str:
-    """One line for a log: `671b-bf16-deepep: running, step 5/20, 859 tokens/s/GPU, loss 3.9168`."""
-    figures = [*_steps(cell), *_figures(cell), *_left(cell)]
-    return f"{cell.name}: " + ", ".join([cell.state, *figures])
 
 
 class Progress:
-    """Writes progress to a stream: in place on a terminal, else one line for each change.
+    """Shows progress on a stream: in place on a terminal, else a line for each change.
 
     Args:
-        stream: where to write; whether it is a terminal decides how.
-        every_steps: off a terminal, also write a line when a cell has gone this many steps.
+        every_steps: off a terminal, also write a line when a cell has made this many steps.
     """
 
     def __init__(self, stream: TextIO, every_steps: int = 10) -> None:
-        self._stream = stream
-        self._every_steps = max(1, every_steps)
-        self._is_terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        self._is_unicode = _can_encode(stream, "█░")
-        self._colour = self._is_terminal and not os.environ.get("NO_COLOR")
-        self._drawn: list[str] = []
+        self._stream, self._every_steps = stream, every_steps
         self._written: dict[str, CellProgress] = {}
+        console = Console(file=stream, highlight=False, emoji=False, markup=False)
+        self._live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            # What others print meanwhile is theirs.
+            self._live = Live(
+                console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
 
     def update(self, cells: Sequence[CellProgress]) -> None:
         """Show the cells as they are now."""
-        show = self._redraw if self._is_terminal else self._write_changes
-        show(cells)
-
-    def close(self) -> None:
-        """Leave the last picture standing; what is written next comes below it."""
-        self._drawn = []
-        self._stream.flush()
-
-    def _redraw(self, cells: Sequence[CellProgress]) -> None:
-        size = shutil.get_terminal_size()
-        # One column stays free: a full line makes some terminals wrap.
-        columns = max(1, size.columns - 1)
-        rows = max(1, size.lines - 1)
-        lines = render_progress(cells, columns, rows, self._is_unicode, self._colour)
-        lines = [_encodable(line, self._stream) for line in lines]
-        # A terminal made narrower has wrapped the lines of the last picture.
-        height = sum(max(1, math.ceil(display_width(line) / size.columns)) for line in self._drawn)
-        up = f"\x1b[{min(height, size.lines - 1)}A" if height else ""
-        # One write and no clearing beforehand, so that nothing flickers.
-        text = up + "\r" + "".join(f"{line}{_CLEAR_LINE}\n" for line in lines) + _CLEAR_BELOW
-        self._stream.write(text)
-        self._stream.flush()
-        self._drawn = lines
-
-    def _write_changes(self, cells: Sequence[CellProgress]) -> None:
+        if self._live is not None:
+            self._live.update(_render_picture(cells, self._live.console), refresh=True)
+            return
+        words = attrgetter("state", "phase", "is_known")
         for cell in cells:
             before = self._written.get(cell.name)
-            steps = (cell.step or 0) - ((before.step or 0) if before else 0)
             # Fewer steps than before: the cell was resumed from a checkpoint.
-            moved = steps >= self._every_steps or steps < 0
-            changed = before is None or _WORDS(before) != _WORDS(cell)
-            if changed or moved:
-                self._stream.write(_encodable(describe_cell(cell), self._stream) + "\n")
+            made = (cell.step or 0) - ((before.step or 0) if before else 0)
+            is_moved = made >= self._every_steps or made < 0
+            if before is None or words(before) != words(cell) or is_moved:
+                print(describe_cell(cell), file=self._stream, flush=True)
                 self._written[cell.name] = cell
-        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the last picture on the screen; later output comes below it."""
+        if self._live is not None:
+            self._live.stop()
 
 
-def duration(seconds: float) -> str:
-    """`2:05`, or `1:02:05` from an hour on."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def describe_cell(cell: CellProgress) -> str:
+    """Return a line for a log: `671b-bf16-deepep: running, step 5/20, 859 tokens/s/GPU, ...`."""
+    fields = _fields(cell, is_ascii=True)
+    words = {"speed": "{} tokens/s/GPU", "loss": "loss {}", "left": "{} left"}
+    if cell.step is not None:
+        words["step"] = "step {}"
+    names = ("step", "note", "speed", "loss", "elapsed", "left")
+    shown = [words.get(name, "{}").format(fields[name]) for name in names if fields[name]]
+    return f"{cell.name}: " + ", ".join([cell.state, *shown])
 
 
-def _summary(cells: Sequence[CellProgress]) -> str:
-    """How many cells are in each state, and how far they are all together."""
+def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
+    """Return a summary and a line for each cell that fit the terminal; the rest is counted."""
+    # Room for the summary, the headings, a count, and a free row: a full one makes some scroll.
+    room, columns = console.height - 4, console.width - 1
+    shown = list(cells)
+    if len(shown) > room:
+        shown.sort(key=lambda cell: _STATES.index(cell.state) if cell.state in _STATES else 0)
+        kept = {cell.name for cell in shown[: max(room, 0)]}
+        shown = [cell for cell in cells if cell.name in kept]
+    fields = [_fields(cell, console.options.ascii_only) for cell in shown]
+    widths = {
+        name: max([2 + cell_len(head), *(2 + cell_len(field[name]) for field in fields)])
+        for name, head in _COLUMNS.items()
+        if any(field[name] for field in fields)
+    }
+    widths[""] = max((cell_len(cell.name) + len(cell.state) + 2 for cell in shown), default=0)
+    for name in _SPARE:
+        if sum(widths.values()) > columns:
+            widths.pop(name, None)
+    names = [name for name in _COLUMNS if name in widths]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for head in ("", "", *(_COLUMNS[name] for name in names)):
+        is_number = head not in ("", "step")
+        table.add_column(
+            head, no_wrap=True, overflow="crop", justify="right" if is_number else "left"
+        )
+    for cell, field in zip(shown, fields, strict=True):
+        state = Text(cell.state, _STYLES.get(cell.state, ""))
+        notes = [Text(field[name], "magenta" if name == "note" else "") for name in names]
+        table.add_row(Text(cell.name), state, *notes)
+    more = [Text(f"and {len(cells) - len(shown)} more")] if len(shown) < len(cells) else []
+    return Group(Text(summarize(cells)), table, *more)
+
+
+def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
+    """Return the text of each column; empty if there is nothing to show."""
+    is_running = cell.state == "running"
+    fields = dict.fromkeys(_COLUMNS, "")
+    if cell.step is not None:
+        total = f"/{cell.total_steps:,}" if cell.total_steps else ""
+        fields["step"] = f"{cell.step:,}{total}"
+        if is_running and cell.total_steps:
+            fields["bar"] = bar(cell.step / cell.total_steps, _BAR, is_ascii)
+    elif is_running:
+        fields["step"] = cell.phase or ""
+    if is_running and len(cell.speeds) > 1:
+        fields["sparks"] = sparkline(cell.speeds, is_ascii)
+    if cell.tokens_per_second is not None:
+        fields["speed"] = f"{cell.tokens_per_second:,.0f}"
+    if cell.loss is not None:
+        fields["loss"] = f"{cell.loss:.4f}"
+    if cell.elapsed is not None:
+        fields["elapsed"] = duration(cell.elapsed)
+    if cell.left is not None and is_running:
+        fields["left"] = duration(cell.left)
+    notes = [] if cell.is_known else ["unconfirmed"]
+    notes += ["emulated"] if cell.emulated and cell.state != "refused" else []
+    fields["note"] = ", ".join(notes)
+    return fields
+
+
+def summarize(cells: Sequence[CellProgress]) -> str:
+    """Return how many cells are in each state, and how far they are all together."""
     states = [cell.state for cell in cells]
     known = [state for state in _STATES if state in states]
     others = sorted(set(states) - set(known))
@@ -161,140 +215,38 @@ def _summary(cells: Sequence[CellProgress]) -> str:
     if len(counted) > 1:
         done = sum(min(cell.step or 0, cell.total_steps or 0) for cell in counted)
         text += f"; {done:,}/{sum(cell.total_steps or 0 for cell in counted):,} steps"
-    left = _total_left(cells)
-    return text if left is None else f"{text}, {duration(left)} left"
-
-
-def _total_left(cells: Sequence[CellProgress]) -> float | None:
-    """Seconds until all cells have ended, with as many at a time as run now."""
+    # The time until all have ended, with as many at a time as run now.
     running = [cell for cell in cells if cell.state == "running"]
-    waiting = sum(cell.total_steps or 0 for cell in cells if cell.state == "queued")
     paces = [
         cell.left / (cell.total_steps - cell.step)
         for cell in running
         if cell.left is not None and cell.total_steps and cell.step
         if cell.total_steps > cell.step
     ]
-    if not paces or len(cells) == 1:
-        return None
-    last = max(cell.left or 0 for cell in running)
-    return last + waiting * (sum(paces) / len(paces)) / len(running)
+    if paces and len(cells) > 1:
+        waiting = sum(cell.total_steps or 0 for cell in cells if cell.state == "queued")
+        left = max(cell.left or 0 for cell in running)
+        left += waiting * (sum(paces) / len(paces)) / len(running)
+        text += f", {duration(left)} left"
+    return text
 
 
-def _cell_lines(
-    cell: CellProgress, name_columns: int, columns: int, is_unicode: bool, may_wrap: bool
-) -> list[str]:
-    """Name and state always, then what fits whole; two lines where one cannot hold all."""
-    head = cell.name + " " * (name_columns - display_width(cell.name)) + f"  {cell.state:<9}"
-    room = columns - display_width(head)
-    graph = _SHORTEST + 2
-    everything = [*_steps(cell), *_figures(cell), *_left(cell)]
-    if may_wrap and _has_sparks(cell) and _width(everything) + graph > room:
-        first = _fitting([*_steps(cell), *_figures(cell)[:1], *_left(cell)], room)
-        rest = [figure for figure in [*_left(cell), *_figures(cell)] if figure not in first]
-        line = sparkline(cell.speeds, _LONGEST, is_unicode)
-        second = _fitting([line, *rest], columns - name_columns)
-        indent = " " * name_columns
-        return [_joined(head, first), _joined(indent, second)]
-    essential = _fitting([*_steps(cell), *_left(cell)], room)
-    room -= _width(essential)
-    has_sparks = _has_sparks(cell) and room >= graph
-    has_bar = cell.state == "running" and bool(cell.total_steps and cell.step) and room >= graph
-    # `step 5/20` says what the bar does, so the bar is what a narrow line can spare.
-    has_bar = has_bar and (not has_sparks or room >= 2 * graph + _width(_figures(cell)))
-    room -= graph * (has_sparks + has_bar)
-    others = _fitting(_figures(cell), room)
-    room -= _width(others)
-    steps = essential[: len(_steps(cell))]
-    figures = [*steps, *others, *essential[len(steps) :]]
-    if has_bar and cell.total_steps:
-        length = min(_LONGEST, _SHORTEST + room)
-        figures.insert(0, bar((cell.step or 0) / cell.total_steps, length, is_unicode))
-        room -= length - _SHORTEST
-    if has_sparks:
-        figures.insert(0, sparkline(cell.speeds, min(_LONGEST, _SHORTEST + room), is_unicode))
-    return [_joined(head, figures)]
+def bar(fraction: float, length: int, is_ascii: bool) -> str:
+    """Return a bar with `fraction` of `length` columns filled."""
+    full = round(min(1.0, max(0.0, fraction)) * length)
+    done, left = ("#", ".") if is_ascii else ("█", "░")
+    return done * full + left * (length - full)
 
 
-def _has_sparks(cell: CellProgress) -> bool:
-    return cell.state == "running" and len(cell.speeds) > 1
+def sparkline(speeds: Sequence[float], is_ascii: bool) -> str:
+    """Return a column for each speed, from 0 to the highest: a stall is a dip."""
+    levels = _ASCII_SPARKS if is_ascii else _SPARKS
+    top = max(speeds) or 1.0
+    return "".join(levels[round(max(0.0, speed / top) * (len(levels) - 1))] for speed in speeds)
 
 
-def _joined(head: str, figures: Sequence[str]) -> str:
-    return "".join([head, *(f"  {figure}" for figure in figures)]).rstrip()
-
-
-def _width(figures: Sequence[str]) -> int:
-    return sum(display_width(figure) + 2 for figure in figures)
-
-
-def _fitting(figures: Sequence[str], room: int) -> list[str]:
-    """Those that fit beside the ones before them."""
-    chosen = []
-    for figure in figures:
-        if display_width(figure) + 2 <= room:
-            chosen.append(figure)
-            room -= display_width(figure) + 2
-    return chosen
-
-
-def _steps(cell: CellProgress) -> list[str]:
-    """The step, or what a cell does that has not made one; and that its state is not known."""
-    silent = [] if cell.is_known else ["Slurm does not answer"]
-    if cell.step is not None:
-        total = f"/{cell.total_steps:,}" if cell.total_steps else ""
-        return [f"step {cell.step:,}{total}", *silent]
-    return [cell.phase, *silent] if cell.phase and cell.state == "running" else silent
-
-
-def _left(cell: CellProgress) -> list[str]:
-    running = cell.state == "running"
-    return [f"{duration(cell.left)} left"] if cell.left is not None and running else []
-
-
-def _figures(cell: CellProgress) -> list[str]:
-    figures = []
-    if cell.tokens_per_second is not None:
-        figures.append(f"{cell.tokens_per_second:,.0f} tokens/s/GPU")
-    if cell.loss is not None:
-        figures.append(f"loss {cell.loss:.4f}")
-    if cell.elapsed is not None:
-        figures.append(duration(cell.elapsed))
-    if cell.emulated and cell.state != "refused":
-        figures.append("emulated")
-    return figures
-
-
-def _coloured(line: str, cell: CellProgress) -> str:
-    """The line with its state, and the label of emulation, in colour."""
-    for word in (cell.state, "emulated"):
-        position = line.find(word, len(cell.name))
-        if position >= 0 and word in _COLOURS:
-            end = position + len(word)
-            line = line[:position] + _COLOURS[word] + word + _PLAIN + line[end:]
-    return line
-
-
-def _cut(line: str, columns: int) -> str:
-    while display_width(line) > columns:
-        line = line[:-1]
-    return line
-
-
-def _rank_of(state: str) -> int:
-    return _STATES.index(state) if state in _STATES else 0
-
-
-def _can_encode(stream: TextIO, text: str) -> bool:
-    try:
-        text.encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def _encodable(line: str, stream: TextIO) -> str:
-    """The line with `?` for what the stream can't write, so that a display never ends a run."""
-    if _can_encode(stream, line):
-        return line
-    return line.encode("ascii", "replace").decode("ascii")
+def duration(seconds: float) -> str:
+    """Return `2:05`, or `1:02:05` from an hour on."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

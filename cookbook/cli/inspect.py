@@ -1,4 +1,4 @@
-"""The verbs `list`, `show`, `render` and `new`: what there is, and copies of it to edit."""
+"""The verbs `list`, `show`, `render` and `new`: the YAML files, resolved cells, copies to edit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.paths import RECIPES
-from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.request import requested_cell
+from cookbook.cli.display import render_rows
+from cookbook.cli.request import requested_cell, write_output
 from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.names import KINDS, check_name, find_file, names_in
 from cookbook.config.overlay import Kind, load_overlay
@@ -22,7 +22,7 @@ from cookbook.config.sweep import load_sweep
 from cookbook.launch.render import render_script
 from cookbook.run.record import shown_with_places
 
-# What holds for the original alone: keys at the top of its file, with the comment above them.
+# Top-level keys that only the original may have; they go with the comment above them.
 _LEFT_OUT = {"": "published", "precision": "synonyms", "ep_backend": "synonyms"}
 _TRY = {
     "": "run {name} --dry-run",
@@ -54,7 +54,7 @@ def list_all(arguments: argparse.Namespace) -> int:
     }
     # One table, so that the descriptions of all kinds begin in one column.
     rows = [row for names in parts.values() for row in names.items()]
-    lines = iter(text_table(rows, indent=2).splitlines() if rows else ())
+    lines = iter(render_rows(rows, indent=2).splitlines() if rows else ())
     for title, names in parts.items():
         print(f"{title}:")
         for _ in names:
@@ -91,7 +91,7 @@ def show_cell(arguments: argparse.Namespace) -> int:
 
 
 def render_cell(arguments: argparse.Namespace) -> int:
-    """Print the cell's script, or write it; 1 where the rules refuse the cell."""
+    """Print the cell's script, or write it; 1 if the rules refuse the cell."""
     cell = requested_cell(arguments)
     if cell.stand_in_for:
         raise InputError(
@@ -107,16 +107,7 @@ def render_cell(arguments: argparse.Namespace) -> int:
         return status
     path = Path(arguments.output)
     text = render_script(cell, file_name=path.name)
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            # A device or a pipe is written to; a file beside it would take its place.
-            path.write_text(text, encoding="utf-8")
-        else:
-            # A symbolic link stays one.
-            write_whole(path.resolve(), text, mode=0o755)
-    except OSError as error:
-        place = f"--output {arguments.output}"
-        raise InputError(place, f"cannot be written: {error.strerror}") from None
+    write_output("--output", arguments.output, text, mode=0o755)
     print(f"wrote {path}: {cell.name} for {cell.cluster.name}", file=sys.stderr)
     return status
 
@@ -144,7 +135,7 @@ def new(arguments: argparse.Namespace) -> int:
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """The kind that is asked for, else the one kind that has a file of the source's name."""
+    """Return the kind that is asked for, else the one kind with a file of the source's name."""
     if arguments.kind is not None:
         kind: str = arguments.kind
         return "" if kind == "recipe" else kind.replace("-", "_")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
 from cookbook.base.errors import InputError
-from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.request import merged_cell
+from cookbook.cli.request import merged_cell, write_output
 from cookbook.config.cell import Cell
 from cookbook.config.expand import command_line_settings
 from cookbook.config.validate import validation_errors
@@ -25,15 +25,15 @@ from cookbook.predict.documents import Documents, documents_of, parse_documents
 from cookbook.predict.hardware import hardware_of
 from cookbook.predict.rank import model_of
 
-_BAR, _EVERY_SECONDS = 24, 0.2
-
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Search, print what was found, and write what was asked for; 1 where nothing fits."""
+    """Search, print and write the layouts that were found; 1 if nothing fits."""
     if arguments.best < 0:
         raise InputError("--best", f"found {arguments.best}, allowed: 0 and up")
     base = merged_cell(arguments)
-    _answer_by_refusal(base)
+    # Refuse before the search a model that is not counted, and a GPU without facts.
+    model_of(base)
+    hardware_of(base)
     if arguments.output:
         check_target(Path(arguments.output))
     documents = (
@@ -47,18 +47,25 @@ def plan(arguments: argparse.Namespace) -> int:
     cells = list(space.cells())
     refused = rejected_values(space, cells)
     if not cells:
-        raise InputError("--vary", "leaves no layout that the rules allow", _first(refused))
+        first = refused[0] if refused else "vary more"
+        raise InputError("--vary", "leaves no layout that the rules allow", first)
     recipe = None if validation_errors(base) else evaluate(base, documents)
-    found = search(cells, documents, _Progress(len(cells)))
-    if found.interrupted and sys.stderr.isatty():
-        # The bar, and the terminal's own ^C.
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    stderr = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "Ctrl-C keeps these")
+    is_shown = stderr.is_terminal
+    with Progress(*columns, console=stderr, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("", total=len(cells))
+
+        def show(found: Found) -> None:
+            progress.update(task, completed=len(found.candidates) + found.larger)
+
+        found = search(cells, documents, show)
     ranked = found.ranked()
     way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else None
     if arguments.output and ranked:
         write_recipe(Path(arguments.output), ranked[0], base)
     if arguments.figure:
-        write_whole(Path(arguments.figure), render_svg(found, base, recipe))
+        write_output("--figure", arguments.figure, render_svg(found, base, recipe))
     if arguments.json:
         print(render_json(found, base, recipe, arguments.best, way, refused), end="")
     else:
@@ -72,23 +79,8 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0 if ranked and not found.interrupted else 1
 
 
-def _first(refused: list[str]) -> str:
-    """Of what was held or varied, the first that no layout can have."""
-    return refused[0] if refused else "vary more"
-
-
-def _answer_by_refusal(base: Cell) -> None:
-    """What cannot be answered is said before anything is searched.
-
-    Raises:
-        InputError: a model that is not counted, a GPU without facts, too few nodes' worth of them.
-    """
-    model_of(base)
-    hardware_of(base)
-
-
 def _walk(words: str, base: Cell, ranked: list[Candidate], documents: Documents) -> Walk | None:
-    """FROM,TO: places in the table; 0 is the recipe."""
+    """Walk FROM,TO: places in the table; 0 is the recipe."""
     places = words.split(",")
     known: list[Cell] = [base, *(one.cell for one in ranked)]
     if len(places) != 2 or not all(place.isdigit() for place in places):
@@ -101,23 +93,3 @@ def _walk(words: str, base: Cell, ranked: list[Candidate], documents: Documents)
             "--explain", f"found {max(start, end)}, allowed: 0 (the recipe) to {len(known) - 1}"
         )
     return walk(known[start], known[end], documents)
-
-
-class _Progress:
-    """A bar on a terminal, redrawn in place; nothing where standard error is none."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._drawn, self._began = total, 0.0, time.monotonic()
-
-    def __call__(self, found: Found) -> None:
-        now = time.monotonic()
-        done = len(found.candidates) + found.larger
-        is_last = done >= self._total
-        if not sys.stderr.isatty() or (now - self._drawn < _EVERY_SECONDS and not is_last):
-            return
-        self._drawn = now
-        full = round(_BAR * done / self._total)
-        left = (now - self._began) * (self._total - done) / max(done, 1)
-        bar = "#" * full + "-" * (_BAR - full)
-        text = f"[{bar}] {done:,}/{self._total:,} layouts, {left:.0f} s left, Ctrl-C keeps these"
-        print(f"\r\x1b[K{'' if is_last else text}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The verb `profile`: where a training step goes, of a recipe or of traces that a run has left."""
+"""The verb `profile`: where a training step goes, of a recipe or of a run's traces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 from cookbook.base.errors import InputError, JobError, unknown_name
-from cookbook.base.files import write_whole
-from cookbook.base.tables import terminal_width
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.request import requested_cell
+from cookbook.cli.display import terminal_width
+from cookbook.cli.follow import watch_run
+from cookbook.cli.request import requested_cell, write_output
 from cookbook.cli.run import start_run
-from cookbook.cli.watch import watch_run
 from cookbook.config.cell import Cell
 from cookbook.config.expand import command_line_settings
 from cookbook.config.names import names_in
@@ -39,19 +38,20 @@ _SETTINGS = {
     "metrics.log_freq": 1,
     "checkpoint.enable": False,
 }
-# These say what to train, so they mean nothing for a trace that is there.
+# They choose what to train, and mean nothing for a trace.
 _CELL_OPTIONS = ("precision", "ep_backend", "cluster", "nodes", "set")
 _LAUNCH_OPTIONS = ("dry_run", "no_check", "detach")
 
 
 def profile(arguments: argparse.Namespace) -> int:
     """Print where a step goes."""
-    figure = _figure(arguments.figure)
+    if arguments.figure is not None:
+        _check_figure(arguments.figure)
     traces: Path | dict[int, Path]
     name = arguments.target
     if name.endswith((".yaml", ".yml")) or name in names_in(""):
         arguments.recipe = name
-        # What is said while it trains must not mix with the profile.
+        # The progress of the training must not mix with the profile.
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             cell = _trained(arguments)
         if isinstance(cell, int):
@@ -71,13 +71,13 @@ def profile(arguments: argparse.Namespace) -> int:
     found = make_profile(source, paths)
     text = render_json(found) if arguments.json else render_text(found, terminal_width())
     print(text, end="", flush=True)
-    if figure:
-        write_whole(figure, render_svg(found))
+    if arguments.figure:
+        write_output("--figure", arguments.figure, render_svg(found))
     return 0
 
 
 def _trained(arguments: argparse.Namespace) -> CellFolder | int:
-    """The cell's folder after it was trained under the profiler; else the exit status."""
+    """Train the cell under the profiler; return its folder, or the exit status."""
     settings = {name: Setting(value, "profile") for name, value in _SETTINGS.items()}
     steps = command_line_settings(arguments.set).get("training.steps")
     if steps:
@@ -100,7 +100,7 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
 
 
 def _check_schedule(cell: Cell) -> None:
-    """Refuse a trace after the last step; the rules of options hold the shortest schedule."""
+    """Refuse a trace after the last step; the rules of options know the shortest schedule."""
     frequency = cell.options["profiling.profile_freq"]
     needed = cell.options["profiling.profiler_warmup"] + cell.options["profiling.profiler_active"]
     if frequency > cell.steps:
@@ -119,7 +119,7 @@ def _refuse_cell_options(arguments: argparse.Namespace) -> None:
 
 
 def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
-    """The traces of a run, a cell or a folder by rank, or one file; and what to call them."""
+    """Return a title, and the traces of a run, a cell or a folder by rank, or one file."""
     path = Path(name)
     run_name, _, cell_name = name.rpartition("/")
     # These, unlike Path's, answer for names that are too long for the file system too.
@@ -152,11 +152,9 @@ def _of_run(run: Run, name: str | None) -> tuple[str, dict[int, Path]]:
     return f"{run.name}/{cell_name}", traces
 
 
-def _figure(name: str | None) -> Path | None:
-    if name is None:
-        return None
+def _check_figure(name: str) -> None:
+    """Refuse before the training a figure that could not be written after it."""
     if not name.endswith(".svg"):
         raise InputError("--figure", f"found {name!r}, allowed: a file that ends with .svg")
     if not Path(name).absolute().parent.is_dir():
         raise InputError("--figure", f"{shown_path(Path(name).parent)} is no folder")
-    return Path(name)

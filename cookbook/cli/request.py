@@ -1,11 +1,13 @@
-"""The cells that a command line asks for."""
+"""From the command line to cells, and to the files that it names."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 
-from cookbook.base.errors import named_at
+from cookbook.base.errors import InputError, named_at
+from cookbook.base.files import write_whole
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.expand import CellRequest, command_line_settings, expand_sweep
@@ -16,7 +18,7 @@ from cookbook.config.sweep import Sweep, load_sweep, sweep_of_recipe
 
 
 def requested_cell(arguments: argparse.Namespace, settings: Settings | None = None) -> Cell:
-    """The one cell of a recipe; `settings` stand over the recipe's, and under the user's own."""
+    """Return the one cell of a recipe; the user's settings override `settings`."""
     request = _request(arguments)
     request = replace(request, overrides={**(settings or {}), **request.overrides})
     (cell,) = expand_sweep(sweep_of_recipe(arguments.recipe), request)
@@ -24,7 +26,7 @@ def requested_cell(arguments: argparse.Namespace, settings: Settings | None = No
 
 
 def merged_cell(arguments: argparse.Namespace) -> Cell:
-    """The one cell of a recipe before the rules judge it: its layout may not fit the cluster."""
+    """Return the one cell of a recipe unjudged: its layout may not fit the cluster."""
     request = _request(arguments)
     sweep = sweep_of_recipe(arguments.recipe)
     precision, ep_backend = sweep.pairs[0]
@@ -45,7 +47,7 @@ def merged_cell(arguments: argparse.Namespace) -> Cell:
 
 
 def requested_sweep(arguments: argparse.Namespace) -> tuple[Sweep, list[Cell]]:
-    """The sweep and its cells."""
+    """Return the sweep and its cells."""
     sweep = load_sweep(arguments.sweep)
     return sweep, expand_sweep(sweep, _request(arguments))
 
@@ -60,3 +62,20 @@ def _request(arguments: argparse.Namespace) -> CellRequest:
         nodes=arguments.nodes,
         overrides=command_line_settings(arguments.set),
     )
+
+
+def write_output(option: str, name: str, content: str, mode: int = 0o644) -> None:
+    """Write to the file that `option` names, whole; a device or a pipe is written in place.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    path = Path(name)
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(content, encoding="utf-8")
+        else:
+            # A symbolic link stays one.
+            write_whole(path.resolve(), content, mode)
+    except OSError as error:
+        raise InputError(f"{option} {name}", f"cannot be written: {error.strerror}") from None

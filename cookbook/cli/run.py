@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cookbook.base.errors import InputError
-from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.check import judged_cells
+from cookbook.cli.display import render_rows, terminal_width
+from cookbook.cli.follow import wait_for
 from cookbook.cli.request import requested_cell, requested_sweep
-from cookbook.cli.watch import wait_for
 from cookbook.config.cell import Cell
 from cookbook.config.expand import command_line_settings, in_rounds
 from cookbook.config.resolve import cell_from_record
@@ -24,8 +25,9 @@ from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, find_run, is_run, run_names
-from cookbook.run.states import CellState, cell_states
-from cookbook.run.status import ENDED, OPEN, REFUSED
+from cookbook.run.states import cell_states
+from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
+from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
 from cookbook.supervise.resume import Found, find_checkpoint
 
 
@@ -35,11 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _resume(arguments)
     if arguments.recipe is None:
         raise InputError("run", "names no RECIPE", "name one, or: run --resume RUN")
-    return run_cell(arguments)
-
-
-def run_cell(arguments: argparse.Namespace) -> int:
-    """Train one cell."""
     cell = requested_cell(arguments)
     run = start_run(cell.recipe.short_name, [cell], arguments)
     return wait_for(run) if isinstance(run, Run) else run
@@ -57,14 +54,11 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def refuse_unlike_sizes(cells: Sequence[Cell]) -> None:
-    """Raise where cells do not fill one allocation alike."""
-    nodes = sorted({cell.nodes for cell in cells})
-    if len(nodes) > 1:
-        raise InputError(
-            "--one-allocation",
-            f"the cells ask for {', '.join(map(str, nodes))} nodes",
-            "name one number with --nodes",
-        )
+    """Raise if cells do not fill one allocation alike."""
+    nodes = ", ".join(map(str, sorted({cell.nodes for cell in cells})))
+    if "," in nodes:
+        remedy = "name one number with --nodes"
+        raise InputError("--one-allocation", f"the cells ask for {nodes} nodes", remedy)
 
 
 def start_run(
@@ -74,7 +68,7 @@ def start_run(
     num_repeats: int = 1,
     one_allocation: bool = False,
 ) -> Run | int:
-    """Submit the cells, saying what will run; the exit status where there is nothing to wait for.
+    """Show the plan and submit the cells; return the run, or the exit status if nobody waits.
 
     Args:
         arguments: with `dry_run`, `no_check` and `detach`.
@@ -100,27 +94,25 @@ def start_run(
     from cookbook.launch.executor import submit_run
 
     if cells[0].cluster.scheduler == "slurm":
-        # A mistake in the list is to be found before anything is written.
+        # Find a mistake in the list before anything is written.
         for node in read_excluded():
             print(f"left out: {node}")
     run = create_run(name, cells)
-    return (
-        run if say_submitted(run, submit_run(run, cells, one_allocation), arguments.detach) else 0
-    )
+    report_jobs(run, submit_run(run, cells, one_allocation), arguments.detach)
+    return 0 if arguments.detach else run
 
 
-def say_submitted(run: Run, job_ids: Sequence[str], is_detached: bool) -> bool:
-    """Say where the jobs are; whether somebody is to wait for them."""
+def report_jobs(run: Run, job_ids: Sequence[str], is_detached: bool) -> None:
+    """Print the ids of submitted jobs, and how to follow them if nobody waits."""
     kind = "Slurm job" if run.scheduler == "slurm" else "process"
     shown = ", ".join(job_ids[:8]) + (", ..." if len(job_ids) > 8 else "")
     print(f"submitted as {kind} {shown}: {shown_path(run.folder)}\n", flush=True)
     if is_detached:
         print(f"follow it: python submit.py status --watch {run.name}")
-    return not is_detached
 
 
 def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) -> str:
-    """What will run and what not, a line a cell; lines fit into `width` where it is given."""
+    """Return a line for each cell that will run or is refused, wrapped to `width`."""
     first = cells[0]
     cluster = first.cluster
     lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}"]
@@ -139,7 +131,7 @@ def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) ->
         if cell.attends_by_reference and not cell.refused:
             text += ", FlashAttention-4's reference (numerics only)"
         rows.append([cell.name, text])
-    return "\n".join([*lines, text_table(rows, width=width, indent=2)])
+    return "\n".join([*lines, render_rows(rows, width, indent=2)])
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -151,49 +143,67 @@ def _resume(arguments: argparse.Namespace) -> int:
                 "leave that out, or start a new run",
             )
     run, folders = _named(arguments.resume)
-    _refuse_running(run, folders)
-    found: dict[str, Found] = {}
-    cells: list[Cell] = []
-    left_out: dict[str, InputError] = {}
-    for folder in folders:
-        try:
-            cell = _next_attempt(folder, arguments)
-            found[cell.name] = _found(folder, cell)
-            cells.append(cell)
-        except InputError as error:
-            if len(folders) == 1:
-                raise
-            left_out[folder.name] = error
-    for name, why in left_out.items():
-        print(f"{name} is left out: {why}", file=sys.stderr)
-    if cells:
-        cells, parts = judged_cells(cells, arguments)
-        print(describe_plan(run.name, cells, terminal_width()))
-        print(f"  {parts}")
-    for cell in cells:
-        _say_where(cell, found[cell.name])
-    cells = [cell for cell in cells if not cell.refused]
-    if not cells:
-        print(f"{run.name}: no cell can go on; nothing was submitted", file=sys.stderr)
-        return 1
     if arguments.dry_run:
-        return 0
-    # Import lazily: a dry run must not wait for submitit.
-    from cookbook.launch.resume import resume_cells
+        return 1 if _resumable(run, folders, arguments) is None else 0
+    # From the look at the cells to the note of their new jobs: two at once would train twice.
+    take_submit_lock(run.folder)
+    try:
+        cells = _resumable(run, folders, arguments)
+        if cells is None:
+            return 1
+        # Import lazily: a dry run must not wait for submitit.
+        from cookbook.launch.resume import resume_cells
 
-    if not say_submitted(run, resume_cells(run, cells), arguments.detach):
-        return 0
-    return wait_for(run)
+        job_ids = resume_cells(run, cells)
+    finally:
+        release_submit_lock(run.folder)
+    report_jobs(run, job_ids, arguments.detach)
+    return 0 if arguments.detach else wait_for(run)
 
 
 def _named(name: str) -> tuple[Run, Sequence[CellFolder]]:
-    """The run, and which of its cells."""
+    """Return the run, and which of its cells."""
     run_name, _, cell = name.rstrip("/").rpartition("/")
     if not run_name or name in run_names() or is_run(Path(name)):
         run = find_run(name)
         return run, run.cells
     run = find_run(run_name)
     return run, [run.cell(cell)]
+
+
+def _resumable(
+    run: Run, folders: Sequence[CellFolder], arguments: argparse.Namespace
+) -> list[Cell] | None:
+    """Return the cells that can go on, and print where; None if there is none."""
+    _refuse_running(run, folders)
+    found: dict[str, Found] = {}
+    cells: list[Cell] = []
+    for folder in folders:
+        try:
+            record, place = read_record(folder.record), shown_path(folder.record)
+            if record.refused:
+                raise InputError(f"{place}: {REFUSED}", record.refused, "start a new run")
+            settings = command_line_settings(arguments.set)
+            cell = cell_from_record(folder.name, record, place, arguments.nodes, settings)
+            found[cell.name] = _find_checkpoint(run, folder, cell)
+            cells.append(cell)
+        except InputError as error:
+            if len(folders) == 1:
+                raise
+            print(f"{folder.name} is left out: {error}", file=sys.stderr)
+    if cells:
+        cells, parts = judged_cells(cells, arguments)
+        print(describe_plan(run.name, cells, terminal_width()))
+        print(f"  {parts}")
+    for cell in cells:
+        for one in found[cell.name].damaged:
+            print(f"  {cell.name} passes over {one.path.name}: {one.damage}")
+        if checkpoint := found[cell.name].checkpoint:
+            print(f"  {cell.name} continues after step {checkpoint.step} of {cell.steps}")
+    cells = [cell for cell in cells if not cell.refused]
+    if not cells:
+        print(f"{run.name}: no cell can go on; nothing was submitted", file=sys.stderr)
+    return cells or None
 
 
 def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
@@ -203,32 +213,28 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
         is_open = state.state not in ENDED or not state.is_known
-        if is_open and (state.cell in names or state.job_id in jobs):
-            raise InputError(f"{run.name}/{state.cell}", *_not_ended(run, state))
+        # Nobody submits it but the holder of the lock, who is asking.
+        is_open = is_open and not (state.state == QUEUED and state.job_id is None)
+        if not is_open or (state.cell not in names and state.job_id not in jobs):
+            continue
+        place = f"{run.name}/{state.cell}"
+        if state.state in OPEN and state.is_known:
+            wait = f"wait for its end, or: python submit.py cancel {run.name}"
+            raise InputError(place, f"is {state.state}", wait)
+        reason = state.reason or "its state is not known"
+        raise InputError(place, f"may still run: {reason}", "find out, and end it")
 
 
-def _not_ended(run: Run, state: CellState) -> tuple[str, str]:
-    if state.state in OPEN:
-        return f"is {state.state}", f"wait for its end, or: python submit.py cancel {run.name}"
-    return f"may still run: {state.reason or 'its state is not known'}", "find out, and end it"
-
-
-def _next_attempt(folder: CellFolder, arguments: argparse.Namespace) -> Cell:
-    record, place = read_record(folder.record), shown_path(folder.record)
-    if record.refused:
-        raise InputError(f"{place}: {REFUSED}", record.refused, "start a new run")
-    settings = command_line_settings(arguments.set)
-    return cell_from_record(folder.name, record, place, arguments.nodes, settings)
-
-
-def _found(folder: CellFolder, cell: Cell) -> Found:
+def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
     found = find_checkpoint(folder, cell)
+    command = shlex.join(run.record.command)
     if found.checkpoint is None:
-        what = "is off, so nothing is loaded"
+        reason = "is off, so nothing is loaded"
         if cell.options["checkpoint.enable"]:
             damaged = "".join(f"; {one.path.name} {one.damage}" for one in found.damaged)
-            what = f"has no whole checkpoint in {shown_path(folder.path)}{damaged}"
-        raise InputError("checkpoint.enable", what, "start a new run")
+            reason = f"has no whole checkpoint in {shown_path(folder.path)}{damaged}"
+        new_run = f"start a new run: {command}" if command else "start a new run"
+        raise InputError("checkpoint.enable", reason, new_run)
     if found.checkpoint.step >= cell.steps:
         raise InputError(
             shown_path(folder.path),
@@ -236,10 +242,3 @@ def _found(folder: CellFolder, cell: Cell) -> Found:
             f"ask for more: --set training.steps={2 * cell.steps}",
         )
     return found
-
-
-def _say_where(cell: Cell, found: Found) -> None:
-    for one in found.damaged:
-        print(f"  {cell.name} passes over {one.path.name}: {one.damage}")
-    if found.checkpoint:
-        print(f"  {cell.name} continues after step {found.checkpoint.step} of {cell.steps}")

@@ -25,7 +25,7 @@ from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
 from cookbook.launch.header import option_word, sbatch_options
 from cookbook.launch.leave_out import leave_out
-from cookbook.run.processes import RUN_VARIABLE
+from cookbook.run.processes import RUN_VARIABLE, process_job
 from cookbook.run.run import Run
 from cookbook.run.slurm import sbatch
 from cookbook.run.status import FAILED, Status, write_job, write_status
@@ -158,7 +158,7 @@ def _submit_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
         folders = [run.cell(cell.name) for cell in cells]
         job_id: str = RunLocalExecutor(run.job_files).submit(Supervisor(folders)).job_id
         for folder in folders:
-            write_job(folder, job_id)
+            write_job(folder, process_job(int(job_id)))
         return [job_id]
     job_ids = []
     for number, cell in enumerate(cells):

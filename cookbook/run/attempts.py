@@ -1,18 +1,19 @@
-"""How each attempt of a cell ended: `attempt-<k>/end.json`, written by the job, kept for good."""
+"""The files that an attempt leaves: how it ended (`end.json`), where it continued (`resume.json`).
+
+The job writes them, and they are kept for good.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
-import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, replace
 
 from cookbook.base.errors import InputError
-from cookbook.base.files import write_whole
 from cookbook.run.folder import Attempt
-from cookbook.run.status import read_json
+from cookbook.run.status import read_json_as, write_json
 
 
 class Cause(enum.StrEnum):
@@ -28,17 +29,17 @@ class Cause(enum.StrEnum):
     MISSING_FILE = "missing file"
     MISSING_MODULE = "missing module"
     WRONG_OPTION = "wrong option"
+    # The preflight found too few healthy nodes.
     BAD_NODES = "bad nodes"
-    """The look at the nodes before training found too few that are well."""
     ERROR = "error"
+    # Asked to stop before its time limit or a preemption, it saved a checkpoint and ended.
     SAVED = "saved"
-    """Asked to stop, before its time limit or a preemption, it saved a checkpoint and ended."""
+    # Asked so, it did not end in time.
     TOO_LATE = "too late"
-    """Asked so, it did not end in time."""
+    # A person, a time limit, a preemption or a requeue; the reason names which.
     STOPPED = "stopped"
-    """A person, a time limit, a preemption or a requeue; the reason says which."""
+    # Nobody was left to write why: the supervisor was killed, or its node is lost.
     CUT_SHORT = "cut short"
-    """Nobody was left to say why: the supervisor was killed, or its node is lost."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class AttemptEnd:
     """How an attempt ended; times in seconds since the epoch, unknown values None.
 
     Attributes:
-        reason: the one line of its logs that tells most, with the rank.
-        seen: when it was first seen that the attempt would not go on.
+        reason: the most telling line of its logs, with the rank.
+        seen: when it was first clear that the attempt would not go on.
         job_id: the job that it ran in; a requeued job keeps its id.
-        first_step: the first and the last step that its log shows.
+        first_step: the first and the last step in its log.
         last_good_step: of a NaN loss, the last step before it.
-        decision: what was done about it, and why.
+        decision: what the supervisor did about it, and why.
         left_out: the nodes that the next attempt does without.
     """
 
@@ -70,49 +71,30 @@ class AttemptEnd:
     left_out: tuple[str, ...] = ()
 
 
-_NUMBERS = {"started", "seen", "ended", "exit_code", "first_step", "last_step", "last_good_step"}
-
-
 def write_attempt_end(attempt: Attempt, end: AttemptEnd) -> None:
-    """Keep it in the attempt's folder; on a full disk it is lost, which costs no more than that."""
+    """Keep it in the attempt's folder; a full disk costs no more than this file."""
     try:
-        write_whole(attempt.end, json.dumps(asdict(end), indent=1) + "\n")
+        write_json(attempt.end, end)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
 
 
 def read_attempt_end(attempt: Attempt) -> AttemptEnd | None:
-    """How the attempt ended; None where that was not written, or cannot be read."""
-    if not attempt.end.is_file():
-        return None
-    try:
-        content = read_json(attempt.end)
-        return _checked(content, attempt.number)
-    except (InputError, ValueError, TypeError):
-        return None
+    """Read how the attempt ended; None if that was not written, or is damaged."""
+    with contextlib.suppress(InputError):
+        return replace(read_json_as(AttemptEnd, attempt.end), attempt=attempt.number)
+    return None
 
 
 def read_history(attempts: Iterable[Attempt]) -> list[AttemptEnd]:
-    """The ends of the attempts that have one, in their order."""
+    """Read the ends of the attempts that have one, in their order."""
     return [end for attempt in attempts if (end := read_attempt_end(attempt))]
-
-
-def _checked(content: dict[str, Any], number: int) -> AttemptEnd:
-    known = {one.name for one in fields(AttemptEnd)}
-    values = {name: value for name, value in content.items() if name in known}
-    for name, value in values.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in _NUMBERS and value is not None and not is_number:
-            raise ValueError(name)
-    left_out = tuple(str(node) for node in values.get("left_out") or ())
-    cause = Cause(values.get("cause", ""))
-    return AttemptEnd(**values | {"attempt": number, "cause": cause, "left_out": left_out})
 
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A damaged checkpoint, why it is one, and where it lies now."""
+    """A damaged checkpoint, its damage, and where it lies now."""
 
     checkpoint: str
     damage: str
@@ -124,8 +106,7 @@ class Resumption:
     """Where an attempt continues.
 
     Attributes:
-        attempt: its number.
-        step: the last step of the checkpoint that it loads; None where it starts at the beginning.
+        step: the last step of the checkpoint that it loads; None for a start from the beginning.
         passed_over: the newer checkpoints that are damaged.
     """
 
@@ -135,7 +116,7 @@ class Resumption:
 
     @property
     def lines(self) -> list[str]:
-        """What a person should know of it."""
+        """Lines to show the user."""
         lines = [
             f"attempt {self.attempt} passed over {one.checkpoint}: {one.damage}; "
             f"moved to {one.moved_to}"
@@ -150,17 +131,11 @@ class Resumption:
 
 def write_resumption(attempt: Attempt, resumption: Resumption) -> None:
     """Keep it in the attempt's folder."""
-    write_whole(attempt.resumption, json.dumps(asdict(resumption), indent=1) + "\n")
+    write_json(attempt.resumption, resumption)
 
 
 def read_resumptions(attempts: Iterable[Attempt]) -> Iterator[Resumption]:
-    """What the attempts kept, in their order; what cannot be read is left out."""
+    """Read where the attempts continued, in their order; damaged files are left out."""
     for attempt in attempts:
-        if not attempt.resumption.is_file():
-            continue
-        try:
-            content = read_json(attempt.resumption)
-            passed = tuple(PassedOver(**one) for one in content["passed_over"])
-            yield Resumption(attempt.number, content["step"], passed)
-        except (InputError, KeyError, TypeError):
-            continue
+        with contextlib.suppress(InputError):
+            yield replace(read_json_as(Resumption, attempt.resumption), attempt=attempt.number)

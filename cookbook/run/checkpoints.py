@@ -1,10 +1,9 @@
 """The checkpoints in a cell's folder: which of them are whole, and what each one holds.
 
-PyTorch writes the data files of `step-N` first, and last, when every rank has written its own, the
-file `.metadata`, which says for each tensor in which bytes of which file it lies. So a checkpoint
-without `.metadata` was never finished, and one whose files are shorter than that was damaged since.
-A file with other bytes of the same length is not noticed. `.metadata` is a pickle. It is read here
-without torch, and without running anything that it names.
+PyTorch writes the data files of `step-N` first and `.metadata` last, which lists for each tensor
+its bytes in a file. So a checkpoint without `.metadata` was never finished, and one with shorter
+files was damaged since; changed bytes are not noticed. `.metadata` is a pickle, read here without
+torch.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any
 
 _NAME = re.compile(r"step-([0-9]+)")
 _METADATA = ".metadata"
-# TorchTitan takes this, too, for a sign of a checkpoint, and then cannot load it.
+# TorchTitan takes this for a checkpoint too, and then cannot load it.
 _HUGGING_FACE = "model.safetensors.index.json"
 _TEXTS = "dataloader.dp_rank_"
-# What training needs beside the model, by the head of its entries' names.
+# The state beside the model that training needs, by the head of its entries' names.
 STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
@@ -30,9 +29,9 @@ class Checkpoint:
     """One `step-N` folder.
 
     Attributes:
-        damage: why it cannot be loaded, None where it is whole.
-        states: which of STATES it holds beside the model.
-        text_readers: data-parallel ranks that saved how far they had read; 0 where none did.
+        damage: why it cannot be loaded, None if it is whole.
+        states: those of STATES that it holds.
+        text_readers: data-parallel ranks that saved their position in the texts.
     """
 
     path: Path
@@ -43,7 +42,7 @@ class Checkpoint:
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:
-    """The `step-N` folders in `folder`, whole or not: their steps and paths, the newest first."""
+    """Return step and path of each `step-N` in `folder`, whole or not, the newest first."""
     found = [
         (int(match[1]), path)
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -53,7 +52,7 @@ def saved_steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def read_checkpoint(step: int, path: Path) -> Checkpoint:
-    """The checkpoint in `path`: whether it is whole, and what it holds."""
+    """Read which state the checkpoint in `path` holds, and whether it is whole."""
     if not (path / _METADATA).is_file():
         if (path / _HUGGING_FACE).is_file():
             return Checkpoint(path, step, None)
@@ -83,7 +82,7 @@ def _short_files(path: Path, needed: dict[str, int]) -> Iterator[str]:
 
 
 class _Inert:
-    """Stands for an object of the pickle: keeps what it was made of, and does nothing."""
+    """Stands for any object of the pickle, whose classes are torch's."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -94,17 +93,15 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Makes inert objects of every class and function, so that no pickle can run anything."""
-
     def find_class(self, module: str, name: str) -> Any:
         return type(name, (_Inert,), {})
 
 
 def _read_metadata(path: Path) -> tuple[list[str], dict[str, int]]:
-    """The names of a checkpoint's entries, and the bytes that each of its files must have.
+    """Return the names of a checkpoint's entries, and the bytes that each file must have.
 
     Raises:
-        ValueError: it is not what PyTorch writes.
+        ValueError: PyTorch does not write such a file.
     """
     try:
         with path.open("rb") as file:
@@ -117,5 +114,5 @@ def _read_metadata(path: Path) -> tuple[list[str], dict[str, int]]:
     except OSError:
         raise
     except Exception as error:
-        # A cut or foreign pickle may raise anything.
+        # A cut pickle may raise anything.
         raise ValueError(f"{type(error).__name__}: {error}") from None

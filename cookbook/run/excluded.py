@@ -1,4 +1,4 @@
-"""The nodes that jobs leave out for a while: `excluded.yaml` beside the runs, for people to edit.
+"""The nodes that jobs leave out for a while: `excluded.yaml` beside the runs.
 
 Every job that shares the folder of runs reads it, and adds the nodes that failed it. To share one
 list among several checkouts, make the file a link.
@@ -7,33 +7,32 @@ list among several checkouts, make the file a link.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
+import fcntl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+
+import yaml
 
 from cookbook.base.errors import InputError, described
 from cookbook.base.files import write_whole
 from cookbook.base.paths import runs_folder
-from cookbook.base.yamlfile import YamlFile, parse_yaml, read_yaml
+from cookbook.base.yamlfile import read_yaml
 
-# Of what people or another job can repair within the day, and of what takes a technician.
+# For what people or another job can repair within the day, and for what takes a technician.
 PASSING_H = 1.0
 HARDWARE_H = 24.0
 
 _HEAD = """\
-# Nodes that jobs leave out. To use one again, delete its entry; to leave one out, add an entry:
+# Nodes that jobs leave out; jobs rewrite this file, and keep the entries but no other comments.
+# To use a node again, delete its entry; to leave one out, add an entry:
 #
 # worker-7:
 #   until: 2027-01-31 18:00    # UTC
 #   reason: smells of smoke
 """
-# A writer takes milliseconds; one that was killed must not stop all others.
-_LOCK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -49,29 +48,43 @@ class Excluded:
 
 
 def excluded_file(runs: Path | None = None) -> Path:
-    """Where the list is; a link is followed, so that the list and not the link is written."""
+    """Return the list's path, with links followed: the list and not the link is written."""
     return ((runs or runs_folder()) / "excluded.yaml").resolve()
 
 
 def read_excluded(runs: Path | None = None) -> list[Excluded]:
-    """The nodes to leave out now.
+    """Read the nodes to leave out now.
 
     Args:
         runs: the folder of runs, by default this checkout's.
 
     Raises:
-        InputError: somebody has made a mistake in the list.
+        InputError: there is a mistake in the list.
     """
     path = excluded_file(runs)
     if not path.exists():
         return []
-    return [one for one in _entries(read_yaml(path)) if one.until > time.time()]
+    file = read_yaml(path)
+    found = []
+    for node, entry in file.content.items():
+        if not isinstance(entry, dict):
+            wanted = f"found {described(entry)}, allowed: until and reason"
+            raise InputError(file.place(node), wanted)
+        try:
+            moment = datetime.fromisoformat(str(entry.get("until")))
+        except ValueError:
+            raise InputError(
+                file.place(node, "until"),
+                f"found {described(entry.get('until'))}, allowed: a time in UTC",
+                "write it as 2027-01-31 18:00",
+            ) from None
+        until = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        found.append(Excluded(node, until, _one_line(str(entry.get("reason") or "no reason"))))
+    return [one for one in found if one.until > time.time()]
 
 
 def exclude_nodes(reasons: Mapping[str, str], hours: float) -> list[Excluded]:
     """Leave these nodes out for `hours` from now, and not shorter than they are already.
-
-    What people wrote in the list stays as it stands, but for entries that have expired.
 
     Raises:
         InputError: the list holds a mistake, so it is not written.
@@ -79,45 +92,20 @@ def exclude_nodes(reasons: Mapping[str, str], hours: float) -> list[Excluded]:
     until = time.time() + hours * 3600
     path = excluded_file()
     with _locked(path):
-        text = path.read_text(encoding="utf-8") if path.exists() else _HEAD
-        file = parse_yaml(text, path)
-        before = {one.node: one for one in _entries(file)}
+        listed = {one.node: one for one in read_excluded()}
         added = [
             Excluded(node, until, _one_line(reason))
             for node, reason in reasons.items()
-            if node not in before or before[node].until < until
+            if node not in listed or listed[node].until < until
         ]
-        gone = {one.node for one in before.values() if one.until <= time.time()}
-        kept = _without(text, file, gone | {one.node for one in added})
-        blocks = [
-            f"{one.node}:\n  until: {_written(one.until)}\n  reason: {json.dumps(one.reason)}\n"
-            for one in added
-        ]
-        write_whole(path, "".join([kept, *blocks]))
+        listed |= {one.node: one for one in added}
+        content = {
+            one.node: {"until": _written(one.until), "reason": one.reason}
+            for one in listed.values()
+        }
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True) if content else ""
+        write_whole(path, _HEAD + text)
     return added
-
-
-def _entries(file: YamlFile) -> list[Excluded]:
-    found = []
-    for node, entry in file.content.items():
-        if not isinstance(entry, dict):
-            wanted = f"found {described(entry)}, allowed: until and reason"
-            raise InputError(file.place(node), wanted)
-        until = _time(file, node, entry.get("until"))
-        found.append(Excluded(node, until, _one_line(str(entry.get("reason") or "no reason"))))
-    return found
-
-
-def _time(file: YamlFile, node: str, value: Any) -> float:
-    try:
-        moment = datetime.fromisoformat(value)
-    except (TypeError, ValueError):
-        raise InputError(
-            file.place(node, "until"),
-            f"found {described(value)}, allowed: a time in UTC",
-            "write it as 2027-01-31 18:00",
-        ) from None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _written(moment: float) -> str:
@@ -128,50 +116,22 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text).strip()
 
 
-def _without(text: str, file: YamlFile, nodes: set[str]) -> str:
-    """The text without the entries of `nodes`; comments above the entries that follow stay."""
-    lines = text.splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines[-1] += "\n"
-    starts = sorted(file.lines[(node,)] - 1 for node in file.content)
-    for node in nodes & set(file.content):
-        start = file.lines[(node,)] - 1
-        end = next((other for other in starts if other > start), len(lines))
-        for number in range(start, end):
-            # What stands at the margin below the entry belongs to the next one.
-            if number > start and not lines[number].startswith((" ", "\t")):
-                break
-            lines[number] = ""
-    return "".join(lines)
-
-
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other writers out, on any machine: a new file is made by one alone, also over NFS."""
-    lock = path.with_name(f".{path.name}.lock")
+    """Keep other writers out, on any machine that shares the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            break
-        except FileExistsError:
-            if time.monotonic() > deadline:
-                lock.unlink(missing_ok=True)
-                deadline = time.monotonic() + _LOCK_S
-            time.sleep(0.02)
-    try:
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        # Not every shared file system has locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        lock.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class Choice:
     """What to tell Slurm: the nodes to leave out, and the earliest start, None for now.
 
-    Attributes:
-        short: how many nodes are missing now for want of those that are left out.
+    `short` counts the nodes that are missing now because of those that are left out.
     """
 
     nodes: tuple[str, ...]
@@ -180,10 +140,10 @@ class Choice:
 
 
 def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> Choice:
-    """Which of `excluded` a job of `needed` nodes leaves out, where the partition has `nodes`.
+    """Choose which of `excluded` a job of `needed` nodes leaves out of a partition's `nodes`.
 
-    Names that Slurm does not know are left out of the answer: sbatch refuses them. Where too few
-    nodes are left, the job begins when enough of them may be used again.
+    Names that Slurm does not know are not in the answer: sbatch refuses them. If too few nodes are
+    left, the job begins when enough of them may be used again.
     """
     listed = sorted((one for one in excluded if one.node in set(nodes)), key=lambda one: one.until)
     short = max(0, needed - (len(nodes) - len(listed)))

@@ -8,10 +8,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-_ATTEMPT = "attempt-"
+
+class _Below:
+    """A name below `path` of its owner; reads as the whole path."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, owner: Any, kind: type) -> Path:
+        path: Path = owner.path
+        return path / self.name
 
 
 @dataclass(frozen=True)
@@ -21,79 +32,44 @@ class Attempt:
     path: Path
     number: int
 
-    @property
-    def log(self) -> Path:
-        """What torchrun printed: the lines of the shown ranks of every node."""
-        return self.path / "train.log"
-
-    @property
-    def script(self) -> Path:
-        """The script that ran, where a later attempt has another."""
-        return self.path / "train.sh"
-
-    @property
-    def environment(self) -> Path:
-        """What the training process said of itself: versions, GPUs, nodes, what was active."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """A JSON object for each logged step; our hooks write it on the rank that has the loss."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def router_load(self) -> Path:
-        """Tokens by layer and expert at the logged steps, where the training process counts."""
-        return self.path / "router_load.jsonl"
-
-    @property
-    def resumption(self) -> Path:
-        """Where it continued, and what it passed over: `run.attempts` reads and writes it."""
-        return self.path / "resume.json"
-
-    @property
-    def preflight(self) -> Path:
-        """What the look at the nodes before training found; `job.preflight` writes it."""
-        return self.path / "preflight.json"
-
-    @property
-    def stop(self) -> Path:
-        """Made by whoever wants it to end at a checkpoint; the ranks look for it."""
-        return self.path / "stop"
-
-    @property
-    def stopped(self) -> Path:
-        """That it has ended so: the ranks write the job's id and the step that they saved."""
-        return self.path / "stopped"
-
-    @property
-    def end(self) -> Path:
-        """How it ended: `run.attempts` reads and writes it."""
-        return self.path / "end.json"
-
-    @property
-    def stacks(self) -> Path:
-        """Where a rank that made no step for long stood, in a file for each such rank."""
-        return self.path / "stacks"
-
-    @property
-    def traces(self) -> Path:
-        """What TorchTitan's profiler wrote, in a folder for each step that ended a trace."""
-        return self.path / "profile_traces"
+    # torchrun's output: the lines of the shown ranks of every node.
+    log = _Below("train.log")
+    # The script that ran, if later attempts run another one.
+    script = _Below("train.sh")
+    # Versions, GPUs, nodes and active features, as the training process reports them.
+    environment = _Below("environment.json")
+    # A JSON object for each logged step, written by our hooks on the rank that has the loss.
+    metrics = _Below("metrics.jsonl")
+    # Tokens by layer and expert at the logged steps.
+    router_load = _Below("router_load.jsonl")
+    # Where the attempt continued (`run.attempts`).
+    resumption = _Below("resume.json")
+    # What the node checks before training found.
+    preflight = _Below("preflight.json")
+    # A request to end at a checkpoint, which the ranks poll for.
+    stop = _Below("stop")
+    # The ranks' answer: the job's id and the saved step.
+    stopped = _Below("stopped")
+    # How the attempt ended (`run.attempts`).
+    end = _Below("end.json")
+    # Stack traces of ranks that made no step for long, a file each.
+    stacks = _Below("stacks")
+    # Traces of TorchTitan's profiler, a folder for each step that ended one.
+    traces = _Below("profile_traces")
 
     def rank_logs(self, local_rank: int) -> list[list[Path]]:
-        """The standard outputs of a local rank, node by node, each node's in order of restarts."""
+        """Return the standard outputs of a local rank by node, each node's in order of restarts."""
         return [
             [
                 log
-                for path in _numbered(node)
+                for path in _by_number(node, "attempt_")
                 if (log := path / str(local_rank) / "stdout.log").is_file()
             ]
             for node in sorted((self.path / "ranks").glob("*"))
         ]
 
     def logs(self) -> list[Path]:
-        """Every log that may hold metrics lines, of all ranks that there are."""
+        """Return every log that may hold metrics lines, of all ranks."""
         logs = [self.log, *self.path.glob("ranks/*/attempt_*/*/stdout.log")]
         return [log for log in logs if log.is_file()]
 
@@ -104,78 +80,50 @@ class CellFolder:
 
     path: Path
 
+    # The cell as asked for (`run.record`).
+    record = _Below("cell.yaml")
+    # The script that the job runs, the same bytes that `render` prints.
+    script = _Below("train.sh")
+    # The state, written by the job alone.
+    status = _Below("status.json")
+    # The job's id, written by its submitter, or by the job if that failed.
+    job = _Below("job.json")
+    # How the job ended in Slurm, written by whoever saw it: Slurm forgets.
+    end = _Below("end.json")
+    # submitit's files and the output of the batch step.
+    job_files = _Below("job")
+    # The batch file, by which Slurm knows a job whose id was not noted.
+    submission = _Below("job/submission.sh")
+
     @property
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def record(self) -> Path:
-        """What was asked: `run.record` reads and writes it."""
-        return self.path / "cell.yaml"
-
-    @property
-    def script(self) -> Path:
-        """The script that the job runs, the same bytes that `render` prints."""
-        return self.path / "train.sh"
-
-    @property
-    def status(self) -> Path:
-        """How far the job is; written by the job alone."""
-        return self.path / "status.json"
-
-    @property
-    def job(self) -> Path:
-        """The job's id; written by the one who submits it, and by the job where that failed."""
-        return self.path / "job.json"
-
-    @property
-    def end(self) -> Path:
-        """How Slurm said that the job ended; written by whoever saw it, since Slurm forgets."""
-        return self.path / "end.json"
-
-    @property
-    def job_files(self) -> Path:
-        """submitit's files, and what the batch step printed."""
-        return self.path / "job"
-
-    @property
-    def submission(self) -> Path:
-        """The batch file, by which Slurm knows the job where its id was not noted."""
-        return self.job_files / "submission.sh"
-
     def attempts(self) -> list[Attempt]:
-        """The attempts so far, in order."""
-        found = [
-            Attempt(path, int(number))
-            for path in self.path.glob(f"{_ATTEMPT}*")
-            # Not `isdigit`: that takes a superscript two, which is no number.
-            if (number := path.name.removeprefix(_ATTEMPT)).isascii() and number.isdecimal()
-        ]
-        return sorted(found, key=lambda attempt: attempt.number)
+        """Return the attempts so far, in order."""
+        paths = _by_number(self.path, "attempt-")
+        return [Attempt(path, int(path.name.removeprefix("attempt-"))) for path in paths]
 
     def attempt(self, number: int) -> Attempt:
-        """The attempt of this number, there or not."""
-        return Attempt(self.path / f"{_ATTEMPT}{number}", number)
+        """Return the attempt of this number, whether it exists or not."""
+        return Attempt(self.path / f"attempt-{number}", number)
 
     def next_attempt(self) -> Attempt:
-        """The attempt that a script which starts now is."""
+        """Return the attempt of a script that starts now."""
         attempts = self.attempts()
         return self.attempt(attempts[-1].number + 1 if attempts else 0)
 
     def newest_log(self) -> Path | None:
-        """The log of the last attempt that has one, else what the job said before there was one."""
+        """Return the log of the last attempt that has one, else the newest log of the job."""
         for attempt in reversed(self.attempts()):
             if attempt.log.exists():
                 return attempt.log
-        said = sorted(self.job_files.glob("*.log"), key=lambda path: path.stat().st_mtime)
-        return said[-1] if said else None
+        logs = sorted(self.job_files.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        return logs[-1] if logs else None
 
 
-def _numbered(node: Path) -> list[Path]:
-    """torchrun's `attempt_<k>` folders by their number: 10 comes after 9."""
-    numbered = [
-        (int(number), path)
-        for path in node.glob("attempt_*")
-        if (number := path.name.rpartition("_")[2]).isascii() and number.isdecimal()
-    ]
-    return [path for _, path in sorted(numbered)]
+def _by_number(folder: Path, prefix: str) -> list[Path]:
+    """Return the paths `<prefix><number>` in `folder` by their number: 10 comes after 9."""
+    pattern = re.compile(rf"{prefix}([0-9]+)")
+    found = [(pattern.fullmatch(path.name), path) for path in folder.glob(f"{prefix}*")]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]

@@ -3,96 +3,83 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from cookbook.run.folder import CellFolder
-from cookbook.run.run import Run
+import psutil
 
-# Set in the job's environment, which all that it starts inherits. A command line that names the
-# run's folder may be somebody's editor.
+from cookbook.run.folder import CellFolder
+from cookbook.run.status import Job
+
+# Set to the run's folder in the job's environment, which all its processes inherit. A command line
+# that names the folder may be somebody's editor.
 RUN_VARIABLE = "COOKBOOK_RUN"
 _CELL_VARIABLE = "CELL_DIR"
-_SUPERVISOR = b"submitit.core._submit"
-# Linux, include/linux/sched.h.
-_PF_EXITING = 0x4
 
 
 @dataclass(frozen=True)
 class RunProcess:
-    """A process of a run; `cell` is the folder of the cell that it trains, if it does."""
+    """A process of a run; `cell` is the folder of the cell that it trains, None for supervisors."""
 
-    pid: int
-    cell: str | None
-    is_supervisor: bool
+    process: psutil.Process
+    cell: Path | None
 
 
-def run_processes(run: Run) -> list[RunProcess]:
-    """The processes that belong to `run`; another user's can't be seen."""
-    mark = os.fsencode(f"{RUN_VARIABLE}={run.folder.resolve()}")
+def process_job(pid: int) -> Job:
+    """Return the identity of a process that has just been started on this machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Job(str(pid), host=socket.gethostname(), boot=boot, started=_start_ticks(pid))
+
+
+def is_elsewhere(job: Job) -> bool:
+    """Whether the job is a process of another machine, which cannot be looked at from here."""
+    return job.host is not None and job.host != socket.gethostname()
+
+
+def is_alive(job: Job) -> bool:
+    """Whether the job's process still runs on this machine, and not another one under its id."""
+    now = process_job(int(job.job_id))
+    return now.started is not None and (now.boot, now.started) == (job.boot, job.started)
+
+
+def run_processes(folder: Path) -> list[RunProcess]:
+    """Return this user's processes that belong to the run in `folder`, which may be deleted."""
+    mark = str(folder.resolve())
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (process / "environ").read_bytes().split(b"\0")
-            if mark not in variables:
-                continue
-            command = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        prefix = os.fsencode(f"{_CELL_VARIABLE}=")
-        cells = [word.removeprefix(prefix) for word in variables if word.startswith(prefix)]
-        cell = os.fsdecode(cells[0]) if cells else None
-        found.append(RunProcess(int(process.name), cell, _SUPERVISOR in command))
+    for process in psutil.process_iter(["environ"]):
+        variables = process.info["environ"] or {}
+        if variables.get(RUN_VARIABLE) == mark:
+            cell = variables.get(_CELL_VARIABLE)
+            found.append(RunProcess(process, Path(cell).resolve() if cell else None))
     return found
 
 
 def trains(process: RunProcess, cell: CellFolder) -> bool:
     """Whether the process is one of the cell's training."""
-    return process.cell is not None and Path(process.cell).resolve() == cell.path.resolve()
+    return process.cell == cell.path.resolve()
 
 
-def stop_processes(run: Run, job_id: str) -> None:
-    """Tell a local job to end: the printed process, else the supervisor, else all that is left."""
-    if local_job_lives(run, job_id):
-        pids = [int(job_id)]
+def stop_processes(folder: Path, job: Job | None = None) -> int:
+    """Tell a local job to end: its process, else its supervisor, else all its processes."""
+    if job is not None and is_alive(job):
+        targets = [psutil.Process(int(job.job_id))]
     else:
-        left = run_processes(run)
-        pids = [one.pid for one in left if one.is_supervisor] or [one.pid for one in left]
-    for pid in pids:
+        left = run_processes(folder)
+        supervisors = [one for one in left if one.cell is None]
+        targets = [one.process for one in supervisors or left]
+    for process in targets:
         # It may have ended since the look.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    return len(targets)
 
 
-def local_job_lives(run: Run, job_id: str) -> bool:
-    """Whether the process still runs this very run, and not something else under the same id."""
-    process = Path("/proc") / job_id
+def _start_ticks(pid: int) -> str | None:
+    """Return when a process started, in ticks since the boot; None if it has ended."""
     try:
-        command = (process / "cmdline").read_bytes()
-        if not command:
-            # One that has just been started has no words yet; one that ends, none any more.
-            return not _ends(_stat(process))
-    except OSError:
-        return False
-    return os.fsencode(run.folder.resolve()) in command
-
-
-def start_time(pid: int) -> str | None:
-    """When the process was started, in ticks since the machine's own start; None if it is gone."""
-    try:
-        fields = _stat(Path("/proc") / str(pid))
+        # proc(5), from the third field on. psutil's times shift with the clock.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if _ends(fields) else fields[19]
-
-
-def _stat(process: Path) -> list[str]:
-    """The fields of proc(5)'s stat from the third on: state, ppid, pgrp, session..."""
-    return (process / "stat").read_text().rpartition(")")[2].split()
-
-
-def _ends(fields: list[str]) -> bool:
-    # A killed process gives its memory back first, and is a zombie only then.
-    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+    return None if fields[0] in "ZX" else fields[19]

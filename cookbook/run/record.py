@@ -1,4 +1,4 @@
-"""The record of a cell: all that its folder keeps of what was asked, in `cell.yaml`."""
+"""The record of a cell, `cell.yaml`: the request, kept in its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.pipelines import loss_rank
 from cookbook.base.schema import (
@@ -32,22 +31,21 @@ _OF_SCRIPTS = ("job.custom_config_module", "experimental.custom_import", "job.de
 
 @dataclass(frozen=True)
 class CellRecord:
-    """What a cell was asked to do; a value that is not known is None.
+    """The request for a cell; an unknown value is None.
 
     Attributes:
         emulated: low precision is computed in software; its speed says nothing.
-        stand_in_for: the recipe that was asked for, where this machine runs another.
+        stand_in_for: the requested recipe, if this machine runs another.
         refused: why the cell does not run.
-        published_tokens_per_second_per_gpu: only where the cell is just what was published.
+        published_tokens_per_second_per_gpu: only if the cell is exactly the published one.
         baseline: the cell that speed-ups are against.
-        repeat_of: the cell that this one repeats, None for the first of them; the `repeat`-th.
+        repeat_of: the cell that this one, the `repeat`-th, repeats; None for the first.
         options: TorchTitan's options that are set, by dotted name.
         files: paths of the user's own YAML files, by `recipe`, `precision`, `ep_backend` and
-            `cluster`; what is not here is in `recipes/` under its name.
-        changes: what later attempts were asked to do otherwise, in order: the first `attempt` that
-            does, its `nodes` where they differ, and the `options` that do, null for one that is no
-            longer set. All that stands above is what was asked first.
-        max_restarts: how often a job of it may start it again.
+            `cluster`; others are in `recipes/` under their names.
+        changes: how later attempts differ from the request above, in order: the first `attempt`
+            that does, its `nodes`, and its `options`, null for one that is no longer set.
+        max_restarts: how often a job may restart the cell.
     """
 
     name: Text | None = None
@@ -75,18 +73,18 @@ class CellRecord:
 
     @property
     def world(self) -> int:
-        """Ranks of the job, of its newest attempt."""
+        """Ranks of the newest attempt."""
         newest = self.newest
         return newest.nodes * newest.ranks_per_node
 
     @property
     def steps(self) -> int | None:
-        """Training steps that were asked for, most recently."""
+        """Training steps that the newest attempt is to reach."""
         return self.newest._count("training.steps")
 
     @property
     def log_freq(self) -> int | None:
-        """Steps from one that is logged to the next, None for TorchTitan's default."""
+        """Steps between two logged ones, None for TorchTitan's default."""
         return self.newest._count("metrics.log_freq")
 
     @property
@@ -113,11 +111,11 @@ class CellRecord:
 
     @property
     def newest(self) -> CellRecord:
-        """The record with all changes made, and none left."""
+        """The record with all changes applied."""
         return self.as_of(None) if self.changes else self
 
     def as_of(self, attempt: int | None) -> CellRecord:
-        """The record as it was for `attempt` (None: the newest), with no changes left."""
+        """Return the record as it was for `attempt` (None: the newest), with changes applied."""
         nodes, options = self.nodes, dict(self.options)
         for change in self.changes:
             if attempt is None or change["attempt"] <= attempt:
@@ -127,7 +125,7 @@ class CellRecord:
         return dataclasses.replace(self, nodes=nodes, options=Unchecked(kept), changes=())
 
     def changed(self, attempt: int, asked: CellRecord) -> CellRecord:
-        """This record, with what `attempt` is `asked` to do otherwise than those before it."""
+        """Return this record with the change by which `asked`, for `attempt`, differs."""
         before = self.as_of(attempt - 1)
         change: dict[str, Any] = {}
         if asked.nodes != before.nodes:
@@ -140,7 +138,7 @@ class CellRecord:
         }
         if options:
             change["options"] = options
-        # A change for this attempt that is there already was never tried.
+        # An earlier change for this attempt was never tried.
         kept = [one for one in self.changes if one["attempt"] < attempt]
         if change:
             kept.append(Unchecked(attempt=attempt, **change))
@@ -148,7 +146,7 @@ class CellRecord:
 
     @property
     def asked_options(self) -> dict[str, Any]:
-        """The options but for those by which every script starts the cookbook's own part."""
+        """The options without those by which every script starts the cookbook's own part."""
         return {
             name: value
             for name, value in self.options.items()
@@ -156,7 +154,7 @@ class CellRecord:
         }
 
     def as_yaml(self) -> str:
-        """The content of `cell.yaml`."""
+        """Return the content of `cell.yaml`."""
         content = {
             name: dict(value) if isinstance(value, dict) else value
             for name, value in dataclasses.asdict(self).items()
@@ -173,29 +171,24 @@ class CellRecord:
         write_whole(path, self.as_yaml())
 
     def _count(self, option: str) -> int | None:
-        """An option that is a positive whole number, None for anything else."""
+        """Return an option that is a positive whole number, None for anything else."""
         value = self.options.get(option)
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         return value if is_count else None
 
 
 def read_record(path: Path) -> CellRecord:
-    """The record at `path`; what cannot be read is an InputError that says why.
+    """Read the record at `path`; unknown keys are another version's, and left out.
 
-    Keys that are not known here are another version's, and left out.
+    Raises:
+        InputError: it cannot be read.
     """
     file = read_yaml(path)
-    record = fill(CellRecord, file, beside=[key.partition(".")[0] for key in file.content])
-    for change in record.changes:
-        of_change = {"attempt": int, "nodes": int, "options": dict}
-        wrong = [key for key, kind in of_change.items() if not isinstance(change.get(key), kind)]
-        if "attempt" in wrong or any(change.get(key) is not None for key in wrong):
-            raise InputError(file.place("changes"), f"{wrong[0]} is missing or of another kind")
-    return record
+    return fill(CellRecord, file, beside=[key.partition(".")[0] for key in file.content])
 
 
 def shown_with_places(record: CellRecord, places: dict[str, str]) -> CellRecord:
-    """The record with each option as its value and the place that set it."""
+    """Return the record with each option as its value and the place that set it."""
     options: dict[str, Any] = {
         name: {"value": value, "from": places[name]} for name, value in record.options.items()
     }

@@ -8,32 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
+import os
 import re
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from cookbook.base.errors import InputError, unknown_name
-from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT, runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.run.folder import CellFolder
-from cookbook.run.status import read_job, read_json, read_status
+from cookbook.run.status import FAILED, REFUSED, read_job, read_json_as, read_status, write_json
 
 _FILE = "run.json"
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What `run.json` says: what was asked, by whom, from which commit, on which cluster."""
+    """`run.json`: the request, by whom, from which commit, on which cluster."""
 
-    run: str
-    scheduler: str
+    scheduler: Literal["slurm", "local"]
     cells: tuple[str, ...]
+    run: str = ""
     sweep: str | None = None
     created: str | None = None
     user: str | None = None
@@ -46,11 +45,9 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder and what it says of itself.
+    """A run's folder and its record.
 
-    Attributes:
-        cells: the folders of the cells that `run.json` lists, then of those that scripts started
-            by hand have added since.
+    `cells` are those that `run.json` lists, then those that plain sbatch has added since.
     """
 
     folder: Path
@@ -59,7 +56,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.record.run
+        """The name by which commands find it: also of a folder that was renamed or moved."""
+        is_listed = self.folder.parent.resolve() == runs_folder().resolve()
+        return self.folder.name if is_listed else shown_path(self.folder)
 
     @property
     def scheduler(self) -> str:
@@ -73,11 +72,11 @@ class Run:
 
     @property
     def submission(self) -> Path:
-        """Its batch file in Slurm, by which it is known where its id was not noted."""
+        """The batch file of such a job, by which Slurm knows it if its id was not noted."""
         return self.job_files / "submission.sh"
 
     def cell(self, name: str) -> CellFolder:
-        """The folder of the cell called `name`."""
+        """Return the folder of the cell called `name`."""
         for cell in self.cells:
             if cell.name == name:
                 return cell
@@ -88,21 +87,26 @@ def new_record(
     name: str,
     *,
     cluster: str,
-    scheduler: str,
+    scheduler: Literal["slurm", "local"],
     stack: str,
     cells: Sequence[str],
     sweep: str | None = None,
     command: Sequence[str] = (),
     baseline: str | None = None,
 ) -> RunRecord:
-    """The record of a run that starts now."""
+    """Return the record of a run that starts now."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # In some containers the user id has no passwd entry.
+        user = str(os.getuid())
     return RunRecord(
         run=name,
         scheduler=scheduler,
         cells=tuple(cells),
         sweep=sweep,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        user=getpass.getuser(),
+        user=user,
         commit=commit(),
         cluster=cluster,
         stack=stack,
@@ -113,7 +117,7 @@ def new_record(
 
 def write_run(folder: Path, record: RunRecord) -> None:
     """Write `run.json`."""
-    write_whole(folder / _FILE, json.dumps(asdict(record), indent=1) + "\n")
+    write_json(folder / _FILE, record)
 
 
 def is_run(folder: Path) -> bool:
@@ -123,63 +127,52 @@ def is_run(folder: Path) -> bool:
 
 def read_run(folder: Path) -> Run:
     """Read the run in `folder`."""
-    path = folder / _FILE
-    content = read_json(path)
-    listed = content.get("cells")
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise InputError(f"{shown_path(path)}: cells", "is not a list of names", "restore the file")
-    if content.get("scheduler") not in ("slurm", "local"):
-        raise InputError(
-            f"{shown_path(path)}: scheduler",
-            f"found {content.get('scheduler')!r}, allowed: local, slurm",
-            "restore the file",
-        )
-    record = RunRecord(
-        run=_text(content.get("run")) or folder.name,
-        scheduler=content["scheduler"],
-        cells=tuple(listed),
-        sweep=_text(content.get("sweep")),
-        created=_text(content.get("created")),
-        user=_text(content.get("user")),
-        commit=_text(content.get("commit")),
-        cluster=_text(content.get("cluster")),
-        stack=_text(content.get("stack")),
-        baseline=_text(content.get("baseline")),
-    )
-    # Scripts that are started with one CELL_DIR=runs/mine/... each join one run. They may start in
-    # the same second, so none of them writes the list of the others.
+    # The folder may have been renamed.
+    record = replace(read_json_as(RunRecord, folder / _FILE), run=folder.name)
+    # Scripts with CELL_DIR=runs/mine/... join one run, maybe in the same second: none of them
+    # writes the list.
     found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
-    names = [*listed, *(name for name in found if name not in listed)]
+    names = [*record.cells, *(name for name in found if name not in record.cells)]
     return Run(folder, record, tuple(CellFolder(folder / name) for name in names))
 
 
 def find_run(name: str | None) -> Run:
-    """The run called `name` (or at the path `name`); the newest where none is named."""
+    """Return the run called `name` (or at the path `name`), by default the newest one."""
     root, names = runs_folder(), run_names()
     if name is None:
         if not names:
-            raise InputError(
-                shown_path(root),
-                "there is no run yet",
-                "start one: python submit.py sweep smoke",
-            )
-        return read_run(root / names[-1])
+            remedy = "start one: python submit.py sweep smoke"
+            raise InputError(shown_path(root), "there is no run yet", remedy)
+        newest = (read_run(root / name) for name in reversed(names))
+        return next((run for run in newest if not _was_refused(run)), read_run(root / names[-1]))
     for folder in (root / name, Path(name)):
         if is_run(folder):
             return read_run(folder)
     raise unknown_name(shown_path(root), "run", name, names)
 
 
+def _was_refused(run: Run) -> bool:
+    """Whether the scheduler took none of the run's cells."""
+
+    def was_taken(cell: CellFolder) -> bool:
+        with contextlib.suppress(InputError):
+            is_refused = read_status(cell).state in (FAILED, REFUSED)
+            return not is_refused or cell.job.exists() or bool(cell.attempts())
+        return True
+
+    return bool(run.cells) and not any(map(was_taken, run.cells))
+
+
 def run_names() -> list[str]:
-    """The names of all runs, the newest last."""
+    """Return the names of all runs, the newest last."""
     folders = [path.parent for path in runs_folder().glob(f"[!.]*/{_FILE}")]
     return [path.name for path in sorted(folders, key=lambda path: (*_time_of(path), path.name))]
 
 
 def _time_of(folder: Path) -> tuple[float, str]:
-    """When a run was made, in seconds since the epoch, and the stamp in its name."""
+    """Return when a run was made, in seconds since the epoch, and the stamp in its name."""
     match = re.search(r"-(([0-9]{8}-[0-9]{6})(?:-[0-9]+)?)$", folder.name)
-    # A number that is no date names a folder of one's own.
+    # A number that is no date is part of a user's own name.
     with contextlib.suppress(ValueError, OverflowError):
         if match:
             return time.mktime(time.strptime(match[2], "%Y%m%d-%H%M%S")), match[1]
@@ -187,7 +180,7 @@ def _time_of(folder: Path) -> tuple[float, str]:
 
 
 def _began(folder: Path) -> float:
-    """When the newest job began in a folder that scripts by hand share, such as `runs/16b`."""
+    """Return when the newest job began in a folder that plain sbatch shares, as `runs/16b`."""
     times = []
     for path in folder.glob("[!.]*/cell.yaml"):
         cell = CellFolder(path.parent)
@@ -197,22 +190,13 @@ def _began(folder: Path) -> float:
     return max(times, default=0.0) or (folder / _FILE).stat().st_mtime
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
 def commit() -> str | None:
-    """The cookbook's commit, with `+` where files differ from it; None outside git."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
-        )
-    except OSError:
-        return None
-    if head.returncode:
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    """Return the cookbook's commit, with `+` if files differ from it; None outside git."""
+    answers = []
+    for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno"]):
+        try:
+            git = ["git", "-C", str(ROOT), *words]
+            answers.append(subprocess.run(git, capture_output=True, text=True, check=True).stdout)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+    return answers[0].strip() + ("+" if answers[1].strip() else "")

@@ -1,6 +1,6 @@
-"""Slurm's commands, run here and nowhere else: submit, cancel, ask, go back to the queue.
+"""Slurm's commands, run here and nowhere else: submit, cancel, query, requeue.
 
-`job.step` alone starts steps of a job.
+Only `supervise.step` starts steps of a job.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from pathlib import Path
 
 from cookbook.base.errors import JobError
 
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED"})
-# Requeued or left without its reservation, such a job waits for somebody to release it.
+WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"})
+# Such a job waits for somebody to release it.
 WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-# On its way back to the queue: by a federation, or at once (Slurm 25.11).
-WAITING |= {"REQUEUE_FED", "EXPEDITING"}
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
 # These keep their nodes, and their processes are stopped.
 HALTED = frozenset({"SUSPENDED", "STOPPED"})
@@ -32,10 +30,15 @@ STOPPED = frozenset({"CANCELLED"})
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # A `*` stands for a node that does not answer.
 _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
-# What its commands say of a controller that is busy, or away for a while.
-_PASSING = re.compile(r"contact slurm controller|timed out|zero bytes|temporarily", re.IGNORECASE)
+# Messages about a controller, or munge, that is busy or away for a while.
+_PASSING = re.compile(
+    r"contact slurm controller|timed out|zero bytes|temporarily|munge|authentication", re.IGNORECASE
+)
 # Without a width, squeue cuts fields.
 _WIDTH = 64
+# How long a person waits for an answer. While the controller is away, squeue tries for 9 s.
+PATIENCE_S = 2.5
+_COMMAND_S = 60.0
 
 
 class NoAnswerError(JobError):
@@ -43,23 +46,33 @@ class NoAnswerError(JobError):
 
 
 def is_passing(errors: str) -> bool:
-    """Whether what a command of Slurm said is that the controller is busy, or away."""
+    """Whether a command's messages mean that the controller is busy, or away for a while."""
     return bool(_PASSING.search(errors))
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job's state and why it is in it, in Slurm's words, and how often it was requeued."""
+    """A job's state and its reason in Slurm's words, and how often it was requeued."""
 
     state: str
     reason: str
     restarts: int = 0
 
 
-def submit_environment() -> dict[str, str]:
-    """The environment without what would change a new job, or what is seen of one.
+@dataclass(frozen=True)
+class UserJob:
+    """A job of a user, with the path of its batch file."""
 
-    SLURM_CONF says where Slurm is, so it stays.
+    job_id: str
+    script: Path
+    state: str
+    reason: str
+
+
+def submit_environment() -> dict[str, str]:
+    """Return the environment without variables that change a new job, or hide jobs.
+
+    SLURM_CONF stays: it is where Slurm's commands find Slurm.
     """
     return {
         name: value
@@ -69,13 +82,15 @@ def submit_environment() -> dict[str, str]:
 
 
 def sbatch(script: Path, folder: Path) -> str:
-    """Queue `script` with `folder` as its working directory; the job's id."""
+    """Queue `script` with `folder` as its working directory; return the job's id."""
     answer = _run(["sbatch", "--parsable", f"--chdir={folder}", str(script)])
     if answer.returncode:
         lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
         said = "; ".join(line.removeprefix("sbatch: error: ") for line in lines)
-        if "onfiguration source" in said or "contact slurm controller" in said:
+        if "onfiguration source" in said:
             said += "; log in to the cluster, or use --cluster local"
+        elif is_passing(said):
+            said += "; Slurm does not answer now: try again later"
         raise JobError(f"sbatch refused it: {said}")
     # With federations: `id;cluster`. Warnings go to stderr.
     job_id = answer.stdout.strip().partition(";")[0]
@@ -85,7 +100,7 @@ def sbatch(script: Path, folder: Path) -> str:
 
 
 def scancel(job_ids: Sequence[str]) -> None:
-    """Cancel jobs; one that has ended already is none of scancel's errors."""
+    """Cancel jobs; scancel ignores those that have ended already."""
     answer = _run(["scancel", *job_ids])
     if answer.returncode:
         raise JobError(f"scancel: {answer.stderr.strip()}")
@@ -94,13 +109,13 @@ def scancel(job_ids: Sequence[str]) -> None:
 def requeue(
     job_id: str, leave_out: Sequence[str] | None = None, begin: float | None = None
 ) -> None:
-    """Put a running job back into the queue, under its id; Slurm ends what it runs.
+    """Put a running job back into the queue, under its id; Slurm ends its processes.
 
-    A running job cannot be told what to leave out, so that comes second: a caller that wants it
-    must outlast Slurm's signal.
+    Slurm takes new nodes to leave out only for a waiting job, so that comes second: a caller that
+    wants it must outlast Slurm's signal.
 
     Args:
-        leave_out: these nodes and no others; None for those that it leaves out already.
+        leave_out: these nodes and no others; None to change nothing.
         begin: the earliest start, in seconds since the epoch.
     """
     changes = []
@@ -119,7 +134,7 @@ def requeue(
 
 
 def lost_nodes(node_list: str) -> list[str]:
-    """Those of these nodes that Slurm gives no work to: down, drained, or not answering."""
+    """Return those of these nodes that Slurm gives no work: down, drained, or not answering."""
     answer = _run(["sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T"])
     if answer.returncode:
         raise JobError(f"sinfo: {answer.stderr.strip() or 'no answer'}")
@@ -128,10 +143,7 @@ def lost_nodes(node_list: str) -> list[str]:
 
 
 def kill_steps(job_id: str, name: str) -> int:
-    """End the steps of this name in a job, all their processes on all nodes; how many there were.
-
-    Other steps of the job, such as a user's own shell in it, go on.
-    """
+    """Kill the steps of this name in a job on all nodes, and no other steps; return how many."""
     answer = _run(["squeue", "--steps", f"--jobs={job_id}", "--noheader", "--format=%i %j"])
     steps = [line.split(maxsplit=1) for line in answer.stdout.splitlines()]
     named = [step for step, *rest in steps if rest == [name]]
@@ -140,36 +152,45 @@ def kill_steps(job_id: str, name: str) -> int:
     return len(named)
 
 
-def job_infos(job_ids: Iterable[str]) -> dict[str, JobInfo]:
-    """What is known of the jobs, from the controller and, for older ones, from accounting.
+def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str, JobInfo]:
+    """Return what the controller, or for older jobs accounting, knows of the jobs.
 
-    The controller forgets a finished job after MinJobAge, and accounting may be off: a job that is
-    missing from the answer is one that nobody knows any more.
+    The controller forgets a finished job after MinJobAge, and accounting may be off: nobody knows a
+    job any more that is missing from the answer.
+
+    Raises:
+        JobError: Slurm does not answer within `patience` seconds.
     """
     wanted = set(job_ids)
     if not wanted:
         return {}
-    infos = _from_squeue(wanted)
-    if missing := wanted - infos.keys():
-        infos.update(_from_sacct(missing))
+    # By id and not by user: a colleague's run is to be seen as well.
+    fields = ",".join(f"{name}:{_WIDTH}|" for name in ("JobID", "State", "Reason", "RestartCnt"))
+    options = (f"--jobs={','.join(sorted(wanted))}", f"--Format={fields}")
+    infos = {
+        job_id: JobInfo(state, "" if reason == "None" else reason, int(restarts))
+        for job_id, state, reason, restarts in _squeue(*options, patience=patience)
+        if job_id in wanted
+    }
+    if (missing := wanted - infos.keys()) and shutil.which("sacct"):
+        infos.update(_from_sacct(missing, patience))
     return infos
 
 
-def jobs_by_script(scripts: Iterable[Path], uid: int) -> dict[Path, str]:
-    """The newest job of each of these batch files, among the jobs of the user `uid`."""
-    named = {str(script.resolve()): script for script in scripts}
-    lines = _squeue(f"--user={uid}", f"--Format=JobID:{_WIDTH}|,Command:4096|")
+def user_jobs(uid: int, patience: float = _COMMAND_S) -> list[UserJob]:
+    """Return the jobs of the user `uid` that have a batch file, in the order of their ids."""
+    fields = f"JobID:{_WIDTH}|,State:{_WIDTH}|,Reason:{_WIDTH}|,Command:4096|"
+    lines = _squeue(f"--user={uid}", f"--Format={fields}", patience=patience)
     # Other jobs have commands of any kind, of several lines as well.
-    rows = [line for line in lines if len(line) == 2 and line[0].isdecimal()]
-    found: dict[Path, str] = {}
-    for job_id, command in sorted(rows, key=lambda row: int(row[0])):
-        if command in named:
-            found[named[command]] = job_id
-    return found
+    rows = [line for line in lines if len(line) == 4 and line[0].isdecimal()]
+    return [
+        UserJob(job_id, Path(command), state, "" if reason == "None" else reason)
+        for job_id, state, reason, command in sorted(rows, key=lambda row: int(row[0]))
+    ]
 
 
 def partition_nodes(partition: str | None) -> list[str]:
-    """The nodes of the partition, by default Slurm's default one; empty where Slurm says nothing.
+    """Return the nodes of a partition, by default Slurm's; empty if Slurm does not answer.
 
     Nodes that are down or drained are among them: a job may wait for those.
     """
@@ -187,9 +208,9 @@ def partition_nodes(partition: str | None) -> list[str]:
 
 @functools.cache
 def node_groups() -> list[tuple[int, str]] | None:
-    """The nodes that Slurm reports: how many have which generic resources.
+    """Return how many nodes have which generic resources.
 
-    Empty where it does not answer; None where its commands are not configured, so there is none.
+    Empty if Slurm does not answer; None if its commands are not configured, so there is no Slurm.
     """
     try:
         answer = _run(["sinfo", "--noheader", "--format=%D %G"], timeout=5)
@@ -202,7 +223,7 @@ def node_groups() -> list[tuple[int, str]] | None:
 
 
 def nodes_in(node_list: str) -> list[str]:
-    """The nodes of a list in Slurm's notation (`worker-[0-3,7]`), in its order."""
+    """Return the nodes of a list in Slurm's notation (`worker-[0-3,7]`), in its order."""
     answer = _run(["scontrol", "show", "hostnames", node_list])
     if answer.returncode:
         raise JobError(f"scontrol show hostnames {node_list}: {answer.stderr.strip()}")
@@ -210,7 +231,7 @@ def nodes_in(node_list: str) -> list[str]:
 
 
 def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
-    """Where each node is reached: as Slurm has it, since a node's own name may lead to loopback."""
+    """Return each node's address as Slurm has it: its own name may resolve to loopback."""
     answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
     found = dict.fromkeys(nodes, "")
     for line in answer.stdout.splitlines():
@@ -221,7 +242,7 @@ def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def drained(nodes: Sequence[str]) -> dict[str, str]:
-    """Those of `nodes` that Slurm gives to no further job, and the reason that it was told."""
+    """Return those of `nodes` that Slurm gives to no further job, with the recorded reason."""
     answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
     if answer.returncode and is_passing(answer.stderr):
         raise NoAnswerError(f"scontrol show node: {answer.stderr.strip()}")
@@ -229,7 +250,7 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
     for line in answer.stdout.splitlines():
         name = re.match(r"NodeName=(\S+)", line)
         state = re.search(r" State=(\S+)", line)
-        # Of a node that answers no more, Slurm says DOWN, with a star before.
+        # A node that does not answer is DOWN, with a star before.
         if name and state and re.search("DRAIN|FAIL|DOWN", state[1]):
             reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", line)
             found[name[1]] = f"Slurm: {state[1]}" + (f": {reason[1].strip()}" if reason else "")
@@ -237,50 +258,27 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def left_out_by(job_id: str) -> list[str]:
-    """The nodes that the job was told to leave out."""
+    """Return the nodes that the job leaves out."""
     shown = _run(["scontrol", "show", "job", job_id]).stdout
     found = re.search(r"\bExcNodeList=(\S+)", shown)
     return nodes_in(found[1]) if found and found[1] != "(null)" else []
 
 
-def is_own(folder: Path) -> bool:
-    """Whether jobs that this user may always see belong to the run in `folder`."""
-    return os.getuid() in (0, folder.stat().st_uid)
-
-
-def _from_squeue(wanted: set[str]) -> dict[str, JobInfo]:
-    # By id and not by user: a colleague's run is to be seen as well.
-    fields = ",".join(f"{name}:{_WIDTH}|" for name in ("JobID", "State", "Reason", "RestartCnt"))
-    lines = _squeue(f"--jobs={','.join(sorted(wanted))}", f"--Format={fields}")
-    return {
-        job_id: JobInfo(state, "" if reason == "None" else reason, int(restarts))
-        for job_id, state, reason, restarts in lines
-        if job_id in wanted
-    }
-
-
-def _squeue(*options: str) -> list[list[str]]:
-    """The fields of each job that squeue shows."""
-    answer = _run(["squeue", "--states=all", "--noheader", *options])
-    # Of one id that it forgot, squeue makes an error; of one among several, nothing.
+def _squeue(*options: str, patience: float) -> list[list[str]]:
+    """Return the fields of each job that squeue shows."""
+    answer = _run(["squeue", "--states=all", "--noheader", *options], patience)
+    # One forgotten id is an error of squeue's; one among several is not.
     if answer.returncode and "Invalid job id" not in answer.stderr:
-        raise JobError(
-            f"squeue: {answer.stderr.strip() or 'no answer'}; the cluster's state is not known now"
-        )
+        raise JobError(f"squeue: {answer.stderr.strip() or 'no answer'}")
     return [
         [field.strip() for field in line.split("|")[:-1]] for line in answer.stdout.splitlines()
     ]
 
 
-def _from_sacct(wanted: set[str]) -> dict[str, JobInfo]:
-    if shutil.which("sacct") is None:
-        return {}
-    answer = _run(
-        [
-            *("sacct", "--noheader", "--parsable2", "--allocations"),
-            *("--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(wanted))}"),
-        ]
-    )
+def _from_sacct(wanted: set[str], patience: float) -> dict[str, JobInfo]:
+    command = ["sacct", "--noheader", "--parsable2", "--allocations"]
+    command += ["--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(wanted))}"]
+    answer = _run(command, patience)
     if answer.returncode:
         return {}
     infos = {}
@@ -293,7 +291,7 @@ def _from_sacct(wanted: set[str]) -> dict[str, JobInfo]:
     return infos
 
 
-def _run(command: list[str], timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
@@ -307,5 +305,5 @@ def _run(command: list[str], timeout: float = 60) -> subprocess.CompletedProcess
             f"{command[0]} is not on PATH; log in to the cluster, or use --cluster local"
         ) from None
     except subprocess.TimeoutExpired:
-        words = f"{command[0]}: no answer in {timeout:g} s; is the Slurm controller up?"
+        words = f"{command[0]}: no answer in {timeout:g} s"
         raise NoAnswerError(words) from None

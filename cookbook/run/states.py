@@ -1,22 +1,27 @@
-"""The state of each cell of a run: derived here alone, from its files and from the scheduler.
+"""The state of each cell of a run, from its files and from the scheduler.
 
 Neither is enough: a job that was killed wrote no last word, and Slurm forgets a finished job after
-minutes where accounting is off. So an end that Slurm tells is kept in the cell's folder.
+minutes if accounting is off. So an end that Slurm reports is kept in the cell's folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cookbook.base.errors import InputError, JobError
+from cookbook.base.gpus import has_slurm
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
-from cookbook.run.processes import local_job_lives, run_processes, stop_processes, trains
+from cookbook.run.processes import is_alive, is_elsewhere, run_processes, stop_processes, trains
 from cookbook.run.run import Run
 from cookbook.run.status import (
+    CANCELLED,
+    ENDED,
     FAILED,
     FINISHED,
     OPEN,
@@ -34,15 +39,18 @@ from cookbook.run.status import (
     write_job,
 )
 from cookbook.run.submit_lock import is_submit_locked
-from cookbook.run.verdict import COMPLETING, by_slurm, in_turn
+
+COMPLETING = "Slurm: COMPLETING"
+_SETTLED = frozenset({FINISHED, REFUSED})
+_NEVER_SUBMITTED = "never submitted: submit.py ended before it reached this cell; start it anew"
 
 
 @dataclass(frozen=True)
 class CellState:
-    """The state of a cell and why; `started` and `ended` in seconds since the epoch.
+    """The state of a cell and its reason; `started` and `ended` in seconds since the epoch.
 
-    Attributes:
-        is_known: False where Slurm did not answer, so that this is only the job's own last word.
+    `is_known` is False if Slurm did not answer, or the processes are another machine's: this is
+    then only the job's own last word.
     """
 
     cell: str
@@ -56,7 +64,7 @@ class CellState:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job has said how it ended, and Slurm has yet to see it."""
+        """Whether the job has written how it ended, and Slurm has yet to see it."""
         return self.state == RUNNING and self.reason == COMPLETING
 
     @property
@@ -65,15 +73,19 @@ class CellState:
         return self.state not in OPEN and self.is_known
 
 
-def cell_states(run: Run) -> list[CellState]:
-    """The state of every cell of `run`, in its order."""
+def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]:
+    """Return the state of every cell of `run`, in its order.
+
+    Args:
+        patience: seconds to wait for Slurm's answer; after that the files alone count.
+    """
     if run.scheduler == "slurm":
-        return _slurm_states(run)
+        return _slurm_states(run, patience)
     return [_local_state(run, cell, *_read(cell)) for cell in run.cells]
 
 
 def _read(cell: CellFolder) -> tuple[Status, Job | None]:
-    """What the cell's files say; one that cannot be read costs nothing but its own words."""
+    """Read the cell's files; one that is damaged costs nothing but its own content."""
     try:
         status = read_status(cell)
     except InputError as error:
@@ -84,94 +96,90 @@ def _read(cell: CellFolder) -> tuple[Status, Job | None]:
         return replace(status, reason=status.reason or str(error)), None
 
 
-def _slurm_states(run: Run) -> list[CellState]:
+def _slurm_states(run: Run, patience: float) -> list[CellState]:
     before = {cell: _read(cell) for cell in run.cells}
     unsettled = [cell for cell, (status, _) in before.items() if status.state not in _SETTLED]
     if not unsettled:
         return [_state(cell, s.state, s.reason, s, job) for cell, (s, job) in before.items()]
-    # Asked before it is looked: no submitter at work means that no further job is to come.
+    # Before the second look: without a submitter at work no further job is to come.
     is_open = is_submit_locked(run.folder)
     infos: Mapping[str, slurm.JobInfo] = {}
     silence, lost = None, {}
     try:
-        lost = _lost_jobs(run, [cell for cell in unsettled if before[cell][1] is None])
+        lost = _lost_jobs(run, [cell for cell in unsettled if before[cell][1] is None], patience)
         jobs = [before[cell][1] or lost.get(cell) for cell in unsettled]
-        infos = slurm.job_infos(job.job_id for job in jobs if job)
+        infos = slurm.job_infos((job.job_id for job in jobs if job), patience)
     except JobError as error:
         silence = str(error)
     # Read again: the last word that a job wrote before Slurm saw its end is there now.
     after = {cell: _read(cell) for cell in run.cells}
     jobs_of = {cell: job or before[cell][1] or lost.get(cell) for cell, (_, job) in after.items()}
-    shared = _shared(jobs_of.values())
-    return [
-        _slurm_state(run, cell, after[cell][0], job, infos, silence, is_open, shared)
-        for cell, job in jobs_of.items()
-    ]
+    num_cells = Counter(job.job_id for job in jobs_of.values() if job)
+    states = []
+    for cell, job in jobs_of.items():
+        status, info = after[cell][0], infos.get(job.job_id) if job else None
+        if status.state in _SETTLED or (job is None and (silence or is_open)):
+            states.append(_state(cell, status.state, status.reason, status, job))
+        elif job is None:
+            is_lost = status.state == QUEUED
+            found = (FAILED, _NEVER_SUBMITTED) if is_lost else (status.state, status.reason)
+            states.append(_state(cell, *found, status, job))
+        elif (info := _settle_end(cell, job, status, info)) is not None:
+            merge = merge_shared_job_state if num_cells[job.job_id] > 1 else merge_slurm_state
+            states.append(_state(cell, *merge(status, info), status, job))
+        else:
+            states.append(_unseen_state(run, cell, status, job, silence))
+    return states
 
 
-_SETTLED = frozenset({FINISHED, REFUSED})
-
-
-def _shared(jobs: Iterable[Job | None]) -> frozenset[str]:
-    """The ids of the jobs that run several cells in turn."""
-    counts = Counter(job.job_id for job in jobs if job)
-    return frozenset(job_id for job_id, count in counts.items() if count > 1)
-
-
-def _lost_jobs(run: Run, cells: list[CellFolder]) -> dict[CellFolder, Job]:
-    """The jobs whose submitter was killed before it noted them: Slurm knows their batch files."""
+def _lost_jobs(run: Run, cells: list[CellFolder], patience: float) -> dict[CellFolder, Job]:
+    """Return the jobs that no submitter lived to note: Slurm knows their batch files."""
     waiting = [cell for cell in cells if _read(cell)[0].state == QUEUED]
     if not waiting:
         return {}
-    # Of cells that share an allocation there is one batch file.
-    scripts = {
-        cell: cell.submission if cell.submission.exists() else run.submission for cell in waiting
-    }
-    found = slurm.jobs_by_script(sorted(set(scripts.values())), run.folder.stat().st_uid)
+    uid = run.folder.stat().st_uid
+    ids = {job.script.resolve(): job.job_id for job in slurm.user_jobs(uid, patience)}
     jobs = {}
-    for cell, script in scripts.items():
-        if job_id := found.get(script):
+    for cell in waiting:
+        # Cells that share an allocation share its batch file.
+        script = cell.submission if cell.submission.exists() else run.submission
+        if job_id := ids.get(script.resolve()):
             jobs[cell] = Job(job_id, script.stat().st_mtime)
-            # In another user's run it can't be noted, and is found again at the next look.
+            # A colleague, who cannot write there, finds it again at the next look.
             with contextlib.suppress(OSError):
                 write_job(cell, job_id)
     return jobs
 
 
-def _slurm_state(
-    run: Run,
-    cell: CellFolder,
-    status: Status,
-    job: Job | None,
-    infos: Mapping[str, slurm.JobInfo],
-    silence: str | None,
-    is_submitted: bool,
-    shared: frozenset[str],
-) -> CellState:
-    if status.state in _SETTLED:
-        return _state(cell, status.state, status.reason, status, job)
-    if job is None:
-        if status.state == QUEUED and silence is None and not is_submitted:
-            return _state(cell, FAILED, _NEVER_SUBMITTED, status, job)
-        return _state(cell, status.state, status.reason, status, job)
-    info, kept = infos.get(job.job_id), _kept(cell, job, status)
-    if kept is not None and (info is None or _is_same_end(info, kept)):
+def _settle_end(
+    cell: CellFolder, job: Job, status: Status, info: slurm.JobInfo | None
+) -> slurm.JobInfo | None:
+    """Return Slurm's answer, or the end that was kept of it; keep an end that is new."""
+    end = read_end(cell)
+    # The job has written since if it was requeued.
+    if end is not None and end.job_id == job.job_id and end.restarts >= status.restarts:
+        kept = slurm.JobInfo(end.state, end.reason, end.restarts)
         # Accounting words the reason otherwise than the controller did.
-        info = kept
-    elif info is not None and info.state not in slurm.WAITING | slurm.ACTIVE:
+        if info is None or (info.state == kept.state and info.restarts <= kept.restarts):
+            return kept
+    if info is not None and info.state not in slurm.WAITING | slurm.ACTIVE:
         # A full disk, or a colleague's run.
         with contextlib.suppress(OSError):
             write_end(cell, End(job.job_id, info.restarts, info.state, info.reason))
-    if info is not None:
-        judge = in_turn if job.job_id in shared else by_slurm
-        return _state(cell, *judge(status, info), status, job)
+    return info
+
+
+def _unseen_state(
+    run: Run, cell: CellFolder, status: Status, job: Job, silence: str | None
+) -> CellState:
+    """Return the state of a cell whose job is not in Slurm's answer, if there was one."""
     if silence is not None:
         words = f"Slurm does not answer ({silence}); this is the job's own last word"
         reason = "; ".join(filter(None, [status.reason, words]))
         return replace(_state(cell, status.state, reason, status, job), is_known=False)
     if status.state not in OPEN:
         return _state(cell, status.state, status.reason, status, job)
-    if not slurm.is_own(run.folder):
+    if os.getuid() not in (0, run.folder.stat().st_uid):
         # Slurm may hide the jobs of others.
         reason = f"Slurm shows no job {job.job_id} of the run's owner; the job said {status.state}"
         return _state(cell, UNKNOWN, reason, status, job)
@@ -179,46 +187,79 @@ def _slurm_state(
     return _state(cell, FAILED, reason, status, job)
 
 
-_NEVER_SUBMITTED = "never submitted: submit.py was ended before it came to this cell; start it anew"
+def merge_slurm_state(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
+    """Return state and reason from the job's last word, if Slurm has not requeued it since."""
+    said = _since_start(status, info)
+    if info.state in slurm.WAITING:
+        return QUEUED, info.reason
+    if info.state == "COMPLETING" and said is not status:
+        return QUEUED, "requeued"
+    if info.state in slurm.HALTED:
+        return RUNNING, f"suspended (Slurm: {info.state}): its processes stand still"
+    if info.state in slurm.ACTIVE:
+        # An end counts once Slurm has seen it: until then the job may be requeued.
+        return RUNNING, COMPLETING if said.state in ENDED else None
+    if info.state in slurm.STOPPED:
+        return CANCELLED, None
+    if info.state in slurm.SUCCEEDED:
+        # The script's exit status is the job's, even if its last word could not be written.
+        return FINISHED, None
+    if said.state == FAILED and info.state == "FAILED" and said.reason:
+        return FAILED, said.reason
+    # TIMEOUT, NODE_FAIL, OUT_OF_MEMORY...: Slurm knows better than the job why it was ended.
+    return FAILED, _in_slurms_words(info)
 
 
-def _kept(cell: CellFolder, job: Job, status: Status) -> slurm.JobInfo | None:
-    """The end of this job that somebody saw; None where the job has written since, requeued."""
-    end = read_end(cell)
-    if end is None or end.job_id != job.job_id or end.restarts < status.restarts:
-        return None
-    return slurm.JobInfo(end.state, end.reason, end.restarts)
+def merge_shared_job_state(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
+    """Return state and reason of a cell whose job runs others too."""
+    said = _since_start(status, info)
+    if said.state in ENDED:
+        ended_with_job = said.state == CANCELLED or (said.reason or "").startswith("Slurm: ")
+        if info.state == "COMPLETING" and ended_with_job:
+            # The job may come back, and with it this cell.
+            return QUEUED if said.started is None else RUNNING, COMPLETING
+        return said.state, said.reason
+    if said.state == QUEUED and info.state in slurm.ACTIVE:
+        return QUEUED, "waits for its turn in the allocation"
+    if said.state == QUEUED and info.state not in slurm.WAITING | slurm.STOPPED:
+        # The job's exit status is that of the cells which had their turn.
+        return CANCELLED, f"the allocation ended before its turn ({_in_slurms_words(info)})"
+    return merge_slurm_state(status, info)
 
 
-def _is_same_end(info: slurm.JobInfo, kept: slurm.JobInfo) -> bool:
-    return info.state == kept.state and info.restarts <= kept.restarts
+def _since_start(status: Status, info: slurm.JobInfo) -> Status:
+    """Return what the job wrote since Slurm started it the last time."""
+    return status if info.restarts <= status.restarts else replace(status, state=QUEUED)
+
+
+def _in_slurms_words(info: slurm.JobInfo) -> str:
+    return " ".join(["Slurm:", info.state, info.reason]).strip()
 
 
 def _local_state(run: Run, cell: CellFolder, status: Status, job: Job | None) -> CellState:
-    state, reason = status.state, status.reason
-    if state in OPEN and job is not None and not local_job_lives(run, job.job_id):
-        left = run_processes(run)
+    if status.state in OPEN and job is not None and is_elsewhere(job):
+        words = f"runs on {job.host}, and can be followed and stopped only there"
+        return replace(_state(cell, status.state, words, status, job), is_known=False)
+    if status.state in OPEN and job is not None and not is_alive(job):
+        left = run_processes(run.folder)
         # The last word may have come between the two looks.
         status, _ = _read(cell)
-        state, reason = status.state, status.reason
-        training = [one for one in left if trains(one, cell)]
-        if state in OPEN and any(one.is_supervisor for one in left):
-            pass
-        elif state in OPEN and training:
-            reason = (
-                f"process {job.job_id} was killed, {len(training)} of its processes go on; "
-                f"stop them: python submit.py cancel {run.name}"
-            )
-        elif state in OPEN:
-            state = FAILED
+        num_training = sum(trains(one, cell) for one in left)
+        if status.state in OPEN and not any(one.cell is None for one in left):
             reason = f"process {job.job_id} is gone: killed, or the machine was restarted"
-    elif state == QUEUED and job is None and not is_submit_locked(run.folder):
-        # The mark goes after the last job was noted, which may have been since the look.
+            if num_training:
+                reason = (
+                    f"process {job.job_id} was killed, {num_training} of its processes go on; "
+                    f"stop them: python submit.py cancel {run.name}"
+                )
+            state = status.state if num_training else FAILED
+            return _state(cell, state, reason, status, job)
+    elif status.state == QUEUED and job is None and not is_submit_locked(run.folder):
+        # The lock goes after the last job was noted, which may have been since the look.
         status, job = _read(cell)
-        state, reason = status.state, status.reason
-        if state == QUEUED and job is None:
-            state, reason = FAILED, _NEVER_SUBMITTED
-    return _state(cell, state, reason, status, job)
+        if status.state == QUEUED and job is None:
+            return _state(cell, FAILED, _NEVER_SUBMITTED, status, job)
+    return _state(cell, status.state, status.reason, status, job)
 
 
 def _state(
@@ -235,24 +276,41 @@ def _state(
     )
 
 
-def cancel_run(run: Run, say: Callable[[int], None] = lambda num_jobs: None) -> list[str]:
-    """Ask the scheduler to stop what still waits or runs; the names of those cells.
+def cancel_run(run: Run, report: Callable[[int], None] = lambda num_jobs: None) -> list[str]:
+    """Ask the scheduler to stop what still waits or runs; return the names of those cells.
 
-    Of a job that is ending Slurm may still make a requeued one, so it is told too.
+    A job that is ending is cancelled too, since Slurm may requeue it.
 
     Args:
-        say: is told how many jobs there are, before any is stopped.
+        report: called with the number of jobs, before any is stopped.
 
     Raises:
-        JobError: Slurm does not answer, so nothing may have been stopped.
+        JobError: Slurm does not answer, or the processes are another machine's.
     """
     active = [state for state in cell_states(run) if not state.has_ended and state.job_id]
-    jobs = sorted({state.job_id for state in active if state.job_id})
-    say(len(jobs))
-    if run.scheduler == "slurm":
-        if jobs:
-            slurm.scancel(jobs)
-    else:
-        for job_id in jobs:
-            stop_processes(run, job_id)
+    for state in active:
+        if not state.is_known:
+            raise JobError(f"{run.name}: nothing was cancelled: {state.cell} {state.reason}")
+    jobs = {state.job_id: job for state in active if (job := read_job(run.cell(state.cell)))}
+    report(len({state.job_id for state in active}))
+    if run.scheduler == "local":
+        for job in jobs.values():
+            stop_processes(run.folder, job)
+    elif active:
+        slurm.scancel(sorted({state.job_id for state in active if state.job_id}))
     return [state.cell for state in active if not state.is_ending]
+
+
+def cancel_deleted(folder: Path) -> int:
+    """Stop the jobs of a run whose folder was deleted; return how many jobs or processes."""
+    found, root = stop_processes(folder), folder.resolve()
+    if not has_slurm():
+        return found
+    # Its commands may not be configured here.
+    with contextlib.suppress(JobError):
+        jobs = slurm.user_jobs(os.getuid(), slurm.PATIENCE_S)
+        jobs = [job for job in jobs if job.state in slurm.WAITING | slurm.ACTIVE]
+        if ids := [job.job_id for job in jobs if job.script.is_relative_to(root)]:
+            slurm.scancel(ids)
+            found += len(ids)
+    return found

@@ -1,22 +1,28 @@
-"""A cell's small files: the job writes `status.json`, its submitter `job.json`.
+"""The small JSON files of a run, and those of a cell's state.
 
-Whoever sees the job's end in Slurm writes `end.json`, since Slurm forgets.
+The job writes `status.json`, its submitter `job.json`. Whoever sees the job's end in Slurm writes
+`end.json`, since Slurm forgets.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import json
+import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from textwrap import shorten
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, StringConstraints, TypeAdapter, ValidationError
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.run.folder import CellFolder
+
+T = TypeVar("T")
 
 QUEUED, RUNNING, FINISHED = "queued", "running", "finished"
 FAILED, CANCELLED, REFUSED = "failed", "cancelled", "refused"
@@ -26,34 +32,84 @@ OPEN = frozenset({QUEUED, RUNNING})
 ENDED = frozenset({FINISHED, FAILED, CANCELLED, REFUSED})
 STATES = OPEN | ENDED
 
-_Number = (int, float, type(None))
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in `path`; anything else is an InputError."""
+    content: dict[str, Any] = read_json_as(dict[str, Any], path)
+    return content
+
+
+def read_json_as(kind: type[T], path: Path) -> T:
+    """Read the JSON object in `path` as a `kind`; unknown keys are ignored.
+
+    Raises:
+        InputError: the file is missing, is no such object, or has a key with another value.
+    """
+    try:
+        content: T = _adapter(kind).validate_json(path.read_bytes(), strict=True)  # type: ignore[arg-type]
+        return content
+    except OSError as error:
+        raise InputError(shown_path(path), f"cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ": ".join([shown_path(path), *map(str, first["loc"][:1])])
+        if first["type"] == "missing":
+            raise InputError(place, "is missing") from None
+        if first["type"] == "json_invalid":
+            raise InputError(place, f"cannot be read: {first['msg']}") from None
+        allowed = re.sub("^(Input should be|Value error,) ", "", first["msg"])
+        raise InputError(place, f"found {first['input']!r:.40}, allowed: {allowed}") from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a dataclass to `path`."""
+    write_whole(path, json.dumps(asdict(content), indent=1) + "\n")
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _known_state(state: str) -> str:
+    if state not in STATES:
+        raise ValueError(", ".join(sorted(STATES)))
+    return state
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a cell's status file says; times in seconds since the epoch, unknown values None."""
+    """The state of a cell as its job wrote it; times in seconds since the epoch.
 
-    state: str
+    `restarts` counts the requeues of the job by Slurm up to then.
+    """
+
+    state: Annotated[str, AfterValidator(_known_state)]
     attempt: int = 0
     reason: str | None = None
     exit_code: int | None = None
     started: float | None = None
     ended: float | None = None
     restarts: int = 0
-    """How often Slurm had requeued the job when it wrote this."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job that a cell was submitted as: Slurm's id, or the id of a process on this machine."""
+    """The job of a cell: an id of Slurm's, or a process of this or another machine.
 
-    job_id: str
-    queued: float
+    `host`, `boot` and `started` (ticks since that boot) identify a process: ids are used again.
+    """
+
+    job_id: Annotated[str, StringConstraints(pattern=r"^[0-9]+$")]
+    queued: float = 0.0
+    host: str | None = None
+    boot: str | None = None
+    started: str | None = None
 
 
 @dataclass(frozen=True)
 class End:
-    """How Slurm said that a job ended, in its words, after so many requeues."""
+    """The end of a job in Slurm's words, after so many requeues."""
 
     job_id: str
     restarts: int
@@ -62,85 +118,42 @@ class End:
 
 
 def read_status(cell: CellFolder) -> Status:
-    """The cell's status; a file that is missing or holds something else is an InputError."""
-    content = read_json(cell.status)
-    allowed: dict[str, tuple[type, ...]] = {
-        "state": (str,),
-        "attempt": (int,),
-        "reason": (str, type(None)),
-        "exit_code": (int, type(None)),
-        "started": _Number,
-        "ended": _Number,
-        "restarts": (int,),
-    }
-    known = {name: value for name, value in content.items() if name in allowed}
-    for name, value in known.items():
-        if not isinstance(value, allowed[name]) or isinstance(value, bool):
-            raise InputError(f"{shown_path(cell.status)}: {name}", f"cannot be {value!r}")
-    if known.get("state") not in STATES:
-        found = known.get("state")
-        states = ", ".join(sorted(STATES))
-        raise InputError(f"{shown_path(cell.status)}: state", f"found {found!r}, allowed: {states}")
-    return Status(**known)
+    """Read the cell's status; InputError if it is missing or damaged."""
+    return read_json_as(Status, cell.status)
 
 
 def write_status(cell: CellFolder, status: Status) -> None:
-    """Write the cell's status, also where the disk is full: the last word must not be lost."""
-    text = json.dumps(asdict(status), indent=1) + "\n"
+    """Write the cell's status, on a full disk too: the last word must not be lost."""
     try:
-        write_whole(cell.status, text)
+        write_json(cell.status, status)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         # The old file has its block already. One write of a few hundred bytes, then the cut.
         with cell.status.open("r+b", buffering=0) as file:
-            file.write(text.encode())
+            file.write(json.dumps(asdict(status)).encode())
             file.truncate()
 
 
 def read_job(cell: CellFolder) -> Job | None:
-    """The cell's job; None where it was not submitted."""
-    if not cell.job.exists():
-        return None
-    content = read_json(cell.job)
-    job_id, queued = content.get("job_id"), content.get("queued", 0.0)
-    if not isinstance(job_id, str) or not (job_id.isascii() and job_id.isdecimal()):
-        raise InputError(shown_path(cell.job), "holds no job id")
-    if not isinstance(queued, int | float):
-        raise InputError(shown_path(cell.job), "holds no time of submission")
-    return Job(job_id, queued)
+    """Read the cell's job; None if it was not submitted."""
+    return read_json_as(Job, cell.job) if cell.job.exists() else None
 
 
-def write_job(cell: CellFolder, job_id: str) -> None:
-    """Note that the cell was submitted as `job_id`, now."""
-    write_whole(cell.job, json.dumps(asdict(Job(job_id, time.time()))) + "\n")
+def write_job(cell: CellFolder, job: Job | str) -> None:
+    """Note the job (or the id of a Slurm job) that the cell was submitted as, now."""
+    job = Job(job) if isinstance(job, str) else job
+    write_json(cell.job, replace(job, queued=time.time()))
 
 
 def read_end(cell: CellFolder) -> End | None:
-    """How the cell's job was last seen to have ended; None where nobody saw it."""
+    """Read how the cell's job was last seen to have ended; None if nobody saw it."""
     try:
-        content = read_json(cell.end)
-        end = End(**{name: content[name] for name in ("job_id", "restarts", "state", "reason")})
-    except (InputError, KeyError):
+        return read_json_as(End, cell.end)
+    except InputError:
         return None
-    words = (end.job_id, end.state, end.reason)
-    is_whole = isinstance(end.restarts, int) and all(isinstance(word, str) for word in words)
-    return end if is_whole else None
 
 
 def write_end(cell: CellFolder, end: End) -> None:
     """Keep how the cell's job was seen to have ended."""
-    write_whole(cell.end, json.dumps(asdict(end)) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; anything else is an InputError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        words = error.strerror if isinstance(error, OSError) else error
-        raise InputError(shown_path(path), f"cannot be read: {words}") from None
-    if not isinstance(content, dict):
-        found = shorten(json.dumps(content), 40, placeholder=" ...")
-        raise InputError(shown_path(path), f"found {found}, allowed: a JSON object")
-    return content
+    write_json(cell.end, end)

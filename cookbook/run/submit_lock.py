@@ -1,45 +1,77 @@
-"""Whether somebody still submits the cells of a run: the submitter's mark in the run's folder.
+"""The lock that a submitter holds on a run, from its look at the cells to its note of the jobs.
 
-A cell without a job waits for its submitter, or for nobody, where that was killed.
+The kernel frees it when the submitter ends, however it ends: a cell without a job then waits for
+nobody.
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import socket
 import time
 from pathlib import Path
 
 from cookbook.base.errors import InputError
-from cookbook.base.files import write_whole
-from cookbook.run.processes import start_time
-from cookbook.run.status import read_json
 
-_FILE = "submitting.json"
-# Of a submitter on another machine only the age of its mark is known.
+_FILE = "submit.lock"
+# On a file system without locks only the age of the note is known.
 _LONGEST_S = 600.0
+_held: dict[tuple[int, int], int] = {}
 
 
 def take_submit_lock(folder: Path) -> None:
-    """Note that this process submits the cells of the run in `folder`."""
-    pid = os.getpid()
-    mark = {"host": socket.gethostname(), "pid": pid, "started": start_time(pid)}
-    write_whole(folder / _FILE, json.dumps(mark) + "\n")
+    """Keep others from submitting cells of the run in `folder`; a second call changes nothing.
+
+    Raises:
+        InputError: another process holds it.
+    """
+    path = folder / _FILE
+    if path.exists() and _key(path.stat()) in _held:
+        return
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(handle, 1000).decode(errors="replace").strip()
+        os.close(handle)
+        raise InputError(
+            folder.name, f"{holder or 'another process'} submits its cells", "wait until it has"
+        ) from None
+    except OSError:
+        # A file system without locks.
+        pass
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    _held[_key(os.fstat(handle))] = handle
 
 
 def release_submit_lock(folder: Path) -> None:
-    """Note that all that will be submitted is."""
-    (folder / _FILE).unlink(missing_ok=True)
+    """Let others submit cells of the run, which may have been renamed meanwhile."""
+    path = folder / _FILE
+    handle = _held.pop(_key(path.stat()), None) if path.exists() else None
+    if handle is not None:
+        os.ftruncate(handle, 0)
+        os.close(handle)
 
 
 def is_submit_locked(folder: Path) -> bool:
-    """Whether the submitter of the run in `folder` is still at it."""
+    """Whether somebody, maybe this process, submits cells of the run."""
     try:
-        mark, age = read_json(folder / _FILE), time.time() - (folder / _FILE).stat().st_mtime
-    except (InputError, OSError):
+        with (folder / _FILE).open("rb") as file:
+            state = os.fstat(file.fileno())
+            if _key(state) in _held:
+                return True
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return state.st_size > 0 and time.time() - state.st_mtime < _LONGEST_S
+    except OSError:
         return False
-    if mark.get("host") != socket.gethostname():
-        return age < _LONGEST_S
-    pid = mark.get("pid")
-    return isinstance(pid, int) and start_time(pid) == mark.get("started") is not None
+    return False
+
+
+def _key(state: os.stat_result) -> tuple[int, int]:
+    return state.st_dev, state.st_ino

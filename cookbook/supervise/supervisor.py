@@ -21,6 +21,7 @@ from cookbook.observe.history import usual_step_time
 from cookbook.run import slurm
 from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.folder import CellFolder
+from cookbook.run.processes import process_job
 from cookbook.run.status import (
     CANCELLED,
     FAILED,
@@ -114,7 +115,7 @@ class Supervisor:
         job_id = own_job()
         for cell in [CellFolder(Path(folder)) for folder in self.folders]:
             if job_id and not cell.job.exists():
-                write_job(cell, job_id)
+                write_job(cell, job_id if slurm_job() else process_job(int(job_id)))
 
     def _run_cell(self, cell: CellFolder) -> bool:
         """Run attempts until the cell has ended; whether nothing is wrong with it."""
