@@ -64,7 +64,7 @@ def _request(arguments: argparse.Namespace) -> CellRequest:
     )
 
 
-def write_output(option: str, name: str, content: str, mode: int = 0o644) -> None:
+def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644) -> None:
     """Write to the file that `option` names, whole; a device or a pipe is written in place.
 
     Raises:
@@ -73,7 +73,7 @@ def write_output(option: str, name: str, content: str, mode: int = 0o644) -> Non
     path = Path(name)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            path.write_text(content, encoding="utf-8")
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
         else:
             # A symbolic link stays one.
             write_whole(path.resolve(), content, mode)
