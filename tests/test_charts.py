@@ -9,7 +9,6 @@ import pytest
 from cookbook.results.charts import NAMES, Chart, charts_of, running_mean, short_labels, thin
 from cookbook.results.draw import draw_chart
 from tests.made_up_run import (
-    LOADED,
     RESTART_STEP,
     RESTARTED,
     STALL_STEP,
@@ -64,13 +63,6 @@ def test_stalls_and_restarts_are_marked(full: dict[str, Chart]) -> None:
     assert {seconds for _, seconds in lines[STALLED].marks} <= set(lines[STALLED].y)
 
 
-def test_router_load_is_of_the_median_and_the_worst_layer(full: dict[str, Chart]) -> None:
-    lines = full["router-load"].lines
-    assert [line.label for line in lines[::2]] == list(LOADED)
-    for median, worst in zip(lines[::2], lines[1::2], strict=True):
-        assert worst.is_pale and worst.y[-1] > median.y[-1] > 1
-
-
 def test_captions_explain_only_what_is_drawn(tmp_path: Path) -> None:
     _, results = results_of(make_run(tmp_path, steps=20, partly=True))
     charts = {chart.name: chart for chart in charts_of(results)}
@@ -79,12 +71,6 @@ def test_captions_explain_only_what_is_drawn(tmp_path: Path) -> None:
     assert "Whiskers" not in charts["throughput"].caption
     assert "restarts" not in charts["step-time"].caption
     assert charts["throughput"].bars[1].text.endswith("so far, 6 of 20 steps")
-
-
-def test_repeats_are_lines_of_their_own_in_the_step_time(tmp_path: Path) -> None:
-    _, results = results_of(make_run(tmp_path, steps=20, repeats=2))
-    charts = {chart.name: chart for chart in charts_of(results)}
-    assert len(charts["step-time"].lines) == 8 and len(charts["loss"].lines) == 4
 
 
 def test_few_points_stay_and_many_keep_their_extremes() -> None:

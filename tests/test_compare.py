@@ -141,16 +141,6 @@ def test_a_cell_that_did_not_finish_is_not_fast_enough(two: Two, state: str) -> 
     assert row["reason"].startswith("is ")
 
 
-def test_what_the_reference_did_not_finish_is_no_standard(two: Two) -> None:
-    two.add("old", "a", log_of(300), state="failed")
-    two.add("old", "b", log_of(100))
-    two.add("new", "a", log_of(100))
-    two.add("new", "b", log_of(100))
-    found = two.as_json()
-    assert found["is_fast_enough"]
-    assert of_new(found)["reason"] == "in old it is failed"
-
-
 @pytest.mark.parametrize(
     ("other", "length", "reason"),
     [

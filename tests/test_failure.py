@@ -20,13 +20,6 @@ def test_the_reason_is_the_root_causes() -> None:
     assert len(reason) <= 240
 
 
-def test_the_reason_of_a_hang() -> None:
-    reason = find_reason(LOGS / "nccl_timeout.log")
-    assert reason is not None
-    assert "Watchdog caught collective operation timeout" in reason
-    assert "ALLTOALL_BASE" in reason
-
-
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
 GLOO += "Timed out waiting 5000ms for recv operation to complete"
 NCCL = "[rank{0}]:[E1120 18:40:01.123456789 ProcessGroupNCCL.cpp:688] [Rank {0}] Watchdog caught "
@@ -80,20 +73,6 @@ def test_a_good_log_gives_no_reason(tmp_path: Path) -> None:
 def reason_of(tmp_path: Path, *lines: str) -> str | None:
     (tmp_path / "train.log").write_text("\n".join(lines) + "\n")
     return find_reason(tmp_path / "train.log")
-
-
-def test_the_first_error_wins_over_what_it_caused(tmp_path: Path) -> None:
-    traceback = "Traceback (most recent call last):"
-    assert reason_of(
-        tmp_path,
-        f"[rank8]:[rank8]: {traceback}",
-        "[rank8]:[rank8]: RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.1]:1",
-        f"[rank0]:[rank0]: {traceback}",
-        f"[rank16]:[rank16]: {traceback}",
-        '[rank0]:[rank0]:   File "train.py", line 1, in <module>',
-        "[rank0]:[rank0]: AssertionError: expert 3 got no tokens",
-        "[rank16]:[rank16]: ValueError: something later",
-    ) == ("rank 0: AssertionError: expert 3 got no tokens")
 
 
 def test_the_end_of_a_chain_counts(tmp_path: Path) -> None:
@@ -204,27 +183,6 @@ def test_a_refusal_wins_over_all_that_follows_from_it(
         "[rank16]:RuntimeError: nobody is left",
         "slurmstepd: error: *** JOB 7 ON worker-0 CANCELLED AT 2026-11-20 DUE TO TIME LIMIT ***",
     ) == (REFUSAL)
-
-
-def test_a_refusal_of_a_rank_that_the_console_did_not_show(tmp_path: Path) -> None:
-    stdout = tmp_path / "ranks" / "7_0_x" / "attempt_0" / "5" / "stdout.log"
-    stdout.parent.mkdir(parents=True)
-    stdout.write_text(f"{TITAN} - ERROR - cookbook refuses: {REFUSAL}\n")
-    summary = "Root Cause (first observed failure):\n  rank      : 5 (local_rank: 5)\n"
-    assert reason_of(tmp_path, summary + "  exitcode  : 1 (pid: 5)\n====") == REFUSAL
-
-
-def test_what_looks_like_such_a_check_later_on_is_none(tmp_path: Path) -> None:
-    warning = "torch.distributed.run: something is odd"
-    launched = "cookbook: cell x, attempt 0, commit a8a43de"
-    cancelled = "slurmstepd: error: *** JOB 7 ON worker-0 CANCELLED AT 2026-11-20 ***"
-    assert reason_of(tmp_path, launched, warning, cancelled) == cancelled
-    assert reason_of(tmp_path, "[rank0]:starts", warning, cancelled) == cancelled
-
-
-def test_the_last_line_counts_without_its_newline(tmp_path: Path) -> None:
-    (tmp_path / "train.log").write_text("x\nslurmstepd: error: Detected 1 oom_kill event")
-    assert find_reason(tmp_path) == "slurmstepd: error: Detected 1 oom_kill event"
 
 
 def test_a_reason_that_a_progress_bar_stands_before(tmp_path: Path) -> None:

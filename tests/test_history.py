@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.schema import Unchecked
-from cookbook.observe.history import History, collect_history, longest_save, usual_step_time
+from cookbook.observe.history import collect_history, longest_save, usual_step_time
 from cookbook.run.attempts import (
     AttemptEnd,
     Cause,
@@ -93,15 +93,6 @@ def test_steps_that_were_made_again_are_lost_and_their_time_is_none_of_use(
     ]
 
 
-def test_an_attempt_between_that_made_no_step_changes_nothing(cell: CellFolder) -> None:
-    attempt(cell, 0, 10, range(1, 9), ended(0, Cause.DEAD_RANK, 0, 26))
-    attempt(cell, 1, 40, range(7, 7), ended(1, Cause.ERROR, 30, 45, reason="no"), resumed=6)
-    attempt(cell, 2, 60, range(7, 9), ended(2, Cause.FINISHED, 50, 64), resumed=6)
-    found = collect_history(cell, CellRecord())
-    assert [one.steps_lost for one in found.attempts] == [2, 0, 0]
-    assert found.attempts[1].line == "attempt 1: no step in 0:00:15; error: no"
-
-
 @pytest.mark.parametrize(
     ("saved", "lost"), [({}, 8), ({6: True}, 2), ({4: True, 6: False}, 4), ({8: True}, 0)]
 )
@@ -125,18 +116,6 @@ def test_where_a_checkpoint_was_spoilt_two_attempts_lose_steps(cell: CellFolder)
     # Neither the checkpoint of step 4 nor a later one is whole.
     attempt(cell, 2, 70, range(3, 9), ended(2, Cause.FINISHED, 60, 90), resumed=2)
     assert [one.steps_lost for one in collect_history(cell, CellRecord()).attempts] == [3, 4, 0]
-
-
-def test_one_attempt_that_goes_well_is_no_news(cell: CellFolder) -> None:
-    assert collect_history(cell, CellRecord()) == History()
-    attempt(cell, 0, 10, range(1, 9), ended(0, Cause.FINISHED, 0, 26))
-    assert collect_history(cell, CellRecord()).lines == []
-
-
-def test_nodes_left_out_are_named(cell: CellFolder) -> None:
-    lost = ended(0, Cause.LOST_NODE, 0, 26, left_out=("worker-3", "worker-7"))
-    attempt(cell, 0, 10, range(1, 3), lost)
-    assert "left out: worker-3, worker-7" in collect_history(cell, CellRecord()).lines[0]
 
 
 @pytest.mark.parametrize(

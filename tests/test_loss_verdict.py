@@ -49,17 +49,6 @@ def both_logged(num: int, shift: float, sigma: float, alike: float) -> Draw:
     return lambda random_: (moved(random_, base, shift, sigma, alike), base)
 
 
-def other_interval(num: int, shift: float, sigma: float, alike: float) -> Draw:
-    """One logs every step, the other every fifth."""
-    base, thin = falling(num), falling(num, every=5)
-
-    def draw(random_: random.Random) -> tuple[Curve, Curve]:
-        own = moved(random_, base, shift, sigma, alike)
-        return {step: own[step] for step in thin}, base
-
-    return draw
-
-
 def after_restart(num: int, shift: float, sigma: float, alike: float) -> Draw:
     """The run was cut, and went on with other chance."""
     base = falling(num)
@@ -73,7 +62,7 @@ def after_restart(num: int, shift: float, sigma: float, alike: float) -> Draw:
     return draw
 
 
-@pytest.mark.parametrize("kind", [both_logged, other_interval, after_restart])
+@pytest.mark.parametrize("kind", [both_logged, after_restart])
 @pytest.mark.parametrize(
     ("num", "window", "sigma", "alike"), [(300, 0, 0.01, 0.6), (900, 1, 0.01, 0.3)]
 )
@@ -117,15 +106,6 @@ def test_differences_that_cancel_are_no_equivalence() -> None:
     base = falling(1000)
     own = {step: loss * (1.01 if step < 400 else 0.99) for step, loss in base.items()}
     assert judge_curves(own, base)[0].verdict != EQUIVALENT
-
-
-def test_only_steps_that_both_logged_count() -> None:
-    base, thin = falling(1500), falling(1500, every=10)
-    whole, last = judge_curves(thin, base)
-    assert (whole.num_steps, last.num_steps) == (151, 15)
-    assert (whole.difference, whole.verdict, last.verdict) == (0.0, EQUIVALENT, EQUIVALENT)
-    # Every tenth and every seventh: every 70th, and the first.
-    assert judge_curves(falling(1500, every=7), thin)[0].num_steps == 22
 
 
 def test_too_few_common_steps_tell_nothing() -> None:

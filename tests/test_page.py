@@ -16,7 +16,6 @@ from cookbook.results.charts import NAMES
 from cookbook.results.save_report import save_report
 from tests.made_up_run import make_run, results_of
 from tests.submit import submit
-from tests.test_results import Run, metrics_line
 
 BASE = "671b-bf16-standard"
 
@@ -114,18 +113,3 @@ def test_names_and_reasons_are_text_and_no_markup(tmp_path: Path) -> None:
     assert page.count("</script>") == 2 and "&lt;script&gt;alert" in page
     # A dollar sign begins no formula.
     assert "$x_1$" in (folder / "figures" / "loss.svg").read_text()
-
-
-def test_an_emulated_run_and_one_without_cells_have_a_page(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.add("debug-mxfp8-standard", metrics_line(1) + metrics_line(2), emulated=True)
-    run.collect()
-    folder = run.folder
-    save_report(*results_of(folder))
-    assert "finished, emulated" in (folder / "report.html").read_text()
-    for cell in folder.glob("debug-*"):
-        shutil.rmtree(cell)
-    record = json.loads((folder / "run.json").read_text()) | {"cells": []}
-    (folder / "run.json").write_text(json.dumps(record))
-    save_report(*results_of(folder))
-    assert "<h1>" in (folder / "report.html").read_text()

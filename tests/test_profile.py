@@ -68,19 +68,6 @@ def test_a_runs_traces_are_found_by_any_of_its_names(runs: Path, target: str) ->
     assert listing(runs) == before
 
 
-def test_one_file_is_one_rank(runs: Path) -> None:
-    path = runs / ATTEMPT / "profile_traces/iteration_8/rank1_trace.json"
-    found = _profile(submit("profile", str(path), "--json", runs=runs))
-    (rank,) = found["ranks"]
-    assert (rank["rank"], rank["steps"], found["device"]) == (1, [7], "NVIDIA H200")
-    assert rank["step_ms"] == pytest.approx(10)
-    parts = [category["ms"] for category in rank["categories"].values()]
-    idle = rank["idle"]["host_ms"] + rank["idle"]["queued_ms"]
-    assert sum(parts) + idle == pytest.approx(rank["step_ms"])
-    assert rank["waiting_for_other_ranks_ms"] is None
-    assert rank["gemms"]["dense_gemms"]["peak_share"] is None
-
-
 def test_the_table_and_the_picture(runs: Path, tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     answer = submit("profile", RUN, "--ranks", "1", "--figure", str(picture), runs=runs)
@@ -120,13 +107,6 @@ def test_a_mistake_is_one_line(runs: Path, words: list[str], message: str) -> No
     assert (answer.status, answer.stdout) == (2, "")
     assert message in answer.stderr and answer.stderr.count("\n") == 1
     assert listing(runs) == before
-
-
-def test_a_dry_run_says_what_would_train_and_writes_nothing(runs: Path) -> None:
-    before = listing(runs)
-    answer = submit("profile", "debug", "--cluster", "local", "--dry-run", runs=runs)
-    assert (answer.status, listing(runs)) == (0, before)
-    assert "debug-bf16-standard" in answer.stdout and "8 steps" in answer.stdout
 
 
 def test_of_several_traced_cells_one_is_to_be_named(runs: Path) -> None:
@@ -182,18 +162,6 @@ def trains(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Callable[..., Trainer
 
 
 TRAINED = ["profile", "debug", "--cluster", "local"]
-
-
-def test_json_is_alone_on_standard_output(
-    trains: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
-) -> None:
-    trains("finished")
-    assert main([*TRAINED, "--json"]) == 0
-    said = capsys.readouterr()
-    assert [rank["rank"] for rank in json.loads(said.out)["ranks"]] == [0]
-    assert said.err == "progress\n"
-    assert main(TRAINED) == 0
-    assert capsys.readouterr().out.startswith("progress\n")
 
 
 @pytest.mark.parametrize(

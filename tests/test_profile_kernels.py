@@ -168,8 +168,3 @@ def test_where_the_name_is_not_enough_its_launcher_decides(
 
 def test_every_rule_names_a_category() -> None:
     assert {rule.category for rule in RULES} <= {*BY_NAME, NO_WORK}
-
-
-def test_every_rule_has_a_pattern() -> None:
-    for rule in RULES:
-        assert rule.kernel or rule.operation or rule.inside, rule

@@ -18,7 +18,7 @@ from cookbook.profile.profile import (
 )
 from cookbook.profile.report import HOST, QUEUED, render_svg, render_text, step_parts
 from cookbook.run.folder import CellFolder
-from tests.traces import ALL_GATHER, GEMM, TraceFile
+from tests.traces import GEMM, TraceFile
 
 SVG = "{http://www.w3.org/2000/svg}"
 DEEPEP = "void deep_ep::intranode::combine<__nv_bfloat16, 4>(int4*)"
@@ -94,16 +94,6 @@ def test_the_last_rank_to_come_waits_for_nobody(tmp_path: Path) -> None:
     assert "5.0 for other ranks" in render_text(profile)
 
 
-def test_hidden_waiting_is_not_exposed(tmp_path: Path) -> None:
-    for rank, duration in enumerate((8_000, 2_000)):
-        trace = TraceFile(rank, 2).step(7, 0, 10_000)
-        trace.collective("_allgather_base", "mesh_fsdp", 0, duration, launched=0, name=ALL_GATHER)
-        # Half of it is under a GEMM.
-        trace.kernel(GEMM, 0, duration / 2, launched=0).write(tmp_path)
-    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
-    assert _waited(profile, "fsdp") == pytest.approx([3, 0])
-
-
 def test_the_nth_call_is_matched_with_the_nth_of_the_same_step(tmp_path: Path) -> None:
     # Each rank is late once: in step 7 the first, in step 8 the second.
     for rank, durations in enumerate(((1_000, 3_000), (4_000, 1_000))):
@@ -129,23 +119,6 @@ def test_only_steps_in_which_all_made_equally_many_calls_are_matched(tmp_path: P
         trace.write(tmp_path)
     profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
     assert _waited(profile, "ep") == pytest.approx([0, 1])
-
-
-def test_a_send_and_its_receiver_do_not_wait_for_one_another(tmp_path: Path) -> None:
-    for rank, duration in enumerate((1_000, 6_000)):
-        trace = TraceFile(rank, 2, pipeline=[0, 1]).step(7, 0, 10_000)
-        trace.collective("send", "mesh_pp", 0, duration, launched=0).write(tmp_path)
-    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
-    assert all(call.category == "pp" for rank in profile.ranks for call in rank.calls)
-    assert profile.waited == (None, None)
-
-
-def test_ranks_of_other_expert_groups_are_not_matched(tmp_path: Path) -> None:
-    for rank, duration in enumerate((1_000, 3_000)):
-        trace = TraceFile(rank, 4, groups=[("mesh_ep", [rank, rank + 2])]).step(7, 0, 10_000)
-        trace.kernel(DEEPEP, 0, duration, launched=0).write(tmp_path)
-    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
-    assert profile.waited == (None, None)
 
 
 def test_a_single_rank_gives_an_upper_limit_of_the_waiting(tmp_path: Path) -> None:
@@ -188,4 +161,4 @@ def test_the_longest_step_fills_the_picture_and_idle_time_is_told_apart(tmp_path
     ]
     texts = [node.text for node in ET.fromstring(render_svg(profile)).iter(f"{SVG}text")]
     assert [texts.count(text) for text in ("dense GEMMs", HOST, QUEUED, "3")] == [1, 1, 1, 2]
-    assert {"rank 0 (slowest)", "rank 1 (fastest)"} <= {*texts}
+    assert {"rank 0 (fastest)", "rank 1 (slowest)"} <= {*texts}

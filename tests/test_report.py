@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cookbook.results.columns import CELLS, LOSSES, PUBLISHED, SPEED, report_tables
+from cookbook.results.columns import CELLS, report_tables
 from cookbook.results.report import facts, headlines, notes, render_markdown
 from cookbook.results.result import Result, RunResults, render_json
 from cookbook.results.run_differences import configuration, environment
@@ -123,19 +123,6 @@ def test_a_column_is_there_where_it_says_something(
     assert table_of(run_of(replace(BASELINE, **change)))[BASE].get(column) == text
 
 
-def test_a_loss_that_is_no_number_shows_as_such() -> None:
-    cell = replace(BASELINE, final_loss=None)
-    assert table_of(run_of(cell, raw_final_loss=math.nan))[BASE]["final loss"] == "nan"
-
-
-def test_a_cpu_has_no_gpu() -> None:
-    run = run_of(replace(BASELINE, mfu=None), device="cpu", stand_in_for="deepseek_v3_671b")
-    text = render_markdown(run)
-    assert "tokens/s/rank" in text and "/GPU" not in text
-    assert any("ran instead of deepseek_v3_671b" in fact for fact in facts(run))
-    assert any("device: cpu" in fact for fact in facts(run))
-
-
 def test_reasons_stand_below_the_table_and_the_answer_before_all() -> None:
     found = notes(run_of(BASELINE, FAILED, REFUSED))
     assert found == [
@@ -144,11 +131,6 @@ def test_reasons_stand_below_the_table_and_the_answer_before_all() -> None:
     ]
     text = render_markdown(run_of(replace(DEEPEP, status="finished"), BASELINE, FAILED))
     assert text.index("Fastest") < text.index("cluster: ") < text.index("| cell")
-
-
-def test_a_run_without_cells_has_a_report() -> None:
-    assert "cell" in render_markdown(run_of())
-    assert json.loads(render_json(run_of()))["cells"] == []
 
 
 def test_json_has_the_promised_fields_and_null_for_the_unknown() -> None:
@@ -204,16 +186,6 @@ def test_attention_is_said_once_and_other_masks_are_warned_of(
     assert any(line.startswith("WARNING") for line in found) == is_warned
 
 
-def test_the_self_check_is_told_with_its_largest_error() -> None:
-    found = {"kernels": 4, "worst": 0.43, "worst_kernel": "linear layer bf16"}
-    one = replace(BASELINE, active={"self_check": found})
-    other = replace(DEEPEP, active={"self_check": found | {"worst": 0.625, "worst_kernel": "rows"}})
-    unchecked = replace(FAILED, active={"self_check": None})
-    text = "\n".join(facts(run_of(one, other, unchecked)))
-    assert "the largest error is 62% of what its format allows (rows in 671b-bf16-deepep)" in text
-    assert "self-check: switched off in 671b-mxfp8-standard" in text
-
-
 # --- The answer -----------------------------------------------------------------------------------
 
 
@@ -252,8 +224,8 @@ def test_the_first_sentence_names_the_fastest_and_no_noise_as_a_gain(
     [
         (replace(BASELINE, status="failed", speedup=None), {}, "its baseline .* is failed"),
         (replace(BASELINE, status="running", speedup=None), {}, "its baseline .* is running"),
-        (replace(BASELINE, emulated=True, speedup=None), {}, "is emulated"),
-        (BASELINE, {"emulated": True}, "only the loss counts"),
+        (replace(BASELINE, emulated=True, speedup=None), {}, "emulated numerics"),
+        (BASELINE, {"emulated": True}, "have no speed"),
         (None, {}, "is not in this run"),
     ],
 )
@@ -284,20 +256,6 @@ def test_the_last_sentence_has_the_losses_and_the_worse_verdict_counts(full: Pat
     assert one.loss is not None
     worse = replace(one, loss_last_tenth=replace(one.loss, verdict="different"))
     assert headlines(replace(results, cells=(base, worse)))[-1].endswith(f"different: {one.name}.")
-
-
-def test_tables_hold_intervals_and_verdicts(full: Path) -> None:
-    _, results = results_of(full)
-    speed = table_of(results, SPEED)
-    assert speed[BASE]["speed-up"] == "baseline" and speed[BASE]["95% interval"] == "-"
-    row = speed["671b-bf16-deepep"]
-    assert (row["median"], row["verdict"], row["interval over"]) == ("853", "faster", "steps")
-    assert row["95% interval"] == "+30.1% to +30.3%" and int(row["stalls"]) > 0
-    losses = table_of(results, LOSSES)
-    assert BASE not in losses and {row["verdict"] for row in losses.values()} == {"equivalent"}
-    published = table_of(results, PUBLISHED)
-    assert published["671b-bf16-deepep"]["here over published"] == "0.99"
-    assert published["671b-mxfp8-standard"]["here over published"] == "-"
 
 
 # --- Conditions -----------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from cookbook.base.schema import Unchecked
 from cookbook.results.collect import collect_results
 from cookbook.results.report import facts, notes
 from cookbook.results.result import Result, RunResults
-from cookbook.results.speed import warm_up
 from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
@@ -141,10 +140,6 @@ def test_the_figures_of_a_real_run_on_two_h200(run: Run) -> None:
     assert cell.gpu_hours == pytest.approx(2 * 30.693 / 3600)
 
 
-def test_warm_up_is_a_quarter_within_bounds() -> None:
-    assert [warm_up(n) for n in (0, 1, 3, 4, 8, 20, 40, 41, 1500)] == [1, 1, 1, 1, 2, 5, 10, 10, 10]
-
-
 @pytest.mark.parametrize(
     ("nodes", "ranks", "options", "expected"),
     [
@@ -169,14 +164,6 @@ def test_the_rank_that_knows_the_loss(
     text = yaml.safe_dump({"nodes": nodes, "ranks_per_node": ranks, "options": options})
     (tmp_path / "cell.yaml").write_text(text)
     assert read_record(tmp_path / "cell.yaml").loss_rank == expected
-
-
-def test_memory_is_the_peak_of_every_ranks_own_log(run: Run) -> None:
-    folder = run.add("base", metrics_line(1) + metrics_line(2))
-    own = folder / "attempt-1" / "ranks" / "7_0_a" / "attempt_0" / "1"
-    own.mkdir(parents=True)
-    (own / "stdout.log").write_text(metrics_line(1, None, memory="99.50"))
-    assert run.only().memory_gib == 99.5
 
 
 @pytest.mark.parametrize(
@@ -223,16 +210,6 @@ def log_of(**active: Any) -> str:
     return metrics_line(1) + line + metrics_line(2)
 
 
-def test_other_texts_are_not_compared(run: Run) -> None:
-    run.add("base", log_of(mean_attended_length=812.0))
-    run.add("near", log_of(mean_attended_length=900.0))
-    run.add("far", log_of(mean_attended_length=2600.0))
-    run.add("unsaid", log_of())
-    _, near, far, unsaid = run.collect().cells
-    assert (near.speedup, far.speedup, unsaid.speedup) == (1.0, None, 1.0)
-    assert (near.loss is None, far.loss is None, unsaid.loss is None) == (False, True, False)
-
-
 def test_attention_by_a_reference_gets_no_speedup(run: Run) -> None:
     run.add("base", log_of(attention="flex"))
     run.add("reference", log_of(attention="flash_attention_4_reference"))
@@ -274,12 +251,6 @@ def test_the_signal_of_a_cancel_is_no_reason(run: Run) -> None:
     assert not any("SIGTERM" in note for note in said)
 
 
-def test_a_reason_is_not_said_twice(run: Run) -> None:
-    reason = "train.sh: no tokenizer"
-    run.add("base", f"{reason}\n", state="failed", reason=reason)
-    assert run.only().reason == reason
-
-
 def test_cells_that_never_ran_appear(run: Run) -> None:
     run.add("queued", state="queued")
     take_submit_lock(run.folder)
@@ -301,13 +272,6 @@ def test_cells_that_never_ran_appear(run: Run) -> None:
     assert "broken/status.json: cannot be read" in reasons[4]
     numbers = [(c.steps, c.tokens_per_second_per_gpu, c.memory_gib, c.final_loss) for c in cells]
     assert set(numbers) == {(None, None, None, None)}
-
-
-def test_a_fresh_status_wins_over_the_file(run: Run) -> None:
-    run.add("base", metrics_line(1), state="running")
-    (cell,) = run.collect(base=("failed", "cancelled by Slurm: time limit")).cells
-    assert cell.status == "failed"
-    assert cell.reason == "cancelled by Slurm: time limit"
 
 
 PLANNED: dict[str, Any] = {

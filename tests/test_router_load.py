@@ -8,10 +8,7 @@ from typing import Any
 
 from cookbook.observe.metrics import LoadStep, collect_router_load
 from cookbook.results.collect import summarize_load
-from cookbook.results.columns import LOAD, report_tables
-from cookbook.results.result import render_json
 from cookbook.run.folder import CellFolder
-from tests.made_up_run import LOADED, RESTART_STEP, RESTARTED, make_run, results_of
 
 
 def line(first: int, step: int, *busiest: float, **other: Any) -> str:
@@ -80,15 +77,3 @@ def test_the_summary_is_of_the_end_and_names_the_layer() -> None:
     # Of fewer than ten steps the last one counts.
     few = summarize_load(steps_of((9.0,), (9.0,), (1.5,)))
     assert few is not None and (few.busiest_over_mean, few.steps) == (1.5, (3, 3))
-
-
-def test_a_report_shows_it_where_it_was_logged_alone(tmp_path: Path) -> None:
-    _, results = results_of(make_run(tmp_path, steps=RESTART_STEP + 200))
-    table = report_tables(results)[LOAD]
-    assert [row[0] for row in table.rows] == [f"671b-{pair}" for pair in LOADED]
-    (restarted,) = (cell for cell in results.cells if cell.name == f"671b-{RESTARTED}")
-    steps = [step.step for step in restarted.loads]
-    assert steps == sorted(set(steps)) and steps[-1] == 10 * ((RESTART_STEP + 200) // 10)
-    cells = json.loads(render_json(results))["cells"]
-    assert [cell["router_load"] is not None for cell in cells] == [True, False, False, True]
-    assert cells[0]["router_load"]["busiest_over_mean"] > 1

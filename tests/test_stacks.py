@@ -56,10 +56,3 @@ def test_without_a_stack_nobody_is_named(attempt: Attempt) -> None:
 def test_where_all_wait_alike_nobody_is_named(attempt: Attempt) -> None:
     write(attempt, r0=WAITING, r1=WAITING)
     assert describe_stacks(attempt, 2) == "2 of 2 ranks in wait < train_step (train.py:500)"
-
-
-def test_of_many_silent_ranks_eight_are_named(attempt: Attempt) -> None:
-    write(attempt, r0=WAITING)
-    said = describe_stacks(attempt, 16) or ""
-    assert said.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 7 more not heard of")
-    assert "the other one in wait" in said

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import enum
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 RANK = re.compile(r"\[rank([0-9]{1,7})\]:")
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -21,7 +19,7 @@ _MEMORY_PERCENT = re.compile(rf"GiB\(({_NUMBER})%\)")
 _PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
 _TIME = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
 _SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
-_ACTIVE, _START = b"cookbook active: ", b"Training starts at step "
+_START = b"Training starts at step "
 # The first line of TorchTitan follows torchrun's own; the last may precede a long traceback.
 _ENDS_BYTES = 1 << 20
 
@@ -143,19 +141,6 @@ def read_console(log: Path, rank: int | None = None) -> Iterator[StepMetrics]:
     for line in _lines(log):
         if line.endswith(b"\n") and (metrics := parse_step(line, rank)) is not None:
             yield metrics
-
-
-def read_active(log: Path) -> dict[str, Any] | None:
-    """Return the features that the hooks logged at the first step (`cookbook active: {...}`)."""
-    active = None
-    for line in _lines(log):
-        if _ACTIVE in line:
-            rest = line.partition(_ACTIVE)[2].decode("utf-8", "replace")
-            try:
-                active = json.JSONDecoder().raw_decode(rest)[0]
-            except ValueError:
-                continue
-    return active if isinstance(active, dict) else None
 
 
 def read_peak_memory(logs: Iterable[Path]) -> float | None:

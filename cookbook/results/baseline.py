@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cookbook.observe.history import History
 from cookbook.results.loss import LossVerdict, judge_curves, judge_repeats, losses_of
-from cookbook.results.result import Result, masks_differ
+from cookbook.results.result import Result, masks_differ, unlike
 from cookbook.results.speed import SpeedUp, measure, paired_speed_up, speed_up, speeds_of
 from cookbook.run.status import FINISHED
 
@@ -102,7 +102,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
-    if not _comparable(cell, base) or cell.device != base.device or cell.emulated or base.emulated:
+    if unlike(cell, base, ""):
         return None
     # The median of a few steps is no result: a cell that failed may have been slow, or broken.
     pairs = [
@@ -121,18 +121,15 @@ def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
     return None
 
 
-def _comparable(one: Result, other: Result) -> bool:
-    """Return whether two cells train one model on texts of one kind, as far as their logs say."""
-    return one.recipe == other.recipe and not masks_differ(one, other)
-
-
 def _loss_verdicts(cells: dict[str, Result]) -> dict[str, tuple[LossVerdict, LossVerdict]]:
     """Return the verdicts on every finished cell with a finished baseline, by name."""
     curves: dict[str, dict[str, list[dict[int, float]]]] = {}
     for name, cell in cells.items():
         base = cells.get(cell.baseline or "")
+        if base is None or cell.recipe != base.recipe or masks_differ(cell, base):
+            continue
         # With unequal batches the same step is at another place in the texts.
-        if base is None or not _comparable(cell, base) or cell.batch != base.batch:
+        if cell.batch != base.batch:
             continue
         if finished := [losses_of(run.curve) for run in cell.runs if run.status == FINISHED]:
             curves.setdefault(base.name, {})[name] = finished

@@ -21,7 +21,7 @@ from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 # Of more steps a line is the running mean over a fortieth of them.
 _FEW_STEPS = 200
 _MOST_POINTS = 400
-# A line's chart ends here, times the largest usual step, so that one wild step flattens nothing.
+# The axis of step times ends here, times the usual step, so that one wild step flattens nothing.
 _MOST_STEP_TIME = 3.0
 
 # One for each cell in the run's order, light and dark. They differ in lightness as well as in hue
@@ -94,40 +94,30 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Cell:
-    """A cell to be drawn, with the part of its name that differs among cells."""
+    """A cell with its place in the run, its baseline, and the part of its name that differs."""
 
     result: Result
-    label: str
     number: int
+    label: str
     base: Result | None
 
-    @property
-    def colour(self) -> int:
-        return self.number % len(COLOURS)
-
     def line(
-        self, x: Sequence[float], y: Sequence[float], label: str = "", is_pale: bool = False
+        self, points: tuple[list[float], list[float]], label: str = "", is_pale: bool = False
     ) -> Line:
-        is_dashed = self.number // len(COLOURS) % 2 > 0
-        return Line(label or self.label, self.colour, [*x], [*y], is_dashed, is_pale)
+        turn, colour = divmod(self.number, len(COLOURS))
+        return Line(label or self.label, colour, *points, turn % 2 > 0, is_pale)
 
 
 def charts_of(results: RunResults) -> list[Chart]:
     """Return every chart for which the logs hold the numbers."""
     by_name = {cell.name: cell for cell in results.cells}
-    labels = zip(results.cells, short_labels(list(by_name)), strict=True)
+    labels = short_labels(list(by_name))
     cells = [
-        _Cell(cell, label, number, by_name.get(cell.baseline or ""))
-        for number, (cell, label) in enumerate(labels)
+        _Cell(cell, number, labels[number], by_name.get(cell.baseline or ""))
+        for number, cell in enumerate(results.cells)
     ]
     found = [make(cells, results.unit) for make in CHARTS]
     return [chart for chart in found if chart is not None]
-
-
-def _losses(result: Result) -> tuple[list[int], list[float]]:
-    """Return the steps whose loss is a number, and these losses."""
-    known = {step: loss for step, loss in losses_of(result.curve).items() if np.isfinite(loss)}
-    return list(known), list(known.values())
 
 
 def short_labels(names: Sequence[str]) -> list[str]:
@@ -143,32 +133,7 @@ def short_labels(names: Sequence[str]) -> list[str]:
 
 def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
     """Return a bar for each cell, from 0."""
-    bars = []
-    for cell in cells:
-        result, tokens = cell.result, cell.result.tokens_per_second_per_gpu
-        base = cell.base.tokens_per_second_per_gpu if cell.base else None
-        speed = result.speed
-        low, high = (speed.low, speed.high) if speed and base else (None, None)
-        is_baseline = cell.base is result
-        text = tokens_text(tokens) if tokens else _note(cell) or "nothing measured"
-        if tokens:
-            gain = gain_text(result.speedup) if result.speedup and not is_baseline else ""
-            words = (text, "baseline" if is_baseline else gain, _note(cell) or "")
-            text = ", ".join(word for word in words if word)
-        published = result.published_tokens_per_second_per_gpu
-        bars.append(
-            Bar(
-                label=cell.label,
-                colour=cell.colour,
-                text=text,
-                value=tokens,
-                low=low * base if low and base else None,
-                high=high * base if high and base else None,
-                base=None if is_baseline else base,
-                published=published,
-                published_text=f"published {tokens_text(published)}" if published else "",
-            )
-        )
+    bars = tuple(map(_bar, cells))
     numbers = [n for bar in bars for n in (bar.high, bar.value, bar.published) if n]
     if not numbers:
         return None
@@ -179,21 +144,53 @@ def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
         caption += " Dotted line: the baseline."
     if any(bar.published for bar in bars):
         caption += " Thin bar: the published number."
-    title = "Throughput"
-    return Chart(
-        "throughput", title, caption, f"tokens/s/{unit}", 0, max(numbers) * 1.02, bars=tuple(bars)
+    high = max(numbers) * 1.02
+    return Chart("throughput", "Throughput", caption, f"tokens/s/{unit}", 0, high, bars=bars)
+
+
+def _bar(cell: _Cell) -> Bar:
+    result, speed = cell.result, cell.result.speed
+    tokens, published = result.tokens_per_second_per_gpu, result.published_tokens_per_second_per_gpu
+    base = cell.base.tokens_per_second_per_gpu if cell.base else None
+    gain = gain_text(result.speedup) if result.speedup else ""
+    words = (tokens_text(tokens), "baseline" if result.is_baseline else gain) if tokens else ()
+    text = ", ".join(word for word in (*words, _note(result)) if word)
+    return Bar(
+        label=cell.label,
+        colour=cell.number % len(COLOURS),
+        text=text or "nothing measured",
+        value=tokens,
+        low=speed.low * base if speed and speed.low and base else None,
+        high=speed.high * base if speed and speed.high and base else None,
+        base=None if result.is_baseline else base,
+        published=published,
+        published_text=f"published {tokens_text(published)}" if published else "",
     )
+
+
+def _note(result: Result) -> str:
+    if result.status == REFUSED:
+        return "refused"
+    if result.emulated:
+        return "emulated, speed means nothing"
+    if result.status in (QUEUED, RUNNING) and result.steps is not None:
+        total = f" of {result.total_steps:,}" if result.total_steps else ""
+        return f"so far, {result.steps:,}{total} steps"
+    return "" if result.status == FINISHED else result.status or "status unknown"
+
+
+def _losses(result: Result) -> dict[int, float]:
+    """Return the losses that are numbers, by step."""
+    return {step: loss for step, loss in losses_of(result.curve).items() if np.isfinite(loss)}
 
 
 def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
     """Return the loss of every cell."""
-    found = [(cell, *_losses(cell.result)) for cell in cells]
-    lines = [cell.line(*running_mean(steps, values)) for cell, steps, values in found if steps]
-    if not lines:
-        return None
+    found = [(cell, losses) for cell in cells if (losses := _losses(cell.result))]
     caption = "The loss of every logged step."
-    if any(len(steps) > _FEW_STEPS for _, steps, _ in found):
+    if any(len(losses) > _FEW_STEPS for _, losses in found):
         caption = "The running mean over a fortieth of the logged steps."
+    lines = [cell.line(running_mean([*losses], [*losses.values()])) for cell, losses in found]
     return _chart("loss", "Loss", caption, "loss", lines)
 
 
@@ -204,61 +201,59 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
         own, base = cell.result, cell.base
         if base is None or base is own or (base.recipe, base.batch) != (own.recipe, own.batch):
             continue
-        known = dict(zip(*_losses(base), strict=True))
-        pairs = [(step, loss) for step, loss in zip(*_losses(own), strict=True) if known.get(step)]
-        if len(pairs) > 1:
-            is_mean |= len(pairs) > _FEW_STEPS
-            percents = [100 * (loss / known[step] - 1) for step, loss in pairs]
-            lines.append(cell.line(*running_mean([step for step, _ in pairs], percents)))
-    if not lines:
-        return None
+        known = _losses(base)
+        percents = {
+            step: 100 * (loss / known[step] - 1)
+            for step, loss in _losses(own).items()
+            if known.get(step)
+        }
+        if len(percents) > 1:
+            is_mean |= len(percents) > _FEW_STEPS
+            lines.append(cell.line(running_mean([*percents], [*percents.values()])))
     caption = f"Loss minus the baseline's. Band: ±{MARGIN:.2%}, within which losses are equivalent."
     if is_mean:
         caption += " Running means over a fortieth of the common steps."
+    chart = _chart("loss-difference", "Loss against the baseline", caption, "%", lines)
+    if chart is None:
+        return None
     sizes = np.abs(np.concatenate([line.y for line in lines]))
     reach = max(float(np.quantile(sizes, 0.98)) * 1.15, 150 * MARGIN)
-    title = "Loss against the baseline"
-    return Chart(
-        "loss-difference", title, caption, "%", -reach, reach, tuple(lines), band=100 * MARGIN
-    )
+    return replace(chart, low=-reach, high=reach, band=100 * MARGIN)
 
 
 def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
     """Return the seconds of every logged step, with stalls and restarts."""
     lines = []
     for cell in cells:
-        tokens = cell.result.tokens_per_step_per_gpu
+        tokens = cell.result.tokens_per_step_per_gpu or 0.0
         for number, run in enumerate(cell.result.runs, 1):
-            timed = [step for step in run.curve if step.tokens_per_second and tokens]
-            seconds = {step.step: (tokens or 0.0) / (step.tokens_per_second or 1) for step in timed}
+            seconds = {
+                one.step: tokens / one.tokens_per_second
+                for one in run.curve
+                if one.tokens_per_second and tokens
+            }
             if not seconds:
                 continue
             label = f"{cell.label}, repeat {number}" if cell.result.repeats else cell.label
-            line = cell.line(*thin(list(seconds), list(seconds.values())), label, number > 1)
+            line = cell.line(thin([*seconds], [*seconds.values()]), label, number > 1)
             stalls = run.throughput.stalls if run.throughput else ()
-            lines.append(
-                replace(
-                    line,
-                    marks=tuple((float(at), seconds[at]) for at in stalls if at in seconds),
-                    rules=tuple(
-                        float(after.step)
-                        for one, after in pairwise(run.curve)
-                        if one.attempt != after.attempt
-                    ),
-                )
-            )
-    if not lines:
-        return None
-    top = _MOST_STEP_TIME * max(statistics.median(line.y) for line in lines)
-    highest = max(max(line.y) for line in lines)
+            marks = tuple((float(at), seconds[at]) for at in stalls if at in seconds)
+            steps = pairwise(run.curve)
+            rules = tuple(float(after.step) for one, after in steps if one.attempt != after.attempt)
+            lines.append(replace(line, marks=marks, rules=rules))
     caption = "Seconds of every logged step."
     if any(line.marks for line in lines):
         caption += f" Triangles: stalls, {STALL:g} times the median or more."
     if any(line.rules for line in lines):
         caption += " Dashed vertical lines: restarts."
+    chart = _chart("step-time", "Step time", caption, "s", lines)
+    if chart is None:
+        return None
+    top = _MOST_STEP_TIME * max(statistics.median(line.y) for line in lines)
+    highest = max(max(line.y) for line in lines)
     if highest > top:
-        caption += " Longer steps end at the upper edge."
-    return Chart("step-time", "Step time", caption, "s", 0, min(top, highest * 1.05), tuple(lines))
+        chart = replace(chart, caption=f"{caption} Longer steps end at the upper edge.")
+    return replace(chart, low=0, high=min(top, highest * 1.05))
 
 
 def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
@@ -269,10 +264,8 @@ def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
             steps = [step.step for step in load]
             most = [max(step.busiest_over_mean) for step in load]
             median = [statistics.median(step.busiest_over_mean) for step in load]
-            lines.append(cell.line(*thin(steps, median)))
-            lines.append(cell.line(*thin(steps, most), f"{cell.label}, worst layer", True))
-    if not lines:
-        return None
+            lines.append(cell.line(thin(steps, median)))
+            lines.append(cell.line(thin(steps, most), f"{cell.label}, worst layer", True))
     caption = (
         "Tokens of a layer's busiest expert over the mean of its experts: of the median layer and, "
         "pale, of the most uneven one. 1 is even."
@@ -291,7 +284,10 @@ CHARTS: tuple[Callable[[Sequence[_Cell], str], Chart | None], ...] = (
 NAMES = [make.__name__.replace("_", "-") for make in CHARTS]
 
 
-def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]) -> Chart:
+def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]) -> Chart | None:
+    """Return a chart of the lines, None without any."""
+    if not lines:
+        return None
     values = np.concatenate([line.y for line in lines])
     low, high = float(values.min()), float(values.max())
     pad = 0.04 * (high - low) or 0.04 * abs(high) or 1.0
@@ -320,17 +316,3 @@ def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], 
         own = np.asarray(values)[part]
         kept += sorted({int(part[own.argmin()]), int(part[own.argmax()])})
     return [steps[index] for index in kept], [values[index] for index in kept]
-
-
-def _note(cell: _Cell) -> str | None:
-    result = cell.result
-    if result.status == REFUSED:
-        return "refused"
-    if result.emulated:
-        return "emulated, speed means nothing"
-    if result.status == FINISHED:
-        return None
-    if result.status in (QUEUED, RUNNING) and result.steps is not None:
-        total = cell.result.total_steps
-        return f"so far, {result.steps:,}{f' of {total:,}' if total else ''} steps"
-    return result.status or "status unknown"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from cookbook.base.files import json_text
 from cookbook.results.columns import COMPARE, table_of
 from cookbook.results.loss import judge_curves, losses_of
-from cookbook.results.result import Result, RunResults, masks_differ
+from cookbook.results.result import Result, RunResults, unlike
 from cookbook.results.run_differences import between_runs
 from cookbook.results.speed import SpeedUp, speed_up, speeds_of, unpaired_speed_up
 from cookbook.run.status import FINISHED
@@ -56,7 +56,7 @@ def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
     for cell in (_of_run(run, cell) for cell in run.cells):
         published, speeds = cell.published_tokens_per_second_per_gpu, speeds_of(cell.curve)
         if published is not None:
-            reason = _has_no_speed(cell)
+            reason = _incomparable(cell, cell)
             speed = None if reason else speed_up(speeds, [published] * len(speeds))
             is_slower = cell.status != FINISHED if reason else _is_slower(speed, tolerance)
             rows.append(_compared(cell, published, speed, reason, is_slower))
@@ -96,26 +96,12 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
     return _compared(cell, tokens, speed, None, is_slower)
 
 
-def _has_no_speed(cell: Result, where: str = "") -> str | None:
-    if cell.status != FINISHED:
-        return f"{where}is {cell.status or 'of unknown status'}"
-    return "emulated numerics have no speed" if cell.emulated else None
-
-
 def _incomparable(cell: Result, base: Result) -> str | None:
-    """Return why the two speeds are not comparable; None where they are."""
-    if reason := _has_no_speed(cell) or _has_no_speed(base, f"in {base.run} it "):
-        return reason
-    if cell.recipe != base.recipe:
-        return f"recipe {cell.recipe}, and {base.recipe} in {base.run}"
-    if cell.device != base.device:
-        return f"ran on {cell.device}, and on {base.device} in {base.run}"
-    if masks_differ(cell, base):
-        return (
-            f"other texts: a token attends to {cell.mean_attended_length:,.0f} tokens, and to "
-            f"{base.mean_attended_length:,.0f} in {base.run}"
-        )
-    return None
+    where = f"in {base.run}"
+    for one, place in ((cell, ""), (base, f"{where} it ")):
+        if one.status != FINISHED:
+            return f"{place}is {one.status or 'of unknown status'}"
+    return unlike(cell, base, where)
 
 
 def _is_slower(speed: SpeedUp | None, tolerance: float) -> bool:

@@ -1,12 +1,11 @@
 """Confidence intervals for statistics of correlated steps.
 
-A step is slow, or its loss high, for reasons that last: a neighbour on the network, a warm card, a
-long document. Neighbouring steps are correlated, and an interval that assumes independence is too
-narrow. So the steps are cut into five batches of consecutive ones, and the spread of the batches'
-statistics about that of all steps gives the standard error (sectioning: Asmussen and Glynn,
-Stochastic Simulation, 2007, III.5). Few long batches cost a somewhat wider interval and tolerate
-long correlations. Batches so short that they are correlated themselves are corrected by the steps'
-autocorrelation. The method fails where steps stay correlated over more than a tenth of the run.
+Neighbouring steps share a slow network or a long document, and an interval that assumes
+independence is too narrow. So the steps are cut into five batches of consecutive ones, and the
+spread of the batches' statistics about that of all steps gives the standard error (sectioning:
+Asmussen and Glynn, Stochastic Simulation, 2007, III.5). Short batches, which are correlated
+themselves, are corrected by the steps' autocorrelation. The method fails where steps stay
+correlated over more than a tenth of the run.
 """
 
 from __future__ import annotations

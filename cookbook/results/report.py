@@ -16,7 +16,7 @@ from cookbook.results.columns import (
     tokens_text,
 )
 from cookbook.results.loss import CANNOT_TELL, DIFFERENT, EQUIVALENT, MARGIN
-from cookbook.results.result import Result, RunResults, masks_differ
+from cookbook.results.result import Result, RunResults, masks_differ, unlike
 from cookbook.results.speed import LEVEL, NOISE
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
@@ -99,20 +99,14 @@ def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
         base = by_name.get(cell.baseline or "")
         if cell.status != FINISHED or cell is base or cell.speedup is not None:
             continue
-        if cell.emulated:
-            reason = "emulated, so that only the loss counts"
-        elif base is None:
-            if cell.baseline is None:
-                continue
-            reason = f"its baseline {cell.baseline} is not in this run"
-        elif base.status != FINISHED:
-            reason = f"its baseline {base.name} is {base.status or 'of unknown status'}"
-        elif base.emulated:
-            reason = f"its baseline {base.name} is emulated"
-        elif masks_differ(cell, base):
-            reason = "it trained on other texts than its baseline"
-        else:
-            reason = "too few steps were measured"
+        where = f"its baseline {cell.baseline}"
+        reason = f"{where} is not in this run"
+        if base is not None and base.status != FINISHED:
+            reason = f"{where} is {base.status or 'of unknown status'}"
+        elif base is not None:
+            reason = unlike(cell, base, f"in {where}") or "too few steps were measured"
+        elif cell.baseline is None:
+            continue
         reasons.setdefault(reason, []).append(cell.name)
     if reasons:
         parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]

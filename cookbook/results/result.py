@@ -46,40 +46,29 @@ class LoadSummary:
 class Result:
     """The result of one cell; an unknown value is None, never 0.
 
-    The fields up to `profiled` are the keys of the JSON.
+    The fields up to `profiled` are the keys of the JSON; the last four are of a comparison.
 
     Attributes:
-        status: queued, running, finished, failed, cancelled or refused.
-        steps: the last step reached.
+        steps: the last step reached, of `total_steps`.
         mfu: percent of the BF16 peak, also for quantized cells; None on a CPU.
-        final_loss: None, with the reason, where it is NaN or infinite.
-        speedup: throughput over the baseline's; 1.0 for the baseline itself.
+        final_loss: None, with the reason, where `raw_final_loss` is NaN or infinite.
+        speedup: throughput over the baseline's; `speed` has its interval, None for the baseline.
         attention: `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU.
         mean_attended_length: tokens that a token attended to, mean over the first step.
         emulated: software computed what a kernel would, so only the loss counts.
-        active: the training process's own report of what was active.
-        history: attempts, why each ended, steps lost, effective training time; of all repeats.
-        throughput: spread, stalls and number of steps behind `tokens_per_second_per_gpu`.
-        speed: `speedup` with its interval; None for the baseline.
+        active: the training process's own report of its features.
         loss, loss_last_tenth: verdicts against the baseline's curve; None for the baseline.
         gpu_hours: of all attempts and repeats, from TorchTitan's first line to its last.
         cost_per_billion_tokens: at this speed with stalls, by the cluster's `price_per_gpu_hour`.
-        predicted_largest: the largest term of the predicted step.
         profiled: TorchTitan's profiler was on in an attempt, which slows it down.
-        total_steps: the steps that were asked for.
         stand_in_for: the recipe that was asked for, where this machine ran another.
         baseline: the name of the cell that this one is compared with.
-        raw_final_loss: as `final_loss`, but NaN and infinity kept.
         tokens_per_step_per_gpu: over `tokens_per_second` of a step: the seconds of a step.
-        world: GPUs, or ranks, of the newest attempt.
         routing: trained, round_robin or random.
-        repeat_of: the cell that this one repeats.
-        repeats: the runs of a cell that was trained several times, in order.
+        repeat_of: the cell that this folder repeats; `repeats`: the folders of a repeated cell.
         asked, seen: recipe, layout and options that were asked for; versions, GPUs and nodes that
             the newest attempt reported. As text.
-        curve: every logged step of the loss rank, rising, with its attempt.
-        loads: the router's load at the logged steps.
-        run: in a comparison, as the next three: the run's name.
+        curve: every logged step of the loss rank, rising, with its attempt; `loads`: the router's.
         reference_tokens: throughput of the cell that it is compared with.
         incomparable: why the two cannot be compared.
         is_slower: slower than the tolerance allows, or without a speed where the reference has one.
@@ -170,6 +159,26 @@ def masks_differ(one: Result, other: Result) -> bool:
     """Return whether two cells are known to have trained on texts of other lengths."""
     lengths = [cell.mean_attended_length for cell in (one, other) if cell.mean_attended_length]
     return len(lengths) == 2 and max(lengths) > SAME_MASK * min(lengths)
+
+
+def unlike(cell: Result, base: Result, where: str) -> str | None:
+    """Return why the speeds of two cells are not comparable; None where they are.
+
+    Args:
+        where: the other cell's place, such as `in RUN`.
+    """
+    if cell.emulated or base.emulated:
+        return "emulated numerics have no speed"
+    if cell.recipe != base.recipe:
+        return f"recipe {cell.recipe}, and {base.recipe} {where}"
+    if cell.device != base.device:
+        return f"ran on {cell.device}, and on {base.device} {where}"
+    if masks_differ(cell, base):
+        lengths = (
+            f"{cell.mean_attended_length:,.0f} tokens, and to {base.mean_attended_length:,.0f}"
+        )
+        return f"other texts: a token attends to {lengths} {where}"
+    return None
 
 
 def render_json(results: RunResults) -> str:
