@@ -171,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare = verb(
         "compare",
         "compare two runs; status 1 where a cell got slower",
-        "compare:compare",
+        "results:compare",
     )
     compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
     compare.add_argument(
