@@ -55,12 +55,12 @@ def picture(
     [
         (
             100,
-            "step  tokens/s/GPU    loss  time  left",
+            "step  tokens/s now    loss  time  left",
             "671b-bf16-deepep  running  ██▂█▁▅  ██░░░░░░░░  5/20           859  3.9168  2:05  1:15",
         ),
         (
             80,
-            "step  tokens/s/GPU    loss  left",
+            "step  tokens/s now    loss  left",
             "671b-bf16-deepep  running  ██▂█▁▅  ██░░░░░░░░  5/20           859  3.9168  1:15",
         ),
         (60, "step  left", "671b-bf16-deepep  running  ██░░░░░░░░  5/20  1:15"),
@@ -192,7 +192,7 @@ def test_a_log_gets_a_line_only_when_something_changes(monkeypatch: pytest.Monke
 def test_unknown_values_are_left_out() -> None:
     assert describe_cell(QUEUED) == "671b-mxfp8-deepep: queued"
     assert describe_cell(replace(RUNNING, total_steps=None, elapsed=3725.0)) == (
-        "671b-bf16-deepep: running, step 5, 859 tokens/s/GPU, loss 3.9168, 1:02:05"
+        "671b-bf16-deepep: running, step 5, 859 tokens/s now, loss 3.9168, 1:02:05"
     )
 
 

@@ -24,7 +24,7 @@ _COLUMNS = {
     "sparks": "",
     "bar": "",
     "step": "step",
-    "speed": "tokens/s/GPU",
+    "speed": "tokens/s now",
     "loss": "loss",
     "elapsed": "time",
     "left": "left",
@@ -75,7 +75,7 @@ class CellProgress:
         phase: loading, building, compiling, ... of a running cell that has made no step.
         left: seconds to the last step, at the pace so far.
         is_known: False if Slurm does not answer, or the cell runs on another machine.
-        speeds: tokens/s/GPU of the newest steps, the last one last.
+        speeds: tokens/s of a GPU, or of a rank on a CPU, in the newest steps, the last one last.
     """
 
     name: str
@@ -133,9 +133,9 @@ class Progress:
 
 
 def describe_cell(cell: CellProgress) -> str:
-    """Return a line for a log: `671b-bf16-deepep: running, step 5/20, 859 tokens/s/GPU, ...`."""
+    """Return a line for a log: `671b-bf16-deepep: running, step 5/20, 859 tokens/s now, ...`."""
     fields = _fields(cell, is_ascii=True)
-    words = {"speed": "{} tokens/s/GPU", "loss": "loss {}", "left": "{} left"}
+    words = {"speed": "{} tokens/s now", "loss": "loss {}", "left": "{} left"}
     if cell.step is not None:
         words["step"] = "step {}"
     names = ("step", "note", "speed", "loss", "elapsed", "left")
