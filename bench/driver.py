@@ -24,8 +24,7 @@ import psutil
 
 from cookbook.base.paths import ROOT
 from cookbook.config.cluster import load_cluster
-from cookbook.config.expand import CellRequest, expand_sweep
-from cookbook.config.sweep import load_sweep
+from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
 from cookbook.launch.render import render_script
 
 SUBMIT = (sys.executable, str(ROOT / "submit.py"))

@@ -17,8 +17,7 @@ from dataclasses import replace
 from cookbook.check.check import check_cells
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
-from cookbook.config.expand import CellRequest, expand_sweep
-from cookbook.config.sweep import sweep_of_recipe
+from cookbook.config.sweep import CellRequest, expand_sweep, sweep_of_recipe
 from cookbook.plan.search import evaluate, search
 from cookbook.plan.space import space_of
 

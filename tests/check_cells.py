@@ -11,11 +11,10 @@ from cookbook.base.errors import InputError
 from cookbook.check.check import check_cells
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.expand import CellRequest, expand_sweep
 from cookbook.config.finding import ERROR, Finding
 from cookbook.config.options import Setting
 from cookbook.config.stack import load_stack
-from cookbook.config.sweep import sweep_of_recipe
+from cookbook.config.sweep import CellRequest, expand_sweep, sweep_of_recipe
 from cookbook.config.validate import validation_errors
 
 STACK = load_stack()

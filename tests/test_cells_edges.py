@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.expand import CellRequest, expand_sweep, in_rounds
 from cookbook.config.finding import Finding
 from cookbook.config.options import Options, Setting
-from cookbook.config.sweep import load_sweep
+from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
 from cookbook.config.validate.layout import layout_findings
 from cookbook.predict.layer_memory import RankLayers
 from tests.cells import STACK

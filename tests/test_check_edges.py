@@ -13,7 +13,7 @@ from cookbook.base.gpus import Gpu
 from cookbook.check.check import CellCheck, _shortage
 from cookbook.check.warnings import small_experts
 from cookbook.config.cell import Cell
-from cookbook.config.verdict import Verdict
+from cookbook.config.finding import Verdict
 from cookbook.predict import memory
 from cookbook.predict import traffic as work
 from cookbook.predict.memory import StageMemory

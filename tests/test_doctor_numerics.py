@@ -22,8 +22,8 @@ B200 = Gpu("NVIDIA B200", 10.0, 179.0)
 
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cookbook.config.validate.here.missing_packages", lambda cell: [])
-    monkeypatch.setattr("cookbook.config.validate.here._lacks_flash_attention", lambda cell: False)
+    monkeypatch.setattr("cookbook.config.validate.missing_packages", lambda cell: [])
+    monkeypatch.setattr("cookbook.config.validate._lacks_flash_attention", lambda cell: False)
 
 
 def proved(ranks: int, gpu: Gpu | None) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_what_can_run_here_is_proved(ranks: int, gpu: Gpu | None, expected: set[
 
 
 def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cookbook.config.validate.here.missing_packages", lambda cell: ["deep_ep"])
+    monkeypatch.setattr("cookbook.config.validate.missing_packages", lambda cell: ["deep_ep"])
     found = numerics.candidates(this_machine(2, H200))
     assert {one.left_out for one in found} == {"not installed: deep_ep"} | {
         one.left_out for one in found if "precision" in (one.left_out or "")

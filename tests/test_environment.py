@@ -9,8 +9,8 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.config.cluster import load_cluster
+from cookbook.config.options import RESERVED
 from cookbook.config.overlay import Overlay, load_ep_backend, load_precision
-from cookbook.config.shared_keys import RESERVED
 from tests.cells import CLUSTERS, EP_BACKENDS, PRECISIONS
 from tests.golden import golden_scripts, launchers
 

@@ -11,7 +11,7 @@ from cookbook.check import check
 from cookbook.check.build import Built
 from cookbook.cli import run
 from cookbook.cli.main import main
-from cookbook.config import verdict
+from cookbook.config import validate
 from cookbook.config.cell import Cell
 from cookbook.config.finding import HINT, WARNING, Finding
 from cookbook.launch import executor
@@ -55,7 +55,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(check, "build_cells", machine.build)
     monkeypatch.setattr(executor, "submit_run", machine.submit)
     monkeypatch.setattr(run, "wait_for", machine.wait)
-    monkeypatch.setattr(verdict, "missing_here", lambda *_: [])
+    monkeypatch.setattr(validate, "missing_here", lambda *_: [])
     return machine
 
 

@@ -15,9 +15,8 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
-from cookbook.config.expand import CellRequest, expand_sweep
 from cookbook.config.options import Options, Setting
-from cookbook.config.sweep import sweep_of_recipe
+from cookbook.config.sweep import CellRequest, expand_sweep, sweep_of_recipe
 from cookbook.config.validate import validation_errors
 from cookbook.plan.explain import walk
 from cookbook.plan.figure import render_svg

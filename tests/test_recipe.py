@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
+from cookbook.config.options import exported
 from cookbook.config.overlay import load_overlay, load_precision
 from cookbook.config.recipe import load_recipe
-from cookbook.config.shared_keys import exported
 from tests.cells import EP_BACKENDS, PRECISIONS, walked
 from tests.cells import RECIPES as RECIPE_NAMES
 

@@ -16,11 +16,10 @@ from cookbook.check.check import check_cells
 from cookbook.cli.main import main
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.expand import CellRequest, expand_sweep
 from cookbook.config.finding import ERROR, WARNING, Finding
 from cookbook.config.overlay import load_precision
 from cookbook.config.recipe import load_recipe
-from cookbook.config.sweep import load_sweep
+from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
 from cookbook.config.validate import validation_errors
 from tests.check_cells import cell_of, cluster_of, refusals, with_options
 

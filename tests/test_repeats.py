@@ -13,8 +13,7 @@ from cookbook.base.paths import ROOT
 from cookbook.cli.run import refuse_unlike_sizes
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
-from cookbook.config.expand import CellRequest, expand_sweep, in_rounds
-from cookbook.config.sweep import load_sweep
+from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
 from cookbook.observe.history import AttemptSummary, History
 from cookbook.results.baseline import merge_histories
 from cookbook.results.charts import charts_of

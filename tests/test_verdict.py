@@ -19,8 +19,7 @@ from cookbook.config.cluster import default_cluster, runs_here
 from cookbook.config.finding import ERROR, WARNING
 from cookbook.config.overlay import load_precision
 from cookbook.config.resolve import cell_on, this_machine
-from cookbook.config.validate.here import missing_here
-from cookbook.config.verdict import judge
+from cookbook.config.validate import judge, missing_here
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.supervise import begin
@@ -118,7 +117,7 @@ def test_every_asker_gives_the_same_verdict(
     check_line = _starts(start)
     monkeypatch.delenv("COOKBOOK_CHECK")
     # In a job, whose environment has everything.
-    monkeypatch.setattr("cookbook.config.verdict.missing_here", lambda *_: [])
+    monkeypatch.setattr("cookbook.config.validate.missing_here", lambda *_: [])
     answers = [check == 0, dry_run == 0, check_line, _starts(start)]
     assert answers == [may_run] * 4
     assert {check, dry_run} <= ({0} if may_run else {1, 2}) and check == dry_run

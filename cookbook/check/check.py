@@ -10,8 +10,8 @@ from cookbook.base.errors import InputError
 from cookbook.check.build import Built, build_cells
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, WARNING, Finding, Rule
-from cookbook.config.verdict import Verdict, judge
+from cookbook.config.finding import ERROR, WARNING, Finding, Rule, Verdict
+from cookbook.config.validate import judge
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.predict.traffic import Work, count_work

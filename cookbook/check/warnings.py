@@ -22,7 +22,7 @@ from cookbook.config.finding import (
 )
 from cookbook.config.options import DEGREES
 from cookbook.config.overlay import OF_PRECISION
-from cookbook.config.validate.pipeline import microbatches
+from cookbook.config.validate.layout import microbatches
 from cookbook.predict.shapes import destinations, groups
 
 # Of a cell, and of a cell with the views of one rank of every pipeline stage, as built.

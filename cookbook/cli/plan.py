@@ -12,7 +12,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.request import merged_cell, write_output
 from cookbook.config.cell import Cell
-from cookbook.config.expand import command_line_settings
+from cookbook.config.options import command_line_settings
 from cookbook.config.validate import validation_errors
 from cookbook.plan.explain import Walk, walk
 from cookbook.plan.figure import render_svg

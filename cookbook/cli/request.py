@@ -10,11 +10,18 @@ from cookbook.base.errors import InputError, named_at
 from cookbook.base.files import write_whole
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
-from cookbook.config.expand import CellRequest, command_line_settings, expand_sweep
-from cookbook.config.options import Settings
-from cookbook.config.overlay import load_ep_backend, load_precision
+from cookbook.config.options import Settings, command_line_settings
+from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import merge_config
-from cookbook.config.sweep import Sweep, load_sweep, sweep_of_recipe
+from cookbook.config.sweep import (
+    CellRequest,
+    Sweep,
+    expand_sweep,
+    load_sweep,
+    own_pair,
+    requested_pair,
+    sweep_of_recipe,
+)
 
 
 def requested_cell(arguments: argparse.Namespace, settings: Settings | None = None) -> Cell:
@@ -28,18 +35,10 @@ def requested_cell(arguments: argparse.Namespace, settings: Settings | None = No
 def merged_cell(arguments: argparse.Namespace) -> Cell:
     """Return the one cell of a recipe unjudged: its layout may not fit the cluster."""
     request = _request(arguments)
-    sweep = sweep_of_recipe(arguments.recipe)
-    precision, ep_backend = sweep.pairs[0]
-    if request.precision is not None:
-        with named_at("--precision"):
-            precision = load_precision(request.precision, request.cluster.gpu)
-    if request.ep_backend is not None:
-        with named_at("--ep-backend"):
-            ep_backend = load_ep_backend(request.ep_backend)
+    recipe = load_recipe(arguments.recipe)
     return merge_config(
-        sweep.recipes[0],
-        precision,
-        ep_backend,
+        recipe,
+        *requested_pair(own_pair(recipe, request.cluster), request),
         request.cluster,
         nodes=request.nodes,
         layers=({}, {}, request.overrides),

@@ -18,8 +18,9 @@ from cookbook.cli.display import render_rows, terminal_width
 from cookbook.cli.follow import wait_for
 from cookbook.cli.request import requested_cell, requested_sweep
 from cookbook.config.cell import Cell
-from cookbook.config.expand import command_line_settings, in_rounds
+from cookbook.config.options import command_line_settings
 from cookbook.config.resolve import cell_from_record
+from cookbook.config.sweep import in_rounds
 from cookbook.launch.create import create_run
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cookbook.base.schema import Unchecked, Words
 from cookbook.config.cluster import Cluster
-from cookbook.config.exchange import EXCHANGES, STANDARD, Exchange
 from cookbook.config.names import reference
-from cookbook.config.options import Layout, Options, argv_of, layout_of
-from cookbook.config.overlay import Overlay, implied
+from cookbook.config.options import Layout, Options, argv_of, exported, layout_of
+from cookbook.config.overlay import EXCHANGES, STANDARD, Exchange, Overlay, implied
 from cookbook.config.recipe import Recipe
-from cookbook.config.shared_keys import exported
 from cookbook.config.stack import Stack
 from cookbook.run.record import CellRecord
 
-# The option that chooses what computes attention.
+# Options of the cookbook's own.
 ATTENTION = "model.attention"
-# Options of the cookbook's own: the loss without whole logits, DeepEP's tokens in parts,
-# what selective recomputation saves.
 NUM_CHUNKS = "loss.num_chunks"
 EP_CHUNKS = "deepep.num_chunks"
 SCORE_ACTIVATIONS = "deepep.score_activations"
-# The same and more for the other EP backends.
 ROW_KERNELS = "cookbook.row_kernels"
 SAVE_LIST = "activation_checkpoint.op_sac_save_list"
 LAYERS_KEPT = "activation_checkpoint.num_layers_kept"
-# What that may name; the first three are TorchTitan's own list.
+# The operators that SAVE_LIST may name; the first three are TorchTitan's own list.
 SAVED_OPERATORS = ("attention", "communication", "mm", "grouped_mm")
 
 
@@ -39,10 +33,10 @@ class Cell:
     Attributes:
         hooks: the module that TorchTitan imports in every training process.
         emulated: its precision is computed, not accelerated, on this cluster.
-        stand_in_for: the recipe that was asked for, where another takes its place here.
+        stand_in_for: the requested recipe, where another takes its place here.
         refused: why the cell cannot run.
-        published: tokens/s/GPU that somebody published for just this cell.
-        left_out: options of the sweep that are made for the recipe asked for.
+        published: tokens/s/GPU published for exactly this cell.
+        left_out: options of the sweep that are made for the requested recipe.
         repeat_of: the cell that this one repeats, None for the first of them; the `repeat`-th.
     """
 
@@ -80,7 +74,7 @@ class Cell:
 
     @property
     def steps(self) -> int:
-        """Training steps that the cell is to make."""
+        """Training steps."""
         return int(self.options["training.steps"])
 
     @property
@@ -99,21 +93,26 @@ class Cell:
         return self.exchange.has_own_layer
 
     @property
+    def own_pair(self) -> str:
+        """The recipe's own pair where the cell has another; empty where it has that one."""
+        own = "+".join(overlay.name for overlay in self.recipe.pair)
+        return own if own != self.pair else ""
+
+    @property
     def uses_flash_attention(self) -> bool:
         """Whether FlashAttention-4 computes attention; on the CPU its reference does."""
         return bool(self.options[ATTENTION] == "flash_attention_4")
 
     @property
     def attends_by_reference(self) -> bool:
-        """Whether that reference runs: the same numbers, at a speed that means nothing."""
+        """Whether that reference runs: the same numbers at a meaningless speed."""
         return self.uses_flash_attention and self.cluster.gpu is None
 
     @property
     def saves(self) -> frozenset[str]:
         """The operators whose outputs selective recomputation saves; empty in other modes."""
-        section = "activation_checkpoint"
-        by_operator = self.options[f"{section}.selective_ac_option"] == "op"
-        if self.options[f"{section}.mode"] != "selective" or not by_operator:
+        mode = self.options["activation_checkpoint.mode"]
+        if mode != "selective" or self.options["activation_checkpoint.selective_ac_option"] != "op":
             return frozenset()
         return frozenset(self.options[SAVE_LIST] or SAVED_OPERATORS[:3])
 
@@ -125,7 +124,7 @@ class Cell:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the job exports, the more particular last: cluster, EP backend, precision."""
+        """The variables that the job exports; cluster, EP backend, precision: the later wins."""
         return {
             **exported(self.cluster.environment),
             **exported(self.ep_backend.environment),
@@ -134,12 +133,12 @@ class Cell:
 
     @property
     def max_restarts(self) -> int:
-        """How often a job may start it again after a failure."""
+        """Restarts of a job after failures."""
         own = self.recipe.max_restarts
         return self.cluster.max_restarts if own is None else own
 
     def record(self) -> CellRecord:
-        """What a run's folder keeps of the cell."""
+        """Return the record that a run's folder keeps of the cell."""
         source = self.recipe.published.source if self.recipe.published else None
         return CellRecord(
             name=self.name,
@@ -162,25 +161,20 @@ class Cell:
             max_restarts=self.max_restarts,
             environment=Words(self.environment),
             options=Unchecked(self.options.values),
-            files=Words(self._own_files()),
+            files=self._own_files(),
         )
 
-    def _own_files(self) -> Iterator[tuple[str, str]]:
-        """The parts that are the user's own files, for whoever makes the cell again."""
-        paths = {
-            "recipe": self.recipe.path,
-            "precision": self.precision.path,
-            "ep_backend": self.ep_backend.path,
-            "cluster": self.cluster.path,
-        }
-        for key, path in paths.items():
-            name = reference("" if key == "recipe" else key, path)
-            if name != path.stem:
-                yield key, name
+    def _own_files(self) -> Words:
+        """The paths of the parts that are the user's own files."""
+        parts = {"precision": self.precision, "ep_backend": self.ep_backend}
+        paths = {key: overlay.path for key, overlay in parts.items()}
+        paths |= {"recipe": self.recipe.path, "cluster": self.cluster.path}
+        names = {key: reference(key.replace("recipe", ""), path) for key, path in paths.items()}
+        return {key: name for key, name in names.items() if name != paths[key].stem}
 
 
 def train_argv(cell: Cell) -> list[str]:
-    """All of the cell's words, but for the folders of the run."""
+    """Return all of the cell's arguments but the folders of the run."""
     stack = cell.options.stack
     return [
         *launch_argv(stack, f"{cell.name}: {cell.recipe.description}"),
@@ -192,7 +186,7 @@ def train_argv(cell: Cell) -> list[str]:
 
 
 def launch_argv(stack: Stack, description: str) -> list[str]:
-    """What every job of the stack is started with: the cookbook's options and hooks."""
+    """Return the arguments of every job of the stack: the cookbook's options and hooks."""
     return [
         f"--job.custom_config_module={stack.hooks}.job_config",
         f"--experimental.custom_import={stack.hooks}",
@@ -201,5 +195,5 @@ def launch_argv(stack: Stack, description: str) -> list[str]:
 
 
 def overlay_argv(stack: Stack, overlay: Overlay) -> list[str]:
-    """The overlay's name, for log and report, and what it declares, which the job is held to."""
+    """Return the overlay's name, for log and report, and its `expect` block for the job."""
     return [f"--cookbook.{overlay.kind}={overlay.name}", *argv_of(stack, overlay.expect)]

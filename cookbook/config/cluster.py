@@ -1,11 +1,11 @@
-"""A cluster: a scheduler, what its nodes have, and what must be said to it, from a YAML file."""
+"""A cluster: a scheduler, its nodes and its settings, from a YAML file."""
 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -27,8 +27,7 @@ from cookbook.base.schema import (
 )
 from cookbook.base.yamlfile import YamlFile, read_yaml
 from cookbook.config.names import find_file, names_in
-from cookbook.config.options import Settings
-from cookbook.config.shared_keys import check_environment, read_sections, sections
+from cookbook.config.options import Settings, check_environment, read_sections, sections
 from cookbook.run import slurm
 
 
@@ -42,10 +41,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The least that GPUs must reach in the test before training, in GB/s of bus bandwidth.
-
-    As nccl-tests count it: the bytes that each rank must send, however the work is done.
-    """
+    """The least bus bandwidth in the test before training, in GB/s as nccl-tests count it."""
 
     all_reduce: Number
     all_to_all: Number
@@ -53,7 +49,7 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A scheduler, its nodes and what must be said to it.
+    """A scheduler, its nodes and its settings.
 
     `gpu` is None where ranks run on the CPU (gloo). `node_failure_days` is the mean time between
     two failures of a node, `write_gb_per_s` what all nodes together write to the shared folder.
@@ -93,13 +89,13 @@ class Cluster:
 
     @property
     def grace_seconds(self) -> int:
-        """How long before its time limit a job is told to stop: at most a quarter of the limit."""
+        """From the signal to stop to the time limit: at most a quarter of the limit."""
         limit = seconds_of(self.time) if self.time else None
         return min(self.seconds_to_stop, limit // 4) if limit else self.seconds_to_stop
 
     @property
     def late_seconds(self) -> int:
-        """How long after that it is requeued in any case, in time before the limit."""
+        """From that signal to a requeue in any case, in time before the limit."""
         return self.grace_seconds * 3 // 4
 
     @property
@@ -118,7 +114,7 @@ class Cluster:
         return f"{self.ranks_per_node} {self.gpu.name if self.gpu else 'CPU ranks'}"
 
 
-# sbatch options that the scripts say themselves: by a key of the profile, or always the same.
+# sbatch options of the scripts' own: those with a key of the profile, and fixed ones.
 _KEYS_OF_OWN = frozenset(
     {"partition", "account", "time", "exclude", "cpus-per-task", "exclusive", "requeue"}
     | {"nodes", "gpus-per-node"}
@@ -127,10 +123,9 @@ _TAKEN = _KEYS_OF_OWN | frozenset(
     {"job-name", "ntasks", "ntasks-per-node", "mem", "no-requeue", "output", "error", "open-mode"}
     | {"array", "wrap", "chdir", "export", "signal"}
 )
-# Texts that stand on a line of the script's header, which must stay one line.
+# Texts on a line of the script's header, which must stay one line.
 _ONE_LINE = ("partition", "account", "time", "exclude", "sbatch")
 _TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<rest>[0-9]+(?::[0-9]+){0,2})")
-_LONG_NAME = re.compile(r"[a-z][a-z-]*")
 
 
 def default_cluster() -> str:
@@ -181,9 +176,13 @@ def _slurm_has(cluster: Cluster, nodes: int) -> bool:
 
 @functools.cache
 def load_cluster(name: str) -> Cluster:
-    """Read the profile called `name`, or at the path `name`; `local` is filled in from here."""
+    """Read the profile called `name`, or at the path `name`; `local` gets this machine's GPUs."""
     path = find_file("cluster", name)
     file = read_yaml(path)
+    gpu = None
+    if mapping_at(file, "gpu"):
+        keys = fill(_GpuKeys, file, ("gpu",))
+        gpu = Gpu(keys.name, keys.compute_capability, keys.memory_gib)
     cluster = fill(
         Cluster,
         file,
@@ -191,31 +190,15 @@ def load_cluster(name: str) -> Cluster:
         name=path.stem,
         settings=read_sections(file),
         path=path,
-        gpu=_read_gpu(file),
+        gpu=gpu,
     )
-    if cluster.scheduler == "slurm" and (cluster.gpus_per_node is None) != (cluster.gpu is None):
-        raise InputError(
-            file.place("gpus_per_node"), "goes with `gpu`", "set both, or neither for CPU"
-        )
-    if "ranks_per_node" in file.content and cluster.gpu is not None:
-        raise InputError(
-            file.place("ranks_per_node"), "is for CPU nodes", "there is a rank for each GPU"
-        )
-    if not 1024 <= cluster.rendezvous_port < 32768:
-        raise InputError(
-            file.place("rendezvous_port"),
-            f"found {cluster.rendezvous_port}, allowed: 1024 to 32767 (below the ephemeral ports)",
-        )
-    for key in ("node_failure_days", "write_gb_per_s"):
-        value = getattr(cluster, key)
-        if value is not None and not 0 < value < math.inf:
-            raise InputError(file.place(key), f"found {value:g}, allowed: more than 0")
-    if not 60 <= cluster.seconds_to_stop <= 65535:
-        found = f"found {cluster.seconds_to_stop}, allowed: 60 to 65535 (sbatch --signal)"
-        raise InputError(file.place("seconds_to_stop"), found)
-    _check_sbatch(file, cluster)
+    for key, reason, remedy in _problems(file, cluster):
+        raise InputError(file.place(*key), reason, remedy)
     check_environment(file, "environment", cluster.environment)
-    return _fill_in(cluster) if cluster.scheduler == "local" else cluster
+    gpus = visible_gpus() if cluster.scheduler == "local" else ()
+    # Unlike GPUs in one job would run at the pace of the slowest: take those like the first.
+    alike = [other for other in gpus if other == gpus[0]]
+    return replace(cluster, gpu=gpus[0], gpus_per_node=len(alike)) if gpus else cluster
 
 
 @dataclass(frozen=True)
@@ -225,15 +208,37 @@ class _GpuKeys:
     memory_gib: Number
 
 
-def _read_gpu(file: YamlFile) -> Gpu | None:
-    if not mapping_at(file, "gpu"):
-        return None
-    keys = fill(_GpuKeys, file, ("gpu",))
-    return Gpu(keys.name, keys.compute_capability, keys.memory_gib)
+def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Keys, reason and remedy of values that pydantic lets pass."""
+    if cluster.scheduler == "slurm" and (cluster.gpus_per_node is None) != (cluster.gpu is None):
+        yield ("gpus_per_node",), "goes with `gpu`", "set both, or neither for CPU"
+    if "ranks_per_node" in file.content and cluster.gpu is not None:
+        yield ("ranks_per_node",), "is for CPU nodes", "there is a rank for each GPU"
+    if not 1024 <= (port := cluster.rendezvous_port) < 32768:
+        allowed = "1024 to 32767 (below the ephemeral ports)"
+        yield ("rendezvous_port",), f"found {port}, allowed: {allowed}", ""
+    if not 60 <= (seconds := cluster.seconds_to_stop) <= 65535:
+        found = f"found {seconds}, allowed: 60 to 65535 (sbatch --signal)"
+        yield ("seconds_to_stop",), found, ""
+    for option in cluster.sbatch:
+        name = option.replace("_", "-")
+        if name in _TAKEN:
+            own = f"set the profile's own key `{name.replace('-', '_')}`"
+            remedy = own if name in _KEYS_OF_OWN else "leave it out"
+            yield ("sbatch", option), "is set by the cookbook itself", remedy
+        elif not re.fullmatch("[a-z][a-z-]*", option):
+            remedy = f"write {name}" if re.fullmatch("[a-z][a-z-]*", name) else ""
+            yield ("sbatch", option), "is not the long name of an sbatch option", remedy
+    for key in _ONE_LINE:
+        value = getattr(cluster, key)
+        values = value.values() if isinstance(value, dict) else value
+        for text in [values] if isinstance(values, str) else values or ():
+            if isinstance(text, str) and not text.isprintable():
+                yield (key,), f"found {described(text)}, allowed: text of one line", ""
 
 
 def seconds_of(limit: str) -> int | None:
-    """A time limit as sbatch reads it (`90`, `1:30:00`, `1-12`), in seconds; None for no limit."""
+    """Return a time limit of sbatch (`90`, `1:30:00`, `1-12`) in seconds; None for no limit."""
     match = _TIME.fullmatch(limit)
     if match is None:
         return None
@@ -244,35 +249,3 @@ def seconds_of(limit: str) -> int | None:
         parts.insert(0, 0)
     hours, minutes, seconds = [*parts, 0, 0][:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def _check_sbatch(file: YamlFile, cluster: Cluster) -> None:
-    for option in cluster.sbatch:
-        place = file.place("sbatch", option)
-        name = option.replace("_", "-")
-        if name in _TAKEN:
-            key = name.replace("-", "_")
-            remedy = (
-                f"set the profile's own key `{key}`" if name in _KEYS_OF_OWN else "leave it out"
-            )
-            raise InputError(place, "is said to sbatch by the cookbook itself", remedy)
-        if not _LONG_NAME.fullmatch(option):
-            remedy = f"write {name}" if _LONG_NAME.fullmatch(name) else ""
-            raise InputError(place, "is not the long name of an sbatch option", remedy)
-    for key in _ONE_LINE:
-        value = getattr(cluster, key)
-        values = value.values() if isinstance(value, dict) else value
-        for text in [values] if isinstance(values, str) else values or ():
-            if isinstance(text, str) and not text.isprintable():
-                raise InputError(
-                    file.place(key), f"found {described(text)}, allowed: text of one line"
-                )
-
-
-def _fill_in(cluster: Cluster) -> Cluster:
-    gpus = visible_gpus()
-    if not gpus:
-        return cluster
-    # Unlike GPUs in one job would run at the pace of the slowest: take those like the first.
-    alike = [gpu for gpu in gpus if gpu == gpus[0]]
-    return replace(cluster, gpu=gpus[0], gpus_per_node=len(alike))

@@ -1,4 +1,4 @@
-"""Findings about a cell, the rules that yield them, and the public sources of their facts."""
+"""Findings about a cell, the rules that yield them, and the verdict that they add up to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPELINING = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know about a cell before it runs: an error refuses it, the others inform.
+    """One finding about a cell before it runs: an error refuses it, the others inform.
 
     Attributes:
         rule: the name of the rule that found it.
@@ -57,7 +57,7 @@ def rule(
 ) -> Callable[[Callable[..., Problems]], Rule]:
     """Append a generator of (option, reason, remedy) to `rules`, as one that yields findings.
 
-    The rule has the generator's name, and its arguments: a cell, and what else its list is given.
+    The rule has the generator's name and arguments: a cell, and further ones of its list.
     """
 
     def register(problems: Callable[..., Problems]) -> Rule:
@@ -71,3 +71,48 @@ def rule(
         return findings
 
     return register
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a cell may not run, in three parts; a part that was not looked at is None.
+
+    Attributes:
+        rules: errors that hold anywhere.
+        built: errors of the model that TorchTitan builds on the CPU.
+        here: packages and files that this environment lacks: errors where the job would run in it,
+            else warnings.
+    """
+
+    rules: tuple[Finding, ...]
+    built: tuple[Finding, ...] | None = None
+    here: tuple[Finding, ...] | None = None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All of them."""
+        return (*self.rules, *(self.built or ()), *(self.here or ()))
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that refuse the cell."""
+        return [finding for finding in self.findings if finding.level == ERROR]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """What this environment lacks where the job runs elsewhere."""
+        return [finding for finding in self.findings if finding.level == WARNING]
+
+    @property
+    def refused(self) -> str | None:
+        """Why the cell may not run; None where it may."""
+        return str(self.errors[0]) if self.errors else None
+
+    @property
+    def parts(self) -> str:
+        """Which parts were looked at, and which not."""
+        parts = {"the rules": self.rules, "TorchTitan's build": self.built}
+        parts["this environment"] = self.here
+        seen = [name for name, part in parts.items() if part is not None]
+        unseen = [name for name, part in parts.items() if part is None]
+        return f"looked at: {', '.join(seen)}" + (f"; not: {', '.join(unseen)}" if unseen else "")

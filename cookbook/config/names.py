@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from cookbook.base.errors import InputError, unknown_name
 from cookbook.base.paths import RECIPES
 
-# The folder below `recipes/` of each kind, and what a message calls one of it.
+# The folder below `recipes/` of each kind, and its name in messages.
 KINDS = {
     "": "recipe",
     "precision": "precision",
@@ -22,73 +21,55 @@ KINDS = {
 }
 # Safe in a shell, in a path, and as a name of jobs and W&B runs. A cell's name holds three of them
 # and becomes a folder, whose name may have 255 bytes.
-NAME_CHARACTERS = 60
-# Of a varied value; what is longer, or does not fit, ends with so much of a digest.
-_WORD_CHARACTERS, _DIGEST_CHARACTERS = 40, 8
-_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARACTERS - 1}}}")
-_ALLOWED = f"letters, digits, '.', '-' and '_', at most {NAME_CHARACTERS}, a letter or digit first"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
+_ALLOWED = "letters, digits, '.', '-' and '_', at most 60, a letter or digit first"
+_WORD_CHARACTERS = 40
 
 
 def check_name(place: str, name: str) -> str:
-    """`name`, where cells, jobs and folders can be named after it."""
+    """Return `name` where cells, jobs and folders can be named after it; raise elsewhere."""
     if not _NAME.fullmatch(name):
         raise InputError(place, f"found {name!r}, allowed: {_ALLOWED}")
     return name
 
 
 def word_of(value: Any) -> str:
-    """An option's value as a part of a cell's name: of letters that files, jobs and W&B may have.
+    """Return an option's value as a part of a cell's name: letters for files, jobs and W&B.
 
-    Two values of an option have two words: a word that does not hold all of a value ends with a
+    Two values of an option have two words: one that does not hold all of its value ends with a
     digest of it.
     """
-    items = _items(value)
-    text = "+".join(items)
-    word = "".join(letter if _is_plain(letter) else "_" for letter in text)
-    is_list = isinstance(value, list)
-    is_nested = is_list and any(isinstance(item, list) for item in value)
+    items = value if isinstance(value, list) else [value]
+    text = "+".join(map(str, items))
+    word = re.sub(r"[^A-Za-z0-9_.+]", "_", text)
     is_changed = isinstance(value, str | list) and word != text
-    is_unclear = is_list and (is_nested or any("+" in item for item in items))
+    is_unclear = isinstance(value, list) and word.count("+") != max(0, len(items) - 1)
     if not (is_changed or is_unclear or len(word) > _WORD_CHARACTERS):
         return word
-    digest = hashlib.sha256(json.dumps(value).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    digest = hashlib.sha256(json.dumps(value).encode()).hexdigest()[:8]
     return f"{word[:_WORD_CHARACTERS]}_{digest}"
 
 
-def _items(value: Any) -> list[str]:
-    """The texts of a list, or of lists in it; of any other value its own."""
-    if isinstance(value, list):
-        return [text for item in value for text in _items(item)]
-    return [str(value)]
-
-
-def _is_plain(letter: str) -> bool:
-    return letter.isascii() and (letter.isalnum() or letter in "_.+")
-
-
 def names_in(kind: str) -> list[str]:
-    """The names of the files of `kind`; editors' and systems' own files have no such names."""
+    """Return the names of the files of `kind`; editors' backup files have no such names."""
     return sorted(
         path.stem for path in (RECIPES / kind).glob("*.yaml") if _NAME.fullmatch(path.stem)
     )
 
 
 def find_file(kind: str, name: str) -> Path:
-    """The file for `name`, which may also be the path of a YAML file of the user's own."""
-    what = KINDS[kind]
+    """Return the file for `name`, which may also be the path of a user's own YAML file."""
+    title = KINDS[kind]
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
-        # These, unlike Path's, answer for names that are too long for the file system too.
-        if not os.path.isfile(name):  # noqa: PTH113
-            is_folder = os.path.isdir(name)  # noqa: PTH112
-            found = f"is a folder, not a {what} file" if is_folder else f"no such {what} file"
-            raise InputError(name[-80:], found)
+        if not path.is_file():
+            is_folder = f"is a folder, not a {title} file"
+            raise InputError(name, is_folder if path.is_dir() else f"no such {title} file")
         check_name(f"{name}: the file's name", path.stem)
         return path
-    path = RECIPES / kind / f"{name}.yaml"
     if name in names_in(kind):
-        return path
-    error = unknown_name(what, what, name, names_in(kind))
+        return RECIPES / kind / f"{name}.yaml"
+    error = unknown_name(title, title, name, names_in(kind))
     for other, verb in {"": "run", "sweep": "sweep"}.items():
         if kind in ("", "sweep") and name in names_in(other):
             raise InputError(error.place, error.found, f"write: python submit.py {verb} {name}")
@@ -96,6 +77,6 @@ def find_file(kind: str, name: str) -> Path:
 
 
 def reference(kind: str, path: Path) -> str:
-    """What `find_file` finds `path` by from any folder: its name, or the whole path of another."""
+    """Return the name by which `find_file` finds `path` from any folder, or the whole path."""
     path = path.resolve()
     return path.stem if path.parent == (RECIPES / kind).resolve() else str(path)

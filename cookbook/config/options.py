@@ -1,18 +1,21 @@
-"""TorchTitan's options as a job will hold them: what is set, and its defaults for the rest."""
+"""TorchTitan's options as files and command lines set them, and as a job will hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.config.stack import ModelSizes, Stack
+from cookbook.base.schema import Words
+from cookbook.base.yamlfile import YamlFile
+from cookbook.config.stack import ModelSizes, Stack, load_stack
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One TorchTitan option with a checked value, and where it was set."""
+    """One TorchTitan option with a checked value, and the place that set it."""
 
     value: Any
     origin: str
@@ -23,7 +26,7 @@ Settings = Mapping[str, Setting]
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What a job sets, by dotted name; `options["training.steps"]` is what it then holds."""
+    """The options that a job sets, by dotted name; `options[name]` is set or the default."""
 
     stack: Stack
     settings: Settings
@@ -33,29 +36,29 @@ class Options:
         return self.stack.options[name].default if setting is None else setting.value
 
     def __contains__(self, name: str) -> bool:
-        """Whether `name` is set."""
+        """Return whether `name` is set."""
         return name in self.settings
 
     @property
     def values(self) -> dict[str, Any]:
-        """What is set, by name."""
+        """The values that are set, by name."""
         return {name: setting.value for name, setting in self.settings.items()}
 
     def override(self, *layers: Settings) -> Options:
-        """These with `layers` laid over them, the later winning."""
+        """Return these with `layers` laid over them, the later winning."""
         settings = dict(self.settings)
         for layer in layers:
             settings.update(layer)
         return Options(self.stack, settings)
 
     def origin(self, name: str) -> str:
-        """Where `name` was set, for the head of a message; it always ends with the name."""
+        """Return the place that set `name`, for the head of a message; it ends with the name."""
         place = self.settings[name].origin if name in self.settings else name
         return place if place.endswith(name) else f"{place}: {name}"
 
     @property
     def model(self) -> ModelSizes | None:
-        """The sizes of the model that is named; None for one that the stack does not know."""
+        """The sizes of the model; None for one that the stack does not know."""
         flavors = self.stack.models.get(self["model.name"], {})
         return flavors.get(self["model.flavor"])
 
@@ -75,8 +78,8 @@ DEGREES = {
 class Layout:
     """How the ranks of a job are divided; every degree at least 1.
 
-    `dp_shard` is resolved: TorchTitan's -1 (the ranks that are left) is replaced by the count, and
-    is 0 where the other degrees leave none.
+    `dp_shard` is resolved: TorchTitan's -1 (the remaining ranks) is replaced by the count, and is 0
+    where the other degrees leave none.
     """
 
     world: int
@@ -95,7 +98,7 @@ class Layout:
 
 
 def layout_of(options: Options, world: int) -> Layout:
-    """The layout that `options` give a job of `world` ranks."""
+    """Return the layout that `options` give a job of `world` ranks."""
     degrees = {short: options[name] for short, name in DEGREES.items()}
     if degrees["dp_shard"] == -1:
         others = degrees["dp_replicate"] * degrees["cp"] * degrees["tp"] * degrees["pp"]
@@ -103,8 +106,60 @@ def layout_of(options: Options, world: int) -> Layout:
     return Layout(world=world, **degrees)
 
 
+def sections() -> frozenset[str]:
+    """Return the names of TorchTitan's sections: keys that may stand at the top of a file."""
+    return load_stack().sections
+
+
+def read_sections(file: YamlFile) -> Settings:
+    """Read the options of all sections at the top of `file`."""
+    top = {key: value for key, value in file.content.items() if key.partition(".")[0] in sections()}
+    return read_options(file, top)
+
+
+def read_options(
+    file: YamlFile, mapping: Mapping[str, Any], within: tuple[str, ...] = ()
+) -> Settings:
+    """Read options by dotted name; `a: {b: 1}` and `a.b: 1` mean the same.
+
+    Args:
+        within: the keys of `mapping` in the file.
+    """
+    stack, settings = load_stack(), dict[str, Setting]()
+
+    def read(mapping: Mapping[str, Any], keys: tuple[str, ...], prefix: str) -> None:
+        for key, value in mapping.items():
+            name, below = f"{prefix}{key}", (*keys, key)
+            place = file.place(*below)
+            if isinstance(value, dict) and name not in stack.options:
+                if not any(option.startswith(f"{name}.") for option in stack.options):
+                    stack.setting(place, name)
+                read(value, below, f"{name}.")
+                continue
+            option = stack.setting(place, name)
+            if name in settings:
+                raise InputError(place, f"{name} stands twice, first at {settings[name].origin}")
+            settings[name] = Setting(option.check(place, value), place)
+
+    read(mapping, within, "")
+    return settings
+
+
+def command_line_settings(words: Sequence[str], flag: str = "--set") -> Settings:
+    """Parse SECTION.KEY=VALUE words; errors name the `flag` that they stand after."""
+    settings = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        place = f"{flag} {name}"
+        if not equals:
+            raise InputError(place, "has no value", f"write {flag} SECTION.KEY=VALUE")
+        option = load_stack().setting(place, name)
+        settings[name] = Setting(option.parse(place, text), place)
+    return settings
+
+
 def argv_of(stack: Stack, settings: Settings) -> list[str]:
-    """The words that set `settings`, in their order."""
+    """Return the words that set `settings`, in their order."""
     return [
         word
         for name, setting in settings.items()
@@ -113,21 +168,19 @@ def argv_of(stack: Stack, settings: Settings) -> list[str]:
 
 
 def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
-    """The options that TorchTitan arguments set, checked; of an option named twice, the last.
+    """Parse and check TorchTitan arguments; of an option named twice, the last counts.
 
     Args:
         words: as they stand on a command line, `--section.key=value` or `--section.key value`.
-        place: what an error names as the place of the words.
+        place: begins the place of an error.
     """
-    values: dict[str, Any] = {}
-    index = 0
-    while index < len(words):
-        word = words[index]
-        index += 1
+    settings: dict[str, Setting] = {}
+    left = list(words)
+    while left:
+        word = left.pop(0)
         if not word.startswith("--"):
-            raise InputError(
-                place, f"found {word!r}", "TorchTitan options start with --section.key"
-            )
+            remedy = "TorchTitan options start with --section.key"
+            raise InputError(place, f"found {word!r}", remedy)
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
         section, _, key = name.rpartition(".")
@@ -135,26 +188,67 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
         is_negative = name not in stack.options and positive in stack.options
         option = stack.option(place, positive if is_negative else name)
         at = f"{place}: {option.name}"
+        value: Any
         if option.kind == "bool":
             if equals:
                 no = f"--{section}.no_{key}"
                 raise InputError(at, f"takes no value, found {text!r}", f"write --{name} or {no}")
-            values[option.name] = not is_negative
+            value = not is_negative
         elif option.kind == "lists" and not equals:
             items = []
-            while index < len(words) and not words[index].startswith("--"):
-                items.append(words[index].split(","))
-                index += 1
-            values[option.name] = option.check(at, items)
+            while left and not left[0].startswith("--"):
+                items.append(left.pop(0).split(","))
+            value = option.check(at, items)
         else:
-            if not equals:
-                if index == len(words):
-                    raise InputError(at, "has no value")
-                text = words[index]
-                index += 1
-            values[option.name] = option.parse(at, text)
-    return Options(stack, _placed(values, place))
+            if not equals and not left:
+                raise InputError(at, "has no value")
+            value = option.parse(at, text if equals else left.pop(0))
+        settings[option.name] = Setting(value, at)
+    return Options(stack, settings)
 
 
-def _placed(values: Mapping[str, Any], place: str) -> Settings:
-    return {name: Setting(value, f"{place}: {name}") for name, value in values.items()}
+_EXPANSION = re.compile(r"\$\{?[A-Za-z_]")
+# Bash does not let anyone set most of these; the scripts need the others for themselves
+# (tests/test_environment.py holds the list to the templates).
+_OF_BASH = frozenset(
+    {"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO", "BASH_ENV", "ENV", "IFS"}
+)
+_OF_SCRIPTS = frozenset(
+    {"AGAIN", "ANSWER", "ASKED", "ATTEMPT", "ATTEMPT_ARGS", "CELL", "CELL_DIR", "CHOSEN_ARGS"}
+    | {"EP_BACKEND", "HEAD_ADDRESS", "HEAD_NODE", "INTERRUPTED", "JOB", "LOG_RANK", "NUM_NODES"}
+    | {"PATH", "PRECISION", "PYTHONPATH", "PYTHONUNBUFFERED", "RDZV_ENDPOINT", "RECIPE", "RESOLVED"}
+    | {"RESTARTS", "SHOWN_RANKS", "STATUS", "TOLD", "TRAINING", "WITHOUT_STEP"}
+    | {"SRUN", "SUBMITTED", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "TORCHRUN", "TRAIN_ARGS"}
+    | {"TRAIN_NODES", "VENV", "WANDB_RUN_NAME"}
+)
+RESERVED = _OF_BASH | _OF_SCRIPTS
+
+
+def check_environment(file: YamlFile, key: str, words: Words) -> None:
+    """Refuse variables that a job cannot export, and values that need expansion by a shell."""
+    check_variables(file, key, words)
+    for name, word in words.items():
+        if isinstance(word, str) and _EXPANSION.search(word):
+            raise InputError(
+                file.place(key, name),
+                f"found {word!r}, and values are exported as they stand: nothing is expanded",
+                "write the full value, or export it in a file that the cluster's `source` names",
+            )
+
+
+def check_variables(file: YamlFile, key: str, names: Iterable[object]) -> None:
+    """Refuse a name that is none of a variable, or that bash or the scripts use."""
+    for name in names:
+        if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
+            raise InputError(file.place(key), f"{name!r} is not the name of a variable")
+        if name in RESERVED or name.startswith(("SLURM_", "COOKBOOK_", "SUBMITIT_")):
+            raise InputError(
+                file.place(key, name), "is a variable of bash or of the scripts", "leave it out"
+            )
+
+
+def exported(words: Words) -> dict[str, str]:
+    """Return the texts that a shell exports; YAML's true is 1."""
+    return {
+        name: str(int(word)) if isinstance(word, bool) else word for name, word in words.items()
+    }

@@ -1,9 +1,12 @@
-"""A precision or an EP backend: options over a recipe, what they need and what they turn on."""
+"""A precision or an EP backend: options over a recipe, what they need and what they turn on.
+
+A precision or EP backend (YAML) of a known kind needs no code. A new kind of EP exchange is a row
+of `EXCHANGES`, a dispatcher in `titan/`, and its speed in `predict/`.
+"""
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +18,12 @@ from cookbook.base.errors import InputError, unknown_name
 from cookbook.base.gpus import Gpu
 from cookbook.base.schema import Flag, Number, Text, Texts, Words, fill, mapping_at
 from cookbook.base.yamlfile import YamlFile, read_yaml, shown_path
-from cookbook.config.exchange import COMM_BACKEND, STANDARD
+from cookbook.config.finding import DEEPEP
 from cookbook.config.names import check_name, find_file, names_in
-from cookbook.config.options import Options, Setting, Settings
-from cookbook.config.shared_keys import (
+from cookbook.config.options import (
+    Options,
+    Setting,
+    Settings,
     check_environment,
     check_variables,
     read_options,
@@ -27,53 +32,87 @@ from cookbook.config.shared_keys import (
 )
 from cookbook.config.stack import load_stack
 
-# By what an overlay may say of it.
-OF_PRECISION = ("grouped_gemms", "linear_layers")
-OF_EP_BACKEND = ("dispatch",)
+COMM_BACKEND = "parallelism.expert_parallel_comm_backend"
 _A2A = "parallelism.expert_parallel_a2a_"
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """How tokens travel to the ranks of their experts.
+
+    Attributes:
+        name: as an EP backend's `expect.dispatch` and the job's log have it.
+        title: for messages.
+        sizes: EP degrees that it is configured for; empty for any.
+        ranks_per_node: of every node, where it leaves the node; 0 for any number.
+        has_etp: whether it works with expert tensor parallelism.
+        has_own_layer: the cookbook's hooks bring the MoE layer that it needs, which overlaps it
+            with the shared experts itself.
+        sends_once_per_rank: a token with several experts on one rank is sent there once.
+        uses_nccl: NCCL's SMs do its work.
+        reference: the source of these facts.
+    """
+
+    name: str
+    title: str
+    sizes: tuple[int, ...] = ()
+    ranks_per_node: int = 0
+    has_etp: bool = True
+    has_own_layer: bool = False
+    sends_once_per_rank: bool = False
+    uses_nccl: bool = True
+    reference: str = ""
+
+
+STANDARD = Exchange("standard", "the all-to-all")
+_MXFP8_A2A = Exchange("mxfp8", "TorchAO's quantized all-to-all")
+_DEEPEP = Exchange(
+    "deepep",
+    "DeepEP",
+    # `Buffer.get_dispatch_config` has a tuned configuration for these; others fail its assertion.
+    sizes=(2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160),
+    ranks_per_node=8,
+    has_etp=False,
+    has_own_layer=True,
+    sends_once_per_rank=True,
+    uses_nccl=False,
+    reference=DEEPEP,
+)
+EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8_A2A, _DEEPEP)}
+
+
 def implied(options: Options) -> dict[str, str]:
-    """`grouped_gemms`, `linear_layers` and `dispatch` as the options would have them."""
+    """Return `grouped_gemms`, `linear_layers` and `dispatch` as the options turn them on."""
     converters = options["model.converters"]
     grouped = {
         "quantize.grouped_mm.mx": options["quantize.grouped_mm.mx.recipe_name"],
         "quantize.grouped_mm.float8": "fp8_rowwise",
     }
     linear = {"quantize.linear.mx": "mx", "quantize.linear.float8": "float8"}
+    dispatch: str = options[COMM_BACKEND]
+    quantized = {options[f"{_A2A}{part}_precision"] for part in ("dispatch_fwd", "combine_bwd")}
+    if dispatch == STANDARD.name and quantized != {"default"}:
+        dispatch = "mxfp8" if quantized == {"mxfp8"} else "mxfp8 in one exchange of two"
+
+    def join(found: Iterable[str]) -> str:
+        return " and ".join(found) or "bf16"
+
     return {
-        "grouped_gemms": _join(grouped[name] for name in converters if name in grouped),
-        "linear_layers": _join(linear[name] for name in converters if name in linear),
-        "dispatch": _dispatch(options),
+        "grouped_gemms": join(grouped[name] for name in converters if name in grouped),
+        "linear_layers": join(linear[name] for name in converters if name in linear),
+        "dispatch": dispatch,
     }
 
 
-def _join(found: Iterable[str]) -> str:
-    return " and ".join(found) or "bf16"
-
-
-def _dispatch(options: Options) -> str:
-    backend: str = options[COMM_BACKEND]
-    if backend != STANDARD.name:
-        return backend
-    quantized = [
-        options[f"{_A2A}{part}"] for part in ("dispatch_fwd_precision", "combine_bwd_precision")
-    ]
-    if quantized == ["mxfp8", "mxfp8"]:
-        return "mxfp8"
-    return "standard" if quantized == ["default", "default"] else "mxfp8 in one exchange of two"
-
-
 Kind = Literal["precision", "ep_backend"]
-
-# What each kind declares in its `expect` block, and what holds where it declares nothing.
+OF_PRECISION = ("grouped_gemms", "linear_layers")
+# The keys of each kind's `expect` block, and their defaults.
 _EXPECTED: Mapping[Kind, Mapping[str, str]] = {
     "precision": dict.fromkeys(OF_PRECISION, "bf16"),
-    "ep_backend": dict.fromkeys(OF_EP_BACKEND, "standard"),
+    "ep_backend": {"dispatch": "standard"},
 }
-# What a name means by the GPU, the newest generation first.
+# Names whose meaning depends on the GPU, the newest generation first.
 _BY_GPU = {"fp8": ("mxfp8", "float8")}
-_MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -115,16 +154,14 @@ class Overlay:
     environment_from: Words = field(default_factory=Words)
 
     def expects(self, key: str) -> Any:
-        """What the overlay's `expect` block says of `key`."""
+        """Return what the overlay's `expect` block says of `key`."""
         return self.expect[f"cookbook.{key}"].value
 
 
-@dataclass(frozen=True)
 class Precision(Overlay):
     """`bf16`, `mxfp8`, ...: the number formats of the experts' and the linear layers' GEMMs."""
 
 
-@dataclass(frozen=True)
 class EPBackend(Overlay):
     """`standard`, `deepep`, ...: how tokens travel to the ranks of their experts."""
 
@@ -133,7 +170,7 @@ def load_precision(name: str, gpu: Gpu | None = None) -> Precision:
     """Read the precision called `name`, by a synonym, or at the path `name`.
 
     Args:
-        gpu: decides what a name means that each generation of GPUs has for itself.
+        gpu: decides the meaning of a name that each generation of GPUs has for itself.
     """
     if name in _BY_GPU:
         have = gpu.compute_capability if gpu else 0.0
@@ -162,6 +199,8 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
         name = _synonyms(kind).get(name, [name])[0]
     path = find_file(kind, name)
     file = read_yaml(path)
+    is_emulated = file.content.get("emulated") is not None
+    emulated = mapping_at(file, "emulated")
     overlay: Overlay = fill(
         Precision if kind == "precision" else EPBackend,
         file,
@@ -171,28 +210,26 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
         needs=_read_needs(file),
         expect=_read_expect(file, kind),
         settings=read_sections(file),
-        emulated=_read_emulated(file),
+        emulated=read_options(file, emulated, ("emulated",)) if is_emulated else None,
         path=path,
     )
     check_environment(file, "environment", overlay.environment)
-    check_variables(file, "environment_from", overlay.environment_from)
-    check_variables(file, "environment_from", overlay.environment_from.values())
-    _check_synonyms(file, overlay)
+    sources = overlay.environment_from
+    check_variables(file, "environment_from", [*sources, *sources.values()])
+    for synonym in overlay.synonyms:
+        check_name(file.place("synonyms"), synonym)
+        real = [synonym] if synonym in names_in(kind) else []
+        for other in {*real, *_synonyms(kind).get(synonym, ())} - {overlay.name}:
+            found = f"found {synonym!r}, which {shown_path(find_file(kind, other))} has already"
+            raise InputError(file.place("synonyms"), found, "remove one of the two")
     return overlay
 
 
 def _read_needs(file: YamlFile) -> Needs:
-    if not mapping_at(file, "needs"):
-        return Needs(settings={})
-    needs = fill(
-        Needs,
-        file,
-        ("needs",),
-        beside=("options",),
-        settings=read_options(file, mapping_at(file, "needs", "options"), ("needs", "options")),
-    )
+    options = read_options(file, mapping_at(file, "needs", "options"), ("needs", "options"))
+    needs = fill(Needs, file, ("needs",), beside=("options",), settings=options)
     for package in needs.packages:
-        if not _MODULE.fullmatch(package):
+        if not package.isidentifier():
             raise InputError(
                 file.place("needs", "packages"),
                 f"found {package!r}, allowed: the name that Python imports",
@@ -206,23 +243,17 @@ def _read_expect(file: YamlFile, kind: Kind) -> Settings:
     for key in declared:
         if key not in _EXPECTED[kind]:
             raise unknown_name(file.place("expect", key), "key", key, _EXPECTED[kind])
-    stack, expect = load_stack(), {}
+    expect = {}
     for key, default in _EXPECTED[kind].items():
         place = file.place("expect", key)
-        option = stack.option(place, f"cookbook.{key}")
+        option = load_stack().option(place, f"cookbook.{key}")
         expect[option.name] = Setting(option.check(place, declared.get(key, default)), place)
     return expect
 
 
-def _read_emulated(file: YamlFile) -> Settings | None:
-    if file.content.get("emulated") is None:
-        return None
-    return read_options(file, mapping_at(file, "emulated"), ("emulated",))
-
-
 @functools.cache
 def _synonyms(kind: Kind) -> Mapping[str, list[str]]:
-    """The overlays that have each synonym; a file that cannot be read has none."""
+    """Return the overlays that have each synonym; a file that cannot be read has none."""
     found: dict[str, list[str]] = {}
     for name in names_in(kind):
         try:
@@ -232,16 +263,3 @@ def _synonyms(kind: Kind) -> Mapping[str, list[str]]:
         for synonym in synonyms if isinstance(synonyms, list) else ():
             found.setdefault(str(synonym), []).append(name)
     return found
-
-
-def _check_synonyms(file: YamlFile, overlay: Overlay) -> None:
-    place = file.place("synonyms")
-    for synonym in overlay.synonyms:
-        check_name(place, synonym)
-        real = [synonym] if synonym in names_in(overlay.kind) else []
-        for other in (*real, *_synonyms(overlay.kind).get(synonym, ())):
-            if other != overlay.name:
-                path = shown_path(find_file(overlay.kind, other))
-                raise InputError(
-                    place, f"found {synonym!r}, which {path} has already", "remove one of the two"
-                )

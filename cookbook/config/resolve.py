@@ -1,4 +1,4 @@
-"""Lays recipe, overlays, cluster and command line over one another, and judges the cell."""
+"""Merge recipe, overlays, cluster and command line into a cell, and judge it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ def resolve_cell(
     sweep_settings: Settings | None = None,
     varied: Settings | None = None,
     overrides: Settings | None = None,
+    suffix: str = "",
 ) -> Cell:
-    """Lay the parts over one another and judge the result.
+    """Merge the parts into a cell and judge it.
 
     The later wins: recipe, EP backend, precision (emulated where the GPU needs it), cluster, sweep,
-    what the sweep varies, the command line. On the `local` cluster the recipe's stand-in takes its
+    the sweep's axes, the command line. On the `local` cluster the recipe's stand-in takes its
     place, and the sweep's own settings, made for the recipe's size, are left out.
+
+    Args:
+        suffix: ends the name of a cell that is no stand-in.
 
     Raises:
         InputError: degrees that do not divide, or a node count that the cluster does not have.
@@ -53,19 +57,21 @@ def resolve_cell(
         nodes=nodes,
         layers=(sweep_settings or {}, varied or {}, overrides or {}),
     )
-    name = "-".join([cell.name, *_suffix(varied or {})])
+    words = [suffix] if suffix and not cell.stand_in_for else []
+    for option, setting in (varied or {}).items():
+        words.append(f"{option.rpartition('.')[2]}_{word_of(setting.value)}")
+    name = "-".join([cell.name, *words])
     if len(name) > _CELL_NAME_CHARACTERS:
         raise InputError(
             f"cell {name[:40]}...",
             f"its name has {len(name)} characters, allowed: {_CELL_NAME_CHARACTERS}",
             "vary less, or shorten the names",
         )
-    cell = replace(cell, name=name, published=published_number(cell))
-    return _judged(cell)
+    return _judged(replace(cell, name=name, published=published_number(cell)))
 
 
 def _judged(cell: Cell) -> Cell:
-    """The cell with what the rules refuse it for; raises where the input is wrong."""
+    """Return the cell with the rules' first error; raise where the input is wrong."""
     findings = validation_errors(cell)
     for finding in findings:
         if finding.is_input:
@@ -82,13 +88,12 @@ def merge_config(
     nodes: int | None = None,
     layers: tuple[Settings, Settings, Settings] = ({}, {}, {}),
 ) -> Cell:
-    """The cell before anything is judged.
+    """Return the cell before it is judged.
 
     Args:
-        layers: settings of the sweep, what it varies, and settings of the command line.
+        layers: settings of the sweep, of its axes, and of the command line.
     """
-    stand_in_for = None
-    left_out: tuple[str, ...] = ()
+    stand_in_for, left_out = None, tuple[str, ...]()
     of_sweep, varied, overrides = layers
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         stand_in_for, recipe = recipe.name, load_recipe(recipe.stand_in)
@@ -121,7 +126,7 @@ def merge_config(
 
 
 def published_number(cell: Cell) -> float | None:
-    """Tokens/s/GPU that were published for this cell: with the recipe's own nodes and options."""
+    """Return the tokens/s/GPU published for this cell: with the recipe's own nodes and options."""
     number = cell.recipe.published_numbers.get(cell.pair)
     if number is None or cell.nodes != cell.recipe.nodes or cell.stand_in_for is not None:
         return None
@@ -154,80 +159,69 @@ def _local_layout(recipe: Recipe, cluster: Cluster) -> Settings:
 
 
 def _is_emulated(precision: Overlay, cluster: Cluster) -> bool:
-    """Whether emulation takes the place of hardware that is not here."""
+    """Return whether emulation replaces hardware that the cluster lacks."""
     needed = precision.needs.compute_capability
     has_it = cluster.gpu is not None and cluster.gpu.compute_capability >= needed
     return bool(needed and not has_it and cluster.emulate and precision.emulated is not None)
 
 
-def _suffix(varied: Settings) -> list[str]:
-    """`local_batch_size_16` for each varied option."""
-    return [f"{name.rpartition('.')[2]}_{word_of(one.value)}" for name, one in varied.items()]
-
-
 def cell_from_record(
     name: str, record: CellRecord, place: str, nodes: int | None, overrides: Settings
 ) -> Cell:
-    """The cell of `record` as it was asked for most recently, under `overrides`, and judged.
+    """Rebuild the cell of `record` as it was asked for most recently, under `overrides`; judge it.
 
-    Its options are the recorded ones, whatever became of the recipe; what an overlay declares and
-    what is exported come from the files as they are now.
+    Its options are the recorded ones, whatever became of the recipe; the overlays' `expect` blocks
+    and the environment come from the files as they are now.
 
     Args:
         name: of the cell's folder.
-        place: what an error names as the record's place.
+        place: of the record, for errors.
         nodes: None leaves them.
 
     Raises:
         InputError: the record names nothing that is here, or the cell cannot run.
     """
-    newest = record.newest
+    newest, stack = record.newest, load_stack()
     parts = []
     for key in ("recipe", "precision", "ep_backend", "cluster"):
         part = record.files.get(key) or getattr(record, key)
         if not part:
             raise InputError(place, f"does not say its {key}", "start a new run")
         parts.append(str(part))
-    stack = load_stack()
     if record.stack != stack.name:
-        raise InputError(
-            f"{place}: stack", f"found {record.stack}, and this is {stack.name}", "start a new run"
-        )
+        found = f"found {record.stack}, and this is {stack.name}"
+        raise InputError(f"{place}: stack", found, "start a new run")
     settings = {
         option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
         for option, value in newest.asked_options.items()
     }
     with named_at(place):
-        cluster = load_cluster(parts[3])
-        cell = Cell(
-            name=name,
-            recipe=load_recipe(parts[0]),
-            precision=load_precision(parts[1]),
-            ep_backend=load_ep_backend(parts[2]),
-            cluster=cluster,
-            nodes=nodes or newest.nodes,
-            options=Options(stack, settings).override(overrides),
-            hooks=stack.hooks,
-            emulated=record.emulated,
-            stand_in_for=record.stand_in_for,
-            baseline=record.baseline,
-        )
-    if not 1 <= cell.nodes <= cluster.nodes - cell.spare_nodes:
-        allowed = f"1 to {cluster.nodes - cell.spare_nodes} on cluster {cluster.name}"
-        raise InputError("--nodes", f"found {cell.nodes}, allowed: {allowed}")
+        recipe, cluster = load_recipe(parts[0]), load_cluster(parts[3])
+        precision, ep_backend = load_precision(parts[1]), load_ep_backend(parts[2])
     if cluster.ranks_per_node != record.ranks_per_node:
-        raise InputError(
-            f"{place}: ranks_per_node",
-            f"found {record.ranks_per_node}, and {cluster.name} has {cluster.ranks_per_node} here",
-            "start a new run",
-        )
+        here = f"and {cluster.name} has {cluster.ranks_per_node} here"
+        found = f"found {record.ranks_per_node}, {here}"
+        raise InputError(f"{place}: ranks_per_node", found, "start a new run")
+    cell = Cell(
+        name=name,
+        recipe=recipe,
+        precision=precision,
+        ep_backend=ep_backend,
+        cluster=cluster,
+        nodes=_nodes(recipe, cluster, nodes or newest.nodes),
+        options=Options(stack, settings).override(overrides),
+        hooks=stack.hooks,
+        emulated=record.emulated,
+        stand_in_for=record.stand_in_for,
+        baseline=record.baseline,
+    )
     return _judged(cell)
 
 
 def this_machine(
     ranks: int, gpu: Gpu | None, environment: Mapping[str, str] | None = None
 ) -> Cluster:
-    """One node with `ranks` GPUs of that kind, or CPU ranks, without any settings of its own."""
+    """Return one node with `ranks` GPUs of that kind, or CPU ranks, without any settings."""
     return Cluster(
         name="this machine",
         description="the machine that this runs on",
@@ -252,9 +246,9 @@ def cell_on(
     name: str = "",
     source: str = "bench",
 ) -> Cell:
-    """A recipe with its overlays and `options` over them.
+    """Return a recipe with its overlays and `options` over them, not judged.
 
-    It is not judged: one may ask for what the rules refuse or do not know.
+    So one may ask for options that the rules refuse or do not know.
     """
     cell = merge_config(
         load_recipe(recipe),

@@ -1,24 +1,44 @@
-"""A sweep: recipes and the axes to multiply them by, from a YAML file."""
+"""A sweep: recipes and the axes to multiply them by, from a YAML file, and its cells."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cookbook.base.errors import InputError, described, named_at, unknown_name
 from cookbook.base.schema import Mappings, Text, Texts, Unchecked, fill, mapping_at
-from cookbook.base.yamlfile import YamlFile, read_yaml, shown_path
-from cookbook.config.names import find_file, names_in
-from cookbook.config.options import Setting, Settings
+from cookbook.base.yamlfile import YamlFile, read_yaml
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import Cluster
+from cookbook.config.names import check_name, find_file, names_in
+from cookbook.config.options import Setting, Settings, read_options, sections
 from cookbook.config.overlay import Kind, Overlay, load_ep_backend, load_overlay, load_precision
 from cookbook.config.recipe import Recipe, load_recipe
-from cookbook.config.shared_keys import read_options, sections
+from cookbook.config.resolve import resolve_cell
 from cookbook.config.stack import load_stack
 
 Pair = tuple[Overlay, Overlay]
 _KINDS: tuple[Kind, Kind] = ("precision", "ep_backend")
+# Further keys of an entry of `cells`.
+_OF_CELL = ("recipe", "name", "options")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A pair of a sweep; None for the recipe's own.
+
+    Attributes:
+        recipe: the one recipe that it is for; None for all of the sweep.
+        name: ends the names of its cells.
+        settings: laid over those of the sweep.
+    """
+
+    pair: Pair | None = None
+    recipe: Recipe | None = None
+    name: str = ""
+    settings: Settings = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -26,17 +46,111 @@ class Sweep:
     """Recipes and the axes to multiply them by.
 
     Attributes:
-        pairs: (precision, EP backend), either the product of two axes or listed one by one.
+        points: the product of the axes `precision` and `ep_backend`, or listed one by one.
         vary: multiplies further by the values of any TorchTitan options.
     """
 
     name: str
     description: str
     recipes: tuple[Recipe, ...]
-    pairs: tuple[Pair, ...]
+    points: tuple[Point, ...] = (Point(),)
     baseline: Pair | None = None
     settings: Settings = field(default_factory=dict)
     vary: Mapping[str, tuple[Setting, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CellRequest:
+    """What the command line asks of every cell; None and empty leave the sweep's own choice."""
+
+    cluster: Cluster
+    precision: str | None = None
+    ep_backend: str | None = None
+    nodes: int | None = None
+    overrides: Settings = field(default_factory=dict)
+
+
+def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
+    """Return the cells of `sweep` in order, none twice; raise where none is left."""
+    cells: dict[str, Cell] = {}
+    # Cells of one group differ in precision and EP backend alone, so they share a baseline.
+    groups: dict[str, tuple[str, Point]] = {}
+    baselines: dict[str, str] = {}
+    axes = {name: axis for name, axis in sweep.vary.items() if name not in request.overrides}
+    for recipe, point in itertools.product(sweep.recipes, sweep.points):
+        if point.recipe not in (None, recipe):
+            continue
+        pair = requested_pair(point.pair or own_pair(recipe, request.cluster), request)
+        for values in itertools.product(*axes.values()):
+            cell = resolve_cell(
+                recipe,
+                *pair,
+                request.cluster,
+                nodes=request.nodes,
+                sweep_settings={**sweep.settings, **point.settings},
+                varied=dict(zip(axes, values, strict=True)),
+                overrides=request.overrides,
+                suffix=point.name,
+            )
+            group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
+            if cell.name in cells:
+                # Recipes with one stand-in, or pairs that the command line makes one.
+                other, other_point = groups[cell.name]
+                if cell.stand_in_for or (other == group and other_point is not point):
+                    continue
+                raise InputError(
+                    f"sweep {sweep.name}",
+                    f"two of its cells are called {cell.name!r}",
+                    "no value of an axis may stand twice, and recipes need names of their own",
+                )
+            cells[cell.name], groups[cell.name] = cell, (group, point)
+            if sweep.baseline and pair_name(pair) == pair_name(sweep.baseline):
+                baselines[group] = cell.name
+    if not cells:
+        raise InputError(sweep.name, "a sweep over nothing: no cell is left", "widen the options")
+    return [replace(cell, baseline=baselines.get(groups[name][0])) for name, cell in cells.items()]
+
+
+def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
+    """Return every cell `num_repeats` times, in the order to train them: A B, then B A, A B, ...
+
+    So each cell of a round is next to the others of it, and a machine that gets slower from run to
+    run slows both sides of a comparison alike. Repeats are cells of their own: `<cell>-r2`, ...
+    Cells that are refused are not repeated.
+    """
+    found = list(cells)
+    for repeat in range(2, num_repeats + 1):
+        runnable = [cell for cell in cells if not cell.refused]
+        for cell in runnable if repeat % 2 else reversed(runnable):
+            name = f"{cell.name}-r{repeat}"
+            if any(other.name == name for other in cells):
+                raise InputError(f"--repeat {num_repeats}", f"the sweep has a cell {name} already")
+            found.append(replace(cell, name=name, repeat_of=cell.name, repeat=repeat))
+    return found
+
+
+def requested_pair(pair: Pair, request: CellRequest) -> Pair:
+    """Return `pair` with the part that the command line names in place of its own."""
+    precision, ep_backend = pair
+    if request.precision is not None:
+        with named_at("--precision"):
+            precision = load_precision(request.precision, request.cluster.gpu)
+    if request.ep_backend is not None:
+        with named_at("--ep-backend"):
+            ep_backend = load_ep_backend(request.ep_backend)
+    return precision, ep_backend
+
+
+def own_pair(recipe: Recipe, cluster: Cluster) -> Pair:
+    """Return the pair of the recipe, or of the stand-in that `cluster` trains in its place."""
+    if cluster.scheduler == "local" and recipe.stand_in is not None:
+        return load_recipe(recipe.stand_in).pair
+    return recipe.pair
+
+
+def pair_name(pair: Pair) -> str:
+    """Return `mxfp8+deepep`."""
+    return "+".join(overlay.name for overlay in pair)
 
 
 @dataclass(frozen=True)
@@ -59,33 +173,27 @@ def load_sweep(name: str) -> Sweep:
     file = read_yaml(path)
     for key in file.content:
         if key.partition(".")[0] in sections():
-            raise InputError(
-                file.place(key),
-                "is a TorchTitan option, not a key of a sweep",
-                f"put {key} below `options`",
-            )
+            found = "is a TorchTitan option, not a key of a sweep"
+            raise InputError(file.place(key), found, f"put {key} below `options`")
     own = fill(_File, file)
     for key in ("recipes", "precision", "ep_backend", "cells"):
         if getattr(own, key) == ():
             raise InputError(file.place(key), "is empty: a sweep over nothing", "name at least one")
-    pairs = _pairs(file, own)
+    with named_at(file.place("recipes")):
+        recipes = tuple(load_recipe(recipe) for recipe in own.recipes)
+    points = tuple(_points(file, own, recipes))
     baseline = None
     if own.baseline is not None:
         baseline = _pair(file, own.baseline, ("baseline",))
-        if pair_name(baseline) not in map(pair_name, pairs):
-            raise unknown_name(
-                file.place("baseline"),
-                "cell of the sweep",
-                pair_name(baseline),
-                map(pair_name, pairs),
-            )
-    with named_at(file.place("recipes")):
-        recipes = tuple(load_recipe(recipe) for recipe in own.recipes)
+        known = [pair_name(one.pair or recipe.pair) for one in points for recipe in recipes]
+        if pair_name(baseline) not in known:
+            place = file.place("baseline")
+            raise unknown_name(place, "cell of the sweep", pair_name(baseline), set(known))
     return Sweep(
         name=path.stem,
         description=own.description,
         recipes=recipes,
-        pairs=pairs,
+        points=points,
         baseline=baseline,
         settings=read_options(file, mapping_at(file, "options"), ("options",)),
         vary=_vary(file, own.vary),
@@ -93,61 +201,63 @@ def load_sweep(name: str) -> Sweep:
 
 
 def sweep_of_recipe(name: str) -> Sweep:
-    """A single recipe as a sweep of one cell, with the recipe's own pair."""
+    """Return a single recipe as a sweep of one cell, with the recipe's own pair."""
     recipe = load_recipe(name)
-    with named_at(shown_path(recipe.path)):
-        pair = load_precision(recipe.precision), load_ep_backend(recipe.ep_backend)
-    return Sweep(recipe.short_name, recipe.description, (recipe,), (pair,))
+    return Sweep(recipe.short_name, recipe.description, (recipe,))
 
 
 def is_sweep(name: str) -> bool:
-    """Whether `name` names a sweep: one in the cookbook, or a file with a sweep's keys."""
+    """Return whether `name` names a sweep: one in the cookbook, or a file with a sweep's keys."""
     if name.endswith((".yaml", ".yml")):
         return Path(name).is_file() and "recipes" in read_yaml(Path(name)).content
     return name in names_in("sweep")
 
 
-def pair_name(pair: Pair) -> str:
-    """`mxfp8+deepep`."""
-    return f"{pair[0].name}+{pair[1].name}"
+def _points(file: YamlFile, own: _File, recipes: tuple[Recipe, ...]) -> Iterator[Point]:
+    if own.cells is None:
+        if own.precision is None and own.ep_backend is None:
+            yield Point()
+            return
+        for axes in itertools.product(own.precision or ("bf16",), own.ep_backend or ("standard",)):
+            yield Point(_pair(file, dict(zip(_KINDS, axes, strict=True)), ()))
+        return
+    if own.precision or own.ep_backend:
+        found = "stands beside `precision` or `ep_backend`"
+        raise InputError(file.place("cells"), found, "keep one of the two")
+    by_name = {recipe.name: recipe for recipe in recipes}
+    for index, entry in enumerate(own.cells):
+        names = {key: value for key, value in entry.items() if key not in _OF_CELL}
+        pair = _pair(file, names, ("cells",), (*_KINDS, *_OF_CELL))
+        name, recipe = entry.get("name", ""), entry.get("recipe")
+        if name:
+            check_name(file.place("cells", str(index), "name"), str(name))
+        if recipe is not None and recipe not in by_name:
+            place = file.place("cells", str(index), "recipe")
+            raise unknown_name(place, "recipe of the sweep", str(recipe), by_name)
+        within = ("cells", str(index), "options")
+        settings = read_options(file, entry.get("options") or {}, within)
+        yield Point(pair, by_name[recipe] if recipe else None, name, settings)
 
 
-def _pairs(file: YamlFile, own: _File) -> tuple[Pair, ...]:
-    if own.cells is not None:
-        if own.precision or own.ep_backend:
-            raise InputError(
-                file.place("cells"),
-                "stands beside `precision` or `ep_backend`",
-                "keep one of the two",
-            )
-        return tuple(_pair(file, cell, ("cells",)) for cell in own.cells)
-    return tuple(
-        _pair(file, {"precision": precision, "ep_backend": ep_backend}, ())
-        for precision, ep_backend in itertools.product(
-            own.precision or ("bf16",), own.ep_backend or ("standard",)
-        )
-    )
-
-
-def _pair(file: YamlFile, names: Mapping[str, object], within: tuple[str, ...]) -> Pair:
+def _pair(
+    file: YamlFile,
+    names: Mapping[str, object],
+    within: tuple[str, ...],
+    known: Sequence[str] = _KINDS,
+) -> Pair:
     for key in names:
         if key not in _KINDS:
-            raise unknown_name(file.place(*within), "key", key, _KINDS)
-    precision, ep_backend = (_overlay(file, names, kind, within) for kind in _KINDS)
-    return precision, ep_backend
-
-
-def _overlay(
-    file: YamlFile, names: Mapping[str, object], kind: Kind, within: tuple[str, ...]
-) -> Overlay:
-    place = file.place(*within) if within else file.place(kind)
-    name = names.get(kind)
-    if name is None:
-        raise InputError(f"{place}: {kind}", "is missing", "set it to a name")
-    if not isinstance(name, str):
-        raise InputError(f"{place}: {kind}", f"found {described(name)}, allowed: a name")
-    with named_at(place):
-        return load_overlay(kind, name)
+            raise unknown_name(file.place(*within), "key", key, known)
+    found = []
+    for kind in _KINDS:
+        place, name = file.place(*within or (kind,)), names.get(kind)
+        if name is None:
+            raise InputError(f"{place}: {kind}", "is missing", "set it to a name")
+        if not isinstance(name, str):
+            raise InputError(f"{place}: {kind}", f"found {described(name)}, allowed: a name")
+        with named_at(place):
+            found.append(load_overlay(kind, name))
+    return found[0], found[1]
 
 
 def _vary(file: YamlFile, mapping: Unchecked) -> dict[str, tuple[Setting, ...]]:
@@ -155,7 +265,7 @@ def _vary(file: YamlFile, mapping: Unchecked) -> dict[str, tuple[Setting, ...]]:
     for name, values in mapping.items():
         place = file.place("vary", name)
         option = load_stack().setting(place, name)
-        if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        if not isinstance(values, list) or not values:
             found = "an empty list, a sweep over nothing" if values == [] else described(values)
             raise InputError(place, f"found {found}, allowed: a list of at least one value")
         axes[name] = tuple(Setting(option.check(place, value), place) for value in values)

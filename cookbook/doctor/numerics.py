@@ -29,8 +29,7 @@ from cookbook.config.names import names_in
 from cookbook.config.options import DEGREES
 from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.stack import load_stack
-from cookbook.config.validate import validation_errors
-from cookbook.config.validate.here import missing_here
+from cookbook.config.validate import missing_here, validation_errors
 from cookbook.observe.failure import find_reason
 
 # Two ranks on a CPU, so that tokens are sent.

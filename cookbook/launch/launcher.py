@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from cookbook.config.cell import launch_argv, overlay_argv
 from cookbook.config.cluster import Cluster
 from cookbook.config.names import names_in, reference
-from cookbook.config.options import argv_of
+from cookbook.config.options import argv_of, exported
 from cookbook.config.overlay import Kind, Overlay, load_ep_backend, load_precision
 from cookbook.config.recipe import Recipe
 from cookbook.config.resolve import merge_config
-from cookbook.config.shared_keys import exported
 from cookbook.config.stack import load_stack
 from cookbook.launch.header import sbatch_lines
 from cookbook.launch.render import render_template

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from cookbook.base.errors import InputError
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import shown_path
-from cookbook.config import verdict
+from cookbook.config import validate
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.finding import ERROR, Finding
@@ -85,7 +85,7 @@ def judge(start: Start) -> Cell:
         emulated=options["cookbook.emulated"],
     )
     is_submitted = not os.environ.get("COOKBOOK_CHECK")
-    found = [*_too_few_gpus(cell), *verdict.judge(cell, is_submitted=is_submitted).errors]
+    found = [*_too_few_gpus(cell), *validate.judge(cell, is_submitted=is_submitted).errors]
     if found:
         first = found[0]
         raise InputError(first.option or cell.name, first.reason, first.remedy)

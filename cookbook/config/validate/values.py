@@ -1,4 +1,4 @@
-"""Values that TorchTitan takes and nobody means, or that end a job after all ranks have started."""
+"""Values that TorchTitan accepts by mistake, or refuses only after all ranks have started."""
 
 from __future__ import annotations
 
@@ -14,38 +14,31 @@ RULES: list[Rule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
 # The smallest and the largest value that makes sense.
+_AT_LEAST_1 = (
+    *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
+    *("profiling.profile_freq", "comm.init_timeout_seconds", "comm.train_timeout_seconds"),
+    "deepep.num_chunks",
+)
+_AT_LEAST_0 = (
+    *("training.max_norm", "training.dataloader.num_workers", "checkpoint.interval_minutes"),
+    *("checkpoint.keep_latest_k", "lr_scheduler.warmup_steps", "optimizer.lr", "optimizer.eps"),
+    *("optimizer.weight_decay", "loss.num_chunks", LAYERS_KEPT),
+)
+_FRACTIONS = (
+    *("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor", "optimizer.beta1"),
+    *("optimizer.beta2", "activation_checkpoint.memory_budget"),
+)
 _BOUNDS: dict[str, tuple[float, float]] = {
-    "training.steps": (1, math.inf),
-    "training.max_norm": (0, math.inf),
-    "training.gc_freq": (1, math.inf),
-    "training.dataloader.num_workers": (0, math.inf),
-    "metrics.log_freq": (1, math.inf),
-    "checkpoint.interval": (1, math.inf),
-    "checkpoint.interval_minutes": (0, math.inf),
-    "checkpoint.keep_latest_k": (0, math.inf),
-    "profiling.profile_freq": (1, math.inf),
-    "comm.init_timeout_seconds": (1, math.inf),
-    "comm.train_timeout_seconds": (1, math.inf),
-    "lr_scheduler.warmup_steps": (0, math.inf),
-    "lr_scheduler.decay_ratio": (0, 1),
-    "lr_scheduler.min_lr_factor": (0, 1),
-    "optimizer.lr": (0, math.inf),
-    "optimizer.eps": (0, math.inf),
-    "optimizer.weight_decay": (0, math.inf),
-    "optimizer.beta1": (0, 1),
-    "optimizer.beta2": (0, 1),
-    "activation_checkpoint.memory_budget": (0, 1),
-    "loss.num_chunks": (0, math.inf),
-    "deepep.num_chunks": (1, math.inf),
-    "activation_checkpoint.num_layers_kept": (0, math.inf),
+    **dict.fromkeys(_AT_LEAST_1, (1, math.inf)),
+    **dict.fromkeys(_AT_LEAST_0, (0, math.inf)),
+    **dict.fromkeys(_FRACTIONS, (0, 1)),
     "debug.seed": (0, 2**63 - 1),
 }
-# Lists of names of which TorchTitan ends at, or ignores, any other.
+_STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+# Lists of names; TorchTitan ends at any other, or ignores it.
 _NAMES: dict[str, tuple[str, ...]] = {
     "compile.components": ("model", "loss"),
-    "checkpoint.exclude_from_loading": (
-        *("model", "optimizer", "lr_scheduler", "dataloader", "train_state"),
-    ),
+    "checkpoint.exclude_from_loading": _STATES,
     SAVE_LIST: SAVED_OPERATORS,
 }
 
@@ -58,9 +51,9 @@ def _unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str,
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def bounds(cell: Cell) -> Problems:
-    """Numbers below or above all sense."""
+    """Numbers outside the sensible range."""
     for name, (low, high) in _BOUNDS.items():
-        value = cell.options[name] if name in cell.options.stack.options else None
+        value = cell.options[name]
         if value is not None and not low <= value <= high:
             allowed = f"{low:g} and up" if high == math.inf else f"{low:g} to {high:g}"
             yield name, f"found {value}, allowed: {allowed}", ""
@@ -70,15 +63,14 @@ def bounds(cell: Cell) -> Problems:
 def names(cell: Cell) -> Problems:
     """Names in lists; TorchTitan ignores a wrong component and ends at another wrong state."""
     for option, known in _NAMES.items():
-        if option in cell.options.stack.options:
-            for name in cell.options[option]:
-                if name not in known:
-                    yield _unknown(option, name, known)
+        for name in cell.options[option]:
+            if name not in known:
+                yield _unknown(option, name, known)
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def dataset(cell: Cell) -> Problems:
-    """TorchTitan looks the data set up by name, and only when every rank has started."""
+    """TorchTitan looks the data set up by name after every rank has started."""
     name, known = cell.options["training.dataset"], cell.options.stack.datasets
     if name not in known:
         yield _unknown("training.dataset", name, known)
