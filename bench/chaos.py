@@ -1,4 +1,4 @@
-"""Puts random faults into a run on a real Slurm cluster, and proves that nothing is lost.
+"""Put random faults into a run on a real Slurm cluster and check that nothing is lost.
 
     python -m bench.chaos [--faults 20] [--seed 1]       (make chaos)
 
@@ -9,6 +9,7 @@ an undisturbed run to the last printed digit, and no fault cost more than one ch
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import subprocess
 import sys
@@ -19,17 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-try:
-    from bench.chaos_faults import FAULTS, SPOILING
-    from bench.chaos_run import INTERVAL, ChaosError, Run, chaos_cluster, report, start_run, until
-except ModuleNotFoundError as error:
-    sys.exit(f"bench.chaos needs the package {error.name}; run: ./setup.sh --local --dev")
-
+from bench.chaos_faults import FAULTS, SPOILING
+from bench.chaos_run import INTERVAL, Run, chaos_cluster, start_run, until
+from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
-from cookbook.run.folder import Attempt
-from tests.slurm_cluster import SlurmCluster
+from cookbook.run.attempts import read_attempt_end
 
-_DISK = "4g"
 _ATTEMPT_S = 300.0
 
 
@@ -54,7 +50,7 @@ class Survived:
 
 
 def plan(count: int, seed: int) -> list[Planned]:
-    """Faults in a random order: each kind once before any comes again."""
+    """Return faults in a random order, each kind once before any comes again."""
     chance = random.Random(seed)
     names: list[str] = []
     while len(names) < count:
@@ -63,16 +59,8 @@ def plan(count: int, seed: int) -> list[Planned]:
     return [Planned(name, INTERVAL + chance.randrange(INTERVAL)) for name in names[:count]]
 
 
-def undisturbed_losses(cluster: SlurmCluster, folder: Path, steps: int) -> dict[int, str]:
-    """The losses of a run of so many steps into which no fault is put."""
-    run = start_run(cluster, folder, steps, saves=False)
-    cluster.wait(run.job_id, timeout=120 + 20 * steps)
-    (attempt,) = run.cell.attempts()
-    return run.losses(attempt)
-
-
 def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
-    """Wait until the run is far enough, put the fault in, and wait until it trains again."""
+    """Wait for the planned step, put the fault in, and wait until the run trains again."""
     goal = run.furthest() + planned.steps
     until(lambda: run.furthest() >= goal, _ATTEMPT_S, f"step {goal}, before: {planned.name}")
     until(lambda: len(run.whole_checkpoints()) > 0, 60, "a checkpoint")
@@ -87,46 +75,40 @@ def survive(run: Run, planned: Planned, chance: random.Random) -> Survived:
     until(lambda: run.attempt.number > attempt.number, _ATTEMPT_S, f"after: {planned.name}")
     following = run.cell.attempts()[attempt.number + 1]
     until(lambda: run.losses(following), _ATTEMPT_S, f"a step after: {planned.name}")
-    end = run.end_of(attempt)
+    end = read_attempt_end(attempt)
     if end is None:
-        raise ChaosError(f"{planned.name}: attempt {attempt.number} has no end in its folder")
+        raise TimeoutError(f"{planned.name}: attempt {attempt.number} has no end in its folder")
     last, first = max(run.losses(attempt)), min(run.losses(following))
     if first <= newest:
-        raise ChaosError(f"{planned.name}: step-{newest} was whole, and step {first} came after it")
+        raise TimeoutError(
+            f"{planned.name}: step-{newest} was whole, and step {first} came after it"
+        )
     # Slurm's own time passes before it starts the job again.
     seen = run.started() if fault.by_slurm else end.seen or end.ended
+    launched = max(path.stat().st_mtime for path in following.path.glob("ranks/*/attempt_0"))
     return Survived(
         planned.name,
         last,
         None if fault.by_slurm or end.seen is None else end.seen - injected,
-        None if seen is None else _launched(following) - seen,
+        None if seen is None else launched - seen,
         last - first + 1,
         f"{end.cause}: {end.reason}",
     )
 
 
-def _launched(attempt: Attempt) -> float:
-    """When torchrun started the attempt's ranks."""
-    return max(path.stat().st_mtime for path in attempt.path.glob("ranks/*/attempt_0"))
-
-
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A disk of its own, to be filled; the nodes see it where it is there before they start."""
+    """Mount a disk to be filled; nodes see it only if it is there before they start."""
     folder.mkdir()
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "chaos", str(folder)], check=True
-    )
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4g", "chaos", folder], check=True)
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def check(
-    run: Run, steps: int, expected: dict[int, str], survived: Sequence[Survived]
-) -> list[str]:
-    """What does not hold of the whole run; empty where all does."""
+def check(run: Run, steps: int, expected: dict[int, str], faults: Sequence[Survived]) -> list[str]:
+    """Return violations: lost or changed steps, repeated ones, an unfinished run."""
     wrong = []
     kept: dict[int, str] = {}
     for attempt in run.cell.attempts():
@@ -138,42 +120,36 @@ def check(
     for step, loss in expected.items():
         if kept.get(step) != loss:
             wrong.append(f"step {step}: loss {kept.get(step)}, undisturbed {loss}")
-    for one in survived:
+    for one in faults:
         # A checkpoint that the fault itself spoilt costs one interval more.
         most = INTERVAL * (2 if one.name in SPOILING else 1)
         if one.repeated > most:
             wrong.append(f"{one.name}: repeated {one.repeated} steps, more than {most}")
-    told = report(run)
-    if told["status"] != "finished" or told["steps"] != steps:
-        wrong.append(f"report: {told['status']} at step {told['steps']}, reason {told['reason']}")
+    words = (sys.executable, str(ROOT / "submit.py"), "report", str(run.folder), "--format=json")
+    (cell,) = json.loads(run.cluster.run(*words, env={"VENV": sys.prefix}).stdout)["cells"]
+    if cell["status"] != "finished" or cell["steps"] != steps:
+        wrong.append(f"report: {cell['status']} at step {cell['steps']}: {cell['reason']}")
     return wrong
 
 
 def table(survived: Sequence[Survived]) -> str:
     head = ["fault", "at step", "seen after s", "restart s", "steps repeated", "said"]
-    rows = [
-        [
-            one.name,
-            str(one.step),
-            "-" if one.seen is None else f"{one.seen:.1f}",
-            "-" if one.overhead is None else f"{one.overhead:.1f}",
-            str(one.repeated),
-            one.cause[:70],
-        ]
-        for one in survived
-    ]
+    rows = []
+    for one in survived:
+        times = [_seconds(one.seen), _seconds(one.overhead)]
+        rows.append([one.name, str(one.step), *times, str(one.repeated), one.cause[:70]])
     return markdown_table(head, rows, "lrrrrl")
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def chaos(
     faults: Sequence[Planned], seed: int, folder: Path, is_short: bool = False
 ) -> tuple[list[Survived], list[str]]:
-    """Run twice, without faults and with them; what each cost, and what does not hold.
-
-    Args:
-        is_short: without the undisturbed run. Steps that were made twice must still agree.
-    """
-    # The run makes some steps more while a fault is put in and seen.
+    """Run without faults (unless `is_short`) and with them; return their cost and violations."""
+    # The run makes more steps while a fault is put in and seen.
     steps = sum(one.steps + 2 for one in faults) + 3
     chance = random.Random(seed)
     survived: list[Survived] = []
@@ -181,7 +157,9 @@ def chaos(
         began = time.monotonic()
         expected = {}
         if not is_short:
-            expected = undisturbed_losses(cluster, folder / "undisturbed", steps)
+            undisturbed = start_run(cluster, folder / "undisturbed", steps, saves=False)
+            cluster.wait(undisturbed.job_id, timeout=120 + 20 * steps)
+            expected = undisturbed.losses(undisturbed.attempt)
             print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
         run = start_run(cluster, disk, steps)
         for number, planned in enumerate(faults, 1):
@@ -192,7 +170,7 @@ def chaos(
 
 
 def main() -> int:
-    """Print what each fault cost; status 1 where something does not hold."""
+    """Print the cost of each fault; return 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""The faults that a run must survive; each is put into a run that is making steps."""
+"""The faults that a training run must survive."""
 
 from __future__ import annotations
 
@@ -10,48 +10,38 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from bench.chaos_run import NODES, Run, until
+
+Inject = Callable[[Run, random.Random], float]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault.
+    """A fault: `inject` returns when it was there; `by_slurm`: Slurm restarts the job later."""
 
-    Attributes:
-        inject: puts it into the run; the time when it was there.
-        ends_attempt: whether the attempt can't go on.
-        by_slurm: Slurm starts the job again, after a time of its own.
-    """
-
-    inject: Callable[[Run, random.Random], float]
+    inject: Inject
     ends_attempt: bool = True
     by_slurm: bool = False
 
 
-def _kill_rank(run: Run, chance: random.Random) -> float:
-    chance.choice(sorted(run.ranks(), key=lambda one: one.pid)).send_signal(signal.SIGKILL)
-    return time.time()
+def _send(processes: Callable[[Run], list[psutil.Process]], sent: int) -> Inject:
+    """Return a fault that sends a signal to one of these processes."""
+
+    def inject(run: Run, chance: random.Random) -> float:
+        chance.choice(processes(run)).send_signal(sent)
+        return time.time()
+
+    return inject
 
 
-def _kill_torchrun(run: Run, chance: random.Random) -> float:
-    chance.choice(sorted(run.torchruns(), key=lambda one: one.pid)).send_signal(signal.SIGKILL)
-    return time.time()
-
-
-def _stop_rank(run: Run, chance: random.Random) -> float:
-    chance.choice(sorted(run.ranks(), key=lambda one: one.pid)).send_signal(signal.SIGSTOP)
-    return time.time()
-
-
-def _kill_supervisor(run: Run, chance: random.Random) -> float:
-    run.supervisor().send_signal(signal.SIGKILL)
-    return time.time()
+_kill_rank = _send(Run.ranks, signal.SIGKILL)
 
 
 def _lose_node(run: Run, chance: random.Random) -> float:
-    nodes = sorted({run.node_of(rank) for rank in run.ranks()})
+    nodes = sorted({rank.environ()["SLURMD_NODENAME"] for rank in run.ranks()})
     node = chance.choice(nodes)
     run.cluster.kill_node(node)
     lost = time.time()
@@ -68,10 +58,10 @@ def _requeue(run: Run, chance: random.Random) -> float:
 
 
 def _preempt(run: Run, chance: random.Random) -> float:
-    nodes = len(run.cluster.node_names)
     script = run.folder / "urgent.sh"
     script.write_text("#!/bin/bash\nsleep 2\n")
-    options = ["--partition=urgent", f"--nodes={nodes}", "--exclusive", "--output=/dev/null"]
+    nodes = f"--nodes={len(run.cluster.node_names)}"
+    options = ["--partition=urgent", nodes, "--exclusive", "--output=/dev/null"]
     run.cluster.submit(script, options=options)
     return time.time()
 
@@ -98,9 +88,14 @@ def _lose_metadata(run: Run, chance: random.Random) -> float:
 
 
 def _fill_disk(run: Run, chance: random.Random) -> float:
-    """Leave less room than a checkpoint takes until one was to be saved; then make room again."""
+    """Leave less room than a checkpoint takes until a save fails; then free it."""
     filler = run.folder.parent.parent / "filler"
-    _fill(filler, leave=1 << 20)
+    with filler.open("wb") as file:
+        # Again, since a save may free some room meanwhile.
+        while (room := shutil.disk_usage(filler.parent).free - (1 << 20)) > 0:
+            with suppress(OSError):
+                os.posix_fallocate(file.fileno(), file.tell(), room)
+                file.seek(0, os.SEEK_END)
     try:
         # No log can say it: the disk is full.
         until(lambda: len(run.ranks()) < NODES, 120, "a save that fails")
@@ -112,21 +107,12 @@ def _fill_disk(run: Run, chance: random.Random) -> float:
     return failed
 
 
-def _fill(path: Path, leave: int) -> None:
-    """Take all room but `leave` bytes, also while a save takes some of it."""
-    with path.open("wb") as file:
-        while (room := shutil.disk_usage(path.parent).free - leave) > 0:
-            with suppress(OSError):  # by now less is free
-                os.posix_fallocate(file.fileno(), file.tell(), room)
-                file.seek(0, os.SEEK_END)
-
-
 SPOILING = frozenset({"checkpoint truncated", "metadata missing", "disk full in a save"})
 FAULTS = {
     "rank killed": Fault(_kill_rank),
-    "torchrun killed": Fault(_kill_torchrun),
-    "rank stopped (hang)": Fault(_stop_rank),
-    "supervisor killed": Fault(_kill_supervisor),
+    "torchrun killed": Fault(_send(Run.torchruns, signal.SIGKILL)),
+    "rank stopped (hang)": Fault(_send(Run.ranks, signal.SIGSTOP)),
+    "supervisor killed": Fault(_send(lambda run: [run.supervisor()], signal.SIGKILL)),
     "node lost": Fault(_lose_node, by_slurm=True),
     "job requeued": Fault(_requeue, by_slurm=True),
     "job preempted": Fault(_preempt, by_slurm=True),

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from cookbook.run.attempts import AttemptEnd, read_attempt_end, read_history
 from cookbook.run.checkpoints import read_checkpoint, saved_steps
 from cookbook.run.folder import Attempt, CellFolder
 from tests.slurm_cluster import Settings, SlurmCluster
@@ -66,10 +64,6 @@ metrics: {{log_freq: 1, disable_color_printing: true}}
 _STEP = re.compile(r"step: +([0-9]+) +loss: +(\S+)")
 
 
-class ChaosError(Exception):
-    """The run did not do in time what was waited for."""
-
-
 @contextmanager
 def chaos_cluster(folder: Path) -> Iterator[SlurmCluster]:
     """A cluster with a partition that preempts, whose requeued jobs start again soon."""
@@ -99,87 +93,64 @@ class Run:
         return self.cell.attempts()[-1]
 
     def losses(self, attempt: Attempt) -> dict[int, str]:
-        """Each step of an attempt, with its loss as printed."""
+        """Return each step of an attempt with its loss as printed."""
         text = attempt.log.read_text(errors="replace") if attempt.log.exists() else ""
         return {int(step): loss for step, loss in _STEP.findall(text)}
 
     def furthest(self) -> int:
-        """The last step that any attempt has made."""
+        """Return the last step of any attempt."""
         return max((max(self.losses(one), default=0) for one in self.cell.attempts()), default=0)
 
-    def history(self) -> list[AttemptEnd]:
-        return read_history(self.cell.attempts())
-
     def whole_checkpoints(self) -> list[Path]:
-        """The checkpoints that can be loaded, the newest first."""
+        """Return the loadable checkpoints, newest first."""
         saved = saved_steps(self.cell.path / "checkpoint")
         return [path for step, path in saved if read_checkpoint(step, path).damage is None]
 
     def ranks(self) -> list[psutil.Process]:
-        """The training processes of the newest attempt, on all nodes."""
-        return [one for one, variables in self._processes() if "RANK" in variables]
+        """Return the training processes of the newest attempt on all nodes, sorted by id."""
+        return [one for one, is_rank in self._processes() if is_rank]
 
     def torchruns(self) -> list[psutil.Process]:
-        return [
-            one
-            for one, variables in self._processes()
-            if "RANK" not in variables and any("bin/torchrun" in word for word in words_of(one))
-        ]
+        found = [one for one, is_rank in self._processes() if not is_rank]
+        return [one for one in found if any("bin/torchrun" in word for word in words_of(one))]
 
     def supervisor(self) -> psutil.Process:
-        """The process that watches; its keeper is its parent."""
-        found = [
-            one
-            for one in psutil.process_iter()
-            if "submitit.core._submit" in words_of(one)
-            and str(self.cell.job_files) in words_of(one)
-        ]
+        """Return the supervisor, whose keeper is its parent."""
+        marks = {"submitit.core._submit", str(self.cell.job_files)}
+        found = [one for one in psutil.process_iter() if marks <= {*words_of(one)}]
         (keeper,) = [one for one in found if one.ppid() not in {other.pid for other in found}]
         (child,) = [one for one in found if one.ppid() == keeper.pid]
         return child
 
-    def node_of(self, process: psutil.Process) -> str:
-        return str(process.environ()["SLURMD_NODENAME"])
-
-    def state(self) -> str | None:
-        return self.cluster.job_field(self.job_id, "JobState")
-
     def started(self) -> float | None:
-        """When Slurm last started the job; whole seconds."""
+        """Return when Slurm last started the job, in whole seconds."""
         at = self.cluster.job_field(self.job_id, "StartTime") or ""
         try:
             return time.mktime(time.strptime(at, "%Y-%m-%dT%H:%M:%S"))
         except ValueError:
             return None
 
-    def end_of(self, attempt: Attempt) -> AttemptEnd | None:
-        return read_attempt_end(attempt)
-
-    def _processes(self) -> list[tuple[psutil.Process, Mapping[str, str]]]:
-        mark, attempt = str(self.cell.path), str(self.attempt.path)
+    def _processes(self) -> list[tuple[psutil.Process, bool]]:
+        """Return the newest attempt's processes, sorted by id, and whether each is a rank."""
+        own = {"CELL_DIR": str(self.cell.path), "COOKBOOK_ATTEMPT_DIR": str(self.attempt.path)}
         found = []
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.Error):
                 variables = process.environ()
-            except psutil.Error:
-                continue
-            is_own = variables.get("CELL_DIR") == mark
-            if is_own and variables.get("COOKBOOK_ATTEMPT_DIR") == attempt:
-                found.append((process, variables))
-        return found
+                if own.items() <= variables.items():
+                    found.append((process, "RANK" in variables))
+        return sorted(found, key=lambda one: one[0].pid)
 
 
-def words_of(process: psutil.Process) -> Sequence[str]:
-    """A process's command line; empty where it has ended."""
-    try:
-        words: list[str] = process.cmdline()
-    except psutil.Error:
-        return []
-    return words
+def words_of(process: psutil.Process) -> list[str]:
+    """Return a process's command line, empty if it has ended."""
+    with suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
 
 
 def start_run(cluster: SlurmCluster, folder: Path, steps: int, saves: bool = True) -> Run:
-    """Submit a run of so many steps, with checkpoints or without; it lies in `folder`."""
+    """Submit a run of so many steps into `folder`, with checkpoints or without."""
     folder.mkdir(parents=True, exist_ok=True)
     profile, recipe = folder / "chaos-nodes.yaml", folder / "chaos.yaml"
     profile.write_text(_PROFILE)
@@ -196,24 +167,11 @@ def start_run(cluster: SlurmCluster, folder: Path, steps: int, saves: bool = Tru
     return Run(cluster, run)
 
 
-def report(run: Run) -> dict[str, Any]:
-    """What `report --format json` says of the cell."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "submit.py"), "report", str(run.folder), "--format", "json"],
-        env={**run.cluster.env, "VENV": sys.prefix},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (cell,) = json.loads(done.stdout)["cells"]
-    return dict(cell)
-
-
 def until(condition: Callable[[], Any], seconds: float, what: str) -> float:
-    """Wait for the condition; the time when it was met."""
+    """Wait for the condition; return when it was met."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise ChaosError(f"{what}: not within {seconds:.0f} s")
+            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
         time.sleep(0.1)
     return time.time()

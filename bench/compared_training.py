@@ -1,9 +1,9 @@
 """TorchTitan's Trainer, whose gradients and parameters are compared with those of another run.
 
-`bench.gradients` starts it with torchrun in place of `torchtitan.train`, with TorchTitan's words;
-the variable COMPARED says in JSON what `Compared` holds. All runs begin with the weights of the
-reference and train on the same sequences, whatever their layout: TorchTitan's loader gives each
-data-parallel rank texts of its own, so here every rank reads the whole batch and takes its rows.
+`bench.gradients` starts it in place of `torchtitan.train`, with TorchTitan's arguments and
+`Compared` as JSON in the variable COMPARED. All runs begin with the weights of the reference and
+train on the same sequences, whatever their layout: each rank reads the whole batch and takes its
+rows, where TorchTitan's loader gives data-parallel ranks different texts.
 """
 
 from __future__ import annotations
@@ -39,31 +39,29 @@ from cookbook.titan.tt_0_2_2.checkpoint import plain
 from cookbook.titan.tt_0_2_2.router_load import RouterLoad
 
 VARIABLE = "COMPARED"
-# Of the debug model's 6 and 16: a dense layer and two of experts, small enough for gloo.
+# A dense layer and two of experts, small enough for gloo.
 LAYERS, HEADS = 3, 4
 _WHOLE = StateDictOptions(full_state_dict=True, strict=False)
-# What other modules put before a parameter's name.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 Tensors = dict[str, torch.Tensor]
-# By what is compared and by parameter: the relative error, and the ratio of norms.
+# For gradients and changes, by parameter: the relative error and the ratio of norms.
 Errors = dict[str, dict[str, tuple[float, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What a run does besides training.
+    """A comparison besides the training.
 
     Attributes:
-        found: the JSON file that it writes.
-        step: after which step its parameters are taken; its gradients are those of the first.
-        keep: the file to keep its tensors in, as a reference; empty to compare.
-        reference: the file to compare with, and to begin with the weights of; may be empty.
-        weights: the file to begin with the weights of, where that is not the reference.
-        fault: the name of one in `bench.known_faults`.
-        scale: the name of a parameter, and what its gradient is multiplied by.
-        experts: the experts in plain PyTorch, with the rounding of this precision and EP backend.
-        exact: no BF16: routed experts are multiplied one by one, for want of other grouped GEMMs.
+        found: the JSON file for the results.
+        step: parameters are compared after it, gradients in the first.
+        keep: the file for this run's tensors, as a reference; empty to compare.
+        reference: the file to compare with, which also has the first weights; may be empty.
+        weights: the file with the first weights, if not the reference.
+        fault: a name in `bench.known_faults`.
+        experts: run experts in plain PyTorch, with the rounding of this precision and EP backend.
+        exact: no BF16; experts are multiplied one by one, since grouped GEMMs are BF16.
     """
 
     found: str
@@ -72,7 +70,6 @@ class Compared:
     reference: str = ""
     weights: str = ""
     fault: str = ""
-    scale: tuple[str, float] | None = None
     experts: tuple[str, str] | None = None
     exact: bool = True
 
@@ -104,7 +101,7 @@ class ComparedTrainer(Trainer):
         self._compare_choices()
 
     def batch_generator(self, data_iterable: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        """This rank's rows of the whole batch."""
+        """Yield this rank's rows of the whole batch."""
         ranks, rank = 1, 0
         if self.parallel_dims.dp_enabled:
             mesh = self.parallel_dims.get_mesh("batch")
@@ -130,10 +127,6 @@ class ComparedTrainer(Trainer):
         clip = dist_utils.clip_grad_norm_
 
         def take_and_clip(*args: Any, **kwargs: Any) -> Any:
-            for name, parameter in self._parameters():
-                scaled, factor = self.compared.scale or ("", 1)
-                if name == scaled:
-                    parameter.grad.mul_(factor)
             if self.step == 1:
                 self._take("gradients", {n: _whole(p.grad) for n, p in self._parameters()})
             return clip(*args, **kwargs)
@@ -150,7 +143,7 @@ class ComparedTrainer(Trainer):
         MetricsProcessor.log = note
 
     def _compare_choices(self) -> None:
-        """Count the tokens that took another expert than in the reference; at least so many did."""
+        """Count the tokens that took another expert than in the reference: a lower bound."""
         take_counts = RouterLoad.take_counts
 
         def take_and_compare(load: RouterLoad) -> torch.Tensor:
@@ -188,7 +181,7 @@ class ComparedTrainer(Trainer):
             self.errors[what] = {n: _error(v, expected[n]) for n, v in values.items()}
 
     def _write(self) -> None:
-        """Rank 0 writes the largest error of all ranks' copies, and the losses."""
+        """Write the largest errors of all ranks and the losses, on rank 0."""
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, (self.errors, self.losses, self.choices))
         if self.compared.keep:
@@ -196,7 +189,7 @@ class ComparedTrainer(Trainer):
         if dist.get_rank():
             return
         largest = largest_of([errors for errors, *_ in everywhere])
-        # Of a pipeline only the last stage knows them; the others have negative ones.
+        # Only the last stage of a pipeline has losses; others log negative ones.
         losses = max((losses for _, losses, _ in everywhere), key=lambda known: known[:1])
         found = {
             "errors": largest,
@@ -208,7 +201,7 @@ class ComparedTrainer(Trainer):
 
 
 def largest_of(ranks: Sequence[Errors]) -> Errors:
-    """The largest error of each parameter on any rank that has it."""
+    """Return the largest error of each parameter on any rank."""
     largest: Errors = {}
     for errors in ranks:
         for what, named in errors.items():
@@ -222,39 +215,34 @@ def _load(path: str) -> Tensors:
     return torch.load(path, mmap=True, weights_only=True) if path else {}
 
 
-def _named(what: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Those of `tensors` that are `what`, under their own names."""
-    start = f"{what} "
+def _named(kind: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return the tensors of a kind, under their own names."""
+    start = f"{kind} "
     return {n.removeprefix(start): v for n, v in tensors.items() if n.startswith(start)}
 
 
-def _whole(gradient: Any) -> torch.Tensor:
+def _whole(gradient: Any) -> Any:
+    """Return a copy, since clipping and the next step overwrite a gradient."""
     found = plain(gradient)
-    whole = found.full_tensor() if isinstance(found, DTensor) else found
-    # Clipping and the next step write over it.
-    copy: torch.Tensor = whole.detach().clone()
-    return copy
+    return (found.full_tensor() if isinstance(found, DTensor) else found).detach().clone()
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """The norm of the difference, and the norm of `found`, over the norm of what is expected."""
+    """Return the norms of the difference and of `found`, over the expected norm."""
     wide, reference = found.double().cpu(), expected.double()
     norm = float(reference.norm())
     apart, length = float((wide - reference).norm()), float(wide.norm())
     if norm == 0:
         return (0.0, 1.0) if length == 0 else (float("inf"), float("inf"))
-    # No number is as far away as can be.
     return (apart / norm if apart == apart else float("inf")), length / norm
 
 
 def train_in_rank(argv: list[str], compared: dict[str, Any]) -> None:
-    """What `python -m bench.compared_training` does, in a rank that is there already."""
+    """Run `python -m bench.compared_training` in this rank."""
     os.environ[VARIABLE] = json.dumps(compared)
-    log = os.open(
-        Path(compared["found"]).with_suffix(".log"), os.O_CREAT | os.O_APPEND | os.O_WRONLY
-    )
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    with Path(compared["found"]).with_suffix(".log").open("ab") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
     # TorchTitan took its default from the command line when it was imported.
     ConfigManager.parse_args.__defaults__ = (argv,)
     main(ComparedTrainer)

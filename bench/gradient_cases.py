@@ -1,4 +1,4 @@
-"""The cells whose gradients `bench.gradients` compares, the references, and the bounds."""
+"""The cells whose gradients `bench.gradients` compares, and their references."""
 
 from __future__ import annotations
 
@@ -10,38 +10,18 @@ from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
 from cookbook.config.resolve import cell_on, this_machine
 
-# So many losses did the comparison see that was there before.
 STEPS = 20
-# The parameters are compared after these steps: each has moved some times, none has gone astray.
+# Parameters are compared after so many steps: each has moved some times, none has gone astray.
 CHANGED_AFTER = 5
 RANKS = 4
 SEQUENCES, SEQ_LEN = 4, 64
 
 # One rank that computes all of it, as the reference.
 ALONE = "alone"
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp1-ep4": {"parallelism.expert_parallel_degree": 4},
-    "tp2-ep4": {
-        "parallelism.expert_parallel_degree": 4,
-        "parallelism.tensor_parallel_degree": 2,
-    },
-    "pp2-ep2": {
-        "parallelism.expert_parallel_degree": 2,
-        "parallelism.pipeline_parallel_degree": 2,
-        "parallelism.pipeline_parallel_microbatch_size": 2,
-    },
-}
-
-# Besides `LAYOUTS`: TP cuts every expert, with the standard backend alone.
-CUT: dict[str, dict[str, Any]] = {
-    "tp2-ep1": {"parallelism.tensor_parallel_degree": 2},
-    "tp2-ep2-etp2": {
-        "parallelism.expert_parallel_degree": 2,
-        "parallelism.expert_tensor_parallel_degree": 2,
-        "parallelism.tensor_parallel_degree": 2,
-    },
-}
-
+# Degrees of EP, TP, PP and expert TP.
+LAYOUTS = {"tp1-ep4": (4, 1, 1, 1), "tp2-ep4": (4, 2, 1, 1), "pp2-ep2": (2, 1, 2, 1)}
+# TP cuts every expert, with the standard backend alone.
+CUT = {"tp2-ep1": (1, 2, 1, 1), "tp2-ep2-etp2": (2, 2, 1, 2)}
 
 _KEPT = {"activation_checkpoint.mode": "none", "compile.enable": False}
 _COMPILED = {"compile.enable": True, "compile.components": ["model", "loss"]}
@@ -67,7 +47,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # The same data, and a learning rate that only rises.
 _EVERY = {
     "training.dataset": "c4_test",
-    "lr_scheduler.decay_ratio": None,
     "lr_scheduler.decay_type": "linear",
     "lr_scheduler.min_lr_factor": 0.0,
     "model.print_after_conversion": False,
@@ -86,9 +65,7 @@ class Case:
         precision, backend: names of overlays.
         layout: one of `LAYOUTS` or `CUT`, or `ALONE`.
         fault: one of `bench.known_faults`; empty for the corrected cell.
-        scale: the name of a parameter, and what its gradient is multiplied by.
-        exact: nothing but the precision's own rounding: float32 in place of BF16.
-        torch: the versions that have the fault begin with this; empty for all.
+        exact: float32 in place of BF16: only the precision itself rounds.
     """
 
     precision: str
@@ -96,15 +73,12 @@ class Case:
     layout: str
     variant: str = "plain"
     fault: str = ""
-    scale: tuple[str, float] | None = None
     exact: bool = True
-    torch: str = ""
 
     @property
     def name(self) -> str:
         ends = [] if self.exact else ["bfloat16"]
         ends += [self.fault.replace(" ", "-").replace("'", "")] if self.fault else []
-        ends += [f"scaled-by-{self.scale[1]!r}"] if self.scale else []
         return "-".join([self.precision, self.backend, self.layout, self.variant, *ends])
 
     @property
@@ -124,8 +98,6 @@ class Case:
 
     @property
     def steps(self) -> int:
-        if self.scale:
-            return 1
         return STEPS if self.fault or self.is_reference else CHANGED_AFTER
 
     @property
@@ -134,16 +106,18 @@ class Case:
 
 
 def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
-    """The case as a cell of this machine, with the text and the tokenizer in `assets`."""
-    layout = {"parallelism.expert_parallel_degree": 1} | (LAYOUTS | CUT).get(case.layout, {})
-    split = layout.get("parallelism.tensor_parallel_degree", 1)
-    split *= layout.get("parallelism.pipeline_parallel_degree", 1)
+    """Return the case as a cell of this machine; text and tokenizer lie in `assets`."""
+    experts, tensor, pipeline, cut = (LAYOUTS | CUT).get(case.layout, (1, 1, 1, 1))
     options: dict[str, Any] = {
         **_EVERY,
-        **layout,
+        "parallelism.expert_parallel_degree": experts,
+        "parallelism.tensor_parallel_degree": tensor,
+        "parallelism.pipeline_parallel_degree": pipeline,
+        "parallelism.expert_tensor_parallel_degree": cut,
+        "parallelism.pipeline_parallel_microbatch_size": 1,
         **VARIANTS[case.variant],
         "training.seq_len": SEQ_LEN,
-        "training.local_batch_size": SEQUENCES * split // case.ranks,
+        "training.local_batch_size": SEQUENCES * tensor * pipeline // case.ranks,
         "training.mixed_precision_param": "float32" if case.exact else "bfloat16",
         "training.steps": case.steps,
         "training.dataset_path": str(assets / "corpus"),
@@ -157,8 +131,6 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
         "cookbook.self_check": False,
         "cookbook.dispatch": "",
     }
-    if "parallelism.pipeline_parallel_degree" in layout:
-        options["parallelism.pipeline_parallel_microbatch_size"] = 1
     precision, backend = case.precision, case.backend
     if backend == "mxfp8_a2a":
         options["cookbook.emulated"] = gpu is None or gpu.compute_capability < 10
@@ -174,54 +146,48 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
 
 
 def corrected_cases() -> list[Case]:
-    """The cells that must agree with one rank."""
-    exact = [("standard", layout) for layout in (*LAYOUTS, *CUT)]
-    exact += [("deepep", layout) for layout in LAYOUTS]
-    cases = [Case("bf16", backend, layout) for backend, layout in exact]
+    """Return the cells that must agree with one rank."""
+    both, three = ("standard", "deepep"), ("standard", "deepep", "mxfp8_a2a")
+    cases = [Case("bf16", "standard", layout) for layout in (*LAYOUTS, *CUT)]
+    cases += [Case("bf16", "deepep", layout) for layout in LAYOUTS]
     cases += [Case("bf16", "mxfp8_a2a", "tp1-ep4")]
-    cases += [Case("bf16", backend, "tp2-ep4", "recompute") for backend in ("standard", "deepep")]
-    cases += [Case("bf16", backend, "tp2-ep4", "compile") for backend in ("standard", "deepep")]
+    for variant in ("recompute", "compile"):
+        cases += [Case("bf16", backend, "tp2-ep4", variant) for backend in both]
     cases += [Case("bf16", "deepep", layout, "fast") for layout in LAYOUTS]
     cases += [Case("bf16", "deepep", layout, "fast-compile") for layout in ("tp1-ep4", "tp2-ep4")]
-    cases += [
-        Case(precision, backend, layout)
-        for precision in ("mxfp8_wgrad_hp", "mxfp8")
-        for layout in ("tp1-ep4", "tp2-ep4")
-        for backend in ("standard", "deepep", "mxfp8_a2a")
-    ]
-    cases += [
-        Case("mxfp8_linear", "standard", "tp1-ep4"),
-        Case("mxfp8_linear", "deepep", "tp1-ep4"),
-        Case("mxfp8_linear", "mxfp8_a2a", "tp2-ep4"),
-    ]
-    return cases
+    for precision in ("mxfp8_wgrad_hp", "mxfp8"):
+        for layout in ("tp1-ep4", "tp2-ep4"):
+            cases += [Case(precision, backend, layout) for backend in three]
+    cases += [Case("mxfp8_linear", backend, "tp1-ep4") for backend in both]
+    return [*cases, Case("mxfp8_linear", "mxfp8_a2a", "tp2-ep4")]
 
 
-def fault_cases() -> list[Case]:
-    """Each known fault, in a cell that has what is at fault."""
+_FAULTS = (
+    ("the released code", "bf16", "deepep", "tp2-ep4"),
+    ("the released code", "bf16", "standard", "tp2-ep4"),
+    ("every TP rank sends every token", "bf16", "deepep", "tp2-ep4"),
+    ("the router's gradient is one TP rank's", "bf16", "standard", "tp2-ep4"),
+    ("the router's gradient is one TP rank's", "bf16", "deepep", "tp2-ep4"),
+    ("the router's gradient is one TP rank's", "bf16", "standard", "tp2-ep1"),
+    ("shared experts' gradients are summed over TP", "bf16", "standard", "tp2-ep4"),
+    ("rows of the input's gradient are lost", "bf16", "standard", "tp2-ep4"),
+    ("a pipeline's gradients are not divided", "bf16", "deepep", "pp2-ep2"),
+    ("tokens that are no training are counted", "bf16", "standard", "pp2-ep2"),
+    ("scores are applied twice", "bf16", "deepep", "tp1-ep4"),
+    ("scores are applied before the experts", "bf16", "deepep", "tp1-ep4"),
+    ("expert groups are not padded", "mxfp8", "deepep", "tp1-ep4"),
+    ("the weight gradient's recipe is ignored", "mxfp8_wgrad_hp", "standard", "tp1-ep4"),
+    ("the dispatch is not quantized", "bf16", "mxfp8_a2a", "tp1-ep4"),
+    ("the combine is not quantized", "bf16", "mxfp8_a2a", "tp1-ep4"),
+)
+# The versions of torch that have the fault begin so.
+_TORCH = {"shared experts' gradients are summed over TP": "2.10."}
+
+
+def fault_cases(torch: str = "2.10.0") -> list[Case]:
+    """Return each known fault that a version of torch has, in a cell that it concerns."""
     return [
-        Case("bf16", "deepep", "tp2-ep4", fault="the released code"),
-        Case("bf16", "standard", "tp2-ep4", fault="the released code"),
-        Case("bf16", "deepep", "tp2-ep4", fault="every TP rank sends every token"),
-        Case("bf16", "standard", "tp2-ep4", fault="the router's gradient is one TP rank's"),
-        Case("bf16", "deepep", "tp2-ep4", fault="the router's gradient is one TP rank's"),
-        Case("bf16", "standard", "tp2-ep1", fault="the router's gradient is one TP rank's"),
-        Case(
-            "bf16",
-            "standard",
-            "tp2-ep4",
-            fault="shared experts' gradients are summed over TP",
-            torch="2.10.",
-        ),
-        Case("bf16", "standard", "tp2-ep4", fault="rows of the input's gradient are lost"),
-        Case("bf16", "deepep", "pp2-ep2", fault="a pipeline's gradients are not divided"),
-        Case("bf16", "standard", "pp2-ep2", fault="tokens that are no training are counted"),
-        Case("bf16", "deepep", "tp1-ep4", fault="scores are applied twice"),
-        Case("bf16", "deepep", "tp1-ep4", fault="scores are applied before the experts"),
-        Case("mxfp8", "deepep", "tp1-ep4", fault="expert groups are not padded"),
-        Case(
-            "mxfp8_wgrad_hp", "standard", "tp1-ep4", fault="the weight gradient's recipe is ignored"
-        ),
-        Case("bf16", "mxfp8_a2a", "tp1-ep4", fault="the dispatch is not quantized"),
-        Case("bf16", "mxfp8_a2a", "tp1-ep4", fault="the combine is not quantized"),
+        Case(precision, backend, layout, fault=fault)
+        for fault, precision, backend, layout in _FAULTS
+        if torch.startswith(_TORCH.get(fault, ""))
     ]

@@ -1,4 +1,4 @@
-"""Verdicts, tables and sentences from the results of `bench.gradients`."""
+"""Verdicts and tables of the results of `bench.gradients`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from cookbook.base.tables import markdown_table
 Result = dict[str, Any]
 
 GRADIENTS, CHANGES = "gradients", "changes"
-# The faults that end a run, and what they say then. Where a run with a fault ends otherwise, the
-# comparison itself is at fault.
+# The faults that end a run, with their error; another end shows a fault of the comparison.
 ENDING = {"expert groups are not padded": "must be divisible by block_size 32"}
-# What the comparison of losses allowed: docs/numerics/h200.md.
+# The bound of the comparison of losses: docs/numerics/h200.md.
 BOUND_OF_LOSSES = 1e-4
 
 
 class Worst(NamedTuple):
-    """The largest error of a run: in which parameter, and how its norm is to what is expected."""
+    """The largest error of a run, its parameter, and the ratio of norms."""
 
     error: float
     where: str
@@ -27,7 +26,7 @@ class Worst(NamedTuple):
 
 
 def rounding_of(result: Result) -> str:
-    """What makes two right cells differ: float32's sums, BF16, or the blocks that MXFP8 rounds."""
+    """Return why two right cells differ: sums in float32, BF16, or MXFP8's blocks."""
     if not result["exact"]:
         return "bfloat16"
     if result["precision"] == "bf16" and result["backend"] != "mxfp8_a2a":
@@ -42,14 +41,13 @@ BOUNDS = {
     "bfloat16": {GRADIENTS: 1e-1},
 }
 
-
-# The bound of parameters holds where every token takes the experts that it takes in the reference.
-# With rounded scores a few may not, and one such token moves its layer's experts by 0.5% to 3%.
+# With rounded scores a few tokens may take another expert than in the reference; one such token
+# moves its layer's experts by 0.5% to 3%, above the bound of parameters.
 MOST_CHOICES = 7
 
 
 def bounds_of(result: Result) -> dict[str, float]:
-    """The largest relative errors at which a cell still agrees."""
+    """Return the largest relative errors of a cell that agrees."""
     rounding = rounding_of(result)
     if rounding == "mxfp8" and 0 < result.get("choices", 0) <= MOST_CHOICES:
         return {GRADIENTS: BOUNDS[rounding][GRADIENTS]}
@@ -57,23 +55,22 @@ def bounds_of(result: Result) -> dict[str, float]:
 
 
 def worst(result: Result, what: str) -> Worst | None:
-    """Of the gradients of the first step, or of the changes of the parameters."""
+    """Return the largest error of the gradients or of the changes of parameters."""
     found = [
         Worst(error, kind.replace("*", str(layer[0])) if layer else kind, ratio)
         for kind, (error, ratio, *layer) in result["errors"].get(what, {}).items()
     ]
-    # What is no number is worse than any.
+    # NaN is worse than any.
     return max(found, key=lambda one: one.error if one.error == one.error else inf, default=None)
 
 
 def is_seen(result: Result) -> bool:
-    """Whether the comparison says that the run differs from its reference."""
+    """Return whether the run differs from its reference."""
     if result["stopped"]:
         said = ENDING.get(result["fault"])
         return not result["fault"] or (said is not None and said in result["stopped"])
-    # A run of one step has no changes.
     found = {what: worst(result, what) for what in (GRADIENTS, *result["errors"])}
-    # An error that is no number is above every bound.
+    # NaN is above every bound.
     return any(
         (one := found[what]) is None or not one.error <= bound
         for what, bound in bounds_of(result).items()
@@ -82,7 +79,7 @@ def is_seen(result: Result) -> bool:
 
 
 def verdict(result: Result) -> str:
-    """`agrees`, `DIFFERS`, `reference`, or `stopped` where that says nothing of the fault."""
+    """Return `agrees`, `DIFFERS`, `reference`, or `stopped` for another reason than the fault."""
     if not result["reference"]:
         return "reference"
     if is_seen(result):
@@ -91,7 +88,7 @@ def verdict(result: Result) -> str:
 
 
 def loss_difference(result: Result, reference: Result) -> float | None:
-    """The largest relative difference of two runs' losses; None where one has not all steps."""
+    """Return the largest relative difference of two runs' losses; None if one lacks steps."""
     pairs = list(zip(result["losses"], reference["losses"], strict=False))
     if result["stopped"] or len(pairs) < len(reference["losses"]):
         return None
@@ -99,26 +96,14 @@ def loss_difference(result: Result, reference: Result) -> float | None:
 
 
 def corrected(runs: Iterable[Result]) -> list[Result]:
-    """The runs without a fault that are compared with a reference."""
-    return [run for run in runs if run["reference"] and not run["fault"] and not run["scale"]]
-
-
-def faulty(runs: Iterable[Result]) -> list[Result]:
-    """The runs with a known fault."""
-    return [run for run in runs if run["fault"]]
-
-
-def smallest_seen(runs: Iterable[Result]) -> tuple[float, float]:
-    """By how much a gradient was scaled: the most that was not seen, and the least that was."""
-    tried = {run["scale"][1] - 1: is_seen(run) for run in runs if run["scale"]}
-    return (
-        max(eps for eps, seen in tried.items() if not seen),
-        min(eps for eps, seen in tried.items() if seen),
-    )
+    """Return the runs without a fault that have a reference."""
+    # The data of commit bbdf732 also has runs with one scaled gradient.
+    kept = [run for run in runs if run["reference"] and not run["fault"]]
+    return [run for run in kept if not run.get("scale")]
 
 
 def render(document: dict[str, Any]) -> str:
-    """Markdown: the corrected cells, then the faults."""
+    """Return the corrected cells, then the faults, as Markdown."""
     runs: list[Result] = document["runs"]
     by_name = {run["name"]: run for run in runs}
     agree = markdown_table(
@@ -127,7 +112,8 @@ def render(document: dict[str, Any]) -> str:
             [
                 *(run[key] for key in ("precision", "backend", "layout", "variant")),
                 *(_error(run, what) for what in (GRADIENTS, CHANGES)),
-                _verdict(run),
+                verdict(run)
+                + (f", {run['choices']} chose otherwise" if run.get("choices") else ""),
             ]
             for run in corrected(runs)
             if run["exact"]
@@ -136,16 +122,14 @@ def render(document: dict[str, Any]) -> str:
     )
     differ = markdown_table(
         ["fault", "cell", "gradients", "of", "parameters", "verdict", "losses", "by losses"],
-        [_fault_row(run, by_name[run["reference"]]) for run in faulty(runs) if run["exact"]],
+        [
+            _fault_row(run, by_name[run["reference"]])
+            for run in runs
+            if run["fault"] and run["exact"]
+        ],
         "llrlrlrl",
     )
     return f"{agree}\n\n{differ}\n"
-
-
-def _verdict(run: Result) -> str:
-    """With the tokens that took another expert, where some did."""
-    number = run.get("choices", 0)
-    return f"{verdict(run)}, {number} chose otherwise" if number else verdict(run)
 
 
 def _error(run: Result, what: str) -> str:

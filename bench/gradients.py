@@ -2,7 +2,7 @@
 
     python -m bench.gradients OUT [--parts corrected,faults] [--only REGEX] [--jobs 1] [--share]
 
-The same command runs on 4 GPUs, on fewer that ranks `--share` (`bench.shared_gpus`), and on a CPU
+The same command runs on 4 GPUs, on fewer that ranks `--share` (`bench.shared_gpus`), else on a CPU
 with gloo and the tests' stand-in for DeepEP. Each run is one training by TorchTitan, in float32 but
 for what the precision quantizes; on GPUs, cells with DeepEP are in BF16, the only type that it
 sends. OUT/results.json is rewritten after each run and its runs are not repeated; OUT/references
@@ -37,18 +37,16 @@ from bench.gradient_cases import (
     corrected_cases,
     fault_cases,
 )
-from bench.gradient_table import GRADIENTS, Result, bounds_of, is_seen, render, verdict
+from bench.gradient_table import Result, is_seen, render, verdict
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import Gpu, visible_gpus
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell, train_argv
 from cookbook.install.corpus import is_made, make_corpus
 
-PARTS = ("corrected", "faults", "smallest", "bfloat16")
+PARTS = ("corrected", "faults", "bfloat16")
 _LIMIT = 900
 FIRST = Case("bf16", "standard", ALONE)
-# Any cell and parameter would do.
-_SCALED = Case("bf16", "deepep", "tp2-ep4", scale=("layers.1.moe.router.gate.weight", 1.0))
 
 
 class Comparison:
@@ -92,7 +90,6 @@ class Comparison:
             "found": str(self._found(case)),
             "step": CHANGED_AFTER,
             "fault": case.fault,
-            "scale": case.scale,
             "exact": case.exact and (case.is_reference or not case.rounds),
         }
         if case.is_reference:
@@ -116,7 +113,7 @@ class Comparison:
         found = {} if reason else json.loads(path.read_text(encoding="utf-8"))
         result: Result = {
             "name": case.name,
-            **{key: value for key, value in asdict(case).items() if key != "torch"},
+            **asdict(case),
             "reference": "" if case.is_reference else case.reference.name,
             "stopped": reason,
             "losses": [float(f"{loss:.6g}") for loss in found.get("losses", [])],
@@ -131,17 +128,6 @@ class Comparison:
         lines = ",\n".join(json.dumps(run) for run in in_order(self.results.values()))
         write_whole(self.path, f'{{"device": {json.dumps(device)}, "runs": [\n{lines}\n]}}\n')
         print(f"{seconds:6.0f} s  {case.name}: {verdict(result)}", flush=True)
-
-    def bisect(self, rounds: int = 6) -> None:
-        """Scale one gradient by 1 + eps until the smallest eps that is seen is known to 20%."""
-        assert _SCALED.scale is not None
-        name, bound = _SCALED.scale[0], bounds_of(asdict(_SCALED))[GRADIENTS]
-        low, high = bound / 8, bound * 8
-        for _ in range(rounds):
-            middle = float(f"{(low * high) ** 0.5:.3g}")
-            case = replace(_SCALED, scale=(name, 1 + middle))
-            self.run([case])
-            low, high = (low, middle) if is_seen(self.results[case.name]) else (middle, high)
 
 
 def train_by_torchrun(
@@ -201,7 +187,7 @@ def train_forked(cell: Cell, argv: list[str], compared: dict[str, Any]) -> str |
 
 
 def in_order(runs: Iterable[Result]) -> list[Result]:
-    """Sort into references, corrected cells, faults and scaled gradients, each as listed."""
+    """Sort into references, corrected cells and faults, each as listed."""
     listed = [case.name for case in (*corrected_cases(), *fault_cases())]
     place = {name: number for number, name in enumerate(listed)}
 
@@ -229,25 +215,20 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--only", default="", help="regular expression of names")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on GPUs")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if enough")
     parser.add_argument("--share", action="store_true", help="one GPU is enough, for all ranks")
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts {','.join(sorted(unknown))}: allowed: {', '.join(PARTS)}")
-    gpus = [] if options.device == "cpu" else visible_gpus()
-    needed = 1 if options.share else RANKS
-    if options.device == "cuda" and len(gpus) < needed:
-        ways = "--device cpu" if options.share else "--share or --device cpu"
-        parser.error(f"{needed} GPUs are needed, found {len(gpus)}; try {ways}")
-    gpu = gpus[0] if len(gpus) >= needed else None
+    gpus = visible_gpus()
+    gpu = gpus[0] if len(gpus) >= (1 if options.share else RANKS) else None
     # `kill` ends the trainings too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = options.out.resolve()
     if not is_made(out / "assets"):
         make_corpus(out / "assets")
     comparison = Comparison(out, gpu, shares=len(gpus) < RANKS)
-    known = [case for case in fault_cases() if version("torch").startswith(case.torch)]
+    known = fault_cases(version("torch"))
     cases = corrected_cases() if "corrected" in parts else []
     cases += known if "faults" in parts else []
     if gpu:
@@ -260,10 +241,8 @@ def main() -> int:
             if case.backend == "deepep" and not case.rounds and case.variant == "plain"
         ]
     comparison.run([case for case in cases if re.search(options.only, case.name)], options.jobs)
-    if "smallest" in parts:
-        comparison.bisect()
     print(render(json.loads(comparison.path.read_text(encoding="utf-8"))))
-    runs = [run for run in comparison.results.values() if run["reference"] and not run["scale"]]
+    runs = [run for run in comparison.results.values() if run["reference"]]
     return 0 if all(is_seen(run) == bool(run["fault"]) for run in runs) else 1
 
 

@@ -1,7 +1,4 @@
-"""Faults that cells had, or nearly had, each put back in by name: what a comparison must see.
-
-Where the self-check has the same fault in a kernel, it is taken from there.
-"""
+"""Faults that cells had or nearly had, which the comparison must see; some are the self-check's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Routed experts in plain PyTorch, one after another, with the rounding that a precision asks for.
+"""A reference for routed experts on one rank: plain PyTorch with a precision's rounding.
 
-A reference: nothing here is TorchAO's or the cookbook's. MXFP8 is written out from its definition,
-a power of two for each block of 32 values and E4M3 for the values, and products are summed in
-float32. It takes the place of TorchTitan's loop over experts, on one rank.
+It replaces TorchTitan's loop over experts. MXFP8 is written out from its definition: a power of two
+for each block of 32 values, E4M3 for the values. Products are summed in float32.
 """
 
 from __future__ import annotations
@@ -50,28 +49,17 @@ class _Product(torch.autograd.Function):
         return of_rows.bfloat16(), of_weight.bfloat16(), None
 
 
-class _Sent(torch.autograd.Function):
-    """Rows that travel in MXFP8 in the forward."""
+class _Travels(torch.autograd.Function):
+    """Rows that travel in MXFP8 in the forward, or whose gradient does."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        return round_to_mxfp8(rows).to(rows.dtype)
+    def forward(ctx: Any, rows: torch.Tensor, rounds_forward: bool) -> torch.Tensor:
+        ctx.rounds_backward = not rounds_forward
+        return round_to_mxfp8(rows).to(rows.dtype) if rounds_forward else rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
-class _Returned(torch.autograd.Function):
-    """Rows whose gradient travels in MXFP8."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return round_to_mxfp8(grad).to(grad.dtype)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return round_to_mxfp8(grad).to(grad.dtype) if ctx.rounds_backward else grad, None
 
 
 @contextmanager
@@ -90,7 +78,7 @@ def plain_experts(precision: str, backend: str) -> Iterator[None]:
         return _Product.apply(rows, weight, precision != "mxfp8_wgrad_hp")
 
     def run(w1: Any, w2: Any, w3: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        rows = _Sent.apply(x) if travels else x
+        rows = _Travels.apply(x, True) if travels else x
         weights = [w1, w2, w3]
         if quantizes:
             # TorchTitan computes its experts in BF16.
@@ -101,7 +89,7 @@ def plain_experts(precision: str, backend: str) -> Iterator[None]:
             hidden = torch.nn.functional.silu(multiply(mine, gate)) * multiply(mine, up)
             found.append(multiply(hidden, down))
         out = torch.cat(found).to(x.dtype)
-        return _Returned.apply(out) if travels else out
+        return _Travels.apply(out, False) if travels else out
 
     with patch.object(moe, "_run_experts_for_loop", run):
         yield

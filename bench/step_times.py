@@ -3,8 +3,8 @@
     python -m bench.step_times           # the tables of docs/time.md, anywhere
     python -m bench.step_times --keep    # note today's predictions of what is not measured yet
 
-Commit docs/time-predicted.json, which `--keep` writes, before the run that it is about. After the
-run put `measured` and `foretold` into docs/time.json; they stay as they are when the model changes.
+Commit docs/time-predicted.json, which `--keep` writes, before the run. Afterwards put `measured`
+and `foretold` into docs/time.json, where they stay when the model changes.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ def _measured_row(one: Comparison) -> list[str]:
 
 
 def _waiting_row(one: Comparison) -> list[str]:
-    speed, step_ms = one.predicted.tokens_per_second_per_gpu, one.predicted.step_ms
-    row = [one.point.name, one.point.documents, f"{speed:,.0f}", f"{step_ms:,.0f}"]
-    return [*row, _largest(one.predicted)]
+    times = [one.predicted.tokens_per_second_per_gpu, one.predicted.step_ms]
+    numbers = [f"{time:,.0f}" for time in times]
+    return [one.point.name, one.point.documents, *numbers, _largest(one.predicted)]
 
 
 def _largest(predicted: StepTime) -> str:

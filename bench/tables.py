@@ -50,8 +50,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; status 1 if one is old"
     )
-    check = parser.parse_args(words).check
-    old = []
+    check, old = parser.parse_args(words).check, []
     for name in PAGES:
         path = ROOT / "docs" / name
         before = path.read_text(encoding="utf-8")
