@@ -7,6 +7,7 @@ import os
 import signal
 import zlib
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,36 @@ from tests.checkout import copy_checkout
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
 
+# Most ranks import these; their server does so before it forks them.
+PRELOADED = [
+    "torch",
+    "torchtitan.train",
+    "cookbook.titan.tt_0_2_2",
+    "torchao.prototype.moe_training",
+]
 # The default cluster is what this machine's Slurm has; tests mean the published one.
 os.environ.setdefault("COOKBOOK_CLUSTER", "soperator-b200")
 # A shell's background job ignores interrupts, and so would all that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_SERVER: Any = forkserver._forkserver
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let all workers fork their ranks from one server, which imports TorchTitan once."""
+    _SERVER.set_forkserver_preload(PRELOADED)
+    _SERVER.ensure_running()
+    node.workerinput["forkserver"] = _SERVER._forkserver_address
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Connect a worker to the server of all."""
+    if hasattr(config, "workerinput"):
+        _SERVER._forkserver_address = config.workerinput["forkserver"]
+        _SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        _SERVER.ensure_running = resource_tracker.ensure_running
 
 
 @pytest.fixture(scope="session")

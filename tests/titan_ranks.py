@@ -15,13 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkout import STAND_IN
-
-_PRELOADED = [
-    "torch",
-    "torchtitan.train",
-    "cookbook.titan.tt_0_2_2",
-    "torchao.prototype.moe_training",
-]
+from tests.conftest import PRELOADED
 
 
 def run_ranks(
@@ -33,7 +27,7 @@ def run_ranks(
     that the import is paid for once and no thread is inherited.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
