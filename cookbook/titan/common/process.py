@@ -117,6 +117,11 @@ class StallAlarm:
         faulthandler.dump_traceback_later(seconds, file=self._file)
         self._due = now + seconds
 
+    def pause(self) -> None:
+        """Set no limit until the next step: validation is not a step."""
+        faulthandler.cancel_dump_traceback_later()
+        self._due = self._stepped_at = None
+
     def end(self) -> None:
         """Cancel the alarm after the last step."""
         faulthandler.cancel_dump_traceback_later()

@@ -92,6 +92,23 @@ class DeepEP:
 
 
 @dataclass
+class Data:
+    files: list[str] = field(default_factory=list)
+    """The texts of `training.dataset=text`: globs, files or folders of .jsonl, .json.gz or .parquet
+    files. `0.7:web/*.jsonl,0.3:code/*.parquet` mixes sources by their share of the tokens."""
+
+    validation_files: list[str] = field(default_factory=list)
+    """The same for `validation.dataset=text`."""
+
+    text_key: str = "text"
+    """The key, or the column, that holds a document's text."""
+
+    shuffle_seed: int = -1
+    """Shuffle files and documents anew in each epoch, 4,096 documents at a time; -1 keeps the
+    order of the files."""
+
+
+@dataclass
 class Parallelism:
     expert_parallel_a2a_dispatch_fwd_precision: Literal["default", "mxfp8"] = "default"
     """Precision of the tokens that the standard all-to-all sends to the experts in the forward."""
@@ -155,6 +172,9 @@ class JobConfig:
 
     deepep: DeepEP = field(default_factory=DeepEP)
     """For the EP backend `deepep` alone."""
+
+    data: Data = field(default_factory=Data)
+    """The user's own texts."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     """What the cookbook adds to `parallelism`."""

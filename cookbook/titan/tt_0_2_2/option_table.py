@@ -20,6 +20,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from cookbook.titan.common.arguments import flat_numbers
 from cookbook.titan.tt_0_2_2.job_config import JobConfig as CookbookJobConfig
 from cookbook.titan.tt_0_2_2.model_args import flavors
+from cookbook.titan.tt_0_2_2.text_data import DATASET
 
 
 def option_table() -> dict[str, dict[str, Any]]:
@@ -91,7 +92,7 @@ def main() -> None:
         "options": option_table(),
         "models": {"deepseek_v3": model_table()},
         "model_args": {"deepseek_v3": argument_table()},
-        "datasets": list(DATASETS),
+        "datasets": [*DATASETS, DATASET],
     }
     print(json.dumps(table, indent=1))
 

@@ -27,6 +27,8 @@ from cookbook.titan.tt_0_2_2.loss import build_loss
 from cookbook.titan.tt_0_2_2.metrics import build_metrics_processor
 from cookbook.titan.tt_0_2_2.model_args import flavors
 from cookbook.titan.tt_0_2_2.parallelize import parallelize
+from cookbook.titan.tt_0_2_2.text_data import build_dataloader
+from cookbook.titan.tt_0_2_2.validation import build_validator
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 MODEL = "deepseek_v3"
@@ -48,6 +50,10 @@ def changed_spec() -> TrainSpec:
         # The first step reports the options in force, and ends a job that differs from its
         # overlays' declaration; each logged step writes metrics and the router's load.
         build_metrics_processor_fn=build_metrics_processor,
+        # The user's own texts.
+        build_dataloader_fn=build_dataloader,
+        # TorchTitan's DeepSeek-V3 has none.
+        build_validator_fn=build_validator,
     )
 
 

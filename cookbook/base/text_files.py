@@ -1,0 +1,174 @@
+"""Read the documents of a training corpus: JSON lines, gzipped JSON lines or Parquet.
+
+The driver checks the files before a job is queued, and the data loader of the training process
+reads them with the same functions, so both report the same place of a fault.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cookbook.base.errors import InputError
+
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+# Documents read, and shuffled, at a time.
+WINDOW = 4096
+_WEIGHTED = re.compile(r"(\d+(?:\.\d+)?):(.+)")
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Files that are read as one stream; `weight` is its share of the tokens."""
+
+    pattern: str
+    files: tuple[Path, ...]
+    weight: float
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document that has not been parsed; `row` is its line, or its row in a Parquet file."""
+
+    file: Path
+    row: int
+    raw: str | bytes | None
+
+    def text(self, key: str) -> str:
+        """Return the text of the document.
+
+        Raises:
+            InputError: broken JSON, or no text under `key`.
+        """
+        place = f"{self.file}:{self.row}"
+        value: Any = self.raw
+        if self.file.suffix != ".parquet":
+            try:
+                value = json.loads(self.raw or "")
+            except ValueError as error:
+                raise InputError(place, f"is no line of JSON ({error})", "repair it") from None
+            if not isinstance(value, dict) or key not in value:
+                keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+                remedy = "set data.text_key to the key of the text"
+                raise InputError(place, f"has no key {key!r}, found: {keys}", remedy)
+            value = value[key]
+        if not isinstance(value, str):
+            found = type(value).__name__
+            raise InputError(place, f"{key} holds no text, found {found}", "repair the document")
+        return value
+
+
+def find_sources(patterns: Sequence[str]) -> list[TextSource]:
+    """Return the sources that `data.files` names.
+
+    Args:
+        patterns: globs, files or folders. `0.7:web/*.jsonl` gives a source a weight; without
+            weights all files are one source.
+
+    Raises:
+        InputError: a pattern without files, a file of another kind, weights on some patterns only.
+    """
+    place = "data.files"
+    weighted = [_WEIGHTED.fullmatch(pattern) for pattern in patterns]
+    if not any(weighted):
+        files = tuple(path for pattern in patterns for path in _files(pattern))
+        if not files:
+            remedy = "name files, folders or globs of .jsonl, .json.gz or .parquet files"
+            raise InputError(place, "is empty", remedy)
+        return [TextSource(", ".join(patterns), files, 1.0)]
+    if not all(weighted):
+        unweighted = next(p for p, match in zip(patterns, weighted, strict=True) if not match)
+        remedy = f"write 0.5:{unweighted}, or remove the weights of the others"
+        raise InputError(place, f"{unweighted!r} has no weight and others have one", remedy)
+    sources = [
+        TextSource(match[2], tuple(_files(match[2])), float(match[1]))
+        for match in weighted
+        if match
+    ]
+    for source in sources:
+        if source.weight <= 0:
+            raise InputError(place, f"{source.pattern!r} has weight 0", "remove it")
+    return sources
+
+
+def _files(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        found = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+    else:
+        # Path.glob takes no absolute pattern.
+        found = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207
+    if not found:
+        remedy = f"name {', '.join(SUFFIXES)} files; relative paths start at the cookbook's folder"
+        raise InputError("data.files", f"{pattern!r} matches no file", remedy)
+    for file in found:
+        if not file.name.endswith(SUFFIXES):
+            allowed = ", ".join(SUFFIXES)
+            raise InputError("data.files", f"found {file}, allowed: {allowed}", "narrow the glob")
+        if not file.stat().st_size:
+            raise InputError("data.files", f"{file} is empty", "remove it, or narrow the glob")
+    return found
+
+
+def read_windows(file: Path, key: str) -> Iterator[list[Document]]:
+    """Yield the documents of a file in order, `WINDOW` at a time.
+
+    Raises:
+        InputError: the file cannot be read, or a Parquet file has no column `key`.
+    """
+    try:
+        yield from _read_parquet(file, key) if file.suffix == ".parquet" else _read_lines(file)
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(str(file), f"cannot be read: {reason}", "repair or remove it") from None
+
+
+def _read_lines(file: Path) -> Iterator[list[Document]]:
+    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
+        documents = (
+            Document(file, row, line) for row, line in enumerate(lines, 1) if not line.isspace()
+        )
+        while window := list(itertools.islice(documents, WINDOW)):
+            yield window
+
+
+def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
+    # Of the datasets package, so it is there wherever training is.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(str(file), f"is no Parquet file ({error})", "repair it") from None
+    columns = table.schema_arrow.names
+    if key not in columns:
+        remedy = "set data.text_key to the column of the text"
+        raise InputError(str(file), f"has no column {key!r}, found: {', '.join(columns)}", remedy)
+    rows = itertools.count(1)
+    for batch in table.iter_batches(batch_size=WINDOW, columns=[key]):
+        yield [Document(file, next(rows), text) for text in batch.column(0).to_pylist()]
+
+
+def check_sources(patterns: Sequence[str], key: str, documents: int = 100) -> list[TextSource]:
+    """Return the sources after reading the first `documents` of every file.
+
+    Raises:
+        InputError: with file and line, what a job would stop at.
+    """
+    sources = find_sources(patterns)
+    for source in sources:
+        for file in source.files:
+            first = next(read_windows(file, key), [])
+            if not first:
+                raise InputError(str(file), "has no documents", "remove it")
+            for document in first[:documents]:
+                document.text(key)
+    return sources

@@ -1,0 +1,317 @@
+"""Export a native checkpoint as safetensors files that transformers opens.
+
+    python -m cookbook.titan.tt_0_2_2.export REQUEST.json
+
+It runs on a CPU node without a process group. Each file of about 5 GB is read from the checkpoint,
+written, and read back before the next one is begun, so memory does not grow with the model, and an
+export that was interrupted continues with the first file that is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
+
+from cookbook.base.command import run_command
+from cookbook.base.errors import InputError, JobError
+from cookbook.base.files import write_whole
+from cookbook.titan.tt_0_2_2.model_args import flavors
+
+FILE_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+REQUEST = "export.json"
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export.
+
+    Attributes:
+        checkpoint: a `step-N` folder.
+        to: the folder of the result.
+        flavor: of TorchTitan's deepseek_v3.
+        seq_len: of training, which decides whether positions are scaled.
+        dtype: of every tensor but the routing bias, which stays float32.
+        tokenizer: a folder whose tokenizer is copied; empty for none.
+    """
+
+    checkpoint: str
+    to: str
+    flavor: str
+    seq_len: int
+    dtype: str = "bfloat16"
+    tokenizer: str = ""
+    file_bytes: int = FILE_BYTES
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring tensors of the result that are one range of a tensor of the checkpoint.
+
+    Attributes:
+        names: in the result; several are experts, along the first dimension from `first` on.
+        shape: of one of them.
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    first: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return len(self.names) * torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def export(request: Request) -> int:
+    """Write the files that are missing; return the bytes of all tensors.
+
+    Raises:
+        InputError: the folder holds another export, or the checkpoint lacks a tensor or has one of
+            another shape.
+        JobError: the disk is too small, or a file reads back otherwise than it was written.
+    """
+    to = Path(request.to)
+    _claim(to, request)
+    reader = FileSystemReader(request.checkpoint)
+    try:
+        metadata = reader.read_metadata()
+    except Exception as error:
+        reason = f"is no whole checkpoint ({type(error).__name__}: {error})"
+        raise InputError(
+            request.checkpoint, reason, "name a folder step-N with .metadata"
+        ) from None
+    files = plan_files(request, metadata)
+    total = sum(part.bytes for parts in files for part in parts)
+    names = [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    missing = [n for n, name in enumerate(names) if not (to / name).exists()]
+    needed = sum(part.bytes for n in missing for part in files[n])
+    free = shutil.disk_usage(to).free
+    if free < needed:
+        raise JobError(f"{to}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free")
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    for n in missing:
+        write_file(to / names[n], read_parts(reader, metadata, files[n]))
+        print(f"wrote {names[n]}", flush=True)
+    weights = {
+        name: file
+        for file, parts in zip(names, files, strict=True)
+        for part in parts
+        for name in part.names
+    }
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    write_whole(to / "config.json", json.dumps(transformers_config(request), indent=2) + "\n")
+    for file in _TOKENIZER:
+        if request.tokenizer and (source := Path(request.tokenizer) / file).exists():
+            shutil.copyfile(source, to / file)
+    # Last: a folder with an index is a whole export.
+    write_whole(to / INDEX, json.dumps(index, indent=2) + "\n")
+    return total
+
+
+def _claim(to: Path, request: Request) -> None:
+    """Make the folder this export's; one of another export or with other files is refused."""
+    to.mkdir(parents=True, exist_ok=True)
+    mark, text = to / REQUEST, json.dumps(asdict(request), indent=2) + "\n"
+    if mark.exists():
+        if json.loads(mark.read_text()) != asdict(request):
+            reason = "holds an export of another checkpoint or dtype"
+            raise InputError(str(to), reason, "name another folder, or remove it")
+    elif any(to.iterdir()):
+        raise InputError(str(to), "is not empty", "name a new folder")
+    else:
+        write_whole(mark, text)
+
+
+def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
+    """Return the parts of each file, in the order of the model."""
+    args = flavors()[request.flavor]
+    # TorchTitan sets this one from a job's options.
+    args.moe_impl = "standard"
+    with torch.device("meta"):
+        tensors = DeepSeekV3Model(args).state_dict()
+    adapter = DeepSeekV3StateDictAdapter(args, None)
+    dtype = getattr(torch, request.dtype)
+    files: list[list[Part]] = [[]]
+    room = request.file_bytes
+    for fqn, tensor in tensors.items():
+        saved = metadata.state_dict_metadata.get(fqn)
+        if not isinstance(saved, TensorStorageMetadata) or saved.size != tensor.shape:
+            found = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "nothing"
+            raise InputError(
+                request.checkpoint,
+                f"{fqn}: found {found}, {request.flavor} has {list(tensor.shape)}",
+                "name a whole checkpoint of this flavor",
+            )
+        names = list(adapter.to_hf({fqn: tensor}))
+        shape = tuple(tensor.shape[1:] if len(names) > 1 else tensor.shape)
+        kind = torch.float32 if fqn.endswith("expert_bias") else dtype
+        each = torch.Size(shape).numel() * kind.itemsize
+        first = 0
+        while first < len(names):
+            fit = max(min(room // each, len(names) - first), 0 if files[-1] else 1)
+            if fit:
+                chosen = tuple(names[first : first + fit])
+                files[-1].append(Part(fqn, chosen, first, shape, kind))
+                first, room = first + fit, room - fit * each
+            if first < len(names):
+                files.append([])
+                room = request.file_bytes
+    return files
+
+
+class _Target:
+    """What a storage reader asks of a planner: where to put what it reads."""
+
+    def __init__(self, tensors: dict[tuple[str, int], torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        offset = item.dest_index.offset
+        tensor = self._tensors[item.dest_index.fqn, offset[0] if offset else 0]
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing is left to do: the reader has copied into the tensor."""
+
+
+def read_parts(
+    reader: FileSystemReader, metadata: Metadata, parts: Sequence[Part]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of `parts` by name, in their dtype."""
+    targets: dict[tuple[str, int], torch.Tensor] = {}
+    items: list[ReadItem] = []
+    for part in parts:
+        stacked = (len(part.names), *part.shape) if len(part.names) > 1 or _is_slice(part) else None
+        shape = torch.Size(stacked or part.shape)
+        offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=shape)
+        saved: Any = metadata.state_dict_metadata[part.fqn]
+        items += create_read_items_for_chunk_list(part.fqn, saved, [chunk])
+        targets[part.fqn, part.first] = torch.empty(shape, dtype=part.dtype)
+    try:
+        reader.read_data(LoadPlan(items), _Target(targets)).wait()  # type: ignore[arg-type]
+    except Exception as error:
+        files = {str(reader.storage_data[item.storage_index].relative_path) for item in items}
+        raise JobError(
+            f"{', '.join(sorted(files))} of the checkpoint cannot be read "
+            f"({type(error).__name__}: {error}); export an earlier step"
+        ) from None
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        tensor = targets[part.fqn, part.first]
+        if len(part.names) > 1 or _is_slice(part):
+            found.update(zip(part.names, tensor.unbind(), strict=True))
+        else:
+            found[part.names[0]] = tensor
+    return found
+
+
+def _is_slice(part: Part) -> bool:
+    return ".experts." in part.fqn
+
+
+def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one file whole, and read it back."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, part, {"format": "pt"})
+    except Exception as error:
+        part.unlink(missing_ok=True)
+        raise JobError(f"{path}: cannot be written: {error}; run the same command again") from None
+    with safe_open(part, "pt") as file:
+        for name, tensor in tensors.items():
+            if not torch.equal(file.get_tensor(name), tensor):
+                raise JobError(f"{path}: {name} reads back otherwise than it was written")
+    part.rename(path)
+
+
+def transformers_config(request: Request) -> dict[str, Any]:
+    """Return the `config.json` of transformers' DeepSeek-V3, or V2 where scores are a softmax."""
+    args = flavors()[request.flavor]
+    moe = args.moe_args
+    is_v3 = moe.score_func == "sigmoid"
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
+    if request.seq_len > args.original_seq_len:
+        rope |= {
+            "rope_type": "yarn",
+            "factor": args.rope_factor,
+            "original_max_position_embeddings": args.original_seq_len,
+            "beta_fast": args.beta_fast,
+            "beta_slow": args.beta_slow,
+            "mscale": args.mscale,
+            "mscale_all_dim": args.mscale,
+        }
+    groups = moe.num_expert_groups or 1
+    config: dict[str, Any] = {
+        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+        "torch_dtype": request.dtype,
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": args.inter_dim,
+        "moe_intermediate_size": args.moe_inter_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_heads,
+        "n_shared_experts": moe.num_shared_experts,
+        "n_routed_experts": moe.num_experts,
+        "routed_scaling_factor": moe.route_scale,
+        "kv_lora_rank": args.kv_lora_rank,
+        "q_lora_rank": args.q_lora_rank or None,
+        "qk_nope_head_dim": args.qk_nope_head_dim,
+        "qk_rope_head_dim": args.qk_rope_head_dim,
+        "v_head_dim": args.v_head_dim,
+        "n_group": groups,
+        "topk_group": moe.num_limited_groups or groups,
+        "num_experts_per_tok": moe.top_k,
+        "first_k_dense_replace": args.n_dense_layers,
+        "norm_topk_prob": moe.route_norm,
+        "scoring_func": moe.score_func,
+        "hidden_act": "silu",
+        "max_position_embeddings": max(request.seq_len, args.original_seq_len),
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "rope_scaling": rope,
+        "rope_interleave": True,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    }
+    if not is_v3:
+        config["topk_method"] = "greedy"
+    return config
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Export what the JSON file asks for."""
+    request = Request(**json.loads(Path(arguments[0]).read_text()))
+    total = export(request)
+    print(f"exported {total / 1e9:.2f} GB to {request.to}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("cookbook.export", lambda: main(sys.argv[1:])))

@@ -1,0 +1,216 @@
+"""Train on the user's own text files: `--training.dataset=text --data.files=...`.
+
+TorchTitan 0.2.2 streams C4 and loses its place when it resumes in a second epoch. Here the place
+in the stream is a few numbers for each source, and the order of an epoch follows from the seed, so
+a resumed job reads exactly the batches that an uninterrupted one reads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import IterableDataset, get_worker_info
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.hf_datasets.text_datasets import (
+    build_text_dataloader,
+    build_text_validation_dataloader,
+)
+
+from cookbook.base.errors import InputError
+from cookbook.base.text_files import TextSource, find_sources, read_windows
+from cookbook.titan.tt_0_2_2.versions import refuse
+
+DATASET = "text"
+
+
+@dataclass
+class Place:
+    """How far one reader is in one source.
+
+    Attributes:
+        file: index in the order of this epoch.
+        documents: read of this epoch's files before it, and of it; those of other readers count.
+        tokens: of this reader, over all epochs.
+    """
+
+    epoch: int = 0
+    file: int = 0
+    before: int = 0
+    documents: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Reader:
+    """Reads every `readers`-th document of a source, epoch after epoch."""
+
+    source: TextSource
+    key: str
+    seed: int
+    rank: int
+    readers: int
+    is_endless: bool
+    place: Place = field(default_factory=Place)
+
+    def __iter__(self) -> Iterator[str]:
+        place = self.place
+        while True:
+            order = list(range(len(self.source.files)))
+            self._shuffle(order, "files")
+            while place.file < len(order):
+                yield from self._read(order[place.file])
+                place.before, place.documents = place.before + place.documents, 0
+                place.file += 1
+            if place.before <= self.rank:
+                raise InputError(
+                    "data.files",
+                    f"{self.source.pattern} has {place.before} documents for {self.readers} "
+                    "data-parallel ranks and workers",
+                    "use fewer, or more documents",
+                )
+            if not self.is_endless:
+                return
+            place.epoch, place.file, place.before = place.epoch + 1, 0, 0
+
+    def _read(self, file: int) -> Iterator[str]:
+        place, seen = self.place, 0
+        for number, window in enumerate(read_windows(self.source.files[file], self.key)):
+            if seen + len(window) <= place.documents:
+                seen += len(window)
+                continue
+            self._shuffle(window, f"{file}-{number}")
+            for document in window:
+                seen += 1
+                if seen <= place.documents:
+                    continue
+                place.documents = seen
+                if (place.before + seen - 1) % self.readers == self.rank:
+                    yield document.text(self.key)
+
+    def _shuffle(self, items: list[Any], name: str) -> None:
+        if self.seed >= 0:
+            random.Random(f"{self.seed} {self.place.epoch} {name}").shuffle(items)
+
+
+class TextDataset(IterableDataset, Stateful):
+    """Sequences of tokens of several weighted sources, cut over ranks and data-loader workers.
+
+    Yields:
+        `{"input": tokens}, labels`, each (seq_len,) int64, as TorchTitan's dataset does.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[TextSource],
+        key: str,
+        seed: int,
+        tokenizer: Any,
+        seq_len: int,
+        dp_rank: int,
+        dp_world_size: int,
+        is_endless: bool,
+    ) -> None:
+        self._sources, self._key, self._seed = sources, key, seed
+        self._tokenizer, self._seq_len = tokenizer, seq_len
+        self._rank, self._world = dp_rank, dp_world_size
+        self._is_endless = is_endless
+        self._buffer: list[int] = []
+        self._places = [Place() for _ in sources]
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        worker = get_worker_info()
+        workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
+        rank, readers = self._rank * workers + number, self._world * workers
+        streams = [
+            iter(Reader(source, self._key, self._seed, rank, readers, self._is_endless, place))
+            for source, place in zip(self._sources, self._places, strict=True)
+        ]
+        open_sources = set(range(len(streams)))
+        while open_sources:
+            # The source that is furthest behind its share of the tokens.
+            source = min(
+                open_sources, key=lambda i: (self._places[i].tokens / self._sources[i].weight, i)
+            )
+            text = next(streams[source], None)
+            if text is None:
+                open_sources.remove(source)
+                continue
+            tokens = self._tokenizer.encode(text, add_bos=True, add_eos=True)
+            self._places[source].tokens += len(tokens)
+            self._buffer.extend(tokens)
+            while len(self._buffer) > self._seq_len:
+                x = torch.tensor(self._buffer[: self._seq_len + 1], dtype=torch.int64)
+                del self._buffer[: self._seq_len + 1]
+                yield {"input": x[:-1]}, x[1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in every source and the tokens that fill no sequence yet."""
+        files = [[str(file) for file in source.files] for source in self._sources]
+        places = [asdict(place) for place in self._places]
+        return {"places": places, "buffer": list(self._buffer), "files": files, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved place.
+
+        Raises:
+            SystemExit: the files or the seed are others than those of the checkpoint.
+        """
+        now = self.state_dict()
+        for name, option in (("files", "data.files"), ("seed", "data.shuffle_seed")):
+            if state[name] != now[name]:
+                raise refuse(
+                    f"{option} differs from that of the checkpoint, whose place in the texts would "
+                    f"mean something else; restore it, or set checkpoint.exclude_from_loading to "
+                    "dataloader to start the texts again"
+                )
+        self._places = [Place(**place) for place in state["places"]]
+        self._buffer = list(state["buffer"])
+
+
+def build_dataloader(**arguments: Any) -> ParallelAwareDataloader:
+    """Return the data loader of a training job; arguments as TorchTitan's function takes them."""
+    config = arguments["job_config"]
+    if config.training.dataset != DATASET:
+        return build_text_dataloader(**arguments)
+    return _build(config.training, config.data.files, is_endless=True, **arguments)
+
+
+def build_validation_dataloader(**arguments: Any) -> ParallelAwareDataloader:
+    """Return a data loader at the start of the validation texts."""
+    config = arguments["job_config"]
+    if config.validation.dataset != DATASET:
+        return build_text_validation_dataloader(**arguments, infinite=True)
+    return _build(config.validation, config.data.validation_files, is_endless=True, **arguments)
+
+
+def _build(
+    section: Any,
+    patterns: Sequence[str],
+    is_endless: bool,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: Any,
+    job_config: Any,
+) -> ParallelAwareDataloader:
+    data = job_config.data
+    try:
+        sources = find_sources(patterns)
+    except InputError as error:
+        raise refuse(str(error)) from None
+    dataset = TextDataset(
+        sources,
+        data.text_key,
+        data.shuffle_seed,
+        tokenizer,
+        section.seq_len,
+        dp_rank,
+        dp_world_size,
+        is_endless,
+    )
+    options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
+    return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options)

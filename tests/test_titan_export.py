@@ -1,0 +1,256 @@
+"""Exported weights are those of the checkpoint, and transformers computes the same with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.base.errors import InputError, JobError
+from tests.titan_run import (
+    BF16,
+    EP2,
+    MXFP8,
+    NUM_HEADS,
+    NUM_LAYERS,
+    PP2,
+    STANDARD,
+    TP2,
+    run,
+    write_assets,
+)
+
+pytestmark = pytest.mark.titan
+
+
+def small_model(**changes: Any) -> Any:
+    """Arguments of a small model of the 671B's kind: sigmoid scores, groups of experts, q LoRA."""
+    from torchtitan.models.moe import MoEArgs
+
+    from cookbook.titan.tt_0_2_2.model_args import ModelArgs
+
+    args = ModelArgs(
+        vocab_size=97,
+        dim=64,
+        inter_dim=96,
+        moe_inter_dim=48,
+        n_layers=3,
+        n_dense_layers=1,
+        n_heads=4,
+        norm_eps=1e-6,
+        moe_args=MoEArgs(
+            num_experts=8,
+            num_shared_experts=1,
+            top_k=3,
+            num_expert_groups=4,
+            num_limited_groups=2,
+            score_func="sigmoid",
+            route_norm=True,
+            route_scale=2.5,
+            score_before_experts=False,
+            use_grouped_mm=False,
+        ),
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        **{"max_seq_len": 64, **changes},
+    )
+    args.moe_impl = "standard"
+    return args
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
+    """A native checkpoint of the small model, and the model."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+
+    from cookbook.titan.tt_0_2_2 import export
+
+    args = small_model()
+    monkeypatch.setattr(export, "flavors", lambda: {"small": args})
+    torch.manual_seed(1)
+    model = DeepSeekV3Model(args)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.randn_like(buffer))
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "step-3"), no_dist=True)
+    return tmp_path / "step-3", model
+
+
+def request(checkpoint: Path, to: Path, **changes: Any) -> Any:
+    from cookbook.titan.tt_0_2_2.export import Request
+
+    default = Request(str(checkpoint), str(to), "small", 64, "float32", file_bytes=40_000)
+    return dataclasses.replace(default, **changes)
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {}
+    for file in sorted(set(index["weight_map"].values())):
+        for name, tensor in load_file(folder / file).items():
+            assert index["weight_map"][name] == file
+            found[name] = tensor
+    assert set(found) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    return found
+
+
+def test_files_hold_the_checkpoint_and_the_bias_stays_float32(
+    checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    import torch
+    from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
+
+    from cookbook.titan.tt_0_2_2.export import export
+
+    folder, model = checkpoint
+    export(request(folder, tmp_path / "hf", dtype="bfloat16"))
+    expected = DeepSeekV3StateDictAdapter(model.model_args, None).to_hf(model.state_dict())
+    found = tensors_of(tmp_path / "hf")
+    assert set(found) == set(expected)
+    for name, tensor in found.items():
+        kept = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if kept else torch.bfloat16)
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 5 and max(file.stat().st_size for file in files) < 60_000
+
+
+@pytest.mark.parametrize("seq_len", [64, 8192])
+def test_transformers_computes_the_same_logits(
+    seq_len: int, checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    import torch
+    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+
+    from cookbook.titan.tt_0_2_2.export import export
+
+    transformers = pytest.importorskip("transformers")
+    folder, model = checkpoint
+    export(request(folder, tmp_path / "hf", seq_len=seq_len))
+    # Positions are scaled where training is longer than the original 4,096.
+    ours = DeepSeekV3Model(small_model(max_seq_len=seq_len))
+    with torch.no_grad():
+        ours.init_weights(buffer_device=torch.device("cpu"))
+    ours.load_state_dict(model.state_dict())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    tokens = torch.randint(0, 97, (2, 48), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected, found = ours(tokens), theirs(tokens).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_interrupted_export_continues(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+    from cookbook.titan.tt_0_2_2.export import export
+
+    folder, _ = checkpoint
+    to = tmp_path / "hf"
+    export(request(folder, to))
+    files = sorted(to.glob("*.safetensors"))
+    whole = {file.name: file.read_bytes() for file in files}
+    before = {file: file.stat().st_mtime_ns for file in files}
+    (to / "model.safetensors.index.json").unlink()
+    for file in files[3:]:
+        file.unlink()
+    export(request(folder, to))
+    assert {file.name: file.read_bytes() for file in sorted(to.glob("*.safetensors"))} == whole
+    assert [file.stat().st_mtime_ns for file in files[:3]] == [before[f] for f in files[:3]]
+    assert (to / "model.safetensors.index.json").exists()
+
+
+def test_wrong_requests_are_refused(
+    checkpoint: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cookbook.titan.tt_0_2_2 import export
+
+    folder, _ = checkpoint
+    to = tmp_path / "hf"
+    with pytest.raises(InputError, match="is no whole checkpoint"):
+        export.export(request(tmp_path / "step-9", tmp_path / "a"))
+    other = small_model()
+    other.vocab_size = 98
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="tok_embeddings"):
+        patch.setattr(export, "flavors", lambda: {"small": other})
+        export.export(request(folder, tmp_path / "b"))
+    export.export(request(folder, to))
+    with pytest.raises(InputError, match="another checkpoint or dtype"):
+        export.export(request(folder, to, dtype="bfloat16"))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/mine.txt").write_text("x")
+    with pytest.raises(InputError, match="is not empty"):
+        export.export(request(folder, tmp_path / "c"))
+    with monkeypatch.context() as patch, pytest.raises(JobError, match="GB are free"):
+        patch.setattr(export.shutil, "disk_usage", lambda path: type("D", (), {"free": 10}))
+        export.export(request(folder, tmp_path / "d"))
+    data = next(folder.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:5000])
+    with pytest.raises(JobError, match=data.name):
+        export.export(request(folder, tmp_path / "e"))
+    assert not list((tmp_path / "e").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, (*EP2, *STANDARD, *BF16)),
+        (2, (*TP2, *BF16)),
+        (2, (*PP2, *BF16, "--parallelism.pipeline_parallel_schedule=1F1B")),
+        (2, (*PP2, *BF16, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B")),
+        (4, (*TP2, *EP2, *STANDARD, *BF16)),
+        (2, (*EP2, *STANDARD, *MXFP8)),
+    ],
+    ids=["ep2", "tp2", "pp2", "interleaved", "tp2-ep2", "mxfp8"],
+)
+def test_weights_go_in_and_out_unchanged(
+    ranks: int, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+
+    from cookbook.titan.tt_0_2_2 import export
+    from cookbook.titan.tt_0_2_2.model_args import flavors
+
+    write_assets(tmp_path)
+    args = flavors()["debugmodel"]
+    args.n_layers, args.n_heads, args.moe_impl = NUM_LAYERS, NUM_HEADS, "standard"
+    monkeypatch.setattr(export, "flavors", lambda: {"debugmodel": args})
+    model = DeepSeekV3Model(args)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "step-0"), no_dist=True)
+    asked = {"flavor": "debugmodel", "file_bytes": 3_000_000}
+    export.export(request(tmp_path / "step-0", tmp_path / "in", **asked))
+    loading = (
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={tmp_path / 'in'}",
+        # Nothing is learned.
+        "--optimizer.lr=0.0",
+    )
+    run(tmp_path, tmp_path / "out", ranks, *options, *loading, steps=1)
+    export.export(request(tmp_path / "out/checkpoint/step-1", tmp_path / "hf", **asked))
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "hf")
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        if name.endswith("e_score_correction_bias"):
+            # The optimizer's hook moves it, whatever the learning rate.
+            assert (after[name] - tensor).abs().max() <= 1.1e-3
+        else:
+            assert torch.equal(after[name], tensor), name

@@ -1,0 +1,154 @@
+"""Own texts are read in a seeded order, cut over readers, and resumed without losing the place."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cookbook.base.errors import InputError
+
+pytestmark = pytest.mark.titan
+
+SEQ_LEN, BATCH = 32, 2
+
+
+class Letters:
+    """A tokenizer of bytes."""
+
+    def encode(self, text: str, add_bos: bool, add_eos: bool) -> list[int]:
+        return [256, *text.encode(), 257]
+
+
+def text_of(name: str, number: int) -> str:
+    return f"{name}{number} " * (1 + number % 7)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """240 documents of `a` in three kinds of files, 60 of `b`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [text_of("a", number) for number in range(240)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "a0.jsonl").write_text("".join(lines[:90]))
+    with gzip.open(folder / "a1.jsonl.gz", "wt") as file:
+        file.write("".join(lines[90:150]))
+    table = pyarrow.table({"text": texts[150:]})
+    pyarrow.parquet.write_table(table, folder / "a2.parquet", row_group_size=20)
+    others = [json.dumps({"text": text_of("b", number)}) + "\n" for number in range(60)]
+    (folder / "b.jsonl").write_text("".join(others))
+    return folder
+
+
+def loader(files: Sequence[str], rank: int = 0, world: int = 1, workers: int = 0, seed: int = 7):
+    from torchtitan.config.job_config import Training
+
+    from cookbook.titan.tt_0_2_2.text_data import build_dataloader
+
+    training = Training(dataset="text", seq_len=SEQ_LEN, local_batch_size=BATCH)
+    training.dataloader.num_workers = workers
+    data = SimpleNamespace(files=files, text_key="text", shuffle_seed=seed)
+    config = SimpleNamespace(training=training, data=data)
+    return build_dataloader(
+        dp_world_size=world, dp_rank=rank, tokenizer=Letters(), job_config=config
+    )
+
+
+def digests(batches: Any, count: int) -> list[str]:
+    """A hash of inputs and labels of each of the next `count` batches."""
+    found = []
+    for _ in range(count):
+        inputs, labels = next(batches)
+        content = inputs["input"].numpy().tobytes() + labels.numpy().tobytes()
+        found.append(hashlib.sha256(content).hexdigest())
+    return found
+
+
+def documents(batches: Any, count: int) -> Counter[str]:
+    """The whole documents of the next `count` batches' rows."""
+    found: Counter[str] = Counter()
+    for _ in range(count):
+        inputs, _ = next(batches)
+        for row in inputs["input"].tolist():
+            text = "".join(chr(token) if token < 256 else "|" for token in row)
+            found.update(text.split("|")[1:-1])
+    found.pop("", None)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_two_resumes_in_epochs_1_and_2_read_what_one_run_reads(
+    corpus: Path, world: int, workers: int
+) -> None:
+    # Of 300 documents of 25 tokens each rank has some 115 / world batches an epoch.
+    files = [f"0.8:{corpus}/a*", f"0.2:{corpus}/b.jsonl"]
+    first, second, rest = 40 // world, 110 // world, 30
+    for rank in range(world):
+        whole = digests(iter(loader(files, rank, world, workers)), first + second + rest)
+        found = []
+        state: Any = None
+        for count in (first, second, rest):
+            one = loader(files, rank, world, workers)
+            if state is not None:
+                one.load_state_dict(pickle.loads(state))
+            batches = iter(one)
+            found += digests(batches, count)
+            state = pickle.dumps(one.state_dict())
+        assert found == whole
+        assert len(set(whole)) == len(whole)
+
+
+def test_ranks_read_every_document_once_an_epoch_and_epochs_differ(corpus: Path) -> None:
+    from cookbook.base.text_files import find_sources
+    from cookbook.titan.tt_0_2_2.text_data import Reader
+
+    (source,) = find_sources([f"{corpus}/a*"])
+
+    def read(rank: int, epochs: int, seed: int) -> list[str]:
+        reader = iter(Reader(source, "text", seed, rank, 3, True))
+        return [next(reader) for _ in range(80 * epochs)]
+
+    ranks = [read(rank, 2, 7) for rank in range(3)]
+    first = sorted(text for rank in ranks for text in rank[:80])
+    assert first == sorted(text_of("a", number) for number in range(240))
+    assert sorted(text for rank in ranks for text in rank[80:]) == first
+    assert ranks[0][:80] != ranks[0][80:]
+    assert read(0, 1, 8) != ranks[0][:80]
+    assert read(1, 1, -1) == [text_of("a", number) for number in range(1, 240, 3)]
+
+
+def test_sources_are_mixed_by_their_share_of_the_tokens(corpus: Path) -> None:
+    batches = iter(loader([f"0.75:{corpus}/a*", f"0.25:{corpus}/b.jsonl"]))
+    tokens: Counter[str] = Counter()
+    for _ in range(200):
+        inputs, _ = next(batches)
+        for token in inputs["input"].flatten().tolist():
+            tokens[chr(token) if token < 256 else "|"] += 1
+    assert tokens["a"] / (tokens["a"] + tokens["b"]) == pytest.approx(0.75, abs=0.03)
+
+
+def test_resuming_with_other_files_is_refused(corpus: Path) -> None:
+    one = loader([f"{corpus}/a*"])
+    digests(iter(one), 3)
+    state = one.state_dict()
+    for other in (loader([f"{corpus}/b.jsonl"]), loader([f"{corpus}/a*"], seed=8)):
+        other.load_state_dict(state)
+        with pytest.raises(SystemExit):
+            digests(iter(other), 1)
+
+
+def test_fewer_documents_than_readers_are_refused(corpus: Path) -> None:
+    with pytest.raises(InputError, match="60 documents for 64"):
+        digests(iter(loader([f"{corpus}/b.jsonl"], rank=62, world=64)), 1)
