@@ -250,7 +250,7 @@ def test_weights_go_in_and_out_unchanged(
     assert set(before) == set(after)
     for name, tensor in before.items():
         if name.endswith("e_score_correction_bias"):
-            # The optimizer's hook moves it, whatever the learning rate.
-            assert (after[name] - tensor).abs().max() <= 1.1e-3
+            # The optimizer's hook moves it by at most twice 1e-3, whatever the learning rate.
+            assert (after[name] - tensor).abs().max() <= 2.1e-3
         else:
             assert torch.equal(after[name], tensor), name

@@ -65,7 +65,7 @@ class Document:
         return value
 
 
-def find_sources(patterns: Sequence[str]) -> list[TextSource]:
+def find_sources(patterns: Sequence[str], root: Path = Path()) -> list[TextSource]:
     """Return the sources that `data.files` names.
 
     Args:
@@ -78,7 +78,7 @@ def find_sources(patterns: Sequence[str]) -> list[TextSource]:
     place = "data.files"
     weighted = [_WEIGHTED.fullmatch(pattern) for pattern in patterns]
     if not any(weighted):
-        files = tuple(path for pattern in patterns for path in _files(pattern))
+        files = tuple(path for pattern in patterns for path in _files(pattern, root))
         if not files:
             remedy = "name files, folders or globs of .jsonl, .json.gz or .parquet files"
             raise InputError(place, "is empty", remedy)
@@ -87,19 +87,16 @@ def find_sources(patterns: Sequence[str]) -> list[TextSource]:
         unweighted = next(p for p, match in zip(patterns, weighted, strict=True) if not match)
         remedy = f"write 0.5:{unweighted}, or remove the weights of the others"
         raise InputError(place, f"{unweighted!r} has no weight and others have one", remedy)
-    sources = [
-        TextSource(match[2], tuple(_files(match[2])), float(match[1]))
-        for match in weighted
-        if match
-    ]
-    for source in sources:
-        if source.weight <= 0:
-            raise InputError(place, f"{source.pattern!r} has weight 0", "remove it")
+    sources = []
+    for weight, pattern in (match.groups() for match in weighted if match):
+        if float(weight) <= 0:
+            raise InputError(place, f"{pattern!r} has weight 0", "remove it")
+        sources.append(TextSource(pattern, tuple(_files(pattern, root)), float(weight)))
     return sources
 
 
-def _files(pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
+def _files(pattern: str, root: Path) -> list[Path]:
+    path = root / Path(pattern).expanduser()
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
     else:
@@ -157,13 +154,18 @@ def _read_parquet(file: Path, key: str) -> Iterator[list[Document]]:
         yield [Document(file, next(rows), text) for text in batch.column(0).to_pylist()]
 
 
-def check_sources(patterns: Sequence[str], key: str, documents: int = 100) -> list[TextSource]:
+def check_sources(
+    patterns: Sequence[str], key: str, root: Path = Path(), documents: int = 100
+) -> list[TextSource]:
     """Return the sources after reading the first `documents` of every file.
+
+    Args:
+        root: where relative patterns start.
 
     Raises:
         InputError: with file and line, what a job would stop at.
     """
-    sources = find_sources(patterns)
+    sources = find_sources(patterns, root)
     for source in sources:
         for file in source.files:
             first = next(read_windows(file, key), [])

@@ -16,7 +16,7 @@ from cookbook.base.paths import ROOT
 from cookbook.config.cell import ATTENTION, Cell
 from cookbook.config.cluster import runs_here
 from cookbook.config.finding import ERROR, WARNING, Finding, Verdict
-from cookbook.config.validate import kernels, layout, values
+from cookbook.config.validate import kernels, layout, training, values
 
 _SET_UP = "run: bash setup.sh"
 # Options that hold a path, the file that must be there, and the remedy where it is not.
@@ -41,7 +41,7 @@ def validation_errors(cell: Cell) -> list[Finding]:
     problems = layout.layout_findings(cell.options, cell.world)
     if problems:
         return problems
-    rules = (*values.RULES, *kernels.RULES, *layout.RULES)
+    rules = (*values.RULES, *kernels.RULES, *layout.RULES, *training.RULES)
     found = [finding for rule in rules for finding in rule(cell)]
     return sorted(found, key=lambda finding: not finding.is_input)
 

@@ -76,14 +76,6 @@ def dataset(cell: Cell) -> Problems:
         yield _unknown("training.dataset", name, known)
 
 
-@rule(RULES, reference=f"{TORCHTITAN}/train.py", is_input=True)
-def validation(cell: Cell) -> Problems:
-    """The model has no validator, which TorchTitan asserts when it starts."""
-    if cell.options["validation.enable"]:
-        reason = f"TorchTitan's {cell.options['model.name']} has no validation"
-        yield "validation.enable", reason, "set it to false"
-
-
 @rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
 def profiled_steps(cell: Cell) -> Problems:
     """The profiler skips, warms up, and then records the last steps of every `profile_freq`."""
