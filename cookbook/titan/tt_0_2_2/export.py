@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
-from cookbook.base.command import run_command
-from cookbook.base.errors import InputError, JobError
+from cookbook.base.errors import InputError, JobError, run_command
 from cookbook.base.files import write_whole
 from cookbook.titan.tt_0_2_2.model_args import flavors
 

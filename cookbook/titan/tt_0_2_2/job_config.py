@@ -92,6 +92,13 @@ class DeepEP:
 
 
 @dataclass
+class Training:
+    max_skipped_steps: int = 0
+    """How many steps may be skipped because the gradients' norm is not finite; the job fails at the
+    next one. 0 skips none, as TorchTitan does."""
+
+
+@dataclass
 class Data:
     files: list[str] = field(default_factory=list)
     """The texts of `training.dataset=text`: globs, files or folders of .jsonl, .json.gz or .parquet
@@ -172,6 +179,9 @@ class JobConfig:
 
     deepep: DeepEP = field(default_factory=DeepEP)
     """For the EP backend `deepep` alone."""
+
+    training: Training = field(default_factory=Training)
+    """What the cookbook adds to `training`."""
 
     data: Data = field(default_factory=Data)
     """The user's own texts."""

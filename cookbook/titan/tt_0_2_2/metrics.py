@@ -31,6 +31,7 @@ from cookbook.base.pipelines import loss_rank
 from cookbook.titan.common.process import StallAlarm
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.attention import observe_attention
+from cookbook.titan.tt_0_2_2.nonfinite import skipped_steps
 from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
 from cookbook.titan.tt_0_2_2.router_load import RouterLoad
 from cookbook.titan.tt_0_2_2.self_check import check_kernels
@@ -49,6 +50,7 @@ _NAMES = {
     "memory/max_reserved(GiB)": "memory_gib",
     "memory/max_reserved(%)": "memory_percent",
     "n_tokens_seen": "tokens_seen",
+    "skipped_steps": "skipped_steps",
     "router_load/busiest_over_mean": "router_busiest_over_mean",
     "router_load/starved_experts": "router_starved_experts",
 }
@@ -136,6 +138,8 @@ class CookbookMetrics(metrics.MetricsProcessor):
         load = self._load.log(self._first_unlogged or step, step)
         self._first_unlogged = None
         extra = {**(extra_metrics or {}), **load}
+        if self.job_config.training.max_skipped_steps:
+            extra["skipped_steps"] = skipped_steps()
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
 
     def _is_metrics_rank(self) -> bool:

@@ -17,6 +17,7 @@ from torchtitan.models.moe import MoEArgs
 from cookbook.titan.tt_0_2_2.attention import choose_attention
 from cookbook.titan.tt_0_2_2.checkpoint import save_when_ranks_agree
 from cookbook.titan.tt_0_2_2.mxfp8 import replace_mx_converters
+from cookbook.titan.tt_0_2_2.nonfinite import watch_gradients
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 
@@ -32,6 +33,7 @@ class ModelArgs(DeepSeekV3ModelArgs):
             )
         replace_mx_converters()
         save_when_ranks_agree()
+        watch_gradients(job_config)
         choose_attention(self, job_config)
         super().update_from_config(job_config, **kwargs)
 

@@ -32,6 +32,8 @@ class RepeatableValidator(Validator):
             job_config=self.job_config, tokenizer=self.tokenizer, **self._place
         )
         processor = self.metrics_processor
+        if (alarm := getattr(processor, "alarm", None)) is not None:
+            alarm.pause()
         tokens, last_log = processor.ntokens_since_last_log, processor.time_last_log
         counts = [
             (module.tokens_per_expert, module.tokens_per_expert.clone())
@@ -46,8 +48,6 @@ class RepeatableValidator(Validator):
             count.copy_(before)
         processor.ntokens_since_last_log = tokens
         processor.time_last_log = last_log + time.perf_counter() - began
-        if (alarm := getattr(processor, "alarm", None)) is not None:
-            alarm.pause()
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[Any]
