@@ -97,7 +97,7 @@ def _pending_scripts() -> list[str]:
 
 def show_logs(arguments: argparse.Namespace) -> int:
     """Print the log of a cell's last attempt; with -f, go on until the cell has ended."""
-    run, cell = _named_cell(arguments.cell)
+    run, cell = named_cell(arguments.cell)
     log = cell.newest_log()
     while log is None and arguments.follow and not _state(run, cell).has_ended:
         time.sleep(POLL_S[run.scheduler])
@@ -125,7 +125,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
             log, offset = newest, 0
 
 
-def _named_cell(name: str | None) -> tuple[Run, CellFolder]:
+def named_cell(name: str | None) -> tuple[Run, CellFolder]:
     """Find RUN/CELL, CELL of the newest run, RUN (its running cell), or the newest run's."""
     # A shell's completion ends a folder's name with a slash.
     name = name.rstrip("/") if name else None

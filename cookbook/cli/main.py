@@ -168,6 +168,21 @@ def build_parser() -> argparse.ArgumentParser:
     report = verb("report", "print the results of a run, and make its page", "results:show_report")
     report.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     report.add_argument("--format", choices=("md", "json", "html"), default="md")
+    export = verb("export", "write a cell's weights for transformers", "training:export_weights")
+    export.add_argument("cell", metavar="RUN/CELL")
+    export.add_argument("--to", metavar="FOLDER", required=True, help="a new folder")
+    export.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of all tensors but the routing bias (default: bfloat16)",
+    )
+    export.add_argument("--step", metavar="N", type=int, help="the newest where none is named")
+    data = verb("data", "count the documents and tokens of text files", "training:count_texts")
+    data.add_argument("files", metavar="FILES", nargs="+", help="globs, files or folders")
+    data.add_argument("--tokenizer", metavar="FOLDER", required=True)
+    data.add_argument("--text-key", metavar="KEY", default="text")
+    data.add_argument("--seq-len", metavar="N", type=int, default=8192)
     compare = verb(
         "compare",
         "compare two runs; status 1 where a cell got slower",

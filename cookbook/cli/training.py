@@ -1,0 +1,88 @@
+"""Weights out and texts in: the verbs `export` and `data`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cookbook.base.errors import InputError
+from cookbook.base.paths import ROOT
+from cookbook.base.text_files import find_sources, read_windows
+from cookbook.cli.follow import named_cell
+from cookbook.config.stack import load_stack
+from cookbook.run.checkpoints import read_checkpoint, saved_steps
+from cookbook.run.record import read_record
+
+
+def export_weights(arguments: argparse.Namespace) -> int:
+    """Write a cell's newest whole checkpoint, or that of `--step`, as safetensors files."""
+    run, cell = named_cell(arguments.cell)
+    record, stack = read_record(cell.record).newest, load_stack()
+
+    def option(name: str) -> Any:
+        return record.options.get(name, stack.options[name].default)
+
+    folder = cell.path / option("checkpoint.folder")
+    saved = dict(saved_steps(folder))
+    whole = [step for step, path in saved.items() if read_checkpoint(step, path).damage is None]
+    place = f"{run.name}/{cell.name}"
+    if not whole:
+        remedy = "train with checkpoint.enable: true; the last step is always saved"
+        raise InputError(place, "has no whole checkpoint", remedy)
+    step = arguments.step if arguments.step is not None else max(whole)
+    if step not in whole:
+        allowed = ", ".join(map(str, sorted(whole)))
+        raise InputError("--step", f"found {step}, allowed: {allowed}")
+    if find_spec("torch") is None:
+        raise InputError(place, "exports with torch, which is not installed", "run: bash setup.sh")
+    request = {
+        "checkpoint": str(saved[step].resolve()),
+        "to": str(Path(arguments.to).resolve()),
+        "flavor": option("model.flavor"),
+        "seq_len": option("training.seq_len"),
+        "dtype": arguments.dtype,
+        "tokenizer": str(ROOT / (option("model.hf_assets_path") or "")),
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(request, file)
+        file.flush()
+        command = [sys.executable, "-m", f"{stack.hooks}.export", file.name]
+        return subprocess.run(command, cwd=ROOT).returncode
+
+
+def count_texts(arguments: argparse.Namespace) -> int:
+    """Print how many documents and tokens text files hold, and how long the documents are."""
+    if find_spec("tokenizers") is None:
+        raise InputError("data", "counts with tokenizers, which is not installed", "bash setup.sh")
+    import numpy
+    from tokenizers import Tokenizer
+
+    path = Path(arguments.tokenizer)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise InputError("--tokenizer", f"{path} is not there", "name a folder with tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(path))
+    lengths: list[int] = []
+    for source in find_sources(arguments.files):
+        for file in source.files:
+            for window in read_windows(file, arguments.text_key):
+                texts = [document.text(arguments.text_key) for document in window]
+                # TorchTitan adds one token before and one behind each document.
+                lengths += [len(found.ids) + 2 for found in tokenizer.encode_batch(texts)]
+    counts = numpy.array(lengths)
+    mean, median = round(counts.mean()), round(float(numpy.median(counts)))
+    long = counts[counts > arguments.seq_len].sum() / counts.sum()
+    print(
+        f"documents  {len(counts):,}\n"
+        f"tokens     {counts.sum():,}\n"
+        f"length     mean {mean:,}, median {median:,}, longest {counts.max():,} tokens\n"
+        f"           {long:.0%} of the tokens are in documents longer than {arguments.seq_len:,}\n"
+        f"predict with them: python submit.py plan RECIPE --documents {mean}:{median}"
+    )
+    return 0
