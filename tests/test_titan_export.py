@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,11 +136,11 @@ def test_transformers_computes_the_same_logits(
     seq_len: int, checkpoint: tuple[Path, Any], tmp_path: Path
 ) -> None:
     import torch
+    import transformers
     from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
     from cookbook.titan.tt_0_2_2.export import export
 
-    transformers = pytest.importorskip("transformers")
     folder, model = checkpoint
     export(request(folder, tmp_path / "hf", seq_len=seq_len))
     # Positions are scaled where training is longer than the original 4,096.
@@ -195,7 +196,7 @@ def test_wrong_requests_are_refused(
     with pytest.raises(InputError, match="is not empty"):
         export.export(request(folder, tmp_path / "c"))
     with monkeypatch.context() as patch, pytest.raises(JobError, match="GB are free"):
-        patch.setattr(export.shutil, "disk_usage", lambda path: type("D", (), {"free": 10}))
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
         export.export(request(folder, tmp_path / "d"))
     data = next(folder.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:5000])

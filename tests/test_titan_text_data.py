@@ -51,7 +51,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loader(files: Sequence[str], rank: int = 0, world: int = 1, workers: int = 0, seed: int = 7):
+def loader(
+    files: Sequence[str], rank: int = 0, world: int = 1, workers: int = 0, seed: int = 7
+) -> Any:
     from torchtitan.config.job_config import Training
 
     from cookbook.titan.tt_0_2_2.text_data import build_dataloader

@@ -87,7 +87,7 @@ def save(folder: Path, shapes: dict[str, list[int]], index: bool = True) -> None
 
 
 def shapes_of(flavor: str, **changes: int) -> dict[str, list[int]]:
-    args = STACK.model_args["deepseek_v3"][flavor] | changes
+    args = {**STACK.model_args["deepseek_v3"][flavor], **changes}
     norms = {f"model.layers.{n}.input_layernorm.weight": [1] for n in range(args["n_layers"])}
     return {"model.embed_tokens.weight": [args["vocab_size"], args["dim"]]} | norms
 

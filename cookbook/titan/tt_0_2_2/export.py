@@ -212,7 +212,7 @@ def read_parts(
         items += create_read_items_for_chunk_list(part.fqn, saved, [chunk])
         targets[part.fqn, part.first] = torch.empty(shape, dtype=part.dtype)
     try:
-        reader.read_data(LoadPlan(items), _Target(targets)).wait()  # type: ignore[arg-type]
+        reader.read_data(LoadPlan(items), _Target(targets)).wait()
     except Exception as error:
         files = {str(reader.storage_data[item.storage_index].relative_path) for item in items}
         raise JobError(

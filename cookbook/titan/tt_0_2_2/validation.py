@@ -23,7 +23,8 @@ class RepeatableValidator(Validator):
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, **parts: Any) -> None:
         # Not Validator's: it builds a loader of TorchTitan's own data sets.
         BaseValidator.__init__(self, job_config)
-        vars(self).update(parts)
+        for name, part in parts.items():
+            setattr(self, name, part)
         self._place = {"dp_world_size": dp_world_size, "dp_rank": dp_rank}
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
