@@ -84,6 +84,7 @@ def _missing(cell: Cell) -> Iterator[Finding]:
             yield Finding(ERROR, "files", name, f"{shown} is not there", remedy)
         elif name == "training.dataset_path" and not path.is_dir():
             yield Finding(ERROR, "files", name, f"{shown} is a file, allowed: a folder", remedy)
+    yield from training.training_files(cell)
     # A container has packages of its own.
     if cell.cluster.container is not None:
         return
