@@ -17,8 +17,8 @@ from cookbook.launch.executor import submit_run
 from cookbook.run.run import Run
 from cookbook.run.states import cancel_run, cell_states
 from cookbook.run.status import read_job
+from tests.made_up_run import metrics_line
 from tests.slurm_cluster import Settings, SlurmCluster
-from tests.test_results import metrics_line
 
 LOG_LINE = metrics_line(3).strip()
 # A machine with much to do needs longer than usual to start a job, and to let it say a last word.

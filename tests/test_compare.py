@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.made_up_run import Run, metrics_line
 from tests.submit import Answer, submit
-from tests.test_results import Run, metrics_line
 
 
 def log_of(tps: float, steps: int = 40, seed: int = 0, length: float | None = None) -> str:

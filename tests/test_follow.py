@@ -21,7 +21,7 @@ from cookbook.run.run import read_run
 from cookbook.run.slurm import JobInfo
 from cookbook.run.status import write_job
 from cookbook.run.submit_lock import take_submit_lock
-from tests.test_results import Run, metrics_line
+from tests.made_up_run import Run, metrics_line
 
 Happen = Callable[[], object]
 

@@ -22,8 +22,8 @@ from cookbook.results.report import notes
 from cookbook.results.result import render_json
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
+from tests.made_up_run import Run, metrics_line
 from tests.submit import submit
-from tests.test_results import Run, metrics_line
 
 
 def smoke() -> list[Cell]:

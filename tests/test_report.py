@@ -281,7 +281,7 @@ def test_conditions_show_what_differs_and_share_the_rest(full: Path) -> None:
 
 def test_the_newest_environment_counts_and_nothing_is_json(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=1000)
-    newest = folder / f"671b-{RESTARTED}" / "attempt-1" / "environment.json"
+    newest = folder / f"671b-{RESTARTED}" / "attempt-2" / "environment.json"
     check = {"worst": 0.4, "worst_kernel": "rows", "shapes": [1, 2]}
     content = json.loads(newest.read_text()) | {"nodes": ["worker-7"], "self_check": check}
     newest.write_text(json.dumps(content))

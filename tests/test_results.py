@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,95 +12,15 @@ import yaml
 
 from cookbook.base.paths import ROOT
 from cookbook.base.schema import Unchecked
-from cookbook.results.collect import collect_results
 from cookbook.results.report import facts, notes
-from cookbook.results.result import Result, RunResults
 from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
-from cookbook.run.run import read_run
-from cookbook.run.states import cell_states
 from cookbook.run.submit_lock import take_submit_lock
+from tests.made_up_run import Run, metrics_line
 
 LOGS = Path(__file__).parent / "logs"
 PP = "parallelism.pipeline_parallel_degree"
-
-
-def metrics_line(
-    step: int, rank: int | None = 0, loss: str = "3.5", tps: str = "100", memory: str = "10.00"
-) -> str:
-    prefix = "" if rank is None else f"[rank{rank}]:"
-    return (
-        f"{prefix}[titan] 2026-11-20 18:29:22,279 - root - INFO - step: {step:2}  loss: {loss}  "
-        f"grad_norm:  1.0000  memory: {memory}GiB(5.00%)  tps: {tps}  tflops: 2.00  mfu: 3.00%\n"
-    )
-
-
-class Run:
-    """A run directory under construction."""
-
-    def __init__(self, folder: Path, baseline: str | None = "base") -> None:
-        self.folder = folder / "matrix-20261120-182922"
-        self.baseline = baseline
-        self.cells: list[str] = []
-
-    def add(
-        self,
-        name: str,
-        *attempts: str,
-        state: str | None = "finished",
-        reason: str | None = None,
-        **cell: Any,
-    ) -> Path:
-        """A cell whose attempts have these console logs."""
-        folder = self.folder / name
-        folder.mkdir(parents=True)
-        self.cells.append(name)
-        described = {
-            "name": name,
-            "recipe": "debug",
-            "precision": "bf16",
-            "ep_backend": "standard",
-            "nodes": 1,
-            "ranks_per_node": 2,
-            "device": "cuda",
-            "emulated": False,
-            "options": {"training.steps": 20},
-        }
-        (folder / "cell.yaml").write_text(yaml.safe_dump(described | cell))
-        if state is not None:
-            status = {"state": state, "reason": reason}
-            (folder / "status.json").write_text(json.dumps(status))
-        for number, log in enumerate(attempts, start=1):
-            attempt = folder / f"attempt-{number}"
-            attempt.mkdir()
-            (attempt / "train.log").write_text(log)
-            # The hooks log this, and write the same into the attempt's folder.
-            if active := re.findall(r"cookbook active: (.*)", log):
-                (attempt / "environment.json").write_text(active[-1])
-        return folder
-
-    def collect(self, **statuses: tuple[str, str | None]) -> RunResults:
-        run = {
-            "run": self.folder.name,
-            "scheduler": "local",
-            "sweep": "matrix",
-            "baseline": self.baseline,
-            "cells": self.cells,
-        }
-        (self.folder / "run.json").write_text(json.dumps(run))
-        read = read_run(self.folder)
-        states = [
-            replace(state, state=statuses[state.cell][0], reason=statuses[state.cell][1])
-            if state.cell in statuses
-            else state
-            for state in cell_states(read)
-        ]
-        return collect_results(read, states)
-
-    def only(self) -> Result:
-        (cell,) = self.collect().cells
-        return cell
 
 
 @pytest.fixture

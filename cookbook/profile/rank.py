@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,22 +34,18 @@ _IS_COMMUNICATION = np.array([category.kind == COMMUNICATION for category in CAT
 
 @dataclass(frozen=True)
 class GemmRate:
-    """How fast GEMMs of one kind ran.
-
-    Attributes:
-        ms: a step's time in all of them; `known_ms`: in those whose shapes are known.
-        tflops: per second; None where no shape is known.
-        peak_share: of the card's peak for their inputs' format; None where that is unknown.
-    """
+    """The speed of GEMMs of one kind; None where no shape, or no peak of the card, is known."""
 
     ms: float
     known_ms: float
+    """A step's time in those whose shapes are known."""
     tflops: float | None
+    """Per second."""
     peak_share: float | None
+    """Of the card's peak for their inputs' format."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A communication kernel; other ranks' calls match by category, step and key. Microseconds."""
 
     category: str
@@ -175,17 +171,15 @@ def step_windows(trace: Trace, kernels: Column) -> list[float]:
     if not trace.steps:
         source = kernels if len(kernels) else trace.host
         return [float(source.start.min()), float(source.end.max())]
-    boundaries = [trace.steps[0].start]
     finished = trace.steps[0].start
-    for number, step in enumerate(trace.steps):
-        own = np.flatnonzero((step.start <= kernels.launched) & (kernels.launched < step.end))
-        if number:
-            boundaries.append(max(step.start, finished))
-        elif len(own) and trace.on_gpu:
-            first = own[0]
-            if kernels.start[first] - kernels.launched[first] > _QUEUED_US:
-                boundaries[0] = float(kernels.start[first])
-        finished = max([finished, *kernels.end[own].tolist()])
+    boundaries = []
+    for step in trace.steps:
+        own = kernels[(step.start <= kernels.launched) & (kernels.launched < step.end)]
+        boundaries.append(max(step.start, finished))
+        is_first = len(boundaries) == 1 and len(own) > 0 and trace.on_gpu
+        if is_first and own.start[0] - own.launched[0] > _QUEUED_US:
+            boundaries[0] = float(own.start[0])
+        finished = max([finished, *own.end.tolist()])
     last = trace.steps[-1].end
     return [*boundaries, max(last, finished) if trace.on_gpu else last]
 

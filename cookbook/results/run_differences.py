@@ -23,6 +23,7 @@ _MOST_NODES = 4
 # The configuration has these; an active feature of that name may be another thing.
 _ASKED = frozenset({"precision", "ep_backend", "loss"})
 # Facts that differ from run to run, or that a comparison shows elsewhere.
+_DURATION = "self check seconds"
 _NOISE = re.compile(r"nodes$|gpu$|self check |mean attended length$")
 _KINDS = {
     "training.dataset": "the texts: ",
@@ -52,7 +53,11 @@ def configuration(results: RunResults) -> Conditions:
 
 def environment(results: RunResults) -> Conditions:
     """Return versions, GPUs, driver and nodes of the cells that have come to their first step."""
-    seen = {cell.name: cell.seen for cell in results.cells if cell.seen}
+    seen = {
+        cell.name: {name: value for name, value in cell.seen.items() if name != _DURATION}
+        for cell in results.cells
+        if cell.seen
+    }
     found = _conditions("fact", seen)
     commit = results.run.commit
     shared = (("commit of the cookbook", commit), *found.shared) if commit else found.shared
@@ -101,10 +106,10 @@ def _conditions(title: str, cells: Mapping[str, Mapping[str, str]]) -> Condition
     shared, differing = [], []
     for name in names:
         values = [facts.get(name, UNKNOWN) for facts in cells.values()]
-        if len(set(values)) == 1:
-            shared.append((name, values[0]))
-        else:
+        if len(set(values)) > 1:
             differing.append((name, *values))
+        elif values[0] != UNKNOWN:
+            shared.append((name, values[0]))
     table = Table((title, *cells), tuple(differing), "l" * (1 + len(cells)))
     return Conditions(tuple(shared), table if differing else None, any(cells.values()))
 

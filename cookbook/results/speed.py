@@ -39,8 +39,7 @@ class Throughput:
     warm_up_steps: int
     """Logged steps that are left out before them, over all attempts."""
     stalls: tuple[int, ...]
-    """The logged steps that took 1.5 times as long as the median one of their run, or more; of
-    several runs those of one behind those of the other."""
+    """Logged steps of 1.5 times the median time of their run or more, run by run."""
     stall_share: float
     """Part of the measured time that stalls took beyond the median: 0 to 1."""
 
@@ -140,6 +139,19 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
     return _speed_up(mean, spread_about(mean, ratios), REPEATS, len(ratios))
 
 
+def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
+    """Return the speed-up from at least two repeats of each, not measured in turn.
+
+    Both share one variance.
+    """
+    logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
+    ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+    freedom = len(own) + len(reference) - 2
+    squares = sum(statistics.variance(found) * (len(found) - 1) for found in logs)
+    error = math.sqrt(squares / freedom * (1 / len(own) + 1 / len(reference)))
+    return _speed_up(ratio, Spread(error, freedom), REPEATS, min(len(own), len(reference)))
+
+
 def _alike(own: Sequence[float], reference: Sequence[float], ratio: float) -> float:
     """Return the autocorrelation of the steps' ratio, or of each run's own where they do not pair.
 
@@ -155,19 +167,6 @@ def _alike(own: Sequence[float], reference: Sequence[float], ratio: float) -> fl
     )
 
 
-def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
-    """Return the speed-up from at least two repeats of each, not measured in turn.
-
-    Both share one variance.
-    """
-    logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
-    ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
-    freedom = len(own) + len(reference) - 2
-    squares = sum(statistics.variance(found) * (len(found) - 1) for found in logs)
-    error = math.sqrt(squares / freedom * (1 / len(own) + 1 / len(reference)))
-    return _speed_up(ratio, Spread(error, freedom), REPEATS, min(len(own), len(reference)))
-
-
 def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> SpeedUp:
     if spread is None:
         return SpeedUp(math.exp(ratio), None, None, None, basis, num)
@@ -178,7 +177,7 @@ def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> Spee
 
 
 def _with_speed(steps: Iterable[StepMetrics]) -> list[tuple[int, float]]:
-    """Return the steps that have a speed, with it."""
+    """Return the steps that have a speed, and their speeds."""
     return [
         (step.step, step.tokens_per_second)
         for step in steps
