@@ -84,3 +84,15 @@ def test_what_cannot_run_here_is_refused_with_its_reason() -> None:
 def test_a_value_that_fits_no_layout_is_an_error_of_the_input() -> None:
     with pytest.raises(InputError, match="expert_parallel_degree: 3 does not divide"):
         again(debug().record(), parallelism__expert_parallel_degree=3)
+
+
+def test_more_steps_keep_the_schedule_of_the_learning_rate() -> None:
+    total = "lr_scheduler.total_steps"
+    first = asked(debug(), training__steps=10)
+    assert again(first).options[total] is None
+    longer = again(first, training__steps=30)
+    assert (longer.steps, longer.options[total]) == (30, 10)
+    longest = again(first.changed(1, longer.record()), training__steps=50)
+    assert (longest.steps, longest.options[total]) == (50, 10)
+    stretched = again(first, training__steps=30, lr_scheduler__total_steps=30)
+    assert stretched.options[total] == 30

@@ -43,6 +43,7 @@ TEXTS = {"training.dataset": "text"}
             "is empty",
         ),
         ("debug", ON | {f"{C}.folder": "s3://bucket/x"}, f"{C}.folder", "found s3://bucket/x"),
+        ("debug", ON | {f"{C}.folder": "../mine"}, f"{C}.folder", "leaves the cell's folder"),
         ("debug", {f"{C}.initial_load_in_hf": True}, f"{C}.initial_load_in_hf", "no effect"),
         (
             "debug",
@@ -167,3 +168,12 @@ def test_relative_texts_start_at_the_cookbook(tmp_path: Path, monkeypatch: Any) 
     (tmp_path / "README.jsonl").write_text('{"text": "x"}\n')
     (found,) = faults(TEXTS | {f"{D}.files": ["README.jsonl"]})
     assert "matches no file" in found and not (ROOT / "README.jsonl").exists()
+
+
+def test_cells_share_no_absolute_checkpoint_folder() -> None:
+    cells = [
+        cell_of("debug", ON | {f"{C}.folder": "/data/mine"}, cluster="local", precision=precision)
+        for precision in ("bf16", "mxfp8")
+    ]
+    folders = [cell.options[f"{C}.folder"] for cell in cells]
+    assert folders == [f"/data/mine/{cell.name}" for cell in cells]

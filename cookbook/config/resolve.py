@@ -67,7 +67,13 @@ def resolve_cell(
             f"its name has {len(name)} characters, allowed: {_CELL_NAME_CHARACTERS}",
             "vary less, or shorten the names",
         )
-    return _judged(replace(cell, name=name, published=published_number(cell)))
+    cell = replace(cell, name=name, published=published_number(cell))
+    folder = "checkpoint.folder"
+    if cell.options[folder].startswith("/"):
+        # Cells that share a folder would continue each other's checkpoints.
+        own = Setting(f"{cell.options[folder]}/{name}", cell.options.origin(folder))
+        cell = replace(cell, options=cell.options.override({folder: own}))
+    return _judged(cell)
 
 
 def _judged(cell: Cell) -> Cell:
@@ -195,6 +201,10 @@ def cell_from_record(
         option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
         for option, value in newest.asked_options.items()
     }
+    total = "lr_scheduler.total_steps"
+    if "training.steps" in overrides and total not in settings and newest.steps is not None:
+        # Another number of steps must not bend the learning rate.
+        settings[total] = Setting(newest.steps, f"{place}: training.steps")
     with named_at(place):
         recipe, cluster = load_recipe(parts[0]), load_cluster(parts[3])
         precision, ep_backend = load_precision(parts[1]), load_ep_backend(parts[2])

@@ -71,6 +71,10 @@ def addresses(cell: Cell) -> Problems:
         if value and "://" in value:
             remedy = "mount the store and name a path on it"
             yield name, f"found {value}, allowed: a path of a file system", remedy
+    folder = cell.options["checkpoint.folder"]
+    if ".." in Path(folder).parts:
+        reason = f"found {folder}, which leaves the cell's folder, where it starts"
+        yield "checkpoint.folder", reason, "name an absolute path; each cell gets a folder in it"
 
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)

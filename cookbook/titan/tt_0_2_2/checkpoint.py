@@ -74,6 +74,9 @@ class CheckpointPolicy:
         # Before a stop as at any other step: TorchTitan may save its last step without optimizer,
         # and over NCCL, whose timeout is shorter than a large save takes.
         self._save(curr_step, last_step=last_step)
+        if last_step:
+            # TorchTitan counts no last step among the `keep_latest_k`.
+            self.manager._purge_stale_checkpoints()
         if stops:
             self._stop(curr_step)
 

@@ -31,7 +31,7 @@ from cookbook.base.pipelines import loss_rank
 from cookbook.titan.common.process import StallAlarm
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.attention import observe_attention
-from cookbook.titan.tt_0_2_2.nonfinite import skipped_steps
+from cookbook.titan.tt_0_2_2.optimizer import skipped_steps
 from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
 from cookbook.titan.tt_0_2_2.router_load import RouterLoad
 from cookbook.titan.tt_0_2_2.self_check import check_kernels

@@ -17,7 +17,7 @@ from torchtitan.models.moe import MoEArgs
 from cookbook.titan.tt_0_2_2.attention import choose_attention
 from cookbook.titan.tt_0_2_2.checkpoint import save_when_ranks_agree
 from cookbook.titan.tt_0_2_2.mxfp8 import replace_mx_converters
-from cookbook.titan.tt_0_2_2.nonfinite import watch_gradients
+from cookbook.titan.tt_0_2_2.optimizer import watch_gradients
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 

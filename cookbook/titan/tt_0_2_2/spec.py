@@ -12,7 +12,7 @@ Some things have no door. Each is replaced in one place, which says why:
 - functions that TorchAO's emulation calls: `mxfp8.py`, where a job uses them
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
 - when a checkpoint is saved, whether another step follows, how failures are named: `checkpoint.py`
-- clipping, which knows whether gradients are finite: `nonfinite.py`, where a job asks for it
+- clipping, which knows whether gradients are finite: `optimizer.py`, where a job asks for it
 - the end of the process: `common/process.py`
 """
 
@@ -27,7 +27,7 @@ from cookbook.titan.tt_0_2_2.attention import DeepSeekV3ModelWithAttention
 from cookbook.titan.tt_0_2_2.loss import build_loss
 from cookbook.titan.tt_0_2_2.metrics import build_metrics_processor
 from cookbook.titan.tt_0_2_2.model_args import flavors
-from cookbook.titan.tt_0_2_2.nonfinite import build_optimizers
+from cookbook.titan.tt_0_2_2.optimizer import build_lr_schedulers, build_optimizers
 from cookbook.titan.tt_0_2_2.parallelize import parallelize
 from cookbook.titan.tt_0_2_2.text_data import build_dataloader
 from cookbook.titan.tt_0_2_2.validation import build_validator
@@ -54,6 +54,8 @@ def changed_spec() -> TrainSpec:
         build_metrics_processor_fn=build_metrics_processor,
         # Steps whose gradients are not finite can be skipped.
         build_optimizers_fn=build_optimizers,
+        # A resumed run with more steps keeps its schedule.
+        build_lr_schedulers_fn=build_lr_schedulers,
         # The user's own texts.
         build_dataloader_fn=build_dataloader,
         # TorchTitan's DeepSeek-V3 has none.

@@ -1,8 +1,11 @@
-"""Skip a step whose gradients are not finite, instead of turning all weights into NaN.
+"""Skip steps whose gradients are not finite, and keep the learning rate beyond its schedule.
 
 TorchTitan clips by the norm of all ranks' gradients and steps whatever the norm is. There is no
 door for this: its clipping function is replaced to see the norm, and the optimizers' `step` to
 leave the weights, the moments and the routing bias as they are.
+
+A run that is resumed with more steps keeps the schedule it began with (`lr_scheduler.total_steps`).
+TorchTitan's rate turns negative, or rises again, after the end of a schedule.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 import torchtitan.distributed.utils as dist_utils
+from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.tools.logging import logger
 
@@ -68,3 +72,14 @@ def build_optimizers(*args: Any, **kwargs: Any) -> Any:
 def _clip_and_note(*args: Any, **kwargs: Any) -> torch.Tensor:
     _Watch.norm = _clip(*args, **kwargs)
     return _Watch.norm
+
+
+def build_lr_schedulers(optimizers: Any, lr_scheduler_config: Any, training_steps: int) -> Any:
+    """Return TorchTitan's schedulers, whose rate stays at that of the schedule's last step."""
+    schedulers = titan_lr_schedulers(optimizers, lr_scheduler_config, training_steps)
+    last = (lr_scheduler_config.total_steps or training_steps) - 1
+    for scheduler in schedulers:
+        scheduler.lr_lambdas = [
+            lambda step, own=own: own(min(step, last)) for own in scheduler.lr_lambdas
+        ]
+    return schedulers

@@ -58,3 +58,26 @@ def test_bad_steps_are_skipped_counted_and_limited(tmp_path: Path) -> None:
     lines = (tmp_path / "skipped/attempt-1/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["skipped_steps"] for line in lines] == [0, 1, 1, 1]
     assert all("2 of training.max_skipped_steps=1" in one["error"] for one in found["limit"])
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "cosine"])
+def test_the_rate_stays_at_the_end_of_its_schedule(decay_type: str) -> None:
+    import torch
+    from torchtitan.config.job_config import LRScheduler
+
+    from cookbook.titan.tt_0_2_2.optimizer import build_lr_schedulers
+
+    def rates(steps: int, total: int | None) -> list[float]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        config = LRScheduler(warmup_steps=2, total_steps=total, decay_type=decay_type)
+        config.min_lr_factor = 0.1
+        schedulers = build_lr_schedulers([optimizer], config, steps)
+        found = []
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedulers.step()
+        return found
+
+    assert rates(10, 6)[:6] == rates(6, None)
+    assert rates(10, 6)[6:] == [rates(6, None)[-1]] * 4
