@@ -28,7 +28,9 @@ def start() -> int:
     python = venv / "bin/python"
     set_up = f"run: bash {shlex.quote(str(root / 'setup.sh'))}"
     # `python submit.py` works without activating what setup.sh made.
-    if python.exists() and Path(sys.prefix).resolve() != venv.resolve():
+    # A link that is there, wherever it leads: its target may be in another user's private home.
+    has_python = os.path.lexists(str(python))
+    if has_python and Path(sys.prefix).resolve() != venv.resolve():
         if is_second_start:
             found = f"does not run in this environment, but in {sys.prefix}"
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from cookbook.cli.display import (
     Progress,
     bar,
     describe_cell,
-    render_rows,
     sparkline,
     summarize,
 )
@@ -204,15 +202,3 @@ def test_graphs_of_one_line() -> None:
     # Half the speed is half the height, however little the others differ.
     assert sparkline([4.0, 8.0], is_ascii=False) == "▅█"
     assert sparkline([0.0, 0.0], is_ascii=True) == "__"
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_rows_wrap_between_words_only(width: int) -> None:
-    path = "/a/very/long/path/that-is-longer-than-any-column/of-a-narrow-terminal"
-    reason = f"needs CUDA GPUs, and {path} is not there"
-    text = render_rows([["名 a", "refused", reason], ["b", "finished", ""]], width, indent=2)
-    lines = text.splitlines()
-    assert lines[0].startswith("  名 a  refused   needs CUDA") and lines[-1] == "  b     finished"
-    assert path in text and len(re.findall("^ {17}", text, re.MULTILINE)) >= 1
-    assert all(cell_len(line) <= width for line in lines if path not in line)
-    assert len(render_rows([["a", reason]]).splitlines()) == 1

@@ -37,7 +37,7 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
     [
         ("/dev/full", "No space left on device"),
         ("{folder}", "Is a directory"),
-        ("{folder}/file/x.sh", "Not a directory"),
+        ("{folder}/file/x.sh", "File exists"),
     ],
 )
 def test_what_cannot_be_written_is_named(tmp_path: Path, path: str, reason: str) -> None:

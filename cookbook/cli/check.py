@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cookbook.base.errors import unknown_name
+from cookbook.base.tables import terminal_width
 from cookbook.check.check import check_cells
 from cookbook.check.report import render_json, render_text
-from cookbook.cli.display import terminal_width
 from cookbook.cli.request import requested_cell, requested_sweep
 from cookbook.config.cell import Cell
 from cookbook.config.finding import WARNING

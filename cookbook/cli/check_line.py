@@ -1,7 +1,7 @@
-"""The verb `check-line`: an sbatch line judged before it waits in the queue.
+"""The verb `check-line`: validate an sbatch command without submitting it.
 
-The script itself is run, up to its own check, so that an edited copy is judged by what it says. A
-script without that check would train here, or do anything else, so it is refused and never run.
+It runs the script itself up to its own check, so that edited copies count. A script without that
+check would train here, or do anything else, so it is refused and never run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cookbook.run.slurm import node_groups, submit_environment
 from cookbook.supervise.__main__ import CHECKED
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-# Lines of every rendered script: by these it asks whether it may run, and ends where it may not.
+# Lines of every rendered script, by which it asks whether it may run.
 _CHECKS = (
     "set -euo pipefail",
     'JOB=("${VENV}/bin/python" -m cookbook.supervise)',
@@ -44,7 +44,7 @@ class _Line:
 
 
 def check_line(arguments: argparse.Namespace) -> int:
-    """Say whether the job that an sbatch line asks for may run."""
+    """Return 0 if the job that an sbatch line asks for may run."""
     line = _parse(arguments.line)
     text = line.script.read_text(encoding="utf-8", errors="replace")
     _refuse_another(line.script, text.splitlines())
@@ -98,7 +98,7 @@ def _parse(line: Sequence[str]) -> _Line:
 
 
 def _refuse_another(script: Path, content: Sequence[str]) -> None:
-    """Refuse what is no script of the cookbook: one that does not ask before it trains."""
+    """Refuse scripts that do not ask before they train: they are not the cookbook's."""
     lines = [line.strip() for line in content]
     if content[:1] == ["#!/bin/bash"] and all(check in lines for check in _CHECKS):
         return
@@ -110,7 +110,7 @@ def _refuse_another(script: Path, content: Sequence[str]) -> None:
 
 
 def _header(script: Path, content: Sequence[str]) -> Iterator[str]:
-    """The options of the `#SBATCH` lines; sbatch reads none below the first command."""
+    """Return the options of the `#SBATCH` lines; sbatch reads none below the first command."""
     command = 0
     for number, text in enumerate(content, 1):
         if text.startswith("#SBATCH "):
@@ -136,7 +136,7 @@ def _refuse_misspelt(variables: dict[str, str], script: str) -> None:
 
 
 def _value(options: Sequence[str], name: str) -> str:
-    """The last value of an sbatch option."""
+    """Return the last value of an sbatch option."""
     found, short = "", _SHORT[name]
     for word, following in itertools.pairwise([*options, ""]):
         if word.startswith(f"{name}="):
@@ -149,7 +149,7 @@ def _value(options: Sequence[str], name: str) -> str:
 
 
 def _gpus_per_node(options: Sequence[str], nodes: int) -> int | None:
-    """GPUs that the job has on each node, by whichever option says so; None where none does."""
+    """Return the GPUs on each node, from whichever option names them; None if none does."""
     per_node = _value(options, "--gpus-per-node") or _value(options, "--gres").removeprefix("gpu:")
     count, total = per_node.rpartition(":")[2], _value(options, "--gpus").rpartition(":")[2]
     if count.isdigit() and not total:
@@ -158,7 +158,7 @@ def _gpus_per_node(options: Sequence[str], nodes: int) -> int | None:
 
 
 def _ask_slurm(line: _Line, variables: dict[str, str]) -> int:
-    """Let Slurm say whether it would take the job, where there is a Slurm that answers."""
+    """Ask Slurm whether it would take the job, if there is a Slurm that answers."""
     if not has_slurm() or not node_groups():
         print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
         return 0

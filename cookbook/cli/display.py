@@ -1,16 +1,13 @@
-"""Tables and the progress of a run's cells: a picture redrawn in place, or lines off a terminal."""
+"""The progress of a run's cells: a picture redrawn in place, or lines off a terminal."""
 
 from __future__ import annotations
 
-import shutil
-import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TextIO
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -33,37 +30,7 @@ _COLUMNS = {
 # Those that a narrow terminal drops, in order.
 _SPARE = ("elapsed", "sparks", "loss", "speed", "note", "left", "bar")
 _BAR = 10
-# A last column that is narrower than this is hard to read; the line grows too long instead.
-_NARROWEST = 20
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
-
-
-def terminal_width() -> int | None:
-    """Return the columns of standard output; None for a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def render_rows(rows: Sequence[Sequence[str]], width: int | None = None, indent: int = 0) -> str:
-    """Return rows as aligned lines.
-
-    Args:
-        width: the last column wraps between words so that lines fit; None for no limit.
-        indent: spaces before each line.
-    """
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)][:-1]
-    start = indent + sum(column + 2 for column in widths)
-    room = max(width - start, _NARROWEST) if width else None
-    lines = []
-    for *cells, last in rows:
-        head = " " * indent + "".join(
-            set_cell_size(cell, column + 2) for cell, column in zip(cells, widths, strict=True)
-        )
-        if room is None or cell_len(last) <= room:
-            parts = [last]
-        else:
-            parts = textwrap.wrap(last, room, break_long_words=False, break_on_hyphens=False)
-        lines += [head + parts[0], *(" " * start + part for part in parts[1:])]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from pathlib import Path
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.gpus import has_slurm
 from cookbook.base.paths import runs_folder
+from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.display import CellProgress, Progress, render_rows, terminal_width
+from cookbook.cli.display import CellProgress, Progress
 from cookbook.cli.results import print_report
 from cookbook.observe.console import Phase, StepMetrics
 from cookbook.observe.history import collect_history
@@ -58,7 +59,7 @@ def show_status(arguments: argparse.Namespace) -> int:
             [state.cell, state.state, job, step or progress.phase or "", state.reason or ""]
         )
     if rows:
-        print(render_rows(rows, terminal_width()))
+        print(text_table(rows, width=terminal_width()))
     for cell in run.cells:
         for resumption in read_resumptions(cell.attempts()):
             for line in resumption.lines:

@@ -11,15 +11,14 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.paths import RECIPES
+from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.display import render_rows
 from cookbook.cli.request import requested_cell, write_output
 from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.names import KINDS, check_name, find_file, names_in
 from cookbook.config.overlay import Kind, load_overlay
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sweep import load_sweep
-from cookbook.launch.render import render_script
 from cookbook.run.record import shown_with_places
 
 # Top-level keys that only the original may have; they go with the comment above them.
@@ -54,7 +53,7 @@ def list_all(arguments: argparse.Namespace) -> int:
     }
     # One table, so that the descriptions of all kinds begin in one column.
     rows = [row for names in parts.values() for row in names.items()]
-    lines = iter(render_rows(rows, indent=2).splitlines() if rows else ())
+    lines = iter(text_table(rows, indent=2).splitlines() if rows else ())
     for title, names in parts.items():
         print(f"{title}:")
         for _ in names:
@@ -102,6 +101,9 @@ def render_cell(arguments: argparse.Namespace) -> int:
     if cell.refused:
         print(f"submit.py: {cell.name} is refused: {cell.refused}", file=sys.stderr)
     status = 1 if cell.refused else 0
+    # Import lazily: `list` must not wait for Jinja.
+    from cookbook.launch.render import render_script
+
     if arguments.output in (None, "-"):
         print(render_script(cell), end="")
         return status

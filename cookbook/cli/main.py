@@ -6,6 +6,7 @@ Exit status: 0 done, 1 the work failed, 2 the input is wrong and nothing was sub
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import re
 import sys
@@ -31,7 +32,7 @@ _PRINT_A_FILE = frozenset({"show", "render"})
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Leaves room for the longest name of a verb, whose indentation argparse forgets."""
+    """Leaves room for the longest verb, whose indentation argparse forgets."""
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
@@ -41,7 +42,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other message does; the usage is in --help."""
+    """Ends with one line, as every other error; the usage is in --help."""
 
     def error(self, message: str) -> NoReturn:
         # argparse lists the verbs and leaves the typo to the reader.
@@ -55,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all verbs; each has a `handler` that takes the parsed arguments."""
+    """Return the parser of all verbs; each has a `handler` that takes the parsed arguments."""
     parser = _Parser(
         prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=_Help
     )
@@ -70,19 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
     show = verb("show", "print a fully resolved cell as YAML", "inspect:show_cell")
     show.add_argument("recipe", metavar="RECIPE")
     show.add_argument("--origins", action="store_true", help="with the place that set each value")
-    _cell_options(show)
     render = verb("render", "print the sbatch script of a cell", "inspect:render_cell")
     render.add_argument("recipe", metavar="RECIPE")
     render.add_argument("-o", "--output", metavar="FILE", help="write it to FILE instead")
-    _cell_options(render)
     new = verb("new", "copy a recipe, overlay, cluster or sweep, to edit", "inspect:new")
     new.add_argument("name", metavar="NAME")
     new.add_argument("--from", dest="source", metavar="NAME-or-FILE", required=True)
-    new.add_argument(
-        "--kind",
-        choices=("recipe", "precision", "ep-backend", "cluster", "sweep"),
-        help="of what; by default what has that name",
-    )
+    kinds = ("recipe", "precision", "ep-backend", "cluster", "sweep")
+    new.add_argument("--kind", choices=kinds, help="of what; by default what has that name")
 
     check = verb(
         "check", "say whether each cell can run, why not, and what it needs", "check:check"
@@ -92,8 +88,6 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--rules-only", action="store_true", help="do not let TorchTitan build the cells"
     )
-    _cell_options(check)
-
     plan = verb("plan", "print the fastest layouts of a recipe that fit, predicted", "plan:plan")
     plan.add_argument("recipe", metavar="RECIPE")
     plan.add_argument(
@@ -115,8 +109,6 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
     plan.add_argument("--figure", metavar="FILE.svg", help="draw memory against speed")
     plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    _cell_options(plan)
-
     line = verb("check-line", "say whether an sbatch line's job may run", "check_line:check_line")
     line.add_argument(
         "line",
@@ -146,12 +138,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=1,
         help="train every cell N times, in the order A B B A; the report pairs them",
     )
-    for launched in (run, sweep):
-        _cell_options(launched)
-        _launch_options(launched)
 
     status = verb("status", "say how far each cell of a run is", "follow:show_status")
-    status.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     status.add_argument(
         "-w", "--watch", action="store_true", help="go on to the end, then report, as `run` does"
     )
@@ -164,9 +152,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
     cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
-    cancel.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
     report = verb("report", "print the results of a run, and make its page", "results:show_report")
-    report.add_argument("run", metavar="RUN", nargs="?", help="the newest where none is named")
+    for followed in (status, cancel, report):
+        followed.add_argument("run", metavar="RUN", nargs="?", help="by default the newest")
     report.add_argument("--format", choices=("md", "json", "html"), default="md")
     export = verb("export", "write a cell's weights for transformers", "training:export_weights")
     export.add_argument("cell", metavar="RUN/CELL")
@@ -184,9 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--text-key", metavar="KEY", default="text")
     data.add_argument("--seq-len", metavar="N", type=int, default=8192)
     compare = verb(
-        "compare",
-        "compare two runs; status 1 where a cell got slower",
-        "results:compare",
+        "compare", "compare two runs; status 1 where a cell got slower", "results:compare"
     )
     compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
     compare.add_argument(
@@ -212,9 +198,11 @@ def build_parser() -> argparse.ArgumentParser:
     profile.add_argument("--ranks", metavar="R,R,...", help="whose traces to read, or: all")
     profile.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
-    _launch_options(profile)
-    _cell_options(profile)
-    doctor = verb("doctor", "say whether this machine is ready, and what to do", "doctor:doctor")
+    for launched in (run, sweep, profile):
+        _launch_options(launched)
+    for made in (show, render, check, plan, run, sweep, profile):
+        _cell_options(made)
+    doctor = verb("doctor", "say whether this machine is ready, and what to do", "main:_doctor")
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument(
@@ -252,8 +240,19 @@ def _cell_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Check this machine; no module of a verb, since it must work without any package."""
+    from cookbook.doctor.__main__ import main as diagnose
+
+    words = ["--json"] if arguments.json else []
+    words += ["--cluster", arguments.cluster] if arguments.cluster else []
+    words += ["--numerics"] if arguments.numerics else []
+    words += ["--output", arguments.output] if arguments.output else []
+    return diagnose(words)
+
+
 def main(words: Sequence[str]) -> int:
-    """Run the command; the exit status."""
+    """Run the command; return the exit status."""
     return run_command("submit.py", lambda: _run(words))
 
 
@@ -264,8 +263,8 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(encoding="utf-8")
     module, _, function = arguments.handler.partition(":")
     try:
-        # The verb's room is opened when it is asked for: `--help` must not wait for submitit.
-        handler = getattr(__import__(f"cookbook.cli.{module}", fromlist=[function]), function)
+        # Import lazily: `--help` must not import submitit.
+        handler = getattr(importlib.import_module(f"cookbook.cli.{module}"), function)
         status: int = handler(arguments)
     except ModuleNotFoundError as error:
         from cookbook.install.packages import explain_missing

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from cookbook.base.errors import InputError, JobError, unknown_name
+from cookbook.base.tables import terminal_width
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.display import terminal_width
 from cookbook.cli.follow import watch_run
 from cookbook.cli.request import requested_cell, write_output
 from cookbook.cli.run import start_run

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cookbook.base.errors import InputError
+from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.check import judged_cells
-from cookbook.cli.display import render_rows, terminal_width
 from cookbook.cli.follow import wait_for
 from cookbook.cli.request import requested_cell, requested_sweep
 from cookbook.config.cell import Cell
@@ -132,7 +132,7 @@ def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) ->
         if cell.attends_by_reference and not cell.refused:
             text += ", FlashAttention-4's reference (numerics only)"
         rows.append([cell.name, text])
-    return "\n".join([*lines, render_rows(rows, width, indent=2)])
+    return "\n".join([*lines, text_table(rows, width=width, indent=2)])
 
 
 def _resume(arguments: argparse.Namespace) -> int:
