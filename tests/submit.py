@@ -1,20 +1,28 @@
-"""Runs `submit.py` as a process of its own: what it prints and how it ends."""
+"""Calls `submit.py` as a user does: in this process, or as one of its own where that matters."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
+from cookbook.base import paths
+from cookbook.cli.main import main
+
+ROOT = paths.ROOT
+# These train, submit or run scripts, which outlive the call.
+_STARTS = {"run", "sweep", "profile", "doctor", "check-line"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The exit status and what was printed."""
+    """How a command ended and what it printed."""
 
     status: int
     stdout: str
@@ -24,7 +32,7 @@ class Answer:
 def environment(runs: Path, **variables: str) -> dict[str, str]:
     """The environment of a user whose runs go to `runs`."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("COOKBOOK_")}
-    # Whatever Slurm this machine has.
+    # The default is what this machine's Slurm has; tests mean the published cluster.
     own["COOKBOOK_CLUSTER"] = "soperator-b200"
     # The test's own Python, and not one that setup.sh made.
     return {**own, "VENV": sys.prefix, "COOKBOOK_RUNS": str(runs), **variables}
@@ -37,15 +45,30 @@ def submit(
     timeout: float = 60,
     variables: Mapping[str, str] | None = None,
 ) -> Answer:
-    """Run `python submit.py WORDS` in `cwd`."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "submit.py"), *words],
-        cwd=cwd,
-        env=environment(runs, **(variables or {})),
-        capture_output=True,
-        timeout=timeout,
-    )
-    return Answer(done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace"))
+    """Call `python submit.py WORDS` in `cwd`."""
+    env = environment(runs, **(variables or {}))
+    if words and words[0] in _STARTS and not {"--dry-run", "--help"} & {*words}:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "submit.py"), *words],
+            cwd=cwd,
+            env=env,
+            capture_output=True,
+            timeout=timeout,
+        )
+        return Answer(done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace"))
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    with (
+        patch.dict(os.environ, env, clear=True),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        status = main([os.fsdecode(word) for word in words])
+    texts = []
+    for stream in (out, err):
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode())
+    return Answer(status, *texts)
 
 
 def listing(folder: Path) -> list[str]:

@@ -1,8 +1,11 @@
-"""Command lines, right and wrong: what `submit.py` prints, and its exit status."""
+"""Command lines, right and wrong: what `submit.py` prints and writes, and its exit status."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cookbook.base.errors import InputError
+from cookbook.cli.request import write_output
 from cookbook.config.names import names_in
+from cookbook.run.run import new_record
 from tests.submit import ROOT, environment, listing, submit
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
-VERBS += ["check", "check-line", "doctor", "profile"]
-RECIPE = "name: mine\ndescription: mine\nnodes: 1\nmodel: {name: deepseek_v3, flavor: debugmodel}\n"
-CLUSTER = "description: mine\nscheduler: slurm\nranks_per_node: 2\n"
-SWEEP = "description: mine\nrecipes: [debug]\n"
+VERBS += ["check", "check-line", "doctor", "profile", "plan", "compare"]
+RENDER = ("render", "debug", "--cluster", "soperator-b200")
 
 
 @pytest.fixture
@@ -38,14 +42,15 @@ def test_list_names_everything(runs: Path) -> None:
     assert answer.stdout.count("(default here)") == 1
 
 
-@pytest.mark.parametrize("verb", ["", *VERBS])
-def test_every_verb_has_help(runs: Path, verb: str) -> None:
-    answer = submit(*([verb] if verb else []), "--help", runs=runs)
-    assert (answer.status, answer.stderr) == (0, "")
-    assert answer.stdout.startswith("usage: submit.py")
-    # Of a verb its own; of the whole, all of them.
-    named = [name for name in VERBS if name in answer.stdout]
-    assert named == list(VERBS) if not verb else verb in named
+def test_every_verb_has_help_and_a_near_miss_is_named(runs: Path) -> None:
+    whole = submit(runs=runs)
+    assert whole == submit("--help", runs=runs) and (whole.status, whole.stderr) == (0, "")
+    for verb in VERBS:
+        answer = submit(verb, "--help", runs=runs)
+        assert (answer.status, answer.stderr) == (0, "")
+        assert answer.stdout.startswith(f"usage: submit.py {verb}") and verb in whole.stdout
+        wrong = submit(f"{verb}x", runs=runs)
+        assert (wrong.status, wrong.stdout) == (2, "") and f"did you mean '{verb}'?" in wrong.stderr
 
 
 @pytest.mark.parametrize(
@@ -54,17 +59,19 @@ def test_every_verb_has_help(runs: Path, verb: str) -> None:
         ["--help"],
         ["list"],
         ["show", "debug", "--cluster", "soperator-b200"],
-        ["render", "debug", "--cluster", "soperator-b200"],
+        RENDER,
         ["sweep", "matrix", "--dry-run", "--cluster", "soperator-b200"],
         ["status"],
     ],
 )
-def test_the_login_node_never_waits_for_torch_or_submitit(runs: Path, words: list[str]) -> None:
+def test_the_login_node_never_waits_for_heavy_imports(runs: Path, words: list[str]) -> None:
+    light = words[0] in ("--help", "list")
     program = (
         "import sys\nfrom cookbook.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'torchtitan', 'submitit', 'numpy', 'matplotlib'} & set(sys.modules)\n"
-        "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
+        "heavy = {'torch', 'torchtitan', 'submitit', 'numpy', 'matplotlib'}\n"
+        f"heavy |= {{'rich.console', 'jinja2'}} if {light} else set()\n"
+        "sys.exit(f'imported: {heavy}' if heavy & set(sys.modules) else 0)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
@@ -89,29 +96,44 @@ def test_show_prints_the_cell_as_yaml_with_origins_on_request(runs: Path) -> Non
     assert origins["model.converters"]["from"].startswith("recipes/precision/mxfp8.yaml:")
 
 
+@pytest.mark.parametrize("suffix", ["yaml", "yml"])
+def test_a_file_of_ones_own_is_a_recipe(runs: Path, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"mine.{suffix}"
+    text = (ROOT / "recipes/debug.yaml").read_text(encoding="utf-8")
+    path.write_text(text.replace("name: debug", "name: mine"), encoding="utf-8")
+    shown = submit("show", str(path), "--cluster", "local", runs=runs)
+    assert yaml.safe_load(shown.stdout)["name"] == "mine-bf16-standard"
+
+
 def test_render_prints_the_script_or_writes_it(runs: Path, tmp_path: Path) -> None:
-    words = ["render", "debug", "--cluster", "soperator-b200"]
-    printed = submit(*words, runs=runs).stdout
-    assert printed.startswith("#!/bin/bash\n")
-    assert printed.count("#SBATCH") >= 5
+    printed = submit(*RENDER, runs=runs).stdout
+    assert printed.startswith("#!/bin/bash\n") and printed.count("#SBATCH") >= 5
+    assert submit(*RENDER, "-o", "-", runs=runs).stdout == printed
     target = tmp_path / "new folder" / "a.sh"
-    answer = submit(*words, "-o", str(target), runs=runs)
+    answer = submit(*RENDER, "-o", str(target), runs=runs)
     assert (answer.status, answer.stdout) == (0, "")
-    # Its own name apart, in what it says.
-    assert "sbatch train.sh" in printed
+    assert answer.stderr == f"wrote {target}: debug-bf16-standard for soperator-b200\n"
+    # It names itself.
     assert target.read_text(encoding="utf-8") == printed.replace("train.sh", "a.sh")
     assert target.stat().st_mode & 0o777 == 0o755
 
 
+def test_a_stand_in_is_not_written_in_place_of_a_recipe(runs: Path, tmp_path: Path) -> None:
+    target = tmp_path / "a.sh"
+    words = ["render", "deepseek_v3_671b", "--cluster", "local", "-o", str(target)]
+    answer = submit(*words, runs=runs)
+    assert (answer.status, answer.stdout) == (2, "") and not target.exists()
+    assert "would train debug in place of deepseek_v3_671b" in answer.stderr
+
+
 @pytest.mark.parametrize(
-    ("name", "said"), [("train_my.sh", "train_my.sh"), ('"$(touch x)" `id`.sh', "train.sh")]
+    ("name", "shown"), [("train_my.sh", "train_my.sh"), ('"$(touch x)" `id`.sh', "train.sh")]
 )
 def test_a_written_script_calls_itself_by_its_name(
-    runs: Path, tmp_path: Path, name: str, said: str
+    runs: Path, tmp_path: Path, name: str, shown: str
 ) -> None:
     folder = tmp_path / "scripts"
-    words = ["render", "debug", "--cluster", "soperator-b200", "-o", str(folder / name)]
-    assert submit(*words, runs=runs).status == 0
+    assert submit(*RENDER, "-o", str(folder / name), runs=runs).status == 0
     answer = subprocess.run(
         ["env", "--unset=SLURM_JOB_ID", "bash", str(folder / name)],
         cwd=folder,
@@ -120,12 +142,38 @@ def test_a_written_script_calls_itself_by_its_name(
         timeout=20,
     )
     assert answer.returncode == 2
-    assert answer.stderr == f"{said}: runs inside a Slurm job; start it with: sbatch {said}\n"
-    # What stands in a name is not run.
+    assert answer.stderr == f"{shown}: runs inside a Slurm job; start it with: sbatch {shown}\n"
+    # Nothing in a name is run.
     assert [path.name for path in folder.iterdir()] == [name]
 
 
-def test_a_dry_run_submits_nothing_and_says_what_would_run(runs: Path) -> None:
+@pytest.mark.parametrize("minor", [3, 7])
+def test_a_device_stays_a_device(tmp_path: Path, minor: int) -> None:
+    # Copies of /dev/null and /dev/full: root may replace the real ones.
+    device = tmp_path / "device"
+    os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, minor))
+    try:
+        write_output("--figure", str(device), "text")
+    except InputError as error:
+        assert minor == 7 and "cannot be written: No space left on device" in str(error)
+    assert stat.S_ISCHR(device.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("{folder}", "Is a directory"), ("{folder}/file/x.sh", "File exists")]
+)
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, path: str, reason: str) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "file").write_text("")
+    path = path.format(folder=folder)
+    answer = submit(*RENDER, "-o", path, runs=tmp_path / "runs")
+    assert (answer.status, answer.stdout) == (2, "")
+    assert answer.stderr == f"submit.py: --output {path}: cannot be written: {reason}\n"
+    assert listing(folder) == ["file"]
+
+
+def test_a_dry_run_submits_nothing_and_shows_the_plan(runs: Path) -> None:
     before = listing(runs)
     answer = submit("sweep", "matrix", "--dry-run", "--cluster", "local", runs=runs)
     # DeepEP's cells are refused.
@@ -140,24 +188,19 @@ def test_a_dry_run_submits_nothing_and_says_what_would_run(runs: Path) -> None:
     assert listing(runs) == before
 
 
-CLUSTER_WORDS = ["--cluster", "soperator-b200"]
-
-
 @pytest.mark.parametrize("word", [b"training.dataset=\xff", b"\xff=1"])
 def test_bytes_that_are_no_text_are_refused(runs: Path, word: bytes) -> None:
     answer = submit("run", "debug", "--set", word, runs=runs)
-    assert answer.status == 2
-    assert len(answer.stderr.splitlines()) == 1
+    assert answer.status == 2 and len(answer.stderr.splitlines()) == 1
     assert listing(runs) == ["kept"]
 
 
 def test_a_cluster_that_the_environment_names(runs: Path) -> None:
-    answer = submit("run", "debug", runs=runs, variables={"COOKBOOK_CLUSTER": "locl"})
-    assert answer.status == 2
-    assert "COOKBOOK_CLUSTER: unknown cluster 'locl'" in answer.stderr
-    # What the command line names counts.
-    words = ["show", "debug", "--cluster", "h200-node"]
-    answer = submit(*words, runs=runs, variables={"COOKBOOK_CLUSTER": "locl"})
+    wrong = {"COOKBOOK_CLUSTER": "locl"}
+    answer = submit("run", "debug", "--dry-run", runs=runs, variables=wrong)
+    assert answer.status == 2 and "COOKBOOK_CLUSTER: unknown cluster 'locl'" in answer.stderr
+    # The command line wins.
+    answer = submit("show", "debug", "--cluster", "h200-node", runs=runs, variables=wrong)
     assert (answer.status, yaml.safe_load(answer.stdout)["cluster"]) == (0, "h200-node")
 
 
@@ -170,3 +213,31 @@ def test_a_reader_that_has_seen_enough_is_no_error(runs: Path) -> None:
         text=True,
     )
     assert (done.stdout, done.stderr) == ("recipes:\n", "")
+
+
+def test_a_user_without_a_passwd_entry_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987654)
+    record = new_record("a", cluster="local", scheduler="local", stack="2026.02", cells=[])
+    assert record.user == "987654"
+
+
+def test_a_venv_in_a_private_home_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/python").symlink_to(sys.executable)
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").symlink_to(tmp_path / "home/python")
+    (tmp_path / "home").chmod(0o700)
+    for folder in (*tmp_path.parents, tmp_path):
+        if str(folder).startswith("/tmp/"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    shutil.copy(ROOT / "submit.py", tmp_path)
+    done = subprocess.run(
+        ["setpriv", "--reuid=65534", "--clear-groups", "/usr/bin/python3", tmp_path / "submit.py"],
+        env={"PATH": "/usr/bin:/bin", "VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "its bin/python does not start: Permission denied" in done.stderr

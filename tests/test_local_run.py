@@ -159,11 +159,12 @@ def test_the_router_sends_each_token_to_three_experts(smoke: tuple[Path, Answer]
 
 
 def _processes_of(folder: Path) -> list[int]:
-    """Whatever was started for the run in `folder`: it names the folder on its command line."""
+    """Processes with the folder, or its target, on their command line."""
+    names = {str(folder), str(folder.resolve())}
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
-        if any(str(folder) in word for word in process.info["cmdline"] or [])
+        if any(name in word for word in process.info["cmdline"] or [] for name in names)
     ]
 
 
@@ -177,7 +178,10 @@ def _until(condition: Any, seconds: float, what: str) -> None:
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """A driver whose cell trains for long, once it trains; all of it is gone afterwards."""
+    # A link, as to scratch.
     runs = tmp_path / "runs"
+    (tmp_path / "scratch").mkdir()
+    runs.symlink_to(tmp_path / "scratch")
     words = ["run", "debug", *SMALL, "--set", "training.steps=5000"]
     driver = subprocess.Popen(
         [sys.executable, str(ROOT / "submit.py"), *words],
@@ -219,6 +223,8 @@ def test_ctrl_c_leaves_the_job_running_and_cancel_stops_it_whole(
     answer = _submit("status", run.name, runs=runs)
     assert re.search(r"debug-bf16-standard +running .*step \d+/5000", answer.stdout)
     assert _report(runs)["cells"][0]["status"] == "running"
+    again = _submit("run", "--resume", run.name, runs=runs)
+    assert again.status == 2 and "is running; wait for its end" in again.stderr
     answer = _submit("cancel", run.name, runs=runs)
     assert (answer.status, answer.stdout) == (0, "cancelled: debug-bf16-standard\n")
     _until(lambda: not _processes_of(run), 60, "every process gone")

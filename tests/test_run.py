@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -288,6 +289,23 @@ def test_attempts_are_in_order_and_the_next_one_follows(tmp_path: Path) -> None:
     found = [attempt.path.name for attempt in cell.attempts()]
     assert found == ["attempt-0", "attempt-2", "attempt-10"]
     assert cell.next_attempt().path == tmp_path / "attempt-11"
+
+
+def test_a_renamed_run_is_known_by_its_new_name(tmp_path: Path) -> None:
+    _run_json(tmp_path, '{"run": "old", "scheduler": "local", "cells": []}', "new")
+    assert find_run("new").name == read_run(tmp_path / "new").name == "new"
+    assert find_run(str(tmp_path / "new")).record.run == "new"
+
+
+def test_a_run_that_nobody_took_is_not_the_newest(tmp_path: Path, cells: list[Cell]) -> None:
+    taken = _run_json(tmp_path, '{"scheduler": "slurm", "cells": []}', "a-20260101-000000")
+    failed = create_run("smoke", cells)
+    assert find_run(None).name == failed.name
+    write_status(failed.cells[0], Status(FAILED, reason="not queued: sbatch refused it"))
+    assert find_run(None).folder == taken
+    assert find_run(failed.name).folder == failed.folder
+    shutil.rmtree(taken)
+    assert find_run(None).folder == failed.folder
 
 
 def test_a_relative_folder_of_runs_starts_at_the_checkout(

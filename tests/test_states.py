@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -231,7 +232,11 @@ def test_a_run_without_a_slurm_is_still_reported(slurm: Slurm, run: Run, tmp_pat
 
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
 def test_a_cell_that_nobody_submits_does_not_wait_for_ever(
-    slurm: Slurm, tmp_path: Path, scheduler: str
+    slurm: Slurm,
+    tmp_path: Path,
+    scheduler: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = _run(tmp_path, scheduler, Status(QUEUED), job=None)
     slurm.forgets()
@@ -247,6 +252,11 @@ def test_a_cell_that_nobody_submits_does_not_wait_for_ever(
         assert submitter.stdout is not None
         submitter.stdout.readline()
         assert only(run).state == "queued"
+        # A second one does not submit them too.
+        monkeypatch.setenv("COOKBOOK_RUNS", str(run.folder.parent))
+        assert main(["run", "--resume", run.name]) == 2
+        holder = f"process {submitter.pid} on {socket.gethostname()} submits its cells"
+        assert holder in capsys.readouterr().err
         submitter.kill()
         submitter.wait()
         found = only(run)
