@@ -22,7 +22,7 @@ demo: setup-local ## set up, then train every cell of the matrix that this machi
 	.venv/bin/python submit.py sweep matrix --cluster local
 
 test: setup-dev ## the tests, a real Slurm cluster included, without the nightly ones
-	$(in_venv) .venv/bin/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
+	$(in_venv) .venv/bin/python -m pytest -n 5 --dist loadgroup --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
 
 test-slurm: setup-dev ## only the tests that start a Slurm cluster on this machine
 	$(in_venv) .venv/bin/python -m pytest -m slurm $(PYTEST_ARGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import zlib
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -63,7 +63,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_checkout(tmp_path_factory.mktemp("a checkout") / "moe-cookbook", assets=True)
 
 
-SLURM_WORKERS = 2
+SLURM_WORKERS = 3
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -75,10 +75,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     their module go to one worker.
     """
     items.sort(key=lambda item: [not item.get_closest_marker(name) for name in ("slurm", "titan")])
+    on_slurm = Counter(item.path.stem for item in items if item.get_closest_marker("slurm"))
+    loads, worker_of = [0] * SLURM_WORKERS, {}
+    for name, number in on_slurm.most_common():
+        worker_of[name] = loads.index(min(loads))
+        loads[worker_of[name]] += number
     for item in items:
         if item.get_closest_marker("slurm"):
-            group = zlib.crc32(item.path.stem.encode()) % SLURM_WORKERS
-            item.add_marker(pytest.mark.xdist_group(f"slurm-{group}"))
+            item.add_marker(pytest.mark.xdist_group(f"slurm-{worker_of[item.path.stem]}"))
         elif isinstance(item, pytest.Function) and _shares_with_its_module(item):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
