@@ -155,24 +155,21 @@ logged() {
 runs_python() { "$1" -c "import sys; sys.exit(sys.version_info < ${OLDEST_PYTHON})" &>/dev/null; }
 
 find_python() {
-  local candidate
+  local candidate candidates=(python3.12 python3.11 python3 python3.13)
   if [[ -n "${python}" ]]; then
-    runs_python "${python}" || die "--python ${python}: this is not a Python 3.11 or later"
-  else
-    for candidate in python3.12 python3.11 python3 python3.13; do
-      if runs_python "${candidate}"; then
-        python="${candidate}"
-        break
-      fi
-    done
+    candidates=("${python}")
   fi
-  if [[ -z "${python}" ]]; then
-    die "no Python 3.11 or later found; install one and name it with --python"
-  fi
-  if ! "${python}" -c 'import ensurepip, venv' &>/dev/null; then
-    die "${python} cannot make virtual environments; install its venv package" \
+  for candidate in "${candidates[@]}"; do
+    if runs_python "${candidate}"; then
+      python="${candidate}"
+      break
+    fi
+  done
+  runs_python "${python}" \
+    || die "${python:-no Python found}: this is not a Python 3.11 or later; name one with --python"
+  "${python}" -c 'import ensurepip, venv' &>/dev/null \
+    || die "${python} cannot make virtual environments; install its venv package" \
       "(Debian and Ubuntu: apt-get install python3-venv)"
-  fi
 }
 
 # What a finished environment was made from; it is compared in full.
@@ -186,22 +183,30 @@ environment_stamp() {
 
 has_current_environment() {
   [[ -f .venv/.cookbook/installed ]] || return 1
-  if ! "${want_dev}" && [[ -f .venv/.cookbook/dev ]]; then
+  if [[ -f .venv/.cookbook/dev ]]; then
     want_dev=true # an environment for developers stays one
   fi
   if [[ -z "${torch_index}" && -f .venv/.cookbook/torch-index ]]; then
     torch_index="$(<.venv/.cookbook/torch-index)"
   fi
-  environment_stamp | cmp -s - .venv/.cookbook/installed || return 1
-  is_environment || return 1
-  if [[ -n "${python}" ]]; then
-    same_version "${python}" .venv/bin/python
-  fi
+  environment_stamp | cmp -s - .venv/.cookbook/installed && is_environment \
+    && { [[ -z "${python}" ]] || same_version "${python}" .venv/bin/python; }
 }
 
 same_version() {
-  local print_version='import sys; print(sys.version_info[:2])'
-  [[ "$("$1" -c "${print_version}" 2>/dev/null)" == "$("$2" -c "${print_version}" 2>/dev/null)" ]]
+  local print='import sys; print(sys.version_info[:2])'
+  [[ "$("$1" -c "${print}" 2>/dev/null)" == "$("$2" -c "${print}" 2>/dev/null)" ]]
+}
+
+# Where pyvenv.cfg is lost, or bin/python starts another one, packages would go elsewhere.
+is_environment() {
+  runs_python .venv/bin/python \
+    && .venv/bin/python -c 'import os, sys; sys.exit(not os.path.samefile(sys.prefix, ".venv"))'
+}
+
+is_usable_environment() {
+  [[ ! -e .venv/.cookbook/unfinished ]] && is_environment \
+    && .venv/bin/python -m pip --version &>/dev/null && same_version "${python}" .venv/bin/python
 }
 
 # An environment whose install was cut short can hold half a package that pip takes for complete, so
@@ -213,7 +218,6 @@ make_environment() {
   fi
   changed=true
   find_python
-  rm -rf .venv.old.*
   if [[ -e .venv ]] && ! is_usable_environment; then
     if [[ ! -d .venv/.cookbook ]]; then
       die ".venv is there but not a working Python 3.11 environment, and not made by setup.sh;" \
@@ -221,7 +225,7 @@ make_environment() {
     fi
     say "making .venv anew: it is unfinished or has another Python"
     mv .venv ".venv.old.$$"
-    rm -rf ".venv.old.$$"
+    rm -rf .venv.old.*
   fi
   mkdir -p .venv/.cookbook
   rm -f .venv/.cookbook/installed
@@ -235,21 +239,9 @@ make_environment() {
     touch .venv/.cookbook/dev
   fi
   echo "${torch_index}" >.venv/.cookbook/torch-index
-  environment_stamp >.venv/.cookbook/installed.new
-  mv .venv/.cookbook/installed.new .venv/.cookbook/installed
+  environment_stamp >.venv/.cookbook/installed
   rm -f .venv/.cookbook/unfinished
   say "installed in $((SECONDS - began)) s"
-}
-
-# Where pyvenv.cfg is lost, or bin/python starts another one, packages would go elsewhere.
-is_environment() {
-  runs_python .venv/bin/python \
-    && .venv/bin/python -c 'import os, sys; sys.exit(not os.path.samefile(sys.prefix, ".venv"))'
-}
-
-is_usable_environment() {
-  [[ ! -e .venv/.cookbook/unfinished ]] && is_environment \
-    && .venv/bin/python -m pip --version &>/dev/null && same_version "${python}" .venv/bin/python
 }
 
 install_requirements() {
@@ -291,63 +283,27 @@ fetch_tokenizer() {
   fi
 }
 
-build_deepep() {
-  local status=0 plan
-  plan="$(.venv/bin/python -m cookbook.install.deepep_build --arch "${arch}" --plan)" || status=$?
-  case "${status}" in
-    0) ;;
-    3) "${quiet}" || say "${plan}" ;;
-    4)
-      changed=true
-      say "building ${plan}; 2 to 15 minutes"
-      if logged .venv/bin/python -m cookbook.install.deepep_build --arch "${arch}"; then
-        say "built, and checked that its library holds those kernels"
-      else
-        failed "DeepEP"
-      fi
-      ;;
-    *) failed "DeepEP" ;;
-  esac
-}
-
-install_flash_attention() {
-  local status=0 plan command=(.venv/bin/python -m cookbook.install.attention)
-  if "${local_only}"; then
-    command+=(--local)
-  fi
-  plan="$("${command[@]}" --plan)" || status=$?
+# Runs a module that says with --plan what it would do: status 0 nothing, 3 not needed or not possible
+# here, 4 something. Fails where the module does.
+# Arguments: what it does (a verb), how long, the module and its words.
+planned() {
+  local verb="$1" time="$2" status=0 plan
+  shift 2
+  plan="$(.venv/bin/python -m "$@" --plan)" || status=$?
   case "${status}" in
     0) ;;
     3) "${quiet}" || "${local_only}" || say "${plan}" ;;
     4)
       changed=true
-      say "installing ${plan}; about a minute"
-      logged "${command[@]}" || failed "FlashAttention-4"
+      say "${verb} ${plan}; ${time}"
+      logged .venv/bin/python -m "$@"
       ;;
-    *) failed "FlashAttention-4" ;;
-  esac
-}
-
-# Jobs do without them, so a failure is a warning.
-compile_attention_kernels() {
-  local status=0 plan command=(.venv/bin/python -m cookbook.install.attention_kernels)
-  command+=(--arch "${arch}")
-  plan="$("${command[@]}" --plan)" || status=$?
-  case "${status}" in
-    0) ;;
-    3) "${quiet}" || "${local_only}" || say "${plan}" ;;
-    4)
-      changed=true
-      say "compiling ${plan}; a minute for each kind of GPU"
-      logged "${command[@]}" \
-        || warn "each node's first job compiles these kernels; to try again, run ./setup.sh again"
-      ;;
-    *) warn "FlashAttention-4's kernels are not compiled; each node's first job does that" ;;
+    *) return 1 ;;
   esac
 }
 
 main() {
-  local repository status=0
+  local repository status=0 here_only=()
   parse_options "$@"
   cd "$(dirname "${BASH_SOURCE[0]}")"
   if [[ ! -f requirements.txt || ! -d cookbook ]]; then
@@ -375,11 +331,17 @@ main() {
     done
   fi
   if "${want_deepep}"; then
-    build_deepep
+    planned building "2 to 15 minutes" cookbook.install.deepep --arch "${arch}" || failed "DeepEP"
   fi
   if "${want_flash_attention}"; then
-    install_flash_attention
-    compile_attention_kernels
+    if "${local_only}"; then
+      here_only=(--local)
+    fi
+    planned installing "about a minute" cookbook.install.attention packages "${here_only[@]}" \
+      || failed "FlashAttention-4"
+    planned compiling "a minute for each kind of GPU" \
+      cookbook.install.attention kernels --arch "${arch}" \
+      || warn "each node's first job compiles these kernels; to try again, run ./setup.sh again"
   fi
 
   if "${quiet}" && ! "${changed}"; then

@@ -1,10 +1,11 @@
-"""A fault in a kernel, how it is put in, and the options of the jobs that it is tried in."""
+"""Faults of kernels, how they are put in, and the options of the jobs that they are tried in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -65,14 +66,14 @@ class Fault:
 
     @contextmanager
     def put_in(self) -> Iterator[None]:
-        """The fault, while this lasts."""
+        """Have the fault while this lasts."""
         with put_in(self.target, self.wrapper):
             yield
 
 
 @contextmanager
 def put_in(target: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
-    """What `wrapper` makes of `target`, a name of a module or class, in its place."""
+    """Put what `wrapper` makes of `target`, a name of a module or class, in its place."""
     place, _, name = target.rpartition(".")
     owner = _resolve(place)
     original = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
@@ -81,8 +82,6 @@ def put_in(target: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _resolve(path: str) -> Any:
-    from importlib import import_module
-
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -108,20 +107,6 @@ class _Spoil(torch.autograd.Function):
         return ctx.change(grad.clone()), None
 
 
-def with_gradient(place: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A kernel whose gradient of the argument at `place` is changed."""
-
-    def wrap(original: Any) -> Wrapper:
-        def faulty(*args: Any, **kwargs: Any) -> Any:
-            changed = list(args)
-            changed[place] = _Spoil.apply(changed[place], change)
-            return original(*changed, **kwargs)
-
-        return faulty
-
-    return wrap
-
-
 def with_argument(place: int, change: Callable[[Any], Any]) -> Any:
     """A kernel that takes the argument at `place` for another."""
 
@@ -134,6 +119,11 @@ def with_argument(place: int, change: Callable[[Any], Any]) -> Any:
         return faulty
 
     return wrap
+
+
+def with_gradient(place: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A kernel whose gradient of the argument at `place` is changed."""
+    return with_argument(place, lambda values: _Spoil.apply(values, change))
 
 
 def with_result(change: Callable[[Any], Any]) -> Any:
@@ -150,13 +140,14 @@ def instead(function: Any) -> Any:
     return lambda original: function
 
 
-def without_rows(rows: slice) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A tensor whose `rows` are zero."""
+def scaled(factor: float, *, at: int, dim: int = 0) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor of which one place along `dim` is multiplied, where it has that many."""
 
     def change(values: torch.Tensor) -> torch.Tensor:
-        kept = torch.ones(len(values), dtype=torch.bool, device=values.device)
-        kept[rows] = False
-        return values * kept.view(-1, *[1] * (values.dim() - 1))
+        size = values.shape[dim]
+        here = torch.arange(size, device=values.device) == (at if at >= 0 else size + at)
+        shape = [size if one == dim else 1 for one in range(values.dim())]
+        return values * torch.where(here, factor, 1.0).view(shape).to(values.dtype)
 
     return change
 
@@ -172,10 +163,3 @@ def neighbours(dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
 def neighbours_scales(made: tuple[torch.Tensor, torch.Tensor]) -> Any:
     scale, data = made
     return scale.view(torch.uint8).roll(1, -1).view(scale.dtype), data
-
-
-# Where kernels lie that several faults are put into.
-GROUPS = "cookbook.titan.common.expert_groups"
-LOSS = "cookbook.titan.common.chunked_loss"
-AO = "torchao.prototype.moe_training.scaled_grouped_mm"
-STACK = "cookbook.titan.tt_0_2_2"

@@ -12,50 +12,337 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
-from copy import deepcopy
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.self_check_computing import COMPUTING
-from tests.self_check_fault import JOB, Fault
-from tests.self_check_moving import MOVING
+from tests.self_check_fault import (
+    A2A,
+    CHUNKS,
+    DEEPEP,
+    EP2,
+    FLASH,
+    FLEX,
+    FLOAT8,
+    JOB,
+    MXFP8,
+    TP2,
+    WGRAD_HP,
+    Fault,
+    Wrapper,
+    halves_swapped,
+    instead,
+    neighbours,
+    neighbours_scales,
+    scaled,
+    with_argument,
+    with_gradient,
+    with_result,
+)
 
-FAULTS = (*COMPUTING, *MOVING)
+# Where kernels lie that several faults are put into.
+GROUPS = "cookbook.titan.common.expert_groups"
+LOSS = "cookbook.titan.common.chunked_loss"
+AO = "torchao.prototype.moe_training.scaled_grouped_mm"
+STACK = "cookbook.titan.tt_0_2_2"
+_TITAN = "torchtitan.distributed.expert_parallel"
+_OPERATOR = "cookbook.titan.common.varlen_attention.varlen_attention"
+_GROUPED = "torch._grouped_mm"
+
+
+def without_last_rows(count: int) -> Any:
+    return lambda values: torch.cat([values[:-count], torch.zeros_like(values[-count:])])
+
+
+def without_one_document(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    return torch.cat([cu_seqlens[:1], cu_seqlens[2:], cu_seqlens[-1:]])
+
+
+def row_of_nan(out: torch.Tensor) -> torch.Tensor:
+    return out.index_fill(0, torch.tensor([3], device=out.device), torch.nan)
+
+
+def first_scale_doubled(made: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    """Of `to_mx`: the scales (a power of two each) and the data; one block of each row."""
+    scale, data = made
+    values = scale.float()
+    values[..., 0] *= 2
+    return values.to(scale.dtype), data
+
+
+def ignored_counted(passes: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Both passes over the logits, of which the second gives ignored tokens a gradient."""
+    first, second = passes
+    return first, lambda logits, columns, lse: second(
+        logits, columns, lse.masked_fill(lse.isinf(), 5.0)
+    )
+
+
+class _Plain(torch.autograd.Function):
+    """A grouped GEMM that takes quantized weights' own data and quantizes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b_t: Any, offs: torch.Tensor) -> torch.Tensor:
+        data = getattr(b_t, "_data", b_t)
+        ctx.save_for_backward(a, data, offs)
+        return torch._grouped_mm(a, data, offs=offs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        a, data, offs = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [value.detach().requires_grad_() for value in (a, data)]
+            out = torch._grouped_mm(*leaves, offs=offs)
+        return (*torch.autograd.grad(out, leaves, grad), None)
+
+
+def _high_precision(a: Any, b_t: Any, offs: Any, *args: Any, **kwargs: Any) -> Any:
+    return _Plain.apply(a, b_t, offs)
+
+
+def _with(**changes: Any) -> Any:
+    """A kernel that ignores some of its options."""
+
+    def wrap(original: Any) -> Wrapper:
+        return lambda *args, **kwargs: original(*args, **kwargs | changes)
+
+    return wrap
+
+
+def _never_added(original: Any) -> Wrapper:
+    return lambda out, left, right, add: original(out, left, right, add=False)
+
+
+def one_slot_lost(plan: Any) -> Any:
+    slots, copies = plan.slots.clone(), plan.copies.clone()
+    token = int((slots >= 0).any(1).nonzero()[0])
+    k = int((slots[token] >= 0).nonzero()[0])
+    copies[slots[token, k]] = -1
+    slots[token, k] = -1
+    return replace(plan, copies=copies, slots=slots)
+
+
+def plain_send(ctx: Any, tokens: torch.Tensor, *splits: Any) -> torch.Tensor:
+    """The dispatch's forward in BF16."""
+    from torch.distributed._functional_collectives import all_to_all_single
+
+    ctx.input_splits, ctx.output_splits, ctx.group = splits[1], splits[0], splits[2]
+    return torch.ops._c10d_functional.wait_tensor(all_to_all_single(tokens, *splits))
+
+
+def folded_share(folded: torch.Tensor, share: Any) -> torch.Tensor:
+    """The released cut: of the folded batch, so that a rank gets other sequences' positions."""
+    ranks = share.length // (share.stop - share.start)
+    return folded.chunk(ranks)[share.start // (share.stop - share.start)]
+
+
+def _fill_unwritten(original: Any) -> Wrapper:
+    def faulty(tokens: Any, scores: Any, copies: Any, slots: Any) -> Any:
+        grouped = original(tokens, scores, copies, slots)
+        grouped[copies < 0] = 0.5
+        return grouped
+
+    return faulty
+
+
+def _next_experts_rows(original: Any) -> Wrapper:
+    return lambda *args: original(*args).roll(int(args[-1].sizes[0]), 0)
+
+
+Row = tuple[str, str, Any]
+
+
+def _of(
+    kernel: str, options: tuple[str, ...], *rows: Row, gpu_only: bool = False
+) -> tuple[Fault, ...]:
+    """Faults of one kernel in one job: name, the function that has it, and the change."""
+    return tuple(Fault(row[0], kernel, options, row[1], row[2], gpu_only) for row in rows)
+
+
+FAULTS = (
+    *_of(
+        "flash_attention_4",
+        FLASH,
+        ("scale of the scores off by 10%", _OPERATOR, with_argument(5, lambda scale: scale * 1.1)),
+        ("two documents taken for one", _OPERATOR, with_argument(3, without_one_document)),
+        ("one sequence's keys read for another's", _OPERATOR, with_argument(1, halves_swapped)),
+        ("last rows of dq not written", _OPERATOR, with_gradient(0, without_last_rows(5))),
+        ("dk of one head scaled", _OPERATOR, with_gradient(1, scaled(1.2, at=0, dim=1))),
+        ("dv of another head", _OPERATOR, with_gradient(2, neighbours(1))),
+        ("output holds NaN", _OPERATOR, with_result(row_of_nan)),
+    ),
+    *_of(
+        "flex",
+        FLEX,
+        (
+            "documents not masked",
+            f"{STACK}.selftest_cases.get_document_mask_mod",
+            instead(lambda *batch: lambda b, h, q, k: q >= k),
+        ),
+    ),
+    *_of(
+        "sdpa",
+        (),
+        (
+            "later tokens not masked",
+            "torchtitan.models.attention.ScaledDotProductAttentionWrapper.forward",
+            _with(is_causal=False),
+        ),
+    ),
+    *_of(
+        "linear layer bf16",
+        (),
+        (
+            "a linear layer's output row lost",
+            "torch.nn.Linear.forward",
+            with_result(scaled(0, at=-9)),
+        ),
+    ),
+    *_of(
+        "grouped GEMM bf16",
+        (),
+        ("an output row lost", _GROUPED, with_result(scaled(0, at=-9))),
+        ("an input gradient's row lost", _GROUPED, with_gradient(0, scaled(0, at=-9))),
+        ("the weight of the next expert", _GROUPED, with_argument(1, neighbours(0))),
+        ("an expert's weight gradient halved", _GROUPED, with_gradient(1, scaled(0.5, at=-1))),
+    ),
+    *_of(
+        "grouped GEMM mxfp8",
+        MXFP8,
+        ("scale of one block doubled", f"{AO}.to_mx", with_result(first_scale_doubled)),
+        ("scale of the neighbouring block", f"{AO}.to_mx", with_result(neighbours_scales)),
+        (
+            "weight gradients of the next expert",
+            f"{STACK}.mxfp8.emulated_weight_gradient",
+            with_result(neighbours(0)),
+        ),
+        (
+            "nothing quantized",
+            "torchao.prototype.moe_training.tensor._quantize_then_scaled_grouped_mm",
+            instead(_high_precision),
+        ),
+    ),
+    *_of(
+        "grouped GEMM mxfp8_wgrad_with_hp",
+        WGRAD_HP,
+        (
+            "the weight gradient's recipe ignored",
+            f"{AO}._to_mxfp8_then_scaled_grouped_mm",
+            _with(wgrad_with_hp=False),
+        ),
+    ),
+    *_of(
+        "linear layer mx",
+        MXFP8,
+        (
+            "scale of one block doubled in linear layers",
+            "torchao.prototype.mx_formats.mx_tensor.to_mx",
+            with_result(first_scale_doubled),
+        ),
+    ),
+    *_of(
+        "loss in chunks",
+        CHUNKS,
+        ("chunks' weight gradients not summed", f"{LOSS}._multiply", _never_added),
+        ("ignored labels get a gradient", f"{LOSS}._passes", with_result(ignored_counted)),
+    ),
+    *_of(
+        "loss in chunks",
+        (*CHUNKS, *TP2, *EP2),
+        (
+            "one TP rank's words alone",
+            f"{LOSS}._Chunks._over_ranks",
+            instead(lambda chunks, statistics: statistics),
+        ),
+    ),
+    *_of(
+        "grouped GEMM fp8_rowwise",
+        FLOAT8,
+        ("scales of the next row in FP8", f"{AO}.tensor_to_scale", with_result(neighbours(0))),
+        (
+            "a weight gradient's scales of the next group in FP8",
+            f"{AO}.triton_fp8_per_group_colwise_scales",
+            with_result(lambda made: (made[0], made[1].roll(1, 0))),
+        ),
+        gpu_only=True,
+    ),
+    *_of(
+        "rows to expert groups and back",
+        DEEPEP,
+        (
+            "a copy of a token lost",
+            "cookbook.titan.selftest.rows.plan_groups",
+            with_result(one_slot_lost),
+        ),
+        ("scores left out", f"{GROUPS}._collect", with_argument(1, lambda scores: None)),
+        ("rows that fill groups up not zero", f"{GROUPS}._spread", _fill_unwritten),
+        ("scores' gradients of other copies", f"{GROUPS}._dot", with_result(neighbours(1))),
+    ),
+    *_of(
+        "dispatch and combine deepep",
+        DEEPEP,
+        ("rows of the next expert", f"{STACK}.deepep.spread", _next_experts_rows),
+        ("a token's sum halved", f"{STACK}.deepep.arrive", with_result(scaled(0.5, at=5))),
+    ),
+    *_of(
+        "dispatch and combine deepep",
+        (*DEEPEP, "--deepep.num_chunks=2"),
+        (
+            "parts of the tokens in another order",
+            f"{STACK}.deepep.cut",
+            with_result(lambda parts: parts[::-1]),
+        ),
+    ),
+    *_of(
+        "dispatch and combine standard",
+        EP2,
+        (
+            "the last row not brought back",
+            f"{_TITAN}._unpermute",
+            with_result(without_last_rows(1)),
+        ),
+        ("received rows in another order", f"{_TITAN}._permute", with_argument(0, neighbours(0))),
+    ),
+    *_of(
+        "dispatch and combine standard",
+        (*EP2, *TP2),
+        ("sequences cut as one", f"{STACK}.parallelize.shard_tokens", instead(folded_share)),
+        (
+            "the router's gradient not summed over TP",
+            f"{STACK}.parallelize.sum_gradient_over_tp",
+            instead(lambda scores, mesh: scores),
+        ),
+    ),
+    *_of(
+        "dispatch and combine mxfp8_a2a",
+        A2A,
+        (
+            "one exchange of two not quantized",
+            "torchao.prototype.moe_training.ep.a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward",
+            instead(staticmethod(plain_send)),
+        ),
+        (
+            "scales of the neighbouring block sent",
+            f"{STACK}.mxfp8._cast_with_operations",
+            with_result(lambda made: neighbours_scales(made[::-1])[::-1]),
+        ),
+    ),
+)
 
 
 def proofs(options: Sequence[str], fault: Fault | None = None) -> list[Any]:
-    """The proofs of a job with these options on this rank's world, with a fault or without."""
-    from torchtitan.config import ConfigManager
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.protocols.train_spec import get_train_spec
+    """The results of a job with these options on this rank's world, with a fault or without."""
+    from cookbook.titan.tt_0_2_2.self_check import run_cases
+    from cookbook.titan.tt_0_2_2.selftest_main import cell_of
 
-    import cookbook.titan.tt_0_2_2  # noqa: F401  (registers the spec)
-    from cookbook.titan.tt_0_2_2.self_check import prove_all
-    from cookbook.titan.tt_0_2_2.selftest_cases import Cell
-
-    config = ConfigManager().parse_args([*JOB, *options])
-    degrees = config.parallelism
-    dims = ParallelDims(
-        dp_replicate=1,
-        dp_shard=-1,
-        cp=1,
-        tp=degrees.tensor_parallel_degree,
-        pp=1,
-        ep=degrees.expert_parallel_degree,
-        etp=1,
-        world_size=dist.get_world_size(),
-    )
-    args = deepcopy(get_train_spec("deepseek_v3").model_args[config.model.flavor])
-    args.update_from_config(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with ExitStack() as stack:
-        if fault:
-            stack.enter_context(fault.put_in())
-        return prove_all(Cell(config, dims, args, device))
+    with fault.put_in() if fault else nullcontext():
+        found: list[Any] = run_cases(cell_of([*JOB, *options], device))
+    return found
 
 
 def try_faults(names: Sequence[str] | None = None) -> dict[str, list[str]]:
@@ -65,8 +352,8 @@ def try_faults(names: Sequence[str] | None = None) -> dict[str, list[str]]:
         is_here = fault.ranks <= dist.get_world_size()
         is_here &= torch.cuda.is_available() or not fault.gpu_only
         if is_here and (names is None or fault.name in names):
-            said = [proof for proof in proofs(fault.options, fault) if proof.fault]
-            found[fault.name] = [f"{proof.kernel}: {proof.fault}" for proof in said]
+            wrong = [result for result in proofs(fault.options, fault) if result.fault]
+            found[fault.name] = [f"{result.kernel}: {result.fault}" for result in wrong]
     return found
 
 
@@ -83,12 +370,12 @@ def main() -> int:
     by_name = {fault.name: fault for fault in FAULTS}
     missed = [
         name
-        for name, said in found.items()
-        if not any(text.startswith(by_name[name].kernel) for text in said)
+        for name, wrong in found.items()
+        if not any(text.startswith(by_name[name].kernel) for text in wrong)
     ]
     if dist.get_rank() == 0:
-        for name, said in found.items():
-            print(f"{'NOT FOUND' if name in missed else 'found'}: {name}: {said[:1]}")
+        for name, wrong in found.items():
+            print(f"{'NOT FOUND' if name in missed else 'found'}: {name}: {wrong[:1]}")
         if options.output:
             options.output.write_text(json.dumps({"found": found, "missed": missed}, indent=1))
         print(f"{len(found) - len(missed)} of {len(found)} faults found")

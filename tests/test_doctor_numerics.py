@@ -107,6 +107,8 @@ shutil.copy(sys.argv[-3], folder / "cells")
 if (folder / "proofs").exists():
     shutil.copy(folder / "proofs", sys.argv[-1])
 print("a rejected configuration", file=sys.stderr)
+print("a path that does not exist!")
+print("ok     a kernel")
 if (folder / "stderr.log").exists():
     (ranks,) = (word.partition("=")[2] for word in sys.argv if word.startswith("--log-dir"))
     rank = Path(ranks, "none_x", "attempt_0", "1")
@@ -162,6 +164,7 @@ def test_the_status_says_whether_all_kernels_are_right(
     assert main(["doctor", "--numerics", *cluster, "--output", str(output)]) == status
     said = capfd.readouterr()
     printed = said.out.splitlines()
+    assert "ok     a kernel" in printed and "exist!" not in said.out
     assert (printed[-1], said.err) == (verdict, "")
     assert output.exists() == (oks is not None)
     words = (tmp_path / "words").read_text().splitlines()

@@ -25,21 +25,21 @@ def gathered(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def proof(share: float, failure: str | None = None) -> Any:
-    from cookbook.titan.selftest.cases import BF16, Error, Proof
+    from cookbook.titan.selftest.cases import BF16, CaseResult, Error
 
     errors = (Error("output", share * BF16.whole, 0.0, BF16),)
-    return Proof("a kernel", "a shape", errors, failure, "", 0.0)
+    return CaseResult("a kernel", "a shape", errors, failure, "", 0.0)
 
 
 def test_the_worst_of_all_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.tt_0_2_2.self_check import _worst_of_ranks
+    from cookbook.titan.tt_0_2_2.self_check import worst_of_ranks
 
     ranks = [
         [proof(0.2), proof(0.9), proof(0.9)],
         [proof(0.8), proof(0.1), proof(0.1, "it raised")],
     ]
     gathered(ranks, monkeypatch)
-    found = _worst_of_ranks(ranks[0])
+    found = worst_of_ranks(ranks[0])
     # A failure before any error, however small.
     assert [round(one.share, 1) for one in found] == [0.8, 0.9, 0.1]
     assert [one.fault is None for one in found] == [True, True, False]
@@ -60,7 +60,7 @@ def test_rows_of_a_column_weigh_the_same() -> None:
 
 
 def test_some_experts_of_a_proof_have_no_row_one_or_more_than_a_tile() -> None:
-    from cookbook.titan.selftest.inputs import random_routing, uneven_counts
+    from cookbook.titan.selftest.cases import random_routing, uneven_counts
 
     counts = uneven_counts(64, 4096)
     assert {0, 1, 31, 33, 129, 7} <= set(counts) and sum(counts) == 4096

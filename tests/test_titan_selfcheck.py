@@ -1,24 +1,28 @@
-"""The self-check in a job: a wrong kernel refuses it on every rank; else it leaves no trace."""
+"""The self-check finds every fault put into a kernel, none where there is none, and ends jobs."""
 
 from __future__ import annotations
 
+import functools
+import io
 import json
-import math
+import os
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.self_check_faults import FAULTS
+from cookbook.base.paths import ROOT
+from tests.self_check_fault import A2A, CHUNKS, DEEPEP, FLASH, FLEX, JOB, MXFP8, TP2, WGRAD_HP
+from tests.self_check_faults import FAULTS, try_faults
+from tests.self_check_faults import proofs as prove
 from tests.titan_ranks import run_ranks
 from tests.titan_run import EP2, STANDARD, active, job, run, train, write_assets
 
 pytestmark = pytest.mark.titan
-
-FLASH = "--model.attention=flash_attention_4"
 
 
 @pytest.fixture(scope="module")
@@ -37,139 +41,207 @@ def train_with_fault(name: str, rank: int, argv: list[str], attempt: Path) -> di
         return train(argv, attempt)
 
 
-@pytest.mark.parametrize(
-    ("fault", "kernel", "avoid"),
-    [
-        ("last rows of dq not written", "flash_attention_4", "set model.attention=flavor"),
-        (
-            "received rows in another order",
-            "dispatch and combine standard",
-            "EP backend deepep does without it",
-        ),
-    ],
-)
-def test_a_wrong_kernel_of_one_rank_refuses_the_job(
-    fault: str, kernel: str, avoid: str, assets: Path, tmp_path: Path
-) -> None:
-    attempt = tmp_path / "attempt-0"
-    argv = job(assets, tmp_path / "out", *EP2, *STANDARD, FLASH)
-    results = run_ranks(train_with_fault, 2, fault, 1, argv, attempt, seconds=200)
-    for result in results:
-        assert result["ended"] and not result["losses"]
-    reasons = {text for result in results for text in result["said"] if "refuses" in text}
-    (reason,) = reasons
-    # Kernel, shape, error, and the option that does without it, in one line.
-    sequences = "2 x " if kernel == "flash_attention_4" else "3 x "
-    assert reason.startswith(f"cookbook refuses: self-check: {kernel} at {sequences}")
-    assert " off by " in reason and ", allowed 0.0" in reason and avoid in reason
-    assert "\n" not in reason
-    file = json.loads((attempt / "self_check.json").read_text())
-    assert not file["ok"]
-    assert {proof["kernel"] for proof in file["proofs"] if not proof["ok"]} == {kernel}
-    assert not (attempt / "environment.json").exists()
+# The options of a job, its ranks, and what it uses besides BF16's GEMMs and linear layers.
+JOBS: dict[str, tuple[tuple[str, ...], int, set[str]]] = {
+    "sdpa": ((), 1, {"sdpa"}),
+    "flex, mxfp8, chunks": (
+        (*FLEX, *MXFP8, *CHUNKS),
+        1,
+        {"flex", "grouped GEMM mxfp8", "linear layer mx", "loss in chunks"},
+    ),
+    "wgrad_hp": (WGRAD_HP, 1, {"grouped GEMM mxfp8_wgrad_with_hp", "linear layer mx", "sdpa"}),
+    "flash": ((*FLASH, *EP2), 2, {"flash_attention_4", "dispatch and combine standard"}),
+    "deepep, tp": (
+        (*DEEPEP, *TP2, *CHUNKS),
+        2,
+        {
+            "sdpa",
+            "rows to expert groups and back",
+            "loss in chunks",
+            "dispatch and combine deepep",
+        },
+    ),
+    "standard, tp": ((*EP2, *TP2), 2, {"sdpa", "dispatch and combine standard"}),
+    "a2a": (A2A, 2, {"sdpa", "dispatch and combine mxfp8_a2a"}),
+    "half of a2a": (A2A[:-1], 2, {"sdpa", "dispatch and combine mxfp8_a2a"}),
+}
 
 
-def test_a_job_trains_the_same_with_and_without_it(assets: Path, tmp_path: Path) -> None:
-    options = (*EP2, *STANDARD, FLASH)
-    checked = run(assets, tmp_path / "a", 2, *options)
-    unchecked = run(assets, tmp_path / "b", 2, *options, "--cookbook.no_self_check")
-    # To the last bit: no random number was drawn, nothing was noted and nothing is set otherwise.
-    assert checked["losses"] == unchecked["losses"]
-    assert checked["grad_norms"] == unchecked["grad_norms"]
-    one, other = active(checked), active(unchecked)
-    assert one.pop("self_check")["kernels"] == 4
-    assert other.pop("self_check") is None
-    assert one == other
+@pytest.mark.parametrize("job", JOBS)
+def test_kernels_without_a_fault_are_proved(job: str) -> None:
+    options, ranks, kernels = JOBS[job]
+    views: list[list[Any]] = run_ranks(prove, ranks, options)
+    for found in views:
+        assert [proof.fault for proof in found] == [None] * len(found)
+        expected = kernels | {"linear layer bf16"}
+        expected |= {"grouped GEMM bf16"} if not any("GEMM" in name for name in kernels) else set()
+        assert {proof.kernel for proof in found} == expected
+        for proof in found:
+            # Not only within their bounds: each has an output and gradients, and rounding shows.
+            assert len(proof.errors) >= 3
+            assert all(error.part > 0 for error in proof.errors)
+    # The worst of all ranks, on every rank.
+    assert len({tuple(proof.share for proof in found) for found in views}) == 1
 
 
-def test_an_error_is_taken_of_every_part_by_itself() -> None:
-    from cookbook.titan.selftest.cases import BF16, error_of
-
-    torch.manual_seed(0)
-    expected = torch.randn(1000, 64)
-    right = error_of("output", expected.bfloat16(), expected, BF16)
-    assert right.fault is None and 0.001 < right.whole < 0.003
-
-    lost = expected.clone()
-    lost[-1] = 0
-    error = error_of("output", lost, expected, BF16)
-    assert error.part == 1 and error.whole < 0.05
-    # Each column has a part of the lost row.
-    assert error_of("output", lost, expected, BF16, parts=[(1,)]).part < 0.2
-
-    small = expected.clone()
-    small[3] *= 1e-3
-    wrong = small.clone()
-    wrong[3] *= 1.1
-    assert error_of("output", wrong, small, BF16).part == pytest.approx(0.1, abs=1e-4)
-
-    expected[5] = 0
-    written = expected.clone()
-    written[5, 0] = 1e-3
-    assert error_of("output", written, expected, BF16).part > 1
-    written[5, 0] = math.nan
-    found = error_of("output", written, expected, BF16)
-    assert math.isinf(found.whole) and "off by inf" in (found.fault or "")
-    with pytest.raises(ValueError, match=r"output has the shape \[999, 64\], not \[1000, 64\]"):
-        error_of("output", expected[1:], expected, BF16)
+# Kernels that no CPU has are tried on GPUs alone, by `python -m tests.self_check_faults` there.
+ON_A_CPU = [fault for fault in FAULTS if not fault.gpu_only]
 
 
-def exchanged_alone(experts: int, dp_ranks: int) -> list[float]:
-    """How much of its bound the worst error takes, of a right layer at each of many ranks."""
-    from cookbook.titan.selftest import exchange
-
-    class Layer(torch.nn.Module):
-        def __init__(self, given: exchange.Exchanged) -> None:
-            super().__init__()
-            self.given, self.experts = given, exchange.FactorExperts(experts, "cpu")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            factors = self.experts.factor[self.given.experts]
-            rows = x.float().flatten(0, 1)[:, None, :]
-            copies = (rows * factors[..., None]).bfloat16()
-            return (copies * self.given.scores[..., None]).sum(1).bfloat16().view(x.shape)
-
-    shape = exchange.ExchangeShape(3, 100, 64, experts, min(experts, 3), ep=1, tp=1)
-    shares = []
-    for dp_rank in range(dp_ranks):
-        given = exchange.inputs_of(shape, dp_rank, "cpu")
-        group, layer = dist.group.WORLD, Layer(given)
-        assert group
-        errors = exchange.exchange_errors(shape, given, layer, None, group, (False, False))
-        shares.append(max(error.share for error in errors))
-    return shares
+@functools.cache
+def found_with(ranks: int) -> dict[str, list[str]]:
+    names = [fault.name for fault in FAULTS if fault.ranks == ranks]
+    found: dict[str, list[str]] = run_ranks(try_faults, ranks, names, seconds=300)[0]
+    return found
 
 
-@pytest.mark.parametrize("experts", [1, 2, 4])
-def test_experts_gradients_that_nearly_cancel_refuse_no_job(experts: int) -> None:
-    # A rank of many GPUs has few experts, and a gradient is the sum of products of either sign.
-    (shares,) = run_ranks(exchanged_alone, 1, experts, 256)
-    assert len(shares) == 256 and max(shares) < 0.5
+@pytest.mark.parametrize("fault", ON_A_CPU, ids=lambda fault: fault.name)
+def test_a_fault_in_a_kernel_is_found(fault: Any) -> None:
+    said = found_with(fault.ranks)[fault.name]
+    assert said, "nothing is said to be wrong"
+    # It is the faulty kernel that is named.
+    assert all(text.startswith(f"{fault.kernel}: ") for text in said), said
+    assert all("Error" not in text or "group" in text for text in said), said
 
 
-def test_a_kernel_that_raises_has_failed_and_the_others_are_proved() -> None:
-    from cookbook.titan.selftest.cases import FP8, Error, Use, prove
+def test_there_are_faults_of_every_kernel() -> None:
+    kernels = {kernel for _, _, used in JOBS.values() for kernel in used}
+    kernels |= {"grouped GEMM bf16", "linear layer bf16"}
+    assert {fault.kernel for fault in ON_A_CPU} == kernels
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
-    def raises() -> list[Error]:
-        raise RuntimeError("expects the M-mode to be 64,\nbut got 96")
 
-    proof = prove(Use("grouped GEMM bf16", "2 experts", raises, "take bf16"), "cpu")
-    assert proof.fault == (
-        "grouped GEMM bf16 at 2 experts: RuntimeError: expects the M-mode to be 64, but got 96"
+def test_the_page_counts_the_faults_that_were_found_on_gpus() -> None:
+    file = ROOT / "docs/numerics/self-check-faults-h200.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    found, missed = content["found"], content["missed"]
+    assert not missed and all(found.values())
+    page = (ROOT / "docs/self_check.md").read_text(encoding="utf-8")
+    assert f"All {len(found)} faults were found on two H200" in page
+    # They are faults that CI puts in, by their names of today.
+    assert set(found) <= {fault.name for fault in FAULTS}
+
+
+class TestJob:
+    @pytest.mark.parametrize(
+        ("fault", "kernel", "avoid"),
+        [
+            ("last rows of dq not written", "flash_attention_4", "set model.attention=flavor"),
+            (
+                "received rows in another order",
+                "dispatch and combine standard",
+                "EP backend deepep does without it",
+            ),
+        ],
     )
-    content = proof.as_json()
-    assert content["ok"] is False and content["avoid"] == "take bf16"
-    exact = Error("output", 0.001, 0.002, FP8)
-    assert exact.fault and "nothing was quantized" in exact.fault
-    infinite = prove(Use("k", "s", lambda: [Error("out", math.inf, math.nan, FP8)], ""), "cpu")
-    assert json.loads(json.dumps(infinite.as_json(), allow_nan=False))["errors"][0]["whole"] is None
+    def test_a_wrong_kernel_of_one_rank_refuses_the_job(
+        self, fault: str, kernel: str, avoid: str, assets: Path, tmp_path: Path
+    ) -> None:
+        attempt = tmp_path / "attempt-0"
+        argv = job(assets, tmp_path / "out", *EP2, *STANDARD, *FLASH)
+        results = run_ranks(train_with_fault, 2, fault, 1, argv, attempt, seconds=200)
+        for result in results:
+            assert result["ended"] and not result["losses"]
+        reasons = {text for result in results for text in result["said"] if "refuses" in text}
+        (reason,) = reasons
+        # Kernel, shape, error, and the option that does without it, in one line.
+        sequences = "2 x " if kernel == "flash_attention_4" else "3 x "
+        assert reason.startswith(f"cookbook refuses: self-check: {kernel} at {sequences}")
+        assert " off by " in reason and ", allowed 0.0" in reason and avoid in reason
+        assert "\n" not in reason
+        file = json.loads((attempt / "self_check.json").read_text())
+        assert not file["ok"]
+        assert {proof["kernel"] for proof in file["proofs"] if not proof["ok"]} == {kernel}
+        assert not (attempt / "environment.json").exists()
+
+    def test_a_job_trains_the_same_with_and_without_it(self, assets: Path, tmp_path: Path) -> None:
+        options = (*EP2, *STANDARD, *FLASH)
+        checked = run(assets, tmp_path / "a", 2, *options)
+        unchecked = run(assets, tmp_path / "b", 2, *options, "--cookbook.no_self_check")
+        # To the last bit: no random number was drawn, nothing was noted or set otherwise.
+        assert checked["losses"] == unchecked["losses"]
+        assert checked["grad_norms"] == unchecked["grad_norms"]
+        one, other = active(checked), active(unchecked)
+        assert one.pop("self_check")["kernels"] == 4
+        assert other.pop("self_check") is None
+        assert one == other
 
 
-def test_a_proof_leaves_no_notes_of_what_ran() -> None:
-    from cookbook.titan.tt_0_2_2 import activity
-    from cookbook.titan.tt_0_2_2.self_check import _apart
+# --- `doctor --numerics`' ranks: several cells.
 
-    before = set(activity.losses)
-    with _apart("cpu"):
-        activity.losses.add("of the proof")
-    assert activity.losses == before
+CELLS = [("quantized", [*JOB, *MXFP8]), ("plain", [*JOB]), ("plain again", [*JOB])]
+
+
+def check_cells(folder: Path, fault: str) -> dict[str, Any]:
+    """The status and the lines of a rank alone, and what it wrote, with a fault or without."""
+    from torchtitan.models.moe import utils
+
+    from cookbook.titan.tt_0_2_2 import selftest_main
+
+    dist.destroy_process_group()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    (folder / "cells.json").write_text(json.dumps(CELLS))
+    said = io.StringIO()
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(said))
+        for one in FAULTS:
+            if one.name == fault:
+                stack.enter_context(one.put_in())
+        status = selftest_main.main([str(folder / "cells.json"), "-o", str(folder / "proofs.json")])
+    return {
+        "status": status,
+        "lines": said.getvalue().splitlines(),
+        "file": json.loads((folder / "proofs.json").read_text()),
+        "alignment": utils.TOKEN_GROUP_ALIGN_SIZE_M,
+    }
+
+
+def test_what_two_cells_share_is_proved_once(tmp_path: Path) -> None:
+    (found,) = run_ranks(check_cells, 1, tmp_path, "")
+    assert found["status"] == 0 and found["file"]["ok"]
+    proofs = [(proof["kernel"], proof["shape"]) for proof in found["file"]["proofs"]]
+    assert len(set(proofs)) == len(proofs)
+    assert {kernel for kernel, _ in proofs} == {
+        *("sdpa", "grouped GEMM mxfp8", "linear layer mx", "linear layer bf16"),
+        "grouped GEMM bf16",
+    }
+    assert [line.split(":")[0] for line in found["lines"]] == [
+        f"ok     {kernel}" for kernel, _ in proofs
+    ]
+    # The last cell's groups are not padded as those of MXFP8.
+    assert found["alignment"] == 8
+
+
+def test_a_wrong_kernel_is_told_with_its_cell(tmp_path: Path) -> None:
+    (found,) = run_ranks(check_cells, 1, tmp_path, "an output row lost")
+    assert found["status"] == 1 and not found["file"]["ok"]
+    wrong = [line for line in found["lines"] if line.startswith("WRONG")]
+    assert wrong and all(
+        line.startswith("WRONG  plain: grouped GEMM bf16 at ")
+        and line.endswith("; no option does without it; another torch may")
+        for line in wrong
+    )
+    # The others are proved all the same.
+    assert any("grouped GEMM mxfp8" in line for line in found["lines"] if line not in wrong)
+
+
+def laid_out(words: list[str]) -> dict[str, int]:
+    from cookbook.titan.tt_0_2_2.selftest_main import cell_of
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=48)
+    found = vars(cell_of(words, "cpu").dims)
+    dist.destroy_process_group()
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
+    return {name: found[name] for name in names}
+
+
+def test_a_cell_is_laid_out_as_its_words_say() -> None:
+    degrees = {"tensor": 2, "pipeline": 3, "context": 4, "expert": 8, "expert_tensor": 2}
+    words = [f"--parallelism.{name}_parallel_degree={one}" for name, one in degrees.items()]
+    (found,) = run_ranks(laid_out, 1, [*JOB, *words])
+    expected = {"tp": 2, "pp": 3, "cp": 4, "ep": 8, "etp": 2, "world_size": 48}
+    assert found == expected | {"dp_replicate": 1, "dp_shard": 2}

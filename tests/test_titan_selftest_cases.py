@@ -187,7 +187,7 @@ def uses(cases: dict[str, tuple[tuple[str, ...], int, str]]) -> dict[str, Uses]:
     from torchtitan.protocols.train_spec import get_train_spec
 
     import cookbook.titan.tt_0_2_2  # noqa: F401  (registers the spec)
-    from cookbook.titan.tt_0_2_2.selftest_cases import Cell, kernels_of
+    from cookbook.titan.tt_0_2_2.selftest_cases import Cell, kernel_cases
 
     dist.destroy_process_group()
     found = {}
@@ -209,7 +209,7 @@ def uses(cases: dict[str, tuple[tuple[str, ...], int, str]]) -> dict[str, Uses]:
         )
         args = deepcopy(get_train_spec("deepseek_v3").model_args[config.model.flavor])
         args.update_from_config(config)
-        kernels = kernels_of(Cell(config, dims, args, device))
+        kernels = kernel_cases(Cell(config, dims, args, device))
         found[name] = [(one.kernel, one.shape, one.collective) for one in kernels]
         dist.destroy_process_group()
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ from cookbook.config.stack import load_stack
 from cookbook.config.validate import missing_here, validation_errors
 from cookbook.observe.failure import find_reason
 
+_VERDICT = re.compile("ok     |WRONG  ")
 # Two ranks on a CPU, so that tokens are sent.
 _CPU_RANKS = 2
 _RECIPES = {"gpu": "deepseek_v3_16b", "cpu": "debug"}
@@ -75,25 +77,31 @@ def _prove_here(output: Path | None) -> int:
         written = output or folder / "proofs.json"
         # Rank 0 prints the verdicts; all else is read where the ranks end early.
         redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(ranks))
-        with (folder / "train.log").open("wb") as log:
-            done = subprocess.run(
+        with (
+            (folder / "train.log").open("w", encoding="utf-8") as log,
+            subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                     *(f"--nproc-per-node={ranks}", f"--redirects={redirects}"),
-                    *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.self_check"),
+                    *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.selftest_main"),
                     *(str(cells), "-o", str(written)),
                 ],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
                 stderr=log,
-                check=False,
-            )
+                text=True,
+            ) as torchrun,
+        ):
+            for line in torchrun.stdout or ():
+                print(line, end="", flush=True, file=None if _VERDICT.match(line) else log)
+        status = torchrun.returncode
         if not written.exists():
-            reason = find_reason(folder) or f"torchrun ended with status {done.returncode}"
+            reason = find_reason(folder) or f"torchrun ended with status {status}"
             print(f"\nnot proved: {reason}")
             return 1
         print(f"\n{_verdict(json.loads(written.read_text(encoding='utf-8')))}")
-        return 1 if done.returncode else 0
+        return 1 if status else 0
 
 
 def _prove_on(cluster: Cluster, output: Path | None) -> int:

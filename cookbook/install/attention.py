@@ -1,44 +1,53 @@
-"""Installs FlashAttention-4 at its pins, or says why this machine needs none.
+"""Installs FlashAttention-4 at its pins, and has its kernels compiled for the GPUs of jobs.
 
-    python -m cookbook.install.attention [--local]          install it for this Python
-    python -m cookbook.install.attention [--local] --plan   say what it would do
+    python -m cookbook.install.attention packages [--local]      install it for this Python
+    python -m cookbook.install.attention kernels [--arch LIST]   compile what is missing
 
-Exit status: 0 there or installed, 1 the install failed, 3 not needed here, 4 it would be installed.
+Jobs without kernels compile them at their first step. Exit status: 0 there or done, 1 it failed, 3
+not needed here; with --plan, which only says what would be done, 4 where there is something to do.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cookbook.base.errors import run_command
+from cookbook.base.files import write_whole
 from cookbook.base.gpus import installed_gpus
 from cookbook.base.paths import REQUIREMENTS
 from cookbook.config.stack import Pin, read_pins
 from cookbook.install.deepep import torch_cuda
-from cookbook.install.packages import find_distribution, package_folder
+from cookbook.install.packages import PIP, find_distribution, package_folder
+from cookbook.titan.common import kernel_cache
 
-FAILED, NOT_NEEDED, TO_INSTALL = 1, 3, 4
+FAILED, NOT_NEEDED, TO_DO = 1, 3, 4
 PACKAGE = "flash-attn-4"
-_EXTRA = "flash_attention"
 # Compute capabilities that it has kernels for, before the point: Hopper's and Blackwell's.
 _GENERATIONS = (9, 10)
 # Its compiler comes once for each CUDA major version and loads the newest that the driver takes.
 _COMPILER = "nvidia_cutlass_dsl.dsl_packages.cutlass._mlir._mlir_libs"
-_FLAVOUR = re.compile(r"_cutlass_ir\.cu(\d+)\..*\.so")
+_COMPILE = "cookbook.titan.common.compile_attention"
+# It wants to know how many processors the GPU has; no kernel of the recipes depends on it.
+_PROCESSORS = {9: "132", 10: "148"}
 
 
 def flash_attention_pins(requirements: Path = REQUIREMENTS) -> list[Pin]:
-    """FlashAttention-4 and what it needs beyond torch."""
-    return [pin for pin in read_pins(requirements) if pin.extra == _EXTRA]
+    """Return FlashAttention-4 and what it needs beyond torch."""
+    return [pin for pin in read_pins(requirements) if pin.extra == "flash_attention"]
 
 
 def differences(pins: Iterable[Pin], path: Sequence[str] | None = None) -> list[str]:
-    """What of `pins` is missing on `path` (default: sys.path) or there in another version."""
+    """Return which of `pins` are missing on `path` (default: sys.path) or have another version."""
     found = []
     for pin in pins:
         installed = find_distribution(pin.name, path)
@@ -51,60 +60,51 @@ def differences(pins: Iterable[Pin], path: Sequence[str] | None = None) -> list[
 
 
 def has_kernels(path: Sequence[str] | None = None) -> bool:
-    """Whether the package that training imports is there."""
+    """Return whether the package that training imports is there."""
     return package_folder("flash_attn.cute", path) is not None
 
 
 def compiler_versions(path: Sequence[str] | None = None) -> list[int]:
-    """The CUDA major versions whose compiler is there, the oldest first."""
+    """Return the CUDA major versions whose compiler is there, the oldest first."""
     folder = package_folder(_COMPILER, path)
-    names = [file.name for file in folder.iterdir()] if folder else []
-    return sorted(int(match[1]) for name in names if (match := _FLAVOUR.fullmatch(name)))
+    files = folder.glob("_cutlass_ir.cu*.so") if folder else ()
+    return sorted(int(match[0]) for file in files if (match := re.search(r"(?<=cu)\d+", file.name)))
 
 
 def runs_on(capability: float) -> bool:
-    """Whether it has kernels for GPUs of this compute capability."""
+    """Return whether it has kernels for GPUs of this compute capability."""
     return int(capability) in _GENERATIONS
 
 
-def why_not(local: bool) -> str | None:
-    """Why this machine needs none.
+def _capabilities_here() -> list[float]:
+    return sorted({gpu.model.compute_capability for gpu in installed_gpus()})
+
+
+def install(local: bool, plan: bool) -> int:
+    """Install the packages, or only say what would be done.
 
     Args:
-        local: whether only this machine trains; a login node's GPUs are elsewhere.
+        local: only this machine trains; a login node's GPUs are elsewhere.
     """
-    if not torch_cuda():
-        return "torch is not here or built without CUDA"
-    here = sorted({gpu.model.compute_capability for gpu in installed_gpus()})
-    if here and not any(map(runs_on, here)):
-        return f"it needs Hopper or Blackwell GPUs; here are GPUs {', '.join(map(str, here))}"
-    if local and not here:
-        return "no GPU here"
-    return None
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Install it, or only say what would be done."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cookbook.install.attention",
-        description="Install FlashAttention-4 at its pins.",
-    )
-    parser.add_argument("--local", action="store_true", help="for runs on this machine alone")
-    parser.add_argument("--plan", action="store_true", help="only say what would be done")
-    parsed = parser.parse_args(arguments)
     pins = flash_attention_pins()
     version = next(pin.value for pin in pins if pin.name == PACKAGE)
     if not differences(pins):
         print(f"FlashAttention-4 {version} is installed")
         return 0
-    if reason := why_not(parsed.local):
+    here, reason = _capabilities_here(), ""
+    if not torch_cuda():
+        reason = "torch is not here or built without CUDA"
+    elif here and not any(map(runs_on, here)):
+        reason = f"it needs Hopper or Blackwell GPUs; here are GPUs {', '.join(map(str, here))}"
+    elif local and not here:
+        reason = "no GPU here"
+    if reason:
         print(f"FlashAttention-4 is not installed: {reason}")
         return NOT_NEEDED
-    if parsed.plan:
+    if plan:
         print(f"FlashAttention-4 {version} ({len(pins)} packages)")
-        return TO_INSTALL
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
-    done = subprocess.run([*pip, *(pin.requirement for pin in pins)], check=False)
+        return TO_DO
+    done = subprocess.run([*PIP, *(pin.requirement for pin in pins)], check=False)
     if done.returncode or (left := differences(pins)):
         reason = f"pip ended with status {done.returncode}" if done.returncode else "; ".join(left)
         print(f"FlashAttention-4 is not installed: {reason}", file=sys.stderr)
@@ -112,5 +112,99 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def compile_missing(arch: str, plan: bool, into: Path) -> int:
+    """Compile the kernels, or only say what would be done.
+
+    Args:
+        arch: GPUs as for DeepEP, "9.0;10.0"; empty for those of this machine.
+        into: the folder of the kernels of all kinds of GPUs.
+    """
+    if differences(flash_attention_pins()):
+        print("FlashAttention-4's kernels are not compiled: it is not installed at its pins")
+        return NOT_NEEDED
+    named = [float(word.rstrip("a")) for word in arch.split(";") if word]
+    # 90 for 9.0.
+    wanted = sorted({round(10 * one) for one in named or _capabilities_here() if runs_on(one)})
+    if not wanted:
+        print(
+            "FlashAttention-4's kernels are not compiled, each node's first job does that: no "
+            "Hopper or Blackwell GPU here tells for which; pass --arch 10.0 for B200 or --arch 9.0 "
+            "for H100 and H200"
+        )
+        return NOT_NEEDED
+    # Of the same need not be compiled again. The driver decides which compiler CuTe DSL takes.
+    made_from = {
+        "packages": {pin.name: pin.value for pin in flash_attention_pins()},
+        "python": platform.python_version(),
+        "drivers": sorted({gpu.driver for gpu in installed_gpus()}),
+    }
+    missing = [one for one in wanted if not _is_compiled(into, one, made_from)]
+    if not missing or plan:
+        gpus = " and ".join(f"{one / 10:.1f}" for one in missing or wanted)
+        there = "" if missing else " are compiled"
+        print(f"FlashAttention-4's kernels for GPUs {gpus}{there}")
+        return TO_DO if missing else 0
+    # All, also where one fails.
+    failed = [one for one in missing if not _compile(into, one, made_from)]
+    if failed:
+        gpus = " and ".join(f"{one / 10:.1f}" for one in failed)
+        print(f"no kernels for GPUs {gpus}", file=sys.stderr)
+    return FAILED if failed else 0
+
+
+def _is_compiled(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
+    """Return whether all kernels for a kind of GPU are there, made from the same."""
+    try:
+        stamp = json.loads((into / f"sm{capability}.json").read_text(encoding="utf-8"))
+        kernels = [Path(stamp["folder"], kernel) for kernel in stamp["kernels"]]
+        return bool(stamp["made_from"] == made_from) and all(map(Path.is_file, kernels))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _compile(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
+    """Compile in a process that imports torch, and keep all kernels or none."""
+    # A user's own variables would be in the kernels, or in the names they are found by.
+    tried = ("FLASH_ATTENTION_", "FA_", "CUTE_DSL_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(tried)}
+    # On no shared file system, since it locks its files; they take a megabyte.
+    with tempfile.TemporaryDirectory(dir="/tmp") as cache:
+        environment |= {
+            "FLASH_ATTENTION_ARCH": f"sm_{capability}",
+            "FLASH_ATTENTION_NUM_SMS": _PROCESSORS[capability // 10],
+            "CUTE_DSL_ARCH": f"sm_{capability}a",
+            kernel_cache.ENABLED: "1",
+            kernel_cache.FOLDER: cache,
+        }
+        command = [sys.executable, "-m", _COMPILE]
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            return False
+        made = json.loads(done.stdout.splitlines()[-1])
+        folder = kernel_cache.folder_of(capability, made["cuda"], into)
+        kernel_cache.keep(Path(cache), folder)
+    stamp = {"made_from": made_from, "folder": str(folder), "kernels": made["kernels"]}
+    write_whole(into / f"sm{capability}.json", json.dumps(stamp, indent=1) + "\n")
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cookbook.install.attention",
+        description="Install FlashAttention-4 at its pins, or compile its kernels.",
+    )
+    parser.add_argument("what", choices=["packages", "kernels"])
+    parser.add_argument("--plan", action="store_true", help="only say what would be done")
+    parser.add_argument("--local", action="store_true", help="for runs on this machine alone")
+    parser.add_argument("--arch", default="", help='GPUs, "9.0;10.0"; default: those found here')
+    parser.add_argument("--into", type=Path, default=kernel_cache.COMPILED, help="kernels' folder")
+    parsed = parser.parse_args(arguments)
+    if parsed.what == "packages":
+        return install(parsed.local, parsed.plan)
+    return compile_missing(parsed.arch, parsed.plan, parsed.into)
+
+
 if __name__ == "__main__":
-    sys.exit(run_command("flash_attention", main))
+    sys.exit(run_command("attention", main))

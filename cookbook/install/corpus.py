@@ -27,6 +27,13 @@ STAMP = "stamp.json"
 VOCABULARY_SIZE = 2048
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": BOS,
+    "eos_token": EOS,
+    "add_bos_token": True,
+    "add_eos_token": True,
+}
 
 # Merges settle long before the whole corpus is read; this much trains in about two seconds.
 TOKENIZER_CHARACTERS = 4_000_000
@@ -36,7 +43,7 @@ SMALLEST_CORPUS = 1_000_000
 
 
 def is_made(folder: Path) -> bool:
-    """Whether `folder` holds a corpus and a tokenizer that were written to the end."""
+    """Return whether `folder` holds a corpus and a tokenizer that were written to the end."""
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in stamp["bytes"].items())
@@ -62,7 +69,7 @@ def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
     contents = {
         "corpus/stdlib.jsonl": lines,
         "tokenizer/tokenizer.json": _train_tokenizer(documents),
-        "tokenizer/tokenizer_config.json": _tokenizer_config(),
+        "tokenizer/tokenizer_config.json": json.dumps(TOKENIZER_CONFIG, indent=2) + "\n",
     }
     (folder / STAMP).unlink(missing_ok=True)
     for name, text in contents.items():
@@ -102,27 +109,12 @@ def _train_tokenizer(documents: list[str]) -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_head(documents, TOKENIZER_CHARACTERS), trainer)
-    return str(tokenizer.to_str(pretty=True)) + "\n"
-
-
-def _head(documents: list[str], characters: int) -> Iterator[str]:
+    head, characters = [], TOKENIZER_CHARACTERS
     for text in documents:
-        if characters <= 0:
-            return
-        yield text[:characters]
+        head.append(text[: max(characters, 0)])
         characters -= len(text)
-
-
-def _tokenizer_config() -> str:
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "add_bos_token": True,
-        "add_eos_token": True,
-    }
-    return json.dumps(config, indent=2) + "\n"
+    tokenizer.train_from_iterator(filter(None, head), trainer)
+    return str(tokenizer.to_str(pretty=True)) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:

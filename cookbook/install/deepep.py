@@ -1,26 +1,44 @@
-"""What DeepEP needs from the installed packages, and what its build holds.
+"""Builds DeepEP at its pin, or says why it cannot be built on this machine; and what a build holds.
 
+    python -m cookbook.install.deepep [--arch 10.0]          build it for this Python
+    python -m cookbook.install.deepep [--arch 10.0] --plan   say what it would do
+
+Exit status: 0 there or built, 1 the build failed, 3 it cannot be built here, 4 it would be built.
 Nothing is imported from torch or DeepEP: login nodes lack the GPU driver that they load.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
+import os
 import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cookbook.install.packages import find_distribution, package_folder
+from cookbook.base.errors import run_command
+from cookbook.base.files import write_whole
+from cookbook.base.gpus import installed_gpus
+from cookbook.config.stack import Pin, read_pins
+from cookbook.install.packages import PIP, find_distribution, package_folder
 
+FAILED, IMPOSSIBLE, TO_BUILD = 1, 3, 4
+STAMP = Path(sys.prefix) / ".cookbook" / "deep_ep.json"
 # DeepEP 29d31c0 uses NVSHMEM's queue layout of 3.3.9 and later.
 OLDEST_NVSHMEM = (3, 3, 9)
+# nvcc can compile for Blackwell from this release on.
+BLACKWELL_CUDA = (12, 8)
+# One nvcc takes up to 2 GB; more at once only fills the memory of a shared login node.
+MOST_JOBS = 16
 
 
 def torch_cuda(path: Sequence[str] | None = None) -> str:
-    """The CUDA version that torch is built for, e.g. "12.8"; empty for none."""
+    """Return the CUDA version that torch is built for, e.g. "12.8"; empty for none."""
     folder = package_folder("torch", path)
     if folder is None or not (folder / "version.py").is_file():
         return ""
@@ -54,7 +72,7 @@ def find_nvshmem(path: Sequence[str] | None = None) -> Nvshmem | None:
 
 @dataclass(frozen=True)
 class DeepEp:
-    """An installed DeepEP: version, the commit that pip built, and what its library holds."""
+    """An installed DeepEP: version, the commit that pip built, and its library."""
 
     version: str
     commit: str
@@ -63,7 +81,7 @@ class DeepEp:
 
 
 def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
-    """The installed DeepEP; `internode` says whether it can send between nodes.
+    """Return the installed DeepEP; `internode` is whether it can send between nodes.
 
     With NVSHMEM the library needs `libnvshmem_host.so`; without it, its inter-node functions are
     compiled to an assertion that says so.
@@ -75,10 +93,9 @@ def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
         commit = json.loads(found.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
     except (ValueError, KeyError):
         commit = ""
-    library = None
-    for entry in sys.path if path is None else path:
-        for candidate in sorted(Path(entry).glob("deep_ep_cpp*.so")):
-            library = library or candidate
+    folders = map(Path, sys.path if path is None else path)
+    libraries = [file for folder in folders for file in sorted(folder.glob("deep_ep_cpp*.so"))]
+    library = libraries[0] if libraries else None
     internode = library is not None and (
         holds(library, b"libnvshmem_host.so")
         and not holds(library, b"NVSHMEM is disabled during compilation")
@@ -87,9 +104,212 @@ def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
 
 
 def holds(library: Path, text: bytes) -> bool:
-    """Whether the bytes of `text` stand in `library`."""
+    """Return whether the bytes of `text` stand in `library`."""
     with library.open("rb") as file:
         if library.stat().st_size == 0:
             return False
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(text) >= 0
+
+
+class CannotBuildError(Exception):
+    """DeepEP cannot be built on this machine; the message says why and what would help."""
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit with compiler and headers, e.g. /usr/local/cuda-12.8, release (12, 8)."""
+
+    home: Path
+    release: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"CUDA {self.release[0]}.{self.release[1]} in {self.home}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides the bytes of a build; one with the same plan need not be repeated."""
+
+    commit: str
+    torch: str
+    cuda: str
+    arch: str
+    nvshmem: str
+
+    def __str__(self) -> str:
+        kernels = (
+            f"with inter-node kernels (NVSHMEM {self.nvshmem})"
+            if self.nvshmem
+            else "with intra-node kernels only, since torch brought no NVSHMEM wheel"
+        )
+        return f"DeepEP {self.commit[:7]} for GPUs {self.arch}, {kernels}"
+
+
+def deepep_pin() -> Pin:
+    return next(pin for pin in read_pins() if pin.name == "deep_ep")
+
+
+def make_plan(arch: str) -> tuple[Plan, Toolkit]:
+    """Return the build for `arch` ("9.0;10.0"; empty: the GPUs found here) on this machine."""
+    cuda, torch = torch_cuda(), find_distribution("torch")
+    if torch is None or not cuda:
+        raise CannotBuildError("torch is not here or built without CUDA")
+    toolkit = _pick_toolkit(cuda, [*_find_toolkits(cuda)])
+    arch = arch or _gpu_archs()
+    if not arch:
+        raise CannotBuildError(
+            "no GPU here tells for which one to build; "
+            "pass --arch 10.0 for B200 or --arch 9.0 for H100 and H200"
+        )
+    if arch != "9.0" and toolkit.release < BLACKWELL_CUDA:
+        raise CannotBuildError(f"{toolkit} cannot compile for GPUs {arch}; 12.8 or later can")
+    if missing := [tool for tool in ("git", "g++") if shutil.which(tool) is None]:
+        raise CannotBuildError(f"{' and '.join(missing)} missing; install it")
+    nvshmem = find_nvshmem()
+    if nvshmem and not nvshmem.new_enough:
+        oldest = ".".join(map(str, OLDEST_NVSHMEM))
+        raise CannotBuildError(f"NVSHMEM is {nvshmem.version}; DeepEP needs {oldest} or later")
+    version = nvshmem.version if nvshmem else ""
+    return Plan(deepep_pin().value, torch.version, cuda, arch, version), toolkit
+
+
+def _find_toolkits(cuda: str) -> Iterator[Toolkit]:
+    homes = [
+        *filter(None, [os.environ.get("CUDA_HOME")]),
+        *(str(Path(nvcc).resolve().parents[1]) for nvcc in filter(None, [shutil.which("nvcc")])),
+        f"/usr/local/cuda-{cuda}",
+        *sorted(map(str, Path("/usr/local").glob("cuda-*")), reverse=True),
+    ]
+    for home in map(Path, homes):
+        compiler = home / "bin/nvcc"
+        # An nvcc alone, or a script that calls one elsewhere, is no toolkit.
+        if not os.access(compiler, os.X_OK) or not (home / "include/cuda_runtime.h").is_file():
+            continue
+        answer = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+        if match := re.search(r"release (\d+)\.(\d+)", answer):
+            yield Toolkit(home, (int(match[1]), int(match[2])))
+
+
+def _pick_toolkit(cuda: str, found: list[Toolkit]) -> Toolkit:
+    major = int(cuda.split(".")[0])
+    for toolkit in found:
+        if toolkit.release[0] == major:
+            return toolkit
+    if not found:
+        raise CannotBuildError(
+            "no CUDA toolkit (nvcc with its headers) found; name its folder in CUDA_HOME"
+        )
+    raise CannotBuildError(
+        f"torch is built for CUDA {cuda} and the toolkit found is {found[0]}: the major versions "
+        f"must agree; install a CUDA {major} toolkit beside it and name it in CUDA_HOME, or take "
+        "torch for the other version with --torch-index"
+    )
+
+
+def _gpu_archs() -> str:
+    # All that are installed: CUDA_VISIBLE_DEVICES is about one job, and the build serves them all.
+    found = {gpu.model.compute_capability for gpu in installed_gpus()}
+    if too_old := sorted(capability for capability in found if capability < 9):
+        raise CannotBuildError(
+            f"DeepEP needs Hopper or Blackwell GPUs; here are GPUs {', '.join(map(str, too_old))}"
+        )
+    return ";".join(map(str, sorted(found)))
+
+
+def is_built(arch: str) -> bool:
+    """Return whether the pin is installed, for this torch and (where it is named) for `arch`."""
+    installed, torch = find_deepep(), find_distribution("torch")
+    if installed is None or torch is None or installed.library is None:
+        return False
+    try:
+        stamp = Plan(**json.loads(STAMP.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return False
+    return (
+        (stamp.commit, stamp.torch, stamp.cuda) == (deepep_pin().value, torch.version, torch_cuda())
+        and installed.commit == stamp.commit
+        and set(filter(None, arch.split(";"))) <= set(stamp.arch.split(";"))
+    )
+
+
+def build(plan: Plan, toolkit: Toolkit) -> None:
+    """Build and install; raises CannotBuildError where the library is not as planned."""
+    STAMP.unlink(missing_ok=True)
+    tools = [pin.requirement for pin in read_pins() if pin.extra == "deepep" and not pin.source]
+    if tools:
+        subprocess.run([*PIP, *tools], check=True)
+    # A wheel that pip cached may have been built against another torch or another toolkit.
+    options = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--force-reinstall"]
+    subprocess.run(
+        [*PIP, *options, "--verbose", deepep_pin().requirement],
+        env=_build_environment(plan, toolkit),
+        check=True,
+    )
+    built = find_deepep()
+    if built is None or built.library is None:
+        raise CannotBuildError("pip ended well, but deep_ep is not installed")
+    # A build that does not find NVSHMEM ends well, without them.
+    if bool(plan.nvshmem) != built.internode:
+        raise CannotBuildError(
+            f"{built.library.name} was built {'with' if built.internode else 'without'} "
+            "inter-node kernels, other than planned"
+        )
+    write_whole(STAMP, json.dumps(asdict(plan), indent=2) + "\n")
+
+
+def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
+    def before(first: str, name: str) -> str:
+        return ":".join(filter(None, [first, os.environ.get(name)]))
+
+    environment = os.environ | {
+        "PATH": before(f"{Path(sys.executable).parent}:{toolkit.home / 'bin'}", "PATH"),
+        "CUDA_HOME": str(toolkit.home),
+        "TORCH_CUDA_ARCH_LIST": plan.arch,
+        "GIT_TERMINAL_PROMPT": "0",
+        # Login nodes have no driver to link with; the toolkit has a stand-in for its library.
+        "LIBRARY_PATH": f"{os.environ.get('LIBRARY_PATH', '')}:{toolkit.home}/lib64/stubs".lstrip(
+            ":"
+        ),
+    }
+    environment.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, MOST_JOBS)))
+    # From CUDA 13 on, cuda/std/tuple is in a folder that nvcc adds only for its own sources.
+    if (cccl := toolkit.home / "include/cccl").is_dir():
+        environment["CPATH"] = before(str(cccl), "CPATH")
+    # DeepEP finds the wheel of NVSHMEM that torch loads, and its versioned library names, only
+    # where NVSHMEM_DIR is not set; a second NVSHMEM in one process would clash with torch's.
+    for name in ("NVSHMEM_DIR", "DISABLE_SM90_FEATURES"):
+        environment.pop(name, None)
+    return environment
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cookbook.install.deepep", description="Build DeepEP at its pin."
+    )
+    parser.add_argument("--arch", default="", help='GPUs to build for, e.g. 10.0 or "9.0;10.0"')
+    parser.add_argument("--plan", action="store_true", help="only say what would be done")
+    parsed = parser.parse_args(arguments)
+    if is_built(parsed.arch):
+        print(f"DeepEP {deepep_pin().value[:7]} is built")
+        return 0
+    try:
+        plan, toolkit = make_plan(parsed.arch)
+    except CannotBuildError as error:
+        print(f"DeepEP is not built: {error}")
+        return IMPOSSIBLE
+    if parsed.plan:
+        print(f"{plan}, {toolkit}")
+        return TO_BUILD
+    try:
+        build(plan, toolkit)
+    except (CannotBuildError, subprocess.CalledProcessError) as error:
+        print(f"DeepEP is not built: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("deepep", main))

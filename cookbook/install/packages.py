@@ -1,4 +1,4 @@
-"""Which packages this Python has, as files: nothing is imported, so no GPU driver is needed."""
+"""The packages of this Python, found as files: nothing is imported, so no GPU driver is needed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.config.stack import read_pins
 
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
 # Packages whose import name differs by more than capitals and hyphens.
 _IMPORT_NAMES = {"PyYAML": "yaml", "nvidia-ml-py": "pynvml"}
 
 
 def import_name(package: str) -> str:
-    """The name to import a pinned package by: `yaml` for PyYAML."""
+    """Return the name to import a pinned package by: `yaml` for PyYAML."""
     return _IMPORT_NAMES.get(package, package.lower().replace("-", "_"))
 
 
 def explain_missing(error: ModuleNotFoundError) -> Exception:
-    """What to raise for a failed import: an InputError that names setup.sh for a pinned package.
+    """Return an InputError that names setup.sh for a failed import of a pinned package.
 
     For any other module it is `error` itself: a fault of the cookbook, which keeps its traceback.
     """
@@ -38,7 +39,7 @@ def explain_missing(error: ModuleNotFoundError) -> Exception:
 
 
 def package_folder(name: str, path: Sequence[str] | None = None) -> Path | None:
-    """Where package `name` (dots for folders) is on `path` (default: sys.path)."""
+    """Return the folder of package `name` (dots for folders) on `path` (default: sys.path)."""
     for entry in sys.path if path is None else path:
         folder = Path(entry, *name.split("."))
         if folder.is_dir():
@@ -49,7 +50,7 @@ def package_folder(name: str, path: Sequence[str] | None = None) -> Path | None:
 def find_distribution(
     name: str, path: Sequence[str] | None = None
 ) -> importlib.metadata.Distribution | None:
-    """The installed package `name` as pip recorded it."""
+    """Return the installed package `name` as pip recorded it."""
     found = importlib.metadata.distributions(
         name=name, path=list(sys.path if path is None else path)
     )

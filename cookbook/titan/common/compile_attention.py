@@ -1,18 +1,14 @@
-"""Compiles FlashAttention-4's kernels for a kind of GPU, on a machine that may have none.
+"""Compiles FlashAttention-4's kernels of the recipes, on a machine that may have no GPU.
 
-    python -m cookbook.titan.common.compile_attention 90 [--into FOLDER]
-
-Those of the recipes: causal attention of documents with heads of 192/128 in BF16, forward and
-backward, told of few documents and of many. Prints what it kept, as JSON.
+Those are causal attention of documents with heads of 192/128 in BF16, forward and backward, for few
+documents and for many. The environment says for which GPU and into which cache
+(`cookbook.install.attention`). Prints the kernels and the compiler's CUDA major version as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
-import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,36 +23,23 @@ DOCUMENTS = (256, 257)
 # Sequences of two tiles and less have kernels of their own, which no recipe needs.
 _LENGTH = 4096
 _HEAD_DIM, _V_HEAD_DIM = 192, 128
-# It wants to know how many processors the GPU has; no kernel of these depends on it.
-_PROCESSORS = {9: 132, 10: 148}
-
-
-def target(capability: int, cache: Path) -> dict[str, str]:
-    """The environment variables that FlashAttention-4 and CuTe DSL read when they are imported."""
-    return {
-        "FLASH_ATTENTION_ARCH": f"sm_{capability}",
-        "FLASH_ATTENTION_NUM_SMS": str(_PROCESSORS[capability // 10]),
-        "CUTE_DSL_ARCH": f"sm_{capability}a",
-        kernel_cache.ENABLED: "1",
-        kernel_cache.FOLDER: str(cache),
-    }
 
 
 def compile_kernels(documents: int) -> None:
-    """Forward and backward of tensors without values; FlashAttention-4 compiles and calls none."""
+    """Run forward and backward on tensors without values: the kernels are compiled, none called."""
     with FakeTensorMode():
 
         def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.empty(*shape, dtype=dtype, device="cuda")
 
         q, k, v = (tensor(_LENGTH, 1, dim) for dim in (_HEAD_DIM, _HEAD_DIM, _V_HEAD_DIM))
-        told = (tensor(documents + 1, dtype=torch.int32), _LENGTH, 1.0)
-        out, lse = flash_kernels.forward(q, k, v, *told)
-        flash_kernels.backward(torch.empty_like(out), q, k, v, out, lse, *told)
+        packing = (tensor(documents + 1, dtype=torch.int32), _LENGTH, 1.0)
+        out, lse = flash_kernels.forward(q, k, v, *packing)
+        flash_kernels.backward(torch.empty_like(out), q, k, v, out, lse, *packing)
 
 
 def kept_kernels(interface: Any) -> list[Path]:
-    """The files of the kernels that this process compiled.
+    """Return the files of the kernels that this process compiled.
 
     Raises:
         RuntimeError: one has no file, which FlashAttention-4 passes over.
@@ -74,33 +57,15 @@ def kept_kernels(interface: Any) -> list[Path]:
     return files
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Compile all for one kind of GPU, and keep them together or not at all."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cookbook.titan.common.compile_attention",
-        description="Compile FlashAttention-4's kernels for a kind of GPU.",
-    )
-    parser.add_argument("capability", type=int, help="90 for H100 and H200, 100 for B200")
-    parser.add_argument("--into", type=Path, help="where the folders of all GPUs are")
-    parsed = parser.parse_args(arguments)
-    for name in [*os.environ]:
-        # What a user tries out would be in the kernels, or in the names they are found by.
-        if name.startswith(("FLASH_ATTENTION_", "FA_", "CUTE_DSL_")):
-            del os.environ[name]
-    # On no shared file system, since it locks its files; they take a megabyte.
-    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
-        cache = Path(scratch, "cache")
-        os.environ.update(target(parsed.capability, cache))
-        interface = import_module(flash_kernels.INTERFACE)
-        for documents in DOCUMENTS:
-            compile_kernels(documents)
-        kernels = sorted(str(file.relative_to(cache)) for file in kept_kernels(interface))
-        cuda = flash_kernels.compiler_version()
-        folder = kernel_cache.folder_of(parsed.capability, cuda, parsed.into)
-        kernel_cache.keep(cache, folder)
-    print(json.dumps({"folder": str(folder), "kernels": kernels}))
-    return 0
+def main() -> None:
+    """Compile all for one kind of GPU."""
+    interface = import_module(flash_kernels.INTERFACE)
+    for documents in DOCUMENTS:
+        compile_kernels(documents)
+    cache = Path(os.environ[kernel_cache.FOLDER])
+    kernels = sorted(str(file.relative_to(cache)) for file in kept_kernels(interface))
+    print(json.dumps({"cuda": flash_kernels.compiler_version(), "kernels": kernels}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

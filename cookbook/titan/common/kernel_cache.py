@@ -1,7 +1,7 @@
-"""FlashAttention-4's kernels that set-up compiled: where they lie, and how a job takes them over.
+"""FlashAttention-4's kernels that set-up compiled: their folder, and how a job takes them over.
 
 A job gets copies, in FlashAttention-4's own cache in /tmp of each node: that locks its files, which
-some shared file systems cannot. Imports no torch, since set-up asks where they lie.
+some shared file systems cannot. Imports no torch, which set-up does without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 COMPILED = Path(sys.prefix) / ".cookbook" / "attention_kernels"
-# In a folder of kernels: what the CPU has that compiled them.
+# In a folder of kernels: the features of the CPU that compiled them.
 CPU = "cpu"
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -29,21 +29,20 @@ _INSTRUCTIONS = (
 
 
 def folder_of(capability: int, cuda: int, compiled: Path | None = None) -> Path:
-    """The kernels for one kind of GPU, by one compiler.
+    """Return the folder of the kernels for one kind of GPU, by one compiler.
 
     FlashAttention-4's own cache tells apart neither for all of its kernels.
 
     Args:
         capability: 90 for SM90 (H100, H200), 100 for SM100 (B200).
-        cuda: the CUDA major version of the compiler. A driver of CUDA 12 cannot load what the
-            compiler of CUDA 13 made.
-        compiled: where the folders of all GPUs are; None for this Python's.
+        cuda: the CUDA major version of the compiler; a driver of CUDA 12 cannot load kernels of 13.
+        compiled: the folder of all GPUs; None for this Python's.
     """
     return (compiled or COMPILED) / f"sm{capability}-cuda{cuda}"
 
 
 def cpu_features() -> frozenset[str]:
-    """The instruction sets of this machine's CPU; all that an ARM CPU names."""
+    """Return the instruction sets of this machine's CPU; all that an ARM CPU names."""
     for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
         name, _, words = line.partition(":")
         if name.strip() == "flags":
@@ -54,17 +53,14 @@ def cpu_features() -> frozenset[str]:
 
 
 def take_over(folder: Path, cache: Path) -> int:
-    """Copy the kernels of `folder` that `cache` lacks, and say how many that were.
+    """Copy the kernels of `folder` that `cache` lacks; return how many.
 
     None where set-up compiled none, or on a CPU with instructions that this one lacks: a kernel
-    comes with the code that starts it. A cache that cannot be written to is logged, and the kernels
-    are compiled as they would be without.
+    comes with the code that starts it. Where the cache cannot be written, they are compiled anew.
     """
     copied = 0
     try:
-        if not folder.is_dir():
-            return 0
-        if not set((folder / CPU).read_text(encoding="utf-8").split()) <= cpu_features():
+        if not folder.is_dir() or not set((folder / CPU).read_text().split()) <= cpu_features():
             return 0
         for kernel in sorted(folder.rglob("*.o")):
             place = cache / kernel.relative_to(folder)
@@ -84,7 +80,7 @@ def take_over(folder: Path, cache: Path) -> int:
 
 
 def keep(cache: Path, folder: Path) -> None:
-    """Put the kernels that this machine compiled into `cache` in the place of `folder`."""
+    """Replace `folder` by the kernels that this machine compiled into `cache`."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     for kernel in cache.rglob("*.o"):

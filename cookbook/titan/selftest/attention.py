@@ -1,4 +1,4 @@
-"""Proofs of attention: output and gradients of q, k and v, for each document and head.
+"""Attention's errors: of the output and the gradients of q, k and v, by document and head.
 
 The reference is plain PyTorch in float32, some heads at a time. FlashAttention-4 has had right
 outputs with wrong gradients, for several sequences alone and for activations as trained models have
@@ -8,58 +8,44 @@ them (NVIDIA/TransformerEngine#3216). So inputs come in both kinds, and document
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
 from cookbook.titan.common import varlen_attention as varlen
-from cookbook.titan.common.documents import (
-    bounds_capacity,
-    cumulative_lengths,
-    document_bounds,
-)
-from cookbook.titan.selftest.attention_errors import (
-    PART_BOUND,
-    WHOLE_BOUND,
-    Errors,
-    Tensors,
-)
-from cookbook.titan.selftest.cases import Bound, Error
-from cookbook.titan.selftest.inputs import generator
-from cookbook.titan.selftest.packings import document_ends_of
+from cookbook.titan.common.documents import bounds_capacity, cumulative_lengths, document_bounds
+from cookbook.titan.selftest.cases import Bound, Error, generator
 
-RANDOM = Bound(WHOLE_BOUND, PART_BOUND)
+RANDOM = Bound(0.01, 0.05)
 # Gradients of peaked scores are small differences.
-TRAINED = Bound(2 * WHOLE_BOUND, 2 * PART_BOUND)
+TRAINED = Bound(0.02, 0.1)
 # Of the reference at a time, over heads: 1 GiB in float32, and its backward holds some of them.
 SCORES = 1 << 28
+# Around the tiles of FlashAttention-4's kernels (64, 96 and 128 rows) and their common multiples,
+# and as short as can be.
+_EDGES = (
+    *(1, 1, 2, 63, 64, 65, 95, 96, 97, 127, 128, 129, 1, 191, 192, 193),
+    *(255, 256, 257, 383, 384, 385, 3, 511),
+)
 # Attention of folded q, k and v, (tokens, heads, head_dim), for the ends of their documents.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Told:
-    """What training tells the kernel of a batch, whatever documents it has.
-
-    FlashAttention-4 compiles by these numbers: beyond 256 documents it is another kernel.
-
-    Attributes:
-        room: documents of all sequences together, empty ones included.
-        length: no document is longer; the tokens of a sequence.
-    """
-
-    room: int
-    length: int
+Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one rank's attention gets: heads are those of one TP rank.
+    """The shape of one rank's attention; heads are those of one TP rank.
+
+    FlashAttention-4 compiles by what training declares of a batch, whatever documents it has:
+    beyond 256 documents it is another kernel.
 
     Attributes:
-        told: what the kernel is told where training has more sequences, or longer ones; None where
-            this shape is that of training.
+        max_documents: declared of all sequences together, empty ones included; None as training
+            does for a batch of this very shape.
+        max_length: declared of a document; None for the length of a sequence.
     """
 
     batch: int
@@ -68,7 +54,8 @@ class AttentionShape:
     head_dim: int
     v_head_dim: int
     scale: float
-    told: Told | None = field(default=None, kw_only=True)
+    max_documents: int | None = None
+    max_length: int | None = None
 
     def __str__(self) -> str:
         return (
@@ -76,22 +63,44 @@ class AttentionShape:
             f"{self.head_dim}/{self.v_head_dim}"
         )
 
-    @property
-    def most_documents(self) -> int:
-        """That a sequence has room for."""
-        return self.told.room // self.batch if self.told else self.length
+
+def document_ends(packing: str, batch: int, length: int, most: int | None = None) -> torch.Tensor:
+    """Return (batch, length), bool: the last token of each document, the same in every process.
+
+    Documents follow one another through the whole batch and are cut where a sequence ends.
+
+    Args:
+        packing: `edges`, around the kernels' tiles; `short`, as C4's documents; `whole` sequences.
+        most: documents of a sequence; the last of them takes what is left of it.
+    """
+    ends = torch.zeros(batch * length, dtype=torch.bool)
+    drawn = random.Random(0)
+    lengths = {
+        "edges": cycle(_EDGES),
+        # 430 tokens on average: the median and the deviation of the logarithm.
+        "short": iter(lambda: math.ceil(drawn.lognormvariate(math.log(260), 1.0)), 0),
+        "whole": cycle([batch * length]),
+    }[packing]
+    last = -1
+    while (last := last + next(lengths)) < len(ends):
+        ends[last] = True
+    ends = ends.view(batch, length)
+    if most is not None:
+        ends &= ends.cumsum(dim=1) < most
+    ends[:, -1] = True
+    return ends
 
 
 def random_inputs(shape: AttentionShape, device: str) -> Tensors:
-    """q, k, v and the gradient of the output, (tokens, heads, head_dim), BF16."""
-    random = generator(device, 0)
+    """Return q, k, v and the gradient of the output, (tokens, heads, head_dim), BF16."""
+    source = generator(device, 0)
     rows = (shape.batch * shape.length, shape.heads)
     dims = (shape.head_dim, shape.head_dim, shape.v_head_dim, shape.v_head_dim)
-    return [torch.randn(*rows, dim, device=device, generator=random).bfloat16() for dim in dims]
+    return [torch.randn(*rows, dim, device=device, generator=source).bfloat16() for dim in dims]
 
 
 def trained_inputs(shape: AttentionShape, device: str) -> Tensors:
-    """The same as a trained model has them: channels with an offset, and scores that are peaked."""
+    """Return inputs of a trained model's kind: channels with an offset, and peaked scores."""
     q, k, v, grad = random_inputs(shape, device)
     q[..., ::17] += 2
     k[..., ::17] += 3
@@ -100,42 +109,6 @@ def trained_inputs(shape: AttentionShape, device: str) -> Tensors:
     v[:: shape.length // 4 + 1] *= 8
     grad[1::3] *= 0.125
     return [q, k, v, grad]
-
-
-def differentiate(attend: Attend, inputs: Tensors) -> Tensors:
-    """Output and gradients of q, k and v."""
-    *leaves, grad = inputs
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def reference(inputs: Tensors, heads: slice, cu_seqlens: torch.Tensor, scale: float) -> Tensors:
-    """The same in float32, for some of the heads."""
-    q, k, v, grad = (x[:, heads].float() for x in inputs)
-    out, lse = varlen.reference_forward(q, k, v, cu_seqlens, scale)
-    return [out, *varlen.reference_backward(grad, q, k, v, out, lse, cu_seqlens, scale)]
-
-
-def compare(
-    shape: AttentionShape,
-    results: Mapping[str, Tensors],
-    inputs: Tensors,
-    exact: torch.Tensor,
-    heads: int,
-) -> dict[str, Errors]:
-    """Errors of the results of each kind against the reference, `heads` heads at a time.
-
-    Args:
-        exact: (documents + 1,), cumulative lengths without empty documents.
-    """
-    errors = {kind: Errors(exact) for kind in results}
-    for begin in range(0, shape.heads, heads):
-        some = slice(begin, begin + heads)
-        expected = reference(inputs, some, exact, shape.scale)
-        for kind, result in results.items():
-            errors[kind].add([x[:, some] for x in result], expected)
-    return errors
 
 
 def attention_errors(
@@ -150,35 +123,58 @@ def attention_errors(
     Args:
         attend_by: makes the attention for a shape and the documents' ends, (batch, length), bool.
     """
-    ends = document_ends_of(packing, shape.batch, shape.length, shape.most_documents).to(device)
-    inputs = (trained_inputs if like_trained else random_inputs)(shape, device)
-    results = {"": differentiate(attend_by(shape, ends), inputs)}
-    exact = torch.unique_consecutive(padded_lengths(ends))
-    heads = max(1, min(4, SCORES // int(exact.diff().max()) ** 2))
-    errors = compare(shape, results, inputs, exact, heads)[""]
-    for name, error in errors.relative().items():
-        whole, part = (math.inf if math.isnan(x) else x for x in (error["whole"], error["part"]))
-        yield Error(name, whole, part, TRAINED if like_trained else RANDOM)
+    most = shape.max_documents // shape.batch if shape.max_documents else None
+    ends = document_ends(packing, shape.batch, shape.length, most).to(device)
+    *leaves, grad = (trained_inputs if like_trained else random_inputs)(shape, device)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = attend_by(shape, ends)(*leaves)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    cu_seqlens = torch.unique_consecutive(padded_lengths(ends))
+    lengths = cu_seqlens.diff()
+    document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    heads = max(1, min(4, SCORES // int(lengths.max()) ** 2))
+    # Of each tensor the squares of its differences and of the reference, by document and head.
+    sums: dict[str, Tensors] = {name: [] for name in ("out", "dq", "dk", "dv")}
+    for begin in range(0, shape.heads, heads):
+        some = slice(begin, begin + heads)
+        q, k, v, dout = (x.detach()[:, some].float() for x in (*leaves, grad))
+        exact, lse = varlen.reference_forward(q, k, v, cu_seqlens, shape.scale)
+        grads = varlen.reference_backward(dout, q, k, v, exact, lse, cu_seqlens, shape.scale)
+        for parts, one, other in zip(sums.values(), found, (exact, *grads), strict=True):
+            wrong = (one[:, some].float() - other).square().sum(-1)
+            both = torch.stack([wrong, other.square().sum(-1)], -1)
+            by_document = both.new_zeros(len(lengths), *both.shape[1:])
+            parts.append(by_document.index_add_(0, document, both))
+    for name, parts in sums.items():
+        wrong, right = torch.cat(parts, dim=1).unbind(-1)
+        # The gradient of q and k in a document of one token is zero: such a part is measured by the
+        # root mean square of the whole tensor.
+        mean = right.sum() / (lengths.sum() * right.shape[1])
+        part = wrong / torch.maximum(right, lengths[:, None] * mean)
+        errors = (float(x.sqrt()) for x in (wrong.sum() / right.sum(), part.max()))
+        whole, worst = (math.inf if math.isnan(x) else x for x in errors)
+        yield Error(name, whole, worst, TRAINED if like_trained else RANDOM)
 
 
-def padded_lengths(ends: torch.Tensor, room: int | None = None) -> torch.Tensor:
-    """Cumulative lengths as training makes them, with empty documents; `ends` as above.
+def padded_lengths(ends: torch.Tensor, documents: int | None = None) -> torch.Tensor:
+    """Return cumulative lengths as training makes them, with empty documents; `ends` as above.
 
     Args:
-        room: documents of all sequences together, none of them more than its share; None for what
-            training gives a batch of this very shape.
+        documents: of all sequences together, none with more than its share; None for what training
+            declares of a batch of this very shape.
     """
-    if room is None:
-        documents = int(ends.sum(dim=1).max())
-        room = len(ends) * bounds_capacity(documents, ends.shape[1])
-    lengths = cumulative_lengths(document_bounds(ends, room // len(ends)))
-    return torch.nn.functional.pad(lengths, (0, room + 1 - len(lengths)), value=ends.numel())
+    if documents is None:
+        most = int(ends.sum(dim=1).max())
+        documents = len(ends) * bounds_capacity(most, ends.shape[1])
+    lengths = cumulative_lengths(document_bounds(ends, documents // len(ends)))
+    missing = documents + 1 - len(lengths)
+    return torch.nn.functional.pad(lengths, (0, missing), value=ends.numel())
 
 
 def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
-    """The operator that training calls; on a CPU it is the operator's own implementation."""
-    cu_seqlens = padded_lengths(ends, shape.told.room if shape.told else None)
-    longest = shape.told.length if shape.told else shape.length
+    """Return the operator that training calls; on a CPU it has an implementation of its own."""
+    cu_seqlens = padded_lengths(ends, shape.max_documents)
+    longest = shape.max_length or shape.length
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return varlen.varlen_attention(q, k, v, cu_seqlens, longest, shape.scale)

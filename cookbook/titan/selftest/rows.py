@@ -1,16 +1,17 @@
-"""Proofs of what moves tokens' rows: to their experts' groups, weighted and back, on one rank.
+"""Errors of moving tokens' rows: to their experts' groups, weighted and back, and between ranks.
 
-In each group every row is multiplied by a factor of that expert, which tells the experts apart.
-Nothing else happens to a row, so the reference is a sum over a token's experts.
+Each expert multiplies its rows by a factor, which tells the experts apart. Nothing else happens to
+a row, so the reference is a sum over a token's experts and needs no communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from cookbook.titan.common.expert_groups import (
@@ -22,13 +23,29 @@ from cookbook.titan.common.expert_groups import (
     scored_swiglu,
     spread,
 )
-from cookbook.titan.selftest.cases import BF16, Bound, Error, error_of
-from cookbook.titan.selftest.inputs import generator, random_routing, uneven_values
+from cookbook.titan.common.token_shard import TokenShard, shard_tokens
+from cookbook.titan.selftest.cases import (
+    BF16,
+    FP8_ONCE,
+    Bound,
+    Error,
+    error_of,
+    generator,
+    random_routing,
+    random_rows,
+    uneven_values,
+)
 
 # A token's row is rounded to BF16 at every hand: three or four times there, and three times back.
 MOVED = Bound(0.006, 0.012)
-# Products of two rows, which nearly cancel: of the mean product.
+# Products of two rows, which nearly cancel: of the mean product. From rows sent in FP8.
 SCORES = Bound(0.012, 0.04)
+SCORES_FP8 = Bound(0.06, 0.25)
+# Of an expert's factor: a sum of products of either sign over its rows. On a rank with one expert
+# the error is one random number, which may be some times as large as usual; so the bound of the
+# whole is six times 0.0025, of rows that were sent in FP8 six times 0.05, and a third more.
+FACTOR = Bound(0.02, 0.04)
+FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
 
 
@@ -49,15 +66,9 @@ class RowsShape:
 
 
 def expert_factors(experts: int, device: str) -> torch.Tensor:
-    """(experts,), float32: neighbours, and experts that lie a power of two apart, differ."""
+    """Return (experts,), float32; neighbours, and experts a power of two apart, differ."""
     numbers = torch.arange(experts, device=device)
     return 0.5 + (numbers * 5 % 13) / 8
-
-
-def random_rows(rows: int, columns: int, device: str, seed: int) -> torch.Tensor:
-    """(rows, columns), BF16, all of one size."""
-    values = torch.randn(rows, columns, device=device, generator=generator(device, seed))
-    return values.bfloat16()
 
 
 def row_errors(
@@ -68,14 +79,13 @@ def row_errors(
 ) -> Iterator[Error]:
     """Compare a round trip with scores: tokens to groups, each group's factor, and back.
 
-    The scores weight rows on their way to the groups, in these, or on their way back.
-
-    A third of the copies belong to experts of other ranks. The rows that fill groups up are
-    poisoned in between, where nothing of them may reach a token.
+    The scores weight rows on their way to the groups, in these, or on their way back. The rows that
+    fill groups up are poisoned in between, where nothing of them may reach a token.
 
     Args:
-        counted: whether the host knows how many copies each expert gets, as it does of DeepEP's;
-            else all copies belong to experts of this rank, and the tokens are in float32.
+        counted: the host knows how many copies each expert gets, as it does of DeepEP's, and a
+            third of the copies belong to experts of other ranks; else all experts are this rank's,
+            and the tokens are in float32.
     """
     others = shape.experts // 2 + 1 if counted else 0
     experts, scores = random_routing(shape.tokens, shape.experts + others, shape.top_k, device, 11)
@@ -110,12 +120,12 @@ def row_errors(
     out = collect(outputs, scores if scored == "after" else None, plan, base=base)
     dx, ds = torch.autograd.grad(out, [x, scores], grad)
 
-    # What is not there has the factor 0.
-    factor = torch.cat([factors, factors.new_zeros(1)])[experts]
-    weights = (scores.detach() * factor).sum(1, keepdim=True)
     filled = grouped.detach()[fill.squeeze(1)].float()
     if filled.any():  # so is NaN
         raise ValueError("rows that fill groups up are not zero")
+    # A copy that belongs to another rank has the factor 0.
+    factor = torch.cat([factors, factors.new_zeros(1)])[experts]
+    weights = (scores.detach() * factor).sum(1, keepdim=True)
     wanted = x.detach().float() * weights
     yield error_of("output", out.detach(), wanted if base is None else wanted + base, MOVED)
     yield error_of("gradient of the tokens", dx, grad.float() * weights, MOVED)
@@ -144,7 +154,7 @@ def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterat
     """Compare two weights side by side, and their gradients, with PyTorch's own."""
     shape = (experts, hidden, features)
     weights = [
-        uneven_values(experts * hidden, features, device, seed).view(shape).float() * 1.001
+        (uneven_values(experts * hidden, features, device, seed).view(shape).float() * 1.001)
         for seed in (24, 25)
     ]
     for weight in weights:
@@ -155,3 +165,139 @@ def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterat
     exact = torch.cat([weight.detach() for weight in weights], 1)
     yield error_of("weights", joined.detach(), exact, BF16, [(0, 1)])
     yield error_of("gradient of the weights", torch.cat(grads, 1), grad.float(), BF16, [(0, 1)])
+
+
+# --- Dispatch and combine between ranks: the cell's own MoE layer, with another router and experts.
+
+
+@dataclass(frozen=True)
+class ExchangeShape:
+    """Sequences of one data-parallel rank, all experts of the mesh."""
+
+    batch: int
+    length: int
+    features: int
+    experts: int
+    top_k: int
+    ep: int
+    tp: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.batch} x {self.length:,} tokens of {self.features} a rank, {self.experts} "
+            f"experts over {self.ep} ranks, top {self.top_k}, TP {self.tp}"
+        )
+
+
+class FixedRouter(nn.Module):
+    """Routes as given; `gate` is there for TP's plan."""
+
+    def __init__(self, scores: torch.Tensor, experts: torch.Tensor, num_experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Identity()
+        self.scores, self.experts, self.num_experts = scores, experts, num_experts
+        self.top_k = experts.shape[1]
+
+    def forward(self, x: torch.Tensor, expert_bias: Any = None) -> tuple[torch.Tensor, ...]:
+        """Return scores and experts of all tokens, and how many tokens each expert gets."""
+        counts = torch.bincount(self.experts.flatten(), minlength=self.num_experts)
+        return self.scores, self.experts, counts.to(torch.float32)
+
+
+class FactorExperts(nn.Module):
+    """Experts that multiply each of their rows by their factor, rounded to the row's type."""
+
+    def __init__(self, num_experts: int, device: str) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.factor = nn.Parameter(expert_factors(num_experts, device))
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Take rows (rows, features) in groups of `sizes`; those behind the groups become zero."""
+        factor = self.factor.to_local() if hasattr(self.factor, "to_local") else self.factor
+        ends = sizes.to(torch.int64).cumsum(0)
+        rows = torch.arange(len(x), device=x.device)
+        expert = torch.searchsorted(ends, rows, right=True)
+        padded = torch.cat([factor, factor.new_zeros(1)])
+        return (x.float() * padded[expert][:, None]).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Tokens, the output's gradient, and the routing of one data-parallel rank."""
+
+    x: torch.Tensor
+    grad: torch.Tensor
+    scores: torch.Tensor
+    experts: torch.Tensor
+
+
+def inputs_of(shape: ExchangeShape, dp_rank: int, device: str) -> Exchanged:
+    """Return all tokens of a data-parallel rank, the same on all its TP ranks."""
+    tokens = shape.batch * shape.length
+    experts, scores = random_routing(tokens, shape.experts, shape.top_k, device, 31 + 10 * dp_rank)
+    return Exchanged(
+        random_rows(tokens, shape.features, device, 32 + 10 * dp_rank),
+        random_rows(tokens, shape.features, device, 33 + 10 * dp_rank),
+        scores.requires_grad_(),
+        experts,
+    )
+
+
+def exchange_errors(
+    shape: ExchangeShape,
+    given: Exchanged,
+    layer: nn.Module,
+    share: TokenShard | None,
+    group: dist.ProcessGroup,
+    quantized: tuple[bool, bool],
+) -> Iterator[Error]:
+    """Compare what the layer returns for `given`, forward and gradients.
+
+    Args:
+        layer: with `FixedRouter(given.scores, ...)` and `FactorExperts`, parallelized.
+        share: this TP rank's part of every sequence; None without TP.
+        group: of the ranks that the experts are divided among, in their order.
+        quantized: whether the dispatch of tokens and that of the output's gradients are in FP8.
+    """
+
+    def local(tensor: Any) -> Any:
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    def mine(*values: torch.Tensor) -> list[torch.Tensor]:
+        return [value if share is None else shard_tokens(value, share) for value in values]
+
+    x, grad = (value.view(shape.batch, -1, shape.features) for value in mine(given.x, given.grad))
+    x = x.detach().requires_grad_()
+    factor: Any = layer.experts.factor
+    out = local(layer(x))
+    dx, ds, df = torch.autograd.grad(out, [x, given.scores, factor], grad)
+
+    device = given.x.device
+    factors = expert_factors(shape.experts, str(device))[given.experts]
+    scores = given.scores.detach()
+    weights = (scores * factors).sum(1, keepdim=True)
+    products = (given.x.float() * given.grad.float()).sum(1, keepdim=True)
+    wanted, wanted_dx, by_copy, experts = mine(
+        given.x.float() * weights, given.grad.float() * weights, scores * products, given.experts
+    )
+    # Of each expert its products' sum and, as that is often close to zero, the root of the sum of
+    # their squares, by which the error of the sum is measured.
+    of_experts = torch.zeros(shape.experts, 2, device=device)
+    by_copy = by_copy.flatten()
+    of_experts.index_add_(0, experts.flatten(), torch.stack([by_copy, by_copy.square()], 1))
+    dist.all_reduce(of_experts, group=group)
+    wanted_df, squares = of_experts.chunk(shape.ep)[dist.get_rank(group)].unbind(1)
+    sent, returned = quantized
+    scores_bound, factor_bound = (SCORES_FP8, FACTOR_FP8) if any(quantized) else (SCORES, FACTOR)
+    rows = x.shape[0] * x.shape[1], shape.features
+    yield error_of("output", out.detach().reshape(rows), wanted, FP8_ONCE if sent else MOVED)
+    yield error_of(
+        "gradient of the tokens", dx.reshape(rows), wanted_dx, FP8_ONCE if returned else MOVED
+    )
+    yield error_of("gradient of the scores", ds, products * factors, scores_bound, floor=1.0)
+    yield error_of(
+        *("gradient of the experts", local(df), wanted_df, factor_bound),
+        floor=1.0,
+        sizes=squares.sqrt(),
+    )

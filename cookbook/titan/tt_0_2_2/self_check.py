@@ -1,4 +1,4 @@
-"""Proves every kernel that a cell uses, on the GPU that it is about to use it on.
+"""Runs the test cases of every kernel that a cell uses, on the GPU that it is about to use it on.
 
 Kernels have been wrong in silence, on one generation of GPUs or in the backward alone. So a job
 compares them with a reference before its first step; a wrong one refuses the cell.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,94 +24,123 @@ from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
 from cookbook.titan.common import varlen_attention
-from cookbook.titan.selftest.cases import Proof, prove
+from cookbook.titan.selftest.cases import CaseResult, KernelCase, run_case
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.selftest_cases import Cell, kernels_of
+from cookbook.titan.tt_0_2_2.selftest_cases import Cell, kernel_cases
 from cookbook.titan.tt_0_2_2.versions import refuse, versions
 
 FILE = "self_check.json"
 
 
 def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[str, Any] | None:
-    """Prove the cell's kernels, on all ranks; ends every rank with one line where one is wrong.
+    """Check the cell's kernels, on all ranks; end every rank with one line where one is wrong.
 
     Returns:
-        For the log: how many `kernels`, the `worst` error as a share of its bound, whose it is,
-        and `seconds`. None where it is switched off, or nothing runs.
+        For the log: how many `kernels`, the `worst` error in units of its bound, whose it is, and
+        `seconds`. None where it is switched off, or nothing runs.
     """
-    if not job_config.cookbook.self_check or job_config.comm.mode != "default":
+    if job_config.comm.mode != "default":
+        return None
+    if model_args.moe_impl == "deepep" and parallel_dims.ep > 1:
+        import_module("deep_ep")
+        check_nvshmem(Path("/proc/self/maps").read_text(encoding="utf-8"))
+    if not job_config.cookbook.self_check:
         return None
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cell = Cell(job_config, parallel_dims, model_args, device)
-    found = prove_all(cell)
+    found = run_cases(Cell(job_config, parallel_dims, model_args, device))
     seconds = round(time.perf_counter() - began, 1)
     attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
     if attempt and dist.get_rank() == 0:
         write_whole(Path(attempt) / FILE, as_json(found, device, seconds))
-    if faults := [proof for proof in found if proof.fault]:
-        first = faults[0]
+    if faults := [result for result in found if result.fault]:
         others = f" ({len(faults) - 1} more in {FILE})" if len(faults) > 1 else ""
-        raise refuse(f"self-check: {first.fault}{others}; {first.avoid}")
-    worst = max(found, key=lambda proof: proof.share)
-    summary = {
+        raise refuse(f"self-check: {faults[0].fault}{others}; {faults[0].avoid}")
+    worst = max(found, key=lambda result: result.share)
+    logger.info(f"Self-check: {len(found)} kernels proved in {seconds} s")
+    return {
         "kernels": len(found),
         "worst": round(worst.share, 2),
         "worst_kernel": worst.kernel,
         "seconds": seconds,
     }
-    logger.info(f"Self-check: {len(found)} kernels proved in {seconds} s")
-    return summary
 
 
-def prove_all(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[Proof]:
-    """The proofs of a cell's kernels, of each the worst of all ranks; the same list on every rank.
+def check_nvshmem(maps: str) -> None:
+    """Log the NVSHMEM that this process maps; refuse one that DeepEP was not linked with.
 
-    What needs several ranks is left out where a kernel of one rank has failed: it would wait.
+    That is torch's wheel. The loader takes a library in LD_LIBRARY_PATH first, and DeepEP then
+    hangs or fails between nodes.
 
     Args:
-        skip: kernels and shapes that are proved already.
+        maps: the content of /proc/self/maps.
+    """
+    spec = find_spec("nvidia.nvshmem") if find_spec("nvidia") else None
+    wheels = [
+        Path(one, "lib").resolve()
+        for one in (spec.submodule_search_locations if spec else None) or ()
+    ]
+    for library in sorted(set(re.findall(r"/\S*libnvshmem_host\S*", maps))):
+        logger.info(f"DeepEP's NVSHMEM: {library}")
+        folder = Path(library).parent
+        if wheels and folder.resolve() not in wheels:
+            raise refuse(
+                f"DeepEP was linked with NVSHMEM in {wheels[0]}, and the loader took {library}; "
+                f"take {folder} out of LD_LIBRARY_PATH"
+            )
+
+
+def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
+    """Return the results of a cell's cases, of each the worst of all ranks, on every rank.
+
+    Cases that need several ranks are left out where a kernel of one rank has failed: they would
+    wait.
+
+    Args:
+        skip: kernels and shapes that are known already.
     """
     known = set(skip)
-    with _apart(cell.device):
-        by_name = {(use.kernel, use.shape): use for use in kernels_of(cell)}
-        uses = [use for name, use in by_name.items() if name not in known]
-        alone = [use for use in uses if not use.collective]
-        found = _worst_of_ranks([prove(use, cell.device) for use in alone])
-        if not any(proof.fault for proof in found):
-            together = [use for use in uses if use.collective]
-            found += _worst_of_ranks([prove(use, cell.device) for use in together])
+    with _without_traces(cell.device):
+        by_name = {(case.kernel, case.shape): case for case in kernel_cases(cell)}
+        cases = [case for name, case in by_name.items() if name not in known]
+        found = _run_everywhere([case for case in cases if not case.collective], cell.device)
+        if not any(result.fault for result in found):
+            found += _run_everywhere([case for case in cases if case.collective], cell.device)
     return found
 
 
-def as_json(found: Sequence[Proof], device: str, seconds: float) -> str:
-    """The content of `self_check.json`."""
+def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
+    """Return the content of `self_check.json`."""
     content = {
-        "ok": not any(proof.fault for proof in found),
+        "ok": not any(result.fault for result in found),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "device": device,
         "seconds": seconds,
         "versions": versions(),
-        "proofs": [proof.as_json() for proof in found],
+        "proofs": [result.as_json() for result in found],
     }
     return json.dumps(content, indent=1) + "\n"
 
 
-def _worst_of_ranks(own: list[Proof]) -> list[Proof]:
-    """Of each kernel the rank's proof with the largest error."""
+def _run_everywhere(cases: Iterable[KernelCase], device: str) -> list[CaseResult]:
+    return worst_of_ranks([run_case(case, device) for case in cases])
+
+
+def worst_of_ranks(own: list[CaseResult]) -> list[CaseResult]:
+    """Return of each case the result of the rank with the largest error."""
     everywhere: list[Any] = [own]
     if dist.is_initialized():
         everywhere = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
     return [
-        max(ranks, key=lambda proof: (proof.fault is not None, proof.share))
+        max(ranks, key=lambda result: (result.fault is not None, result.share))
         for ranks in zip(*everywhere, strict=True)
     ]
 
 
 @contextmanager
-def _apart(device: str) -> Iterator[None]:
-    """Leave no trace in the process: no notes of what ran, no settings, no memory, no log lines."""
+def _without_traces(device: str) -> Iterator[None]:
+    """Leave nothing in the process: no notes of what ran, no settings, no memory, no log lines."""
     noted = [
         varlen_attention.ran,
         activity.dispatches,

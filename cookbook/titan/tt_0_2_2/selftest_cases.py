@@ -1,50 +1,83 @@
-"""Which kernels a cell uses on a rank, at which shapes, and how each is proved.
+"""The kernels that a cell uses on a rank, as test cases at the cell's own shapes.
 
-A GPU proves them at the cell's own widths, heads and experts. Of tokens it takes as many as keep
-all proofs within some seconds: kernels cut tokens into tiles, and every kind of tile is there. A
-CPU takes fewer, since there the proofs are for the code around the kernels.
+A GPU takes the cell's own widths, heads and experts. Of tokens it takes as many as keep all cases
+within some seconds: kernels cut tokens into tiles, and every kind of tile is there. A CPU takes
+fewer, since there the cases are for the code around the kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
-from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.attention import (
+    FlexAttentionWrapper,
+    ScaledDotProductAttentionWrapper,
+    get_causal_mask_mod,
+    get_document_mask_mod,
+)
 from torchtitan.models.deepseek_v3.model.model import Attention, DeepSeekV3Model
-from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.models.moe.moe import GroupedExperts, build_moe
 from torchtitan.protocols.model_converter import build_model_converters
 
 from cookbook.titan.common.documents import bounds_capacity
+from cookbook.titan.common.token_shard import TokenShard
 from cookbook.titan.selftest.attention import (
+    Attend,
     AttentionShape,
-    Told,
     attention_errors,
     flash_attention_4,
 )
-from cookbook.titan.selftest.cases import Error, Use
-from cookbook.titan.selftest.gemms import GroupedShape, Products, grouped_errors, linear_errors
-from cookbook.titan.selftest.loss import loss_errors
-from cookbook.titan.selftest.rows import RowsShape, join_errors, row_errors, swiglu_errors
+from cookbook.titan.selftest.cases import Error, KernelCase
+from cookbook.titan.selftest.gemms import (
+    GroupedShape,
+    Products,
+    grouped_errors,
+    linear_errors,
+    loss_errors,
+)
+from cookbook.titan.selftest.rows import (
+    ExchangeShape,
+    FactorExperts,
+    FixedRouter,
+    RowsShape,
+    exchange_errors,
+    inputs_of,
+    join_errors,
+    row_errors,
+    swiglu_errors,
+)
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.attention import FLASH_ATTENTION_4
-from cookbook.titan.tt_0_2_2.reference_attention import flex, sdpa
-from cookbook.titan.tt_0_2_2.used_exchange import exchange_of
+from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
+from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
-_ROW_KERNELS = "leave out cookbook.row_kernels"
-_ATTENTION = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: flash_attention_4}
+_NO_OPTION = "no option does without it; another torch may"
+# By kernel: the option that does without it.
+_AVOID = {
+    "flex": "model.attention=flash_attention_4 does without it",
+    FLASH_ATTENTION_4: "leave out model.attention, or set model.attention=flavor",
+    "sdpa": "a flavor with FlexAttention does without it",
+    "grouped GEMM bf16": _NO_OPTION,
+    "grouped GEMM mxfp8": "precision mxfp8_wgrad_hp (weight gradients) or bf16 does without it",
+    "linear layer mx": "precision mxfp8 or bf16 does without it",
+    "linear layer float8": "precision bf16 does without it",
+    "loss in chunks": "leave out loss.num_chunks",
+}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a cell's shapes the proofs take."""
+    """The largest shapes of the cases."""
 
     tokens: int
     attention_scores: int
@@ -54,17 +87,16 @@ class Limits:
     linear_rows: int
     packings: tuple[str, ...]
 
-    @classmethod
-    def on(cls, device: str) -> Limits:
-        """For a GPU, or for a CPU."""
-        if device == "cuda":
-            return cls(8192, 1 << 31, 16384, 128, 32768, 4096, ("edges", "whole"))
-        return cls(96, 1 << 16, 160, 2, 384, 96, ("edges",))
+
+_LIMITS = {
+    "cuda": Limits(8192, 1 << 31, 16384, 128, 32768, 4096, ("edges", "whole")),
+    "cpu": Limits(96, 1 << 16, 160, 2, 384, 96, ("edges",)),
+}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What decides which kernels a rank uses; `device` is `cuda` or `cpu`."""
+    """The configuration that decides which kernels a rank uses; `device` is `cuda` or `cpu`."""
 
     job_config: Any
     dims: ParallelDims
@@ -73,133 +105,148 @@ class Cell:
 
     @property
     def limits(self) -> Limits:
-        return Limits.on(self.device)
+        return _LIMITS[self.device]
 
     @property
     def local_experts(self) -> int:
         return int(self.model_args.moe_args.num_experts) // self.dims.ep
 
     @property
+    def expert_hidden(self) -> int:
+        """The hidden size of an expert on one rank."""
+        cut = self.dims.tp if self.dims.ep == 1 else self.dims.etp
+        return int(self.model_args.moe_inter_dim) // cut
+
+    @property
     def sequences(self) -> int:
-        """Of one forward: a microbatch of a pipeline, or the whole local batch."""
+        """Those of one forward: a microbatch of a pipeline, or the whole local batch."""
         if self.dims.pp_enabled:
             return int(self.job_config.parallelism.pipeline_parallel_microbatch_size)
         return int(self.job_config.training.local_batch_size)
 
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Quantize `model` as the cell's converters do."""
+        build_model_converters(self.job_config, self.dims).convert(model)
+        return model
 
-def kernels_of(cell: Cell) -> list[Use]:
-    """All that a rank of the cell uses, in the order of proof; the same on every rank."""
+
+def kernel_cases(cell: Cell) -> list[KernelCase]:
+    """Return all that a rank of the cell uses, in the order of the test; the same on every rank."""
     return [
-        *_attention(cell),
-        *_grouped_gemms(cell),
-        *_linear_layers(cell),
-        *_rows(cell),
-        *_loss(cell),
-        *exchange_of(cell.job_config, cell.dims, cell.model_args, cell.device, cell.limits.tokens),
+        case
+        for make in (_attention, _grouped_gemms, _linear_layers, _rows, _loss, _exchange)
+        for case in make(cell)
     ]
 
 
-def _attention(cell: Cell) -> Iterator[Use]:
+def _attention(cell: Cell) -> Iterator[KernelCase]:
     with torch.device("meta"):
         layer = Attention(cell.model_args)
-    chosen = cell.job_config.model.attention == FLASH_ATTENTION_4
-    kind = FLASH_ATTENTION_4 if chosen else cell.model_args.attn_type
+    is_flash = cell.job_config.model.attention == FLASH_ATTENTION_4
+    kernel = FLASH_ATTENTION_4 if is_flash else cell.model_args.attn_type
     # Context parallelism gives a rank a part of each sequence; the kernel is the same.
     whole = cell.job_config.training.seq_len // cell.dims.cp
     limits = cell.limits
     heads = min(max(1, layer.n_heads // cell.dims.tp), limits.heads)
     length = min(whole, limits.sequence)
-    fits = limits.attention_scores // (heads * length * length)
+    fitting = limits.attention_scores // (heads * length * length)
     shape = AttentionShape(
-        # Of several sequences at least two: one must not be read for another.
-        batch=min(cell.sequences, max(2, fits)),
+        # Use at least two sequences so that batch-indexing errors show.
+        batch=min(cell.sequences, max(2, fitting)),
         length=length,
         heads=heads,
         head_dim=layer.qk_head_dim,
         v_head_dim=layer.v_head_dim,
         scale=layer.softmax_scale,
-        told=Told(cell.sequences * bounds_capacity(0, whole), whole) if chosen else None,
+        max_documents=cell.sequences * bounds_capacity(0, whole) if is_flash else None,
+        max_length=whole if is_flash else None,
     )
-    avoid = {
-        "flex": "model.attention=flash_attention_4 does without it",
-        FLASH_ATTENTION_4: "leave out model.attention, or set model.attention=flavor",
-        "sdpa": "a flavor with FlexAttention does without it",
-    }[kind]
-    # It knows no documents.
-    packings = ("whole",) if kind == "sdpa" else limits.packings
+    attend_by = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: flash_attention_4}[kernel]
+    room = f" in room for {shape.max_documents:,}" if shape.max_documents else ""
+    # SDPA knows no documents.
+    packings = ("whole",) if kernel == "sdpa" else limits.packings
     for packing in packings:
-        # Once with each kind of inputs; several sequences of many documents as trained ones.
-        like_trained = packing == packings[0]
-        words = "values as trained" if like_trained else "random values"
-        room = f" in room for {shape.told.room:,}" if shape.told else ""
-        yield Use(
-            kind,
-            f"{shape}, documents: {packing}{room}, {words}",
-            partial(attention_errors, shape, packing, like_trained, _ATTENTION[kind], cell.device),
-            avoid,
+        # Each kind of inputs once: several sequences of many documents as trained ones.
+        is_first = packing == packings[0]
+        kind = "values as trained" if is_first else "random values"
+        yield KernelCase(
+            kernel,
+            f"{shape}, documents: {packing}{room}, {kind}",
+            partial(attention_errors, shape, packing, is_first, attend_by, cell.device),
+            _AVOID[kernel],
         )
 
 
-def _grouped_gemms(cell: Cell) -> Iterator[Use]:
+def flex(shape: AttentionShape, ends: torch.Tensor) -> Attend:
+    """Return FlexAttention with TorchTitan's mask and options; on a CPU it is not compiled.
+
+    Args:
+        ends: (batch, length), bool, the last token of each document.
+    """
+    mask = and_masks(get_causal_mask_mod(), get_document_mask_mod(ends.int(), 1))
+    device = ends.device.type
+    blocks = create_block_mask(mask, shape.batch, None, shape.length, shape.length, device=device)
+    attention: Any = FlexAttentionWrapper() if device == "cuda" else flex_attention
+    return _unfolded(shape, partial(attention, block_mask=blocks, scale=shape.scale))
+
+
+def sdpa(shape: AttentionShape, ends: torch.Tensor) -> Attend:
+    """Return TorchTitan's SDPA, which knows no documents: `ends` are those of sequences."""
+    return _unfolded(shape, partial(ScaledDotProductAttentionWrapper(), scale=shape.scale))
+
+
+def _unfolded(shape: AttentionShape, attention: Callable[..., torch.Tensor]) -> Attend:
+    """Return an attention over (batch, heads, length, head_dim) for folded tensors."""
+
+    def attend(*folded: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.unflatten(0, (shape.batch, -1)).transpose(1, 2) for x in folded)
+        return attention(q, k, v).transpose(1, 2).flatten(0, 1)
+
+    return attend
+
+
+def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     args = cell.model_args
     if not args.moe_args.use_grouped_mm:
         return
-    hidden = args.moe_inter_dim // (cell.dims.tp if cell.dims.ep == 1 else cell.dims.etp)
     # First: it builds the converters, which set the alignment.
-    kind = _grouped_kind(cell)
+    probe = _experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))
+    (kind,) = observe_model([probe]).grouped_gemms
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
     rows = min(cell.limits.rows, 512 * cell.local_experts)
-    own = GroupedShape(cell.local_experts, rows, hidden, args.dim, alignment)
-    shapes = [own, replace(own, n=args.dim, k=hidden)]
+    own = GroupedShape(cell.local_experts, rows, cell.expert_hidden, args.dim, alignment)
+    shapes = [own, replace(own, n=own.k, k=own.n)]
     if cell.device == "cuda":
         # Short sums, where one wrong scale of a block is a large part.
         shapes.append(GroupedShape(9, 700, 384, 256, alignment))
     else:
         shapes = [replace(one, experts=min(one.experts, 8)) for one in shapes]
-    avoid = {
-        "bf16": "no option does without it; another torch may",
-        "mxfp8": "precision mxfp8_wgrad_hp (weight gradients) or bf16 does without it",
-    }.get(kind, "precision bf16 does without it")
+    kernel = f"grouped GEMM {kind}"
     for shape in shapes:
-        yield Use(
-            f"grouped GEMM {kind}",
+        yield KernelCase(
+            kernel,
             str(shape),
             partial(grouped_errors, shape, kind, partial(_multiply, cell), cell.device),
-            avoid,
+            _AVOID.get(kernel, "precision bf16 does without it"),
         )
 
 
-def _converted(cell: Cell, model: nn.Module) -> nn.Module:
-    build_model_converters(cell.job_config, cell.dims).convert(model)
-    return model
-
-
 def _experts(cell: Cell, weight: torch.Tensor) -> nn.Module:
-    """The cell's routed experts, quantized as its converters do, with one weight alone."""
+    """Return the cell's routed experts, quantized as in training, with one weight alone."""
     experts, n, k = weight.shape
     with torch.device("meta"):
         module = GroupedExperts(k, n, experts, use_grouped_mm=True)
     module.w1 = nn.Parameter(weight)
     module.w2 = module.w3 = None
     layer = nn.ModuleDict({"moe": nn.ModuleDict({"experts": module})})
-    _converted(cell, nn.ModuleDict({"layers": nn.ModuleDict({"1": layer})}))
+    cell.convert(nn.ModuleDict({"layers": nn.ModuleDict({"1": layer})}))
     return module
 
 
-def _grouped_kind(cell: Cell) -> str:
-    found = observe_model([_experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))])
-    (kind,) = found.grouped_gemms
-    return kind
-
-
 def _multiply(
-    cell: Cell,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    grad: torch.Tensor,
+    cell: Cell, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor
 ) -> Products:
-    """The three products by the path that the cell's experts take."""
+    """Return the three products by the path that the cell's experts take."""
     leaf: Any = _experts(cell, weight.clone()).w1
     x = x.clone().requires_grad_()
     out = torch._grouped_mm(x, leaf.transpose(-2, -1), offs=offsets)
@@ -208,13 +255,13 @@ def _multiply(
     return out.detach(), x.grad, getattr(leaf.grad, "_data", leaf.grad)
 
 
-def _linear_layers(cell: Cell) -> Iterator[Use]:
+def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
     # One layer without experts and one with: every kind of linear layer is among theirs.
     # A copy, since TorchTitan's arguments have more attributes than fields.
     args = deepcopy(cell.model_args)
     args.n_layers, args.n_dense_layers = 2, 1
     with torch.device("meta"):
-        model = _converted(cell, DeepSeekV3Model(args))
+        model = cell.convert(DeepSeekV3Model(args))
     found: dict[tuple[str, int, int], nn.Linear] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "output":
@@ -227,83 +274,124 @@ def _linear_layers(cell: Cell) -> Iterator[Use]:
     if cell.device == "cpu":
         # The smallest of each kind.
         by_size = list({key[0]: (key, layer) for key, layer in reversed(by_size)}.values())
+    rows = cell.limits.linear_rows
     for (kind, n, k), layer in by_size:
-        avoid = {
-            "mx": "precision mxfp8 or bf16 does without it",
-            "float8": "precision bf16 does without it",
-        }.get(kind, "no option does without it; another torch may")
-        rows = cell.limits.linear_rows
-        yield Use(
-            f"linear layer {kind}",
-            f"{rows:,} rows, {n} x {k}",
-            partial(_linear_errors, layer, rows, kind, cell.device),
-            avoid,
-        )
+
+        def run(layer: nn.Linear = layer, kind: str = kind) -> Iterator[Error]:
+            own = layer.to_empty(device=cell.device).bfloat16()
+            return linear_errors(own, rows, kind, cell.device)
+
+        kernel = f"linear layer {kind}"
+        avoid = _AVOID.get(kernel, _NO_OPTION)
+        yield KernelCase(kernel, f"{rows:,} rows, {n} x {k}", run, avoid)
 
 
-def _linear_errors(layer: nn.Linear, rows: int, kind: str, device: str) -> Iterator[Error]:
-    return linear_errors(layer.to_empty(device=device).bfloat16(), rows, kind, device)
-
-
-def _rows(cell: Cell) -> Iterator[Use]:
+def _rows(cell: Cell) -> Iterator[KernelCase]:
     backend = cell.job_config.parallelism.expert_parallel_comm_backend
     deepep = backend == "deepep" and cell.dims.ep > 1
     if not deepep and (backend == "deepep" or not cell.job_config.cookbook.row_kernels):
         return
-    args = cell.model_args
-    shape = RowsShape(
-        cell.limits.tokens,
-        args.dim,
-        cell.local_experts if deepep else args.moe_args.num_experts,
-        args.moe_args.top_k,
-        moe_utils.TOKEN_GROUP_ALIGN_SIZE_M,
-    )
+    args, limits = cell.model_args, cell.limits
+    experts = cell.local_experts if deepep else args.moe_args.num_experts
+    alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
+    shape = RowsShape(limits.tokens, args.dim, experts, args.moe_args.top_k, alignment)
     places: dict[Literal["before", "between", "after"], str] = {
         "before": "scores before the experts",
         "after": "scores after the experts",
+        "between": "scores on the activations",
     }
-    if not deepep or cell.job_config.deepep.score_activations:
-        places["between"] = "scores on the activations"
-    avoid = "EP backend standard does without it" if deepep else _ROW_KERNELS
-    for scored, words in places.items():
-        if deepep or scored == "between":
-            yield Use(
-                "rows to expert groups and back",
-                f"{shape}, {words}",
-                partial(row_errors, shape, scored, cell.device, counted=deepep),
-                avoid,
-            )
     if not deepep:
-        hidden = args.moe_inter_dim // (cell.dims.tp if cell.dims.ep == 1 else cell.dims.etp)
-        yield Use(
+        places = {"between": places["between"]}
+    elif not cell.job_config.deepep.score_activations:
+        del places["between"]
+    avoid = "EP backend standard does without it" if deepep else "leave out cookbook.row_kernels"
+    for scored, place in places.items():
+        yield KernelCase(
+            "rows to expert groups and back",
+            f"{shape}, {place}",
+            partial(row_errors, shape, scored, cell.device, counted=deepep),
+            avoid,
+        )
+    if not deepep:
+        hidden, few = cell.expert_hidden, min(cell.local_experts, 8)
+        yield KernelCase(
             "scored SwiGLU",
-            f"{cell.limits.linear_rows:,} rows, hidden size {hidden}",
-            partial(swiglu_errors, cell.limits.linear_rows, hidden, cell.device),
+            f"{limits.linear_rows:,} rows, hidden size {hidden}",
+            partial(swiglu_errors, limits.linear_rows, hidden, cell.device),
             avoid,
         )
-        yield Use(
+        yield KernelCase(
             "experts' weights side by side",
-            f"{min(cell.local_experts, 8)} experts of {hidden} x {args.dim}",
-            partial(join_errors, min(cell.local_experts, 8), hidden, args.dim, cell.device),
+            f"{few} experts of {hidden} x {args.dim}",
+            partial(join_errors, few, hidden, args.dim, cell.device),
             avoid,
         )
 
 
-def _loss(cell: Cell) -> Iterator[Use]:
+def _loss(cell: Cell) -> Iterator[KernelCase]:
     if not (num_chunks := cell.job_config.loss.num_chunks):
         return
     options, args = cell.job_config.compile, cell.model_args
     backend = options.backend if options.enable and "loss" in options.components else None
-    mesh: DeviceMesh | None = cell.dims.get_optional_mesh("tp")
+    mesh = cell.dims.get_optional_mesh("tp")
     group = None if mesh is None else mesh.get_group()
     # One less than a whole chunk.
     tokens = min(2048, cell.limits.tokens) // num_chunks * num_chunks - 1
-    yield Use(
+    shape = (tokens, args.dim, args.vocab_size, num_chunks)
+    yield KernelCase(
         "loss in chunks",
         f"{tokens:,} tokens of {args.dim}, {args.vocab_size:,} words, {num_chunks} chunks",
-        partial(
-            loss_errors, tokens, args.dim, args.vocab_size, num_chunks, group, backend, cell.device
-        ),
-        "leave out loss.num_chunks",
+        partial(loss_errors, *shape, group, backend, cell.device),
+        _AVOID["loss in chunks"],
         collective=group is not None,
     )
+
+
+def _exchange(cell: Cell) -> Iterator[KernelCase]:
+    """Dispatch and combine; none where no token is sent, or an expert is cut over TP ranks."""
+    dims, args = cell.dims, cell.model_args
+    if dims.ep == 1 or dims.etp > 1:
+        return
+    # Several sequences, each a multiple of TP.
+    length = max(cell.limits.tokens // 3 // dims.tp, 1) * dims.tp
+    experts, top_k = args.moe_args.num_experts, args.moe_args.top_k
+    shape = ExchangeShape(3, length, args.dim, experts, top_k, ep=dims.ep, tp=dims.tp)
+    precisions = Precisions.of(cell.job_config)
+    backend = "mxfp8_a2a" if precisions.any else args.moe_impl
+    yield KernelCase(
+        f"dispatch and combine {backend}",
+        str(shape),
+        partial(_exchange_errors, cell, shape, precisions),
+        f"EP backend {'deepep' if backend == 'standard' else 'standard'} does without it",
+        collective=True,
+    )
+
+
+def _exchange_errors(cell: Cell, shape: ExchangeShape, precisions: Precisions) -> Iterator[Error]:
+    """Compare the cell's MoE layer without shared experts, parallelized as in training."""
+    dims, args = cell.dims, cell.model_args
+    tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
+    assert ep_mesh is not None
+    given = inputs_of(shape, torch.distributed.get_rank() // dims.tp, cell.device)
+    moe_args = replace(args.moe_args, num_shared_experts=0, load_balance_coeff=None)
+    with torch.device("meta"):
+        layer: Any = build_moe(moe_args, args.dim, args.moe_inter_dim, args.moe_impl)
+    layer.router = FixedRouter(given.scores, given.experts, shape.experts)
+    layer.experts = FactorExperts(shape.experts, cell.device)
+    layer.tokens_per_expert = torch.zeros(shape.experts, device=cell.device)
+    block = nn.Module()
+    block.moe, block.moe_enabled = layer, True
+    apply_moe_ep_tp(
+        precisions,
+        SimpleNamespace(layers={"0": block}),
+        tp_mesh=tp_mesh,
+        ep_mesh=ep_mesh,
+        etp_mesh=None,
+        ep_etp_mesh=None,
+        chunks=cell.job_config.deepep.num_chunks,
+        row_kernels=cell.job_config.cookbook.row_kernels,
+        use_deepep=args.moe_impl == "deepep",
+    )
+    share = None if tp_mesh is None else TokenShard.of_mesh(shape.length, tp_mesh)
+    quantized = (precisions.dispatch_forward, precisions.combine_backward)
+    return exchange_errors(shape, given, layer, share, ep_mesh.get_group(), quantized)

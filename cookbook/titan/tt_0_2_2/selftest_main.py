@@ -1,11 +1,10 @@
-"""Proves the kernels of several cells on this machine's GPUs, outside of any training.
+"""Checks the kernels of several cells on this machine's GPUs, outside of any training.
 
-    torchrun --standalone --nproc-per-node=N -m cookbook.titan.tt_0_2_2.prove_cells \\
-        CELLS -o FILE
+    torchrun --standalone --nproc-per-node=N -m cookbook.titan.tt_0_2_2.selftest_main CELLS -o FILE
 
-CELLS is a JSON file, a list of `[name, TorchTitan's words]`; each cell is laid out on these ranks.
-What two cells share is proved once. Each proof is a line on standard output. Ends with status 1
-where a kernel is wrong.
+CELLS is a JSON file, a list of `[name, TorchTitan's options]`; each cell is laid out on these
+ranks. A case that two cells share runs once. Each result is a line on standard output. Ends with
+status 1 where a kernel is wrong.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.train_spec import get_train_spec
 
 from cookbook.base.files import write_whole
-from cookbook.titan.selftest.cases import Proof
-from cookbook.titan.tt_0_2_2.self_check import as_json, prove_all
+from cookbook.titan.selftest.cases import CaseResult
+from cookbook.titan.tt_0_2_2.self_check import as_json, run_cases
 from cookbook.titan.tt_0_2_2.selftest_cases import Cell
 
 
 def cell_of(words: Sequence[str], device: str) -> Cell:
-    """The cell of TorchTitan's words, on the ranks that are there."""
+    """Return the cell of TorchTitan's options, laid out on the ranks that are there."""
     config = ConfigManager().parse_args(list(words))
     options = config.parallelism
     dims = ParallelDims(
@@ -45,7 +44,7 @@ def cell_of(words: Sequence[str], device: str) -> Cell:
         etp=options.expert_tensor_parallel_degree,
         world_size=dist.get_world_size(),
     )
-    # What the converters of the cell before have set in this process.
+    # The converters of the cell before may have set another one in this process.
     set_token_group_alignment_size_m(8)
     args = deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
     args.update_from_config(config)
@@ -53,7 +52,7 @@ def cell_of(words: Sequence[str], device: str) -> Cell:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prove the cells one after another; 0 where no kernel is wrong."""
+    """Check the kernels of cells one after another; 0 where none is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cells", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -61,27 +60,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Verdicts travel as Python objects, for which gloo is enough.
+    # Results travel as Python objects, for which gloo is enough.
     dist.init_process_group("cuda:nccl,cpu:gloo" if device == "cuda" else "gloo")
     began = time.perf_counter()
-    found: list[Proof] = []
+    found: list[CaseResult] = []
     for name, words in json.loads(parsed.cells.read_text(encoding="utf-8")):
-        known = [(proof.kernel, proof.shape) for proof in found]
-        for proof in prove_all(cell_of(words, device), known):
-            found.append(proof)
+        known = [(result.kernel, result.shape) for result in found]
+        for result in run_cases(cell_of(words, device), known):
+            found.append(result)
             if dist.get_rank() == 0:
-                print(_line(name, proof), flush=True)
+                print(_line(name, result), flush=True)
     if dist.get_rank() == 0:
         write_whole(parsed.output, as_json(found, device, round(time.perf_counter() - began, 1)))
     dist.destroy_process_group()
-    return 1 if any(proof.fault for proof in found) else 0
+    return 1 if any(result.fault for result in found) else 0
 
 
-def _line(cell: str, proof: Proof) -> str:
-    if proof.fault:
-        return f"WRONG  {cell}: {proof.fault}; {proof.avoid}"
-    words = f"{proof.kernel}: {proof.shape}"
-    return f"ok     {words}: {proof.share:.0%} of the bound, {proof.seconds:.1f} s"
+def _line(cell: str, result: CaseResult) -> str:
+    if result.fault:
+        return f"WRONG  {cell}: {result.fault}; {result.avoid}"
+    share = f"{result.share:.0%} of the bound"
+    return f"ok     {result.kernel}: {result.shape}: {share}, {result.seconds:.1f} s"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,262 @@
+"""What installed packages can do, whether a build is the one that is wanted, and for which GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cookbook.install import attention, deepep
+from cookbook.install.attention import FAILED, NOT_NEEDED, TO_DO, main, runs_on
+from cookbook.install.deepep import (
+    CannotBuildError,
+    DeepEp,
+    Plan,
+    Toolkit,
+    find_deepep,
+    is_built,
+    make_plan,
+)
+from cookbook.install.packages import find_distribution, package_folder
+
+
+@pytest.mark.parametrize(
+    ("content", "internode"),
+    [
+        (b"libnvshmem_host.so.3", True),
+        (b"libcudart.so.12", False),
+        # Without NVSHMEM its functions between nodes are assertions that say so.
+        (b"libnvshmem_host.so.3 NVSHMEM is disabled during compilation", False),
+        (b"", False),
+    ],
+)
+def test_deepep_sends_between_nodes_where_its_library_was_built_for_it(
+    tmp_path: Path, content: bytes, internode: bool
+) -> None:
+    about = tmp_path / "deep_ep-1.2.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: deep_ep\nVersion: 1.2.1\n")
+    (about / "direct_url.json").write_text('{"vcs_info": {"commit_id": "abc"}}')
+    library = tmp_path / "deep_ep_cpp.cpython-312.so"
+    library.write_bytes(content)
+    assert find_deepep([str(tmp_path)]) == DeepEp("1.2.1", "abc", library, internode)
+
+
+BUILT = Plan("c0ffee", "2.10.0", "12.8", "9.0;10.0", "3.4.5")
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A DeepEP as `BUILT` says; the stamp of its build."""
+    stamp = tmp_path / "deep_ep.json"
+    stamp.write_text(json.dumps(asdict(BUILT)))
+    found = DeepEp("1.2.1", BUILT.commit, tmp_path, True)
+    monkeypatch.setattr(deepep, "STAMP", stamp)
+    monkeypatch.setattr(deepep, "find_deepep", lambda: found)
+    torch = SimpleNamespace(version=BUILT.torch)
+    monkeypatch.setattr(deepep, "find_distribution", lambda name: torch)
+    monkeypatch.setattr(deepep, "torch_cuda", lambda: BUILT.cuda)
+    monkeypatch.setattr(deepep, "deepep_pin", lambda: SimpleNamespace(value=BUILT.commit))
+    return stamp
+
+
+@pytest.mark.parametrize(
+    ("change", "arch", "expected"),
+    [
+        ({}, "", True),
+        ({}, "9.0", True),
+        ({}, "9.0;10.0", True),
+        ({}, "10.0;12.0", False),
+        ({"commit": "another"}, "", False),
+        ({"torch": "another"}, "", False),
+        ({"cuda": "another"}, "", False),
+        (None, "", False),
+    ],
+)
+def test_a_build_counts_for_its_pin_its_torch_and_its_gpus(
+    built: Path, change: dict[str, str] | None, arch: str, expected: bool
+) -> None:
+    if change is None:
+        built.unlink()
+    else:
+        built.write_text(json.dumps(asdict(BUILT) | change))
+    assert is_built(arch) == expected
+
+
+@pytest.mark.parametrize(
+    ("releases", "reason"),
+    [
+        ([], "no CUDA toolkit"),
+        ([(13, 0)], "torch is built for CUDA 12.8 and the toolkit found is CUDA 13.0"),
+        ([(11, 8), (13, 0)], "the major versions must agree"),
+        # It goes on with the one that fits, up to the next obstacle.
+        ([(13, 0), (12, 4)], r"CUDA 12.4 in /cuda-12 cannot compile for GPUs 10.0"),
+    ],
+)
+def test_the_toolkit_is_of_torchs_major_version(
+    built: Path, monkeypatch: pytest.MonkeyPatch, releases: list[tuple[int, int]], reason: str
+) -> None:
+    found = [Toolkit(Path(f"/cuda-{release[0]}"), release) for release in releases]
+    monkeypatch.setattr(deepep, "_find_toolkits", lambda cuda: iter(found))
+    with pytest.raises(CannotBuildError, match=reason):
+        make_plan("10.0")
+
+
+def test_a_package_is_looked_for_where_it_is_asked_for(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "flash_attn/cute").mkdir(parents=True)
+    (there / "flash_attn").mkdir(parents=True)
+    # A file of that name is no package.
+    (there / "flash_attn/cute").touch()
+    name = "flash_attn.cute"
+    assert package_folder(name, [str(there), str(here)]) == here / "flash_attn/cute"
+    assert package_folder(name, [str(there)]) is None
+    assert package_folder("yaml") is not None and package_folder("yaml", [str(here)]) is None
+    (here / "mine-1.5.dist-info").mkdir()
+    (here / "mine-1.5.dist-info/METADATA").write_text("Name: mine\nVersion: 1.5\n")
+    found = find_distribution("mine", [str(there), str(here)])
+    assert found is not None and found.version == "1.5"
+    assert find_distribution("mine") is None and find_distribution("PyYAML") is not None
+    assert find_distribution("PyYAML", [str(here)]) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"),
+    [(8.0, False), (8.9, False), (9.0, True), (10.0, True), (10.3, True), (12.0, False)],
+)
+def test_flash_attention_has_kernels_for_hopper_and_blackwell(
+    capability: float, runs: bool
+) -> None:
+    assert runs_on(capability) == runs
+
+
+def gpu(capability: float, driver: str = "580.1") -> Any:
+    return SimpleNamespace(model=SimpleNamespace(compute_capability=capability), driver=driver)
+
+
+class Machine:
+    """One with FlashAttention-4, whose compiler is noted and not run."""
+
+    def __init__(self, into: Path) -> None:
+        self.into = into
+        self.gpus: tuple[Any, ...] = ()
+        self.asked: list[str] = []
+        self.failing = ""
+        self.lacks: list[str] = []
+
+    def run(
+        self, command: list[str], env: dict[str, str], **_: Any
+    ) -> subprocess.CompletedProcess[str]:
+        assert command[1:] == ["-m", "cookbook.titan.common.compile_attention"]
+        # A user's own variable would be in the kernels.
+        assert "FA_LOG_LEVEL" not in env
+        self.asked.append(env["FLASH_ATTENTION_ARCH"])
+        if env["FLASH_ATTENTION_ARCH"] == self.failing:
+            return subprocess.CompletedProcess(command, 1, "")
+        kernel = Path(env["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"], "fwd/a.o")
+        kernel.parent.mkdir()
+        kernel.touch()
+        made = json.dumps({"cuda": 13, "kernels": ["fwd/a.o"]})
+        return subprocess.CompletedProcess(command, 0, f"some warning\n{made}\n")
+
+    def kernels(self, *words: str) -> int:
+        return main(["kernels", "--into", str(self.into), *words])
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(tmp_path / "kernels")
+    monkeypatch.setattr(attention, "installed_gpus", lambda: machine.gpus)
+    monkeypatch.setattr(attention, "differences", lambda pins: machine.lacks)
+    monkeypatch.setattr("subprocess.run", machine.run)
+    monkeypatch.setenv("FA_LOG_LEVEL", "1")
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("arch", "here", "expected"),
+    [
+        ("10.0", (9.0, 9.0), ["sm_100"]),
+        ("9.0a;10.0a", (), ["sm_90", "sm_100"]),
+        ("", (9.0, 9.0), ["sm_90"]),
+        ("10.3;12.0", (), ["sm_103"]),
+        ("", (8.0,), []),
+        ("", (), []),
+    ],
+)
+def test_kernels_are_for_the_gpus_that_are_asked_for_else_for_those_here(
+    arch: str, here: tuple[float, ...], expected: list[str], machine: Machine
+) -> None:
+    machine.gpus = tuple(map(gpu, here))
+    assert machine.kernels("--arch", arch) == (0 if expected else NOT_NEEDED)
+    assert machine.asked == expected
+
+
+def test_kernels_that_are_there_are_not_compiled_again(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["--arch", "9.0;10.0"]
+    assert machine.kernels(*both, "--plan") == TO_DO and not machine.asked
+    assert capsys.readouterr().out == "FlashAttention-4's kernels for GPUs 9.0 and 10.0\n"
+    assert machine.kernels("--arch", "9.0") == 0 and machine.asked == ["sm_90"]
+    assert machine.kernels(*both, "--plan") == TO_DO
+    assert capsys.readouterr().out == "FlashAttention-4's kernels for GPUs 10.0\n"
+    assert machine.kernels(*both) == 0 and machine.asked == ["sm_90", "sm_100"]
+    assert machine.kernels(*both, "--plan") == machine.kernels(*both) == 0
+    assert len(machine.asked) == 2
+
+
+@pytest.mark.parametrize("change", ["kernel", "stamp", "cut", "driver", "packages", "python"])
+def test_kernels_made_from_something_else_or_not_whole_are_compiled_anew(
+    change: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus = (gpu(9.0),)
+    assert machine.kernels() == machine.kernels() == 0 and len(machine.asked) == 1
+    stamp = machine.into / "sm90.json"
+    match change:
+        case "kernel":
+            (machine.into / "sm90-cuda13/fwd/a.o").unlink()
+        case "stamp":
+            stamp.unlink()
+        case "cut":
+            stamp.write_text(stamp.read_text()[:20])
+        case "driver":
+            # Another compiler may be taken with it.
+            machine.gpus = (gpu(9.0, "570.1"),)
+        case "packages":
+            monkeypatch.setattr(attention, "flash_attention_pins", list)
+        case "python":
+            monkeypatch.setattr("platform.python_version", lambda: "4.0.0")
+    assert machine.kernels() == machine.kernels() == 0 and len(machine.asked) == 2
+
+
+def test_a_failure_is_tried_again_and_stops_no_other_kind(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.failing = "sm_90"
+    assert machine.kernels("--arch", "9.0;10.0") == FAILED
+    assert capsys.readouterr().err == "no kernels for GPUs 9.0\n"
+    machine.failing = ""
+    assert machine.kernels("--arch", "9.0;10.0") == 0
+    assert machine.asked == ["sm_90", "sm_100", "sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "reason"),
+    [
+        (["flash-attn-4 is missing"], "it is not installed at its pins"),
+        ([], "no Hopper or Blackwell GPU here tells for which; pass --arch 10.0 for B200"),
+    ],
+)
+def test_it_says_why_nothing_is_compiled(
+    lacks: list[str], reason: str, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.lacks = lacks
+    machine.gpus = (gpu(8.0),)
+    assert machine.kernels() == machine.kernels("--plan") == NOT_NEEDED and not machine.asked
+    assert reason in capsys.readouterr().out
