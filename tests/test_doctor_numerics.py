@@ -10,10 +10,10 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
-from cookbook.cli.main import main
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import this_machine
 from cookbook.doctor import numerics
+from cookbook.doctor.__main__ import main
 from tests.cells import CLUSTER_FILES
 
 H200 = Gpu("NVIDIA H200", 9.0, 139.8)
@@ -84,7 +84,7 @@ def test_on_a_cluster_it_is_a_job_of_one_node(
     assert words[-4:] == ["cookbook.doctor", "--numerics", "--output", f"{tmp_path}/out.json"]
     assert capsys.readouterr().out.startswith("srun --nodes=1 ")
     (cpu_nodes,) = [str(path) for path in CLUSTER_FILES if path.stem == "cpu-nodes"]
-    assert main(["doctor", "--numerics", "--cluster", cpu_nodes]) == 3
+    assert main(["--numerics", "--cluster", cpu_nodes]) == 3
     words = (tmp_path / "words").read_text().splitlines()
     assert {"--partition=cpu", "--account=research"} <= set(words)
     assert words[-2:] == ["cookbook.doctor", "--numerics"]
@@ -161,7 +161,7 @@ def test_the_status_says_whether_all_kernels_are_right(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(numerics, "visible_gpus", list)
     output = tmp_path / "out.json"
-    assert main(["doctor", "--numerics", *cluster, "--output", str(output)]) == status
+    assert main(["--numerics", *cluster, "--output", str(output)]) == status
     said = capfd.readouterr()
     printed = said.out.splitlines()
     assert "ok     a kernel" in printed and "exist!" not in said.out

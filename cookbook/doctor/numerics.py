@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +75,7 @@ def _prove_here(output: Path | None) -> int:
         cells.write_text(json.dumps(proved), encoding="utf-8")
         written = output or folder / "proofs.json"
         # Rank 0 prints the verdicts; all else is read where the ranks end early.
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(ranks))
         with (
             (folder / "train.log").open("w", encoding="utf-8") as log,
@@ -87,7 +87,7 @@ def _prove_here(output: Path | None) -> int:
                     *(str(cells), "-o", str(written)),
                 ],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -100,8 +100,13 @@ def _prove_here(output: Path | None) -> int:
             reason = find_reason(folder) or f"torchrun ended with status {status}"
             print(f"\nnot proved: {reason}")
             return 1
-        print(f"\n{_verdict(json.loads(written.read_text(encoding='utf-8')))}")
-        return 1 if status else 0
+        found = json.loads(written.read_text(encoding="utf-8"))
+    proofs, where = found["proofs"], found["gpu"] or "the CPU"
+    if wrong := sum(not proof["ok"] for proof in proofs):
+        print(f"\n{wrong} of {len(proofs)} kernels are wrong on {where}")
+    else:
+        print(f"\n{len(proofs)} kernels proved on {where} in {found['seconds']:.0f} s")
+    return 1 if status else 0
 
 
 def _prove_on(cluster: Cluster, output: Path | None) -> int:
@@ -129,9 +134,33 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
 
 def candidates(machine: Cluster) -> list[Candidate]:
     """Return cells of every precision and EP backend on `machine`, TP and FlashAttention-4."""
+    chunks = {"loss.num_chunks": 8}
+    backends = names_in("ep_backend")
+    choices: list[tuple[str, str, dict[str, Any]]] = [
+        *((precision, "standard", {}) for precision in names_in("precision")),
+        # Their groups of rows are of another size under MXFP8.
+        *(
+            (precision, ep_backend, {})
+            for ep_backend in sorted({*backends} - {"standard"})
+            for precision in ("bf16", "mxfp8")
+        ),
+        ("bf16", "standard", {ATTENTION: "flash_attention_4"} | chunks),
+    ]
+    if machine.gpu and machine.ranks_per_node > 1:
+        choices += [("mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in backends]
+    degrees = {
+        DEGREES["tp"]: 1,
+        DEGREES["pp"]: 1,
+        # A power of two, as the experts' number is.
+        DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
+        "training.local_batch_size": 4,
+    }
+    recipe = _RECIPES["gpu" if machine.gpu else "cpu"]
     found = []
-    for precision, ep_backend, options in _choices(machine):
-        cell = _laid_out(machine, precision, ep_backend, options)
+    for precision, ep_backend, options in choices:
+        name = " ".join([precision, ep_backend, *(f"{one}={options[one]}" for one in options)])
+        all_options = degrees | options
+        cell = cell_on(machine, recipe, precision, ep_backend, all_options, name, "doctor")
         # Kernels need neither a run's files nor ranks to shard parameters over.
         problems = [
             finding
@@ -140,44 +169,3 @@ def candidates(machine: Cluster) -> list[Candidate]:
         ]
         found.append(Candidate(cell, problems[0].reason if problems else None))
     return found
-
-
-def _choices(machine: Cluster) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    ranks = machine.ranks_per_node
-    for precision in names_in("precision"):
-        yield precision, "standard", {}
-    for ep_backend in sorted({*names_in("ep_backend")} - {"standard"}):
-        # Their groups of rows are of another size under MXFP8.
-        for precision in ("bf16", "mxfp8"):
-            yield precision, ep_backend, {}
-    yield "bf16", "standard", {ATTENTION: "flash_attention_4", "loss.num_chunks": 8}
-    if machine.gpu and ranks > 1:
-        for ep_backend in names_in("ep_backend"):
-            yield "mxfp8", ep_backend, {DEGREES["tp"]: 2, "loss.num_chunks": 8}
-
-
-def _laid_out(machine: Cluster, precision: str, ep_backend: str, options: dict[str, Any]) -> Cell:
-    recipe = _RECIPES["gpu" if machine.gpu else "cpu"]
-    degrees = {
-        DEGREES["tp"]: 1,
-        DEGREES["pp"]: 1,
-        # Of a power of two, as the experts' number is.
-        DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
-        "training.local_batch_size": 4,
-    }
-    words = [precision, ep_backend, *(f"{name}={value}" for name, value in options.items())]
-    return cell_on(
-        machine, recipe, precision, ep_backend, degrees | options, " ".join(words), "doctor"
-    )
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-
-
-def _verdict(found: dict[str, Any]) -> str:
-    wrong = [proof for proof in found["proofs"] if not proof["ok"]]
-    where = found["gpu"] or "the CPU"
-    if wrong:
-        return f"{len(wrong)} of {len(found['proofs'])} kernels are wrong on {where}"
-    return f"{len(found['proofs'])} kernels proved on {where} in {found['seconds']:.0f} s"
