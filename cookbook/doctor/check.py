@@ -98,20 +98,20 @@ class Surroundings:
             return ""
 
     @functools.cached_property
-    def _gpus(self) -> tuple[tuple[InstalledGpu, ...], NoGpusError | None]:
+    def _gpus(self) -> tuple[InstalledGpu, ...] | NoGpusError:
         try:
-            return self.read_gpus(), None
+            return self.read_gpus()
         except NoGpusError as error:
-            return (), error
+            return error
 
     @property
     def installed_gpus(self) -> tuple[InstalledGpu, ...]:
         """All GPUs of this machine."""
-        return self._gpus[0]
+        return () if isinstance(self._gpus, NoGpusError) else self._gpus
 
     @property
     def why_no_gpus(self) -> NoGpusError | None:
-        return self._gpus[1]
+        return self._gpus if isinstance(self._gpus, NoGpusError) else None
 
     @functools.cached_property
     def gpus(self) -> tuple[InstalledGpu, ...]:

@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,8 +29,6 @@ from cookbook.install.packages import PIP, find_distribution, package_folder
 
 FAILED, IMPOSSIBLE, TO_BUILD = 1, 3, 4
 STAMP = Path(sys.prefix) / ".cookbook" / "deep_ep.json"
-# DeepEP 29d31c0 uses NVSHMEM's queue layout of 3.3.9 and later.
-OLDEST_NVSHMEM = (3, 3, 9)
 # nvcc can compile for Blackwell from this release on.
 BLACKWELL_CUDA = (12, 8)
 # One nvcc takes up to 2 GB; more at once only fills the memory of a shared login node.
@@ -53,11 +51,6 @@ class Nvshmem:
 
     folder: Path
     version: str
-
-    @property
-    def new_enough(self) -> bool:
-        numbers = tuple(int(number) for number in re.findall(r"\d+", self.version)[:3])
-        return numbers >= OLDEST_NVSHMEM
 
 
 def find_nvshmem(path: Sequence[str] | None = None) -> Nvshmem | None:
@@ -155,7 +148,7 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
     cuda, torch = torch_cuda(), find_distribution("torch")
     if torch is None or not cuda:
         raise CannotBuildError("torch is not here or built without CUDA")
-    toolkit = _pick_toolkit(cuda, [*_find_toolkits(cuda)])
+    toolkit = _pick_toolkit(cuda, _find_toolkits(cuda))
     arch = arch or _gpu_archs()
     if not arch:
         raise CannotBuildError(
@@ -164,44 +157,40 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
         )
     if arch != "9.0" and toolkit.release < BLACKWELL_CUDA:
         raise CannotBuildError(f"{toolkit} cannot compile for GPUs {arch}; 12.8 or later can")
-    if missing := [tool for tool in ("git", "g++") if shutil.which(tool) is None]:
-        raise CannotBuildError(f"{' and '.join(missing)} missing; install it")
     nvshmem = find_nvshmem()
-    if nvshmem and not nvshmem.new_enough:
-        oldest = ".".join(map(str, OLDEST_NVSHMEM))
-        raise CannotBuildError(f"NVSHMEM is {nvshmem.version}; DeepEP needs {oldest} or later")
     version = nvshmem.version if nvshmem else ""
     return Plan(deepep_pin().value, torch.version, cuda, arch, version), toolkit
 
 
-def _find_toolkits(cuda: str) -> Iterator[Toolkit]:
+def _find_toolkits(cuda: str) -> list[Toolkit]:
+    """Return the toolkits of this machine, the one that is named or on PATH first."""
+    on_path = shutil.which("nvcc")
     homes = [
-        *filter(None, [os.environ.get("CUDA_HOME")]),
-        *(str(Path(nvcc).resolve().parents[1]) for nvcc in filter(None, [shutil.which("nvcc")])),
+        os.environ.get("CUDA_HOME"),
+        Path(on_path).resolve().parents[1] if on_path else None,
         f"/usr/local/cuda-{cuda}",
-        *sorted(map(str, Path("/usr/local").glob("cuda-*")), reverse=True),
+        *sorted(Path("/usr/local").glob("cuda-*"), reverse=True),
     ]
-    for home in map(Path, homes):
-        compiler = home / "bin/nvcc"
+    found = []
+    for home in (Path(one) for one in homes if one):
         # An nvcc alone, or a script that calls one elsewhere, is no toolkit.
-        if not os.access(compiler, os.X_OK) or not (home / "include/cuda_runtime.h").is_file():
-            continue
-        answer = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, timeout=60, check=False
-        ).stdout
-        if match := re.search(r"release (\d+)\.(\d+)", answer):
-            yield Toolkit(home, (int(match[1]), int(match[2])))
+        if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
+            command = [str(home / "bin/nvcc"), "--version"]
+            answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+            if match := re.search(r"release (\d+)\.(\d+)", answer):
+                found.append(Toolkit(home, (int(match[1]), int(match[2]))))
+    return found
 
 
 def _pick_toolkit(cuda: str, found: list[Toolkit]) -> Toolkit:
     major = int(cuda.split(".")[0])
-    for toolkit in found:
-        if toolkit.release[0] == major:
-            return toolkit
     if not found:
         raise CannotBuildError(
             "no CUDA toolkit (nvcc with its headers) found; name its folder in CUDA_HOME"
         )
+    for toolkit in found:
+        if toolkit.release[0] == major:
+            return toolkit
     raise CannotBuildError(
         f"torch is built for CUDA {cuda} and the toolkit found is {found[0]}: the major versions "
         f"must agree; install a CUDA {major} toolkit beside it and name it in CUDA_HOME, or take "
@@ -262,7 +251,7 @@ def build(plan: Plan, toolkit: Toolkit) -> None:
 
 def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
     def before(first: str, name: str) -> str:
-        return ":".join(filter(None, [first, os.environ.get(name)]))
+        return f"{first}:{os.environ.get(name, '')}".rstrip(":")
 
     environment = os.environ | {
         "PATH": before(f"{Path(sys.executable).parent}:{toolkit.home / 'bin'}", "PATH"),
