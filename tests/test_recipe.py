@@ -7,12 +7,18 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
+from cookbook.cli.main import main
+from cookbook.config.cluster import load_cluster
+from cookbook.config.names import names_in
 from cookbook.config.options import exported
 from cookbook.config.overlay import load_overlay, load_precision
 from cookbook.config.recipe import load_recipe
+from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
+from cookbook.plan.search import evaluate
 from tests.cells import EP_BACKENDS, PRECISIONS, walked
 from tests.cells import RECIPES as RECIPE_NAMES
 
+SWEEPS = walked(names_in("sweep"))
 HEAD = "name: mine\ndescription: mine\nnodes: 1\n"
 
 
@@ -57,6 +63,36 @@ def test_the_published_numbers_are_those_of_the_article() -> None:
     numbers = {"bf16+standard": 651, "bf16+deepep": 859, "mxfp8+deepep": 918}
     assert recipe.published_numbers == numbers
     assert recipe.published and recipe.published.source.startswith("https://")
+
+
+# Each recipe and sweep, on the cluster that it is made for.
+_ON_B200 = ("deepseek_v3_671b", "deepseek_v3_671b_fast", "deepseek_v3_16b")
+_SWEEPS_ON_B200 = ("convergence", "fast", "matrix", "matrix_random")
+
+
+@pytest.mark.parametrize("name", walked([*RECIPE_NAMES, *SWEEPS]))
+def test_every_recipe_and_sweep_fits_as_it_stands(name: str) -> None:
+    own = "soperator-b200" if name in (*_ON_B200, *_SWEEPS_ON_B200) else "h200-node"
+    assert main(["check", name, "--rules-only", "--cluster", own]) == 0
+    sweep = load_sweep(name) if name in SWEEPS else sweep_of_recipe(name)
+    cells = expand_sweep(sweep, CellRequest(load_cluster(own)))
+    smoke = name in ("debug", "smoke")
+    assert smoke or {evaluate(cell).verdict for cell in cells} == {"fits"}
+    assert all(cell.steps <= 20 for cell in cells) or name not in ("fast", "matrix")
+
+
+def test_a_recipe_names_its_own_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = "deepseek_v3_671b_fast"
+    cluster = load_cluster("soperator-b200")
+    (cell,) = expand_sweep(sweep_of_recipe(fast), CellRequest(cluster))
+    assert (cell.pair, cell.own_pair) == ("mxfp8+deepep", "")
+    (cell,) = expand_sweep(sweep_of_recipe("deepseek_v3_671b"), CellRequest(cluster))
+    assert (cell.pair, cell.own_pair) == ("bf16+standard", "")
+    # The stand-in of a laptop has its own.
+    (cell,) = expand_sweep(sweep_of_recipe(fast), CellRequest(load_cluster("local")))
+    assert (cell.pair, cell.own_pair) == ("bf16+standard", "")
+    main(["run", fast, "--precision", "bf16", "--cluster", "soperator-b200", "--dry-run"])
+    assert f"{fast} is made for mxfp8+deepep; this is bf16+deepep\n" in capsys.readouterr().out
 
 
 def test_what_a_recipe_does_not_say(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,9 +18,11 @@ from cookbook.cli.main import main
 from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import default_cluster, runs_here
 from cookbook.config.finding import ERROR, WARNING
+from cookbook.config.options import command_line_settings
 from cookbook.config.overlay import load_precision
 from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.validate import judge, missing_here
+from cookbook.launch.create import create_run
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.supervise import begin
@@ -82,6 +85,15 @@ def _start(words: list[str], folder: Path) -> begin.Start:
     )
 
 
+def _is_reported(cell: Cell, capsys: pytest.CaptureFixture[str]) -> bool:
+    """Whether the report of the cell's run has it as one that may run."""
+    run = create_run("mine", [cell])
+    capsys.readouterr()
+    assert main(["report", run.name, "--format", "json"]) in (0, 1)
+    (found,) = json.loads(capsys.readouterr().out)["cells"]
+    return bool(found["status"] != "refused")
+
+
 def _starts(start: begin.Start) -> bool:
     try:
         begin.judge(start)
@@ -113,13 +125,20 @@ def test_every_asker_gives_the_same_verdict(
     dry_run = main(["run", *words, "--dry-run"])
     capsys.readouterr()
     start = _start([recipe, precision, ep_backend, *options], tmp_path)
+    given = command_line_settings(options)
+    # Wrong input makes no cell, so no run.
+    report = may_run
+    with contextlib.suppress(InputError):
+        values = {name: setting.value for name, setting in given.items()}
+        cell = cell_of(recipe, values, precision=precision, ep_backend=ep_backend, cluster=B200)
+        report = _is_reported(cell, capsys)
     monkeypatch.setenv("COOKBOOK_CHECK", "1")
     check_line = _starts(start)
     monkeypatch.delenv("COOKBOOK_CHECK")
     # In a job, whose environment has everything.
     monkeypatch.setattr("cookbook.config.validate.missing_here", lambda *_: [])
-    answers = [check == 0, dry_run == 0, check_line, _starts(start)]
-    assert answers == [may_run] * 4
+    answers = [check == 0, dry_run == 0, check_line, _starts(start), report]
+    assert answers == [may_run] * 5
     assert {check, dry_run} <= ({0} if may_run else {1, 2}) and check == dry_run
 
 

@@ -71,11 +71,8 @@ def fewer_nodes(cell: Cell) -> Problems:
 @rule(ADVICE, level=HINT)
 def another_pair(cell: Cell) -> Problems:
     """A recipe is laid out, and fits, for the precision and EP backend that it names."""
-    recipe = cell.recipe
-    own = f"{recipe.precision}+{recipe.ep_backend}"
-    # A recipe that names neither is for all.
-    if own not in (cell.pair, "bf16+standard"):
-        yield "", f"{recipe.name} is made for {own}, and this cell has {cell.pair}", ""
+    if own := cell.own_pair:
+        yield "", f"{cell.recipe.name} is made for {own}, and this cell has {cell.pair}", ""
 
 
 @rule(ADVICE, level=WARNING, reference="https://slurm.schedmd.com/sbatch.html#OPT_time")

@@ -122,6 +122,8 @@ def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) ->
         lines.append(f"  {original} is too large here: its stand-in {stand_in} runs instead")
     if first.left_out:
         lines.append(f"  left out, being made for the large recipe: {', '.join(first.left_out)}")
+    if len(cells) == 1 and first.own_pair:
+        lines.append(f"  {first.recipe.name} is made for {first.own_pair}; this is {first.pair}")
     rows = []
     for cell in cells:
         layout = cell.layout

@@ -94,9 +94,10 @@ class Cell:
 
     @property
     def own_pair(self) -> str:
-        """The recipe's own pair where the cell has another; empty where it has that one."""
+        """The pair that the recipe is made for, where the cell has another; else empty."""
         own = "+".join(overlay.name for overlay in self.recipe.pair)
-        return own if own != self.pair else ""
+        # A recipe that names neither is for all.
+        return "" if own in (self.pair, "bf16+standard") else own
 
     @property
     def uses_flash_attention(self) -> bool:
