@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.results.charts import NAMES, Chart, charts_of, running_mean, short_labels, thin
+from cookbook.results.charts import NAMES, Chart, charts_of, running_mean, thin
 from cookbook.results.draw import draw_chart
 from tests.made_up_run import (
     RESTART_STEP,
@@ -83,11 +83,6 @@ def test_few_points_stay_and_many_keep_their_extremes() -> None:
     steps, kept = thin(range(10_000), values)
     assert len(kept) <= 400 and (max(kept), min(kept)) == (9.0, 0.1)
     assert list(steps) == sorted(steps) and steps[kept.index(9.0)] == 7_777
-
-
-def test_labels_are_what_differs() -> None:
-    assert short_labels(["671b-bf16-a", "671b-mxfp8-a"]) == ["bf16-a", "mxfp8-a"]
-    assert short_labels(["debug"]) == ["debug"] and short_labels(["a-b", "a-b-c"]) == ["b", "b-c"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,17 +50,6 @@ def attempt(
         write_resumption(one, Resumption(number, resumed))
 
 
-def test_coloured_lines_tell_as_much(cell: CellFolder) -> None:
-    attempt(cell, 0, 10, range(1, 9))
-    (plain,) = collect_history(cell, CellRecord()).attempts
-    log = cell.attempt(0).log
-    log.write_text(
-        log.read_text().replace("step: ", "\x1b[31mstep: ").replace("loss", "\x1b[32mloss")
-    )
-    (coloured,) = collect_history(cell, CellRecord()).attempts
-    assert coloured == plain and (plain.first_step, plain.last_step) == (1, 8)
-
-
 @pytest.fixture
 def cell(tmp_path: Path) -> CellFolder:
     return CellFolder(tmp_path / "cell")

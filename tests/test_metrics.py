@@ -88,7 +88,6 @@ def test_a_console_line_of_no_step(line: str) -> None:
     [
         ("tp1_16b_colour.log", 0, 1, 20),
         ("pp2_ranks_0_128.log", 128, 1, None),
-        ("truncated.log", 0, 1, None),
         ("h200_stall.log", 0, 1, None),
     ],
 )

@@ -51,13 +51,6 @@ def test_the_page_needs_nothing_else(full: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_json_is_alone_on_standard_output_and_html_is_the_path(full: Path) -> None:
-    answer = submit("report", "--format", "json", runs=full.parent)
-    assert json.loads(answer.stdout)["run"] == full.name and answer.stderr == ""
-    answer = submit("report", "--format", "html", runs=full.parent)
-    assert answer.stdout == f"{shown_path(full / 'report.html')}\n" and answer.stderr == ""
-
-
 def test_a_run_without_a_step_has_tables_of_dashes_and_no_figure(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=60)
     for cell in folder.glob("671b-*"):

@@ -183,20 +183,6 @@ def test_a_training_that_left_nothing_to_look_at_is_a_failure(
     assert said in capsys.readouterr().err
 
 
-def test_the_last_steps_are_traced_however_many_there_are(trains: Callable[..., Trainer]) -> None:
-    frequency = "profiling.profile_freq"
-    for words, expected in [
-        ([], (8, 8)),
-        (["--set", "training.steps=20"], (20, 20)),
-        (["--set", "training.steps=20", "--set", f"{frequency}=10"], (20, 10)),
-    ]:
-        trainer = trains("finished")
-        assert main([*TRAINED, *words]) == 0
-        assert trainer.cell is not None
-        assert (trainer.cell.steps, trainer.cell.options[frequency]) == expected
-        assert trainer.cell.options["profiling.enable_profiling"]
-
-
 @pytest.mark.titan
 def test_a_recipe_is_trained_and_profiled(tmp_path: Path) -> None:
     if not (ROOT / "assets/local/stamp.json").exists():

@@ -55,12 +55,6 @@ def test_few_traces_are_all_read_and_of_many_one_of_each_stage(tmp_path: Path) -
     assert _ranks(choose_ranks(many, "11, 2,2")) == [2, 11]
 
 
-@pytest.mark.parametrize("asked", ["", "one", "12", "-1", "0-3"])
-def test_a_rank_that_left_no_trace_is_refused(tmp_path: Path, asked: str) -> None:
-    with pytest.raises(InputError, match=r"--ranks: found .*allowed: all, or some of 0, 1"):
-        choose_ranks(_write(tmp_path, 2), asked)
-
-
 def test_the_newest_attempt_and_its_last_step_are_read(tmp_path: Path) -> None:
     cell = CellFolder(tmp_path / "cell")
     for attempt, step in ((0, 90), (1, 8), (1, 16), (1, 9)):
@@ -106,19 +100,6 @@ def test_the_nth_call_is_matched_with_the_nth_of_the_same_step(tmp_path: Path) -
     profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
     # Milliseconds a step, of two.
     assert _waited(profile, "ep") == pytest.approx([1, 1.5])
-
-
-def test_only_steps_in_which_all_made_equally_many_calls_are_matched(tmp_path: Path) -> None:
-    for rank, durations in enumerate((((1_000, 1_000), (1_000,)), ((4_000,), (3_000,)))):
-        trace = TraceFile(rank, 2)
-        for index, calls in enumerate(durations):
-            trace.step(7 + index, 10_000 * index, 10_000 * (index + 1))
-            for number, duration in enumerate(calls):
-                start = 10_000 * index + 2_000 * number
-                trace.kernel(DEEPEP, start, start + duration, launched=start)
-        trace.write(tmp_path)
-    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
-    assert _waited(profile, "ep") == pytest.approx([0, 1])
 
 
 def test_a_single_rank_gives_an_upper_limit_of_the_waiting(tmp_path: Path) -> None:

@@ -33,10 +33,6 @@ def test_a_trace_is_read_plain_and_packed(tmp_path: Path, packed: bool) -> None:
     assert trace.device.end[-1] == 599.5 and set(trace.device.launched) == {15}
 
 
-def test_a_later_stage_is_its_place_in_the_pipelines_group(tmp_path: Path) -> None:
-    assert read_header(_trace(rank=7).write(tmp_path)).stage == 1
-
-
 def test_without_a_record_the_rank_is_the_files(tmp_path: Path) -> None:
     trace = _trace()
     del trace.header["distributedInfo"]

@@ -51,8 +51,3 @@ def test_without_a_stack_nobody_is_named(attempt: Attempt) -> None:
     assert describe_stacks(attempt, 4) is None
     write(attempt, r0="", r1="Timeout (0:00:12)!\n")
     assert describe_stacks(attempt, 2) is None
-
-
-def test_where_all_wait_alike_nobody_is_named(attempt: Attempt) -> None:
-    write(attempt, r0=WAITING, r1=WAITING)
-    assert describe_stacks(attempt, 2) == "2 of 2 ranks in wait < train_step (train.py:500)"

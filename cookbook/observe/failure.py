@@ -80,7 +80,7 @@ _TIMED_OUT = re.compile(
 # Errors of the Trainer's `__init__` that the same options meet again.
 _BUILD_ERROR = re.compile(r"^(?:AssertionError|ValueError|NotImplementedError)\b")
 _REFUSAL = re.compile(r"(?:^| - ERROR - )cookbook refuses: (\S.*?)\s*(?:\[rank[0-9]+\]:|$)")
-# Sorts of findings, the most telling first: what `error.json` holds is RAISED.
+# Sorts of findings, the most telling first; RAISED is an exception in an `error.json`.
 _REFUSED, _SLURM, _MEMORY, _RAISED, _EXCEPTION, _LINE, _EXIT, _SCRIPT, _FOLLOWS, _REST = range(10)
 _LINES = (
     (_SLURM, re.compile(r"DUE TO (?:TIME LIMIT|NODE FAILURE|PREEMPTION)|oom[_-]kill")),

@@ -107,7 +107,7 @@ class Newest:
 
 
 class Tail:
-    """Follow an attempt that grows; each `read` takes only what was written since.
+    """Follow an attempt that grows; each `read` takes only the new lines.
 
     Args:
         rank: the global rank that has the loss; None for every line of the console.

@@ -1,7 +1,7 @@
-"""Where the ranks of an attempt stood that made no step: who stopped, and who only waited for it.
+"""Name the ranks that stopped in an attempt that makes no step, and where the others wait.
 
 Each rank writes `stacks/rank-<r>.txt` when it makes no step for long (cookbook/titan/common/
-stall.py). A rank without one is stopped, or gone, or goes on.
+stall.py). A rank without one has stopped, is gone, or still makes steps.
 """
 
 from __future__ import annotations
@@ -13,35 +13,33 @@ from pathlib import Path
 from cookbook.run.folder import Attempt
 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>[0-9]+) in (?P<function>\S+)')
-_MOST_BYTES = 1 << 20
 _MOST_NAMED = 8
 
 
 def describe_stacks(attempt: Attempt, world: int) -> str | None:
-    """Which ranks are to blame and where the others wait, in words; None without any stack."""
-    places = {rank: place for rank in range(world) if (place := _place(_path(attempt, rank)))}
+    """Return the ranks to blame and the place where the others wait; None without any stack."""
+    places = {
+        rank: place
+        for rank in range(world)
+        if (place := _place(attempt.stacks / f"rank-{rank}.txt"))
+    }
     if not places:
         return None
-    silent = [rank for rank in range(world) if rank not in places]
+    missing = [rank for rank in range(world) if rank not in places]
     (usual, count), *_ = Counter(places.values()).most_common(1)
-    if silent:
-        return f"{_ranks(silent)} not heard of (stopped, or gone); {_others(count)} in {usual}"
+    others = "the other one" if count == 1 else f"the other {count}"
+    if missing:
+        return f"{_ranks(missing)} not heard of (stopped, or gone); {others} in {usual}"
     odd = {rank: place for rank, place in places.items() if place != usual}
     if not odd or len(odd) > world // 4 + 1:
         return f"{count} of {world} ranks in {usual}"
-    where = ", ".join(dict.fromkeys(odd.values()))
-    return f"{_ranks(list(odd))} in {where}; {_others(count)} in {usual}"
-
-
-def _path(attempt: Attempt, rank: int) -> Path:
-    return attempt.stacks / f"rank-{rank}.txt"
+    return f"{_ranks([*odd])} in {', '.join(dict.fromkeys(odd.values()))}; {others} in {usual}"
 
 
 def _place(path: Path) -> str | None:
-    """The innermost frame of the main thread that is not torch's own: `name (file.py:12)`."""
+    """Return the innermost frame of the main thread outside torch: `name (file.py:12)`."""
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES).decode("utf-8", "replace")
+        text = path.read_text("utf-8", "replace")
     except OSError:
         return None
     # faulthandler prints the main thread last, and of each thread the innermost frame first.
@@ -49,15 +47,9 @@ def _place(path: Path) -> str | None:
     frames = [found for line in thread.splitlines() if (found := _FRAME.match(line))]
     if not frames:
         return None
-    own = [one for one in frames if "/torch/" not in one["file"]]
-    named = (own or frames)[0]
-    inner = frames[0]
-    words = f"{named['function']} ({Path(named['file']).name}:{named['line']})"
-    return words if named is inner else f"{inner['function']} < {words}"
-
-
-def _others(count: int) -> str:
-    return "the other one" if count == 1 else f"the other {count}"
+    own = next((one for one in frames if "/torch/" not in one["file"]), frames[0])
+    words = f"{own['function']} ({Path(own['file']).name}:{own['line']})"
+    return words if own is frames[0] else f"{frames[0]['function']} < {words}"
 
 
 def _ranks(ranks: list[int]) -> str:

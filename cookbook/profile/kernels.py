@@ -1,4 +1,4 @@
-"""The table that says what a kernel is for: which name, operation or process group means what.
+"""The purpose of each kernel: a table of rules on its name, operation and process group.
 
 The only place that knows names of kernels. A kernel that no rule takes is counted as `other`, and
 the report says so: add a rule here.
@@ -62,7 +62,7 @@ class Source:
     Attributes:
         kernel: the kernel's name; on a CPU the operation's.
         operation: the innermost operation of the host that launched it.
-        inside: what encloses that operation in the same thread, from the inside out.
+        inside: the events that enclose that operation in its thread, from the inside out.
         collective: NCCL's word for it (`allgather`, `all_to_allv`), as PyTorch records it.
         group: the description of its process group (`mesh_ep`).
     """
@@ -189,7 +189,7 @@ RULES = (
     # --- Loss. Eager: aten::_log_softmax and nll_loss, forward and backward; compiled: Inductor's
     # kernels hold those names; `_softmax` alone is the router's.
     Rule("loss", kernel=r"(?i)log_?softmax|nll_loss|cross_entropy"),
-    # Also what a loss in chunks launches, but for its GEMMs.
+    # Kernels of a loss in chunks, but for its GEMMs.
     Rule("loss", inside=r"(?i)log_?softmax|nll_?loss|cross_?entropy"),
     # --- Moving rows to their experts and back. TorchTitan: _fill_indices_kernel and indexing;
     # the cookbook: the kernels of `triton_kernels.py`; DeepEP's permutation.

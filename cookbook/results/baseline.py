@@ -6,14 +6,13 @@ finished, without emulated numerics.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from cookbook.observe.history import History
 from cookbook.results.loss import LossVerdict, judge_curves, judge_repeats, losses_of
 from cookbook.results.result import Result, masks_differ, unlike
-from cookbook.results.speed import SpeedUp, measure, paired_speed_up, speed_up, speeds_of
+from cookbook.results.speed import SpeedUp, measure, median_of, paired_speed_up, speed_up, speeds_of
 from cookbook.run.status import FINISHED
 
 
@@ -65,10 +64,10 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
         reason=first.reason if len({run.reason for run in runs}) == 1 else "; ".join(reasons),
         steps=min((run.steps for run in runs if run.steps is not None), default=None),
         tokens_per_second_per_gpu=throughput.median if throughput else None,
-        tflops_per_gpu=_median(run.tflops_per_gpu for run in runs),
-        mfu=_median(run.mfu for run in runs),
+        tflops_per_gpu=median_of(run.tflops_per_gpu for run in runs),
+        mfu=median_of(run.mfu for run in runs),
         memory_gib=max((run.memory_gib for run in runs if run.memory_gib), default=None),
-        final_loss=_median(run.final_loss for run in runs),
+        final_loss=median_of(run.final_loss for run in runs),
         profiled=any(run.profiled for run in runs),
         emulated=any(run.emulated for run in runs),
         active=next((run.active for run in runs if run.active), None),
@@ -76,7 +75,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
         history=merge_histories([run.history for run in runs]),
         throughput=throughput,
         gpu_hours=sum(run.gpu_hours or 0.0 for run in runs) or None,
-        cost_per_billion_tokens=_median(run.cost_per_billion_tokens for run in runs),
+        cost_per_billion_tokens=median_of(run.cost_per_billion_tokens for run in runs),
         repeats=tuple(runs),
     )
 
@@ -94,11 +93,6 @@ def merge_histories(runs: Sequence[History]) -> History:
         steps_lost=sum(run.steps_lost for run in runs),
         effective=sum(seconds for seconds, _ in known) / elapsed if elapsed else None,
     )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
 
 
 def _speed_up(cell: Result, base: Result) -> SpeedUp | None:

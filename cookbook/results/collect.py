@@ -26,7 +26,7 @@ from cookbook.predict.step import StepTime, predict_step
 from cookbook.results.baseline import against_baseline
 from cookbook.results.result import LoadSummary, Result, RunResults
 from cookbook.results.run_differences import asked_facts, seen_facts
-from cookbook.results.speed import Throughput, measure, measured_steps
+from cookbook.results.speed import Throughput, measure, measured_steps, median_of
 from cookbook.run.attempts import read_resumptions
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
@@ -82,9 +82,9 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         reason="; ".join(dict.fromkeys(part for part in reasons if part)) or None,
         steps=curve[-1].step if curve else None,
         tokens_per_second_per_gpu=throughput.median if throughput else None,
-        tflops_per_gpu=_median(step.tflops for step in measured),
+        tflops_per_gpu=median_of(step.tflops for step in measured),
         # TorchTitan falls back to an A100's peak for unknown devices.
-        mfu=None if record.device == "cpu" else _median(step.mfu for step in measured),
+        mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
         memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=raw_loss if raw_loss is not None and math.isfinite(raw_loss) else None,
         # The published number is for the cell as it was first asked for.
@@ -152,11 +152,6 @@ def _non_finite(steps: Sequence[StepMetrics]) -> str | None:
             break
         since = metrics
     return f"loss is {since.loss} since step {since.step}" if since else None
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return statistics.median(known) if known else None
 
 
 def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:

@@ -51,7 +51,7 @@ def compare_runs(reference: RunResults, other: RunResults, tolerance: float) -> 
 
 
 def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
-    """Compare every cell that is just what was published with the published number."""
+    """Compare every cell that has a published number with it."""
     rows = []
     for cell in (_of_run(run, cell) for cell in run.cells):
         published, speeds = cell.published_tokens_per_second_per_gpu, speeds_of(cell.curve)

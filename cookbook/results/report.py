@@ -156,7 +156,7 @@ def facts(results: RunResults) -> list[str]:
     if "cpu" in {cell.device for cell in cells}:
         lines.append("device: cpu; throughput is a CPU's, says nothing about GPUs and has no MFU")
     if any(cell.emulated for cell in cells):
-        lines.append("emulated: software computed what a kernel would; loss counts, speed doesn't")
+        lines.append("emulated: software in place of a kernel; the loss counts, the speed does not")
     return [*lines, *_routings(cells), *_attention(cells), *_self_check(cells)]
 
 
@@ -204,7 +204,7 @@ def _self_check(cells: Sequence[Result]) -> Iterator[str]:
         name, check = max(done.items(), key=lambda item: float(item[1]["worst"]))
         yield (
             "self-check: every kernel was compared with a reference before the first step; the "
-            f"largest error is {check['worst']:.0%} of what its format allows "
+            f"largest error is {check['worst']:.0%} of the error that its format allows "
             f"({check['worst_kernel']} in {name})"
         )
     if unchecked := [name for name in checks if name not in done]:

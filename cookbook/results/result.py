@@ -55,7 +55,7 @@ class Result:
         speedup: throughput over the baseline's; `speed` has its interval, None for the baseline.
         attention: `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU.
         mean_attended_length: tokens that a token attended to, mean over the first step.
-        emulated: software computed what a kernel would, so only the loss counts.
+        emulated: software ran in place of a kernel, so only the loss counts.
         active: the training process's own report of its features.
         loss, loss_last_tenth: verdicts against the baseline's curve; None for the baseline.
         gpu_hours: of all attempts and repeats, from TorchTitan's first line to its last.

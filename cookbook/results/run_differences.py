@@ -1,4 +1,4 @@
-"""The conditions of cells: what all share, and what differs among cells or between two runs.
+"""The conditions of cells: shared facts, and differences among cells or between two runs.
 
 An option that is not set counts as TorchTitan's default, so that no difference is only one of
 writing.
@@ -42,7 +42,7 @@ class Conditions:
 
 
 def configuration(results: RunResults) -> Conditions:
-    """Return what each cell was asked to do in its newest attempt."""
+    """Return the recipe, layout and options that each newest attempt was asked for."""
     names = dict.fromkeys(name for cell in results.cells for name in cell.asked)
     cells = {
         cell.name: {name: _asked(cell, name) for name in names} if cell.asked else {}

@@ -33,7 +33,7 @@ def save_report(run: Run, results: RunResults) -> str | None:
     """Write report.md, report.html and figures/ into the run's folder.
 
     Returns:
-        why there are no figure files, and what to do; None where there are.
+        why there are no figure files, with the remedy; None where there are.
 
     Raises:
         OSError: the folder cannot be written to.

@@ -60,6 +60,12 @@ class SpeedUp:
     """How many of them; of steps, those of the cell that has fewer."""
 
 
+def median_of(values: Iterable[float | None]) -> float | None:
+    """Return the median of the finite values; None without any."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.median(known) if known else None
+
+
 def warm_up(num_steps: int) -> int:
     """Return the number of first logged steps to leave out: a quarter, but 1 to 10."""
     return min(10, max(1, num_steps // 4))
