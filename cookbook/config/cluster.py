@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import SkipValidation
 
@@ -29,6 +29,7 @@ from cookbook.base.yamlfile import YamlFile, read_yaml
 from cookbook.config.names import find_file, names_in
 from cookbook.config.options import Settings, check_environment, read_sections, sections
 from cookbook.run import slurm
+from cookbook.run.record import CellRecord
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Cluster:
     container: Container | None = None
     price_per_gpu_hour: Number | None = None
     bandwidth: Bandwidth | None = None
+    content: SkipValidation[Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def grace_seconds(self) -> int:
@@ -177,8 +179,19 @@ def _slurm_has(cluster: Cluster, nodes: int) -> bool:
 @functools.cache
 def load_cluster(name: str) -> Cluster:
     """Read the profile called `name`, or at the path `name`; `local` gets this machine's GPUs."""
-    path = find_file("cluster", name)
-    file = read_yaml(path)
+    cluster = _read_cluster(read_yaml(find_file("cluster", name)))
+    gpus = visible_gpus() if cluster.scheduler == "local" else ()
+    # Unlike GPUs in one job would run at the pace of the slowest: take those like the first.
+    alike = [other for other in gpus if other == gpus[0]]
+    return replace(cluster, gpu=gpus[0], gpus_per_node=len(alike)) if gpus else cluster
+
+
+def cluster_from_record(record: CellRecord) -> Cluster:
+    """Return the profile as it was when the cell was recorded."""
+    return _read_cluster(YamlFile(Path(f"{record.cluster}.yaml"), record.profile, {}, {}))
+
+
+def _read_cluster(file: YamlFile) -> Cluster:
     gpu = None
     if mapping_at(file, "gpu"):
         keys = fill(_GpuKeys, file, ("gpu",))
@@ -187,18 +200,16 @@ def load_cluster(name: str) -> Cluster:
         Cluster,
         file,
         beside=("gpu", *sections()),
-        name=path.stem,
+        name=file.path.stem,
         settings=read_sections(file),
-        path=path,
+        path=file.path,
         gpu=gpu,
+        content=file.content,
     )
     for key, reason, remedy in _problems(file, cluster):
         raise InputError(file.place(*key), reason, remedy)
     check_environment(file, "environment", cluster.environment)
-    gpus = visible_gpus() if cluster.scheduler == "local" else ()
-    # Unlike GPUs in one job would run at the pace of the slowest: take those like the first.
-    alike = [other for other in gpus if other == gpus[0]]
-    return replace(cluster, gpu=gpus[0], gpus_per_node=len(alike)) if gpus else cluster
+    return cluster
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class CellRecord:
         changes: how later attempts differ from the request above, in order: the first `attempt`
             that does, its `nodes`, and its `options`, null for one that is no longer set.
         max_restarts: how often a job may restart the cell.
+        too_few_nodes: `wait` in the queue or `stop` if too few healthy nodes are left.
+        profile: the content of the cluster's YAML file; a job never reads the file again.
     """
 
     name: Text | None = None
@@ -70,6 +72,8 @@ class CellRecord:
     options: Unchecked = field(default_factory=Unchecked)
     files: Words = field(default_factory=Words)
     changes: Mappings = ()
+    too_few_nodes: Text | None = None
+    profile: Unchecked = field(default_factory=Unchecked)
 
     @property
     def world(self) -> int:
@@ -160,7 +164,7 @@ class CellRecord:
             for name, value in dataclasses.asdict(self).items()
         }
         content["changes"] = [dict(change) for change in self.changes]
-        for name in ("files", "changes"):
+        for name in ("files", "changes", "too_few_nodes", "profile"):
             if not content[name]:
                 del content[name]
         text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
