@@ -25,9 +25,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 # Lines of every rendered script, by which it asks whether it may run.
 _CHECKS = (
     "set -euo pipefail",
-    'JOB=("${VENV}/bin/python" -m cookbook.supervise)',
-    'ANSWER="$(',
-    'read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"',
+    'if [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]]; then',
+    'exec "${VENV}/bin/python" -m cookbook.supervise "${CELL_DIR}" --script="${SCRIPT}" \\',
 )
 _SEEN = "looked at: the rules, this environment"
 _SHORT = {"--nodes": "-N", "--gpus": "-G", "--export": "", "--gres": "", "--gpus-per-node": ""}
@@ -59,6 +58,7 @@ def check_line(arguments: argparse.Namespace) -> int:
     nodes = _value(options, "--nodes").partition("-")[0] or "1"
     environment = {
         **submit_environment(),
+        "COOKBOOK_ATTEMPT_DIR": "",
         "COOKBOOK_CHECK": "1",
         "SLURM_JOB_ID": "0",
         "SLURM_JOB_NUM_NODES": nodes,

@@ -29,7 +29,7 @@ from cookbook.run.run import Run, find_run, is_run, run_names
 from cookbook.run.states import cell_states
 from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
 from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
-from cookbook.supervise.resume import Found, find_checkpoint
+from cookbook.supervise.checkpoints import Found, find_checkpoint
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -229,7 +229,7 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
 
 
 def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
-    found = find_checkpoint(folder, cell)
+    found = find_checkpoint(folder, cell.record())
     command = shlex.join(run.record.command)
     if found.checkpoint is None:
         reason = "is off, so nothing is loaded"

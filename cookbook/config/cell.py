@@ -78,6 +78,13 @@ class Cell:
         return int(self.options["training.steps"])
 
     @property
+    def description(self) -> str:
+        """One line that says what the options say, however the recipe's differ."""
+        title = self.recipe.description.partition(":")[0]
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        return f"{self.name}: {title}, {self.steps} steps on {nodes} x {self.cluster.ranks}"
+
+    @property
     def pair(self) -> str:
         """`mxfp8+deepep`."""
         return f"{self.precision.name}+{self.ep_backend.name}"
@@ -178,7 +185,7 @@ def train_argv(cell: Cell) -> list[str]:
     """Return all of the cell's arguments but the folders of the run."""
     stack = cell.options.stack
     return [
-        *launch_argv(stack, f"{cell.name}: {cell.recipe.description}"),
+        *launch_argv(stack, cell.description),
         *overlay_argv(stack, cell.precision),
         *overlay_argv(stack, cell.ep_backend),
         *(["--cookbook.emulated"] if cell.emulated else []),

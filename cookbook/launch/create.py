@@ -18,6 +18,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, new_record, read_run, write_run
 from cookbook.run.status import QUEUED, REFUSED, Status, write_status
 from cookbook.run.submit_lock import take_submit_lock
+from cookbook.supervise.start import job_record
 
 
 def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
@@ -39,7 +40,7 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
     try:
         for cell in cells:
             folder = CellFolder(building / cell.name)
-            cell.record().write(folder.record)
+            job_record(cell).write(folder.record)
             write_whole(folder.script, render_script(cell), mode=0o755)
             state = Status(REFUSED, reason=cell.refused) if cell.refused else Status(QUEUED)
             write_status(folder, state)

@@ -14,7 +14,9 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.resolve import merge_config
 from cookbook.config.stack import load_stack
 from cookbook.launch.header import sbatch_lines
-from cookbook.launch.render import render_template
+from cookbook.launch.render import render_template, shquote
+
+_WIDTH = 94
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class _Value:
 
     name: str
     patterns: list[str]
-    train_args: list[str]
+    train_lines: list[str]
     environment: list[tuple[str, str]]
     environment_from: list[tuple[str, str]]
 
@@ -46,21 +48,22 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
     backends = [load_ep_backend(name) for name in names_in("ep_backend")]
     bf16, standard = load_precision("bf16"), load_ep_backend("standard")
     first = merge_config(recipe, bf16, standard, cluster)
+    choices = [
+        _choice("precision", "number format of the GEMMs", "${RECIPE:-bf16}", precisions),
+        _choice("ep_backend", "how tokens travel to their experts", "standard", backends),
+    ]
     header = [
         recipe.description,
         "",
         *_examples(recipe, file_name),
         "",
-        "Variables it reads:",
-        f"  PRECISION     {' | '.join(overlay.name for overlay in precisions)}",
-        f"  EP_BACKEND    {' | '.join(overlay.name for overlay in backends)}",
-        "  RECIPE        the published scripts' name for PRECISION (mxfp8_default, mxfp8_wgrad_hp)",
-        "  CELL_DIR      where the run is, and goes on; by default runs/<recipe>/<cell>",
-        "  COOKBOOK_PREFLIGHT  full (default) | nodes | off: the look at the nodes before training",
-        "  COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
-        "",
-        f"Rendered by `make golden` from recipes/{recipe.path.name} and",
-        f"recipes/cluster/{cluster.path.name}; to change it, edit a copy, or those.",
+        f"PRECISION: {' | '.join(overlay.name for overlay in precisions)};",
+        "  or, as the published scripts have it, RECIPE: mxfp8_default | mxfp8_wgrad_hp",
+        f"EP_BACKEND: {' | '.join(overlay.name for overlay in backends)}",
+        "CELL_DIR: the run's folder, to resume it; by default runs/<recipe>/<cell>",
+        "COOKBOOK_PREFLIGHT: full (default) | nodes | off: the check of the nodes before training",
+        "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
+        f"Rendered by `make golden` from {recipe.path.name} for {cluster.name}; edit a copy.",
     ]
     return render_template(
         cluster,
@@ -74,16 +77,17 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         ep_backend='"${EP_BACKEND}"',
         root=None,
         hooks=stack.hooks,
-        choices=[
-            _choice("precision", "number format of the GEMMs", "${RECIPE:-bf16}", precisions),
-            _choice("ep_backend", "how tokens travel to their experts", "standard", backends),
-        ],
+        choices=choices,
         environment=list(exported(cluster.environment).items()),
-        environment_from=[],
+        environment_from=[
+            (f'"${{{choice.variable}}}" == {value.name} && ', name, other)
+            for choice in choices
+            for value in choice.values
+            for name, other in value.environment_from
+        ],
         spare_nodes=recipe.spare_nodes,
-        max_restarts=first.max_restarts,
         train_args=[
-            *launch_argv(stack, recipe.description),
+            *launch_argv(stack, recipe.description.partition(":")[0]),
             *argv_of(stack, recipe.settings),
         ],
         cluster_args=argv_of(stack, cluster.settings),
@@ -110,7 +114,10 @@ def _choice(kind: Kind, summary: str, default: str, overlays: Sequence[Overlay])
         _Value(
             name=overlay.name,
             patterns=[overlay.name, *overlay.synonyms],
-            train_args=[*overlay_argv(stack, overlay), *argv_of(stack, overlay.settings)],
+            # The script names the overlay itself.
+            train_lines=_filled(
+                [*overlay_argv(stack, overlay)[1:], *argv_of(stack, overlay.settings)]
+            ),
             environment=list(exported(overlay.environment).items()),
             environment_from=[
                 (name, str(other)) for name, other in overlay.environment_from.items()
@@ -119,3 +126,14 @@ def _choice(kind: Kind, summary: str, default: str, overlays: Sequence[Overlay])
         for overlay in overlays
     ]
     return _Choice(kind.upper(), summary, default, values)
+
+
+def _filled(words: Sequence[str]) -> list[str]:
+    """Return the quoted words in lines: who edits a choice replaces it as a whole."""
+    lines: list[str] = []
+    for word in map(shquote, words):
+        if lines and len(lines[-1]) + len(word) < _WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines

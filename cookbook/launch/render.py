@@ -54,7 +54,7 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
     if not _PLAIN_NAME.fullmatch(file_name):
         file_name = "train.sh"
     header = [
-        f"{cell.name}: {cell.recipe.description}",
+        cell.description,
         f"precision {cell.precision.name} ({cell.precision.description}"
         + ("; EMULATED here, for numerics only)" if cell.emulated else ")"),
         f"EP backend {cell.ep_backend.name} ({cell.ep_backend.description})",
@@ -62,7 +62,7 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         f"  {runner} {file_name}                        # trains it",
         f"  {runner} {file_name} --training.steps=5     # TorchTitan's options at the end",
         "",
-        "Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no look at the nodes),",
+        "Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no check of the nodes),",
         "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).",
         f"Rendered by `submit.py render` from {cell.recipe.path.name} for {cell.cluster.name}.",
     ]
@@ -81,11 +81,11 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         choices=[],
         environment=list(cell.environment.items()),
         environment_from=[
-            *cell.ep_backend.environment_from.items(),
-            *cell.precision.environment_from.items(),
+            ("", name, other)
+            for overlay in (cell.ep_backend, cell.precision)
+            for name, other in overlay.environment_from.items()
         ],
         spare_nodes=cell.spare_nodes,
-        max_restarts=cell.max_restarts,
         train_args=train_argv(cell),
         cluster_args=[],
     )
@@ -104,8 +104,6 @@ def render_template(cluster: Cluster, header: list[str], **context: Any) -> str:
             scheduler=cluster.scheduler,
             cluster=reference("cluster", cluster.path),
             ranks_per_node=cluster.ranks_per_node,
-            grace_seconds=cluster.grace_seconds,
-            late_seconds=cluster.late_seconds,
             source=[
                 *((file, True) for file in cluster.source),
                 *((file, False) for file in cluster.source_if_exists),

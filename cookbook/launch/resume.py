@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cookbook.base.files import write_whole
 from cookbook.config.cell import Cell
 from cookbook.launch.executor import submit_run
 from cookbook.launch.render import render_script
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import read_record
 from cookbook.run.run import Run
 from cookbook.run.status import QUEUED, Status, write_status
 from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
+from cookbook.supervise.start import job_record, keep_script, note_change
 
 
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
@@ -42,14 +41,9 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
 
 
 def _prepare(folder: CellFolder, cell: Cell) -> None:
-    attempts, script = folder.attempts(), render_script(cell)
-    if attempts and folder.script.exists():
-        ran = folder.script.read_text(encoding="utf-8")
-        if ran != script and not attempts[-1].script.exists():
-            write_whole(attempts[-1].script, ran, mode=0o755)
-    number = folder.next_attempt().number
+    attempts = folder.attempts()
     # Without a job, `queued` is believed.
     folder.job.unlink(missing_ok=True)
     write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
-    read_record(folder.record).changed(number, cell.record()).write(folder.record)
-    write_whole(folder.script, script, mode=0o755)
+    note_change(folder, job_record(cell)).write(folder.record)
+    keep_script(folder, render_script(cell))

@@ -1,30 +1,28 @@
-"""Decides after each attempt whether the cell is started again, requeued, or stopped."""
+"""Why an attempt ended, and what follows: one table from cause to action.
+
+The cause comes from the attempt's logs and its exit code, or from Slurm's line in the job's log
+where Slurm ended it.
+"""
 
 from __future__ import annotations
 
 import enum
+import math
+import os
+import re
+import shutil
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from cookbook.observe.failure import remedy_for
-from cookbook.run.attempts import AttemptEnd, Cause
-
-# Restarts in a row that come no further than an attempt before them: an error that is in the run
-# and not in the machine happens again at the same step. An exception in Python is mostly such.
-MOST_WITHOUT_PROGRESS = 2
-_MOST_AFTER_ERROR = 1
-# Starting again would meet the same.
-_FINAL = frozenset(
-    {
-        Cause.OUT_OF_MEMORY,
-        Cause.MISSING_FILE,
-        Cause.MISSING_MODULE,
-        Cause.WRONG_OPTION,
-        Cause.BAD_NODES,
-    }
-)
-# Nobody's fault in the run: these are not counted.
-_NOT_COUNTED = frozenset({Cause.FINISHED, Cause.STOPPED, Cause.SAVED})
+from cookbook.base.errors import InputError
+from cookbook.observe.failure import cause_of, find_cause, remedy_for
+from cookbook.observe.metrics import read_steps
+from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
+from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.record import CellRecord
+from cookbook.run.status import CANCELLED, FAILED, OPEN, QUEUED, read_json, read_status
 
 GO_ON = "python submit.py run --resume RUN"
 
@@ -33,14 +31,53 @@ class Action(enum.Enum):
     """What to do after an attempt."""
 
     RESTART = "restart"
-    """In the same allocation: a new step."""
+    """Start another step in the same allocation."""
     REQUEUE = "requeue"
     STOP = "stop"
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What follows from a cause.
+
+    Attributes:
+        is_counted: whether it counts towards `max_restarts`.
+        most_idle: restarts in a row without progress; an error in the run itself happens again at
+            the same step.
+    """
+
+    action: Action
+    is_counted: bool = True
+    most_idle: int = 2
+
+
+_FINAL = Rule(Action.STOP)
+RULES = {
+    Cause.FINISHED: Rule(Action.STOP, is_counted=False),
+    # Cancelled, or ended by Slurm, which restarts the job by itself where it does.
+    Cause.STOPPED: Rule(Action.STOP, is_counted=False),
+    Cause.SAVED: Rule(Action.REQUEUE, is_counted=False),
+    Cause.LOST_NODE: Rule(Action.REQUEUE),
+    Cause.DEAD_RANK: Rule(Action.RESTART),
+    Cause.HANG: Rule(Action.RESTART),
+    Cause.NAN_LOSS: Rule(Action.RESTART),
+    Cause.DISK_FULL: Rule(Action.RESTART),
+    Cause.TOO_LATE: Rule(Action.RESTART),
+    Cause.CUT_SHORT: Rule(Action.RESTART),
+    # Mostly an exception in Python.
+    Cause.ERROR: Rule(Action.RESTART, most_idle=1),
+    # The next start would fail in the same way.
+    Cause.OUT_OF_MEMORY: _FINAL,
+    Cause.MISSING_FILE: _FINAL,
+    Cause.MISSING_MODULE: _FINAL,
+    Cause.WRONG_OPTION: _FINAL,
+    Cause.BAD_NODES: _FINAL,
+}
+
+
+@dataclass(frozen=True)
 class Decision:
-    """What is done, and why, for the history."""
+    """The action, and its description for the history."""
 
     action: Action
     words: str
@@ -50,50 +87,252 @@ def decide(
     ends: Sequence[AttemptEnd],
     most: int,
     lost_nodes: Sequence[str] = (),
-    is_asked: bool = False,
+    is_time_over: bool = False,
 ) -> Decision:
-    """What follows from the ends of a job's attempts so far; the last one has not finished.
+    """Return what follows from the ends of a job's attempts; the last one has not finished.
 
     Args:
         ends: in order, at least one.
         most: restarts that the recipe allows.
         lost_nodes: nodes of the allocation that Slurm gives no work to.
-        is_asked: the job was asked to stop, since its time is almost over.
+        is_time_over: Slurm asked the job to stop before its time limit or a preemption.
     """
     last = ends[-1]
+    rule = RULES[last.cause]
     if last.cause is Cause.SAVED:
-        return Decision(Action.REQUEUE, "requeued, to go on from there")
-    if last.cause in _FINAL:
+        return Decision(rule.action, "requeued, to go on from there")
+    if rule.action is Action.STOP:
         return _stop(f"stopped: {last.cause} would come again", last.cause)
-    counted = [end for end in ends if end.cause not in _NOT_COUNTED]
+    counted = [end for end in ends if RULES[end.cause].is_counted]
     if len(counted) > most:
         return _stop(f"stopped: restarted {most} times, as max_restarts allows", last.cause)
     idle = attempts_without_progress(ends)
-    if idle > (_MOST_AFTER_ERROR if last.cause is Cause.ERROR else MOST_WITHOUT_PROGRESS):
-        words = f"stopped: {idle} attempts in a row came no further"
-        return _stop(words, last.cause)
-    if lost_nodes or last.cause is Cause.LOST_NODE:
+    if idle > rule.most_idle:
+        return _stop(f"stopped: {idle} attempts in a row came no further", last.cause)
+    if lost_nodes or rule.action is Action.REQUEUE:
         nodes = ", ".join(lost_nodes) or "a node"
         return Decision(Action.REQUEUE, f"requeued without {nodes}, which Slurm cannot use")
     count = f"({len(counted)} of {most})"
-    if is_asked:
+    if is_time_over:
         return Decision(Action.REQUEUE, f"requeued, since its time was almost over {count}")
     return Decision(Action.RESTART, f"restarted {count}")
 
 
 def attempts_without_progress(ends: Sequence[AttemptEnd]) -> int:
-    """How many attempts at the end made no step that none before them had made."""
+    """Count the attempts at the end that made no step beyond those before them."""
     furthest, idle = 0, 0
     for end in ends:
-        if end.cause in _NOT_COUNTED:
-            furthest = max(furthest, end.last_step or 0)
-        elif (end.last_step or 0) > furthest:
-            furthest, idle = end.last_step or 0, 0
-        else:
+        step = end.last_step or 0
+        if step <= furthest and RULES[end.cause].is_counted:
             idle += 1
+        elif RULES[end.cause].is_counted:
+            idle = 0
+        furthest = max(furthest, step)
     return idle
 
 
 def _stop(words: str, cause: Cause) -> Decision:
     remedy = remedy_for(cause)
     return Decision(Action.STOP, f"{words}; {remedy}, then: {GO_ON}" if remedy else words)
+
+
+# With less room than this no log can be written either, so that none can name the cause.
+_FULL_DISK_BYTES = 8 << 20
+
+
+def classify_exit(
+    cell: CellFolder, attempt: Attempt, record: CellRecord, started: float, code: int | None
+) -> AttemptEnd:
+    """Return how an attempt ended that nobody stopped.
+
+    Args:
+        record: as of this attempt.
+        code: the script's exit status, negative for a signal; None while it runs.
+    """
+    end = _with_steps(
+        AttemptEnd(
+            attempt.number,
+            Cause.FINISHED,
+            exit_code=code,
+            started=started,
+            ended=time.time(),
+            job_id=own_job(),
+            left_out=_excluded(attempt),
+        ),
+        attempt,
+        record,
+    )
+    if (step := saved_step(attempt)) is not None:
+        reason = f"asked to stop, it saved step {step} and ended"
+        return replace(end, cause=Cause.SAVED, reason=reason)
+    if not code:
+        return end
+    free = shutil.disk_usage(cell.path).free
+    if free < _FULL_DISK_BYTES:
+        reason = f"{free >> 20} MiB are free at {cell.path}"
+        return replace(end, cause=Cause.DISK_FULL, reason=reason)
+    failure = find_cause(attempt.path, code)
+    if failure is None:
+        return replace(end, cause=Cause.ERROR)
+    return replace(end, cause=failure.cause, reason=failure.reason)
+
+
+def refused_end(attempt: Attempt, reason: str) -> AttemptEnd:
+    """Return the end of an attempt that was refused before its script was started."""
+    cause = cause_of(reason)
+    if cause not in (Cause.MISSING_FILE, Cause.BAD_NODES, Cause.DISK_FULL):
+        cause = Cause.WRONG_OPTION
+    now, excluded = time.time(), _excluded(attempt)
+    return AttemptEnd(
+        attempt.number, cause, reason, 2, now, now, now, job_id=own_job(), left_out=excluded
+    )
+
+
+def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
+    """Add the first, the last and the last finite step of the attempt's log."""
+    first = last = good = None
+    for metrics in read_steps(attempt, record):
+        first = first or metrics.step
+        last = metrics.step
+        values = (metrics.loss, metrics.grad_norm)
+        if all(value is None or math.isfinite(value) for value in values):
+            good = metrics.step
+    return replace(end, first_step=first, last_step=last, last_good_step=good)
+
+
+def _excluded(attempt: Attempt) -> tuple[str, ...]:
+    """Return the nodes that the attempt's preflight excluded."""
+    try:
+        found = read_json(attempt.preflight).get("excluded", {})
+    except InputError:
+        return ()
+    return tuple(map(str, found)) if isinstance(found, dict) else ()
+
+
+def saved_step(attempt: Attempt) -> int | None:
+    """Return the step that the attempt saved when it was asked to stop; None if it did not."""
+    step = _read_stopped(attempt)[1]
+    return int(step) if step.isdecimal() else None
+
+
+def _read_stopped(attempt: Attempt) -> tuple[str, str]:
+    """Return the job and the step that the ranks noted after that checkpoint, else empty texts."""
+    try:
+        job_id, step = attempt.stopped.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return "", ""
+    return job_id, step
+
+
+def restarts() -> int:
+    """Return how often Slurm has requeued this job."""
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isascii() and count.isdecimal() else 0
+
+
+def restarts_after_failure(cell: CellFolder) -> int:
+    """Return how often Slurm has requeued this job, not counting requeues at a checkpoint."""
+    job_id = os.environ.get("SLURM_JOB_ID")
+    saved = [one for one in cell.attempts() if job_id and _read_stopped(one)[0] == job_id]
+    return restarts() - len(saved)
+
+
+def slurm_job() -> str | None:
+    """Return the id of the Slurm job whose batch step this process is.
+
+    A local run may have been started inside somebody's interactive job, which is not to be touched.
+    """
+    is_batch = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+    return os.environ.get("SLURM_JOB_ID") if is_batch else None
+
+
+def own_job() -> str | None:
+    """Return the id of the job that this process runs in, Slurm's or a local process's."""
+    local, job = (os.environ.get(f"{name}_JOB_ID") for name in ("SUBMITIT_LOCAL", "SLURM"))
+    return slurm_job() or local or job
+
+
+# slurmstepd writes this to the batch step's standard error before it sends the signal; the time is
+# local, without a zone. For a lost node: `DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS`.
+_CANCELLED_AT = re.compile(
+    r"^slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ([\dT:-]+)"
+    r" (?:DUE TO ([A-Z ]+)(?:, [^*]*)? )?\*",
+    re.MULTILINE,
+)
+_SLURM_REASONS = {
+    "TIME LIMIT": (FAILED, "Slurm: TIMEOUT"),
+    "NODE FAILURE": (FAILED, "Slurm: NODE_FAIL"),
+    "PREEMPTION": (FAILED, "Slurm: PREEMPTED"),
+    # The next start of the job writes the next state.
+    "JOB REQUEUE": (QUEUED, "requeued"),
+}
+_OWN_LOG = Path("/proc/self/fd/2")
+_TAIL_BYTES = 1 << 16
+
+
+def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -> tuple[str, str]:
+    """Return the state and the reason of a job that got this signal.
+
+    Args:
+        started: seconds since the epoch; a requeued job's log holds the lines of earlier attempts.
+        log: the batch step's standard error, by default this process's own.
+    """
+    return _SLURM_REASONS.get(_slurm_words(log, started or 0.0) or "", (CANCELLED, signal_name))
+
+
+def _slurm_words(log: Path, started: float) -> str | None:
+    """Return why Slurm ended the job, by its line in `log`; None without one since `started`."""
+    try:
+        # A terminal or a pipe can't be read back.
+        if not log.is_file():
+            return None
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return None
+    for at, why in reversed(_CANCELLED_AT.findall(text)):
+        # Whole seconds, of another machine's clock.
+        if time.mktime(time.strptime(at, "%Y-%m-%dT%H:%M:%S")) >= started - 5:
+            return str(why)
+    return None
+
+
+def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
+    """Return the end of an attempt whose job got a signal, and the state of its cell."""
+    state, reason = stop_reason(signal_name, end.started)
+    if end.cause is Cause.SAVED and state == QUEUED:
+        return end, state
+    cause = Cause.LOST_NODE if reason == "Slurm: NODE_FAIL" else Cause.STOPPED
+    return replace(end, cause=cause, reason=reason), state
+
+
+def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
+    """Write the end of the newest attempt where its supervisor was killed before it could."""
+    attempts = cell.attempts()
+    if not attempts or attempts[-1].end.exists():
+        return
+    attempt = attempts[-1]
+    try:
+        status = read_status(cell)
+    except InputError:
+        return
+    if status.attempt != attempt.number or status.state not in OPEN or not status.started:
+        return
+    try:
+        ended = attempt.log.stat().st_mtime
+    except OSError:
+        ended = time.time()
+    end = AttemptEnd(
+        attempt.number,
+        Cause.CUT_SHORT,
+        "its supervisor was killed, or the node of it was lost",
+        started=status.started,
+        ended=ended,
+        job_id=own_job(),
+        decision="started again",
+    )
+    by_slurm, _ = stopped_end(end, "")
+    if by_slurm.reason:
+        end = replace(by_slurm, decision="started again by Slurm")
+    write_attempt_end(attempt, _with_steps(end, attempt, record.as_of(attempt.number)))

@@ -1,38 +1,47 @@
-"""A short test of the network before training, over the real groups; it finds the bad nodes.
+"""Test the network over the real rank groups before training, and find the nodes that spoil it.
 
-When the whole does not reach the profile's floor, the nodes are tested in pairs. A node of a pair
-that fails is tested again with one of a pair that did not.
+If the whole misses the profile's floor, the nodes are tested in pairs, and each node of a failing
+pair again with a node of a good one. Each node starts its own ranks:
+
+    python -m cookbook.supervise.network_test QUESTION          (QUESTION: a `Question` as JSON)
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from cookbook.config.cluster import Bandwidth
 from cookbook.observe.failure import is_consequence
 from cookbook.run.slurm import node_addresses
-from cookbook.supervise.links_node import ENDED, LinksQuestion
-from cookbook.supervise.step import python_of_job, run_step
+from cookbook.supervise.step import run_step
 
-_MARK = "cookbook-link"
-# Import of torch from a cold file system, and NCCL's start over hundreds of ranks.
+_COLLECTIVES = "cookbook.titan.common.collectives"
+_MARK, ENDED = "cookbook-link", "cookbook-links"
+# For the import of torch from a cold file system, and NCCL's start over hundreds of ranks.
 LIMIT_S = 60.0
 _COLLECTIVE_S = 30.0
-# Large enough for the links and not for the time; gloo on one machine is slow.
+# Large enough that the links dominate; gloo on one machine is slow.
 _NUM_BYTES = {"cuda": 256 * 2**20, "cpu": 2**20}
 # Above the training's rendezvous, below the ephemeral ports.
 _PORTS = range(31000, 32700)
+_MOST_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
-class Links:
-    """What ranks are tested, on what.
+class RankGroups:
+    """The ranks to test.
 
     Attributes:
-        expert_parallel: the ranks of a group, each `stride` from the next.
+        expert_parallel: ranks of an all-to-all group, each `stride` from the next.
     """
 
     ranks_per_node: int
@@ -42,7 +51,7 @@ class Links:
     stride: int = 1
 
     def groups(self, world: int) -> list[list[int]]:
-        """The groups of the all-to-all, as TorchTitan lays out expert parallelism."""
+        """Return the groups of the all-to-all, as TorchTitan lays out expert parallelism."""
         size, stride = min(self.expert_parallel, world), self.stride
         if size < 2:
             return []
@@ -56,12 +65,12 @@ class Links:
 
 @dataclass
 class Outcome:
-    """What a test of some teams found.
+    """The results of a test of some teams of nodes.
 
     Attributes:
-        slowest: of each collective, in GB/s, over all teams.
+        slowest: GB/s of each collective, over all teams.
         faults: why a team failed, by its number.
-        is_slow: the numbers of those that ran, and not as fast as they must.
+        is_slow: the numbers of teams that ran below the floor.
     """
 
     slowest: dict[str, float] = field(default_factory=dict)
@@ -70,13 +79,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class LinksVerdict:
-    """What the test says of the nodes.
+class NetworkVerdict:
+    """What follows for the nodes.
 
     Attributes:
-        bad: nodes and why.
-        warning: what is wrong with no single node.
-        error: why the ranks cannot talk, where that is no single node's fault either.
+        bad: bad nodes and their faults.
+        warning: a slow network that is no single node's fault.
+        error: a broken network that is no single node's fault.
     """
 
     slowest: dict[str, float]
@@ -85,114 +94,190 @@ class LinksVerdict:
     error: str = ""
 
 
-def check_links(nodes: Sequence[str], links: Links) -> LinksVerdict:
+def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
     """Test the network among `nodes`, and find those that slow it down or break it."""
-    whole = _test([sorted(nodes)], links)
+    whole = _test([sorted(nodes)], groups)
     if not whole.faults:
-        return LinksVerdict(whole.slowest)
-    said = whole.faults[0]
+        return NetworkVerdict(whole.slowest)
+    fault = whole.faults[0]
     if len(nodes) < 3:
-        bad = _alone(sorted(nodes), links) if len(nodes) == 2 else {}
-        return LinksVerdict(whole.slowest, bad, error="" if bad else said)
-    bad, all_fail = _search(sorted(nodes), links)
+        bad = _test_alone(sorted(nodes), groups) if len(nodes) == 2 else {}
+        return NetworkVerdict(whole.slowest, bad, error="" if bad else fault)
+    bad, all_fail = _search(sorted(nodes), groups)
     if bad:
-        return LinksVerdict(whole.slowest, bad)
+        return NetworkVerdict(whole.slowest, bad)
     if all_fail:
-        return LinksVerdict(whole.slowest, error=f"{said}; so it is with all pairs of nodes")
-    said += "; each pair of nodes is well by itself"
+        return NetworkVerdict(whole.slowest, error=f"{fault}; all pairs of nodes fail too")
+    fault += "; each pair of nodes passes by itself"
     if whole.is_slow:
-        return LinksVerdict(whole.slowest, warning=said)
-    return LinksVerdict(whole.slowest, error=said)
+        return NetworkVerdict(whole.slowest, warning=fault)
+    return NetworkVerdict(whole.slowest, error=fault)
 
 
-def _alone(nodes: Sequence[str], links: Links) -> dict[str, str]:
-    """Which one of two nodes fails by itself; empty where both do or none does."""
-    outcome = _test([[node] for node in nodes], links)
-    bad = {nodes[number]: said for number, said in outcome.faults.items()}
+def _test_alone(nodes: Sequence[str], groups: RankGroups) -> dict[str, str]:
+    """Return the one of two nodes that fails by itself; nothing where both do or none does."""
+    outcome = _test([[node] for node in nodes], groups)
+    bad = {nodes[number]: fault for number, fault in outcome.faults.items()}
     return bad if len(bad) == 1 else {}
 
 
-def _search(nodes: Sequence[str], links: Links) -> tuple[dict[str, str], bool]:
-    """The bad ones among three nodes or more, and whether all pairs failed."""
+def _search(nodes: Sequence[str], groups: RankGroups) -> tuple[dict[str, str], bool]:
+    """Return the bad ones of three nodes or more, and whether all pairs failed."""
     teams = [list(nodes[start : start + 2]) for start in range(0, len(nodes) - 1, 2)]
     if len(nodes) % 2:
         teams[-1].append(nodes[-1])
     if len(teams) == 1:
         # Three nodes: there is no other pair to compare with.
         teams = [[node] for node in nodes]
-    first = _test(teams, links)
+    first = _test(teams, groups)
     good = [team for number, team in enumerate(teams) if number not in first.faults]
     suspects = [node for number in sorted(first.faults) for node in teams[number]]
     if not good:
         return {}, True
     bad: dict[str, str] = {}
-    # One suspect with a pair at a time: those of a pair that passed are beyond doubt.
+    # One suspect with a node of a good pair at a time.
     for start in range(0, len(suspects), len(good)):
         tried = suspects[start : start + len(good)]
         pairs = [[node, team[0]] for node, team in zip(tried, good, strict=False)]
-        again = _test(pairs, links)
-        bad |= {tried[number]: said for number, said in again.faults.items()}
+        outcome = _test(pairs, groups)
+        bad |= {tried[number]: fault for number, fault in outcome.faults.items()}
     return bad, False
 
 
-def _test(teams: list[list[str]], links: Links) -> Outcome:
-    """Run the collectives in each team at once."""
-    worlds = {len(team) * links.ranks_per_node for team in teams}
-    # Teams of a search may differ by a node; the groups of the smallest fit into all.
+@dataclass(frozen=True)
+class Question:
+    """What the nodes of a test do.
+
+    Attributes:
+        teams: nodes in the order of their ranks; each team is a world of its own.
+        addresses: of the first node of each team.
+        ports: of each team's store.
+        plan: a rank's work (`collectives.Plan`).
+        limit_s: for all of it.
+    """
+
+    teams: list[list[str]]
+    addresses: list[str]
+    ports: list[int]
+    ranks_per_node: int
+    plan: dict[str, Any]
+    limit_s: float
+
+
+def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
+    """Run the collectives in all teams at once."""
+    world = min(len(team) for team in teams) * groups.ranks_per_node
     plan = {
-        "device": links.device,
-        "num_bytes": _NUM_BYTES[links.device],
-        "groups": links.groups(min(worlds)),
+        "device": groups.device,
+        "num_bytes": _NUM_BYTES[groups.device],
+        # Teams of a search may differ by a node; the groups of the smallest fit into all.
+        "groups": groups.groups(world),
         "timeout_s": _COLLECTIVE_S,
     }
     start = int(os.environ.get("SLURM_JOB_ID") or 0) * 17
-    question = LinksQuestion(
+    question = Question(
         teams=teams,
         addresses=list(node_addresses([team[0] for team in teams]).values()),
         ports=[_PORTS[(start + number) % len(_PORTS)] for number in range(len(teams))],
-        ranks_per_node=links.ranks_per_node,
+        ranks_per_node=groups.ranks_per_node,
         plan=plan,
         limit_s=LIMIT_S,
     )
-    found: list[dict[str, object]] = []
+    measured: list[dict[str, Any]] = []
     ended: dict[str, str] = {}
 
     def on_line(line: str, moment: float) -> None:
         mark, _, text = line.partition(" ")
         if mark == ENDED:
             content = json.loads(text)
-            ended[content["node"]] = content["said"]
+            ended[content["node"]] = content["error"]
         elif mark == _MARK:
-            found.append(json.loads(text))
-
-    command = [python_of_job(), "-m", "cookbook.supervise.links_node", json.dumps(asdict(question))]
+            measured.append(json.loads(text))
 
     def is_enough() -> bool:
-        # Of a team that failed, the others wait in vain. One whose connection was closed may be
-        # heard before the one that closed it.
+        # In a failed team the others wait in vain. A closed connection may be reported before
+        # the error that closed it.
         return all(
             any(ended.get(n) and not is_consequence(ended[n]) for n in team)
             or all(n in ended for n in team)
             for team in teams
         )
 
-    run_step([node for team in teams for node in team], command, LIMIT_S + 10, on_line, is_enough)
+    nodes = [node for team in teams for node in team]
+    module, text = "cookbook.supervise.network_test", json.dumps(asdict(question))
+    run_step(nodes, module, text, LIMIT_S + 10, on_line, is_enough)
     outcome = Outcome()
     for number, team in enumerate(teams):
-        reached = [one for one in found if one["team"] == str(number)]
-        for one in reached:
-            name, speed = str(one["name"]), float(str(one["gb_per_s"]))
-            outcome.slowest[name] = min(speed, outcome.slowest.get(name, speed))
-            if speed < getattr(links.floor, name):
-                outcome.is_slow.add(number)
-                outcome.faults[number] = (
-                    f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s, "
-                    f"the profile wants {getattr(links.floor, name):g}"
-                )
-        words = [f"{node}: {ended[node]}" for node in team if ended.get(node)]
-        words.sort(key=is_consequence)
-        silent = [f"{node}: no answer" for node in team if node not in ended]
-        if words or silent:
+        for one in measured:
+            if one["team"] == str(number):
+                _hold_to_floor(outcome, number, one, groups.floor)
+        errors = sorted((f"{n}: {ended[n]}" for n in team if ended.get(n)), key=is_consequence)
+        errors += [f"{node}: no answer" for node in team if node not in ended]
+        if errors:
             outcome.is_slow.discard(number)
-            outcome.faults[number] = f"the ranks cannot talk ({[*words, *silent][0]})"
+            outcome.faults[number] = f"the ranks cannot communicate ({errors[0]})"
     return outcome
+
+
+def _hold_to_floor(
+    outcome: Outcome, number: int, measured: Mapping[str, Any], floor: Bandwidth
+) -> None:
+    name, speed = str(measured["name"]), float(measured["gb_per_s"])
+    outcome.slowest[name] = min(speed, outcome.slowest.get(name, speed))
+    if speed < (wanted := getattr(floor, name)):
+        outcome.is_slow.add(number)
+        outcome.faults[number] = (
+            f"{name} over ranks {measured['ranks']} reaches {speed:.3g} GB/s, "
+            f"the profile wants {wanted:g}"
+        )
+
+
+def run_ranks(question: Question) -> None:
+    """Run this node's ranks, and print their first error."""
+    node = os.environ["SLURMD_NODENAME"]
+    number = next(index for index, team in enumerate(question.teams) if node in team)
+    team, local_ranks = question.teams[number], range(question.ranks_per_node)
+    command = [sys.executable, "-m", _COLLECTIVES, json.dumps(question.plan)]
+    deadline = time.monotonic() + question.limit_s
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(local)) for local in local_ranks]
+        ranks = []
+        for local, log in enumerate(logs):
+            environment = {
+                **os.environ,
+                "RANK": str(team.index(node) * question.ranks_per_node + local),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(len(team) * question.ranks_per_node),
+                "MASTER_ADDR": question.addresses[number],
+                "MASTER_PORT": str(question.ports[number]),
+                "COOKBOOK_TEAM": str(number),
+                "OMP_NUM_THREADS": "1",
+            }
+            with log.open("wb") as errors:
+                ranks.append(subprocess.Popen(command, env=environment, stderr=errors))
+        error = _first_error(ranks, logs, deadline)
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.wait()
+    print(ENDED, json.dumps({"node": node, "error": error}), flush=True)
+
+
+def _first_error(
+    ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: float
+) -> str:
+    """Return the error of the first rank that fails; empty where all end well."""
+    while time.monotonic() < deadline:
+        for local, rank in enumerate(ranks):
+            if code := rank.poll():
+                lines = logs[local].read_text(errors="replace").strip().splitlines()
+                error = next((line for line in reversed(lines) if "Error" in line), "")
+                return f"local rank {local}: {error[:_MOST_CHARACTERS] or f'exit status {code}'}"
+        if all(rank.poll() == 0 for rank in ranks):
+            return ""
+        time.sleep(0.05)
+    return "no end in time"
+
+
+if __name__ == "__main__":
+    run_ranks(Question(**json.loads(sys.argv[1])))

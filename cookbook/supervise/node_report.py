@@ -1,9 +1,9 @@
-"""What a job asks each of its nodes before training; runs there, one task a node.
+"""Report the health of one node before training; runs on each node of a job.
 
-    python -m cookbook.supervise.node QUESTION          (QUESTION: a `Question` as JSON)
+    python -m cookbook.supervise.node_report QUESTION          (QUESTION: a `Question` as JSON)
 
-It prints its `Report` as JSON in short lines: srun passes each of those on whole, and mixes the
-parts of longer ones with other nodes' words.
+The report is JSON in short lines: srun passes a short line on whole, and mixes the parts of a
+longer one with other nodes' output.
 """
 
 from __future__ import annotations
@@ -19,33 +19,38 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cookbook.base.gpus import read_gpus
 from cookbook.base.paths import ROOT
-from cookbook.config.cluster import load_cluster
+from cookbook.base.schema import Unchecked
+from cookbook.config.cluster import cluster_from_record
 from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Surroundings, ask
 from cookbook.doctor.checks import node_problems
 from cookbook.install.packages import find_distribution
+from cookbook.run.record import CellRecord
 
 _MARK = "cookbook-node"
 # srun passes on up to 1024 bytes at once.
 _PIECE = 800
 # NVML takes seconds where the driver is not kept loaded.
-_PATIENCE_S = 15.0
+_COMMAND_S = 15.0
+_SMALL_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a node is to look at.
+    """What to look at on a node.
 
     Attributes:
-        cluster: the name or path of the profile.
+        cluster: the profile's name; `profile` is its content.
         folder: the cell's, which all nodes write to.
-        files: files and folders that must be the same everywhere, by what a message calls them.
+        files: files and folders that must be the same everywhere, by their names in messages.
     """
 
     cluster: str
+    profile: dict[str, Any]
     folder: str
     deepep_between_nodes: bool = False
     files: dict[str, str] = field(default_factory=dict)
@@ -53,12 +58,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Report:
-    """What a node answers.
+    """The state of a node.
 
     Attributes:
-        clock: its time when it answered, in seconds since the epoch.
-        problems: why it cannot train, by check, with the hours to leave it out.
-        facts: what must be the same on all nodes.
+        clock: its time of the report, in seconds since the epoch.
+        problems: by check, why it cannot train and the hours to exclude it.
+        facts: values that must be the same on all nodes.
     """
 
     node: str
@@ -67,19 +72,24 @@ class Report:
     facts: dict[str, str]
 
 
-def look(question: Question) -> Report:
-    """Look at this node."""
+def report_node(question: Question) -> Report:
+    """Return the report of this node."""
+    record = CellRecord(cluster=question.cluster, profile=Unchecked(question.profile))
     here = Surroundings(
-        cluster=load_cluster(question.cluster),
-        read_gpus=functools.partial(read_gpus, _PATIENCE_S),
-        run=functools.partial(ask, timeout_s=_PATIENCE_S),
+        cluster=cluster_from_record(record),
+        read_gpus=functools.partial(read_gpus, _COMMAND_S),
+        run=functools.partial(ask, timeout_s=_COMMAND_S),
         job_folder=Path(question.folder),
         deepep_between_nodes=question.deepep_between_nodes,
     )
     problems = node_problems(here)
-    facts = {"Python": platform.python_version(), **_packages(), "cookbook": _digest_of_sources()}
-    for what, path in question.files.items():
-        facts[what] = _digest(Path(path))
+    facts = {"Python": platform.python_version()}
+    for name in [pin.name for pin in read_pins()]:
+        found = find_distribution(name)
+        facts[name] = found.version if found else "not installed"
+    facts["cookbook"] = _hash(sorted((ROOT / "cookbook").rglob("*.py")))
+    for name, path in question.files.items():
+        facts[name] = _digest(Path(path))
     if here.installed_gpus:
         facts["GPU driver"] = here.installed_gpus[0].driver
         facts["GPU model"] = here.installed_gpus[0].model.name
@@ -90,18 +100,8 @@ def look(question: Question) -> Report:
     return Report(name, time.time(), problems, facts)
 
 
-def _packages() -> dict[str, str]:
-    names = [pin.name for pin in read_pins()]
-    found = {name: find_distribution(name) for name in names}
-    return {name: one.version if one else "not installed" for name, one in found.items()}
-
-
-def _digest_of_sources() -> str:
-    return _hash(sorted((ROOT / "cookbook").rglob("*.py")))
-
-
 def _digest(path: Path) -> str:
-    """Of a file's content; of a folder's file names, and what its small files hold."""
+    """Return a digest of a file's content, or of a folder's names and its small files."""
     if path.is_file():
         return _hash([path])
     if not path.is_dir():
@@ -109,7 +109,7 @@ def _digest(path: Path) -> str:
     names = sorted(one.name for one in path.iterdir())
     small = [path / name for name in names[:20] if (path / name).is_file()]
     digest = hashlib.sha256("\n".join(names).encode())
-    digest.update(_hash([one for one in small if one.stat().st_size < 32 * 2**20]).encode())
+    digest.update(_hash([one for one in small if one.stat().st_size < _SMALL_BYTES]).encode())
     return f"{len(names)} files, {digest.hexdigest()[:12]}"
 
 
@@ -121,8 +121,8 @@ def _hash(paths: Iterable[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def printed(report: Report) -> list[str]:
-    """The report as lines that `read_lines` reads."""
+def format_report(report: Report) -> list[str]:
+    """Return the report as lines for a `Reader`."""
     text = json.dumps(asdict(report))
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     return [
@@ -132,13 +132,13 @@ def printed(report: Report) -> list[str]:
 
 
 class Reader:
-    """Puts the lines of many nodes together again."""
+    """Reassemble the reports from the mixed lines of many nodes."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, dict[int, str]] = {}
 
     def read(self, line: str) -> Report | None:
-        """The report that `line` completes."""
+        """Return the report that `line` completes."""
         mark, _, rest = line.rstrip("\n").partition(" ")
         node, _, rest = rest.partition(" ")
         count, _, piece = rest.partition(" ")
@@ -155,5 +155,5 @@ class Reader:
 
 
 if __name__ == "__main__":
-    for line in printed(look(Question(**json.loads(sys.argv[1])))):
+    for line in format_report(report_node(Question(**json.loads(sys.argv[1])))):
         print(line, flush=True)

@@ -1,125 +1,435 @@
-"""Before training: every node of the allocation is looked at, at once, and bad ones are left out.
+"""Before training: ask every node of the job, exclude the bad ones, and choose those that train.
 
-A bad node is named with its reason and put on the list of `run.excluded`. Where spare nodes are in
-the allocation, one takes its place. Where there is none, the job goes back to the queue and starts
-without it.
+A bad node is put on the list of `run.excluded`. A spare node of the allocation takes its place;
+without one, the job is requeued and starts without the bad node.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import socket
+import statistics
+import sys
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
-from cookbook.base.errors import InputError
-from cookbook.config.cluster import load_cluster
-from cookbook.config.recipe import load_recipe
+from cookbook.base.errors import InputError, JobError
+from cookbook.base.files import write_whole
+from cookbook.base.yamlfile import shown_path
+from cookbook.config.cluster import Cluster, cluster_from_record
 from cookbook.run import slurm
-from cookbook.run.excluded import HARDWARE_H, read_excluded
-from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.record import CellRecord, read_record
-from cookbook.supervise.ask import ask_nodes
-from cookbook.supervise.compare import Fault
-from cookbook.supervise.links import Links, check_links
-from cookbook.supervise.nodes import (
-    CannotStartError,
-    JobNodes,
-    go_on_without,
-    remember,
-    remember_nodes,
-    write_found,
+from cookbook.run.excluded import (
+    HARDWARE_H,
+    PASSING_H,
+    Choice,
+    Excluded,
+    choose,
+    exclude_nodes,
+    excluded_file,
+    read_excluded,
 )
-from cookbook.supervise.patience import ask_again
+from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.record import CellRecord
+from cookbook.run.status import read_json
+from cookbook.supervise.exits import restarts_after_failure
+from cookbook.supervise.network_test import RankGroups, test_bandwidth
+from cookbook.supervise.node_report import Question, Reader, Report
+from cookbook.supervise.step import StepEnd, retry_while_busy, run_step
 
 _MODES = ("full", "nodes", "off")
+# For a node's whole report: its commands take up to half of it.
+REPORT_S = 30.0
+# Checkpoints and logs of several nodes are compared by their times.
+_MOST_SKEW_S = 5.0
+_MOST_DIFFERENCES = 3
+_RESOLVE_S = 60.0
 
 
-def preflight(cell: CellFolder, number: int) -> list[str]:
-    """Look at the nodes of this job; the nodes that attempt `number` trains on.
+class CannotStartError(JobError):
+    """Training cannot start, and another start would not help."""
+
+
+class RequeueNeededError(Exception):
+    """The job must be requeued, to exclude `nodes` and to start at `begin` at the earliest."""
+
+    def __init__(self, why: str, words: str, nodes: Sequence[str], begin: float | None) -> None:
+        super().__init__(why)
+        self.words, self.nodes, self.begin = words, list(nodes), begin
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a node cannot train: the check, its finding, the hours to exclude the node."""
+
+    check: str
+    reason: str
+    hours: float
+
+
+Faults = dict[str, list[Fault]]
+
+
+@dataclass
+class JobNodes:
+    """The nodes of the job, and their faults so far."""
+
+    cell: CellFolder
+    attempt: Attempt
+    record: CellRecord
+    cluster: Cluster
+    nodes: list[str]
+    faults: Faults = field(default_factory=dict)
+    speeds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def healthy(self) -> list[str]:
+        """The nodes without a known fault."""
+        return [node for node in self.nodes if node not in self.faults]
+
+    def log(self, words: str) -> None:
+        """Write a line to the job's log and to the attempt's."""
+        line = f"cookbook: preflight: {words}"
+        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError), self.attempt.log.open("a", encoding="utf-8") as log:
+            print(line, file=log)
+
+
+def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[str]:
+    """Check the nodes of this job; return those that train.
 
     Raises:
-        CannotStartError: too few nodes are well, or what is wrong is no fault of a node.
+        CannotStartError: too few nodes are healthy, or the fault is not that of a node.
+        RequeueNeededError: the job must start without its bad nodes.
     """
-    record = read_record(cell.record).as_of(number)
-    job = JobNodes(
-        cell=cell,
-        attempt=Attempt(cell.path / f"attempt-{number}", number),
-        record=record,
-        cluster=load_cluster(_file(record, "cluster")),
-        cluster_name=_file(record, "cluster"),
-        recipe=load_recipe(_file(record, "recipe")),
-        nodes=slurm.nodes_in(os.environ["SLURM_JOB_NODELIST"]),
-    )
+    nodes = slurm.nodes_in(os.environ["SLURM_JOB_NODELIST"])
     mode = os.environ.get("COOKBOOK_PREFLIGHT") or "full"
     if mode not in _MODES:
         raise InputError("COOKBOOK_PREFLIGHT", f"found {mode!r}, allowed: {', '.join(_MODES)}")
     if mode == "off":
-        return job.nodes[: record.nodes]
+        return nodes[: record.nodes]
+    job = JobNodes(cell, attempt, record, cluster_from_record(record), nodes)
     started = time.monotonic()
-    leave_out_known(job)
+    exclude_known(job)
     ask_nodes(job)
-    remember(job)
-    if len(job.well) < record.nodes:
-        go_on_without(job)
-    if mode == "full":
-        look_at_links(job)
-    seconds = time.monotonic() - started
-    chosen = job.well[: record.nodes]
-    spare = len(job.well) - len(chosen)
-    job.say(
-        f"{len(chosen)} node(s) are well"
+    decide(job)
+    while mode == "full" and not check_network(job):
+        decide(job)
+    chosen = job.healthy[: record.nodes]
+    spare, seconds = len(job.healthy) - len(chosen), time.monotonic() - started
+    job.log(
+        f"{len(chosen)} healthy node(s)"
         + (f", {spare} spare" if spare else "")
         + "".join(f", {name} {speed:.3g} GB/s" for name, speed in job.speeds.items())
         + f" ({seconds:.1f} s)"
     )
-    write_found(job, chosen, seconds)
+    _write_findings(job, chosen, seconds)
     return chosen
 
 
-def _file(record: CellRecord, part: str) -> str:
-    """By what the part of the cell is found: its name, or the path of the user's own file."""
-    return str(record.files.get(part) or getattr(record, part))
-
-
-def leave_out_known(job: JobNodes) -> None:
-    """Leave out what is on the list, and what Slurm's own health checks have drained meanwhile."""
+def exclude_known(job: JobNodes) -> None:
+    """Exclude the nodes that are on the list, and those that Slurm has drained meanwhile."""
     try:
         listed = {one.node: one for one in read_excluded()}
     except InputError as error:
-        # Somebody's slip in the list is no reason to stop a job at night.
-        job.say(f"the list of nodes to leave out is not used: {error}")
+        # A slip in the list must not stop a job at night.
+        job.log(f"the exclusion list is ignored: {error}")
         listed = {}
-    for node, why in ask_again(lambda _: slurm.drained(job.nodes)).items():
+    for node, why in retry_while_busy(lambda _: slurm.drained(job.nodes)).items():
         job.faults[node] = [Fault("Slurm", why, 0.0)]
-        job.say(f"{node}: {why}; left out")
+        job.log(f"{node}: {why}; excluded")
     for node in job.nodes:
         if node in listed:
             job.faults[node] = [Fault("list", listed[node].reason, 0.0)]
-            job.say(str(listed[node]))
+            job.log(str(listed[node]))
 
 
-def look_at_links(job: JobNodes) -> None:
-    """Test the network among the nodes that would train, until no bad one is among them."""
+def ask_nodes(job: JobNodes) -> None:
+    """Have all nodes report at once; add the faults of each and the differences among them."""
+    asked, reports, received = job.healthy, dict[str, Report](), dict[str, float]()
+    if not asked:
+        return
+    reader = Reader()
+
+    def on_line(line: str, moment: float) -> None:
+        report = reader.read(line)
+        if report is not None:
+            reports[report.node], received[report.node] = report, moment
+
+    question = json.dumps(asdict(_question(job)))
+    left, waiting, silent = REPORT_S, list(asked), dict[str, str]()
+    # When a node cannot start its task, Slurm also ends those of slower nodes: ask them again.
+    for _ in range(2):
+        if not waiting or left < 1:
+            break
+        end = run_step(waiting, "cookbook.supervise.node_report", question, left, on_line)
+        left -= end.seconds
+        for node in waiting:
+            silent[node] = end.not_launched.get(node) or _last_words(node, end)
+        waiting = [node for node in waiting if node not in reports | end.not_launched]
+        if not end.not_launched:
+            break
+    answers = [reports[node] for node in asked if node in reports]
+    found: Faults = {}
+    for node in asked:
+        if node in reports:
+            for check, (text, hours) in reports[node].problems.items():
+                found.setdefault(node, []).append(Fault(check, text, hours))
+        else:
+            found[node] = [Fault("answer", silent[node], PASSING_H)]
+    for faults in (differing(answers), skewed(answers, received)):
+        for node, fault in faults.items():
+            found.setdefault(node, []).append(fault)
+    if common := common_fault(found, asked):
+        raise CannotStartError(f"{common}; no fault of single nodes, none is excluded")
+    job.faults |= found
+    _remember(job, found)
+
+
+def _question(job: JobNodes) -> Question:
+    options, record = job.record.options, job.record
+    deepep = options.get("parallelism.expert_parallel_comm_backend") == "deepep"
+    degree = options.get("parallelism.expert_parallel_degree") or 1
+    paths = {
+        "tokenizer": options.get("model.hf_assets_path"),
+        "data": options.get("training.dataset_path"),
+    }
+    return Question(
+        cluster=job.cluster.name,
+        profile=dict(record.profile),
+        folder=str(job.cell.path),
+        deepep_between_nodes=deepep and degree > record.ranks_per_node,
+        files={name: str(path) for name, path in paths.items() if path},
+    )
+
+
+def _last_words(node: str, end: StepEnd) -> str:
+    """Return why a node whose task was started gave no report."""
+    if end.is_late:
+        return f"no answer in {REPORT_S:.0f} s"
+    lines = end.errors.splitlines()
+    by_srun = [line for line in lines if f"srun: error: {node}: " in line]
+    # The tasks' own lines do not name their node.
+    by_tasks = [line for line in lines if line and "srun: " not in line]
+    return "; ".join(["no answer", *by_tasks[-1:], *by_srun[-1:]])
+
+
+def differing(reports: Sequence[Report]) -> dict[str, Fault]:
+    """Return the nodes whose packages, files or cards differ from the majority's.
+
+    Of two equal groups the first node's is right: the job's script runs there.
+    """
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for report in reports for name in report.facts):
+        # A node without GPUs has no driver; that is another check's fault.
+        knowing = [report for report in reports if name in report.facts]
+        counts = Counter(report.facts[name] for report in knowing)
+        # Counter keeps the order, and max takes the first of two.
+        usual = max(counts, key=lambda value: counts[value])
+        for report in knowing:
+            if (value := report.facts[name]) != usual:
+                found.setdefault(report.node, []).append(f"{name} is {value}, elsewhere {usual}")
+    faults = {}
+    for node, differences in found.items():
+        words = "; ".join(differences[:_MOST_DIFFERENCES])
+        if (more := len(differences) - _MOST_DIFFERENCES) > 0:
+            words += f"; and {more} more"
+        faults[node] = Fault("same software", words, PASSING_H)
+    return faults
+
+
+def skewed(reports: Sequence[Report], received: Mapping[str, float]) -> dict[str, Fault]:
+    """Return the nodes whose clock differs from the others'.
+
+    Args:
+        received: arrival times of the reports, by the clock of the script's node.
+    """
+    offsets = {report.node: report.clock - received[report.node] for report in reports}
+    middle = statistics.median(offsets.values()) if offsets else 0.0
+    return {
+        node: Fault(
+            "clock",
+            f"its clock is {abs(off - middle):.0f} s {'ahead' if off > middle else 'behind'}",
+            PASSING_H,
+        )
+        for node, off in offsets.items()
+        if abs(off - middle) > _MOST_SKEW_S
+    }
+
+
+def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
+    """Return the fault that more than half of several nodes share; None if there is none.
+
+    Its cause is the cluster, the profile or the job: excluding the nodes would empty the cluster.
+    """
+    by_check: dict[str, list[str]] = {}
+    for node, of_node in faults.items():
+        for fault in of_node:
+            by_check.setdefault(fault.check, []).append(node)
+    for check, failing in by_check.items():
+        if len(failing) > 1 and 2 * len(failing) > len(nodes):
+            first = next(fault for fault in faults[failing[0]] if fault.check == check)
+            return f"{check}: {len(failing)} of {len(nodes)} nodes, {failing[0]}: {first.reason}"
+    return None
+
+
+def check_network(job: JobNodes) -> bool:
+    """Test the network among the nodes that would train; whether no bad one is among them."""
     record, cluster = job.record, job.cluster
     # In a container torch is in the image, and its start alone would take longer than the test.
     if cluster.bandwidth is None or cluster.container or record.world < 2:
-        return
+        return True
     degrees = [
         record.options.get(f"parallelism.{name}_parallel_degree") or 1
         for name in ("expert", "expert_tensor")
     ]
-    links = Links(record.ranks_per_node, cluster.device, cluster.bandwidth, *degrees)
+    groups = RankGroups(record.ranks_per_node, cluster.device, cluster.bandwidth, *degrees)
+    verdict = test_bandwidth(job.healthy[: record.nodes], groups)
+    job.speeds = verdict.slowest
+    if verdict.error:
+        raise CannotStartError(f"{verdict.error}; no fault of single nodes")
+    if verdict.warning:
+        job.log(f"{verdict.warning}; training starts all the same")
+    bad = {node: [Fault("network test", why, HARDWARE_H)] for node, why in verdict.bad.items()}
+    job.faults |= bad
+    _remember(job, bad)
+    return not bad
+
+
+def _remember(job: JobNodes, found: Faults) -> None:
+    """Put the bad nodes on the list, for this and all later jobs."""
+    by_hours: dict[float, dict[str, str]] = {}
+    for node, faults in found.items():
+        if hours := max(fault.hours for fault in faults):
+            by_hours.setdefault(hours, {})[node] = _reasons(faults)
+    for hours, reasons in by_hours.items():
+        place = shown_path(excluded_file())
+        try:
+            exclude_nodes(reasons, hours)
+        except (InputError, OSError) as error:
+            job.log(f"not noted for later jobs: {error}")
+            place = "by this job"
+        for node, reason in reasons.items():
+            job.log(f"{node}: {reason}; excluded for {hours:.0f} h ({place})")
+
+
+def _reasons(faults: Sequence[Fault]) -> str:
+    return "; ".join(fault.reason for fault in faults)
+
+
+def decide(job: JobNodes) -> None:
+    """Return where enough nodes are healthy.
+
+    Raises:
+        RequeueNeededError: the job can start without its bad nodes, now or later.
+        CannotStartError: it cannot, or it was restarted too often.
+    """
+    missing = job.record.nodes - len(job.healthy)
+    if missing <= 0:
+        return
+    why = "; ".join(f"{node}: {_reasons(faults)}" for node, faults in job.faults.items())
+    restarts = restarts_after_failure(job.cell)
+    if restarts >= job.record.max_restarts:
+        allowed = f"the job was started again {restarts} times already (max_restarts)"
+        raise CannotStartError(f"{missing} node(s) too few, and {allowed}; {why}")
+    job_id = os.environ["SLURM_JOB_ID"]
+    of_user = _excluded_by_user(job, job_id)
+    choice = _slurm_choice(job, of_user)
+    if choice.short and job.record.too_few_nodes == "stop":
+        raise CannotStartError(
+            f"not enough healthy nodes, {choice.short} missing (too_few_nodes: stop); "
+            f"{why}; have them repaired and delete their entries in {shown_path(excluded_file())}"
+        )
+    words = f"requeued without {', '.join(job.faults)}"
+    if choice.begin is not None:
+        until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(choice.begin))
+        words = f"{words}; waits in the queue until {until}"
+        job.log(
+            f"not enough healthy nodes, {choice.short} missing; waits in the queue until {until} "
+            "(too_few_nodes: wait); to start sooner, delete entries in "
+            f"{shown_path(excluded_file())}, then: "
+            f"scontrol update JobId={job_id} StartTime=now ExcNodeList={','.join(of_user)}"
+        )
+    else:
+        job.log(f"requeued, to start without {', '.join(job.faults)}")
+    _write_findings(job, [], 0.0, for_slurm=choice.nodes)
+    raise RequeueNeededError(why, words, [*of_user, *choice.nodes], choice.begin)
+
+
+def _excluded_by_user(job: JobNodes, job_id: str) -> list[str]:
+    """Return the nodes that this job excludes for good, not for the list's sake."""
+    of_list = {one.node for one in _listed()}
+    for attempt in job.cell.attempts():
+        with contextlib.suppress(InputError):
+            of_list.update(read_json(attempt.preflight).get("for_slurm") or [])
+    of_list -= set(job.cluster.exclude)
+    return [node for node in slurm.left_out_by(job_id) if node not in of_list]
+
+
+def _listed() -> list[Excluded]:
+    with contextlib.suppress(InputError):
+        return read_excluded()
+    return []
+
+
+def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
+    """Choose what Slurm excludes beside `of_user`, of all nodes that this job could get."""
+    needed = len(job.nodes)
+    known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
+    known = [node for node in known if node not in of_user]
+    listed = {one.node: one for one in _listed()}
+    now = time.time()
+    for node, faults in job.faults.items():
+        hours = max(fault.hours for fault in faults)
+        # Also a node that could not be put on the list.
+        if hours and node not in listed:
+            listed[node] = Excluded(node, now + hours * 3600, _reasons(faults))
+    choice = choose(needed, known, list(listed.values()))
+    if job.record.too_few_nodes == "stop":
+        # Slurm waits for the nodes that it has drained itself; this recipe does not.
+        gone = retry_while_busy(lambda _: slurm.drained(known))
+        usable = [node for node in known if node not in gone]
+        choice = choose(needed, usable, list(listed.values()))
+        left = len(usable) - len(choice.nodes)
+        if left < needed:
+            choice = replace(choice, short=max(choice.short, needed - left))
+    return choice
+
+
+def _write_findings(
+    job: JobNodes, chosen: Sequence[str], seconds: float, for_slurm: Sequence[str] = ()
+) -> None:
+    content = {
+        "nodes": list(chosen),
+        "excluded": {node: _reasons(faults) for node, faults in job.faults.items()},
+        "for_slurm": list(for_slurm),
+        "seconds": round(seconds, 1),
+        "gb_per_s": {name: round(speed, 3) for name, speed in job.speeds.items()},
+    }
+    with contextlib.suppress(OSError):
+        write_whole(job.attempt.preflight, json.dumps(content, indent=1) + "\n")
+
+
+def head_address(node: str) -> str:
+    """Return the address of the head node, resolved once so that all nodes use the same.
+
+    Raises:
+        CannotStartError: neither Slurm nor DNS has it within a minute.
+    """
+    deadline = time.monotonic() + _RESOLVE_S
     while True:
-        verdict = check_links(job.well[: record.nodes], links)
-        job.speeds = verdict.slowest
-        if verdict.error:
-            raise CannotStartError(f"{verdict.error}; no fault of single nodes")
-        if verdict.warning:
-            job.say(f"{verdict.warning}; training starts all the same")
-        if not verdict.bad:
-            return
-        job.faults |= {
-            node: [Fault("network test", said, HARDWARE_H)] for node, said in verdict.bad.items()
-        }
-        remember_nodes(job, verdict.bad, HARDWARE_H)
-        if len(job.well) < record.nodes:
-            go_on_without(job)
+        # A node's own name may lead to loopback on that node, so Slurm's address comes first.
+        address = slurm.node_addresses([node])[node]
+        try:
+            resolved = str(socket.getaddrinfo(address, None, socket.AF_INET)[0][4][0])
+        except OSError:
+            if time.monotonic() > deadline:
+                raise CannotStartError(
+                    f"cannot resolve the head node {node}: neither Slurm nor DNS has its address"
+                ) from None
+            time.sleep(2)
+            continue
+        return address if resolved.startswith("127.") else resolved

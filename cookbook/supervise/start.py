@@ -1,6 +1,6 @@
-"""What a script does before and after training: its words judged, its run noted, its end written.
+"""Start the run of a script: validate its options, note the run, keep the script for its attempts.
 
-Where a supervisor runs the script, the run is noted already, and the supervisor notes the end.
+Only a script that was started with sbatch or bash needs this; `submit.py run` does it beforehand.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cookbook.base.errors import InputError
+from cookbook.base.files import write_whole
 from cookbook.base.paths import runs_folder
+from cookbook.base.schema import Unchecked
 from cookbook.base.yamlfile import shown_path
 from cookbook.config import validate
 from cookbook.config.cell import Cell
@@ -25,14 +28,11 @@ from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import published_number
 from cookbook.config.stack import load_stack
 from cookbook.run import slurm
-from cookbook.run.attempts import Cause, write_attempt_end
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import is_run, new_record, read_run, write_run
 from cookbook.run.status import (
-    FAILED,
     OPEN,
-    QUEUED,
     RUNNING,
     Status,
     read_job,
@@ -40,46 +40,54 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
-from cookbook.supervise.ends import ended
-from cookbook.supervise.resume import find_checkpoint, prepare
-from cookbook.supervise.stop import restarts
+from cookbook.supervise.checkpoints import find_checkpoint
+from cookbook.supervise.exits import restarts
 
 _PLACE = "TorchTitan arguments"
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a script says of itself.
+    """The facts that a script hands over.
 
     Attributes:
-        words: TorchTitan's arguments; `own_words` are those at the end of the sbatch line.
+        script: the running script; under sbatch a copy in Slurm's spool.
+        nodes: of the job; `spare_nodes` of them do not train.
+        arguments: all TorchTitan options of the script; `own` stand at the end of its sbatch line.
     """
 
     folder: CellFolder
+    script: Path
     cell: str
     recipe: str
     precision: str
     ep_backend: str
     cluster: str
     nodes: int
-    words: Sequence[str]
-    own_words: Sequence[str]
+    spare_nodes: int
+    arguments: Sequence[str]
+    own: Sequence[str]
 
 
-def judge(start: Start) -> Cell:
-    """The cell that the script is about to train; raises where it cannot."""
+def validate(start: Start) -> Cell:
+    """Return the cell that the script would train.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if start.nodes <= start.spare_nodes:
+        raise InputError(f"--nodes={start.nodes}", "all would be spare", "ask for more")
     stack = load_stack()
-    for name in parse_argv(start.own_words, _PLACE, stack).settings:
+    for name in parse_argv(start.own, _PLACE, stack).settings:
         stack.setting(_PLACE, name)
-    options = parse_argv([*start.words, *start.own_words], _PLACE, stack)
-    cluster = load_cluster(start.cluster)
+    options = parse_argv([*start.arguments, *start.own], _PLACE, stack)
     cell = Cell(
         name=start.cell,
         recipe=load_recipe(start.recipe),
-        precision=_as_declared(load_precision(start.precision), options),
-        ep_backend=_as_declared(load_ep_backend(start.ep_backend), options),
-        cluster=cluster,
-        nodes=start.nodes,
+        precision=_as_rendered(load_precision(start.precision), options),
+        ep_backend=_as_rendered(load_ep_backend(start.ep_backend), options),
+        cluster=load_cluster(start.cluster),
+        nodes=start.nodes - start.spare_nodes,
         options=options,
         hooks=options["experimental.custom_import"],
         emulated=options["cookbook.emulated"],
@@ -87,13 +95,14 @@ def judge(start: Start) -> Cell:
     is_submitted = not os.environ.get("COOKBOOK_CHECK")
     found = [*_too_few_gpus(cell), *validate.judge(cell, is_submitted=is_submitted).errors]
     if found:
-        first = found[0]
-        raise InputError(first.option or cell.name, first.reason, first.remedy)
+        raise InputError(found[0].option or cell.name, found[0].reason, found[0].remedy)
+    _check_folder(start.folder.path, cell)
+    find_checkpoint(start.folder, cell.record())
     return replace(cell, published=published_number(cell))
 
 
-def _as_declared(overlay: Overlay, options: Options) -> Overlay:
-    """The overlay as the script was rendered with it, should its file have changed since."""
+def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
+    """Return the overlay as of the script's rendering, should its file have changed since."""
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
 
@@ -108,42 +117,103 @@ def _too_few_gpus(cell: Cell) -> list[Finding]:
     return [Finding(ERROR, "gpus", "sbatch --gpus-per-node", reason, remedy)]
 
 
-def begin(start: Start, supervised: bool) -> str:
-    """Judge the script's words and note its run; the answer that the script reads.
-
-    Returns:
-        The attempt's number, TorchTitan's LOG_RANK, and the local ranks that the log shows.
-    """
-    cell = judge(start)
-    record = cell.record()
-    if not supervised:
-        _refuse_a_run(start.folder, cell)
-    with _alone(start.folder):
-        if not supervised:
-            _refuse_another_job(start.folder)
-        found = find_checkpoint(start.folder, cell)
-        attempt = start.folder.next_attempt()
-        if not supervised:
-            _note(start.folder, cell, attempt.number)
-        attempt.path.mkdir(parents=True, exist_ok=True)
-    prepare(start.folder, attempt, cell, found)
-    ranks = sorted({0, record.loss_rank})
-    local = sorted({rank % record.ranks_per_node for rank in ranks})
-    return " ".join([str(attempt.number), _joined(ranks), _joined(local)])
-
-
-def _refuse_a_run(folder: CellFolder, cell: Cell) -> None:
-    if folder.path.parent == runs_folder().resolve():
+def _check_folder(path: Path, cell: Cell) -> None:
+    """Refuse a CELL_DIR that holds another cell's record and checkpoints."""
+    place = f"CELL_DIR={shown_path(path)}"
+    if path == Path("/") or (path.exists() and not path.is_dir()):
+        raise InputError(place, "is no folder of a cell", "name one below runs/, or unset CELL_DIR")
+    if path.parent == runs_folder().resolve():
         raise InputError(
-            f"CELL_DIR={shown_path(folder.path)}",
+            place,
             "is the folder of a run, allowed: one of a cell below it",
-            f"try CELL_DIR={shown_path(folder.path / cell.name)}",
+            f"try CELL_DIR={shown_path(path / cell.name)}",
+        )
+    first, asked = _read_first(CellFolder(path)), cell.record()
+    names = ("recipe", "precision", "ep_backend")
+    if first and any(getattr(first, name) != getattr(asked, name) for name in names):
+        found, wanted = ([getattr(one, name) for name in names] for one in (first, asked))
+        raise InputError(
+            place,
+            f"holds a cell of {' '.join(map(str, found))}, and this job trains "
+            f"{' '.join(map(str, wanted))}",
+            "unset CELL_DIR, or set PRECISION and EP_BACKEND as they were",
         )
 
 
+def _read_first(folder: CellFolder) -> CellRecord | None:
+    """Return the folder's record; None where it is missing or unreadable."""
+    with contextlib.suppress(InputError):
+        return read_record(folder.record)
+    return None
+
+
+def start_run(start: Start) -> None:
+    """Validate the script and note its run; a restart by Slurm finds that done.
+
+    Raises:
+        InputError: the script must not train here; nothing was written.
+    """
+    folder, job_id = start.folder, os.environ.get("SLURM_JOB_ID")
+    if job_id and folder.record.exists() and _job_of(folder) == job_id:
+        return
+    cell = validate(start)
+    with _locked(folder):
+        _refuse_another_job(folder)
+        number = folder.next_attempt().number
+        note_change(folder, job_record(cell)).write(folder.record)
+        keep_script(folder, start.script.read_text(encoding="utf-8"))
+        write_status(folder, Status(RUNNING, number, started=time.time(), restarts=restarts()))
+        if job_id:
+            write_job(folder, job_id)
+        else:
+            folder.job.unlink(missing_ok=True)
+        run = folder.path.parent
+        if not is_run(run):
+            record_of_run = new_record(
+                run.name,
+                cluster=cell.cluster.name,
+                scheduler=cell.cluster.scheduler,
+                stack=cell.options.stack.name,
+                cells=[folder.name],
+            )
+            write_run(run, record_of_run)
+
+
+def job_record(cell: Cell) -> CellRecord:
+    """Return the cell's record with all that its job needs, so that it reads no recipe again."""
+    return replace(
+        cell.record(),
+        too_few_nodes=cell.recipe.too_few_nodes,
+        profile=Unchecked(cell.cluster.content),
+    )
+
+
+def note_change(folder: CellFolder, asked: CellRecord) -> CellRecord:
+    """Return the folder's record, with the changes that its next attempt is `asked` to make."""
+    first, number = _read_first(folder), folder.next_attempt().number
+    if first is None or number == 0 or first.cluster != asked.cluster:
+        return asked
+    return replace(
+        first.changed(number, asked),
+        max_restarts=asked.max_restarts,
+        too_few_nodes=asked.too_few_nodes,
+        profile=asked.profile,
+    )
+
+
+def keep_script(folder: CellFolder, text: str) -> None:
+    """Write the script of the next attempt; that of the last one moves to its folder."""
+    attempts = folder.attempts()
+    if attempts and folder.script.exists() and not attempts[-1].script.exists():
+        before = folder.script.read_text(encoding="utf-8")
+        if before != text:
+            write_whole(attempts[-1].script, before, mode=0o755)
+    write_whole(folder.script, text, mode=0o755)
+
+
 @contextlib.contextmanager
-def _alone(folder: CellFolder) -> Iterator[None]:
-    """Keep other scripts from beginning in this folder at the same moment."""
+def _locked(folder: CellFolder) -> Iterator[None]:
+    """Keep other scripts from starting in this folder at the same moment."""
     folder.path.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder.path, os.O_RDONLY)
     try:
@@ -173,80 +243,8 @@ def _refuse_another_job(folder: CellFolder) -> None:
         )
 
 
-def _joined(ranks: Sequence[int]) -> str:
-    return ",".join(map(str, ranks))
-
-
-def _note(folder: CellFolder, cell: Cell, attempt: int) -> None:
-    """Make the run's folder where it is not there, and say that the cell runs."""
-    run = folder.path.parent
-    job_id = os.environ.get("SLURM_JOB_ID")
-    _recorded(folder, cell, attempt).write(folder.record)
-    write_status(folder, Status(RUNNING, attempt, started=time.time(), restarts=restarts()))
-    if job_id and _job_of(folder) != job_id:
-        # Requeued, it is no newer run.
-        write_job(folder, job_id)
-    if not is_run(run):
-        record = new_record(
-            run.name,
-            cluster=cell.cluster.name,
-            scheduler=cell.cluster.scheduler,
-            stack=cell.options.stack.name,
-            cells=[folder.name],
-        )
-        write_run(run, record)
-
-
 def _job_of(folder: CellFolder) -> str | None:
     with contextlib.suppress(InputError):
         job = read_job(folder)
         return job.job_id if job else None
     return None
-
-
-def _recorded(folder: CellFolder, cell: Cell, attempt: int) -> CellRecord:
-    """The cell's record, with the first one kept where the cell goes on in its folder."""
-    asked = cell.record()
-    if attempt == 0:
-        return asked
-    try:
-        first = read_record(folder.record)
-    except InputError:
-        # It is not there, or nobody can read it.
-        return asked
-    names = ("recipe", "precision", "ep_backend", "cluster", "ranks_per_node")
-    if any(getattr(first, name) != getattr(asked, name) for name in names):
-        return asked
-    return first.changed(attempt, asked)
-
-
-def note_refusal(folder: CellFolder, reason: str) -> None:
-    """Leave the reason for the supervisor, which sees an exit status alone."""
-    status = read_status(folder)
-    write_status(folder, replace(status, state=FAILED, reason=reason))
-
-
-def end(
-    folder: CellFolder, exit_code: int, signal_name: str = "", decision: str | None = None
-) -> None:
-    """Note how an attempt of the script ended.
-
-    Args:
-        signal_name: the signal that the script was told to stop with.
-        decision: what the script does about it; None where it ends too.
-    """
-    status = read_status(folder)
-    last, state = ended(folder, status.attempt, status.started, exit_code, signal_name)
-    last = replace(last, decision="requeued" if state == QUEUED else decision)
-    attempt = folder.attempt(status.attempt)
-    if attempt.path.is_dir():
-        write_attempt_end(attempt, last)
-    if decision is not None:
-        return
-    reason = last.reason
-    if last.cause is Cause.SAVED and state == FAILED:
-        reason = f"{reason}; submit it again to go on"
-    times = {"started": status.started, "ended": last.ended}
-    write_status(
-        folder, Status(state, status.attempt, reason, exit_code, restarts=restarts(), **times)
-    )

@@ -1,7 +1,4 @@
-"""Starts a short step on nodes of this job, and reads what its tasks print; the only use of srun.
-
-The training's own step is started by its script.
-"""
+"""Run a short step on nodes of this job and read its output; the training step is its script's."""
 
 from __future__ import annotations
 
@@ -13,16 +10,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cookbook.base.errors import JobError
 from cookbook.run import slurm
 from cookbook.run.slurm import NoAnswerError
-from cookbook.supervise.patience import ask_again
 
-# The first that a task prints: from then on, time is the node's and not Slurm's.
-_BEGUN = "cookbook: task begun"
+T = TypeVar("T")
+# A restart of the controller, or a storm of jobs, takes minutes.
+_BUSY_S = 600.0
+_PAUSE_S = 5.0
+# Each task prints it first: from then on, time is the node's and not Slurm's.
+_STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
-# For srun's own messages to the tasks that it ends.
+# For srun's messages to the tasks that it ends.
 _GRACE_S = 3.0
 
 
@@ -31,9 +32,9 @@ class StepEnd:
     """How a step ended.
 
     Attributes:
-        seconds: how long it took from its first task's start.
+        seconds: since its first task started.
         not_launched: nodes on which no task could be started, and Slurm's reason.
-        errors: what srun and the tasks wrote to standard error.
+        errors: the standard error of srun and of the tasks.
     """
 
     seconds: float
@@ -42,57 +43,80 @@ class StepEnd:
     errors: str
 
 
+def retry_while_busy(ask: Callable[[float], T]) -> T:
+    """Return the answer of `ask`, which gets the seconds left; retry it for ten minutes.
+
+    Raises:
+        NoAnswerError: the last one, when the time is over.
+    """
+    deadline, is_logged = time.monotonic() + _BUSY_S, False
+    while True:
+        try:
+            return ask(deadline - time.monotonic())
+        except NoAnswerError as error:
+            if time.monotonic() + _PAUSE_S > deadline:
+                raise
+            if not is_logged:
+                print(f"cookbook: preflight: waits for Slurm: {error}", file=sys.stderr, flush=True)
+            is_logged = True
+            time.sleep(_PAUSE_S)
+
+
 def run_step(
     nodes: Sequence[str],
-    command: Sequence[str],
+    module: str,
+    question: str,
     limit_s: float,
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
-    """Run `command` once on each of `nodes`, for `limit_s` at most from its first task's start.
-
-    Slurm has ten minutes to start one: its controller may be busy, and is asked again.
+    """Run `python -m module question` on each node, for `limit_s` from its first task's start.
 
     Args:
-        on_line: gets each line of standard output, and the time at which it came.
-        is_enough: whether nothing that is still to come matters.
+        on_line: gets each line of standard output, and its time of arrival.
+        is_enough: whether the output so far suffices.
 
     Raises:
         JobError: Slurm starts no step.
     """
-    words = [*_srun(nodes), "sh", "-c", f'echo "{_BEGUN}"; exec "$@"', "sh", *command]
-    return ask_again(lambda left: _try_step(words, (limit_s, left), on_line, is_enough))
-
-
-def _srun(nodes: Sequence[str]) -> list[str]:
-    return [
+    venv = os.environ.get("VENV")
+    python = f"{venv}/bin/python" if venv else sys.executable
+    command = [
         "srun",
         f"--nodes={len(nodes)}",
         f"--ntasks={len(nodes)}",
         "--ntasks-per-node=1",
         f"--nodelist={','.join(nodes)}",
-        f"--cpus-per-task={os.environ.get('SLURM_CPUS_PER_TASK') or _cpus()}",
+        f"--cpus-per-task={_cpus()}",
+        # `sbatch --export=NONE` would leave the tasks without an environment.
+        "--export=ALL",
         # A step that hangs on a bad node must not keep the others from the next.
         "--overlap",
-        # One node's failure is to be told from the others' answers.
+        # The other nodes still answer when one fails.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--input=none",
         "--quit-on-interrupt",
+        *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),
     ]
+    return retry_while_busy(lambda left: _try_step(command, limit_s, left, on_line, is_enough))
+
+
+def _cpus() -> str:
+    variables = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
+    return next(filter(None, map(os.environ.get, variables)), "1")
 
 
 def _try_step(
-    words: Sequence[str],
-    limits_s: tuple[float, float],
+    command: Sequence[str],
+    limit_s: float,
+    start_limit_s: float,
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool],
 ) -> StepEnd:
-    """Start a step and wait for its end; for its tasks, and for their start, that long at most."""
-    limit_s, start_s = limits_s
-    started, begun = time.monotonic(), list[float]()
+    created, started = time.monotonic(), list[float]()
     process = subprocess.Popen(
-        words,
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -104,8 +128,8 @@ def _try_step(
     def read_output() -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            begun.append(time.monotonic())
-            if line.strip() != _BEGUN:
+            started.append(time.monotonic())
+            if line.strip() != _STARTED:
                 on_line(line, time.time())
 
     def read_errors() -> None:
@@ -119,47 +143,32 @@ def _try_step(
     try:
         while process.poll() is None and not is_late and not is_enough():
             time.sleep(0.05)
-            since = time.monotonic() - (begun[0] if begun else started)
-            is_late = since > (limit_s if begun else start_s)
+            since = time.monotonic() - (started[0] if started else created)
+            is_late = since > (limit_s if started else start_limit_s)
     finally:
-        _end(process)
+        # srun ends its tasks on SIGTERM; killed, it would leave them.
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
     for reader in readers:
         reader.join(_GRACE_S)
     text = "".join(errors)
     not_launched = {node: why.strip() for node, why in _NOT_LAUNCHED.findall(text)}
-    if not begun and not not_launched and process.returncode:
-        raise _no_step(text, is_late, start_s)
-    return StepEnd(time.monotonic() - (begun or [started])[0], is_late, not_launched, text)
+    if not started and not not_launched and process.returncode:
+        raise _no_step(text, start_limit_s if is_late else None)
+    return StepEnd(time.monotonic() - (started or [created])[0], is_late, not_launched, text)
 
 
-def _no_step(errors: str, is_late: bool, start_s: float) -> JobError:
-    """Why Slurm started no task on any node."""
+def _no_step(errors: str, late_after_s: float | None) -> JobError:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    # What follows srun's error is advice.
+    # Advice follows srun's error.
     why = next((line for line in lines if line.startswith("srun: error: ")), "")
-    why = why or (lines or ["srun said nothing"])[-1]
-    if is_late:
-        why = f"none in {start_s:.0f} s ({why})"
+    why = why or (lines or ["no message from srun"])[-1]
+    if late_after_s is not None:
+        why = f"none in {late_after_s:.0f} s ({why})"
     error = NoAnswerError if slurm.is_passing(why) else JobError
     return error(f"Slurm starts no step on the job's nodes: {why}")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    # srun tells its tasks to end; killed, it would leave them.
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _cpus() -> str:
-    return os.environ.get("SLURM_CPUS_ON_NODE") or "1"
-
-
-def python_of_job() -> str:
-    """The Python that the job's script has chosen, on every node."""
-    venv = os.environ.get("VENV")
-    return f"{venv}/bin/python" if venv else sys.executable

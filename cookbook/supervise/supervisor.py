@@ -1,27 +1,32 @@
-"""What runs in a job: the `train.sh` of its cells in turn, and their status files.
+"""Run the cells of a job: attempt after attempt until each has ended, and their status files.
 
-On Slurm the batch step becomes this (one cell), on the local machine one process runs all cells of
-a sweep. It imports neither submitit nor torch. An attempt that fails is followed by another one in
-the same job, as `restarts.decide` says.
+Both ways of starting a job come here: submitit's pickle of `submit.py run`, and a script started
+with sbatch or bash, which hands over to it. Imports neither submitit nor torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
-from cookbook.base.errors import JobError
+from cookbook.base.errors import InputError, JobError
+from cookbook.config.cluster import cluster_from_record
 from cookbook.observe.history import usual_step_time
 from cookbook.run import slurm
 from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
-from cookbook.run.folder import CellFolder
+from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.processes import process_job
+from cookbook.run.record import CellRecord, read_record
 from cookbook.run.status import (
     CANCELLED,
     FAILED,
@@ -34,229 +39,333 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
-from cookbook.supervise.attempt import RunningAttempt
-from cookbook.supervise.ends import close_history, own_job, record_of, slurm_job, stopped
-from cookbook.supervise.keeper import keep
-from cookbook.supervise.leftovers import end_left_step
-from cookbook.supervise.restarts import GO_ON, Action, Decision, decide
-from cookbook.supervise.room import blame_full_disk, has_room, say
-from cookbook.supervise.step_clock import Patience
-from cookbook.supervise.stop import restarts, stopped_as
+from cookbook.supervise.attempt import RunningAttempt, end_orphan_step
+from cookbook.supervise.checkpoints import prepare
+from cookbook.supervise.exits import (
+    GO_ON,
+    Action,
+    Decision,
+    decide,
+    note_killed_attempt,
+    own_job,
+    refused_end,
+    restarts,
+    slurm_job,
+    stop_reason,
+    stopped_end,
+)
+from cookbook.supervise.preflight import RequeueNeededError, head_address, preflight
+from cookbook.supervise.watchdog import Timeouts
 
 _POLL_S = 2.0
-# Somebody must make room; then what a recipe bounds are the restarts.
-_ROOM_S = 600.0
 # Slurm ends a job that it requeues at once.
 _REQUEUE_S = 120.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_MOST_SPAWNS = 5
+
+
+class SignalReceivedError(Exception):
+    """The job was told to stop while an attempt was prepared."""
 
 
 class Supervisor:
-    """What submitit pickles and a job calls: runs the cells in `folders`, in order.
+    """Run the cells in `folders`, in order; what submitit pickles.
 
-    A cell that has finished is not run again; one that failed or was cut short is, as the next
-    attempt, since a job that Slurm requeues starts from the top.
+    A finished cell is not run again. One that failed or was cut short is, as its next attempt,
+    since a job that Slurm requeues starts from the top.
+
+    Args:
+        arguments: the TorchTitan options at the end of a script's sbatch line.
     """
 
-    patience = Patience()
+    timeouts = Timeouts()
 
-    def __init__(self, cells: Sequence[CellFolder]) -> None:
+    def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
         self.folders = [str(cell.path) for cell in cells]
+        self.arguments = list(arguments)
         self.running: RunningAttempt | None = None
         self.signal_number = 0
-        self.is_asked = False
+        self.is_time_over = False
+        self._is_preparing = False
+        self._usual: float | None = None
+        # Seconds for a checkpoint from Slurm's warning on; 0 for no limit.
+        self._late_s = 0.0
 
-    def __call__(self) -> None:
-        """Run the cells, then exit with status 0; JobError where one failed: the job fails too."""
+    def __call__(self) -> NoReturn:
+        """Run the cells and exit: with 0, a failed cell's status, or as its signal would end it."""
         if slurm_job():
-            keep(self.supervise, self._handle_signals)
-        self._handle_signals()
-        self.supervise()
-        # Returning, submitit would write down that nothing was returned. Nobody reads it, and on a
-        # full disk the job would fail of it.
-        sys.exit(0)
+            run_with_respawn(self._run)
+        sys.exit(self._run())
 
-    def _handle_signals(self) -> None:
-        # `cancel` and Slurm's end of a job come as SIGTERM.
+    def _run(self) -> int:
+        # `submit.py cancel` and Slurm end a job with SIGTERM.
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
-        # Before the time limit, and before preemption where the cluster is set up so.
+        # Slurm sends it before the time limit, and before a preemption if configured so.
         signal.signal(signal.SIGUSR1, self._ask_to_stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        return self.supervise()
 
-    def supervise(self) -> None:
-        """Run the cells."""
-        self._note_job()
-        failed, began = [], time.time()
-        for cell in [CellFolder(Path(folder)) for folder in self.folders]:
+    def supervise(self) -> int:
+        """Run the cells; return the exit status."""
+        cells = [CellFolder(Path(folder)) for folder in self.folders]
+        job_id, began, codes = own_job(), time.time(), dict[str, int]()
+        for cell in cells:
+            # Its submitter may have been killed before it noted the job.
+            if job_id and not cell.job.exists():
+                write_job(cell, job_id if slurm_job() else process_job(int(job_id)))
+        for cell in cells:
             if read_status(cell).state in (FINISHED, REFUSED):
                 continue
             if self.signal_number:
                 self._pass_over(cell, began)
-            elif not self._run_cell(cell):
-                failed.append(cell.name)
-        if failed:
-            raise JobError(f"failed: {', '.join(failed)}")
+            elif code := self._run_cell(cell):
+                codes[cell.name] = code
+        if self.signal_number:
+            return 128 + self.signal_number
+        if codes:
+            log(f"failed: {', '.join(codes)}")
+        return next(iter(codes.values()), 0)
 
     def _pass_over(self, cell: CellFolder, began: float) -> None:
-        """Write why a cell does not get its turn in this job, which was told to stop."""
-        state, why = stopped_as(signal.Signals(self.signal_number).name, began)
+        """Note why a cell gets no turn in this job, which was told to stop."""
+        state, why = stop_reason(signal.Signals(self.signal_number).name, began)
         if state == QUEUED:
             # Slurm starts the job again, and the cell has its turn then.
             return
         reason = "cancelled before it started"
         if state != CANCELLED:
             reason = f"the allocation ended before its turn ({why})"
-        last = read_status(cell)
-        write_status(
-            cell, replace(last, state=CANCELLED, reason=reason, exit_code=None, restarts=restarts())
-        )
+        status = replace(read_status(cell), state=CANCELLED, reason=reason, exit_code=None)
+        write_status(cell, replace(status, restarts=restarts()))
 
-    def _note_job(self) -> None:
-        """Note the job where its submitter was killed before it could."""
+    def _run_cell(self, cell: CellFolder) -> int:
+        """Run attempts until the cell has ended; return its exit status."""
+        try:
+            record = read_record(cell.record)
+        except InputError as error:
+            log(str(error))
+            write_status(cell, Status(FAILED, reason=str(error), exit_code=2, restarts=restarts()))
+            return 2
+        if slurm_job() and record.profile:
+            self._late_s = float(cluster_from_record(record).late_seconds)
+        end_orphan_step(cell)
+        note_killed_attempt(cell, record)
         job_id = own_job()
-        for cell in [CellFolder(Path(folder)) for folder in self.folders]:
-            if job_id and not cell.job.exists():
-                write_job(cell, job_id if slurm_job() else process_job(int(job_id)))
-
-    def _run_cell(self, cell: CellFolder) -> bool:
-        """Run attempts until the cell has ended; whether nothing is wrong with it."""
-        record = record_of(cell)
-        asked = record.newest
-        end_left_step(cell, slurm_job())
-        close_history(cell, record)
-        ends = [end for end in read_history(cell.attempts()) if end.job_id == own_job()]
-        usual = usual_step_time(cell, record, cell.next_attempt().number)
+        # A requeued job has attempts from before.
+        ends = [end for end in read_history(cell.attempts()) if job_id and end.job_id == job_id]
+        self._usual = usual_step_time(cell, record, cell.next_attempt().number)
         while True:
-            end, usual = self._attempt(cell, usual)
+            end, decision = self._attempt(cell, record)
+            if decision is not None and decision.action is Action.REQUEUE:
+                return 0
             if self.signal_number:
-                end, state = stopped(end, signal.Signals(self.signal_number).name)
+                end, state = stopped_end(end, signal.Signals(self.signal_number).name)
                 self._write(cell, end, state, end.reason)
-                return not end.exit_code
+                return 0
             if end.cause is Cause.FINISHED:
                 self._write(cell, end, FINISHED, None)
-                return True
-            if end.cause is not Cause.SAVED:
-                end = blame_full_disk(end, cell)
-            decision = decide([*ends, end], record.max_restarts, self._lost_nodes(), self.is_asked)
-            if decision.action is Action.REQUEUE:
-                decision = self._requeue(cell, end, decision)
+                return 0
+            if decision is None:
+                lost = self._lost_nodes()
+                decision = decide([*ends, end], record.max_restarts, lost, self.is_time_over)
+                if decision.action is Action.REQUEUE:
+                    decision = self._requeue(cell, end, decision.words)
             end = replace(end, decision=decision.words)
-            say(f"attempt {end.attempt} ended: {end.cause}: {end.reason}; {decision.words}")
+            log(f"attempt {end.attempt} ended: {end.cause}: {end.reason}; {decision.words}")
             if decision.action is Action.REQUEUE:
-                return True
+                return 0
             if end.cause is Cause.TOO_LATE:
-                # It may save yet, before its time is over.
+                # It may still save a checkpoint, before its time is over.
                 continue
             ends.append(end)
             if decision.action is Action.STOP:
                 self._write(cell, end, FAILED, f"{end.reason}; {decision.words}")
-                return False
-            self._write(cell, end, RUNNING, None)
-            if end.cause is Cause.DISK_FULL:
-                self._wait_for_room(cell, asked.options.get("checkpoint.folder", "checkpoint"))
-            # Later the disk may take what it did not take before.
+                code = end.exit_code or 1
+                return code if code > 0 else 128 - code
             self._write(cell, end, RUNNING, None)
 
-    def _wait_for_room(self, cell: CellFolder, folder: str) -> None:
-        deadline = time.monotonic() + _ROOM_S
-        if not has_room(cell, folder):
-            say(f"waiting for room at {cell.path}")
-        while not (self.signal_number or has_room(cell, folder) or time.monotonic() > deadline):
-            time.sleep(_POLL_S)
+    def _attempt(self, cell: CellFolder, record: CellRecord) -> tuple[AttemptEnd, Decision | None]:
+        """Run the next attempt, or the one that still runs; return its end.
 
-    def _attempt(self, cell: CellFolder, usual: float | None) -> tuple[AttemptEnd, float | None]:
-        """Run the next attempt, or the one that is still running; how it ended, and `usual` now.
-
-        Args:
-            usual: seconds of a usual step.
+        Also return the decision where it was made before the script was started.
         """
         if self.running is None:
             attempt = cell.next_attempt()
             now = Status(RUNNING, attempt.number, started=time.time(), restarts=restarts())
             write_status(cell, now)
-            self.running = RunningAttempt(cell, attempt, self.patience, usual)
-            if self.is_asked:
+            try:
+                self._is_preparing = True
+                environment = self._prepare(cell, attempt, record)
+                self._is_preparing = False
+            except SignalReceivedError:
+                return replace(refused_end(attempt, ""), exit_code=None), None
+            except RequeueNeededError as needed:
+                self._is_preparing = False
+                end = refused_end(attempt, f"preflight: {needed}")
+                return end, self._requeue(cell, end, needed.words, needed.nodes, needed.begin)
+            except (InputError, JobError, OSError) as error:
+                self._is_preparing = False
+                if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                is_of_nodes = isinstance(error, JobError)
+                return refused_end(attempt, f"{'preflight: ' * is_of_nodes}{error}"), None
+            self.running = RunningAttempt(
+                cell, attempt, record, environment, self.arguments, self.timeouts, self._usual
+            )
+            if self.is_time_over:
                 self._ask_to_stop(signal.SIGUSR1, None)
             if self.signal_number:
                 self._stop(self.signal_number, None)
         end = self.running.wait()
-        usual = self.running.clock.usual
+        self._usual = self.running.clock.usual
         if end.cause is not Cause.TOO_LATE:
             self.running = None
-        return end, usual
+        return end, None
+
+    def _prepare(self, cell: CellFolder, attempt: Attempt, record: CellRecord) -> dict[str, str]:
+        """Choose the attempt's checkpoint and nodes; return the variables that its script reads."""
+        record = record.as_of(attempt.number)
+        prepare(cell, attempt, record)
+        ranks = sorted({0, record.loss_rank})
+        local_ranks = sorted({rank % record.ranks_per_node for rank in ranks})
+        environment = {
+            "CELL_DIR": str(cell.path),
+            "COOKBOOK_ATTEMPT_DIR": str(attempt.path),
+            # TorchTitan warns unless the rank with the loss is among these.
+            "LOG_RANK": ",".join(map(str, ranks)),
+            "SHOWN_RANKS": ",".join(map(str, local_ranks)),
+        }
+        if slurm_job():
+            nodes = preflight(cell, attempt, record)
+            environment["NUM_NODES"] = str(len(nodes))
+            environment["TRAIN_NODES"] = ",".join(nodes)
+            environment["HEAD_ADDRESS"] = head_address(nodes[0])
+        return environment
 
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
         """Keep an attempt's end, and the cell's state after it."""
         attempt = cell.attempt(end.attempt)
-        # One that was refused has no folder, and its number is the next one's.
+        # An attempt that was refused before its first file has no folder.
         if attempt.path.is_dir():
             write_attempt_end(attempt, end)
         is_over = state != RUNNING
-        write_status(
-            cell,
-            Status(
-                state,
-                end.attempt,
-                reason,
-                end.exit_code if is_over else None,
-                end.started,
-                end.ended if is_over else None,
-                restarts(),
-            ),
-        )
+        code, ended = (end.exit_code, end.ended) if is_over else (None, None)
+        status = Status(state, end.attempt, reason, code, end.started, ended, restarts())
+        write_status(cell, status)
 
     def _lost_nodes(self) -> list[str]:
-        """The nodes of the job that Slurm cannot use; waits where the controller is away."""
+        """Return the job's nodes that Slurm cannot use; wait where the controller is away."""
         nodes = os.environ.get("SLURM_JOB_NODELIST") if slurm_job() else None
-        is_said = False
+        is_logged = False
         while nodes and not self.signal_number:
             try:
                 return slurm.lost_nodes(nodes)
             except JobError as error:
-                if not is_said:
-                    say(f"waiting for Slurm: {error}")
-                is_said = True
+                if not is_logged:
+                    log(f"waiting for Slurm: {error}")
+                is_logged = True
                 time.sleep(_POLL_S)
         return []
 
-    def _requeue(self, cell: CellFolder, end: AttemptEnd, decision: Decision) -> Decision:
-        """Requeue this job, which ends this process; another decision where Slurm refuses."""
+    def _requeue(
+        self,
+        cell: CellFolder,
+        end: AttemptEnd,
+        words: str,
+        exclude: Sequence[str] | None = None,
+        begin: float | None = None,
+    ) -> Decision:
+        """Requeue this job, which ends this process; where Slurm refuses, stop the cell.
+
+        Args:
+            exclude: nodes that the job must not get; None leaves its list as it is.
+            begin: its earliest start, in seconds since the epoch.
+        """
         job_id = slurm_job()
         if job_id is None:
             return Decision(Action.STOP, f"stopped; to go on: {GO_ON}")
         before = read_status(cell)
-        self._write(cell, replace(end, decision=decision.words), QUEUED, decision.words)
+        self._write(cell, replace(end, decision=words), QUEUED, words)
         try:
-            # A job that is being cancelled would be brought back.
-            if not self.signal_number:
-                slurm.requeue(job_id)
+            # Slurm signals all processes of the job between the two commands of this, and they
+            # inherit the mask. A job that is being cancelled would be brought back.
+            with _signals_blocked():
+                if not self.signal_number:
+                    slurm.requeue(job_id, exclude, begin)
         except JobError as error:
             write_status(cell, before)
-            words = f"stopped: could not be {decision.words} ({error}); to go on: {GO_ON}"
-            return Decision(Action.STOP, words)
+            return Decision(
+                Action.STOP, f"stopped: could not be {words} ({error}); to go on: {GO_ON}"
+            )
         deadline = time.monotonic() + _REQUEUE_S
         while not self.signal_number and time.monotonic() < deadline:
             time.sleep(0.2)
         if self.signal_number:
-            told, state = stopped(end, signal.Signals(self.signal_number).name)
+            stopped, state = stopped_end(end, signal.Signals(self.signal_number).name)
             if state != QUEUED:
                 # Somebody has cancelled it meanwhile.
-                self._write(cell, end, state, told.reason)
-        return decision
+                self._write(cell, end, state, stopped.reason)
+        return Decision(Action.REQUEUE, words)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
         if self.running is not None:
             self.running.send(number)
+        elif self._is_preparing:
+            self._is_preparing = False
+            raise SignalReceivedError
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
-        self.is_asked = True
+        self.is_time_over = True
         if self.running is not None:
-            self.running.ask_to_stop(float(os.environ.get("COOKBOOK_LATE_S", "0")))
+            self.running.ask_to_stop(float(os.environ.get("COOKBOOK_LATE_S") or self._late_s))
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"folders": self.folders}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        # Jobs that were queued before have other names in their pickles.
-        self.__init__([])  # type: ignore[misc]
-        self.folders = list(state["folders"])  # type: ignore[call-overload]
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def run_with_respawn(work: Callable[[], int]) -> NoReturn:
+    """Run `work` in a child process, again where that is killed; exit with its status.
+
+    The out-of-memory killer may choose any process, and Slurm never restarts a job whose batch
+    process was killed. This one only waits, so there is little to kill it for.
+    """
+    for number in range(1, _MOST_SPAWNS + 1):
+        # Signals wait until the child has its handlers, and this process hands them on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                status = work()
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    traceback.print_exc()
+            # Returning, submitit would write a result that nobody reads, and fail of a full disk.
+            os._exit(status)
+
+        def hand_on(number: int, frame: FrameType | None, child: int = child) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+
+        for one in _SIGNALS:
+            signal.signal(one, hand_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status != -signal.SIGKILL:
+            break
+        log(f"the supervisor was killed; start {number + 1}")
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def log(words: str) -> None:
+    """Write a line to the job's log, which may be on a full disk."""
+    with contextlib.suppress(OSError):
+        print(f"cookbook: {words}", file=sys.stderr, flush=True)

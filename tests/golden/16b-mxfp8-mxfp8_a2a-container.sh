@@ -1,12 +1,12 @@
 #!/bin/bash
-# 16b-mxfp8-mxfp8_a2a: DeepSeek-V3 16B: 1,500 steps for the loss curve, on 32 nodes x 8 B200
+# 16b-mxfp8-mxfp8_a2a: DeepSeek-V3 16B, 1500 steps on 32 nodes x 8 B200
 # precision mxfp8 (MXFP8 on the routed experts' grouped GEMMs)
 # EP backend mxfp8_a2a (TorchAO's MXFP8 all-to-all)
 #
 #   sbatch train.sh                        # trains it
 #   sbatch train.sh --training.steps=5     # TorchTitan's options at the end
 #
-# Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no look at the nodes),
+# Reads: CELL_DIR (a run to resume), COOKBOOK_PREFLIGHT (off: no check of the nodes),
 # COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).
 # Rendered by `submit.py render` from deepseek_v3_16b.yaml for container.
 
@@ -38,44 +38,17 @@ fail() {
   exit 2
 }
 
-# Slurm's controller may be busy, and a node's name may come late to DNS: neither is worth a job.
-# retry TRIES SECONDS COMMAND...
-retry() {
-  local tries="$1" pause="$2"
-  shift 2
-  until "$@"; do
-    ((--tries > 0)) || return 1
-    sleep "${pause}"
-  done
-}
-
-# The address of node $1. Slurm's is asked for first: a node's own name may lead to loopback on that node.
-address_of() {
-  local shown address resolved
-  shown="$(scontrol show node "$1" --oneliner)" || return 1
-  address="$(sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p' <<<"${shown}")"
-  resolved="$(getent ahostsv4 "${address:-$1}" | awk 'NR == 1 { print $1 }')"
-  case "${resolved}" in
-    "") return 1 ;;
-    127.*) echo "${address:-$1}" ;;
-    *) echo "${resolved}" ;;
-  esac
-}
-
 [[ -n "${SLURM_JOB_ID:-}" ]] || fail "runs inside a Slurm job; start it with: sbatch train.sh"
-NUM_NODES="${SLURM_JOB_NUM_NODES}"
+SCRIPT="$(realpath "$0")"
 
-COOKBOOK_ROOT="${COOKBOOK_ROOT:-}"
-if [[ -z "${COOKBOOK_ROOT}" ]]; then
-  COOKBOOK_ROOT=/shared/moe-cookbook
-fi
+COOKBOOK_ROOT=${COOKBOOK_ROOT:-/shared/moe-cookbook}
 [[ -f "${COOKBOOK_ROOT}/submit.py" ]] ||
   fail "COOKBOOK_ROOT: found '${COOKBOOK_ROOT}', which is not the cookbook's folder; export COOKBOOK_ROOT"
 # Relative paths, in recipes (tokenizers, data) and in CELL_DIR, start at the cookbook's folder.
 cd "${COOKBOOK_ROOT}"
 CELL=16b-mxfp8-mxfp8_a2a
-# The folder stays the same, so a job that is submitted again goes on with the same run. For a run of
-# its own, or to go on with another one: CELL_DIR=runs/<run>/${CELL} sbatch train.sh
+# A job that is submitted again resumes in the same folder. For a run of its own, or to resume another
+# one: CELL_DIR=runs/<run>/${CELL} sbatch train.sh
 CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b/${CELL}}")"
 
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
@@ -83,16 +56,16 @@ VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
 # For `--experimental.custom_import=cookbook.titan.tt_0_2_2`.
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 export PYTHONUNBUFFERED=1
-if [[ -r '/etc/profile.d/network cards.sh' ]]; then
-  # The file is the cluster's own: it may read unset variables, and commands in it may fail.
-  set +euo pipefail
-  # shellcheck source=/dev/null
-  source '/etc/profile.d/network cards.sh'
-  set -euo pipefail
-elif [[ -z "${COOKBOOK_CHECK:-}" ]]; then
-  # `check-line` may run where the nodes' files are not.
+# Ranks get this environment also under `sbatch --export=NONE`.
+export SLURM_EXPORT_ENV=ALL
+# `check-line` may run where the nodes' files are not.
+[[ -r '/etc/profile.d/network cards.sh' || -n "${COOKBOOK_CHECK:-}" ]] ||
   fail "source: cannot read" '/etc/profile.d/network cards.sh' "on ${HOSTNAME}; correct the cluster's profile, or have the file there"
-fi
+# The file is the cluster's own: it may read unset variables, and commands in it may fail.
+set +euo pipefail
+# shellcheck source=/dev/null
+[[ ! -r '/etc/profile.d/network cards.sh' ]] || source '/etc/profile.d/network cards.sh'
+set -euo pipefail
 export NCCL_DEBUG=WARN
 export WITH_SPACES='a '"'"'b'"'"' "c" $(touch executed) `touch executed`'
 # Lines of the log begin with the global rank; torchrun fills it in.
@@ -101,7 +74,7 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}]:'
 TRAIN_ARGS=(
   --job.custom_config_module=cookbook.titan.tt_0_2_2.job_config
   --experimental.custom_import=cookbook.titan.tt_0_2_2
-  '--job.description=16b-mxfp8-mxfp8_a2a: DeepSeek-V3 16B: 1,500 steps for the loss curve, on 32 nodes x 8 B200'
+  '--job.description=16b-mxfp8-mxfp8_a2a: DeepSeek-V3 16B, 1500 steps on 32 nodes x 8 B200'
   --cookbook.precision=mxfp8
   --cookbook.grouped_gemms=mxfp8
   --cookbook.linear_layers=bf16
@@ -157,144 +130,40 @@ if [[ -n "${WANDB_API_KEY:-}" ]]; then
   TRAIN_ARGS+=("--metrics.enable_wandb")
 fi
 
-JOB=("${VENV}/bin/python" -m cookbook.supervise)
-
-# Slurm sends USR1 300 s before the time limit, and before preemption where it is set up to. The ranks look
-# for the file after each step: they save a checkpoint, and end. Where that takes too long, the newest
-# checkpoint has to do.
-stop_at_checkpoint() {
-  INTERRUPTED=yes
-  [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]] || touch "${COOKBOOK_ATTEMPT_DIR}/stop"
-  # Without a checkpoint, a job that started again would make the same steps again. One that is still
-  # being written, in the background, has no .metadata.
-  if ((RESTARTS < 10)); then
-    (sleep 225 && kill -0 $$ && compgen -G "${CELL_DIR}/checkpoint/step-*/.metadata" >/dev/null &&
-      scontrol requeue "${SLURM_JOB_ID}") &
-  fi
-}
-
-note_end() {
-  local status=$?
-  [[ -z "${ATTEMPT:-}" ]] || "${JOB[@]}" end "${CELL_DIR}" --exit-status="${status}" --signal="${TOLD}"
-}
-
-# Training that fails starts again, here or where Slurm requeues the job, and continues at its newest
-# whole checkpoint; what keeps failing needs a person. An attempt that ended at a checkpoint because
-# it was asked to, and said so in `stopped`, is no failure.
-ASKED="$({ grep -ls "^${SLURM_JOB_ID} " "${CELL_DIR}"/attempt-*/stopped || :; } | wc -l)"
-RESTARTS=$((${SLURM_RESTART_COUNT:-0} - ASKED))
-WITHOUT_STEP=0
-
-# `submit.py run` has a supervisor, which does and counts all this by itself.
-if [[ -z "${COOKBOOK_SUPERVISED:-}" ]]; then
-  ((RESTARTS <= 10)) || fail "restarted ${RESTARTS} times, allowed: 10; see ${CELL_DIR}"
-  # Told to stop, bash would end with the status of whatever came before, which is mostly 0.
-  TOLD=""
-  trap 'TOLD=SIGTERM; exit 143' TERM
-  trap 'TOLD=SIGINT; exit 130' INT
-  trap note_end EXIT
-  trap stop_at_checkpoint USR1
+if [[ -z "${COOKBOOK_ATTEMPT_DIR:-}" ]]; then
+  # The supervisor checks the options and the nodes, then runs this script once for each attempt: it
+  # restarts what fails or hangs, saves before the time limit, and requeues the job.
+  export COOKBOOK_ROOT VENV
+  exec "${VENV}/bin/python" -m cookbook.supervise "${CELL_DIR}" --script="${SCRIPT}" \
+    --cell="${CELL}" --recipe=deepseek_v3_16b --precision=mxfp8 \
+    --ep-backend=mxfp8_a2a --cluster=/shared/moe-cookbook/tests/clusters/container.yaml \
+    --nodes="${SLURM_JOB_NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
 fi
 
-while true; do
-  # A misspelt option, a layout that does not divide or a tokenizer that is not there ends the job here, in
-  # a second, and not on every rank. The run is noted as well, for `submit.py status` and `report`. The
-  # answer: the number of this attempt, and the ranks whose lines the log shows, the one with the loss
-  # among them.
-  ANSWER="$(
-    "${JOB[@]}" begin "${CELL_DIR}" --cell="${CELL}" --recipe=deepseek_v3_16b \
-      --precision=mxfp8 --ep-backend=mxfp8_a2a --cluster=/shared/moe-cookbook/tests/clusters/container.yaml \
-      --nodes="${NUM_NODES}" -- "${TRAIN_ARGS[@]}" -- "$@"
-  )"
-  read -r ATTEMPT LOG_RANK SHOWN_RANKS <<<"${ANSWER}"
-  # TorchTitan warns where the rank that knows the loss is not among these.
-  export LOG_RANK
-  export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-${ATTEMPT}"
-  mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
+# One attempt. The supervisor has exported CELL_DIR, COOKBOOK_ATTEMPT_DIR, LOG_RANK and
+# SHOWN_RANKS (the ranks in the log, one of them with the loss), NUM_NODES, TRAIN_NODES, HEAD_ADDRESS.
+ATTEMPT="${COOKBOOK_ATTEMPT_DIR##*/}"
+# Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
+RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
+echo "cookbook: cell ${CELL}, ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT}"
 
-  # Every node is looked at before any rank starts: GPUs, network, disks, packages. A bad one is left out and
-  # named (docs/preflight.md). COOKBOOK_PREFLIGHT=off goes on without. The answer: the nodes that train.
-  TRAIN_NODES="$("${JOB[@]}" preflight "${CELL_DIR}" --attempt="${ATTEMPT}")"
-
-  # The first node hosts the rendezvous. Its address is resolved here, for a minute at most, so that all
-  # nodes are told the same.
-  HEAD_NODE="${TRAIN_NODES%%,*}"
-  HEAD_ADDRESS="$(retry 30 2 address_of "${HEAD_NODE}")" ||
-    fail "cannot resolve the head node ${HEAD_NODE}: neither Slurm nor DNS has its address"
-  # Below the ephemeral ports (32768 and up); by job, so that jobs that share a node do not meet.
-  RDZV_ENDPOINT="${HEAD_ADDRESS}:$((29500 + SLURM_JOB_ID % 1000))"
-
-  ATTEMPT_ARGS=(
-    # Checkpoints belong to the cell, everything else to this attempt.
-    "--job.dump_folder=${CELL_DIR}"
-    "--metrics.save_tb_folder=attempt-${ATTEMPT}/tb"
-    "--comm.save_traces_folder=attempt-${ATTEMPT}/comm_traces"
-    "--profiling.save_traces_folder=attempt-${ATTEMPT}/profile_traces"
-    "--profiling.save_memory_snapshot_folder=attempt-${ATTEMPT}/memory_snapshot"
-  )
-  TORCHRUN=(
-    torchrun
-    --nnodes="${NUM_NODES}"
-    --nproc-per-node=8
-    --rdzv-backend=c10d
-    --rdzv-endpoint="${RDZV_ENDPOINT}"
-    # New for each attempt: a worker that is left over from the last one must not join this one.
-    --rdzv-id="${SLURM_JOB_ID}_${ATTEMPT}_${CELL}"
-    --role=rank
-    # Every rank's log is kept.
-    --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks"
-    --redirects=3
-    --tee=3
-    --local-ranks-filter="${SHOWN_RANKS}"
-  )
-  SRUN=(
-    srun
-    --nodes="${NUM_NODES}"
-    --ntasks="${NUM_NODES}"
-    --nodelist="${TRAIN_NODES}"
-    # srun has not inherited this from sbatch since Slurm 22.05; without it, all ranks share one core.
-    --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}"
-    # One failed node ends the step, instead of the others waiting for it.
-    --kill-on-bad-exit=1
-    --wait=60
-    # By this name a supervisor ends a step that hangs, and no other step of the job.
-    "--job-name=attempt-${ATTEMPT}"
-    '--container-image=nvcr.io#nvidia/pytorch:26.02-py3'
-    --container-mounts="${COOKBOOK_ROOT}:${COOKBOOK_ROOT}"',/mnt/data:/mnt/data,/mnt/with space:/data'
-    --container-workdir="${COOKBOOK_ROOT}"
-  )
-
-  echo "cookbook: cell ${CELL}, attempt ${ATTEMPT}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-  echo "cookbook: ${NUM_NODES} nodes x 8 ranks, rendezvous ${RDZV_ENDPOINT}"
-  echo "cookbook: writing to ${COOKBOOK_ATTEMPT_DIR}"
-
-  # A log that can't be written, as on a full disk, fails no training.
-  "${SRUN[@]}" "${TORCHRUN[@]}" -m torchtitan.train "${TRAIN_ARGS[@]}" "${ATTEMPT_ARGS[@]}" "$@" 2>&1 |
-    { tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; } &
-  TRAINING=$!
-  # USR1 ends `wait`, and not the training.
-  until
-    INTERRUPTED=""
-    STATUS=0
-    wait "${TRAINING}" || STATUS=$?
-    [[ -z "${INTERRUPTED}" ]]
-  do :; done
-
-  [[ -z "${COOKBOOK_SUPERVISED:-}" ]] || exit "${STATUS}"
-  if [[ -e "${COOKBOOK_ATTEMPT_DIR}/stopped" ]]; then
-    # Slurm ends this script, and starts it again when it can.
-    scontrol requeue "${SLURM_JOB_ID}" && sleep 60
-    fail "ended at a checkpoint, and is not requeued; to go on: sbatch train.sh"
-  fi
-  ((STATUS)) || exit 0
-  # The first step of an attempt leaves this file.
-  WITHOUT_STEP=$((WITHOUT_STEP + 1))
-  [[ ! -e "${COOKBOOK_ATTEMPT_DIR}/environment.json" ]] || WITHOUT_STEP=0
-  ((RESTARTS < 10 && WITHOUT_STEP < 2)) || exit "${STATUS}"
-  RESTARTS=$((RESTARTS + 1))
-  AGAIN="restarted (${RESTARTS} of 10)"
-  echo "cookbook: attempt ${ATTEMPT} failed with status ${STATUS}; ${AGAIN}" >&2
-  "${JOB[@]}" end "${CELL_DIR}" --exit-status="${STATUS}" --decision="${AGAIN}"
-  # If the job is being cancelled, the signal comes now.
-  sleep 5
-done
+# Without --cpus-per-task, which srun has not inherited since Slurm 22.05, all ranks share one core. One
+# failed node ends the step. The supervisor finds a step that hangs by its --job-name.
+# A new --rdzv-id keeps workers of the last attempt out. Checkpoints belong to the cell, everything else
+# to this attempt. A log that can't be written, as on a full disk, fails no training.
+srun --nodes="${NUM_NODES}" --ntasks="${NUM_NODES}" --nodelist="${TRAIN_NODES}" \
+  --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}" \
+  --kill-on-bad-exit=1 --wait=60 --job-name="${ATTEMPT}" \
+  '--container-image=nvcr.io#nvidia/pytorch:26.02-py3' \
+  --container-mounts="${COOKBOOK_ROOT}:${COOKBOOK_ROOT}"',/mnt/data:/mnt/data,/mnt/with space:/data' \
+  --container-workdir="${COOKBOOK_ROOT}" \
+  torchrun --nnodes="${NUM_NODES}" --nproc-per-node=8 --role=rank \
+  --rdzv-backend=c10d --rdzv-endpoint="${RDZV_ENDPOINT}" \
+  --rdzv-id="${SLURM_JOB_ID}_${ATTEMPT}_${CELL}" \
+  --log-dir="${COOKBOOK_ATTEMPT_DIR}/ranks" --redirects=3 --tee=3 --local-ranks-filter="${SHOWN_RANKS}" \
+  -m torchtitan.train "${TRAIN_ARGS[@]}" --job.dump_folder="${CELL_DIR}" \
+  --metrics.save_tb_folder="${ATTEMPT}/tb" --comm.save_traces_folder="${ATTEMPT}/comm_traces" \
+  --profiling.save_traces_folder="${ATTEMPT}/profile_traces" \
+  --profiling.save_memory_snapshot_folder="${ATTEMPT}/memory_snapshot" "$@" 2>&1 |
+  { tee -a "${COOKBOOK_ATTEMPT_DIR}/train.log" || cat >/dev/null; }
