@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import yaml
@@ -18,8 +14,6 @@ from cookbook.config.resolve import resolve_cell
 from cookbook.launch.render import render_script
 from tests.script_run import ScriptRunner, Start
 
-# Stands for torchrun: it keeps its words in the attempt's folder.
-NOTES_WORDS = 'printf "%s\\0" "$@" >"${COOKBOOK_ATTEMPT_DIR}/argv"\n'
 PROFILE = {
     "description": "two nodes without GPUs",
     "scheduler": "slurm",
@@ -28,8 +22,6 @@ PROFILE = {
     "max_restarts": 3,
     "environment": {"FROM_PROFILE": "yes"},
 }
-# The script waits between attempts; a test need not.
-NO_WAIT = '[[ "$1" == 5 ]] || exec /bin/sleep "$@"\n'
 
 
 class Job:
@@ -41,7 +33,6 @@ class Job:
         self.root.mkdir()
         (self.root / "submit.py").touch()
         self.runner = ScriptRunner(folder / "stand-ins", python=None)
-        self.runner.replace("sleep", NO_WAIT)
         self.cell_dir = folder / "runs" / "mine" / "cell"
         self.script = folder / "train.sh"
         self.render()
@@ -64,32 +55,6 @@ class Job:
         self.script.write_text(render_script(cell, self.root))
         return cell
 
-    def start(self, *words: str, **environment: str) -> subprocess.Popen[bytes]:
-        here = {"CELL_DIR": str(self.cell_dir), **environment}
-        return self.runner.start(self.script, *words, root=self.root, environment=here)
-
     def run(self, *words: str, **environment: str) -> Start:
-        return self.runner.end(self.start(*words, **environment))
-
-    def ends(self, start: Start) -> list[list[str]]:
-        """What the script notes of its attempts' ends."""
-        return [words[4:] for words in start.asked if words[2] == "end"]
-
-    def argv(self, attempt: int) -> list[str]:
-        return (self.cell_dir / f"attempt-{attempt}" / "argv").read_text().split("\0")
-
-    def torchrun_is_there(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + 20
-        while not (self.cell_dir / "attempt-0" / "begun").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def end_all(self) -> None:
-        """End what a script that is told to stop leaves to Slurm."""
-        mark = os.fsencode(f"RECORDS={self.runner.folder / 'records'}")
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (process / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(process.name), signal.SIGKILL)
-            except OSError:
-                continue
+        here = {"CELL_DIR": str(self.cell_dir), **environment}
+        return self.runner.run(self.script, *words, root=self.root, environment=here)

@@ -27,27 +27,28 @@ pwd >"${RECORDS}/folder"
 """,
     "scontrol": """\
 case "$2" in
-  hostnames) printf '%s\\n' worker-0 worker-1 ;;
-  node) echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=$3 Version=22.05" ;;
+  hostnames) printf "worker-%s\\n" {0..31} ;;
+  node) echo "NodeName=${4} Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=${4} Version=22.05" ;;
 esac
 """,
-    "getent": "echo '10.0.0.7 STREAM worker-0'\n",
+    "squeue": "exit 1\n",
+    "sinfo": "",
 }
-# Stands for the Python that checks words, in milliseconds: it refuses what REFUSES names, and what
-# no command of `cookbook.supervise`. `asked` holds its words for the real one to read.
-# `begin` answers with the attempt, LOG_RANK and the shown ranks, `preflight` with the nodes.
+# Stands for the supervisor, in milliseconds: it runs the script again, once. `asked` holds its
+# arguments for the real one to read.
 _PYTHON = """\
-printf '%s\\0' "$@" >"${RECORDS}/python.$(find "${RECORDS}" -name 'python.*' | wc -l)"
-if [[ "$1 $2" != "-m cookbook.supervise" || " ${REFUSES:-} " == *" $3 "* ]]; then
-  echo "cookbook.supervise: $3 is refused" >&2
-  exit 2
-fi
-case "$3" in
-  begin) echo "$(find "$4" -maxdepth 1 -name 'attempt-*' 2>"${RECORDS}/none" | wc -l) 0,1 0" ;;
-  preflight) echo "${PREFLIGHT:-worker-0,worker-1}" ;;
-  end) ;;
-  *) exit 2 ;;
-esac
+printf '%s\\0' "$@" >"${RECORDS}/python"
+[[ "$1 $2" == "-m cookbook.supervise" ]] || exit 2
+export CELL_DIR="$3" NUM_NODES=2 TRAIN_NODES=worker-0,worker-1 HEAD_ADDRESS=10.0.0.7
+export LOG_RANK=0,1 SHOWN_RANKS=0
+export COOKBOOK_ATTEMPT_DIR="${CELL_DIR}/attempt-0"
+script="${4#--script=}"
+mkdir -p "${COOKBOOK_ATTEMPT_DIR}"
+until [[ "$1" == -- ]]; do shift; done
+shift
+until [[ "$1" == -- ]]; do shift; done
+shift
+exec bash "${script}" "$@"
 """
 
 
@@ -61,8 +62,8 @@ class Start:
     torchrun: list[str]
     environment: Mapping[str, str]
     folder: str
-    asked: list[list[str]]
-    """The words of each `python -m cookbook.supervise` in turn, of the stand-in."""
+    asked: list[str]
+    """The arguments of `python -m cookbook.supervise`, where a stand-in took its place."""
 
     @property
     def train_args(self) -> list[str]:
@@ -80,7 +81,7 @@ class ScriptRunner:
         self.venv = folder / "venv"
         for name, text in _PROGRAMS.items():
             _write_program(self.programs / name, text)
-        # Scripts have Python check their words. Without one, a stand-in does: for tests of bash.
+        # The supervisor's Python; without one a stand-in, for tests of bash.
         packages = stack_packages(folder / "packages")
         text = (
             f'PYTHONPATH="{packages}:${{PYTHONPATH:-}}" exec {python} "$@"\n' if python else _PYTHON
@@ -96,23 +97,11 @@ class ScriptRunner:
         cwd: Path | None = None,
     ) -> Start:
         """Run `script` with `words` in a job of two nodes, the cookbook being at `root`."""
-        process = self.start(script, *words, root=root, environment=environment, cwd=cwd)
-        return self.end(process)
-
-    def start(
-        self,
-        script: Path,
-        *words: str,
-        root: Path,
-        environment: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-    ) -> subprocess.Popen[bytes]:
-        """Start it; `end` waits for it."""
         records = self.folder / "records"
         records.mkdir(exist_ok=True)
         for path in records.iterdir():
             path.unlink()
-        return subprocess.Popen(
+        process = subprocess.Popen(
             ["bash", str(script), *words],
             env={
                 "PATH": f"{self.programs}:{os.environ['PATH']}",
@@ -134,15 +123,11 @@ class ScriptRunner:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-
-    def end(self, process: subprocess.Popen[bytes]) -> Start:
-        """Wait for a script's end."""
         try:
             output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
         records = self.folder / "records"
-        asked = sorted(records.glob("python.*"), key=lambda path: int(path.suffix[1:]))
         variables = [word.partition("=") for word in _words(records / "environment")]
         return Start(
             status=process.returncode,
@@ -151,7 +136,7 @@ class ScriptRunner:
             torchrun=_words(records / "torchrun"),
             environment={name: value for name, _, value in variables},
             folder=(records / "folder").read_text().strip() if variables else "",
-            asked=[_words(path) for path in asked],
+            asked=_words(records / "python"),
         )
 
     def replace(self, program: str, text: str) -> None:

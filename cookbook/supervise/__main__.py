@@ -24,8 +24,8 @@ from cookbook.supervise.supervisor import Supervisor
 CHECKED = 3
 
 
-def main(words: Sequence[str]) -> int:
-    """Validate the script, then train with it, which exits; return the status of a check."""
+def parse(words: Sequence[str]) -> Start:
+    """Return the facts that a script hands over."""
     parser = argparse.ArgumentParser(prog="python -m cookbook.supervise")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--script", type=Path, required=True)
@@ -43,7 +43,12 @@ def main(words: Sequence[str]) -> int:
     own_options, arguments, own = [*parts, [], []][:3]
     given = vars(parser.parse_args(own_options))
     folder = CellFolder(given.pop("folder"))
-    start = Start(folder=folder, arguments=arguments, own=own, **given)
+    return Start(folder=folder, arguments=arguments, own=own, **given)
+
+
+def main(words: Sequence[str]) -> int:
+    """Validate the script, then train with it, which exits; return the status of a check."""
+    start = parse(words)
     if os.environ.get("COOKBOOK_CHECK"):
         cell = validate(start)
         verdict = f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}"
@@ -51,8 +56,8 @@ def main(words: Sequence[str]) -> int:
         return CHECKED
     start_run(start)
     # As submitit would say it: whether this is the batch step of a Slurm job.
-    os.environ["SUBMITIT_EXECUTOR"] = str(read_record(folder.record).profile["scheduler"])
-    return Supervisor([folder], own)()
+    os.environ["SUBMITIT_EXECUTOR"] = str(read_record(start.folder.record).profile["scheduler"])
+    return Supervisor([start.folder], start.own)()
 
 
 if __name__ == "__main__":

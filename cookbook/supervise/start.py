@@ -154,7 +154,7 @@ def start_run(start: Start) -> None:
         InputError: the script must not train here; nothing was written.
     """
     folder, job_id = start.folder, os.environ.get("SLURM_JOB_ID")
-    if job_id and folder.record.exists() and _job_of(folder) == job_id:
+    if restarts() and folder.record.exists() and _job_of(folder) == job_id:
         return
     cell = validate(start)
     with _locked(folder):
