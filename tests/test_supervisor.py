@@ -1,38 +1,80 @@
-"""What a supervisor does about an attempt that fails; short scripts stand in for training."""
+"""What a supervisor does about attempts and cells; short scripts stand in for training."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from cookbook.base.errors import JobError
 from cookbook.base.schema import Unchecked
-from cookbook.run.attempts import AttemptEnd, Cause, read_history
+from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import QUEUED, RUNNING, Status, read_status, write_status
-from cookbook.supervise.step_clock import Patience
+from cookbook.run.status import (
+    FINISHED,
+    QUEUED,
+    REFUSED,
+    RUNNING,
+    Status,
+    read_status,
+    write_status,
+)
+from cookbook.supervise.attempt import end_orphan_processes
 from cookbook.supervise.supervisor import Supervisor
+from cookbook.supervise.watchdog import Timeouts
 from tests.started import start_marked
+from tests.submit import ROOT
 
-# What every script begins with: its attempt's folder, and a step that it prints.
+# Every script begins with it: the number of its attempt, its log, and the steps that it prints.
 HEAD = """
-for ((K = 0; ; K++)); do [[ -d "${CELL_DIR}/attempt-${K}" ]] || break; done
-A="${CELL_DIR}/attempt-${K}"; mkdir "${A}"; exec >>"${A}/train.log" 2>&1
+A="${COOKBOOK_ATTEMPT_DIR}"; K="${A##*-}"; exec >>"${A}/train.log" 2>&1
 step() { echo "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: $1  loss: $2  x: 1"; }
 torchrun_says() { echo "E1120 18:40:01.1 api.py:1] failed (exitcode: $1) local_rank: 1 (pid: 9)"; }
+raises() { echo "Traceback (most recent call last):"; echo "$1"; exit 1; }
 """
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SUBMITIT_LOCAL_JOB_ID", "SUBMITIT_EXECUTOR")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Supervisor, "timeouts", Timeouts(steps=5, more_s=1, start_s=4, save_s=4))
+    kept = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def make(
+    folder: Path, name: str = "cell", body: str = "exit 0", most: int = 9, state: str = QUEUED
+) -> CellFolder:
+    cell = CellFolder(folder / "run" / name)
+    options = Unchecked({"checkpoint.enable": True})
+    CellRecord(max_restarts=most, options=options).write(cell.record)
+    cell.script.write_text(f"{HEAD}{body}\n")
+    write_status(cell, Status(state))
+    return cell
+
+
+def run(*cells: CellFolder) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        Supervisor(cells)()
+    return ended.value.code
 
 
 @dataclass(frozen=True)
 class Outcome:
+    code: int | str | None
     status: Status
     ends: list[AttemptEnd]
 
@@ -40,35 +82,35 @@ class Outcome:
     def causes(self) -> list[Cause]:
         return [end.cause for end in self.ends]
 
+    @property
+    def reason(self) -> str:
+        return self.status.reason or ""
+
 
 @pytest.fixture
-def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    monkeypatch.setattr(Supervisor, "patience", Patience(steps=5, more_s=1, start_s=4, save_s=4))
+def supervised(tmp_path: Path) -> Callable[..., Outcome]:
+    def supervise(body: str, most: int = 9) -> Outcome:
+        cell = make(tmp_path, body=body, most=most)
+        return Outcome(run(cell), read_status(cell), read_history(cell.attempts()))
 
-    def run(body: str, most: int = 9, status: Status | None = None) -> Outcome:
-        cell = CellFolder(tmp_path / "run" / "cell")
-        options = Unchecked({"checkpoint.enable": True})
-        CellRecord(max_restarts=most, options=options).write(cell.record)
-        cell.script.write_text(HEAD + body)
-        write_status(cell, status or Status(QUEUED))
-        # A cell that failed fails the job; else the process ends with status 0.
-        ends, said = (SystemExit, "^0$") if "exit 0" in body else (JobError, "^failed: cell$")
-        with pytest.raises(ends, match=said):
-            Supervisor([cell])()
-        return Outcome(read_status(cell), read_history(cell.attempts()))
-
-    return run
+    return supervise
 
 
-def test_a_dead_rank_is_followed_by_another_attempt(supervised: Callable[..., Outcome]) -> None:
-    done = supervised("step 1 7; ((K)) && exit 0\ntorchrun_says -9; exit 1\n")
-    assert done.causes == [Cause.DEAD_RANK, Cause.FINISHED]
+def test_a_dead_rank_is_followed_by_another_attempt(
+    supervised: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    # The rest of its step has nothing to wait for.
+    rest = 'sleep 100; touch "${CELL_DIR}/waited"'
+    done = supervised(f"step 1 7; ((K)) && exit 0\ntorchrun_says -9; {rest}")
+    assert (done.code, done.causes) == (0, [Cause.DEAD_RANK, Cause.FINISHED])
     assert (done.status.state, done.status.attempt) == ("finished", 1)
+    assert not (tmp_path / "run" / "cell" / "waited").exists()
     first = done.ends[0]
     assert "exitcode: -9" in (first.reason or "") and (first.first_step, first.last_step) == (1, 1)
     assert first.decision == "restarted (1 of 9)"
+    # It was seen when the rank was gone, and the others had some seconds to end by themselves.
+    assert first.started and first.seen and first.ended
+    assert first.started < first.seen < first.ended
 
 
 def test_a_hang_is_ended_with_all_that_it_started_and_followed(
@@ -82,94 +124,102 @@ CELL_DIR=/another/cell setsid sleep 300 & echo $! >"${CELL_DIR}/other"
 for i in 2 3 4 5; do sleep 0.6; step "${i}" 7; done
 sleep 300; exit 0
 """
-    other = subprocess.Popen(["sleep", "300"], env={"CELL_DIR": str(tmp_path / "run" / "cell")})
+    cell = tmp_path / "run" / "cell"
+    user = subprocess.Popen(["sleep", "300"], env={"CELL_DIR": str(cell)})
     try:
         done = supervised(body)
         assert done.causes == [Cause.HANG, Cause.FINISHED]
-        assert re.match(r"no step for \d+ s \(usual: 0.\d s\) after step 5", said(done, 0))
-        cell = tmp_path / "run" / "cell"
+        reason = done.ends[0].reason or ""
+        assert re.match(r"no step for \d+ s \(usual: 0.\d s\) after step 5", reason)
         assert not lives(int((cell / "rank").read_text()))
-        assert lives(int((cell / "other").read_text())) and other.poll() is None
+        assert lives(int((cell / "other").read_text())) and user.poll() is None
     finally:
-        other.kill()
-        other.wait()
-        os.kill(int((tmp_path / "run" / "cell" / "other").read_text()), 9)
-
-
-def test_the_rest_of_a_step_without_its_rank_is_not_waited_for(
-    supervised: Callable[..., Outcome], tmp_path: Path
-) -> None:
-    waits = 'sleep 100; touch "${CELL_DIR}/waited"'
-    done = supervised(f"step 1 7; ((K)) && exit 0\ntorchrun_says -9; {waits}\n")
-    assert done.causes == [Cause.DEAD_RANK, Cause.FINISHED]
-    assert not (tmp_path / "run" / "cell" / "waited").exists()
-    first = done.ends[0]
-    # It was seen when the rank was gone, and what was left had some seconds to end by itself.
-    assert first.started and first.seen and first.ended
-    assert first.started < first.seen < first.ended
+        user.kill()
+        user.wait()
+        os.kill(int((cell / "other").read_text()), 9)
 
 
 @pytest.mark.parametrize(
-    ("body", "cause", "words"),
+    ("body", "cause", "words", "code"),
     [
         (
-            "echo '[rank1]: Traceback (most recent call last):'\n"
-            "echo '[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB'\n"
-            "exit 1",
+            "raises 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB'",
             Cause.OUT_OF_MEMORY,
             "lower training.local_batch_size",
+            1,
         ),
         (
-            "echo '[rank1]: Traceback (most recent call last):'\n"
-            "echo \"[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'x'\"\nexit 1",
+            "raises \"FileNotFoundError: [Errno 2] No such file or directory: 'x'\"",
             Cause.MISSING_FILE,
             "put the file there",
+            1,
         ),
-        ("echo 'Unrecognized options: --training.step=5'; exit 1", Cause.WRONG_OPTION, "correct"),
+        (
+            "raises \"ModuleNotFoundError: No module named 'safetensors'\"",
+            Cause.MISSING_MODULE,
+            "./setup.sh",
+            1,
+        ),
+        (
+            "echo 'Unrecognized options: --training.step=5'; exit 1",
+            Cause.WRONG_OPTION,
+            "correct",
+            1,
+        ),
         (
             "echo '[rank0]:[titan] 2026-11-20 18:29:22,279 - root - ERROR - cookbook refuses: no'\n"
             "exit 1",
             Cause.WRONG_OPTION,
             "no; stopped",
+            1,
         ),
-        ("exit 2", Cause.WRONG_OPTION, "exit status 2"),
+        ("exit 2", Cause.WRONG_OPTION, "exit status 2", 2),
     ],
 )
-def test_what_would_come_again_stops_at_once_with_its_remedy(
-    supervised: Callable[..., Outcome], body: str, cause: Cause, words: str
+def test_a_final_cause_ends_the_cell_at_its_first_start_with_a_remedy(
+    supervised: Callable[..., Outcome], body: str, cause: Cause, words: str, code: int
 ) -> None:
     done = supervised(f"step 1 7; {body}\n")
-    assert done.causes == [cause]
-    assert done.status.state == "failed"
-    assert words in (done.status.reason or "")
+    assert (done.code, done.causes, done.status.state) == (code, [cause], "failed")
+    assert words in done.reason
+
+
+def test_an_assertion_of_the_build_is_final(
+    supervised: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    stack = '  File "torchtitan/train.py", line 327, in __init__'
+    more = {"py_callstack": stack, "timestamp": "1"}
+    message = {"message": "AssertionError: no validator", "extraInfo": more}
+    (tmp_path / "error.json").write_text(json.dumps({"message": message}))
+    folder = "${A}/ranks/x/attempt_0/0"
+    done = supervised(f'mkdir -p "{folder}"; cp {tmp_path}/error.json "{folder}"; exit 1')
+    assert (done.causes, done.status.state) == ([Cause.WRONG_OPTION], "failed")
 
 
 @pytest.mark.parametrize(
     ("body", "attempts"),
     [
         # An exception before the first step; the same at a step; a rank that dies at a step.
-        ("echo 'Traceback (most recent call last):'; echo 'ValueError: no'; exit 1", 2),
-        ("step 3 7; echo 'Traceback (most recent call last):'; echo 'ValueError: no'; exit 1", 3),
+        ("raises 'ValueError: no'", 2),
+        ("step 3 7; raises 'ValueError: no'", 3),
         ("step 3 7; torchrun_says -11; exit 1", 4),
-        ("torchrun_says -11; exit 1", 3),
     ],
 )
 def test_a_crash_that_comes_again_ends_at_the_bound_with_its_cause(
     supervised: Callable[..., Outcome], body: str, attempts: int
 ) -> None:
     done = supervised(body)
-    assert len(done.ends) == attempts
-    assert done.status.state == "failed"
-    assert re.search("ValueError: no|exitcode: -11", done.status.reason or "")
-    assert "attempts in a row came no further" in (done.status.reason or "")
+    assert (len(done.ends), done.status.state) == (attempts, "failed")
+    assert re.search("ValueError: no|exitcode: -11", done.reason)
+    assert "attempts in a row came no further" in done.reason
 
 
 def test_restarts_are_bounded_also_where_each_comes_further(
     supervised: Callable[..., Outcome],
 ) -> None:
-    done = supervised("step $((K + 1)) 7; torchrun_says -9; exit 1\n", most=5)
-    assert len(done.ends) == 6
-    assert "restarted 5 times, as max_restarts allows" in (done.status.reason or "")
+    done = supervised("step $((K + 1)) 7; torchrun_says -9; exit 1\n", most=2)
+    assert len(done.ends) == 3
+    assert "restarted 2 times, as max_restarts allows" in done.reason
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf"])
@@ -180,68 +230,178 @@ def test_a_nan_loss_is_ended_and_its_last_good_step_is_known(
     done = supervised(f"step 1 7; ((K)) && exit 0\nstep 2 6; {bad}; sleep 300\n")
     assert done.causes == [Cause.NAN_LOSS, Cause.FINISHED]
     assert done.ends[0].last_good_step == 2
-    assert f"loss is {loss}" in said(done, 0)
+    assert f"loss is {loss}" in (done.ends[0].reason or "")
 
 
-def test_after_a_full_disk_room_for_a_checkpoint_is_waited_for(
-    supervised: Callable[..., Outcome],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("cookbook.supervise.supervisor._ROOM_S", 1.0)
-    body = """
-step 1 7; ((K)) && exit 0
-S="${CELL_DIR}/checkpoint/step-1"; mkdir -p "${S}"; touch "${S}/.metadata"
-# Larger than any disk, and takes nothing of it.
-truncate -s 4T "${S}/__0_0.distcp"
-echo "Traceback (most recent call last):"; echo "OSError: [Errno 28] No space left on device"
-exit 1
-"""
-    done = supervised(body)
-    assert done.causes == [Cause.DISK_FULL, Cause.FINISHED]
-    assert "waiting for room at " in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("does", ["saves", "fails", "takes long"])
+@pytest.mark.parametrize("does", ["saves", "fails", "takes long", "takes long, saved none"])
 def test_asked_to_stop_where_no_slurm_can_requeue_it_says_how_to_go_on(
     supervised: Callable[..., Outcome],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     does: str,
 ) -> None:
-    monkeypatch.setenv("COOKBOOK_LATE_S", "1" if does == "takes long" else "60")
-    body = """
-step 1 7; kill -USR1 "${PPID}"
-until [[ -e "${A}/stop" ]]; do sleep 0.1; done
-[[ %s == fails ]] && { torchrun_says -9; exit 1; }
-[[ %s == saves ]] || sleep 3
-echo "local 1" >"${A}/stopped"
+    is_late = does.startswith("takes long")
+    monkeypatch.setenv("COOKBOOK_LATE_S", "1" if is_late else "60")
+    name = "__0_0.distcp" if does.endswith("none") else ".metadata"
+    body = f"""
+step 1 7; mkdir -p "${{CELL_DIR}}/checkpoint/step-1"; touch "${{CELL_DIR}}/checkpoint/step-1/{name}"
+kill -USR1 "${{PPID}}"
+until [[ -e "${{A}}/stop" ]]; do sleep 0.1; done
+[[ '{does}' == fails ]] && {{ torchrun_says -9; exit 1; }}
+[[ '{does}' == saves ]] || sleep 3
+echo "local 1" >"${{A}}/stopped"
 """
-    done = supervised(body % (f"'{does}'", f"'{does}'"))
+    done = supervised(body)
     (end,) = done.ends
+    # Without a whole checkpoint a requeued job would come no further.
     assert capfd.readouterr().err.count("too late: ") == (does == "takes long")
     assert end.cause is (Cause.DEAD_RANK if does == "fails" else Cause.SAVED)
     assert done.status.state == "failed"
-    assert "; stopped; to go on: python submit.py run --resume RUN" in (done.status.reason or "")
+    assert "; stopped; to go on: python submit.py run --resume RUN" in done.reason
 
 
-def test_an_attempt_whose_supervisor_was_killed_is_noted(
-    supervised: Callable[..., Outcome], tmp_path: Path
-) -> None:
-    cell = CellFolder(tmp_path / "run" / "cell")
-    log = cell.path / "attempt-0" / "train.log"
+def test_an_attempt_whose_supervisor_was_killed_is_noted_and_ended(tmp_path: Path) -> None:
+    cell = make(tmp_path)
+    log = cell.attempt(0).log
     log.parent.mkdir(parents=True)
     log.write_text("[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: 4  loss: 7  x\n")
-    marks = {"CELL_DIR": str(cell.path), "COOKBOOK_SUPERVISED": "1"}
-    left = start_marked(300, {**os.environ, **marks})
-    done = supervised("exit 0", status=Status(RUNNING, 0, started=time.time() - 60))
+    write_status(cell, Status(RUNNING, 0, started=time.time() - 60))
+    left = start_marked(300, {**os.environ, **marks(cell)})
+    assert run(cell) == 0
     assert left.wait(timeout=1) < 0
-    assert done.causes == [Cause.CUT_SHORT, Cause.FINISHED]
-    assert (done.ends[0].last_step, done.status.attempt) == (4, 1)
+    first, second = read_history(cell.attempts())
+    assert (first.cause, first.last_step, second.cause) == (Cause.CUT_SHORT, 4, Cause.FINISHED)
 
 
-def said(done: Outcome, attempt: int) -> str:
-    return done.ends[attempt].reason or ""
+def marks(cell: CellFolder) -> dict[str, str]:
+    return {"CELL_DIR": str(cell.path), "COOKBOOK_ATTEMPT_DIR": str(cell.attempt(0).path)}
+
+
+def test_only_processes_of_this_very_job_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = make(tmp_path)
+    environment = {**os.environ, **marks(cell), "SLURM_JOB_ID": "77"}
+    without = {name: v for name, v in environment.items() if name != "COOKBOOK_ATTEMPT_DIR"}
+    others = [
+        start_marked(60, environment | {"SLURM_JOB_ID": "78"}),
+        start_marked(60, environment | {"CELL_DIR": "/another/cell"}),
+        start_marked(60, without),
+    ]
+    own = start_marked(60, environment)
+    try:
+        monkeypatch.setenv("SLURM_JOB_ID", "77")
+        end_orphan_processes(cell)
+        assert own.wait(5) < 0
+        assert [other.poll() for other in others] == [None] * 3
+    finally:
+        for process in (own, *others):
+            process.kill()
+            process.wait()
+
+
+def states(*cells: CellFolder) -> list[str]:
+    return [read_status(cell).state for cell in cells]
+
+
+def test_cells_are_trained_in_turn_but_for_those_that_have_finished_or_cannot_run(
+    tmp_path: Path,
+) -> None:
+    done, refused = make(tmp_path, "a", state=FINISHED), make(tmp_path, "b", state=REFUSED)
+    bad, good = make(tmp_path, "bad", "exit 2"), make(tmp_path, "good")
+    assert run(done, refused, bad, good) == 2
+    assert [len(cell.attempts()) for cell in (done, refused, bad, good)] == [0, 0, 1, 1]
+    assert states(done, refused, bad, good) == [FINISHED, REFUSED, "failed", FINISHED]
+
+
+def test_told_to_stop_it_starts_no_further_cell(tmp_path: Path) -> None:
+    first = make(tmp_path, "first", 'kill -TERM "${PPID}"; sleep 20')
+    second = make(tmp_path, "second")
+    assert run(first, second) == 128 + signal.SIGTERM
+    assert states(first, second) == ["cancelled", "cancelled"]
+    assert read_status(second).reason == "cancelled before it started"
+    assert second.attempts() == []
+
+
+def test_failures_of_earlier_jobs_are_none_of_this_one(tmp_path: Path) -> None:
+    cell = make(tmp_path, body="((K == 3)) && exit 0; torchrun_says -9; exit 1", most=1)
+    for number, job_id in enumerate(("4711", None)):
+        cell.attempt(number).path.mkdir(parents=True)
+        end = AttemptEnd(number, Cause.DEAD_RANK, "rank 1: killed", job_id=job_id)
+        write_attempt_end(cell.attempt(number), end)
+    assert run(cell) == 0
+    ends = read_history(cell.attempts())
+    assert [end.cause for end in ends[2:]] == [Cause.DEAD_RANK, Cause.FINISHED]
+    assert ends[2].decision == "restarted (1 of 1)"
+
+
+def test_a_job_reads_its_record_alone(tmp_path: Path) -> None:
+    """A recipe, an overlay or a cluster may be renamed, or half saved, while the job waits."""
+    cell = make(tmp_path)
+    gone = {"recipe": "gone", "precision": "gone", "ep_backend": "gone", "cluster": "gone"}
+    profile = Unchecked({"description": "x", "scheduler": "local"})
+    CellRecord(**gone, profile=profile).write(cell.record)
+    assert run(cell) == 0
+    # A record that cannot be read is the end.
+    broken = make(tmp_path, "broken")
+    broken.record.write_text("{")
+    assert run(broken) == 2
+    assert (read_status(broken).state, broken.attempts()) == ("failed", [])
+
+
+_RESPAWN = """
+import os, signal, sys, time
+from pathlib import Path
+from cookbook.supervise import supervisor
+folder = Path(sys.argv[1])
+
+def work():
+    signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(7))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, supervisor._SIGNALS)
+    starts = len(list(folder.glob("start-*")))
+    (folder / f"start-{starts}").touch()
+    if sys.argv[2] == "dies" or (sys.argv[2] == "dies once" and not starts):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[2] == "fails":
+        raise ValueError("no")
+    if sys.argv[2] == "waits":
+        time.sleep(60)
+    return 3
+
+supervisor.run_with_respawn(work)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "starts"),
+    [
+        ("ends", 3, 1),
+        ("fails", 1, 1),
+        ("dies once", 3, 2),
+        ("dies", 128 + signal.SIGKILL, 5),
+        ("waits", 7, 1),
+    ],
+)
+def test_only_a_supervisor_that_was_killed_is_started_again(
+    tmp_path: Path, how: str, status: int, starts: int
+) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _RESPAWN, str(tmp_path), how],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if how == "waits":
+        while not (tmp_path / "start-0").exists():
+            time.sleep(0.05)
+        # Signals are handed on.
+        parent.send_signal(signal.SIGUSR1)
+    _, errors = parent.communicate(timeout=30)
+    assert parent.returncode == status
+    assert len(list(tmp_path.glob("start-*"))) == starts
+    assert errors.count("the supervisor was killed") == starts - 1
+    assert ("ValueError: no" in errors) == (how == "fails")
 
 
 def lives(pid: int) -> bool:

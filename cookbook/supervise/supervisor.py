@@ -359,7 +359,7 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
             signal.signal(one, hand_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status != -signal.SIGKILL:
+        if status != -signal.SIGKILL or number == _MOST_SPAWNS:
             break
         log(f"the supervisor was killed; start {number + 1}")
     os._exit(status if status >= 0 else 128 - status)

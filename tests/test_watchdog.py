@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from cookbook.base.schema import Unchecked
 from cookbook.observe.console import Phase, StepMetrics
 from cookbook.observe.metrics import Newest
-from cookbook.supervise.step_clock import Patience, StepClock
+from cookbook.run.record import CellRecord
+from cookbook.supervise.watchdog import EndSigns, StepClock, Timeouts
 
 
 def at(step: int | None, phase: Phase = Phase.TRAINING) -> Newest:
@@ -34,7 +38,7 @@ def seen_after(clock: StepClock, newest: Newest, start: float, size: int = 1) ->
 
 @pytest.mark.parametrize("seconds", [1.0, 4.0, 60.0])
 def test_a_hang_is_seen_within_five_steps_and_thirty_seconds(seconds: float) -> None:
-    clock = StepClock(Patience())
+    clock = StepClock(Timeouts())
     now = trained(clock, seconds)
     took = seen_after(clock, at(7), now)
     assert 4 * seconds <= took <= 5 * seconds + 30
@@ -42,20 +46,20 @@ def test_a_hang_is_seen_within_five_steps_and_thirty_seconds(seconds: float) -> 
 
 
 def test_where_each_tenth_step_is_logged_nine_more_are_waited_for() -> None:
-    clock = StepClock(Patience(), log_freq=10)
+    clock = StepClock(Timeouts(), log_freq=10)
     now = trained(clock, 2.0, stride=10)
     assert 10 * 2 < seen_after(clock, at(70), now) <= 14 * 2 + 30
 
 
 def test_the_first_logged_step_of_a_restart_is_waited_for_by_ten_as_well() -> None:
     """What is usual is known from before; how far the next logged step is, no log has shown."""
-    clock = StepClock(Patience(), usual=6.0, log_freq=10)
+    clock = StepClock(Timeouts(), usual=6.0, log_freq=10)
     clock.look(at(110), 1, 0.0)
     assert 13 * 6 < seen_after(clock, at(110), 0.0) <= 14 * 6 + 30
 
 
 def test_until_a_step_has_a_usual_time_each_line_is_a_sign_of_life() -> None:
-    clock = StepClock(Patience(), log_freq=100)
+    clock = StepClock(Timeouts(), log_freq=100)
     for now in range(0, 20_000, 4):
         # Minutes after the first step, and long before the hundredth.
         clock.look(at(1), now // 1000, float(now))
@@ -75,22 +79,22 @@ def test_until_a_step_has_a_usual_time_each_line_is_a_sign_of_life() -> None:
 def test_a_save_may_take_as_long_as_saves_do(
     phase: Phase, longest: float | None, least: float, most: float
 ) -> None:
-    clock = StepClock(Patience(), longest_save=lambda: longest)
+    clock = StepClock(Timeouts(), longest_save=lambda: longest)
     now = trained(clock, 1.0)
     assert least < seen_after(clock, at(7, phase), now) < most
 
 
 def test_a_save_that_only_copies_says_nothing_of_the_next_one() -> None:
-    clock = StepClock(Patience(least_save_s=900.0), longest_save=lambda: 0.5)
+    clock = StepClock(Timeouts(least_save_s=900.0), longest_save=lambda: 0.5)
     now = trained(clock, 1.0)
     assert 900 < seen_after(clock, at(7, Phase.SAVING_CHECKPOINT), now) < 905
-    slow = StepClock(Patience(least_save_s=900.0), longest_save=lambda: 300.0)
+    slow = StepClock(Timeouts(least_save_s=900.0), longest_save=lambda: 300.0)
     now = trained(slow, 1.0)
     assert 1500 < seen_after(slow, at(7, Phase.SAVING_CHECKPOINT), now) < 1530
 
 
 def test_before_the_first_step_each_line_is_a_sign_of_life() -> None:
-    clock = StepClock(Patience(), usual=1.0)
+    clock = StepClock(Timeouts(), usual=1.0)
     for now in range(0, 7200, 2):
         clock.look(at(None, Phase.COMPILING), now // 1000, float(now))
         assert clock.hang is None
@@ -99,7 +103,7 @@ def test_before_the_first_step_each_line_is_a_sign_of_life() -> None:
 
 
 def test_one_long_step_among_short_ones_changes_little() -> None:
-    clock = StepClock(Patience())
+    clock = StepClock(Timeouts())
     now = trained(clock, 1.0)
     clock.look(at(8), 1, now + 19)
     assert clock.hang is None
@@ -107,7 +111,42 @@ def test_one_long_step_among_short_ones_changes_little() -> None:
 
 
 def test_a_job_that_was_suspended_does_not_hang() -> None:
-    clock = StepClock(Patience())
+    clock = StepClock(Timeouts())
     now = trained(clock, 1.0)
     clock.look(at(7), 1, now + 3600)
     assert clock.hang is None
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "least_save"),
+    [
+        ({}, 20.0, 0.0),
+        # No line says that it validates, profiles, or writes its memory down.
+        ({"validation.enable": True}, 900.0, 0.0),
+        ({"profiling.enable_profiling": True}, 900.0, 0.0),
+        ({"profiling.enable_memory_snapshot": True}, 900.0, 0.0),
+        ({"validation.enable": False}, 20.0, 0.0),
+        ({"checkpoint.async_mode": "disabled"}, 20.0, 0.0),
+        ({"checkpoint.async_mode": "async"}, 20.0, 900.0),
+    ],
+)
+def test_a_cell_that_pauses_without_a_log_line_has_longer_timeouts(
+    options: dict[str, object], more: float, least_save: float
+) -> None:
+    timeouts = Timeouts().adjusted(CellRecord(options=Unchecked(options)))
+    assert (timeouts.more_s, timeouts.least_save_s) == (more, least_save)
+
+
+def test_the_end_of_a_rank_is_found_in_what_the_log_has_grown_by(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    signs = EndSigns(log)
+    assert not signs.found()
+    log.write_text("step: 1\n[rank0]: failed (exitcode: -9) ")
+    assert not signs.found()
+    with log.open("a") as file:
+        file.write("local_rank: 1 (pid: 4)\nsrun: error: Node fail")
+    assert signs.found()
+    assert not signs.found()
+    with log.open("a") as file:
+        file.write("ure on worker-3\n")
+    assert signs.found()

@@ -1,0 +1,339 @@
+"""The start of a script's run: its record, and the checkpoint that it resumes at."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import shutil
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cookbook.base.errors import InputError
+from cookbook.base.schema import Unchecked
+from cookbook.config.cell import train_argv
+from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
+from cookbook.run.checkpoints import STATES
+from cookbook.run.folder import CellFolder
+from cookbook.run.record import read_record
+from cookbook.supervise.__main__ import CHECKED, main
+from cookbook.supervise.checkpoints import prepare
+from cookbook.supervise.start import Start, start_run
+from tests.cells import Point
+from tests.saved import FILES, cut, save
+from tests.submit import listing, submit
+
+NAME = "debug-bf16-standard"
+OPTIONS = ("--checkpoint.enable", "--training.steps=20")
+
+
+@dataclass
+class Started:
+    """A cell's folder, and a script that starts its run there."""
+
+    path: Path
+    capture: pytest.CaptureFixture[str]
+
+    @property
+    def folder(self) -> CellFolder:
+        return CellFolder(self.path)
+
+    @property
+    def saved(self) -> Path:
+        return self.path / "checkpoint"
+
+    def words(self, *own: str) -> Start:
+        cell = Point("debug", "bf16", "standard", "local").cell()
+        script = self.path.parents[2] / "script.sh"
+        script.write_text(f"# {own}\n")
+        names = ("debug", "bf16", "standard", "local")
+        return Start(self.folder, script, NAME, *names, 1, 0, train_argv(cell), [*OPTIONS, *own])
+
+    def start(self, *own: str, attempt: int = 0) -> str:
+        """Start an attempt, as script and supervisor do; what is said on standard error."""
+        self.capture.readouterr()
+        start_run(self.words(*own))
+        assert self.folder.next_attempt().number == attempt
+        prepare(self.folder, self.folder.attempt(attempt), read_record(self.folder.record))
+        return self.capture.readouterr().err
+
+    def step(self, attempt: int = 0) -> int | None:
+        content = json.loads(self.folder.attempt(attempt).resumption.read_text())
+        step: int | None = content["step"]
+        return step
+
+
+@pytest.fixture
+def cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Started:
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return Started(tmp_path / "runs" / "mine" / NAME, capsys)
+
+
+def test_the_newest_of_whole_checkpoints_is_taken_and_nothing_is_touched(cell: Started) -> None:
+    for step in (9, 10, 8):
+        save(cell.saved, step)
+    (cell.saved / "step-11.tmp").mkdir()
+    (cell.saved / "notes").touch()
+    before = listing(cell.saved)
+    assert cell.start() == "cookbook: attempt 0 continues after step 10\n"
+    assert (cell.step(), listing(cell.saved)) == (10, before)
+    assert not (cell.path / "checkpoint-damaged").exists()
+
+
+DAMAGES = {
+    "truncated": "__1_0.distcp has 999 of 1,000 bytes",
+    "gone": "__0_0.distcp is missing",
+    "unfinished": "has no .metadata, so it was not written to its end",
+    "cut metadata": ".metadata cannot be read: ",
+    "empty metadata": ".metadata cannot be read: ",
+    "foreign": ".metadata cannot be read: ",
+}
+
+
+def damage(path: Path, kind: str) -> None:
+    metadata = path / ".metadata"
+    match kind:
+        case "truncated":
+            cut(path / FILES[1])
+        case "gone":
+            (path / FILES[0]).unlink()
+        case "unfinished":
+            metadata.rename(path / ".metadata.tmp")
+        case "cut metadata":
+            cut(metadata, 100)
+        case "empty metadata":
+            metadata.write_bytes(b"")
+        case "foreign":
+            metadata.write_bytes(pickle.dumps([1, 2]))
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_one_is_moved_aside_whole_and_named(cell: Started, kind: str) -> None:
+    save(cell.saved, 4)
+    newest = save(cell.saved, 6)
+    damage(newest, kind)
+    content = {path.name: path.read_bytes() for path in newest.iterdir()}
+    words = cell.start()
+    assert cell.step() == 4
+    aside = cell.path / "checkpoint-damaged" / "step-6"
+    first, second = words.splitlines()
+    assert first.startswith(f"cookbook: attempt 0 passed over step-6: {DAMAGES[kind]}")
+    assert first.endswith(f"; moved to {aside}")
+    assert second == "cookbook: attempt 0 continues after step 4"
+    assert cell.folder.attempt(0).log.read_text() == words
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == content
+    assert [path.name for path in cell.saved.iterdir()] == ["step-4"]
+
+
+def test_status_and_report_say_what_was_passed_over(cell: Started) -> None:
+    save(cell.saved, 4)
+    damage(save(cell.saved, 6), "gone")
+    cell.start()
+    runs, words = cell.path.parent.parent, f"{NAME}: attempt 0 passed over step-6: __0_0.distcp is"
+    assert words in submit("status", "mine", runs=runs).stdout
+    assert f"- {words}" in submit("report", "mine", runs=runs).stdout
+    (found,) = json.loads(submit("report", "mine", "--format", "json", runs=runs).stdout)["cells"]
+    assert found["resumptions"][0]["step"] == 4
+    assert found["resumptions"][0]["passed_over"][0]["checkpoint"] == "step-6"
+
+
+def test_what_was_saved_after_a_nan_is_passed_over(cell: Started) -> None:
+    for step in (4, 6, 8):
+        save(cell.saved, step)
+    write_attempt_end(cell.folder.attempt(0), AttemptEnd(0, Cause.NAN_LOSS, last_good_step=6))
+    words = cell.start(attempt=1)
+    assert "attempt 1 passed over step-8: was saved after step 6, the last one with a" in words
+    assert (cell.path / "checkpoint-damaged" / "step-8").is_dir()
+    assert sorted(path.name for path in cell.saved.iterdir()) == ["step-4", "step-6"]
+    # The next attempt's checkpoints are as good as any.
+    save(cell.saved, 8)
+    write_attempt_end(cell.folder.attempt(1), AttemptEnd(1, Cause.DEAD_RANK))
+    assert "attempt 2 continues after step 8" in cell.start(attempt=2)
+
+
+def test_a_second_one_of_the_same_step_takes_no_place(cell: Started) -> None:
+    save(cell.saved, 4)
+    for attempt in range(3):
+        cut(save(cell.saved, 6) / FILES[0], 10 + attempt)
+        cell.start(attempt=attempt)
+    aside = cell.path / "checkpoint-damaged"
+    sizes = {path.name: (path / FILES[0]).stat().st_size for path in aside.iterdir()}
+    assert sizes == {"step-6": 10, "step-6-2": 11, "step-6-3": 12}
+
+
+def test_where_none_is_whole_the_cell_starts_from_its_initial_weights(cell: Started) -> None:
+    cut(save(cell.saved, 4) / FILES[0])
+    damage(save(cell.saved, 6), "unfinished")
+    assert cell.start().endswith("starts at the beginning: no checkpoint is whole\n")
+    assert cell.step() is None
+    # TorchTitan reads checkpoint.initial_load_path only where this folder is not there.
+    assert not cell.saved.exists()
+    assert len(list((cell.path / "checkpoint-damaged").iterdir())) == 2
+
+
+def test_the_model_alone_is_refused_with_the_way_around(cell: Started) -> None:
+    save(cell.saved, 4)
+    last = save(cell.saved, 6, states=())
+    with pytest.raises(InputError) as refused:
+        cell.start()
+    message = str(refused.value)
+    assert "step-6: holds the model without optimizer, lr_scheduler" in message
+    assert "(checkpoint.last_save_model_only), so training cannot continue from it" in message
+    assert not cell.folder.attempts() and not cell.folder.record.exists()
+    # What it says to do does it.
+    command = message.rpartition("after step 4, move it away: ")[2]
+    _, source, target = command.split()
+    shutil.move(source, target)
+    assert not last.exists()
+    cell.start()
+    assert cell.step() == 4
+
+
+def test_the_model_alone_as_only_checkpoint_can_start_a_new_run(cell: Started) -> None:
+    last = save(cell.saved, 6, states=())
+    with pytest.raises(InputError, match=f"checkpoint.initial_load_path={last}"):
+        cell.start()
+    cell.start(f"--checkpoint.exclude_from_loading={','.join(STATES)}")
+    assert cell.step() == 6
+
+
+def test_a_seed_is_a_model_alone_and_is_loaded(cell: Started) -> None:
+    save(cell.saved, 0, states=())
+    cell.start()
+    assert cell.step() == 0
+
+
+def test_hugging_face_weights_are_no_checkpoint_to_continue_from(cell: Started) -> None:
+    path = cell.saved / "step-6"
+    path.mkdir(parents=True)
+    (path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(InputError, match="step-6: holds the model without optimizer"):
+        cell.start()
+
+
+def test_another_number_of_readers_is_refused_or_reads_anew(cell: Started) -> None:
+    save(cell.saved, 6, readers=4)
+    with pytest.raises(InputError) as refused:
+        cell.start()
+    assert "4 data-parallel ranks read the texts, and now there are 2" in str(refused.value)
+    assert "checkpoint.exclude_from_loading=dataloader" in str(refused.value)
+    cell.start("--checkpoint.exclude_from_loading=dataloader")
+    assert cell.step() == 6
+
+
+def test_a_step_that_is_asked_for_is_judged_alone(cell: Started) -> None:
+    for step in (4, 6, 8):
+        save(cell.saved, step)
+    cut(cell.saved / "step-6" / FILES[0])
+    cut(cell.saved / "step-8" / FILES[0])
+    with pytest.raises(InputError, match=r"load_step: step-6: __0_0.distcp has 999 of"):
+        cell.start("--checkpoint.load_step=6")
+    with pytest.raises(InputError, match="load_step: step-5: is not there"):
+        cell.start("--checkpoint.load_step=5")
+    cell.start("--checkpoint.load_step=4")
+    assert cell.step() == 4 and len(list(cell.saved.iterdir())) == 3
+
+
+def test_no_checkpoint_is_judged_where_none_is_loaded(cell: Started) -> None:
+    cut(save(cell.saved, 6) / FILES[0])
+    assert cell.start("--checkpoint.no_enable") == ""
+    assert [path.name for path in cell.saved.iterdir()] == ["step-6"]
+
+
+def test_the_check_of_a_line_writes_and_moves_nothing(
+    cell: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COOKBOOK_CHECK", "1")
+    save(cell.saved, 4)
+    cut(save(cell.saved, 6) / FILES[0])
+    before, start = listing(cell.path), cell.words()
+    names = [f"--recipe={start.recipe}", f"--cluster={start.cluster}", f"--script={start.script}"]
+    names += ["--precision=bf16", "--ep-backend=standard", f"--cell={NAME}"]
+    words = [str(cell.path), *names, "--", *start.arguments, "--", *start.own]
+    assert main(words) == CHECKED
+    assert f"{NAME} may run: 1 node(s) x 2 CPU ranks\n" in cell.capture.readouterr().err
+    assert listing(cell.path) == before
+    save(cell.saved, 8, states=())
+    with pytest.raises(InputError, match="step-8: holds the model without"):
+        main(words)
+
+
+def test_a_run_that_has_made_its_steps_says_so(cell: Started) -> None:
+    save(cell.saved, 20)
+    words = cell.start()
+    assert "all 20 steps were made before, so nothing is left to do; for more: --training." in words
+    assert f"for a run of its own: CELL_DIR={cell.path.parent.parent}/another/{NAME}" in words
+
+
+def test_a_script_started_again_by_hand_keeps_what_was_asked_first(cell: Started) -> None:
+    cell.start()
+    first = yaml.safe_load(cell.folder.record.read_text())
+    script = cell.folder.script.read_text()
+    assert "changes" not in first
+    cell.start("--training.steps=30", attempt=1)
+    assert cell.folder.attempt(0).script.read_text() == script != cell.folder.script.read_text()
+    cell.start("--training.steps=30", attempt=2)
+    content = yaml.safe_load(cell.folder.record.read_text())
+    assert content.pop("changes") == [{"attempt": 1, "options": {"training.steps": 30}}]
+    assert content == first and first["options"]["training.steps"] == 20
+
+
+def test_what_the_scripts_add_to_every_job_is_no_change(cell: Started) -> None:
+    """`submit.py` records a cell without the words by which a script starts the cookbook."""
+    asked = Point("debug", "bf16", "standard", "local").cell().record()
+    options = {**asked.options, "checkpoint.enable": True, "training.steps": 20}
+    replace(asked, options=Unchecked(options)).write(cell.folder.record)
+    cell.folder.attempt(0).path.mkdir()
+    cell.start(attempt=1)
+    assert read_record(cell.folder.record).changes == ()
+
+
+def test_a_record_that_nobody_can_read_stops_no_job(cell: Started) -> None:
+    cell.folder.attempt(0).path.mkdir(parents=True)
+    cell.folder.record.write_text("{")
+    cell.start(attempt=1)
+    assert yaml.safe_load(cell.folder.record.read_text())["name"] == NAME
+
+
+def test_a_second_script_waits_until_the_first_has_started(cell: Started) -> None:
+    cell.path.mkdir(parents=True)
+    started = threading.Thread(target=cell.start)
+    handle = os.open(cell.path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    started.start()
+    started.join(timeout=1)
+    assert started.is_alive() and listing(cell.path) == []
+    os.close(handle)
+    started.join(timeout=20)
+    assert cell.folder.attempt(0).path.is_dir() or cell.folder.record.exists()
+
+
+def test_a_job_that_slurm_restarts_reads_its_record_alone(
+    cell: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cookbook.run.slurm.job_infos", lambda jobs: {})
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    cell.start()
+    files = [cell.folder.record, cell.folder.job, cell.folder.script, cell.folder.status]
+    before = [file.read_bytes() for file in files]
+    assert json.loads(cell.folder.job.read_text())["job_id"] == "77"
+    # The recipe has another name by now.
+    gone = replace(cell.words("--training.stepz=1"), recipe="gone")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start_run(gone)
+    assert [file.read_bytes() for file in files] == before
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    with pytest.raises(InputError):
+        start_run(gone)
+    cell.start(attempt=1)
+    assert json.loads(cell.folder.job.read_text())["job_id"] == "78"

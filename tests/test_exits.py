@@ -1,0 +1,224 @@
+"""Why an attempt ended, and what follows: another one, the queue, or the end."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
+from cookbook.run.folder import CellFolder
+from cookbook.run.record import CellRecord
+from cookbook.run.status import CANCELLED, FAILED, QUEUED, RUNNING, Status, write_status
+from cookbook.supervise.exits import (
+    RULES,
+    Action,
+    classify_exit,
+    decide,
+    note_killed_attempt,
+    refused_end,
+    restarts_after_failure,
+    stop_reason,
+    stopped_end,
+)
+
+
+@pytest.fixture
+def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CellFolder:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    cell = CellFolder(tmp_path / "run" / "cell")
+    cell.attempt(0).path.mkdir(parents=True)
+    write_status(cell, Status(RUNNING, 0, started=1.0))
+    return cell
+
+
+def ended(cell: CellFolder, code: int) -> AttemptEnd:
+    return classify_exit(cell, cell.attempt(0), CellRecord(), 1.0, code)
+
+
+def ends(*causes: Cause, step: int = 1) -> list[AttemptEnd]:
+    """Attempts of which each came a step further than the one before."""
+    return [AttemptEnd(n, cause, last_step=step + n) for n, cause in enumerate(causes)]
+
+
+def test_every_cause_has_its_rule() -> None:
+    assert set(RULES) == set(Cause)
+
+
+FINAL = [Cause.OUT_OF_MEMORY, Cause.MISSING_FILE, Cause.MISSING_MODULE]
+FINAL += [Cause.WRONG_OPTION, Cause.BAD_NODES]
+
+
+@pytest.mark.parametrize("cause", FINAL)
+def test_a_final_cause_stops_at_once(cause: Cause) -> None:
+    decision = decide(ends(cause), most=9, lost_nodes=["worker-1"], is_time_over=True)
+    assert decision.action is Action.STOP
+    assert "then: python submit.py run --resume RUN" in decision.words
+
+
+@pytest.mark.parametrize(
+    ("causes", "most", "is_time_over", "lost", "action", "words"),
+    [
+        # A checkpoint at Slurm's request is no failure, and never counted.
+        ([Cause.SAVED] * 20, 0, False, [], Action.REQUEUE, "requeued, to go on from there"),
+        ([Cause.SAVED, Cause.DEAD_RANK], 1, False, [], Action.RESTART, "restarted (1 of 1)"),
+        ([Cause.TOO_LATE], 1, True, [], Action.REQUEUE, "its time was almost over (1 of 1)"),
+        ([Cause.HANG], 1, True, [], Action.REQUEUE, "its time was almost over (1 of 1)"),
+        ([Cause.HANG] * 2, 1, True, [], Action.STOP, "restarted 1 times"),
+        ([Cause.DEAD_RANK], 1, False, ["w-1"], Action.REQUEUE, "without w-1, which Slurm"),
+        ([Cause.LOST_NODE], 1, False, [], Action.REQUEUE, "without a node, which Slurm"),
+        ([Cause.LOST_NODE] * 2, 1, False, [], Action.STOP, "restarted 1 times"),
+        ([Cause.DISK_FULL], 1, False, [], Action.RESTART, "restarted (1 of 1)"),
+        ([Cause.DISK_FULL] * 2, 1, False, [], Action.STOP, "free some space"),
+    ],
+)
+def test_what_follows_from_a_cause(
+    causes: list[Cause],
+    most: int,
+    is_time_over: bool,
+    lost: list[str],
+    action: Action,
+    words: str,
+) -> None:
+    decision = decide(ends(*causes), most, lost, is_time_over)
+    assert decision.action is action and words in decision.words
+
+
+@pytest.mark.parametrize(("cause", "most"), [(Cause.DEAD_RANK, 2), (Cause.ERROR, 1)])
+def test_attempts_without_progress_are_bounded(cause: Cause, most: int) -> None:
+    def after(*causes: Cause) -> Action:
+        history = [AttemptEnd(0, cause, last_step=5)]
+        history += [AttemptEnd(n, one, last_step=5) for n, one in enumerate(causes, 1)]
+        return decide(history, most=9).action
+
+    assert after(*[cause] * most) is Action.RESTART
+    assert after(Cause.SAVED, *[cause] * most) is Action.RESTART
+    assert after(*[cause] * (most + 1)) is Action.STOP
+    # The step of a checkpoint is no progress of the failure after it.
+    furthest = [AttemptEnd(0, Cause.SAVED, last_step=9), AttemptEnd(1, cause, last_step=9)]
+    assert decide([*furthest, *furthest[1:] * most], most=9).action is Action.STOP
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "reason"),
+    [
+        (2, Cause.WRONG_OPTION, "exit status 2"),
+        (1, Cause.ERROR, "exit status 1"),
+        (-9, Cause.DEAD_RANK, "ended by SIGKILL"),
+        (0, Cause.FINISHED, None),
+    ],
+)
+def test_with_an_empty_log_the_exit_status_tells(
+    cell: CellFolder, code: int, cause: Cause, reason: str | None
+) -> None:
+    end = ended(cell, code)
+    assert (end.cause, end.reason, end.exit_code, end.job_id) == (cause, reason, code, "77")
+
+
+def test_an_attempt_that_saved_as_asked_has_neither_finished_nor_failed(
+    cell: CellFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell.attempt(0).stopped.write_text("77 12\n")
+    for code in (0, 1):
+        end = ended(cell, code)
+        assert end.cause is Cause.SAVED
+        assert end.reason == "asked to stop, it saved step 12 and ended"
+    for state, cause in ((QUEUED, Cause.SAVED), (CANCELLED, Cause.STOPPED)):
+        monkeypatch.setattr("cookbook.supervise.exits.stop_reason", lambda *_, s=state: (s, "x"))
+        stopped, found = stopped_end(end, "SIGTERM")
+        assert (stopped.cause, found) == (cause, state)
+
+
+class Usage:
+    """What a disk with so many free bytes says."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+@pytest.mark.parametrize(
+    ("free", "cause"), [((8 << 20) - 1, Cause.DISK_FULL), (9 << 20, Cause.DEAD_RANK)]
+)
+def test_a_disk_without_room_for_a_log_is_the_cause(
+    cell: CellFolder, monkeypatch: pytest.MonkeyPatch, free: int, cause: Cause
+) -> None:
+    monkeypatch.setattr("cookbook.supervise.exits.shutil.disk_usage", lambda path: Usage(free))
+    end = ended(cell, -9)
+    assert end.cause is cause
+    assert (end.reason or "").startswith("7 MiB are free at ") == (cause is Cause.DISK_FULL)
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("preflight: 1 node(s) too few, and so on", Cause.BAD_NODES),
+        ("model.hf_assets_path: a/tokenizer.json is not there", Cause.MISSING_FILE),
+        ("checkpoint.load_step: step-5: is no number", Cause.WRONG_OPTION),
+    ],
+)
+def test_an_attempt_that_is_refused_has_its_excluded_nodes(
+    cell: CellFolder, reason: str, cause: Cause
+) -> None:
+    found = {"nodes": [], "excluded": {"worker-4": "GPU 3: 2 uncorrectable ECC error(s)"}}
+    cell.attempt(0).preflight.write_text(json.dumps(found))
+    end = refused_end(cell.attempt(0), reason)
+    assert (end.cause, end.left_out) == (cause, ("worker-4",))
+    cell.attempt(0).preflight.write_text("{")
+    assert refused_end(cell.attempt(0), reason).left_out == ()
+
+
+def test_requeues_at_a_checkpoint_are_not_counted(
+    cell: CellFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    for number, job_id in enumerate(["77", "77", "76"]):
+        cell.attempt(number).path.mkdir(exist_ok=True)
+        cell.attempt(number).stopped.write_text(f"{job_id} 5\n")
+    assert restarts_after_failure(cell) == 1
+
+
+def test_a_step_with_a_gradient_that_is_no_number_is_no_good_one(cell: CellFolder) -> None:
+    head = "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - "
+    norms = {3: "1.5", 4: "nan", 5: "inf"}
+    lines = [f"{head}step: {step}  loss: 7.0  grad_norm: {norm}" for step, norm in norms.items()]
+    cell.attempt(0).log.write_text("\n".join(lines) + "\n")
+    end = ended(cell, 1)
+    assert (end.first_step, end.last_step, end.last_good_step) == (3, 5, 3)
+
+
+def test_only_an_attempt_without_a_word_of_its_end_was_cut_short(cell: CellFolder) -> None:
+    def causes() -> list[Cause]:
+        note_killed_attempt(cell, CellRecord())
+        return [end.cause for end in read_history(cell.attempts())]
+
+    write_attempt_end(cell.attempt(0), AttemptEnd(0, Cause.HANG, "no step for 90 s"))
+    assert causes() == [Cause.HANG]
+    # The status is of an attempt before this one, so nobody knows when this one started.
+    cell.attempt(1).path.mkdir()
+    assert causes() == [Cause.HANG]
+    write_status(cell, Status(RUNNING, 1, started=2.0))
+    assert causes() == [Cause.HANG, Cause.CUT_SHORT]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("DUE TO TIME LIMIT ", (FAILED, "Slurm: TIMEOUT")),
+        ("DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ", (FAILED, "Slurm: NODE_FAIL")),
+        ("DUE TO PREEMPTION ", (FAILED, "Slurm: PREEMPTED")),
+        ("DUE TO JOB REQUEUE ", (QUEUED, "requeued")),
+        ("", (CANCELLED, "SIGTERM")),
+    ],
+)
+def test_slurms_line_in_the_jobs_log_says_why_it_ended(
+    tmp_path: Path, words: str, expected: tuple[str, str]
+) -> None:
+    log, now = tmp_path / "job.log", time.time()
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now))
+    log.write_text(f"x\nslurmstepd: error: *** JOB 7 ON w-1 CANCELLED AT {at} {words}***\n")
+    assert stop_reason("SIGTERM", now - 60, log) == expected
+    # The line of an attempt before.
+    assert stop_reason("SIGTERM", now + 60, log) == (CANCELLED, "SIGTERM")
