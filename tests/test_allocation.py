@@ -85,7 +85,7 @@ def test_what_has_no_turn_says_why(
     for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    monkeypatch.setattr(supervisor, "stopped_as", lambda name, began: told)
+    monkeypatch.setattr(supervisor, "stop_reason", lambda name, began: told)
     cells = [CellFolder(tmp_path / "run" / name) for name in ("waits", "failed before")]
     for cell, before in zip(cells, (Status(QUEUED), Status(FAILED, 3, "x", 1, 5.0)), strict=True):
         cell.path.mkdir(parents=True)

@@ -22,18 +22,6 @@ head -c 4M /dev/zero >"${DISK}/runs/a-file-of-somebody-else"
 for i in {1..2000}; do echo "[rank0]: a line of the log, the last step is far away ${i}"; done
 exit "${TORCHRUN_STATUS:-0}"
 """
-_IN_A_JOB = """
-import sys
-from pathlib import Path
-from cookbook.supervise import supervisor
-from cookbook.run.folder import CellFolder
-from cookbook.run.status import Status, write_status
-cell = CellFolder(Path(sys.argv[1]))
-write_status(cell, Status("queued"))
-# Nobody makes room.
-supervisor._ROOM_S = 1.0
-supervisor.Supervisor([cell])()
-"""
 
 
 @pytest.fixture
@@ -47,10 +35,7 @@ def _is_root() -> None:
 
 @pytest.mark.usefixtures("_is_root")
 @pytest.mark.parametrize(("status", "state"), [(0, "finished"), (1, "failed")])
-@pytest.mark.parametrize("is_supervised", [False, True])
-def test_a_full_disk_changes_nothing_of_the_end(
-    tmp_path: Path, is_supervised: bool, status: int, state: str
-) -> None:
+def test_a_full_disk_changes_nothing_of_the_end(tmp_path: Path, status: int, state: str) -> None:
     disk, binaries = tmp_path / "disk", tmp_path / "venv" / "bin"
     disk.mkdir()
     binaries.mkdir(parents=True)
@@ -63,18 +48,13 @@ def test_a_full_disk_changes_nothing_of_the_end(
     script = tmp_path / "train.sh"
     script.write_text(render_script(Point("debug", "bf16", "standard", "local").cell()))
     cell = disk / "runs" / "r" / "a"
-    job = [str(script)]
-    command = ["bash", *job]
-    if is_supervised:
-        command = [sys.executable, "-c", _IN_A_JOB, str(cell)]
     # The mount is this process's own, and gone with it.
     shell = (
-        'mount -t tmpfs -o size=256k disk "${DISK}" && mkdir -p "${CELL_DIR}" && '
-        'cp "$1" "${CELL_DIR}/train.sh" && shift && "$@"; echo "code=$?"; '
+        'mount -t tmpfs -o size=256k disk "${DISK}" && bash "$1"; echo "code=$?"; '
         'cat "${CELL_DIR}/status.json"'
     )
     done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", shell, "bash", str(script), *command],
+        ["unshare", "--mount", "bash", "-c", shell, "bash", str(script)],
         cwd=ROOT,
         env={
             **os.environ,
@@ -94,7 +74,6 @@ def test_a_full_disk_changes_nothing_of_the_end(
     code, _, written = found.partition("\n")
     assert json.loads(written)["state"] == state, done
     assert int(code) == status, done
-    if not is_supervised:
-        assert "Traceback" not in done.stderr + words
-        # The job's own log is elsewhere, and whole.
-        assert "far away 2000" in words
+    assert "Traceback" not in done.stderr + words
+    # The job's own log is elsewhere, and whole.
+    assert "far away 2000" in words

@@ -1,17 +1,72 @@
-"""What follows from the nodes' answers before training: who differs, and who is to blame."""
+"""The nodes of a job before training: who is bad, who trains, and what becomes of the job."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cookbook.config.cluster import Bandwidth
-from cookbook.supervise import links
-from cookbook.supervise.compare import Fault, common_fault, differing, skewed
-from cookbook.supervise.links import Links, Outcome, check_links
-from cookbook.supervise.node import Reader, Report, printed
+from cookbook.base.errors import InputError
+from cookbook.base.schema import Unchecked
+from cookbook.config.cluster import Bandwidth, Container, load_cluster
+from cookbook.run import slurm
+from cookbook.run.excluded import HARDWARE_H, exclude_nodes, read_excluded
+from cookbook.run.folder import CellFolder
+from cookbook.run.record import CellRecord
+from cookbook.supervise import preflight as module
+from cookbook.supervise.network_test import NetworkVerdict
+from cookbook.supervise.node_report import Question, Reader, Report, format_report
+from cookbook.supervise.preflight import (
+    CannotStartError,
+    Fault,
+    JobNodes,
+    RequeueNeededError,
+    ask_nodes,
+    check_network,
+    common_fault,
+    decide,
+    differing,
+    exclude_known,
+    head_address,
+    preflight,
+    skewed,
+)
+from cookbook.supervise.step import StepEnd
+
+ECC = Fault("gpu memory", "GPU 3: 1 uncorrectable ECC error(s)", 24.0)
+BUSY = Fault("idle", "GPU 0: 9 GiB in use", 1.0)
+
+
+def names(count: int) -> list[str]:
+    return [f"worker-{number}" for number in range(count)]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
+    """A job of four nodes, one of them spare, in a partition of six."""
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    environment = {"SLURM_JOB_ID": "77", "SLURM_JOB_PARTITION": "main"}
+    environment["SLURM_JOB_NODELIST"] = "worker-[0-3]"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SLURM_RESTART_COUNT", "COOKBOOK_PREFLIGHT"):
+        monkeypatch.delenv(name, raising=False)
+    cell = CellFolder(tmp_path / "runs" / "r" / "cell")
+    cell.attempt(0).path.mkdir(parents=True)
+    monkeypatch.setattr(slurm, "partition_nodes", lambda name: names(6))
+    monkeypatch.setattr(slurm, "drained", lambda names: {})
+    monkeypatch.setattr(slurm, "left_out_by", lambda job_id: [])
+    monkeypatch.setattr(slurm, "nodes_in", lambda text: names(4))
+    cluster = load_cluster("soperator-b200")
+    profile = Unchecked(cluster.content)
+    record = CellRecord(cluster=cluster.name, profile=profile, nodes=3, ranks_per_node=8)
+    return JobNodes(cell, cell.attempt(0), record, cluster, names(4))
 
 
 def _report(node: str, facts: dict[str, str], clock: float = 1000.0) -> Report:
@@ -19,33 +74,21 @@ def _report(node: str, facts: dict[str, str], clock: float = 1000.0) -> Report:
 
 
 def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
-    reports = [_report(f"worker-{n}", {"torch": "2.10.0", "Python": "3.11"}) for n in range(4)]
-    reports[2] = _report("worker-2", {"torch": "2.9.1", "Python": "3.11"})
+    reports = [_report(name, {"torch": "2.10", "Python": "3.11"}) for name in names(4)]
+    reports[2] = _report("worker-2", {"torch": "2.9", "Python": "3.11"})
     found = differing(reports)
-    assert found.keys() == {"worker-2"}
-    assert found["worker-2"][0].reason == "torch is 2.9.1, elsewhere 2.10.0"
-
-
-def test_of_two_that_differ_the_node_of_the_script_is_right() -> None:
+    assert {node: one.reason for node, one in found.items()} == {
+        "worker-2": "torch is 2.9, elsewhere 2.10"
+    }
+    # Of two that differ the node of the script is right.
     first, second = _report("worker-9", {"torch": "2.10"}), _report("worker-1", {"torch": "2.9"})
     assert differing([first, second]).keys() == {"worker-1"}
     assert differing([second, first]).keys() == {"worker-9"}
-
-
-def test_many_differences_fit_into_a_line() -> None:
-    reports = [_report(f"worker-{n}", {f"p{k}": "1" for k in range(9)}) for n in range(3)]
+    # Many differences fit into a line; a fact that a node does not know is none.
+    reports = [_report(name, {f"p{k}": "1" for k in range(9)}) for name in names(3)]
     reports[1] = _report("worker-1", {f"p{k}": "2" for k in range(9)})
-    (fault,) = differing(reports)["worker-1"]
-    assert fault.reason.endswith("p2 is 2, elsewhere 1; and 6 more")
-
-
-def test_a_fact_that_a_node_does_not_know_is_no_difference() -> None:
-    reports = [
-        _report("worker-0", {"driver": "580"}),
-        _report("worker-1", {}),
-        _report("worker-2", {}),
-    ]
-    assert differing(reports) == {}
+    assert differing(reports)["worker-1"].reason.endswith("p2 is 2, elsewhere 1; and 6 more")
+    assert differing([_report("worker-0", {"driver": "580"}), _report("worker-1", {})]) == {}
 
 
 def test_a_clock_is_compared_when_the_answer_comes() -> None:
@@ -54,22 +97,20 @@ def test_a_clock_is_compared_when_the_answer_comes() -> None:
     received = {f"worker-{n}": 1000.2 + 10 * n for n in range(3)}
     assert skewed(reports, received) == {}
     received["worker-1"] += 60
-    assert skewed(reports, received)["worker-1"][0].reason == "its clock is 60 s behind"
+    assert skewed(reports, received)["worker-1"].reason == "its clock is 60 s behind"
     received["worker-1"] -= 120
-    assert skewed(reports, received)["worker-1"][0].reason == "its clock is 60 s ahead"
+    assert skewed(reports, received)["worker-1"].reason == "its clock is 60 s ahead"
 
 
 def test_three_of_ten_are_to_blame_and_six_of_ten_are_not() -> None:
-    nodes = [f"worker-{n}" for n in range(10)]
-    ecc = [Fault("gpu memory", "GPU 3: 1 uncorrectable ECC error(s)", 24)]
-    assert common_fault(dict.fromkeys(nodes[:3], ecc), nodes) is None
-    assert common_fault(dict.fromkeys(nodes[:5], ecc), nodes) is None
-    said = common_fault(dict.fromkeys(nodes[:6], ecc), nodes)
+    nodes = names(10)
+    assert common_fault({node: [ECC] for node in nodes[:5]}, nodes) is None
+    said = common_fault({node: [ECC] for node in nodes[:6]}, nodes)
     assert said is not None and said.startswith("gpu memory: 6 of 10 nodes, worker-0: GPU 3")
     # Each has a fault of its own; a node alone may well be bad.
     mixed = {node: [Fault(f"check {n}", "bad", 24)] for n, node in enumerate(nodes)}
     assert common_fault(mixed, nodes) is None
-    assert common_fault({"worker-0": ecc}, ["worker-0"]) is None
+    assert common_fault({"worker-0": [ECC]}, ["worker-0"]) is None
 
 
 def test_reports_of_many_nodes_come_through_mixed_lines() -> None:
@@ -77,7 +118,7 @@ def test_reports_of_many_nodes_come_through_mixed_lines() -> None:
         Report(f"worker-{n}", float(n), {"gpus": (f"é{n}" * 500, 24)}, {"torch": "2"})
         for n in range(5)
     ]
-    lines = [line + "\n" for report in reports for line in printed(report)]
+    lines = [line + "\n" for report in reports for line in format_report(report)]
     assert all(len(line.encode()) < 1024 for line in lines) and len(lines) > 10
     random.Random(1).shuffle(lines)
     reader, found = Reader(), {}
@@ -87,59 +128,235 @@ def test_reports_of_many_nodes_come_through_mixed_lines() -> None:
     assert [found[report.node] for report in reports] == reports
 
 
-def test_the_groups_are_those_of_torchtitan() -> None:
-    floor = Bandwidth(1, 1)
-    assert Links(8, "cuda", floor, 4).groups(8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    # With experts split over TP, the ranks of a group are that far apart.
-    assert Links(8, "cuda", floor, 2, 2).groups(8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert Links(8, "cuda", floor).groups(8) == []
-    assert len(Links(8, "cuda", floor, 32).groups(256)) == 8
-    # Of a pair of nodes only, all ranks.
-    assert Links(8, "cuda", floor, 32).groups(16) == [list(range(16))]
+def _answers(reports: Sequence[Report], asked: list[Any]) -> Callable[..., StepEnd]:
+    def run(
+        nodes: Sequence[str], module: str, question: str, limit_s: float, on_line: Any, *_: Any
+    ) -> StepEnd:
+        asked.append((list(nodes), json.loads(question)))
+        for report in reports:
+            for line in format_report(report):
+                on_line(line + "\n", 1000.0)
+        return StepEnd(1.0, False, {}, "srun: error: worker-2: task 2: Killed\n")
+
+    return run
 
 
-def _network(monkeypatch: pytest.MonkeyPatch, bad: Sequence[str], is_slow: bool) -> None:
-    """A network in which a test fails where a bad node takes part."""
-
-    def run(teams: list[list[str]], links: Links) -> Outcome:
-        nodes = [node for team in teams for node in team]
-        assert len(set(nodes)) == len(nodes), "a node is in two teams"
-        failed = {n: f"of {team}" for n, team in enumerate(teams) if set(team) & set(bad)}
-        return Outcome({"all_reduce": 1.0}, failed, set(failed) if is_slow else set())
-
-    monkeypatch.setattr(links, "_test", run)
-
-
-LINKS = Links(8, "cuda", Bandwidth(1, 1), 8)
-
-
-@pytest.mark.parametrize("count", [3, 4, 5, 9, 32])
-@pytest.mark.parametrize("is_slow", [True, False])
-def test_the_bad_nodes_are_found_by_pairs(
-    monkeypatch: pytest.MonkeyPatch, count: int, is_slow: bool
+@pytest.mark.parametrize(("degree", "expected"), [(8, False), (16, True)])
+def test_nodes_are_asked_for_what_their_job_needs(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch, degree: int, expected: bool
 ) -> None:
-    nodes = [f"worker-{n}" for n in range(count)]
-    choice = random.Random(count)
-    for size in {1, max(1, count // 4)}:
-        bad = choice.sample(nodes, size)
-        _network(monkeypatch, bad, is_slow)
-        verdict = check_links(nodes, LINKS)
-        assert sorted(verdict.bad) == sorted(bad)
-        assert not verdict.error and not verdict.warning
+    options = {
+        "parallelism.expert_parallel_comm_backend": "deepep",
+        "parallelism.expert_parallel_degree": degree,
+        "model.hf_assets_path": "assets/hf/A",
+    }
+    job.record = replace(job.record, options=Unchecked(options))
+    asked: list[Any] = []
+    reports = [Report(name, 1000.0, {}, {}) for name in job.nodes]
+    problems = {one.check: (one.reason, one.hours) for one in (BUSY, ECC)}
+    reports[0] = replace(reports[0], problems=problems)
+    del reports[2]
+    monkeypatch.setattr(module, "run_step", _answers(reports, asked))
+    ask_nodes(job)
+    nodes, question = asked[0]
+    assert nodes == job.nodes
+    assert Question(**question) == Question(
+        "soperator-b200",
+        dict(job.record.profile),
+        str(job.cell.path),
+        expected,
+        {"tokenizer": "assets/hf/A"},
+    )
+    assert job.faults["worker-0"] == [BUSY, ECC]
+    (silent,) = job.faults["worker-2"]
+    assert silent.check == "answer" and "worker-2: task 2: Killed" in silent.reason
+    assert job.healthy == ["worker-1", "worker-3"]
+    # A node is excluded for the longest of its faults.
+    listed = {one.node: one for one in read_excluded()}
+    assert listed.keys() == {"worker-0", "worker-2"}
+    hours = (listed["worker-0"].until - listed["worker-2"].until) / 3600
+    assert hours == pytest.approx(23, abs=0.1)
+    assert listed["worker-0"].reason == f"{BUSY.reason}; {ECC.reason}"
 
 
-def test_what_no_node_is_to_blame_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [f"worker-{n}" for n in range(4)]
-    _network(monkeypatch, [], is_slow=False)
-    assert check_links(nodes, LINKS).slowest == {"all_reduce": 1.0}
-    _network(monkeypatch, nodes, is_slow=True)
-    verdict = check_links(nodes, LINKS)
-    assert not verdict.bad and "so it is with all pairs" in verdict.error
+def test_a_fault_of_most_nodes_is_none_of_theirs(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {"disk": ("/scratch is not there", 1.0)}
+    reports = [Report(name, 1000.0, wrong, {}) for name in job.nodes]
+    monkeypatch.setattr(module, "run_step", _answers(reports, []))
+    with pytest.raises(CannotStartError, match=r"disk: 4 of 4 nodes.* none is excluded"):
+        ask_nodes(job)
+    assert job.faults == {} and read_excluded() == []
 
-    def only_together(teams: list[list[str]], links: Links) -> Outcome:
-        return Outcome({}, {0: "slow"}, {0}) if len(teams[0]) == 4 else Outcome()
 
-    monkeypatch.setattr(links, "_test", only_together)
-    verdict = check_links(nodes, LINKS)
-    assert "each pair of nodes is well by itself" in verdict.warning
-    assert not verdict.bad and not verdict.error
+def test_a_node_on_the_list_or_drained_by_slurm_is_excluded(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exclude_nodes({"worker-1": "GPU 3: ECC", "worker-5": "of another job"}, hours=5)
+    monkeypatch.setattr(slurm, "drained", lambda names: {"worker-2": "Slurm: DRAIN: fan"})
+    exclude_known(job)
+    assert job.healthy == ["worker-0", "worker-3"]
+    # Slurm and the list know them already: neither is noted anew.
+    assert {fault.hours for faults in job.faults.values() for fault in faults} == {0.0}
+    (job.cell.path.parent.parent / "excluded.yaml").write_text("worker-1: [\n")
+    job.faults = {}
+    exclude_known(job)
+    assert job.healthy == ["worker-0", "worker-1", "worker-3"]
+    assert "the exclusion list is ignored" in job.attempt.log.read_text()
+
+
+def requeued(job: JobNodes) -> tuple[list[str], float | None]:
+    with pytest.raises(RequeueNeededError) as needed:
+        decide(job)
+    return needed.value.nodes, needed.value.begin
+
+
+def test_a_job_is_requeued_without_its_bad_nodes_within_its_restarts(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    job.faults = {"worker-1": [ECC]}
+    # The spare one takes its place.
+    decide(job)
+    job.faults["worker-2"] = [ECC]
+    assert requeued(job) == (["worker-1", "worker-2"], None)
+    found = json.loads(job.attempt.preflight.read_text())
+    assert (found["nodes"], found["for_slurm"]) == ([], ["worker-1", "worker-2"])
+    assert found["excluded"].keys() == {"worker-1", "worker-2"}
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    with pytest.raises(CannotStartError, match=r"started again 3 times already .*ECC error"):
+        decide(job)
+
+
+def test_what_the_user_excludes_stays_so_and_what_the_list_brought_does_not(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "left_out_by", lambda job_id: ["worker-4", "worker-5"])
+    # The list named worker-5 when this job was told; its entry is gone by now.
+    job.attempt.preflight.write_text(json.dumps({"for_slurm": ["worker-5"]}))
+    job.faults = {"worker-1": [BUSY]}
+    job.record = replace(job.record, nodes=4)
+    assert requeued(job) == (["worker-4", "worker-1"], None)
+
+
+def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(job: JobNodes) -> None:
+    exclude_nodes({"worker-1": ECC.reason, "worker-2": ECC.reason}, hours=24)
+    exclude_nodes({"worker-4": "moved"}, hours=5)
+    exclude_nodes({"worker-5": "moved"}, hours=3)
+    job.faults = {"worker-1": [ECC], "worker-2": [ECC]}
+    listed = {one.node: one.until for one in read_excluded()}
+    # Four of six must be there: two of the four come back first.
+    assert requeued(job) == (["worker-1", "worker-2"], listed["worker-4"])
+    job.record = replace(job.record, too_few_nodes="stop")
+    with pytest.raises(CannotStartError, match=r"2 missing \(too_few_nodes: stop\)"):
+        decide(job)
+
+
+def verdicts(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch, *found: NetworkVerdict
+) -> list[list[str]]:
+    """Have the test of the network return these in turn; the nodes that it was asked for."""
+    job.cluster = replace(job.cluster, bandwidth=Bandwidth(100.0, 20.0), container=None)
+    asked: list[list[str]] = []
+
+    def test(nodes: list[str], groups: object) -> NetworkVerdict:
+        asked.append(list(nodes))
+        return found[len(asked) - 1]
+
+    monkeypatch.setattr(module, "test_bandwidth", test)
+    return asked
+
+
+def test_a_node_with_a_bad_link_is_replaced_by_a_spare_one(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = NetworkVerdict({"all_reduce": 9.0}, {"worker-1": "slow"})
+    asked = verdicts(job, monkeypatch, slow, NetworkVerdict({"all_reduce": 180.0}))
+    assert [check_network(job), check_network(job)] == [False, True]
+    # Of four nodes three train: the spare one is tested when it takes a place.
+    assert asked == [["worker-0", "worker-1", "worker-2"], ["worker-0", "worker-2", "worker-3"]]
+    assert job.faults == {"worker-1": [Fault("network test", "slow", HARDWARE_H)]}
+    assert [one.node for one in read_excluded()] == ["worker-1"]
+    assert job.speeds == {"all_reduce": 180.0}
+
+
+def test_a_network_fault_of_no_single_node_stops_or_is_logged(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts(job, monkeypatch, NetworkVerdict({}, error="the ranks cannot communicate"))
+    with pytest.raises(CannotStartError, match="communicate; no fault of single nodes"):
+        check_network(job)
+    verdicts(job, monkeypatch, NetworkVerdict({"all_reduce": 9.0}, warning="slow as a whole"))
+    assert check_network(job) and job.faults == {}
+    assert "slow as a whole; training starts all the same" in job.attempt.log.read_text()
+
+
+@pytest.mark.parametrize("without", ["floor", "container", "ranks"])
+def test_the_network_is_tested_where_that_can_be(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    asked = verdicts(job, monkeypatch, NetworkVerdict({}))
+    if without == "floor":
+        job.cluster = replace(job.cluster, bandwidth=None)
+    elif without == "container":
+        job.cluster = replace(job.cluster, container=Container("image"))
+    else:
+        job.record = replace(job.record, nodes=1, ranks_per_node=1)
+    assert check_network(job) and asked == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"), [([], names(3)), (["worker-1"], ["worker-0", "worker-2", "worker-3"])]
+)
+def test_the_answer_is_the_nodes_that_train(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch, bad: list[str], expected: list[str]
+) -> None:
+    monkeypatch.setattr(module, "check_network", lambda job: True)
+    monkeypatch.setattr(
+        module, "ask_nodes", lambda job: job.faults.update({node: [ECC] for node in bad})
+    )
+    assert preflight(job.cell, job.attempt, job.record) == expected
+    found = json.loads(job.attempt.preflight.read_text())
+    assert (found["nodes"], list(found["excluded"])) == (expected, bad)
+
+
+def test_switched_off_it_takes_the_first_nodes_unseen(
+    job: JobNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ask_nodes", lambda job: pytest.fail("it was asked"))
+    monkeypatch.setenv("COOKBOOK_PREFLIGHT", "off")
+    assert preflight(job.cell, job.attempt, job.record) == names(3)
+    monkeypatch.setenv("COOKBOOK_PREFLIGHT", "of")
+    with pytest.raises(InputError, match="found 'of', allowed: full, nodes, off"):
+        preflight(job.cell, job.attempt, job.record)
+
+
+@pytest.mark.parametrize(
+    ("resolved", "address"),
+    [
+        # Every node would take that for itself; Slurm's address is none.
+        ("127.0.1.1", "worker-0-ib"),
+        ("10.9.8.7", "10.9.8.7"),
+    ],
+)
+def test_the_head_node_has_one_address_for_all_that_may_come_late(
+    monkeypatch: pytest.MonkeyPatch, resolved: str, address: str
+) -> None:
+    monkeypatch.setattr(slurm, "node_addresses", lambda nodes: {nodes[0]: f"{nodes[0]}-ib"})
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    asked: list[str] = []
+
+    def getaddrinfo(name: str, *_: object) -> list[Any]:
+        asked.append(name)
+        if len(asked) < 3:
+            raise socket.gaierror
+        return [(0, 0, 0, "", (resolved, 0)), (0, 0, 0, "", ("10.1.1.1", 0))]
+
+    monkeypatch.setattr(module.socket, "getaddrinfo", getaddrinfo)
+    assert head_address("worker-0") == address
+    assert asked == ["worker-0-ib"] * 3
+    monkeypatch.setattr(module, "_RESOLVE_S", -1.0)
+    asked.clear()
+    with pytest.raises(CannotStartError, match="cannot resolve the head node worker-0: neither"):
+        head_address("worker-0")

@@ -49,7 +49,7 @@ def test_thirty_two_nodes_that_are_well_train_after_one_line(
     assert slurm.wait(job) == "COMPLETED", jobs.log(job)
     assert len({node for _, node in jobs.trained_on()}) == 32
     (line,) = [line for line in jobs.log(job).splitlines() if "preflight" in line]
-    assert line.startswith("cookbook: preflight: 32 node(s) are well (")
+    assert line.startswith("cookbook: preflight: 32 healthy node(s) (")
     # The same line is in the attempt's own log, and nobody is on the list.
     (log,) = tmp_path.glob("runs/*/*/attempt-0/train.log")
     assert line in log.read_text()
@@ -73,7 +73,7 @@ def test_three_bad_nodes_of_ten_are_left_out_of_the_next_attempt(jobs: Jobs) -> 
     assert "7 x NVIDIA B200" in found["worker-4"] and "has 8 x B200" in found["worker-4"]
     assert found["worker-9"] == "GPU 3: 2 uncorrectable ECC error(s)"
     for node, reason in found.items():
-        assert f"cookbook: preflight: {node}: {reason}; left out for 24 h" in jobs.log(job)
+        assert f"cookbook: preflight: {node}: {reason}; excluded for 24 h" in jobs.log(job)
     assert jobs.status()["state"] == "finished" and jobs.status()["restarts"] == 1
 
 
@@ -91,7 +91,7 @@ def test_a_node_on_the_list_is_left_out_without_a_look(jobs: Jobs) -> None:
     (jobs.folder / "runs/excluded.yaml").write_text("worker-0: [\n")
     job = jobs.submit("--nodes=1")
     assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
-    assert "the list of nodes to leave out is not used: " in jobs.log(job)
+    assert "the exclusion list is ignored: " in jobs.log(job)
 
 
 def test_a_spare_node_takes_the_place_of_a_bad_one_in_the_same_attempt(jobs: Jobs) -> None:
@@ -113,7 +113,7 @@ def test_a_spare_node_takes_the_place_of_a_bad_one_in_the_same_attempt(jobs: Job
     address = jobs.cluster.run("scontrol", "show", "node", "worker-1", "--oneliner").stdout
     host = jobs.records()[0].option("--rdzv-endpoint").partition(":")[0]
     assert f"NodeAddr={host} " in address
-    assert "3 node(s) are well, 1 spare" in jobs.log(job)
+    assert "3 healthy node(s), 1 spare" in jobs.log(job)
     assert jobs.left_out().keys() == {"worker-0"}
 
 
@@ -128,7 +128,7 @@ def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) 
     if policy == "stop":
         assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
         reason = jobs.status()["reason"]
-        assert "too few nodes are left, 1 missing (too_few_nodes: stop)" in reason
+        assert "not enough healthy nodes, 1 missing (too_few_nodes: stop)" in reason
         assert "worker-5: GPU 3: 2 uncorrectable ECC error(s)" in reason
         assert reason in jobs.log(job) and "Traceback" not in jobs.log(job)
     else:
@@ -175,14 +175,14 @@ def test_what_most_nodes_have_is_no_fault_of_a_node(jobs: Jobs) -> None:
     assert jobs.left_out() == {} and jobs.trained_on() == []
     reason = jobs.status()["reason"]
     assert "gpus: 3 of 4 nodes, worker-0: 7 x NVIDIA B200" in reason
-    assert "no fault of single nodes, none is left out" in reason
+    assert "no fault of single nodes, none is excluded" in reason
 
 
 def test_a_node_that_does_not_answer_is_a_failed_node(jobs: Jobs) -> None:
     pid = jobs.cluster.pid("worker-2")
     (slurmd,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     # The task on worker-1 never ends.
-    jobs.gpus.before_python("worker-1", 'case "$*" in *job.node*) sleep 1000 ;; esac')
+    jobs.gpus.before_python("worker-1", 'case "$*" in *node_report*) sleep 1000 ;; esac')
     job = jobs.submit("--nodes=5", "--exclude=worker-0")
     jobs.cluster.wait(job, {"RUNNING"})
     os.kill(slurmd, signal.SIGSTOP)
@@ -227,13 +227,13 @@ def test_a_node_with_other_packages_another_time_or_no_shared_folder(jobs: Jobs)
     assert found["worker-1"].startswith("torch is 9.9.9, elsewhere ")
     assert found["worker-3"] == "its clock is 90 s behind"
     assert "cannot write to " in found["worker-5"]
-    assert "left out for 1 h" in jobs.log(job)
+    assert "excluded for 1 h" in jobs.log(job)
 
 
 def test_a_node_that_slurm_drains_meanwhile_is_left_out(jobs: Jobs) -> None:
     # As Soperator's health check does while a job starts.
     drain = "scontrol update NodeName=worker-1 State=DRAIN Reason='[node_problem] hc_xid 79'"
-    jobs.gpus.before_python("worker-0", f'case "$*" in *job\\ begin*) {drain} ;; esac')
+    jobs.gpus.before_python("worker-0", f'case "$*" in *cookbook.supervise\\ *) {drain} ;; esac')
     job = jobs.submit("--nodes=2")
     try:
         assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
@@ -271,7 +271,7 @@ def test_each_attempt_of_a_job_begins_with_a_look(jobs: Jobs) -> None:
     # What failed the first attempt may be seen before the second.
     job = jobs.submit("--nodes=2", TORCHRUN_FAILS_ON="worker-0", TORCHRUN_SECONDS="1")
     assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
-    assert jobs.log(job).count("cookbook: preflight: 2 node(s) are well (") == 2
+    assert jobs.log(job).count("cookbook: preflight: 2 healthy node(s) (") == 2
     for attempt in (0, 1):
         (found,) = jobs.folder.glob(f"runs/*/*/attempt-{attempt}/preflight.json")
         assert json.loads(found.read_text())["nodes"] == ["worker-0", "worker-1"]

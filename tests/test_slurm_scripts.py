@@ -87,7 +87,7 @@ def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
     assert first.option("--nnodes") == "32"
     assert first.option("--nproc-per-node") == "8"
     assert first.option("--rdzv-backend") == "c10d"
-    assert first.option("--rdzv-id") == f"{job}_0_{FIRST_CELL[script]}"
+    assert first.option("--rdzv-id") == f"{job}_attempt-0_{FIRST_CELL[script]}"
     host, _, port = first.option("--rdzv-endpoint").rpartition(":")
     assert host and 1024 < int(port) < 32768
     options = first.argv[first.argv.index("torchtitan.train") + 1 :]
@@ -191,10 +191,10 @@ def test_a_requeued_job_is_a_new_attempt_with_a_new_rendezvous_id(
     _until_started(slurm, environment, 4)
     records = _records(environment)
     assert [(record.attempt, record.option("--rdzv-id")) for record in records] == [
-        (0, f"{job}_0_16b-bf16-standard"),
-        (0, f"{job}_0_16b-bf16-standard"),
-        (1, f"{job}_1_16b-bf16-standard"),
-        (1, f"{job}_1_16b-bf16-standard"),
+        (0, f"{job}_attempt-0_16b-bf16-standard"),
+        (0, f"{job}_attempt-0_16b-bf16-standard"),
+        (1, f"{job}_attempt-1_16b-bf16-standard"),
+        (1, f"{job}_attempt-1_16b-bf16-standard"),
     ]
     # The checkpoints' folder stays, the attempt's is new.
     words = [[word for word in record.argv if "dump_folder" in word] for record in records]

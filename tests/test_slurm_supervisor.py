@@ -37,10 +37,9 @@ exclusive: false
 partition: main
 time: "00:10:00"
 """
-# Makes its attempt's folder and steps; $1 is what happens after them in the first attempt.
+# Makes steps; $FAULT is what happens after them in the first attempt.
 SCRIPT = """
-for ((K = 0; ; K++)); do [[ -d "${CELL_DIR}/attempt-${K}" ]] || break; done
-A="${CELL_DIR}/attempt-${K}"; mkdir "${A}"; exec >>"${A}/train.log" 2>&1
+A="${COOKBOOK_ATTEMPT_DIR}"; K="${A##*-}"; exec >>"${A}/train.log" 2>&1
 step() { echo "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: $1  loss: 7  x: 1"; }
 for i in 1 2 3 4 5; do step "${i}"; sleep 0.5; done
 ((K)) && exit 0
@@ -170,15 +169,17 @@ def test_a_local_run_in_somebodys_job_does_not_touch_that(
 ) -> None:
     body = tmp_path / "run" / "cell" / "train.sh"
     body.parent.mkdir(parents=True)
-    body.write_text("mkdir -p $CELL_DIR/attempt-0; kill -9 $$\n")
+    body.write_text("kill -9 $$\n")
     script = tmp_path / "interactive.sh"
     script.write_text(
         f"#!/bin/bash\ncd {Path(__file__).parent.parent}\n{sys.executable} -c '\n"
         "from pathlib import Path\n"
         "from cookbook.supervise.supervisor import Supervisor\n"
         "from cookbook.run.folder import CellFolder\n"
+        "from cookbook.run.record import CellRecord\n"
         "from cookbook.run.status import Status, write_status\n"
         f'cell = CellFolder(Path("{body.parent}"))\n'
+        "CellRecord(max_restarts=0).write(cell.record)\n"
         'write_status(cell, Status("queued"))\n'
         "Supervisor([cell])()\n'\nsleep 300\n"
     )

@@ -1,9 +1,9 @@
-"""The steps that the look at a job's nodes starts, and a Slurm that answers late."""
+"""The short steps of a preflight, and a Slurm that answers late."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +12,13 @@ import pytest
 from cookbook.base.errors import JobError
 from cookbook.run import slurm
 from cookbook.run.slurm import NoAnswerError
-from cookbook.supervise import patience
-from cookbook.supervise.nodes import JobNodes
-from cookbook.supervise.preflight import leave_out_known
-from cookbook.supervise.step import run_step
-from tests.test_preflight_nodes import job
+from cookbook.supervise import step
+from cookbook.supervise.step import StepEnd, retry_while_busy, run_step
 
-__all__ = ["job"]
+
+def run(on_line: Callable[[str, float], None], limit_s: float = 20.0, *, nodes: int = 1) -> StepEnd:
+    names = [f"worker-{number}" for number in range(nodes)]
+    return run_step(names, "a.module", "a  question", limit_s, on_line)
 
 
 @pytest.fixture
@@ -43,21 +43,30 @@ def test_a_step_has_a_task_on_each_node_and_its_lines_are_read(
     bad = "srun: error: Task launch for StepId=7.1 failed on node worker-1: Connection refused"
     words = srun(f"echo one; echo two; echo '{bad}' >&2; exit 1")
     lines: list[str] = []
-    end = run_step(["worker-0", "worker-1"], ["true"], 20.0, lambda line, at: lines.append(line))
+    end = run(lambda line, at: lines.append(line), nodes=2)
     assert lines == ["one\n", "two\n"]
     assert (end.is_late, end.not_launched) == (False, {"worker-1": "Connection refused"})
     said = words.read_text().splitlines()
     expected = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=worker-0,worker-1"]
     # One bad node must neither end the others nor keep them from the next step.
     expected += ["--cpus-per-task=96", "--overlap", "--kill-on-bad-exit=0", "--wait=0"]
-    assert set(expected) <= set(said) and said[-1] == "true"
+    # Also under `sbatch --export=NONE`.
+    expected.append("--export=ALL")
+    assert set(expected) <= set(said) and said[-3:] == ["-m", "a.module", "a  question"]
 
 
-def test_what_the_tasks_print_is_told_from_their_beginning(srun: Callable[[str], Path]) -> None:
+def test_the_tasks_start_is_no_line_of_theirs(
+    srun: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$3"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("VENV", str(tmp_path / "venv"))
     srun('while [[ "$1" == --* ]]; do shift; done; exec "$@"')
     lines: list[str] = []
-    end = run_step(["worker-0"], ["echo", "a  b"], 20.0, lambda line, at: lines.append(line))
-    assert lines == ["a  b\n"] and not end.is_late
+    end = run(lambda line, at: lines.append(line))
+    assert lines == ["a  question\n"] and not end.is_late
 
 
 DOWN = "Unable to contact slurm controller (connect failure)"
@@ -69,6 +78,8 @@ DOWN = "Unable to contact slurm controller (connect failure)"
         f"Unable to confirm allocation for job 7: {DOWN}",
         "Unable to create step for job 7: Socket timed out on send/recv operation",
         "Unable to create step for job 7: Zero Bytes were transmitted or received",
+        "Unable to create step for job 7: Protocol authentication error",
+        'Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
     ],
 )
 def test_a_controller_that_is_busy_is_asked_again(
@@ -78,34 +89,35 @@ def test_a_controller_that_is_busy_is_asked_again(
     tmp_path: Path,
     error: str,
 ) -> None:
-    monkeypatch.setattr(patience, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(step, "_PAUSE_S", 0.01)
     asked = tmp_path / "asked"
-    fails = f"echo 'srun: error: {error}' >&2; echo 'srun: Check SLURM_JOB_ID.' >&2; exit 1"
+    line = shlex.quote(f"srun: error: {error}")
+    fails = f"echo {line} >&2; echo 'srun: Check SLURM_JOB_ID.' >&2; exit 1"
     srun(f"echo x >>{asked}; (($(wc -l <{asked}) > 3)) || {{ {fails}; }}; echo one")
     lines: list[str] = []
-    run_step(["worker-0"], ["true"], 20.0, lambda line, at: lines.append(line))
+    run(lambda line, at: lines.append(line))
     assert lines == ["one\n"]
     said = "cookbook: preflight: waits for Slurm: Slurm starts no step on the job's nodes: "
     assert capsys.readouterr().err == f"{said}srun: error: {error}\n"
     # Not for ever.
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(step, "_BUSY_S", 0.2)
     srun(fails)
     with pytest.raises(NoAnswerError, match="Slurm starts no step"):
-        run_step(["worker-0"], ["true"], 20.0, lambda line, at: None)
+        run(lambda line, at: None)
 
 
 def test_a_step_that_slurm_refuses_is_asked_for_once(
     srun: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(step, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(step, "_BUSY_S", 0.5)
     asked = tmp_path / "asked"
     refuses = (
         "srun: error: Unable to create step for job 7: More processors requested than permitted"
     )
     srun(f"echo x >>{asked}; echo '{refuses}' >&2; exit 1")
     with pytest.raises(JobError, match="than permitted"):
-        run_step(["worker-0"], ["true"], 20.0, lambda line, at: None)
+        run(lambda line, at: None)
     assert asked.read_text() == "x\n"
 
 
@@ -114,29 +126,25 @@ def test_the_time_of_a_step_begins_with_its_first_task(
 ) -> None:
     # Slurm takes a second to start it, and more than that is the nodes' time.
     srun("sleep 1; echo one; sleep 0.2")
-    end = run_step(["worker-0"], ["true"], 0.7, lambda line, at: None)
+    end = run(lambda line, at: None, 0.7)
     assert not end.is_late and end.seconds < 0.7
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(step, "_BUSY_S", 0.3)
     srun("echo 'srun: Job 7 step creation retrying (Requested nodes are busy)' >&2; exec sleep 30")
     with pytest.raises(JobError, match=r"none in 0 s \(srun: Job 7 .* are busy\)"):
-        run_step(["worker-0"], ["true"], 20.0, lambda line, at: None)
+        run(lambda line, at: None)
 
 
-def test_a_controller_that_is_away_is_asked_again_for_what_it_has_drained(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patience, "_PAUSE_S", 0.01)
-    asked: list[str] = []
+def test_an_answer_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "_PAUSE_S", 0.01)
+    asked: list[float] = []
 
-    def drained(names: list[str]) -> dict[str, str]:
-        asked.extend(names[:1])
+    def ask(left: float) -> str:
+        asked.append(left)
         if len(asked) < 3:
             raise NoAnswerError(DOWN)
-        return {"worker-2": "Slurm: DRAIN: fan"}
+        return "drained"
 
-    monkeypatch.setattr(slurm, "drained", drained)
-    leave_out_known(job)
-    assert len(asked) == 3 and job.well == ["worker-0", "worker-1", "worker-3"]
+    assert retry_while_busy(ask) == "drained" and len(asked) == 3
 
 
 @pytest.mark.parametrize("is_away", [True, False])
@@ -155,10 +163,10 @@ def test_what_slurm_does_not_say_is_not_that_nothing_is_drained(
 
 def test_a_step_that_takes_too_long_is_ended(srun: Callable[[str], Path]) -> None:
     srun("echo one; exec sleep 30")
-    end = run_step(["worker-0"], [sys.executable], 0.3, lambda line, at: None)
+    end = run(lambda line, at: None, 0.3)
     assert end.is_late and end.not_launched == {}
     seen: list[str] = []
     end = run_step(
-        ["worker-0"], ["true"], 25.0, lambda line, at: seen.append(line), lambda: bool(seen)
+        ["worker-0"], "a", "b", 25.0, lambda line, at: seen.append(line), lambda: bool(seen)
     )
     assert not end.is_late and seen == ["one\n"]
