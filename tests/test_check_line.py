@@ -139,7 +139,7 @@ def test_a_script_that_is_not_the_cookbooks_is_never_run(
 
 def test_what_is_lost_of_a_scripts_own_check_is_not_run(checkout: Path, tmp_path: Path) -> None:
     text = (checkout / "train_671b.sh").read_text()
-    head = text[: text.index('ANSWER="$(')]
+    head = text[: text.index('exec "${VENV}')]
     (tmp_path / "cut.sh").write_text(f"{head}touch '{tmp_path}/ran'\n")
     done = _check_line(checkout, "sbatch", "cut.sh", cwd=tmp_path)
     assert done.returncode == 2 and "is no script of the cookbook" in done.stderr

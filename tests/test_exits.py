@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import CANCELLED, FAILED, QUEUED, RUNNING, Status, write_status
+from cookbook.run.status import CANCELLED, QUEUED, RUNNING, Status, write_status
 from cookbook.supervise.exits import (
     RULES,
     Action,
@@ -20,7 +19,6 @@ from cookbook.supervise.exits import (
     note_killed_attempt,
     refused_end,
     restarts_after_failure,
-    stop_reason,
     stopped_end,
 )
 
@@ -201,24 +199,3 @@ def test_only_an_attempt_without_a_word_of_its_end_was_cut_short(cell: CellFolde
     assert causes() == [Cause.HANG]
     write_status(cell, Status(RUNNING, 1, started=2.0))
     assert causes() == [Cause.HANG, Cause.CUT_SHORT]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("DUE TO TIME LIMIT ", (FAILED, "Slurm: TIMEOUT")),
-        ("DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ", (FAILED, "Slurm: NODE_FAIL")),
-        ("DUE TO PREEMPTION ", (FAILED, "Slurm: PREEMPTED")),
-        ("DUE TO JOB REQUEUE ", (QUEUED, "requeued")),
-        ("", (CANCELLED, "SIGTERM")),
-    ],
-)
-def test_slurms_line_in_the_jobs_log_says_why_it_ended(
-    tmp_path: Path, words: str, expected: tuple[str, str]
-) -> None:
-    log, now = tmp_path / "job.log", time.time()
-    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now))
-    log.write_text(f"x\nslurmstepd: error: *** JOB 7 ON w-1 CANCELLED AT {at} {words}***\n")
-    assert stop_reason("SIGTERM", now - 60, log) == expected
-    # The line of an attempt before.
-    assert stop_reason("SIGTERM", now + 60, log) == (CANCELLED, "SIGTERM")

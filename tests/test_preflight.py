@@ -344,7 +344,7 @@ def test_the_head_node_has_one_address_for_all_that_may_come_late(
     monkeypatch: pytest.MonkeyPatch, resolved: str, address: str
 ) -> None:
     monkeypatch.setattr(slurm, "node_addresses", lambda nodes: {nodes[0]: f"{nodes[0]}-ib"})
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     asked: list[str] = []
 
     def getaddrinfo(name: str, *_: object) -> list[Any]:
@@ -353,7 +353,7 @@ def test_the_head_node_has_one_address_for_all_that_may_come_late(
             raise socket.gaierror
         return [(0, 0, 0, "", (resolved, 0)), (0, 0, 0, "", ("10.1.1.1", 0))]
 
-    monkeypatch.setattr(module.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
     assert head_address("worker-0") == address
     assert asked == ["worker-0-ib"] * 3
     monkeypatch.setattr(module, "_RESOLVE_S", -1.0)

@@ -37,6 +37,7 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
+from cookbook.supervise.start import job_record
 from tests.cells import Point
 from tests.submit import listing
 
@@ -78,7 +79,7 @@ def test_a_run_has_all_that_its_jobs_read(
         # The script that runs is what `render` prints, byte for byte.
         assert folder.script.read_bytes() == render_script(cell).encode()
         assert yaml.safe_load(folder.record.read_text())["name"] == cell.name
-        assert read_record(folder.record) == cell.record()
+        assert read_record(folder.record) == job_record(cell)
     assert read_status(run.cell(cells[0].name)) == Status(QUEUED)
     refused = read_status(run.cell(cells[1].name))
     assert (refused.state, refused.reason) == (REFUSED, cells[1].refused)

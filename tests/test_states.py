@@ -33,7 +33,7 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
-from cookbook.supervise.stop import stopped_as
+from cookbook.supervise.exits import stop_reason
 from tests.submit import submit
 
 # As squeue behaves: it shows the jobs of all users but with --me; one unknown id alone is an error.
@@ -408,7 +408,7 @@ def test_why_a_job_was_stopped_is_what_slurm_wrote_last(
     # The log of a requeued job holds that of its earlier attempts.
     earlier = LINE.format(at=times[0], why=" DUE TO JOB REQUEUE")
     log.write_text(earlier + "step 1\n" + LINE.format(at=times[1], why=why) + "srun: got SIGCONT\n")
-    assert stopped_as("SIGTERM", now - 100, log) == expected
+    assert stop_reason("SIGTERM", now - 100, log) == expected
     log.write_text(earlier)
-    assert stopped_as("SIGTERM", now - 100, log) == ("cancelled", "SIGTERM")
-    assert stopped_as("SIGTERM", now, tmp_path / "none") == ("cancelled", "SIGTERM")
+    assert stop_reason("SIGTERM", now - 100, log) == ("cancelled", "SIGTERM")
+    assert stop_reason("SIGTERM", now, tmp_path / "none") == ("cancelled", "SIGTERM")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -338,9 +338,9 @@ def test_failures_of_earlier_jobs_are_none_of_this_one(tmp_path: Path) -> None:
 def test_a_job_reads_its_record_alone(tmp_path: Path) -> None:
     """A recipe, an overlay or a cluster may be renamed, or half saved, while the job waits."""
     cell = make(tmp_path)
-    gone = {"recipe": "gone", "precision": "gone", "ep_backend": "gone", "cluster": "gone"}
+    gone = CellRecord(recipe="gone", precision="gone", ep_backend="gone", cluster="gone")
     profile = Unchecked({"description": "x", "scheduler": "local"})
-    CellRecord(**gone, profile=profile).write(cell.record)
+    replace(gone, profile=profile).write(cell.record)
     assert run(cell) == 0
     # A record that cannot be read is the end.
     broken = make(tmp_path, "broken")

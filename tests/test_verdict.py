@@ -25,7 +25,7 @@ from cookbook.config.validate import judge, missing_here
 from cookbook.launch.create import create_run
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
-from cookbook.supervise import begin
+from cookbook.supervise import start as begin
 from tests.cells import CLUSTER_FILES
 from tests.check_cells import cell_of, cluster_of, with_options
 
@@ -74,14 +74,16 @@ def _start(words: list[str], folder: Path) -> begin.Start:
     options += [f"--{word.removesuffix('=true')}" for word in own if word.endswith("=true")]
     return begin.Start(
         folder=CellFolder(folder),
+        script=folder / "train.sh",
         cell=cell.name,
         recipe=recipe,
         precision=precision,
         ep_backend=ep_backend,
         cluster=B200,
         nodes=cell.nodes,
-        words=train_argv(cell),
-        own_words=options,
+        spare_nodes=0,
+        arguments=train_argv(cell),
+        own=options,
     )
 
 
@@ -96,7 +98,7 @@ def _is_reported(cell: Cell, capsys: pytest.CaptureFixture[str]) -> bool:
 
 def _starts(start: begin.Start) -> bool:
     try:
-        begin.judge(start)
+        begin.validate(start)
     except InputError:
         return False
     return True
