@@ -18,7 +18,7 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.schema import Unchecked
 from cookbook.base.yamlfile import shown_path
-from cookbook.config import validate
+from cookbook.config import validate as rules
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.finding import ERROR, Finding
@@ -93,7 +93,7 @@ def validate(start: Start) -> Cell:
         emulated=options["cookbook.emulated"],
     )
     is_submitted = not os.environ.get("COOKBOOK_CHECK")
-    found = [*_too_few_gpus(cell), *validate.judge(cell, is_submitted=is_submitted).errors]
+    found = [*_too_few_gpus(cell), *rules.judge(cell, is_submitted=is_submitted).errors]
     if found:
         raise InputError(found[0].option or cell.name, found[0].reason, found[0].remedy)
     _check_folder(start.folder.path, cell)
