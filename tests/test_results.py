@@ -153,7 +153,7 @@ def test_a_failed_cell_says_why(run: Run) -> None:
     run.add("base", log, state="failed", reason="exit code 1")
     cell = run.only()
     assert cell.reason is not None
-    assert cell.reason.startswith("exit code 1; rank 3: torch.OutOfMemoryError: CUDA out of mem")
+    assert cell.reason.startswith("exit code 1; torch.OutOfMemoryError: CUDA out of mem")
     assert cell.steps == 1
     assert cell.tokens_per_second_per_gpu is None
 

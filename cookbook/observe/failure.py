@@ -88,17 +88,15 @@ _LINES = (
     (_LINE, re.compile(r"^srun: error: (?!.*(?:Exited with exit code|\btasks? [0-9]))")),
     # train.sh, or bash about it (under sbatch slurm_script), and the supervisor's checks.
     (_SCRIPT, re.compile(r"^(?:\S*/)?[\w.+-]+(?:\.sh|: line [0-9]+): |^cookbook\.supervise: ")),
-    (_REST, re.compile(r"failed \(exitcode: -?[0-9]+\) local_rank|^slurmstepd: .*CANCELLED AT")),
+    # Ranks that torchrun ended itself have -15.
+    (_EXIT, re.compile(r"failed \(exitcode: (?!-15)-?[0-9]+\) local_rank")),
+    (_REST, re.compile(r"failed \(exitcode: -15\) local_rank|^slurmstepd: .*CANCELLED AT")),
     (_REST, re.compile(r"^srun: error: ")),
 )
 _PREFIXES = re.compile(r"^(?:\[(?:rank|default)[0-9]+\]: ?)+")
 _EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
-# torchrun's summary of the rank that failed first on a node.
-_ROOT = "Root Cause (first observed failure)"
-_ROOT_FACT = re.compile(
-    r"^\s*(time|rank|exitcode|traceback)\s+: (Signal \d+ \(SIG\w+\) received|\S+)"
-)
-_ROOT_EXCEPTION = re.compile(r"^  ((?:\w+\.)*[A-Z]\w*(?:: .*)?)$")
+# In torchrun's summary of the rank that failed first on a node.
+_SUMMARY_LINE = re.compile(r"^  (?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: .*)?$")
 # glog's `[E1120 18:40:01.123 ProcessGroupNCCL.cpp:683] ` and torchrun's own log header.
 _LOG_HEADER = re.compile(r"^(?:\[[EWF][0-9]{4} [^\]]*\] |[EWF][0-9]{4} [^\]]*\] )")
 
@@ -215,24 +213,12 @@ def _read_console(log: Path) -> list[_Finding]:
     """Return the lines that may be the reason, in order; of a rank's exceptions one."""
     findings: list[_Finding] = []
     exceptions: dict[str | None, int] = {}
-    roots: list[dict[str, str]] = []
     in_traceback: set[str | None] = set()
-    in_root = False
     for raw in _plain_lines(log):
         prefixed = RANK.match(raw)
         rank, line = prefixed[1] if prefixed else None, _PREFIXES.sub("", raw)
-        found = None
-        if _REFUSAL.search(line):
-            found = _exception(line, None, _REFUSED)
-        elif line.startswith(_ROOT):
-            in_root = True
-            roots.append({})
-        elif in_root:
-            in_root = not line.startswith("====")
-            if fact := _ROOT_FACT.match(line):
-                roots[-1].setdefault(fact[1], fact[2])
-            elif exception := _ROOT_EXCEPTION.match(line):
-                found = _exception(exception[1], roots[-1].get("rank"), _EXCEPTION)
+        if _REFUSAL.search(line) or _SUMMARY_LINE.match(line):
+            findings.append(_exception(line.strip(), None, _EXCEPTION))
         elif line.startswith("Traceback (most recent call last)"):
             in_traceback.add(rank)
         elif rank in in_traceback and _EXCEPTION_LINE.match(line):
@@ -240,19 +226,12 @@ def _read_console(log: Path) -> list[_Finding]:
             found = _exception(line, rank, _EXCEPTION)
             # The last exception of a chain ended the process, unless an earlier one says more.
             at = exceptions.setdefault(rank, len(findings))
-            if at < len(findings):
-                findings[at] = min(found, findings[at], key=lambda one: one.sort)
-                found = None
+            if at == len(findings):
+                findings.append(found)
+            elif found.sort <= findings[at].sort:
+                findings[at] = found
         elif sort := next((sort for sort, form in _LINES if form.search(line)), None):
-            found = _Finding(sort, rank, _LOG_HEADER.sub("", line).strip(" │|\t"))
-        findings += [found] if found else []
-    # Each node's torchrun writes a summary; nodes that were stopped from outside count last.
-    key = lambda root: (root.get("exitcode") == "-15", root.get("time", ""))  # noqa: E731
-    root = min(roots, key=key, default={})
-    if "exitcode" in root:
-        killed = f" ({root['traceback']})" if "SIG" in root.get("traceback", "") else ""
-        text = f"exitcode: {root['exitcode']}{killed}"
-        findings.append(_Finding(_EXIT, root.get("rank"), text))
+            findings.append(_Finding(sort, rank, _LOG_HEADER.sub("", line).strip(" │|\t")))
     return findings
 
 
