@@ -13,7 +13,7 @@ from tests.packages import stack_packages
 from tests.submit import environment, listing
 
 
-def _check_line(
+def check_line(
     checkout: Path, *words: str, cwd: Path | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     packages = stack_packages(checkout.parent / "packages")
@@ -51,7 +51,7 @@ def _check_line(
     ],
 )
 def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> None:
-    done = _check_line(checkout, *words)
+    done = check_line(checkout, *words)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert verdict in done.stderr
     assert not (checkout / "runs").exists()
@@ -72,7 +72,7 @@ def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> 
     ],
 )
 def test_a_line_that_may_not_run_says_why(checkout: Path, words: list[str], message: str) -> None:
-    done = _check_line(checkout, *words)
+    done = check_line(checkout, *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and "Traceback" not in done.stderr
     assert not (checkout / "runs").exists()
@@ -81,7 +81,7 @@ def test_a_line_that_may_not_run_says_why(checkout: Path, words: list[str], mess
 def test_options_below_a_command_are_not_read_by_sbatch(checkout: Path, tmp_path: Path) -> None:
     text = (checkout / "train_671b.sh").read_text().replace("\n#SBATCH", "\nexport A=1\n#SBATCH", 1)
     (tmp_path / "mine.sh").write_text(text)
-    done = _check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
+    done = check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
     assert done.returncode == 2
     assert "sbatch does not read `#SBATCH" in done.stderr and "below the command" in done.stderr
 
@@ -97,7 +97,7 @@ def test_slurm_is_asked_where_there_is_one(
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = _check_line(checkout, "sbatch", "--partition=x", "train_671b.sh", PATH=path)
+    done = check_line(checkout, "sbatch", "--partition=x", "train_671b.sh", PATH=path)
     assert done.returncode == answer
     asked = "sbatch refuses it: no such partition: --test-only --partition=x train_671b.sh"
     assert (asked in done.stderr) is bool(answer)
@@ -107,9 +107,9 @@ def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path
     words = ["render", "debug", "--cluster", "soperator-b200", "-o", str(tmp_path / "mine.sh")]
     subprocess.run([sys.executable, str(checkout / "submit.py"), *words], check=True)
     script = tmp_path / "mine.sh"
-    assert _check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path).returncode == 0
+    assert check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path).returncode == 0
     script.write_text(script.read_text().replace("--training.steps=8", "--training.steps=0"))
-    done = _check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
+    done = check_line(checkout, "sbatch", "mine.sh", cwd=tmp_path)
     assert done.returncode == 2
     assert "training.steps: found 0, allowed: 1 and up" in done.stderr
     assert listing(tmp_path) == ["mine.sh"]
@@ -131,7 +131,7 @@ def test_a_script_that_is_not_the_cookbooks_is_never_run(
     path = tmp_path / "evil.sh"
     path.write_text(f"{script}touch '{tmp_path}/ran'\n")
     for words in (["sbatch", str(path)], ["bash", str(path)], [str(path), "train_671b.sh"]):
-        done = _check_line(checkout, *words)
+        done = check_line(checkout, *words)
         assert (done.returncode, done.stdout) == (2, "")
         assert f"{path}: is no script of the cookbook, and was not run; name train_" in done.stderr
     assert listing(tmp_path) == ["evil.sh"]
@@ -141,6 +141,6 @@ def test_what_is_lost_of_a_scripts_own_check_is_not_run(checkout: Path, tmp_path
     text = (checkout / "train_671b.sh").read_text()
     head = text[: text.index('exec "${VENV}')]
     (tmp_path / "cut.sh").write_text(f"{head}touch '{tmp_path}/ran'\n")
-    done = _check_line(checkout, "sbatch", "cut.sh", cwd=tmp_path)
+    done = check_line(checkout, "sbatch", "cut.sh", cwd=tmp_path)
     assert done.returncode == 2 and "is no script of the cookbook" in done.stderr
     assert listing(tmp_path) == ["cut.sh"]

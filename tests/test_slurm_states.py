@@ -163,10 +163,14 @@ def test_a_verb_says_what_is_so(
     states: States, verb: Verb, row: Row, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states.bring(row.when)
-    if row.when == "away":
+    is_patient = asked in ("follow", "watch")
+    if row.when == "away" and is_patient:
         monkeypatch.setenv("SLURM_CONF", str(_impatient(states.cluster.conf)))
     assert states.slurm_says(row.state) == row.slurm
+    before = time.monotonic()
     _CELLS[asked](states, verb, row)
+    # Slurm's own commands try for 9 s and more, each; a busy machine needs some time too.
+    assert row.when != "away" or is_patient or time.monotonic() - before < 6
 
 
 def _impatient(conf: Path) -> Path:
@@ -219,7 +223,7 @@ def _watch(states: States, verb: Verb, row: Row) -> None:
     assert said.status == _end(row.watch), said
     first, *_ = said.out.splitlines()
     assert first.startswith(f"{run.cells[0].name}: {row.word}")
-    assert ("Slurm does not answer" in first) == ("does not answer" in row.reason)
+    assert ("unconfirmed" in first) == ("does not answer" in row.reason)
     # The report comes when all has ended, and not before.
     assert (f"# {run.name}" in said.out) == (row.watch != "goes on")
 
@@ -239,7 +243,7 @@ def _cancel(states: States, verb: Verb, row: Row) -> None:
         assert (said.status, said.out) == (0, f"{words}: {run.cells[0].name}\n")
         assert states.slurm_says(row.state) == "COMPLETING"
     elif row.cancel == "no answer":
-        assert said.status == 1 and "Unable to contact slurm controller" in said.err
+        assert said.status == 1 and "nothing was cancelled: " in said.err
         assert not said.out
     else:
         assert (said.status, said.out) == (0, f"cancelled: {run.cells[0].name}\n")

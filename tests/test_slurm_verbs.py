@@ -1,0 +1,77 @@
+"""Verbs beside a real Slurm: an sbatch line is validated, waiting and orphaned jobs are found."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cookbook.base.schema import Words
+from cookbook.cli.main import main
+from cookbook.launch.create import create_run
+from cookbook.launch.executor import submit_run
+from tests.cells import Point
+from tests.slurm_cluster import SlurmCluster
+from tests.test_check_line import check_line
+from tests.test_slurm_truth import CLUSTER
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(autouse=True)
+def _at_the_cluster(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm.env[name])
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    yield
+    slurm.cancel_all()
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ([], ""),
+        (["--nodes=64"], "configuration is not available"),
+        (["--partition=nowhere"], "invalid partition"),
+    ],
+)
+def test_check_line_asks_slurm(
+    slurm: SlurmCluster, checkout: Path, options: list[str], refusal: str
+) -> None:
+    done = check_line(checkout, "sbatch", *options, "train_671b.sh")
+    assert done.returncode == (1 if refusal else 0), done.stderr
+    assert ("sbatch refuses it: " in done.stderr) == bool(refusal) and refusal in done.stderr
+    assert refusal or "looked at: the rules, this environment, Slurm" in done.stderr
+    assert not slurm.run("squeue", "--noheader").stdout
+
+
+def test_status_shows_what_waits_for_plain_sbatch(
+    slurm: SlurmCluster, checkout: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = checkout / "train_16b.sh"
+    job = slurm.submit(script, options=["--hold"], cwd=tmp_path)
+    slurm.run("sbatch", "--hold", "--wrap=sleep 9", cwd=tmp_path)
+    assert main(["status"]) == 0
+    expected = f"waits, started by sbatch {script}: job {job}: JobHeldUser\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_job_whose_run_was_deleted_is_cancelled(
+    slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "one-node.yaml"
+    profile.write_text(CLUSTER)
+    cell = Point("debug", "bf16", "standard", str(profile)).cell()
+    held = replace(cell, cluster=replace(cell.cluster, sbatch=Words({"hold": True})))
+    runs = [create_run("lost", [held]) for _ in range(2)]
+    jobs = [submit_run(run, [held])[0] for run in runs]
+    shutil.rmtree(runs[0].folder)
+    assert main(["cancel", runs[0].name]) == 0
+    assert "its folder was deleted" in capsys.readouterr().out
+    slurm.wait(jobs[0], {"CANCELLED"})
+    assert slurm.job_field(jobs[1], "JobState") == "PENDING"
