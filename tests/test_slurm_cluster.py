@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from cookbook.config.cluster import Cluster
-from tests.recording_torchrun import install_recording_torchrun, read_records
 from tests.slurm_cluster import Settings, SlurmCluster, SlurmError
 from tests.slurm_conf import PORTS
 from tests.slurm_installed import require_slurm
@@ -80,83 +79,6 @@ def test_32_idle_nodes_with_8_gpus_each(slurm: SlurmCluster) -> None:
     assert list(slurm.node_states()) and set(slurm.node_states()) == set(slurm.node_names)
 
 
-def test_a_step_has_one_task_on_each_node_with_its_gpus_and_a_name_that_resolves(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    tell = 'echo "$SLURMD_NODENAME $(hostname) $CUDA_VISIBLE_DEVICES $(getent hosts worker-31)"'
-    script = write_script(tmp_path / "job.sh", f"srun --cpus-per-task=128 bash -c '{tell}'\n")
-    job = slurm.submit(script, options=[f"--output={tmp_path}/out"])
-    assert slurm.wait(job) == "COMPLETED"
-    lines = [line.split() for line in (tmp_path / "out").read_text().splitlines()]
-    gpus = "0,1,2,3,4,5,6,7"
-    assert sorted(lines) == sorted(
-        [n, n, gpus, "127.1.0.33", "worker-31"] for n in slurm.node_names
-    )
-
-
-def test_torchrun_is_recorded_on_every_node_and_in_every_attempt(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    records = tmp_path / "records"
-    program = install_recording_torchrun(tmp_path / "bin")
-    script = write_script(
-        tmp_path / "with space" / "train.sh",
-        'srun torchrun --rdzv-id "${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}" --x="$1" "$2"\n',
-    )
-    given = ["two words", "line\nbreak $HOME 'quoted' \"twice\" \\ é"]
-    environment = {
-        "PATH": f"{program.parent}:{slurm.env['PATH']}",
-        "TORCHRUN_RECORDS": str(records),
-        "TORCHRUN_SECONDS": "100",
-        "NCCL_DEBUG": "WARN",
-    }
-    job = slurm.submit(
-        script, *given, options=[f"--output={tmp_path}/out"], cwd=tmp_path, env=environment
-    )
-    wait_for_records(records, 32)
-    assert slurm.requeue(job) == 1
-    wait_for_records(records, 64)
-    slurm.cancel_all()
-    seen = read_records(records)
-    assert [(each.attempt, each.node) for each in seen] == [
-        (attempt, node) for attempt in (0, 1) for node in slurm.node_names
-    ]
-    for each in seen:
-        assert each.argv == ["--rdzv-id", f"{job}_{each.attempt}", f"--x={given[0]}", given[1]]
-        assert each.option("--x") == given[0]
-        assert (each.job_id, each.hostname, each.cwd) == (job, each.node, str(tmp_path))
-        assert each.environment["NCCL_DEBUG"] == "WARN"
-
-
-def wait_for_records(folder: Path, count: int, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while (found := len(list(folder.glob("*.json")))) < count:
-        assert time.monotonic() < deadline, f"{found} of {count} records"
-        time.sleep(0.1)
-    assert found == count
-
-
-def test_a_rank_that_fails_ends_the_step_on_all_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
-    program = install_recording_torchrun(tmp_path / "bin")
-    script = write_script(
-        tmp_path / "job.sh",
-        "srun --kill-on-bad-exit=1 --wait=60 \\\n"
-        "  sh -c 'test $SLURM_NODEID = 7 && export TORCHRUN_SECONDS=1; exec torchrun'\n",
-    )
-    environment = {
-        "PATH": f"{program.parent}:{slurm.env['PATH']}",
-        "TORCHRUN_RECORDS": str(tmp_path / "records"),
-        "TORCHRUN_SECONDS": "500",
-        "TORCHRUN_FAILS_ON": "worker-7",
-    }
-    job = slurm.submit(script, options=[f"--output={tmp_path}/out"], env=environment)
-    # Long before the other ranks are done: this waits for a minute.
-    assert slurm.wait(job) == "FAILED"
-    assert slurm.job_field(job, "Restarts") == "0"
-    assert len(read_records(tmp_path / "records")) == 32
-    slurm.wait_idle()
-
-
 def test_a_node_failure_requeues_the_job(two_nodes: SlurmCluster, tmp_path: Path) -> None:
     script = write_script(
         tmp_path / "job.sh", "echo attempt ${SLURM_RESTART_COUNT:-0}\nsleep 300\n"
@@ -196,14 +118,6 @@ def test_a_finished_job_is_forgotten(two_nodes: SlurmCluster, tmp_path: Path) ->
     assert "accounting storage is disabled" in two_nodes.run("sacct", check=False).stderr
 
 
-def test_100_jobs_are_queued_at_once(slurm: SlurmCluster, tmp_path: Path) -> None:
-    script = write_script(tmp_path / "job.sh", "sleep 300\n")
-    jobs = {slurm.submit(script, options=[f"--output={tmp_path}/%j"]) for _ in range(100)}
-    assert len(jobs) == 100
-    assert jobs <= set(slurm.run("squeue", "--noheader", "--format=%i").stdout.split())
-    slurm.cancel_all()
-
-
 def test_nothing_is_left_after_the_end(tmp_path: Path) -> None:
     hosts = Path("/etc/hosts").read_bytes()
     with SlurmCluster.start(tmp_path / "slurm", nodes=3) as cluster:
@@ -241,25 +155,6 @@ def test_no_process_is_left_when_the_test_is_killed(tmp_path: Path) -> None:
     while left := commands_that_name(tmp_path):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-
-
-def test_a_daemon_that_cannot_start_is_shown_with_its_log(tmp_path: Path) -> None:
-    settings = Settings(extra_conf="SchedulerType=sched/nonsense")
-    with (
-        pytest.raises(SlurmError, match=r"(?s)slurmctld ended by itself.*sched/nonsense"),
-        SlurmCluster.start(tmp_path / "slurm", nodes=2, settings=settings),
-    ):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_job_that_does_not_end_is_shown_with_what_it_wrote(
-    two_nodes: SlurmCluster, tmp_path: Path
-) -> None:
-    script = write_script(tmp_path / "job.sh", "echo waits for nobody\nsleep 60\n")
-    job = two_nodes.submit(script, options=["--nodes=2", f"--output={tmp_path}/job.log"])
-    with pytest.raises(SlurmError, match=r"(?s)JobState=RUNNING.*job\.log:\nwaits for nobody"):
-        two_nodes.wait(job, {"COMPLETED"}, timeout=5)
 
 
 def test_no_daemon_listens_where_jobs_meet(two_nodes: SlurmCluster) -> None:

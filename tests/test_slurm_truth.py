@@ -21,7 +21,7 @@ from cookbook.launch import executor
 from cookbook.launch.create import create_run
 from cookbook.launch.executor import submit_run
 from cookbook.run.run import Run, read_run
-from cookbook.run.slurm import WAITING, sbatch
+from cookbook.run.slurm import sbatch
 from cookbook.run.states import CellState, cancel_run, cell_states
 from tests.cells import Point
 from tests.recording_torchrun import install_recording_torchrun
@@ -187,38 +187,6 @@ def test_a_requeue_is_no_end_to_those_who_follow(small: SlurmCluster, cell: Cell
         for follower in followers:
             follower.kill()
             follower.communicate()
-
-
-def test_what_was_seen_of_an_end_stays_when_slurm_forgets(small: SlurmCluster, cell: Cell) -> None:
-    limit = replace(cell, cluster=replace(cell.cluster, time="00:01:00"))
-    # SIGKILL is the end of a supervisor that Slurm could not stop otherwise: no last word.
-    run = started(limit, "sleep 300\n", "kill -9 $PPID; sleep 300\n")
-    first, second = (state.job_id or "" for state in cell_states(run))
-    small.wait(second, timeout=60)
-    killed = cell_states(run)[1]
-    assert killed.state == "failed" and "Slurm: FAILED" in (killed.reason or "")
-    small.wait(first, {"TIMEOUT"}, timeout=150)
-    until_forgotten(small, first)
-    # Of the first, nobody saw the end but the job itself.
-    assert [(state.state, state.reason) for state in cell_states(run)] == [
-        ("failed", "Slurm: TIMEOUT"),
-        ("failed", killed.reason),
-    ]
-
-
-def test_a_cancelled_job_that_never_started_stays_cancelled(
-    small: SlurmCluster, cell: Cell
-) -> None:
-    held = replace(cell, cluster=replace(cell.cluster, sbatch=Words({"hold": True})))
-    run = started(held, "sleep 300\n")
-    job = job_of(run)
-    assert only(run).state == "queued"
-    assert small.job_field(job, "JobState") in WAITING
-    cancel_run(run)
-    small.wait(job, {"CANCELLED"})
-    assert said(run) == ("cancelled", None)
-    until_forgotten(small, job)
-    assert said(run) == ("cancelled", None)
 
 
 def test_a_job_whose_id_was_not_noted_is_found_again(

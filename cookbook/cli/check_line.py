@@ -7,7 +7,6 @@ check would train here, or do anything else, so it is refused and never run.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 import subprocess
@@ -29,7 +28,6 @@ _CHECKS = (
     'exec "${VENV}/bin/python" -m cookbook.supervise "${CELL_DIR}" --script="${SCRIPT}" \\',
 )
 _SEEN = "looked at: the rules, this environment"
-_SHORT = {"--nodes": "-N", "--gpus": "-G", "--export": "", "--gres": "", "--gpus-per-node": ""}
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,15 @@ def check_line(arguments: argparse.Namespace) -> int:
     line = _parse(arguments.line)
     text = line.script.read_text(encoding="utf-8", errors="replace")
     _refuse_another(line.script, text.splitlines())
+    header = _options([*_header(line.script, text.splitlines())])
     # Options on the line win over those in the file.
-    header = [*_header(line.script, text.splitlines())]
-    options = [*header, *line.options]
-    exported = _value(options, "--export").split(",")
+    typed = _options(line.options)
+    export = typed.export or header.export or ""
     variables = line.variables | dict(
-        item.split("=", 1) for item in exported if _VARIABLE.match(item)
+        item.split("=", 1) for item in export.split(",") if _VARIABLE.match(item)
     )
     _refuse_misspelt(variables, text)
-    nodes = _value(options, "--nodes").partition("-")[0] or "1"
+    nodes = (typed.nodes or header.nodes or "1").partition("-")[0]
     environment = {
         **submit_environment(),
         "COOKBOOK_ATTEMPT_DIR": "",
@@ -65,7 +63,7 @@ def check_line(arguments: argparse.Namespace) -> int:
         "SLURM_SUBMIT_DIR": str(Path.cwd()),
     }
     num_nodes = int(nodes) if nodes.isdigit() else 1
-    if gpus := _gpus_per_node(line.options, num_nodes) or _gpus_per_node(header, num_nodes):
+    if gpus := _gpus_per_node(typed, num_nodes) or _gpus_per_node(header, num_nodes):
         environment["SLURM_GPUS_ON_NODE"] = str(gpus)
     folder = line.script.resolve().parent
     if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():
@@ -75,7 +73,20 @@ def check_line(arguments: argparse.Namespace) -> int:
     if done.returncode != CHECKED:
         print(f"submit.py: {line.script} would end with status {done.returncode}", file=sys.stderr)
         return 2 if done.returncode == 2 else 1
-    return _ask_slurm(line, variables)
+    if not has_slurm() or not node_groups():
+        print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
+        return 0
+    answer = subprocess.run(
+        ["sbatch", "--test-only", *line.options, str(line.script), *line.words],
+        env=submit_environment() | variables,
+        capture_output=True,
+        text=True,
+    )
+    if answer.returncode:
+        print(f"submit.py: sbatch refuses it: {answer.stderr.strip()}", file=sys.stderr)
+        return 1
+    print(f"{_SEEN}, Slurm; not: TorchTitan's build", file=sys.stderr)
+    return 0
 
 
 def _parse(line: Sequence[str]) -> _Line:
@@ -135,41 +146,19 @@ def _refuse_misspelt(variables: dict[str, str], script: str) -> None:
             )
 
 
-def _value(options: Sequence[str], name: str) -> str:
-    """Return the last value of an sbatch option."""
-    found, short = "", _SHORT[name]
-    for word, following in itertools.pairwise([*options, ""]):
-        if word.startswith(f"{name}="):
-            found = word.partition("=")[2]
-        elif word == name or (short and word == short):
-            found = following
-        elif short and word.startswith(short) and not word.startswith("--"):
-            found = word.removeprefix(short)
-    return found.strip("'\"")
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the sbatch options that bear on the check; the last of each counts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flags in (("--nodes", "-N"), ("--gpus", "-G"), ("--gres",), ("--gpus-per-node",)):
+        parser.add_argument(*flags)
+    parser.add_argument("--export")
+    return parser.parse_known_args([word.replace("'", "").replace('"', "") for word in words])[0]
 
 
-def _gpus_per_node(options: Sequence[str], nodes: int) -> int | None:
+def _gpus_per_node(options: argparse.Namespace, nodes: int) -> int | None:
     """Return the GPUs on each node, from whichever option names them; None if none does."""
-    per_node = _value(options, "--gpus-per-node") or _value(options, "--gres").removeprefix("gpu:")
-    count, total = per_node.rpartition(":")[2], _value(options, "--gpus").rpartition(":")[2]
+    per_node = options.gpus_per_node or (options.gres or "").removeprefix("gpu:")
+    count, total = per_node.rpartition(":")[2], (options.gpus or "").rpartition(":")[2]
     if count.isdigit() and not total:
         return int(count)
     return int(total) // nodes if total.isdigit() else None
-
-
-def _ask_slurm(line: _Line, variables: dict[str, str]) -> int:
-    """Ask Slurm whether it would take the job, if there is a Slurm that answers."""
-    if not has_slurm() or not node_groups():
-        print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
-        return 0
-    done = subprocess.run(
-        ["sbatch", "--test-only", *line.options, str(line.script), *line.words],
-        env=submit_environment() | variables,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        print(f"submit.py: sbatch refuses it: {done.stderr.strip()}", file=sys.stderr)
-        return 1
-    print(f"{_SEEN}, Slurm; not: TorchTitan's build", file=sys.stderr)
-    return 0
