@@ -409,3 +409,21 @@ def lives(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+
+
+def test_all_attempts_are_one_run_of_weights_and_biases(
+    supervised: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    note = 'echo "${WANDB_RUN_ID} ${WANDB_RESUME}" >>"${CELL_DIR}/ids"; step 1 7; ((K)) || exit 1'
+    assert supervised(note).code == 0
+    first, second = (tmp_path / "run/cell/ids").read_text().splitlines()
+    assert first == second and re.fullmatch("[0-9a-f]{12} allow", first)
+
+
+def test_a_run_that_may_skip_steps_is_not_ended_for_a_loss_that_is_nan(tmp_path: Path) -> None:
+    cell = make(tmp_path, body="step 1 7; step 2 nan; sleep 4; step 3 6; exit 0")
+    options = Unchecked({"training.max_skipped_steps": 1})
+    CellRecord(options=options).write(cell.record)
+    assert run(cell) in (0, None)
+    assert read_status(cell).state == FINISHED

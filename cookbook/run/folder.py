@@ -92,6 +92,8 @@ class CellFolder:
     end = _Below("end.json")
     # submitit's files and the output of the batch step.
     job_files = _Below("job")
+    # The id of the one W&B run that all attempts write to.
+    wandb_id = _Below("wandb-id")
     # The batch file, by which Slurm knows a job whose id was not noted.
     submission = _Below("job/submission.sh")
 

@@ -15,6 +15,7 @@ import psutil
 
 from cookbook.base.errors import JobError
 from cookbook.config.stack import load_stack
+from cookbook.observe.console import StepMetrics
 from cookbook.observe.history import longest_save
 from cookbook.observe.metrics import Tail
 from cookbook.observe.stacks import describe_stacks
@@ -109,8 +110,9 @@ class RunningAttempt:
                 if time.time() - seen > _GRACE_S:
                     end_step(self.process, self.attempt)
                 continue
-            if newest.step and newest.step.loss and not math.isfinite(newest.step.loss):
+            if self._is_nan(newest.step):
                 cause = Cause.NAN_LOSS
+                assert newest.step
                 reason = f"loss is {newest.step.loss} in step {newest.step.step}"
             elif hang := self.clock.hang:
                 cause, who = Cause.HANG, describe_stacks(self.attempt, self._record.world)
@@ -123,6 +125,12 @@ class RunningAttempt:
             # Ranks outlive a torchrun that was killed.
             end_orphan_processes(self.cell)
         return self._end(code, seen, cause, reason)
+
+    def _is_nan(self, step: StepMetrics | None) -> bool:
+        # Training itself counts and limits the steps that it skips.
+        if self._record.options.get("training.max_skipped_steps"):
+            return False
+        return bool(step and step.loss and not math.isfinite(step.loss))
 
     def _has_checkpoint(self) -> bool:
         options = self._record.options

@@ -99,6 +99,8 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
             "start a new run from its weights with "
             f"checkpoint.initial_load_path={checkpoint.path.resolve()}"
         )
+        if (checkpoint.path / "model.safetensors.index.json").is_file():
+            remedy += " checkpoint.initial_load_in_hf=true"
     else:
         kept = checkpoint.path.parent.parent / f"model-{checkpoint.path.name}"
         remedy = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from cookbook.base.errors import InputError, JobError
+from cookbook.base.files import write_whole
 from cookbook.config.cluster import cluster_from_record
 from cookbook.observe.history import usual_step_time
 from cookbook.run import slurm
@@ -235,6 +237,7 @@ class Supervisor:
             # TorchTitan warns unless the rank with the loss is among these.
             "LOG_RANK": ",".join(map(str, ranks)),
             "SHOWN_RANKS": ",".join(map(str, local_ranks)),
+            **_wandb_run(cell),
         }
         if slurm_job():
             nodes = preflight(cell, attempt, record)
@@ -369,3 +372,12 @@ def log(words: str) -> None:
     """Write a line to the job's log, which may be on a full disk."""
     with contextlib.suppress(OSError):
         print(f"cookbook: {words}", file=sys.stderr, flush=True)
+
+
+def _wandb_run(cell: CellFolder) -> dict[str, str]:
+    """Return the variables by which all attempts of a cell are one run of Weights & Biases."""
+    if "WANDB_RUN_ID" in os.environ:
+        return {}
+    if not cell.wandb_id.exists():
+        write_whole(cell.wandb_id, secrets.token_hex(6))
+    return {"WANDB_RUN_ID": cell.wandb_id.read_text(), "WANDB_RESUME": "allow"}
