@@ -25,7 +25,7 @@ import psutil
 from cookbook.base.paths import ROOT
 from cookbook.config.cluster import load_cluster
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
-from cookbook.launch.render import render_script
+from cookbook.launch.script import render_script
 
 SUBMIT = (sys.executable, str(ROOT / "submit.py"))
 _B200 = ("--cluster", "soperator-b200")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.launch.render import render_script
+from cookbook.launch.script import render_script
 from tests.cells import Point
 from tests.submit import ROOT
 

@@ -14,7 +14,7 @@ from cookbook.cli.main import main
 from cookbook.config import validate
 from cookbook.config.cell import Cell
 from cookbook.config.finding import HINT, WARNING, Finding
-from cookbook.launch import executor
+from cookbook.launch import submit as executor
 from cookbook.run.record import read_record
 from cookbook.run.run import Run
 

@@ -27,7 +27,7 @@ from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
 from cookbook.launch.header import sbatch_lines
 from cookbook.launch.launcher import render_launcher
-from cookbook.launch.render import render_script
+from cookbook.launch.script import render_script
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states

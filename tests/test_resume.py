@@ -13,7 +13,7 @@ from cookbook.base.errors import JobError
 from cookbook.base.schema import Unchecked
 from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
-from cookbook.launch import executor
+from cookbook.launch import submit as executor
 from cookbook.launch.create import create_run
 from cookbook.launch.resume import resume_cells
 from cookbook.observe.metrics import collect_steps

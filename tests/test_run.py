@@ -19,7 +19,7 @@ from cookbook.base.paths import ROOT, runs_folder
 from cookbook.config.cell import Cell
 from cookbook.launch import create
 from cookbook.launch.create import create_run
-from cookbook.launch.render import render_script
+from cookbook.launch.script import render_script
 from cookbook.run import status as run_status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record

@@ -16,7 +16,7 @@ from cookbook.base.errors import JobError
 from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
-from cookbook.launch.executor import submit_run
+from cookbook.launch.submit import submit_run
 from cookbook.run.attempts import Cause, read_history
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import cancel_run, cell_states

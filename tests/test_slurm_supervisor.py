@@ -17,7 +17,7 @@ import pytest
 
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
-from cookbook.launch.executor import submit_run
+from cookbook.launch.submit import submit_run
 from cookbook.run.attempts import AttemptEnd, Cause, read_history
 from cookbook.run.run import Run
 from cookbook.run.states import cell_states

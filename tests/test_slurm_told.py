@@ -14,7 +14,7 @@ import pytest
 
 from cookbook.base.schema import Unchecked
 from cookbook.launch.create import create_run
-from cookbook.launch.executor import submit_run
+from cookbook.launch.submit import submit_run
 from cookbook.run.record import read_record
 from cookbook.run.states import cell_states
 from cookbook.run.status import read_status

@@ -17,9 +17,9 @@ import pytest
 
 from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
-from cookbook.launch import executor
+from cookbook.launch import submit as executor
 from cookbook.launch.create import create_run
-from cookbook.launch.executor import submit_run
+from cookbook.launch.submit import submit_run
 from cookbook.run.run import Run, read_run
 from cookbook.run.slurm import sbatch
 from cookbook.run.states import CellState, cancel_run, cell_states

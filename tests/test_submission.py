@@ -13,7 +13,7 @@ from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
-from cookbook.launch.executor import submit_run
+from cookbook.launch.submit import submit_run
 from cookbook.launch.header import option_word, sbatch_options
 from cookbook.launch.leave_out import leave_out
 from cookbook.run.excluded import exclude_nodes, read_excluded

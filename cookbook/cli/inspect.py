@@ -102,7 +102,7 @@ def render_cell(arguments: argparse.Namespace) -> int:
         print(f"submit.py: {cell.name} is refused: {cell.refused}", file=sys.stderr)
     status = 1 if cell.refused else 0
     # Import lazily: `list` must not wait for Jinja.
-    from cookbook.launch.render import render_script
+    from cookbook.launch.script import render_script
 
     if arguments.output in (None, "-"):
         print(render_script(cell), end="")

@@ -92,7 +92,7 @@ def start_run(
         print(f"{name}: no cell can run here; nothing was submitted", file=sys.stderr)
         return 1
     # Import lazily: a dry run must not wait for submitit.
-    from cookbook.launch.executor import submit_run
+    from cookbook.launch.submit import submit_run
 
     if cells[0].cluster.scheduler == "slurm":
         # Find a mistake in the list before anything is written.

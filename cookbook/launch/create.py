@@ -13,7 +13,7 @@ from cookbook.base.errors import JobError
 from cookbook.base.files import write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.config.cell import Cell
-from cookbook.launch.render import render_script
+from cookbook.launch.script import render_script
 from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, new_record, read_run, write_run
 from cookbook.run.status import QUEUED, REFUSED, Status, write_status

@@ -14,7 +14,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.resolve import merge_config
 from cookbook.config.stack import load_stack
 from cookbook.launch.header import sbatch_lines
-from cookbook.launch.render import render_template, shquote
+from cookbook.launch.script import render_template, shquote
 
 _WIDTH = 94
 

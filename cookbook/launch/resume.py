@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cookbook.config.cell import Cell
-from cookbook.launch.executor import submit_run
-from cookbook.launch.render import render_script
+from cookbook.launch.submit import submit_run
+from cookbook.launch.script import render_script
 from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run
 from cookbook.run.status import QUEUED, Status, write_status
