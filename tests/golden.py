@@ -23,8 +23,7 @@ from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
 from cookbook.config.stack import stack_name
-from cookbook.launch.launcher import render_launcher
-from cookbook.launch.script import render_script
+from cookbook.launch.script import render_launcher, render_script
 
 GOLDEN = Path(__file__).parent / "golden"
 OPTION_TABLE = ROOT / "cookbook/config/tables" / f"{stack_name()}.json"

@@ -25,9 +25,7 @@ from cookbook.config.options import Setting
 from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
-from cookbook.launch.header import sbatch_lines
-from cookbook.launch.launcher import render_launcher
-from cookbook.launch.script import render_script
+from cookbook.launch.script import render_launcher, render_script, sbatch_lines
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states

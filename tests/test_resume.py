@@ -15,7 +15,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
 from cookbook.launch import submit as executor
 from cookbook.launch.create import create_run
-from cookbook.launch.resume import resume_cells
+from cookbook.launch.submit import resume_cells
 from cookbook.observe.metrics import collect_steps
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record

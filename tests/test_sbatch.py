@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cookbook.base.schema import Words
-from cookbook.launch.header import option_word, sbatch_lines, sbatch_options
+from cookbook.launch.script import option_word, sbatch_lines, sbatch_options
 from tests.cells import POINTS, Point
 
 ON_SLURM = [point for point in POINTS if point.cell().cluster.scheduler == "slurm"]

@@ -9,7 +9,7 @@ import pytest
 
 from cookbook.config.cluster import load_cluster
 from cookbook.config.recipe import load_recipe
-from cookbook.launch.launcher import render_launcher
+from cookbook.launch.script import render_launcher
 from tests.script_job import Job
 from tests.script_run import Start
 from tests.submit import ROOT

@@ -18,8 +18,8 @@ import pytest
 
 from cookbook.launch import submit as executor
 from cookbook.launch.create import create_run
-from cookbook.launch.submit import submit_run
 from cookbook.launch.script import render_script
+from cookbook.launch.submit import submit_run
 from cookbook.run.run import Run
 from cookbook.run.states import cancel_run, cell_states
 from tests.cells import Point

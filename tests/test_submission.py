@@ -13,9 +13,8 @@ from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
-from cookbook.launch.submit import submit_run
-from cookbook.launch.header import option_word, sbatch_options
-from cookbook.launch.leave_out import leave_out
+from cookbook.launch.script import option_word, sbatch_options
+from cookbook.launch.submit import leave_out, submit_run
 from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.status import read_job, read_status
 from cookbook.run.submit_lock import is_submit_locked
@@ -103,7 +102,6 @@ def test_the_batch_file_has_the_scripts_header_and_becomes_the_supervisor(
         "SUBMITIT_EXECUTOR": "slurm",
         "PYTHONPATH": f"{ROOT}:/somebody/elses",
         "VENV": sys.prefix,
-        "COOKBOOK_LATE_S": str(cells[0].cluster.late_seconds),
     }
     # Slurm's signals go to the batch shell: it must be the supervisor by then.
     assert lines[-1].startswith(f"exec {sys.executable} ")
@@ -138,7 +136,7 @@ def test_where_too_few_nodes_are_left_the_recipe_says_what_to_do(
     assert leave_out(few).nodes == ("worker-1",)
     exclude_nodes({"worker-2": "ECC"}, hours=1)
     if stops:
-        with pytest.raises(JobError, match="too few nodes are left: 1 of 3 missing"):
+        with pytest.raises(JobError, match="not enough healthy nodes: 1 of 3 missing"):
             leave_out(few)
         return
     choice = leave_out(few)

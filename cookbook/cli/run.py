@@ -155,7 +155,7 @@ def _resume(arguments: argparse.Namespace) -> int:
         if cells is None:
             return 1
         # Import lazily: a dry run must not wait for submitit.
-        from cookbook.launch.resume import resume_cells
+        from cookbook.launch.submit import resume_cells
 
         job_ids = resume_cells(run, cells)
     finally:

@@ -1,6 +1,6 @@
-"""Renders the script that trains a cell.
+"""Render the scripts of cells and of recipes, and the sbatch options of a cell.
 
-The only module that renders scripts. Templates lay out; every decision is taken in Python, and
+The only module that renders scripts. The template lays out; every decision is taken in Python, and
 every value passes the `shquote` filter, so that what stands in YAML reaches torchrun's argv
 unchanged.
 """
@@ -10,16 +10,22 @@ from __future__ import annotations
 import functools
 import re
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from cookbook.base.paths import ROOT, TEMPLATES
-from cookbook.config.cell import Cell, train_argv
+from cookbook.config.cell import Cell, launch_argv, overlay_argv, train_argv
 from cookbook.config.cluster import Cluster
-from cookbook.config.names import reference
-from cookbook.launch.header import sbatch_lines
+from cookbook.config.names import names_in, reference
+from cookbook.config.options import argv_of, exported
+from cookbook.config.overlay import Kind, Overlay, load_ep_backend, load_precision
+from cookbook.config.recipe import Recipe
+from cookbook.config.resolve import merge_config
+from cookbook.config.stack import load_stack
 
 _PLAIN_NAME = re.compile(r"[\w.+-]+", re.ASCII)
 
@@ -114,3 +120,183 @@ def render_template(cluster: Cluster, header: list[str], **context: Any) -> str:
             **context,
         )
     )
+
+
+OptionValue = str | int | bool
+
+
+def sbatch_options(
+    cell: Cell, job_name: str | None = None, leave_out: Sequence[str] = ()
+) -> dict[str, OptionValue]:
+    """sbatch's options by long name; True stands for an option without a value.
+
+    One task a node: torchrun starts the ranks. GPUs are asked for per node and untyped, since a
+    task must see all of its node's GPUs, and GRES names differ among clusters.
+
+    Args:
+        leave_out: nodes to leave out beside those of the profile.
+    """
+    cluster = cell.cluster
+    options: dict[str, OptionValue] = {
+        "job-name": job_name or cell.name,
+        "nodes": cell.nodes + cell.spare_nodes,
+        "ntasks-per-node": 1,
+    }
+    if cluster.gpu is not None:
+        options["gpus-per-node"] = cluster.ranks_per_node
+    if cluster.cpus_per_task is not None:
+        options["cpus-per-task"] = cluster.cpus_per_task
+    if cluster.exclusive:
+        # All of the node's memory: the default is a share for each CPU.
+        options |= {"exclusive": True, "mem": 0}
+    if cluster.partition:
+        options["partition"] = cluster.partition
+    if cluster.account:
+        options["account"] = cluster.account
+    if cluster.time:
+        options["time"] = cluster.time
+    if left_out := dict.fromkeys([*cluster.exclude, *leave_out]):
+        options["exclude"] = ",".join(left_out)
+    options["requeue" if cluster.requeue else "no-requeue"] = True
+    # To the batch shell alone: a rank's helper processes would die of it.
+    options["signal"] = f"B:USR1@{cluster.grace_seconds}"
+    # The log of a requeued job continues that of the job before.
+    options["open-mode"] = "append"
+    # YAML's false leaves an option out, as its true stands for one without a value.
+    return options | {name: value for name, value in cluster.sbatch.items() if value is not False}
+
+
+def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:
+    """The words after `#SBATCH`, in order; the log goes to the folder that sbatch is called in."""
+    if cell.cluster.scheduler != "slurm":
+        return []
+    options = sbatch_options(cell, job_name) | {"output": "%x-%j.log"}
+    return [option_word(name, value) for name, value in options.items()]
+
+
+def option_word(name: str, value: OptionValue) -> str:
+    """`--nodes=32`, or `--exclusive` for True; quoted as sbatch reads its comment lines."""
+    return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
+
+
+_WIDTH = 94
+
+
+@dataclass(frozen=True)
+class _Value:
+    """One value of a choice: the words that select it, and what it adds."""
+
+    name: str
+    patterns: list[str]
+    train_lines: list[str]
+    environment: list[tuple[str, str]]
+    environment_from: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    variable: str
+    summary: str
+    default: str
+    values: list[_Value]
+
+
+def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
+    """One script for every cell of a recipe, chosen by PRECISION and EP_BACKEND.
+
+    It names no absolute path, so that it can be checked in; otherwise it is `render_script`'s text.
+    """
+    stack = load_stack()
+    precisions = [load_precision(name) for name in names_in("precision")]
+    backends = [load_ep_backend(name) for name in names_in("ep_backend")]
+    bf16, standard = load_precision("bf16"), load_ep_backend("standard")
+    first = merge_config(recipe, bf16, standard, cluster)
+    choices = [
+        _choice("precision", "number format of the GEMMs", "${RECIPE:-bf16}", precisions),
+        _choice("ep_backend", "how tokens travel to their experts", "standard", backends),
+    ]
+    header = [
+        recipe.description,
+        "",
+        *_examples(recipe, file_name),
+        "",
+        f"PRECISION: {' | '.join(overlay.name for overlay in precisions)};",
+        "  or, as the published scripts have it, RECIPE: mxfp8_default | mxfp8_wgrad_hp",
+        f"EP_BACKEND: {' | '.join(overlay.name for overlay in backends)}",
+        "CELL_DIR: the run's folder, to resume it; by default runs/<recipe>/<cell>",
+        "COOKBOOK_PREFLIGHT: full (default) | nodes | off: the check of the nodes before training",
+        "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
+        f"Rendered by `make golden` from {recipe.path.name} for {cluster.name}; edit a copy.",
+    ]
+    return render_template(
+        cluster,
+        file_name=file_name,
+        header=header,
+        sbatch=sbatch_lines(first, job_name=recipe.short_name),
+        short_name=recipe.short_name,
+        cell_name=None,
+        recipe=reference("", recipe.path),
+        precision='"${PRECISION}"',
+        ep_backend='"${EP_BACKEND}"',
+        root=None,
+        hooks=stack.hooks,
+        choices=choices,
+        environment=list(exported(cluster.environment).items()),
+        environment_from=[
+            (f'"${{{choice.variable}}}" == {value.name} && ', name, other)
+            for choice in choices
+            for value in choice.values
+            for name, other in value.environment_from
+        ],
+        spare_nodes=recipe.spare_nodes,
+        train_args=[
+            *launch_argv(stack, recipe.description.partition(":")[0]),
+            *argv_of(stack, recipe.settings),
+        ],
+        cluster_args=argv_of(stack, cluster.settings),
+    )
+
+
+def _examples(recipe: Recipe, file_name: str) -> list[str]:
+    examples = [(f"sbatch {file_name}", "BF16, PyTorch's all-to-all")]
+    for pair in recipe.published_numbers:
+        precision, _, backend = pair.partition("+")
+        if pair != "bf16+standard":
+            command = f"PRECISION={precision} EP_BACKEND={backend} sbatch {file_name}"
+            examples.append((command, f"published: {pair}"))
+    examples.append(
+        (f"sbatch --nodes=16 {file_name} --training.steps=50", "fewer nodes, more steps")
+    )
+    width = max(len(command) for command, _ in examples)
+    return [f"  {command:<{width}}  # {meaning}" for command, meaning in examples]
+
+
+def _choice(kind: Kind, summary: str, default: str, overlays: Sequence[Overlay]) -> _Choice:
+    stack = load_stack()
+    values = [
+        _Value(
+            name=overlay.name,
+            patterns=[overlay.name, *overlay.synonyms],
+            # The script names the overlay itself.
+            train_lines=_filled(
+                [*overlay_argv(stack, overlay)[1:], *argv_of(stack, overlay.settings)]
+            ),
+            environment=list(exported(overlay.environment).items()),
+            environment_from=[
+                (name, str(other)) for name, other in overlay.environment_from.items()
+            ],
+        )
+        for overlay in overlays
+    ]
+    return _Choice(kind.upper(), summary, default, values)
+
+
+def _filled(words: Sequence[str]) -> list[str]:
+    """Return the quoted words in lines: who edits a choice replaces it as a whole."""
+    lines: list[str] = []
+    for word in map(shquote, words):
+        if lines and len(lines[-1]) + len(word) < _WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines

@@ -1,7 +1,6 @@
-"""Submits the cells of a run through submitit, to Slurm or to this machine.
+"""Submit the cells of a run through submitit, to Slurm or to this machine, and resume them.
 
-submitit pickles the supervisor, names the job's files and reads the job id back. What it would say
-to Slurm by itself (a wckey, a signal, srun around the supervisor) is replaced: the batch file has
+submitit pickles the supervisor, names the job's files and reads the job id back. The batch file has
 the header of the cell's own script, and its last line becomes the supervisor.
 """
 
@@ -22,27 +21,30 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
+from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
-from cookbook.launch.header import option_word, sbatch_options
-from cookbook.launch.leave_out import leave_out
+from cookbook.launch.script import option_word, render_script, sbatch_options
+from cookbook.run.excluded import Choice, choose, excluded_file, read_excluded
+from cookbook.run.folder import CellFolder
 from cookbook.run.processes import RUN_VARIABLE, process_job
 from cookbook.run.run import Run
-from cookbook.run.slurm import sbatch
-from cookbook.run.status import FAILED, Status, write_job, write_status
-from cookbook.run.submit_lock import release_submit_lock
+from cookbook.run.slurm import partition_nodes, sbatch
+from cookbook.run.status import FAILED, QUEUED, Status, write_job, write_status
+from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
+from cookbook.supervise.start import job_record, keep_script, note_change
 from cookbook.supervise.supervisor import Supervisor
 
-_WRITTEN_FOR = "1.5.4"
+_VERSIONS = "1.5."
 _LOCAL_DAYS = 30
 
 
 class CellSlurmExecutor(SlurmExecutor):
-    """Submits the supervisor with the sbatch options of a cell's script.
+    """Submit the supervisor with the sbatch options of a cell's script.
 
     Args:
         script: the batch file to write; beside it submitit's files and the job's log.
-        title: what the batch file says that it runs.
-        job_name: the cell's where None.
+        title: the batch file's description of its work.
+        job_name: None for the cell's.
     """
 
     def __init__(self, script: Path, cell: Cell, title: str, job_name: str | None = None) -> None:
@@ -52,11 +54,12 @@ class CellSlurmExecutor(SlurmExecutor):
         # submitit waits 0.2 s between submissions; sbatch takes its own time.
         self._throttling = 0.0
 
+    # Always available: a missing sbatch is reported when it is called, with its remedy.
     @classmethod
     def affinity(cls) -> int:
-        """Available: a missing sbatch is reported by the call of it, with its remedy."""
         return 2
 
+    # submitit would add a wckey, a signal of its own, and srun around the supervisor.
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         choice = leave_out(self.cell)
         options = sbatch_options(self.cell, self.job_name, leave_out=choice.nodes)
@@ -73,15 +76,14 @@ class CellSlurmExecutor(SlurmExecutor):
                 f"export PYTHONPATH={shlex.quote(_python_path())}",
                 # The job trains in the environment that submitted it.
                 f"export VENV={shlex.quote(sys.prefix)}",
-                f"export COOKBOOK_LATE_S={self.cell.cluster.late_seconds}",
                 # exec, so that Slurm's signals reach the supervisor and not a shell above it.
                 f"exec {command}",
                 "",
             ]
         )
 
+    # A job whose submitter was killed is found by this path; `sbatch` drops inherited variables.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
-        # By this path a job is found whose submitter was killed before it could note its id.
         text = self._make_submission_file_text(command, "")
         self.script.write_text(text, encoding="utf-8")
         job_id = sbatch(self.script.resolve(), ROOT)
@@ -89,8 +91,9 @@ class CellSlurmExecutor(SlurmExecutor):
 
 
 class RunLocalExecutor(LocalExecutor):
-    """Runs a whole sweep as one job of this machine, which outlives the terminal it came from."""
+    """Run a whole sweep as one job of this machine, which outlives the terminal it came from."""
 
+    # submitit's own process would end with the terminal, and hold its output open.
     def _submit_command(self, command: str) -> LocalJob[Any]:
         environment = {
             **os.environ,
@@ -107,9 +110,8 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        # A session of its own: Ctrl-C in the terminal must not reach the training. No output of its
-        # own: a reader of ours (`| tee`, ssh) would wait for the training to close it. The job's
-        # words go to files.
+        # A session of its own: Ctrl-C in the terminal must not reach the training. No output: a
+        # reader of ours (`| tee`, ssh) would wait for its end; the job's log is a file.
         process = subprocess.Popen(
             [sys.executable, "-m", "submitit.local._local", str(self.folder)],
             env=environment,
@@ -138,11 +140,8 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
     Raises:
         JobError: Slurm refused a cell; those before it stay queued, those from it on are marked so.
     """
-    if submitit.__version__ != _WRITTEN_FOR:
-        raise JobError(
-            f"submitit is {submitit.__version__}, this executor is written for {_WRITTEN_FOR}; "
-            "run: bash setup.sh"
-        )
+    if not submitit.__version__.startswith(_VERSIONS):
+        raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
     try:
         cells = [cell for cell in cells if not cell.refused]
         # Alone in its allocation a cell is anyway.
@@ -188,3 +187,58 @@ def _submit_together(run: Run, cells: Sequence[Cell]) -> str:
     for folder in folders:
         write_job(folder, job_id)
     return job_id
+
+
+def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
+    """Prepare the next attempt of each cell, and submit them; return the job ids.
+
+    A cell whose submission fails is as it was before.
+    """
+    before: dict[CellFolder, dict[Path, bytes]] = {}
+    folders = [run.cell(cell.name) for cell in cells]
+    try:
+        # Cells that are queued and have no job yet are waited for; `submit_run` ends that.
+        take_submit_lock(run.folder)
+        for folder, cell in zip(folders, cells, strict=True):
+            paths = (folder.status, folder.job, folder.record, folder.script)
+            before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
+            _prepare(folder, cell)
+        return submit_run(run, cells)
+    except BaseException:
+        release_submit_lock(run.folder)
+        for folder, files in before.items():
+            # A cell that has a job by now is queued.
+            if not folder.job.exists():
+                for path, content in files.items():
+                    path.write_bytes(content)
+        raise
+
+
+def _prepare(folder: CellFolder, cell: Cell) -> None:
+    attempts = folder.attempts()
+    # Without a job, `queued` is believed.
+    folder.job.unlink(missing_ok=True)
+    write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
+    note_change(folder, job_record(cell)).write(folder.record)
+    keep_script(folder, render_script(cell))
+
+
+def leave_out(cell: Cell) -> Choice:
+    """Choose the nodes on the exclusion list that a new job must not get.
+
+    Raises:
+        JobError: too few nodes are left, and the recipe does not wait for them.
+    """
+    excluded = read_excluded()
+    if not excluded:
+        return Choice(())
+    needed = cell.nodes + cell.spare_nodes
+    never = set(cell.cluster.exclude)
+    nodes = [node for node in partition_nodes(cell.cluster.partition) if node not in never]
+    choice = choose(needed, nodes, excluded)
+    if choice.short and cell.recipe.too_few_nodes == "stop":
+        raise JobError(
+            f"not enough healthy nodes: {choice.short} of {needed} missing; "
+            f"see {shown_path(excluded_file())}, or ask for fewer with --nodes"
+        )
+    return choice
