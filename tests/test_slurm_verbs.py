@@ -12,7 +12,7 @@ import pytest
 from cookbook.base.schema import Words
 from cookbook.cli.main import main
 from cookbook.launch.create import create_run
-from cookbook.launch.executor import submit_run
+from cookbook.launch.submit import submit_run
 from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
 from tests.test_check_line import check_line
