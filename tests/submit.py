@@ -16,6 +16,7 @@ from cookbook.base import paths
 from cookbook.cli.main import main
 
 ROOT = paths.ROOT
+FORK_RANKS = ROOT / "tests/fork_ranks"
 # These train, submit or run scripts, which outlive the call.
 _STARTS = {"run", "sweep", "profile", "doctor", "check-line"}
 
@@ -34,8 +35,10 @@ def environment(runs: Path, **variables: str) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("COOKBOOK_")}
     # The default is what this machine's Slurm has; tests mean the published cluster.
     own["COOKBOOK_CLUSTER"] = "soperator-b200"
-    # The test's own Python, and not one that setup.sh made.
-    return {**own, "VENV": sys.prefix, "COOKBOOK_RUNS": str(runs), **variables}
+    # The test's own Python, and not one that setup.sh made; its torchrun forks ranks.
+    path = os.pathsep.join(filter(None, [str(FORK_RANKS), own.get("PYTHONPATH")]))
+    own |= {"VENV": sys.prefix, "PYTHONPATH": path}
+    return {**own, "COOKBOOK_RUNS": str(runs), **variables}
 
 
 def submit(
