@@ -13,9 +13,8 @@ from cookbook.config.finding import Finding
 from cookbook.config.options import Options, Setting
 from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
 from cookbook.config.validate.layout import layout_findings
-from cookbook.predict.layer_memory import RankLayers
 from tests.cells import STACK
-from tests.check_cells import cell_of, h200, with_options
+from tests.check_cells import cell_of
 
 HEAD = "description: mine\nprecision: [bf16, mxfp8]\nep_backend: [standard]\n"
 STEPS = "training.steps"
@@ -96,29 +95,6 @@ def test_a_global_batch_is_a_multiple_of_all_replicas_local_batches(replicate: i
     assert finding.remedy == "try 256"
     for total in (256, 512, -1):
         assert not of_batch(128, training__global_batch_size=total, **batches)
-
-
-def test_a_memory_budget_keeps_that_part_and_computes_the_rest_again(tmp_path: Path) -> None:
-    cell = cell_of(
-        "deepseek_v3_16b", {"parallelism.expert_parallel_degree": 4}, cluster=h200(tmp_path)
-    )
-    layer = {"moe": False, "recomputed": True, "id": 0}
-    view = {"parts": [{"layers": [layer]}]}
-    kept, again = {}, {}
-    for budget in (0.0, 0.25, 1.0):
-        options = {
-            "activation_checkpoint.mode": "memory_budget",
-            "activation_checkpoint.memory_budget": budget,
-        }
-        layers = RankLayers.__new__(RankLayers)
-        layers._cell, layers._view = with_options(cell, options), view
-        # An input of 10, and 100 that the forward saves, 20 of them between compiled pieces.
-        sizes: Any = type("Bytes", (), {"input": 10.0, "saved": 100.0, "between": 20.0})
-        layers._bytes = {False: sizes}
-        kept[budget] = layers.kept(0)
-        again[budget] = layers._cost(layer)[2]
-    assert kept == {0.0: 30.0, 0.25: 50.0, 1.0: 110.0}
-    assert again == {0.0: 80.0, 0.25: 60.0, 1.0: 0.0}
 
 
 def test_rounds_turn_and_leave_out_what_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import xml.dom.minidom
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,15 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
-from cookbook.config.options import Options, Setting
+from cookbook.config.options import Setting
 from cookbook.config.sweep import CellRequest, expand_sweep, sweep_of_recipe
 from cookbook.config.validate import validation_errors
 from cookbook.plan.explain import walk
-from cookbook.plan.figure import render_svg
 from cookbook.plan.recipe_file import render_recipe, write_recipe
 from cookbook.plan.report import published_lines, render_json, render_text
-from cookbook.plan.search import _COUNTED, FITS, TOO_LARGE, Found, evaluate, search
+from cookbook.plan.search import FITS, TOO_LARGE, Found, evaluate, search
 from cookbook.plan.space import RECOMPUTATION, Space, space_of
 from cookbook.predict.documents import C4
-from cookbook.predict.rank import describe_ranks
 from tests.check_cells import cell_of, with_options
 from tests.submit import submit
 
@@ -129,25 +126,6 @@ def test_none_beats_the_front(found: Found) -> None:
 
 def speed(candidate: Any) -> float:
     return float(candidate.step.tokens_per_second_per_gpu)
-
-
-@pytest.mark.parametrize("pp", [1, pytest.param(4, marks=pytest.mark.titan)])
-def test_layouts_share_what_was_counted_only_where_it_is_the_same(pp: int) -> None:
-    """Whatever the counted ranks depend on tells two layouts apart."""
-    read: set[str] = set()
-
-    class Read(Options):
-        def __getitem__(self, name: str) -> Any:
-            read.add(name)
-            return super().__getitem__(name)
-
-    cell = cell_of("deepseek_v3_671b", {PP: pp}) if pp > 1 else BASE
-    every = {"activation_checkpoint.mode": "selective", SAVES: [], EVERY: "2"}
-    for one in (cell, with_options(cell, every), with_options(cell, {KEPT: 3})):
-        options = Read(one.options.stack, one.options.settings)
-        describe_ranks(dataclasses.replace(one, options=options))
-    assert {KEPT, EVERY, "training.seq_len"} <= read
-    assert read <= set(_COUNTED)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +271,7 @@ def test_the_winner_is_written_as_a_recipe_that_is_the_winner(found: Found, tmp_
 def test_an_overlay_stays_out_of_the_recipe() -> None:
     cell = cell_of("deepseek_v3_671b_fast", precision="mxfp8", ep_backend="deepep")
     text = render_recipe("mine", evaluate(cell), cell)
-    assert "--precision mxfp8 --ep-backend deepep" in text
+    assert "\nprecision: mxfp8\nep_backend: deepep\n" in text
     assert "quantize" not in text
     assert "comm_backend" not in text
     assert "mixed_precision" not in text
@@ -325,17 +303,6 @@ def test_the_report_says_what_limits_and_how_far_the_published_is(found: Found) 
     assert content["walk"][0]["changed"] == "from"
 
 
-def test_the_picture_has_the_front(found: Found) -> None:
-    text = render_svg(found, BASE, evaluate(BASE))
-    document = xml.dom.minidom.parseString(text)
-    circles = document.getElementsByTagName("circle")
-    assert len(circles) == len(found.ranked()) + len(found.front()) + 1
-    for circle in circles:
-        assert 0 < float(circle.getAttribute("cx")) < 1000
-        assert 0 < float(circle.getAttribute("cy")) < 560
-    assert "<circle" not in render_svg(Found(), BASE, None)
-
-
 ONE_NODE = ["deepseek_v3_16b", "--cluster", "h200-node", "--ep-backend", "deepep"]
 
 
@@ -357,7 +324,7 @@ def test_the_command_searches_and_writes(tmp_path: Path) -> None:
     assert "tokens/s/GPU" in head
     assert walked.startswith("microseconds a token and GPU") and "memory " in walked
     assert recipe.is_file()
-    assert figure.read_text().startswith("<svg")
+    assert "</svg>" in figure.read_text()
     again = asked("--json", runs=tmp_path)
     assert json.loads(again.stdout)["layouts"]["looked_at"] == 25
 

@@ -8,11 +8,10 @@ import pytest
 
 from cookbook.config.cell import SAVE_LIST, Cell
 from cookbook.config.options import DEGREES
-from cookbook.plan.describe import as_mapping, degrees, recomputation
 from cookbook.plan.explain import walk
-from cookbook.plan.rejected_values import rejected_values
+from cookbook.plan.report import as_mapping, degrees, recomputation
 from cookbook.plan.search import FITS, TOO_LARGE, evaluate, search
-from cookbook.plan.space import RECOMPUTATION, Space, space_of
+from cookbook.plan.space import RECOMPUTATION, Space, rejected_values, space_of
 from cookbook.predict.layer_memory import layer_bytes
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.shapes import shapes_of

@@ -7,7 +7,6 @@ import json
 import re
 import xml.dom.minidom
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,11 +17,10 @@ from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
 from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
-from cookbook.plan.describe import as_mapping, times
 from cookbook.plan.explain import Stop, walk
 from cookbook.plan.figure import render_svg
 from cookbook.plan.recipe_file import check_target, render_recipe
-from cookbook.plan.report import published_lines, render_json, render_text
+from cookbook.plan.report import as_mapping, published_lines, render_json, render_text
 from cookbook.plan.search import FITS, TIGHT, TOO_LARGE, Candidate, Found, evaluate, search
 from cookbook.plan.space import space_of
 from cookbook.predict.documents import C4
@@ -165,7 +163,7 @@ def test_a_layout_for_programs() -> None:
     assert (found["memory_gib"], found["memory_largest"]) == (40.0, "activations")
     # 25 tokens a GPU on four of them.
     assert found["tokens_per_step"] == 100
-    assert times(fast, None) is times(candidate(1, 1, TIGHT), slow) is None
+    assert fast.times(None) is candidate(1, 1, TIGHT).times(slow) is None
     unknown = as_mapping(candidate(1, 200, TOO_LARGE), slow)
     assert {unknown[key] for key in ("step_ms", "tokens_per_step", "exposed_ms")} == {None}
 
@@ -226,21 +224,31 @@ def test_overlays_change_on_the_way_and_the_rest_behind_them() -> None:
     assert "quantizing" in second.step.terms_ms
 
 
-def test_a_picture_has_memory_to_the_right_and_speed_upwards() -> None:
+def test_a_picture_has_memory_to_the_right_speed_upwards_and_the_card() -> None:
     document = xml.dom.minidom.parseString(render_svg(FOUND, CELL, candidate(50, 70)))
-    circles = document.getElementsByTagName("circle")
-    at = [(float(c.getAttribute("cx")), float(c.getAttribute("cy"))) for c in circles]
-    of_radius: dict[str, list[Any]] = {radius: [] for radius in ("2", "4", "5")}
-    for circle, point in zip(circles, at, strict=True):
-        of_radius[circle.getAttribute("r")].append(point)
-    ranked: list[tuple[float, float]] = [(100, 50), (95, 60), (90, 40), (80, 40), (70, 30)]
-    for (x, y), (speed, gib) in zip(of_radius["2"], ranked, strict=True):
-        # From the axes, at 70 and 510, a GiB and a token/s are as long everywhere.
-        first_x, first_y = of_radius["2"][0]
-        assert (x - 70) / gib == pytest.approx((first_x - 70) / 50, rel=0.01)
-        assert (510 - y) / speed == pytest.approx((510 - first_y) / 100, rel=0.01)
-    assert of_radius["4"] == [of_radius["2"][ranked.index(one)] for one in places(FOUND.front())]
-    assert len(of_radius["5"]) == 1
+    groups = {one.getAttribute("id"): one for one in document.getElementsByTagName("g")}
+
+    def at(gid: str) -> list[tuple[float, float]]:
+        marks = groups[gid].getElementsByTagName("use")
+        return [(float(one.getAttribute("x")), float(one.getAttribute("y"))) for one in marks]
+
+    by_place = dict(zip(places(FOUND.ranked()), at("layouts"), strict=True))
+    assert len({x for x, _ in by_place.values()}) == 4
+    x_scale = (by_place[95, 60][0] - by_place[70, 30][0]) / 30
+    y_scale = (by_place[100, 50][1] - by_place[70, 30][1]) / 30
+    assert x_scale > 0 > y_scale
+    for (speed, gib), (x, y) in by_place.items():
+        assert x - by_place[70, 30][0] == pytest.approx(x_scale * (gib - 30), abs=0.1)
+        assert y - by_place[70, 30][1] == pytest.approx(y_scale * (speed - 70), abs=0.1)
+    assert at("front") == [by_place[one] for one in places(FOUND.front())]
+    assert len(at("recipe")) == 1
+    # A line at the card's memory, on the same axis.
+    (path,) = groups["card"].getElementsByTagName("path")
+    start, end = re.findall(r"[ML] ([\d.]+) ", path.getAttribute("d"))
+    assert start == end
+    card = by_place[70, 30][0] + x_scale * (139.8 - 30)
+    assert float(start) == pytest.approx(card, abs=0.1)
+    assert 'id="recipe"' not in render_svg(Found(), CELL, None)
 
 
 def test_names_and_files_that_are_taken_are_refused(tmp_path: Path) -> None:
@@ -263,6 +271,7 @@ def test_a_planned_recipe_keeps_what_the_recipe_says_beside_options(tmp_path: Pa
     planned.write_text(render_recipe("planned", candidate(1, 2, cell=base), base))
     kept, recipe = load_recipe(str(planned)), base.recipe
     said_anew = {"name", "short_name", "description", "nodes", "settings", "path", "published"}
+    own |= {"precision": "bf16", "ep_backend": "standard"}
     for field in dataclasses.fields(recipe):
         if field.name not in said_anew:
             assert getattr(kept, field.name) == own[field.name] == getattr(recipe, field.name)

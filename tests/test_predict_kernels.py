@@ -6,24 +6,26 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cookbook.predict.exchange import Links
 from cookbook.predict.hardware import Hardware
 from cookbook.predict.kernels import Kernels
-from cookbook.predict.layer_time import LayerTimes
-from cookbook.predict.operators import Product
-from cookbook.predict.rank import describe_ranks
+from cookbook.predict.layer_time import LayerTimes, RoutedLayer
+from cookbook.predict.operators import Operator, Unit
+from cookbook.predict.rank import Layer, Part, describe_ranks
 from cookbook.predict.shapes import Shapes, shapes_of
+from cookbook.predict.traffic import Links
 from tests.check_cells import with_options
 from tests.predict_machine import on_gpus, only
 
 BF16 = on_gpus(4)
 DEEPEP = on_gpus(4, ep_backend="deepep")
 TP2 = on_gpus(4, {"parallelism.tensor_parallel_degree": 2})
-(VIEW,) = describe_ranks(BF16)
+(RANK,) = describe_ranks(BF16)
 # 8 experts over 4 ranks: two groups here. Rows of 4 numbers, a hidden size of 6.
 SHAPES = dataclasses.replace(
-    shapes_of(BF16, VIEW),
+    shapes_of(BF16, RANK),
     tokens=100,
     sequence_tokens=50,
     sent_tokens=50,
@@ -52,7 +54,7 @@ def kernels(hardware: Hardware, cell: Any = BF16, shapes: Shapes = SHAPES) -> Ke
 
 @pytest.mark.parametrize(("backward", "products"), [(False, 1), (True, 2)])
 def test_a_product_takes_its_flops_or_its_bytes(backward: bool, products: int) -> None:
-    one = [Product("attention.wq", 100, 6, 4)]
+    one = [Operator("attention.wq", (6, 4))]
     slow = kernels(only(bf16_peak_tflops=2.0, dense_gemm_share=0.5))
     assert slow.dense(one, backward) == {"dense GEMMs": products * FLOPS / 1e9}
     read = kernels(only(memory_bandwidth_gb_per_s=2.0, memory_bandwidth_share=0.5))
@@ -107,7 +109,7 @@ def test_linear_layers_are_quantized_but_for_those_left_out() -> None:
     cell = on_gpus(4, left_out, precision="float8")
     fast = kernels(only(fp8_peak_tflops=1.0, bf16_peak_tflops=0.25), cell)
     for module, times in (("attention.wq", 1), ("moe.router.gate", 4)):
-        found = fast.dense([Product(module, 100, 6, 4)], False)
+        found = fast.dense([Operator(module, (6, 4))], False)
         assert found["dense GEMMs"] == pytest.approx(times * FLOPS / 1e9)
         assert ("quantizing" in found) is (times == 1)
 
@@ -133,13 +135,13 @@ def test_the_loss_passes_over_the_logits(compiled: bool, bytes_a_logit: int) -> 
 
 def test_what_reads_and_writes_takes_the_memorys_time() -> None:
     found = kernels(only(memory_bandwidth_gb_per_s=1.0))
-    units = [{"local": 10, "gathered": 40}, {"local": 5, "gathered": 20}]
-    view = {"mixed_precision": True, "parts": [{"units": units}]}
-    assert found.optimizer(view) == pytest.approx(40 * 15 / 1e6)
+    units = (Unit("layers.0", 2, 10, 40, 4), Unit("layers.1", 2, 5, 20, 4))
+    rank = dataclasses.replace(RANK, parts=(Part(units, (), False, False),))
+    assert found.optimizer(rank) == pytest.approx(40 * 15 / 1e6)
     # A gather: 6 bytes a stored element, 4 a gathered one; a reduction: 6 a gathered, 8 a stored.
     gathers, reduces = 6 * 15 + 4 * 60, 6 * 60 + 8 * 15
-    assert found.copies(view, 2, 3) == pytest.approx((2 * gathers + 3 * reduces) / 1e6)
-    assert found.copies(view | {"mixed_precision": False}, 2, 3) == 0
+    assert found.copies(rank, 2, 3) == pytest.approx((2 * gathers + 3 * reduces) / 1e6)
+    assert found.copies(dataclasses.replace(rank, mixed_precision=False), 2, 3) == 0
     for moe in (False, True):
         forward, backward = (found.pointwise(moe, back)["pointwise"] for back in (False, True))
         assert backward == pytest.approx(forward * 5 / 3)
@@ -168,25 +170,24 @@ def test_an_all_to_all_has_latency_and_bytes() -> None:
     found = links(only(nvlink_gb_per_s=2.0, all_to_all_nvlink_share=0.5, all_to_all_latency_ms=3.0))
     # Three quarters of 100 rows leave a rank of four; dispatch and combine, and their gradients.
     one = 3.0 + 0.75 * 100 * 4 * 2 / 1e6
-    assert found.expert_exchanges_ms(VIEW) == pytest.approx((2 * one, 2 * one))
+    assert found.expert_exchanges_ms() == pytest.approx(2 * one)
     quantized = on_gpus(4, precision="bf16", ep_backend="mxfp8_a2a")
     found = links(only(nvlink_gb_per_s=1.0), quantized)
     # The dispatch's rows, and the gradients of the combine's, in a byte and a scale for 32.
     both = 0.75 * 100 * 4 * (2 + 1 + 1 / 32) / 1e6
-    assert found.expert_exchanges_ms(VIEW) == pytest.approx((both, both))
+    assert found.expert_exchanges_ms() == pytest.approx(both)
 
 
 def test_deepep_takes_the_slower_of_its_two_networks() -> None:
     cell = dataclasses.replace(on_gpus(8, ep_backend="deepep"), nodes=2)
     two_nodes = with_options(cell, {"parallelism.expert_parallel_degree": 16})
-    shapes = {"deepep": True, "ep": 16, "num_experts": 16, "ranks_per_token": 1.0}
+    shapes = {"deepep": True, "ep": 16, "ranks_per_token": 1.0, "nodes_per_token": 1.0}
     # 50 tokens of 8 bytes: seven of eight go on over NVLink, every second one to the other node.
     nvlink, infiniband = 50 * 8 * 7 / 8 / 1e6, 50 * 8 / 2 / 1e6
     for own, other, longer in ((1.0, 1.0, nvlink), (1.0, 0.1, infiniband / 0.1)):
         facts = {"deepep_nvlink_gb_per_s": own, "infiniband_gb_per_s": other}
         found = links(only(**facts, deepep_latency_ms=3.0), two_nodes, **shapes)
-        forward, backward = found.expert_exchanges_ms(VIEW)
-        assert forward == backward == pytest.approx(2 * (3.0 + longer))
+        assert found.expert_exchanges_ms() == pytest.approx(2 * (3.0 + longer))
 
 
 def test_fsdp_gathers_and_reduces_over_shards_and_replicas() -> None:
@@ -198,7 +199,7 @@ def test_fsdp_gathers_and_reduces_over_shards_and_replicas() -> None:
         },
     )
     found = links(only(nvlink_gb_per_s=4.0, nccl_nvlink_share=0.25), replicated, grad=4)
-    unit = {"name": "layers.0", "shards": 2, "gathered": 1000, "local": 500}
+    unit = Unit("layers.0", 2, 500, 1000, 4)
     gather, reduce = found.unit_ms(unit)
     assert gather == pytest.approx(1000 * 2 / 2 / 1e6)
     # The reduction, and an all-reduce of what is left: a reduction and a gather over the replicas.
@@ -207,12 +208,12 @@ def test_fsdp_gathers_and_reduces_over_shards_and_replicas() -> None:
 
 def layers(hardware: Hardware, cell: Any = BF16, **shapes: Any) -> LayerTimes:
     own = dataclasses.replace(SHAPES, **shapes)
-    return LayerTimes(cell, Kernels(cell, hardware, own, 1000.0), Links(cell, hardware, own), VIEW)
+    return LayerTimes(cell, Kernels(cell, hardware, own, 1000.0), Links(cell, hardware, own))
 
 
-def part(*moe: bool, recomputed: bool = False, ends: bool = False) -> dict[str, Any]:
-    found = [{"id": i, "moe": one, "recomputed": recomputed} for i, one in enumerate(moe)]
-    return {"layers": found, "head": ends, "embedding": ends, "units": []}
+def part(*moe: bool, recomputed: bool = False, ends: bool = False) -> Part:
+    found = tuple(Layer(index, one, recomputed) for index, one in enumerate(moe))
+    return Part((), found, ends, ends)
 
 
 def test_hidden_states_are_exchanged_in_each_layer_and_around_both_ends() -> None:
@@ -316,7 +317,57 @@ def test_the_host_is_waited_for_where_tokens_are_sent() -> None:
 
 def test_a_pipelines_gradients_are_added_in_fp32() -> None:
     """Read in BF16, and the FP32 sum read and written: 10 bytes a gathered element."""
-    times = layers(only(memory_bandwidth_gb_per_s=1.0))
-    view = {"mixed_precision": True, "parts": [{"units": [{"gathered": 7}, {"gathered": 3}]}]}
-    assert times.kept_gradients_ms(view) == pytest.approx(10 * 10 / 1e6)
-    assert times.kept_gradients_ms(view | {"mixed_precision": False}) == 0
+    units = (Unit("layers.0", 1, 7, 7, 4), Unit("layers.1", 1, 3, 3, 4))
+    rank = dataclasses.replace(RANK, parts=(Part(units, (), False, False),))
+    found = kernels(only(memory_bandwidth_gb_per_s=1.0))
+    assert found.kept_gradients_ms(rank) == pytest.approx(10 * 10 / 1e6)
+    assert found.kept_gradients_ms(dataclasses.replace(rank, mixed_precision=False)) == 0
+
+
+# Times in ms: an exchange, the experts, the halves of the shared experts.
+TIMES = st.floats(0, 50)
+LAYERS = st.builds(RoutedLayer, TIMES, TIMES, TIMES, TIMES, st.integers(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("layer", "forward", "backward"),
+    [
+        # One chunk: each exchange has one half of the shared experts beside it.
+        (RoutedLayer(5, 10, 2, 1, 1), 3 + 4, 4 + 3),
+        (RoutedLayer(5, 10, 6, 7, 1), 0, 0),
+        # Two: the first arrives after 5, the second after 10 as the first one's experts end; the
+        # first is back at 15, when the second can leave, which comes at 20.
+        (RoutedLayer(5, 10, 0, 0, 2), 5 + 5, 5 + 5),
+        (RoutedLayer(5, 10, 5, 5, 2), 0, 0),
+        # Links that are slower than the experts: all four exchanges, one behind another.
+        (RoutedLayer(5, 4, 0, 0, 2), 20 - 4, 20 - 4),
+    ],
+)
+def test_what_a_routed_layer_waits_for_by_hand(
+    layer: RoutedLayer, forward: float, backward: float
+) -> None:
+    assert layer.forward_wait_ms() == pytest.approx(forward)
+    assert layer.backward_wait_ms() == pytest.approx(backward)
+
+
+def test_what_is_computed_again_hides_the_first_gradients() -> None:
+    layer = RoutedLayer(5, 10, 2, 1, 1)
+    assert layer.backward_wait_ms(before_ms=3) == pytest.approx(1 + 3)
+    assert layer.backward_wait_ms(before_ms=30) == pytest.approx(3)
+
+
+@given(LAYERS, TIMES)
+def test_waits_are_a_part_of_what_is_sent(layer: RoutedLayer, before: float) -> None:
+    sent = 2 * layer.chunks * layer.exchange_ms
+    for wait in (layer.forward_wait_ms(), layer.backward_wait_ms(before)):
+        assert -1e-9 <= wait <= sent + 1e-9
+
+
+@given(LAYERS, st.sampled_from(["exchange_ms", "experts_ms", "first_ms", "second_ms"]), TIMES)
+def test_more_work_never_ends_sooner(layer: RoutedLayer, name: str, more: float) -> None:
+    def ends(one: RoutedLayer) -> list[float]:
+        computed = one.first_ms + one.experts_ms + one.second_ms
+        return [computed + one.forward_wait_ms(), computed + one.backward_wait_ms()]
+
+    changed = dataclasses.replace(layer, **{name: getattr(layer, name) + more})
+    assert all(after >= end - 1e-9 for end, after in zip(ends(layer), ends(changed), strict=True))

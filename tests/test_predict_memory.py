@@ -13,10 +13,10 @@ from cookbook.config.cell import Cell
 from cookbook.config.resolve import this_machine
 from cookbook.predict.layer_memory import RankLayers
 from cookbook.predict.memory import GIB, StageMemory, predict_memory
-from cookbook.predict.rank import describe_ranks
+from cookbook.predict.operators import Unit
+from cookbook.predict.rank import Layer, Part, describe_ranks, model_of
 from cookbook.predict.shapes import destinations, padded_tokens, shapes_of
-from cookbook.predict.traffic import Traffic, Work, count_work
-from tests.check_cells import with_options
+from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
 TOKENS, DIM, WORDS = 4 * 8192, 2048, 102400
@@ -30,8 +30,8 @@ LIST = "activation_checkpoint.op_sac_save_list"
 
 
 def memory(cell: Cell, **changed: Any) -> StageMemory:
-    (view,) = describe_ranks(cell)
-    return predict_memory(cell, {**view, **changed}, {})
+    (rank,) = describe_ranks(cell)
+    return predict_memory(cell, dataclasses.replace(rank, **changed), {})
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,7 @@ def test_bytes_of_the_loss(options: dict[str, Any], stages: int, bytes_a_logit: 
     assert found.terms["logits and loss"] == pytest.approx(logits * bytes_a_logit / GIB)
 
 
-def test_a_loss_in_chunks_keeps_its_gradients_in_fp32() -> None:
-    one = {"loss.num_chunks": 1, "training.local_batch_size": 1, MODE: "none"}
-    found = memory(on_gpus(4, one, ep_backend="deepep"))
-    assert found.moment == "the loss"
-    gradients, logits = 4 * (8192 + WORDS) * DIM, 2 * 8192 * WORDS
-    assert found.terms["logits and loss"] == pytest.approx((gradients + logits) / GIB)
+def test_the_vocabulary_is_whole_where_the_loss_is_not_parallel() -> None:
     whole = on_gpus(4, TP2 | {"parallelism.disable_loss_parallel": True})
     for chunks, words in ((0, WORDS), (8, WORDS // 2)):
         cell = with_options(whole, {"loss.num_chunks": chunks})
@@ -110,24 +105,28 @@ def test_deepep_has_buffers_of_its_own(ep: int, peers: int, nodes: int) -> None:
 
 
 def layers_of(cell: Cell) -> RankLayers:
-    (view,) = describe_ranks(cell)
-    return RankLayers(cell, view, shapes_of(cell, view))
+    (rank,) = describe_ranks(cell)
+    return RankLayers(cell, rank, shapes_of(cell, rank))
+
+
+def kept(cell: Cell) -> float:
+    """Bytes that a microbatch leaves on the rank."""
+    return layers_of(cell).kept(describe_ranks(cell)[0].parts[0])
 
 
 def test_what_is_saved_by_name_is_kept_and_not_computed_again() -> None:
-    kept, again = {}, {}
+    bytes_kept, again = {}, {}
     for names in (("attention",), ("attention", "grouped_mm"), ("attention", "communication")):
         cell = on_gpus(4, {**SELECTIVE, LIST: list(names)}, ep_backend="deepep")
-        layers = layers_of(cell)
-        kept[names[-1]] = layers.kept(0)
-        again[names[-1]] = layers.backward()["recomputed layer"]
+        bytes_kept[names[-1]] = kept(cell)
+        again[names[-1]] = layers_of(cell).backward()["recomputed layer"]
     # Gate and up, and the experts' output.
     gemms = 2 * ROWS * (2 * HIDDEN + DIM)
-    assert kept["grouped_mm"] - kept["attention"] == MOE_LAYERS * gemms
+    assert bytes_kept["grouped_mm"] - bytes_kept["attention"] == MOE_LAYERS * gemms
     assert again["attention"] - again["grouped_mm"] == gemms
     # Dealt out evenly a token goes to 1.25 of 4 ranks. Rows that came are of no use to a backward.
     sent = 2 * (1.25 + 1) * TOKENS * DIM
-    assert kept["communication"] - kept["attention"] == pytest.approx(MOE_LAYERS * sent)
+    assert bytes_kept["communication"] - bytes_kept["attention"] == pytest.approx(MOE_LAYERS * sent)
     assert again["communication"] == again["attention"]
 
 
@@ -136,14 +135,14 @@ def test_compiled_layers_keep_the_gemms_that_are_worth_it(ep_backend: str, down:
     """Queries, latents, attention's output, the router's, the shared experts' gate and up."""
     names = ["attention", "communication", "grouped_mm"]
     less, more = (
-        layers_of(on_gpus(4, {**SELECTIVE, LIST: saved}, ep_backend=ep_backend))
+        on_gpus(4, {**SELECTIVE, LIST: saved}, ep_backend=ep_backend)
         for saved in (names, [*names, "mm"])
     )
     latents, gate_up = 512 + 64, 2 * 2 * HIDDEN
     outputs = 16 * (128 + 64) + latents + DIM + 64 + gate_up + down
     # Of the dense layer, which is compiled with its recomputation, one of gate and up.
-    assert more.kept(0) - less.kept(0) == 2 * TOKENS * (MOE_LAYERS * outputs + DENSE)
-    recomputed = [one.backward()["recomputed layer"] for one in (less, more)]
+    assert kept(more) - kept(less) == 2 * TOKENS * (MOE_LAYERS * outputs + DENSE)
+    recomputed = [layers_of(one).backward()["recomputed layer"] for one in (less, more)]
     # The others are inputs of what computes again in any case, and not kept for a backward.
     assert recomputed[0] - recomputed[1] == 2 * TOKENS * (latents + gate_up)
 
@@ -153,7 +152,7 @@ def test_the_shared_experts_save_the_same_gemms_with_each_ep_backend() -> None:
     of_gemms = {}
     for backend in ("standard", "deepep"):
         saves = [
-            layers_of(on_gpus(4, {**eager, LIST: list(names)}, ep_backend=backend)).kept(0)
+            kept(on_gpus(4, {**eager, LIST: list(names)}, ep_backend=backend))
             for names in (("communication",), ("communication", "mm"))
         ]
         of_gemms[backend] = saves[1] - saves[0]
@@ -162,8 +161,8 @@ def test_the_shared_experts_save_the_same_gemms_with_each_ep_backend() -> None:
 
 def test_a_layers_backward_has_its_parameters_and_the_next_ones() -> None:
     found = layers_of(on_gpus(4)).backward()
-    (view,) = describe_ranks(on_gpus(4))
-    units = {unit["name"]: unit["gathered"] for unit in view["parts"][0]["units"]}
+    (rank,) = describe_ranks(on_gpus(4))
+    units = {unit.name: unit.gathered for unit in rank.units}
     own, experts = units["layers.5"], units["layers.5.moe.experts"]
     assert found["gathered layers"] == 2 * 2 * (own + experts)
     # Its gradients in BF16, and the largest of its modules' once more in FP32.
@@ -171,13 +170,26 @@ def test_a_layers_backward_has_its_parameters_and_the_next_ones() -> None:
 
 
 def test_swiglu_keeps_gate_up_and_product_and_eager_silu_too() -> None:
-    kept = {}
-    for compiled in (True, False):
-        components = ["model", "loss"] if compiled else ["loss"]
-        cell = on_gpus(4, {MODE: "none", "compile.components": components})
-        kept[compiled] = layers_of(cell).kept(0)
+    compiled, eager = (
+        kept(on_gpus(4, {MODE: "none", "compile.components": components}))
+        for components in (["model", "loss"], ["loss"])
+    )
     one = 2 * TOKENS * DENSE + MOE_LAYERS * 2 * (TOKENS * 2 * HIDDEN + ROWS * HIDDEN)
-    assert kept[False] - kept[True] == one
+    assert eager - compiled == one
+
+
+def test_a_memory_budget_keeps_its_part_and_what_lies_between_compiled_pieces() -> None:
+    cells = [
+        on_gpus(4, {MODE: "memory_budget", "activation_checkpoint.memory_budget": budget})
+        for budget in (0.0, 0.25, 1.0)
+    ]
+    found, none = [kept(cell) for cell in cells], kept(on_gpus(4, {MODE: "none"}))
+    assert found[2] == none
+    assert none - found[1] == pytest.approx(0.75 * (none - found[0]))
+    again = [layers_of(cell).backward()["recomputed layer"] for cell in cells]
+    assert again[2] == 0 < again[1] == pytest.approx(0.75 * again[0])
+    # Routers' scores and rows stay where they are.
+    assert found[0] > MOE_LAYERS * 2 * (TOKENS + ROWS) * DIM
 
 
 def test_real_routing_is_uneven_and_forced_routing_is_not() -> None:
@@ -203,53 +215,44 @@ def test_flash_attention_pads_documents_to_blocks(capability: float, block: int)
     assert padded_tokens(cell, 3) == 3 * 8192 + (3 * 64 + 1) * block
 
 
+DEEPSEEK = model_of(cell_of("deepseek_v3_671b"))
+FREE = dataclasses.replace(DEEPSEEK, num_expert_groups=None)
+SMALL = model_of(on_gpus(4))
+
+
 def test_a_token_goes_to_few_ranks_where_its_router_is_limited() -> None:
     """DeepSeek-V3: 8 of 256 experts, out of 4 of 8 groups; here on 32 ranks of 8 experts."""
-    limited = destinations(256, 8, 32, False, (8, 4))
+    limited, free = (destinations(model, 32, False) for model in (DEEPSEEK, FREE))
     assert limited == pytest.approx(16 * (1 - math.comb(120, 8) / math.comb(128, 8)))
-    free = destinations(256, 8, 32, False, None)
     assert free == pytest.approx(32 * (1 - math.comb(248, 8) / math.comb(256, 8)))
     assert limited < free < 8
-    # Dealt out in turn they are neighbours.
-    assert destinations(256, 8, 32, True, None) == 1
-    assert destinations(64, 6, 4, True, None) == 1.25
+    # Dealt out in turn they are neighbours: all on one rank, or six on three.
+    assert destinations(DEEPSEEK, 32, True) == 1
+    assert [destinations(SMALL, places, True) for places in (1, 4, 32)] == [1, 1.25, 3]
+    assert destinations(SMALL, 1, False) == 1
+    # Uniform routing: four ranks, a quarter of the experts each.
+    assert destinations(SMALL, 4, False) == pytest.approx(4 * (1 - 0.1638), rel=1e-2)
 
 
-def work(cell: Cell) -> Work:
-    return count_work(cell, describe_ranks(cell))
-
-
-def test_flops_and_tokens_of_a_step() -> None:
-    one = work(on_gpus(4))
-    assert one.tokens_per_step == 4 * TOKENS
-    assert one.flops_per_gpu_step == one.flops_per_token * TOKENS
-    halves = work(on_gpus(4, TP2))
-    assert halves.tokens_per_step == 2 * TOKENS
-    assert halves.flops_per_gpu_step == one.flops_per_gpu_step / 2
-
-
-@pytest.mark.parametrize(("mode", "exchanges"), [("none", 4), ("full", 6)])
-def test_bytes_that_deepep_sends(mode: str, exchanges: int) -> None:
-    """Dispatch and combine, and their gradients; full recomputation sends the forward's again."""
-    found = work(with_options(two_nodes(16, "deepep"), {MODE: mode})).traffic["ep/deepep"]
-    # Dealt out evenly a token goes to 2.5 of 16 ranks and to 1.25 of 2 nodes.
-    ranks, nodes = (destinations(64, 6, places, True, None) for places in (16, 2))
-    size = MOE_LAYERS * exchanges * TOKENS * DIM * 2
-    sent = (found.nvlink, found.infiniband)
-    assert sent == pytest.approx((size * ranks * 7 / 8, size * nodes / 2))
-
-
-@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("full", 4)])
-def test_bytes_that_tp_sends(mode: str, again: int) -> None:
-    found = work(on_gpus(4, {**TP2, MODE: mode})).traffic["tp"]
-    # Four exchanges a layer and direction, what is repeated, and two around each end.
-    one = TOKENS * DIM * 2 / 2
-    assert found == Traffic(nvlink=(27 * (8 + again) + 4) * one)
-
-
-def test_the_rank_that_sends_most_is_shown() -> None:
-    cell = on_gpus(4)
-    (view,) = describe_ranks(cell)
-    few = {**view, "parts": [{**view["parts"][0], "layers": view["parts"][0]["layers"][:5]}]}
-    for views in ((view, few), (few, view)):
-        assert count_work(cell, views).traffic == work(cell).traffic
+def test_a_rank_keeps_at_most_three_stages_gathered() -> None:
+    cell = on_gpus(4, {"training.local_batch_size": 1, "training.seq_len": 256})
+    (rank,) = describe_ranks(cell)
+    sizes = (10, 40, 20, 30)
+    scale = 1_000_000
+    parts = tuple(
+        Part((Unit("layers.0", 4, size, size * scale, 4),), (Layer(0, False, True),), False, False)
+        for size in sizes
+    )
+    rank = dataclasses.replace(
+        rank, parts=parts, stages=[0, 2, 4, 6], num_stages=8, num_microbatches=6
+    )
+    found = predict_memory(cell, dataclasses.replace(rank, in_flight=[[2, 1, 1, 1], [1] * 4]))
+    terms = {name: gib * GIB for name, gib in found.terms.items()}
+    assert terms["gathered parameters"] == pytest.approx((40 + 30 + 20) * scale * 2)
+    # Nothing is reduced between microbatches, so that all stages' gradients are there.
+    assert terms["unreduced gradients"] == pytest.approx((10 + 40 + 20 + 30) * scale * 4)
+    hidden = 256 * DIM * 2
+    # Each keeps its input and, recomputed, its layer's.
+    assert terms["activations"] == pytest.approx(5 * 2 * hidden)
+    # Stages 2, 4 and 6 receive from both sides, stage 0 from the next one alone.
+    assert terms["pipeline receive buffers"] == pytest.approx(7 * 6 * hidden)

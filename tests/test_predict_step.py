@@ -9,7 +9,7 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
-from cookbook.predict import rank as view
+from cookbook.predict import rank
 from cookbook.predict.documents import LOCAL, Documents, mean_attended_tokens
 from cookbook.predict.documents import slowest_attended_tokens as slowest
 from cookbook.predict.hardware import Hardware, load_hardware
@@ -67,8 +67,7 @@ def test_ranks_that_share_a_batch_share_its_tokens() -> None:
 def gathered(prefix: str) -> int:
     """Elements of the 16B's FSDP modules of four ranks; each rank's experts are its own."""
     (one,) = describe_ranks(on_gpus(4))
-    units = [unit for part in one["parts"] for unit in part["units"]]
-    return sum(u["gathered"] for u in units if u["name"].startswith(prefix) and u["shards"] > 1)
+    return sum(u.gathered for u in one.units if u.name.startswith(prefix) and u.shards > 1)
 
 
 # Attention takes seconds in each layer.
@@ -199,7 +198,7 @@ def pipelined(
     actions = PIPELINES[name]
     count = 1 + max(microbatch for *_, microbatch in actions[0])
     answer = Actions(([0], [1]), ([[1]], [[1]]), actions, range(count))
-    monkeypatch.setattr(view, "actions_of", lambda *_: answer)
+    monkeypatch.setattr(rank, "actions_of", lambda *_: answer)
     cell = on_gpus(
         4,
         {
@@ -254,9 +253,6 @@ def test_a_pipeline_adds_gradients_of_each_microbatch(monkeypatch: pytest.Monkey
     # The second microbatch adds its own: 10 bytes for each element of the last 13 layers.
     names = {"norm", "output", *(f"layers.{number}" for number in range(14, 27))}
     sizes = [
-        unit["gathered"]
-        for part in whole["parts"]
-        for unit in part["units"]
-        if unit["name"].removesuffix(".moe.experts") in names
+        unit.gathered for unit in whole.units if unit.name.removesuffix(".moe.experts") in names
     ]
     assert copies[0] - copies[1] == pytest.approx(10 * sum(sizes) / 1e6)

@@ -1,4 +1,4 @@
-"""The fake world finds what a job's first step would find, without a table of names."""
+"""The dry run finds the kernels that a job's first step would find, without a table of names."""
 
 from __future__ import annotations
 
@@ -110,7 +110,6 @@ def test_attention_is_seen_on_every_stage(answers: dict[str, Any], case: str) ->
 
 def test_another_model_family_is_built_without_data(answers: dict[str, Any]) -> None:
     (view,) = answers["another family"]["ranks"]
-    assert view["parameters"]["total"] > 0, view
     nothing = {"grouped_gemms": None, "linear_layers": "bf16", "attention": "sdpa"}
     assert view["active"] == nothing
 
@@ -129,6 +128,14 @@ def killed(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def build_cell(world: int, pp: int) -> list[dict[str, Any]]:
+    """The answers of a cell whose ranks a test builds itself."""
+    from cookbook.titan.dry_build import __main__ as dry_build
+
+    ranks: list[dict[str, Any]] = dry_build.build_cell({"world": world, "pp": pp}, dict)["ranks"]
+    return ranks
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
@@ -144,7 +151,7 @@ def test_a_rank_without_an_answer_is_told(
 
     monkeypatch.setattr(dry_build, "_build_rank", build)
     monkeypatch.setattr(dry_build, "_LIMIT_S", 1.0)
-    (first, *_) = dry_build.build_cell({"world": 8, "pp": 1})["ranks"]
+    (first, *_) = build_cell(8, 1)
     assert (first["rank"], first["error"]) == (0, said)
 
 
@@ -152,10 +159,7 @@ def test_the_first_rank_of_every_stage_is_built(monkeypatch: pytest.MonkeyPatch)
     from cookbook.titan.dry_build import __main__ as dry_build
 
     monkeypatch.setattr(dry_build, "_build_rank", lambda request, rank, *_: {"rank": rank})
-    ranks = dry_build.build_cell({"world": 12, "pp": 3})["ranks"]
-    assert [view["rank"] for view in ranks] == [0, 4, 8]
-    # Of each its own child's memory.
-    assert all(view["memory_gib"] > 0 for view in ranks)
+    assert [view["rank"] for view in build_cell(12, 3)] == [0, 4, 8]
 
 
 def test_torchtitans_warnings_are_kept_and_not_those_of_the_fake_world(

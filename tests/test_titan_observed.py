@@ -101,15 +101,18 @@ def actions(*words: str) -> list[Any]:
 
 
 def test_microbatches_in_flight_end_with_the_gradients_of_the_weights() -> None:
-    from cookbook.titan.dry_build.in_flight import in_flight
+    from cookbook.titan.dry_build.schedules import in_flight, rank_actions
 
-    assert in_flight(actions("F0", "B0", "F0", "B0"), [0]) == [[1]]
-    assert in_flight(actions("F0", "F0", "B0", "F0", "B0", "B0"), [0]) == [[2]]
+    def counts(stages: list[int], *words: str) -> list[list[int]]:
+        return in_flight(rank_actions(actions(*words), is_single=True), stages)
+
+    assert counts([0], "F0", "B0", "F0", "B0") == [[1]]
+    assert counts([0], "F0", "F0", "B0", "F0", "B0", "B0") == [[2]]
     # What the weights need is kept until then.
-    assert in_flight(actions("F0", "I0", "F0", "W0", "I0", "W0"), [0]) == [[2]]
+    assert counts([0], "F0", "I0", "F0", "W0", "I0", "W0") == [[2]]
     # Two of one stage at a time, and two of the other at another.
-    order = actions("F0", "F0", "B0", "F1", "B0", "F1", "B1", "B1")
-    assert in_flight(order, [0, 1]) == [[0, 2], [1, 1], [2, 0]]
+    order = ("F0", "F0", "B0", "F1", "B0", "F1", "B1", "B1")
+    assert counts([0, 1], *order) == [[0, 2], [1, 1], [2, 0]]
 
 
 def test_a_ranks_actions_are_in_its_own_order() -> None:

@@ -1,4 +1,4 @@
-"""What the pinned TorchTitan builds of cells in a fake world, or what it raises.
+"""Asks the pinned TorchTitan, in a fake world, whether it builds cells.
 
 The driver imports no torch: one subprocess does, for all cells, and ends with them. All that it
 writes lies in a temporary folder that goes with it.
@@ -13,10 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from cookbook.base.paths import ROOT
@@ -26,31 +25,42 @@ from cookbook.config.stack import load_stack
 
 @dataclass(frozen=True)
 class Built:
-    """One cell: `views` of the first rank of every pipeline stage, or the `failure` of one of them.
+    """TorchTitan's answer for one cell.
 
-    `unavailable` says why nothing could be tried here; then there is neither.
+    Attributes:
+        ranks: of the first rank of every pipeline stage `active`, `warnings` and `not_exercised`.
+        failure: the error of one of them; then there are no ranks.
+        unavailable: why TorchTitan could not be asked here; then there is neither.
     """
 
-    views: tuple[dict[str, Any], ...] = ()
+    ranks: tuple[dict[str, Any], ...] = ()
     failure: dict[str, Any] | None = None
     unavailable: str = ""
     seconds: float = 0.0
-    not_exercised: tuple[str, ...] = field(default=())
+
+    def noted(self, key: str) -> list[str]:
+        """Return what the ranks say under `key`, each text once."""
+        return list(dict.fromkeys(text for rank in self.ranks for text in rank[key]))
+
+    def active(self, key: str) -> set[str]:
+        """Return what runs under `key` on any stage."""
+        found = (rank["active"][key] or "" for rank in self.ranks)
+        return {word for words in found for word in words.split(" and ") if word}
 
 
-class DryRun:
-    """The subprocess, open for any number of cells."""
-
-    def __enter__(self) -> DryRun:
-        self._folder = tempfile.TemporaryDirectory(prefix="cookbook-check-")
+@contextlib.contextmanager
+def dry_run(
+    module: str = "cookbook.titan.dry_build",
+) -> Iterator[Callable[[Cell], Built]]:
+    """Start the subprocess; the function builds one cell."""
+    with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # A reader that is gone must not cost the answer, so errors go to a file and not a pipe.
-        self._errors = Path(self._folder.name) / "errors"
+        said = Path(folder) / "errors"
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(
-                os.pathsep
-            ),
-            "TMPDIR": self._folder.name,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TMPDIR": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
             # From the start: TorchTitan and the cookbook's hooks decide for CPU or CUDA when they
             # are imported, and CUDA, once asked, cannot be used in the children that it forks.
@@ -58,9 +68,9 @@ class DryRun:
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
         }
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "cookbook.titan.dry_build", load_stack().hooks],
+        with said.open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, load_stack().hooks],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -70,79 +80,50 @@ class DryRun:
                 # The children it forks must end with it.
                 start_new_session=True,
             )
-        self._ready = self._answer()
-        return self
+        assert process.stdin
+        assert process.stdout
+        requests, answers = process.stdin, process.stdout
+        is_ready = bool(answers.readline().strip())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._process.stdin
-        assert self._process.stdout
+        def build(cell: Cell) -> Built:
+            line = ""
+            if is_ready:
+                with contextlib.suppress(BrokenPipeError):
+                    requests.write(f"{json.dumps(_request(cell))}\n")
+                    requests.flush()
+                    line = answers.readline()
+            if not line.strip():
+                return Built(unavailable=_last_line(said))
+            answer = json.loads(line)
+            failures = [rank for rank in answer["ranks"] if "error" in rank]
+            if failures:
+                return Built(failure=failures[0], seconds=answer["seconds"])
+            return Built(tuple(answer["ranks"]), seconds=answer["seconds"])
+
         try:
-            # It may have ended before, and then nobody reads.
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-            if kind is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=10)
+            yield build
         finally:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-            self._process.stdout.close()
-            self._folder.cleanup()
-
-    def build(self, cell: Cell) -> Built:
-        """Build one cell."""
-        if self._ready is None:
-            return Built(unavailable=self._reason())
-        assert self._process.stdin
-        try:
-            self._process.stdin.write(f"{json.dumps(_request(cell))}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return Built(unavailable=self._reason())
-        answer = self._answer()
-        if answer is None:
-            return Built(unavailable=self._reason())
-        failures = [rank for rank in answer["ranks"] if "error" in rank]
-        notes = {note: None for rank in answer["ranks"] for note in rank.get("not_exercised", ())}
-        return Built(
-            views=() if failures else tuple(answer["ranks"]),
-            failure=failures[0] if failures else None,
-            seconds=answer["seconds"],
-            not_exercised=tuple(notes),
-        )
-
-    def _answer(self) -> dict[str, Any] | None:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line.strip():
-            return None
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _reason(self) -> str:
-        lines = [
-            line for line in self._errors.read_text(errors="replace").splitlines() if line.strip()
-        ]
-        return lines[-1].strip() if lines else "the dry run ended without a word"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                requests.close()
+            answers.close()
 
 
 def build_cells(cells: Sequence[Cell]) -> list[Built]:
     """Build every cell; cells that differ in their names alone are built once."""
     known: dict[str, Built] = {}
-    results = []
-    with DryRun() as dry_run:
-        for cell in cells:
-            key = json.dumps(_request(cell))
-            if key not in known:
-                known[key] = dry_run.build(cell)
-            results.append(known[key])
-    return results
+    keys = [json.dumps(_request(cell)) for cell in cells]
+    with dry_run() as build:
+        for key, cell in zip(keys, cells, strict=True):
+            known[key] = known.get(key) or build(cell)
+    return [known[key] for key in keys]
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "the dry run ended without a word"
 
 
 def _request(cell: Cell) -> dict[str, Any]:

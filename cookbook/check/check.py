@@ -1,4 +1,4 @@
-"""A verdict on cells: the rules, what TorchTitan builds, memory and work."""
+"""A verdict on cells: the rules, TorchTitan's build, memory, work and time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from cookbook.check.build import Built, build_cells
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import Cell
 from cookbook.config.finding import ERROR, WARNING, Finding, Rule, Verdict
+from cookbook.config.overlay import OF_PRECISION
 from cookbook.config.validate import judge
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
+from cookbook.predict.rank import Rank, describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.predict.traffic import Work, count_work
 
 _TRAINER = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
+_MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
 # Warnings of TorchTitan's that say nothing about whether and how the cell runs.
 _ROUTINE = (
     "Pipeline Parallel loss is not visible",
@@ -28,23 +31,27 @@ _ROUTINE = (
 
 @dataclass(frozen=True)
 class CellCheck:
-    """All that a check found out about one cell; `stages` and `work` are empty where it was not
-    built. `no_step` says why the time of its step is not known.
+    """All that a check found out about one cell.
+
+    Attributes:
+        ranks, stages: those that were counted, with their memory; empty for a cell that TorchTitan
+            did not build, or whose layers are not counted.
+        no_step: why the time of its step is not known.
     """
 
     cell: Cell
     judged: Verdict
     advice: tuple[Finding, ...] = ()
-    stages: tuple[StageMemory, ...] = ()
-    views: tuple[Mapping[str, Any], ...] = ()
-    work: Work | None = None
     built: Built | None = None
+    ranks: tuple[Rank, ...] = ()
+    stages: tuple[StageMemory, ...] = ()
+    work: Work | None = None
     step: StepTime | None = None
     no_step: str = ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What refuses the cell, then what else there is to say."""
+        """The errors, then the advice."""
         return (*self.judged.findings, *self.advice)
 
     @property
@@ -58,19 +65,21 @@ class CellCheck:
         return max(self.stages, key=lambda stage: stage.total, default=None)
 
     @property
+    def is_built(self) -> bool:
+        """Whether TorchTitan built it."""
+        return self.built is not None and bool(self.built.ranks)
+
+    @property
     def active(self) -> dict[str, str]:
-        """What TorchTitan built, over all stages; a stage with nothing quantized does not count."""
-        found: dict[str, str] = {}
-        for key in self.views[0]["active"] if self.views else ():
-            kinds = {view["active"][key] for view in self.views} - {None}
-            quantized = kinds - {"bf16"} or kinds
-            if quantized:
-                found[key] = " and ".join(sorted(quantized))
-        return found
+        """The kernels of the model that was built; a stage with nothing quantized has no say."""
+        if self.built is None or not self.built.ranks:
+            return {}
+        found = {key: self.built.active(key) for key in self.built.ranks[0]["active"]}
+        return {k: " and ".join(sorted(one - {"bf16"} or one)) for k, one in found.items() if one}
 
     @property
     def verdict(self) -> str | None:
-        """`fits`, `tight` or `will not fit`; None without a GPU, or where nothing was built."""
+        """`fits`, `tight` or `will not fit`; None without a GPU, or where memory is not known."""
         gpu = self.cell.cluster.gpu
         if self.peak is None or gpu is None:
             return None
@@ -82,7 +91,8 @@ class CellCheck:
         if self.judged.refused:
             return self.judged.refused
         if self.peak is None:
-            return "by the rules; TorchTitan did not build it"
+            not_built = "by the rules; TorchTitan did not build it"
+            return f"built; {self.no_step}" if self.is_built else not_built
         words = f"needs {self.peak.total:.0f} GiB a GPU"
         gpu = self.cell.cluster.gpu
         return f"{self.verdict}: {words} of {gpu.memory_gib:.0f}" if gpu else words
@@ -91,28 +101,22 @@ class CellCheck:
 def check_cells(
     cells: Sequence[Cell], *, build: bool = True, is_submitted: bool = False
 ) -> list[CellCheck]:
-    """Check every cell; without `build`, what is known at once.
+    """Check every cell; without `build`, by the rules alone.
 
     A cell that the rules refuse is not built; one that only lacks something here is.
     """
     judged = [judge(cell, is_submitted=is_submitted) for cell in cells]
     # A layout that does not divide would get advice about something else.
     checks = [
-        CellCheck(cell, verdict, () if _is_wrong(verdict) else _advice(ADVICE, cell))
-        for cell, verdict in zip(cells, judged, strict=True)
+        CellCheck(cell, one, () if any(f.is_input for f in one.rules) else _advice(ADVICE, cell))
+        for cell, one in zip(cells, judged, strict=True)
     ]
     wanted = [one.cell for one in checks if build and not one.judged.rules]
-    built = {
-        cell.name: found
-        for cell, found in zip(wanted, build_cells(wanted) if wanted else (), strict=True)
-    }
+    names = [cell.name for cell in wanted]
+    built = dict(zip(names, build_cells(wanted) if wanted else (), strict=True))
     return [
         _with_build(one, built[one.cell.name]) if one.cell.name in built else one for one in checks
     ]
-
-
-def _is_wrong(verdict: Verdict) -> bool:
-    return any(finding.is_input for finding in verdict.rules)
 
 
 def _advice(rules: Sequence[Rule], *known: Any) -> tuple[Finding, ...]:
@@ -120,106 +124,125 @@ def _advice(rules: Sequence[Rule], *known: Any) -> tuple[Finding, ...]:
 
 
 def _with_build(check: CellCheck, built: Built) -> CellCheck:
-    cell = check.cell
+    check, found = replace(check, built=built), list[Finding]()
     if built.unavailable:
-        return replace(check, advice=(*check.advice, _not_tried(built.unavailable)), built=built)
+        found.append(
+            Finding(
+                WARNING,
+                "not_built",
+                "",
+                f"TorchTitan could not be asked: {built.unavailable}",
+                "run: bash setup.sh; until then only the rules were applied",
+                f"{_TRAINER}/torchtitan/train.py",
+            )
+        )
+        return replace(check, advice=(*check.advice, *found))
     if built.failure is not None:
-        judged = replace(check.judged, built=(_refusal(cell, built.failure),))
-        return replace(check, judged=judged, built=built)
-    check = replace(
-        check,
-        views=built.views,
-        built=built,
-        stages=tuple(predict_memory(cell, view) for view in built.views),
-        work=count_work(cell, built.views),
-    )
-    try:
-        check = replace(check, step=predict_step(cell, built.views))
-    except InputError as error:
-        check = replace(check, no_step=str(error))
-    found = (*_shortage(check), *_warnings(built), *_advice(BUILT_ADVICE, cell, built.views))
+        found.append(_refusal(check.cell, built.failure))
+    else:
+        check = _predicted(check)
+        found += [*_shortage(check), *_torchtitan_warnings(built)]
+        if check.ranks:
+            found += _advice(BUILT_ADVICE, check.cell, check.ranks)
+        found += _unexpected(check.cell, built)
     errors = tuple(finding for finding in found if finding.level == ERROR)
     others = tuple(finding for finding in found if finding.level != ERROR)
     judged = replace(check.judged, built=errors)
     return replace(check, judged=judged, advice=(*check.advice, *others))
 
 
-def _not_tried(reason: str) -> Finding:
-    return Finding(
-        WARNING,
-        "not_built",
-        "",
-        f"TorchTitan could not be asked: {reason}",
-        "run: bash setup.sh; until then only the rules were applied",
-        f"{_TRAINER}/torchtitan/train.py",
-    )
+def _predicted(check: CellCheck) -> CellCheck:
+    cell = check.cell
+    try:
+        ranks = describe_ranks(cell)
+        check = replace(
+            check,
+            ranks=ranks,
+            stages=tuple(predict_memory(cell, rank) for rank in ranks),
+            work=count_work(cell, ranks),
+        )
+        return replace(check, step=predict_step(cell, ranks))
+    except InputError as error:
+        return replace(check, no_step=str(error))
 
 
 def _refusal(cell: Cell, failure: Mapping[str, Any]) -> Finding:
-    """TorchTitan's own words, at the option that they name."""
-    message = failure["error"]
+    """Quote TorchTitan, at the option that it names."""
+    message, place = failure["error"], failure["place"]
     named = [
         name
         for name in cell.options.settings
         if name in message or name.rpartition(".")[2] in message
     ]
-    place = f" (rank {failure['rank']}, {failure['place'] or failure['kind']})"
-    file = failure["place"].rpartition(":")[0]
+    file = place.rpartition(":")[0]
     return Finding(
         ERROR,
         "torchtitan",
-        max(named, key=len) if named else "",
-        f"TorchTitan {cell.options.stack.pins['torchtitan']} refuses it: {message}{place}",
+        max(named, key=len, default=""),
+        f"TorchTitan {cell.options.stack.pins['torchtitan']} refuses it: {message} "
+        f"(rank {failure['rank']}, {place or failure['kind']})",
         "",
-        f"{_TRAINER}/{file}"
-        if file.startswith("torchtitan/")
-        else f"{_TRAINER}/torchtitan/train.py",
+        f"{_TRAINER}/{file if file.startswith('torchtitan/') else 'torchtitan/train.py'}",
     )
 
 
-def _warnings(built: Built) -> list[Finding]:
-    texts = {text: None for view in built.views for text in view["warnings"]}
-    return [
-        Finding(
-            WARNING,
-            "torchtitan",
-            "",
-            f"TorchTitan warns: {text}",
-            "",
-            f"{_TRAINER}/torchtitan/train.py",
-        )
-        for text in texts
-        if not text.startswith(_ROUTINE)
-    ]
+def _torchtitan_warnings(built: Built) -> Iterator[Finding]:
+    for text in built.noted("warnings"):
+        if not text.startswith(_ROUTINE):
+            reason = f"TorchTitan warns: {text}"
+            yield Finding(WARNING, "torchtitan", "", reason, "", f"{_TRAINER}/torchtitan/train.py")
 
 
-def _shortage(checked: CellCheck) -> Iterator[Finding]:
-    peak, gpu = checked.peak, checked.cell.cluster.gpu
-    if peak is None or gpu is None or checked.verdict == "fits":
+def _unexpected(cell: Cell, built: Built) -> Iterator[Finding]:
+    """Return an error for each difference that the job's first step would stop at.
+
+    The options have been compared already; a filter that leaves no layer, or a GPU for which
+    TorchTitan takes another kernel, shows in the model alone.
+    """
+    for key in OF_PRECISION:
+        words = built.active(key)
+        # A stage without a layer to quantize has no say.
+        if key == "linear_layers":
+            words = words - {"bf16"} or words
+        expected, found = cell.precision.expects(key), " and ".join(sorted(words)) or "none"
+        if expected != found:
+            yield Finding(
+                ERROR,
+                "expectation",
+                "",
+                f"precision {cell.precision.name} expects {key} {expected}, and in the model that "
+                f"TorchTitan builds {found} is active: the job would stop at its first "
+                "step",
+                f"correct the options, or `expect` in {cell.precision.path.name}",
+                f"{_TRAINER}/torchtitan/components/quantization",
+            )
+
+
+def _shortage(check: CellCheck) -> Iterator[Finding]:
+    peak, gpu = check.peak, check.cell.cluster.gpu
+    if peak is None or gpu is None or check.verdict == "fits":
         return
-    fits = checked.verdict == "tight"
     yield Finding(
-        WARNING if fits else ERROR,
+        WARNING if check.verdict == "tight" else ERROR,
         "memory",
         "",
         f"needs about {peak.total:.0f} GiB of a {gpu.name}'s {gpu.memory_gib:g} "
         f"(rank {peak.rank}, at {peak.moment}); most of it: "
         f"{peak.largest} ({peak.terms[peak.largest]:.0f} GiB)",
-        _remedy(checked),
-        "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",
+        _remedy(check, peak.largest),
+        _MEMORY,
     )
 
 
-def _remedy(checked: CellCheck) -> str:
-    """What lowers the largest term."""
-    assert checked.peak
-    state = state_gib(checked.views[0])
-    if checked.peak.largest in ("activations", "recomputed layer", "layer's temporaries"):
-        mode = checked.cell.options["activation_checkpoint.mode"]
+def _remedy(check: CellCheck, largest: str) -> str:
+    """Return how to lower the largest term."""
+    if largest in ("activations", "recomputed layer", "layer's temporaries"):
+        mode = check.cell.options["activation_checkpoint.mode"]
         more = "" if mode == "full" else "set activation_checkpoint.mode full, or "
         return f"{more}lower training.local_batch_size"
-    if checked.peak.largest == "logits and loss":
+    if largest == "logits and loss":
         return "lower training.local_batch_size, or compile the loss"
-    if checked.peak.largest in ("gathered parameters", "unreduced gradients"):
+    if largest in ("gathered parameters", "unreduced gradients"):
         return "spread the experts over more ranks (EP), or use fewer pipeline ranks"
+    state = state_gib(check.ranks[0])
     return f"use more GPUs: parameters, gradients and optimizer state alone take {state:.0f} GiB"

@@ -1,10 +1,9 @@
-"""What a check found: a text for people, or one JSON object for programs."""
+"""The findings of a check: a text for people, or one JSON object for programs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
@@ -25,8 +24,7 @@ def render_json(checks: Sequence[CellCheck]) -> str:
 
 
 def _as_mapping(check: CellCheck) -> dict[str, object]:
-    cell, gpu = check.cell, check.cell.cluster.gpu
-    first = check.views[0] if check.views else None
+    cell, gpu, built = check.cell, check.cell.cluster.gpu, check.built
     return {
         "name": cell.name,
         "recipe": cell.recipe.name,
@@ -41,32 +39,30 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
         },
         "findings": [finding.as_mapping() for finding in check.findings],
         "active": check.active or None,
-        "built": bool(check.views),
-        "build_seconds": check.built.seconds if check.built and check.views else None,
-        "not_exercised": list(check.built.not_exercised) if check.built else None,
+        "built": check.is_built,
+        "build_seconds": built.seconds if built and check.is_built else None,
+        "not_exercised": built.noted("not_exercised") if built else None,
         "memory": {
             "verdict": check.verdict,
             "gpu_gib": gpu.memory_gib if gpu else None,
-            "total_gib": round(check.peak.total, 2) if check.peak else None,
-            "largest": check.peak.largest if check.peak else None,
+            "total_gib": round(check.peak.total, 2),
+            "largest": check.peak.largest,
             "stages": [
                 {
                     "rank": stage.rank,
-                    "pipeline_stages": view["stages"],
-                    "local_parameters": sum(
-                        unit["local"] for part in view["parts"] for unit in part["units"]
-                    ),
-                    "state_gib": round(state_gib(view), 3),
+                    "pipeline_stages": rank.stages,
+                    "local_parameters": rank.local_parameters,
+                    "state_gib": round(state_gib(rank), 3),
                     "moment": stage.moment,
                     "terms_gib": {name: round(size, 3) for name, size in stage.terms.items()},
                     "reserved_gib": round(stage.reserved, 2),
                     "outside_gib": round(stage.outside, 2),
                     "total_gib": round(stage.total, 2),
                 }
-                for stage, view in zip(check.stages, check.views, strict=True)
+                for stage, rank in zip(check.stages, check.ranks, strict=True)
             ],
         }
-        if first
+        if check.peak
         else None,
         "work": check.work.as_mapping() if check.work else None,
         "step": check.step.as_mapping() if check.step else None,
@@ -146,18 +142,13 @@ def _memory(check: CellCheck) -> Iterator[str]:
     moments = {stage.moment: None for stage in check.stages}
     of = f"{check.verdict} in {gpu.memory_gib:g}" if gpu else "no GPU to fit into"
     yield f"    {of}; the peak is at {' or '.join(moments)}"
-    for stage, view in zip(check.stages, check.views, strict=True):
-        state = f"{state_gib(view):.1f} GiB with gradients and Adam"
-        yield f"    rank {stage.rank}: {_billions(view)} B parameters, {state}"
+    for rank in check.ranks:
+        state = f"{state_gib(rank):.1f} GiB with gradients and Adam"
+        yield f"    rank {rank.rank}: {rank.local_parameters / 1e9:.3f} B parameters, {state}"
 
 
 def _row(title: str, sizes: Iterable[float], mark: str = "") -> list[str]:
     return [title, *(f"{size:.1f}" for size in sizes), mark]
-
-
-def _billions(view: Mapping[str, Any]) -> str:
-    count = sum(unit["local"] for part in view["parts"] for unit in part["units"])
-    return f"{count / 1e9:.3f}"
 
 
 def _work(check: CellCheck) -> Iterator[str]:
@@ -202,8 +193,8 @@ def _step(check: CellCheck) -> Iterator[str]:
 
 
 def _limits(check: CellCheck) -> Iterator[str]:
-    if check.built and check.views:
+    if check.built and check.is_built:
         version = check.cell.options.stack.pins["torchtitan"]
         yield f"  built by TorchTitan {version} in a fake world; not exercised:"
-        for note in check.built.not_exercised:
+        for note in check.built.noted("not_exercised"):
             yield f"    {note}"

@@ -1,10 +1,9 @@
-"""What costs a cell more than it brings: warnings and hints, each a small rule."""
+"""Warnings and hints about a cell that may run, each a rule as in config/validate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from cookbook.base.pipelines import is_v_shaped
 from cookbook.config.cell import ATTENTION, Cell
@@ -21,14 +20,13 @@ from cookbook.config.finding import (
     rule,
 )
 from cookbook.config.options import DEGREES
-from cookbook.config.overlay import OF_PRECISION
 from cookbook.config.validate.layout import microbatches
-from cookbook.predict.shapes import destinations, groups
+from cookbook.predict.rank import Rank
+from cookbook.predict.shapes import destinations
 
-# Of a cell, and of a cell with the views of one rank of every pipeline stage, as built.
+# About a cell, and about a cell that was built with its counted ranks.
 ADVICE: list[Rule] = []
 BUILT_ADVICE: list[Rule] = []
-Views = Sequence[Mapping[str, Any]]
 
 # Throughput runs are short; a longer run is there to learn something.
 _LONG_RUN = 200
@@ -255,9 +253,9 @@ def reference_has_no_speed(cell: Cell) -> Problems:
 
 
 @rule(BUILT_ADVICE, level=HINT, reference=_BLOG)
-def small_experts(cell: Cell, views: Views) -> Problems:
+def small_experts(cell: Cell, ranks: Sequence[Rank]) -> Problems:
     """Quantizing costs the same for small experts, whose GEMMs gain less."""
-    hidden = views[0]["model"]["moe_inter_dim"]
+    hidden = ranks[0].model.expert_hidden
     if cell.options["model.converters"] and not cell.emulated and hidden < 2048:
         yield (
             "model.converters",
@@ -269,46 +267,41 @@ def small_experts(cell: Cell, views: Views) -> Problems:
 
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
-def forced_balance_flatters(cell: Cell, views: Views) -> Problems:
+def forced_balance_flatters(cell: Cell, ranks: Sequence[Rank]) -> Problems:
     """Experts dealt out in turn lie on few ranks, and each rank gets a token once."""
-    routing, option = views[0]["model"], "debug.moe_force_load_balance"
-    if not cell.options[option] or not cell.exchange.sends_once_per_rank:
+    option, ep, exchange = "debug.moe_force_load_balance", cell.layout.ep, cell.exchange
+    if not cell.options[option] or not exchange.sends_once_per_rank:
         return
-    sizes = routing["moe_args.num_experts"], routing["moe_args.top_k"], cell.layout.ep
-    dealt = destinations(*sizes, True, None)
-    routed = destinations(*sizes, False, groups(routing))
+    dealt, routed = (destinations(ranks[0].model, ep, forced) for forced in (True, False))
     if dealt < 0.8 * routed:
-        title = cell.exchange.title
         yield (
             option,
-            f"dealt out round-robin, a token's experts live on {dealt:.1f} of {cell.layout.ep} "
-            f"ranks; real routing reaches {routed:.1f}: {title} sends a token once a rank and "
-            "looks faster than it will be",
+            f"dealt out round-robin, a token's experts live on {dealt:.1f} of {ep} ranks; real "
+            f"routing reaches {routed:.1f}: {exchange.title} sends a token once a rank and looks "
+            "faster than it will be",
             "measure with real routing as well",
         )
 
 
 @rule(BUILT_ADVICE, level=HINT, reference="https://doi.org/10.1016/j.future.2004.11.016")
-def saving(cell: Cell, views: Views) -> Problems:
+def saving(cell: Cell, ranks: Sequence[Rank]) -> Problems:
     """The interval at which saving and repeating together cost least (Young and Daly)."""
-    cluster, view = cell.cluster, views[0]
-    if not cell.options["checkpoint.enable"] or cluster.node_failure_days is None:
+    cluster, options = cell.cluster, cell.options
+    if not options["checkpoint.enable"] or cluster.node_failure_days is None:
         return
-    stored = max(int(unit["bytes"]) for part in view["parts"] for unit in part["units"])
-    size = _STATES * view["parameters"]["total"] * stored
+    size = _STATES * ranks[0].parameters * ranks[0].units[0].bytes
     rate = cluster.write_gb_per_s
     written_s = None if rate is None else size / (rate * 1e9)
-    if cell.options["checkpoint.async_mode"] != "disabled":
+    waits_s = written_s
+    if options["checkpoint.async_mode"] != "disabled":
         waits_s = size / cell.world / (_COPY_GB_PER_S * 1e9)
-    elif written_s is not None:
-        waits_s = written_s
-    else:
+    if waits_s is None:
         reason = f"training waits until {size / 1e9:,.0f} GB are written, at each save"
         yield "checkpoint.async_mode", reason, "set it to async"
         return
     between_s = cluster.node_failure_days * 86_400 / cell.nodes
     best_s = max(math.sqrt(2 * waits_s * between_s), written_s or 0.0)
-    found_s = 60 * cell.options["checkpoint.interval_minutes"]
+    found_s = 60 * options["checkpoint.interval_minutes"]
     if found_s and best_s / _NEAR <= found_s <= best_s * _NEAR:
         return
     found = f"every {found_s / 60:g} minutes" if found_s else "by steps, not by minutes"
@@ -319,28 +312,3 @@ def saving(cell: Cell, views: Views) -> Problems:
         f"{between_s / 86_400:.2g} days",
         f"set it to about {max(1, round(best_s / 60))} (Young and Daly)",
     )
-
-
-@rule(BUILT_ADVICE, reference=f"{TORCHTITAN}/components/quantization")
-def expectation(cell: Cell, views: Views) -> Problems:
-    """An error for each thing that the job's first step would find other than expected.
-
-    The options have been compared already; a filter that leaves no layer, or a GPU for which
-    TorchTitan takes another kernel, shows in the model alone.
-    """
-    for key in OF_PRECISION:
-        expected = cell.precision.expects(key)
-        words = {
-            word for view in views for word in (view["active"][key] or "").split(" and ") if word
-        }
-        # A stage without a layer to quantize has no say.
-        if key == "linear_layers":
-            words = words - {"bf16"} or words
-        found = " and ".join(sorted(words)) or "none"
-        if expected != found:
-            yield (
-                "",
-                f"precision {cell.precision.name} expects {key} {expected}, and in the model that "
-                f"TorchTitan builds {found} is active: the job would stop at its first step",
-                f"correct the options, or `expect` in {cell.precision.path.name}",
-            )

@@ -17,10 +17,9 @@ from cookbook.config.validate import validation_errors
 from cookbook.plan.explain import Walk, walk
 from cookbook.plan.figure import render_svg
 from cookbook.plan.recipe_file import check_target, write_recipe
-from cookbook.plan.rejected_values import rejected_values
 from cookbook.plan.report import published_lines, render_json, render_text
 from cookbook.plan.search import Candidate, Found, evaluate, search
-from cookbook.plan.space import space_of
+from cookbook.plan.space import rejected_values, space_of
 from cookbook.predict.documents import Documents, documents_of, parse_documents
 from cookbook.predict.hardware import hardware_of
 from cookbook.predict.rank import model_of

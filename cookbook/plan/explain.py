@@ -1,4 +1,4 @@
-"""Walks from one layout to another, an option or two at a time, and says what each step changes."""
+"""Walks from one layout to another, an option or two at a time, with each step's difference."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from cookbook.predict.documents import Documents
 from cookbook.predict.kernels import add
 from cookbook.predict.step import StepTime, predict_step
 
-_PIPELINE = "parallelism.pipeline_parallel"
 _EP = tuple(f"parallelism.expert_{word}parallel_degree" for word in ("", "tensor_"))
-# In this order, since a batch or a mode fits only behind what makes room for it. What stands in no
-# group goes with the first.
-_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("attention and loss", (ATTENTION, NUM_CHUNKS, "training.dataloader.")),
-    ("precision and EP backend", ()),
-    ("TP", ("parallelism.tensor_parallel_degree",)),
-    ("data parallelism", ("parallelism.data_parallel_",)),
-    ("EP", (*_EP, EP_CHUNKS, SCORE_ACTIVATIONS)),
-    ("pipeline and batch", (_PIPELINE, "training.local_batch_size")),
-    ("recomputation", ("activation_checkpoint.",)),
-)
 _OVERLAYS = "precision and EP backend"
+# In this order, since a batch or a mode fits only behind what makes room for it. Options of no
+# group go with the overlays.
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
+    _OVERLAYS: (),
+    "TP": ("parallelism.tensor_parallel_degree",),
+    "data parallelism": ("parallelism.data_parallel_",),
+    "EP": (*_EP, EP_CHUNKS, SCORE_ACTIVATIONS),
+    "pipeline and batch": ("parallelism.pipeline_parallel", "training.local_batch_size"),
+    "recomputation": ("activation_checkpoint.",),
+}
 
 
 @dataclass(frozen=True)
 class Stop:
-    """A layout on the way: what was changed to come here, whether it fits, and its step."""
+    """A layout on the way, with the change that led to it."""
 
     changed: str
     fits: bool
@@ -41,7 +40,7 @@ class Stop:
 
     @property
     def us_per_token(self) -> dict[str, float]:
-        """Microseconds of each term for a token and GPU, which layouts of other batches share."""
+        """Microseconds of each term for a token and GPU, which compare across batches."""
         return {
             name: 1000 * ms / self.step.tokens_per_gpu for name, ms in self.step.terms_ms.items()
         }
@@ -54,7 +53,7 @@ class Walk:
     stops: tuple[Stop, ...]
 
     def as_mapping(self) -> list[dict[str, Any]]:
-        """For JSON."""
+        """Return them for JSON."""
         return [
             {
                 "changed": stop.changed,
@@ -66,23 +65,22 @@ class Walk:
         ]
 
     def render(self) -> str:
-        """A column for each stop, a row for each term."""
+        """Return a column for each stop, a row for each term."""
         columns = [stop.us_per_token for stop in self.stops]
-        names = [*add(*columns)]
-        head = ["microseconds a token and GPU", *(stop.changed for stop in self.stops)]
-        rows = [head]
-        for name in names:
-            rows.append([name, *(f"{column.get(name, 0.0):.1f}" for column in columns)])
-        rows.append(["step", *(f"{sum(column.values()):.1f}" for column in columns)])
+        rows = {name: [f"{one.get(name, 0.0):.1f}" for one in columns] for name in add(*columns)}
+        rows["step"] = [f"{sum(column.values()):.1f}" for column in columns]
         speeds = (stop.step.tokens_per_second_per_gpu for stop in self.stops)
-        rows.append(["tokens/s/GPU", *(f"{speed:,.0f}" for speed in speeds)])
-        rows.append(["memory", *("fits" if stop.fits else "too large" for stop in self.stops)])
-        return text_table(rows, align="l" + "r" * len(self.stops)) + "\n"
+        rows["tokens/s/GPU"] = [f"{speed:,.0f}" for speed in speeds]
+        rows["memory"] = ["fits" if stop.fits else "too large" for stop in self.stops]
+        head = ["microseconds a token and GPU", *(stop.changed for stop in self.stops)]
+        table = [head, *([name, *cells] for name, cells in rows.items())]
+        return text_table(table, align="l" + "r" * len(self.stops)) + "\n"
 
 
 def walk(start: Cell, end: Cell, documents: Documents | None = None) -> Walk:
-    """From `start` to `end`, skipping what changes nothing; what the rules refuse on the way goes
-    together with the next change.
+    """Go from `start` to `end`, a group of options at a time.
+
+    A stop that the rules refuse goes together with the next change.
     """
     stops, at, waiting = [_stop("from", start, documents)], start, list[str]()
     for title, names in _changes(start, end):
@@ -100,19 +98,18 @@ def walk(start: Cell, end: Cell, documents: Documents | None = None) -> Walk:
 
 
 def _changes(start: Cell, end: Cell) -> Iterator[tuple[str, set[str]]]:
-    """The groups that differ, with their options."""
+    """Return the groups that differ, with their options."""
     names = {*start.options.settings, *end.options.settings}
     differing = {name for name in names if start.options[name] != end.options[name]}
-    grouped = {title: _of_group(differing, prefixes) for title, prefixes in _GROUPS}
+    grouped = {
+        title: {name for name in differing if prefixes and name.startswith(prefixes)}
+        for title, prefixes in _GROUPS.items()
+    }
     grouped[_OVERLAYS] = differing.difference(*grouped.values())
     others = (start.precision, start.ep_backend) != (end.precision, end.ep_backend)
     for title, own in grouped.items():
         if own or (title == _OVERLAYS and others):
             yield title, own
-
-
-def _of_group(names: set[str], prefixes: tuple[str, ...]) -> set[str]:
-    return {name for name in names if name.startswith(prefixes)} if prefixes else set()
 
 
 def _stop(changed: str, cell: Cell, documents: Documents | None) -> Stop:

@@ -1,4 +1,4 @@
-"""Writes a layout as a recipe whose comments say what was changed, and what is predicted of it."""
+"""Writes a layout as a recipe with comments on each change and on the prediction."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.names import check_name
 from cookbook.config.recipe import Recipe
-from cookbook.plan.describe import degrees, recomputation
+from cookbook.plan.report import degrees, recomputation
 from cookbook.plan.search import Candidate
 
 _WIDTH = 100
 
 
 def check_target(path: Path) -> None:
-    """Whether a recipe can be written to `path`; asked before a search, too.
-
-    Raises:
-        InputError: a name that recipes cannot have, or one that is taken.
-    """
+    """Raise InputError for a name that recipes cannot have, or one that is taken."""
     if path.suffix not in (".yaml", ".yml"):
         raise InputError(f"-o {path}", "is not the name of a YAML file", "as recipes/mine.yaml")
     check_name(f"-o {path}", path.stem)
@@ -41,27 +37,27 @@ def write_recipe(path: Path, candidate: Candidate, base: Cell) -> None:
 
 
 def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
-    """The text of the file."""
-    cell, step = candidate.cell, candidate.step
-    recipe = cell.recipe
+    """Return the text of the file."""
+    cell, step, recipe = candidate.cell, candidate.step, candidate.cell.recipe
     lines = [
         f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
         "#",
         "# Predicted, not measured (docs/time.md). Run it with:",
-        f"#     python submit.py run {name} --precision {cell.precision.name} "
-        f"--ep-backend {cell.ep_backend.name}",
+        f"#     python submit.py run {name}",
     ]
     if step is not None:
-        lines += [
-            f"# {step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
-            f"{candidate.memory.total:.0f} GiB a GPU, limited by {step.largest} "
-            f"({step.terms_ms[step.largest] / step.step_ms:.0%} of a step).",
-        ]
+        share = step.terms_ms[step.largest] / step.step_ms
+        lines.append(
+            f"# {candidate.speed:,.0f} tokens/s/GPU, {candidate.memory.total:.0f} GiB a GPU, "
+            f"limited by {step.largest} ({share:.0%} of a step)."
+        )
     lines += [
         "",
         f'name: "{name}"',
         f'description: "{recipe.short_name} as planned: {degrees(cell)}"',
         f"nodes: {cell.nodes}",
+        f"precision: {cell.precision.name}",
+        f"ep_backend: {cell.ep_backend.name}",
         *_own_keys(recipe),
     ]
     for section, content in _sections(cell).items():
@@ -69,12 +65,13 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
     return "\n".join(lines) + "\n"
 
 
-# What the planned recipe says itself, or, of published numbers, does not hold for it.
-_NOT_KEPT = ("name", "short_name", "description", "nodes", "settings", "path", "published")
+# Written anew, or (published numbers) not true of the planned recipe.
+_NOT_KEPT = {"name", "short_name", "description", "nodes", "precision", "ep_backend"}
+_NOT_KEPT |= {"settings", "path", "published"}
 
 
 def _own_keys(recipe: Recipe) -> Iterator[str]:
-    """What the recipe says beside TorchTitan's options, where it is not the default."""
+    """Return the recipe's keys beside TorchTitan's options, where they are not the default."""
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
         if field.name not in _NOT_KEPT and value != field.default:
@@ -82,7 +79,7 @@ def _own_keys(recipe: Recipe) -> Iterator[str]:
 
 
 def _sections(cell: Cell) -> dict[str, dict[str, Any]]:
-    """The recipe's own options, nested as in a file; overlays and cluster add theirs."""
+    """Return the recipe's own options, nested as in a file; overlays and cluster add theirs."""
     theirs = {
         **cell.cluster.settings,
         **cell.ep_backend.settings,

@@ -1,9 +1,10 @@
-"""The layouts that a search looks at: a recipe's cell with every combination of some axes."""
+"""The layouts of a search: a recipe's cell with every combination of some axes."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from cookbook.config.overlay import load_ep_backend, load_overlay, load_precisio
 from cookbook.config.resolve import merge_config
 from cookbook.config.validate import validation_errors, wrong_value
 from cookbook.predict.rank import model_of
+from cookbook.predict.step import refuse_unmodelled
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
@@ -57,15 +59,17 @@ OVERLAYS = ("precision", "ep_backend")
 _BATCHES, _MICROBATCHES = (1, 2, 4, 8, 16), (32, 64, 128)
 _MOST_PIPELINE_RANKS, _MOST_STAGES_PER_RANK = 16, 4
 _FLASH_CAPABILITY = 9.0
+# Layouts whose refusals are counted for a rejected value.
+_MOST_ASKED = 500
 
 
 @dataclass(frozen=True)
 class Space:
-    """A recipe's cell, and what is tried of each axis.
+    """A recipe's cell, and the values of each axis.
 
     Attributes:
         base: the cell as it was asked for.
-        varied: the values of options that the user varies, or holds, by option.
+        varied: values of options that the user varies, or holds.
         overlays: names of precisions, and of EP backends.
     """
 
@@ -74,26 +78,30 @@ class Space:
     overlays: Mapping[str, Sequence[str]]
 
     def cells(self) -> Iterator[Cell]:
-        """Every layout that the rules allow, each once."""
+        """Return every layout that the rules allow, each once."""
         return (cell for cell in self.all_candidates() if not validation_errors(cell))
 
     def all_candidates(self) -> Iterator[Cell]:
-        """Those that they refuse too."""
+        """Return refused layouts too."""
         for pair in itertools.product(*(self.overlays[kind] for kind in OVERLAYS)):
             start = self._with_overlays(*pair)
             seen = set()
             for chosen in self._combinations():
                 chosen |= self._of_deepep(start, chosen)
-                settings = {name: Setting(chosen[name], self._place(name)) for name in chosen}
                 key = tuple(sorted((name, str(value)) for name, value in chosen.items()))
                 if key in seen:
                     continue
                 seen.add(key)
+                settings = {
+                    name: Setting(value, f"--vary {name}" if name in self.varied else "plan")
+                    for name, value in chosen.items()
+                }
                 options = start.options.override(settings)
                 yield replace(start, options=options, name=f"{start.name}-{len(seen)}")
 
-    def _place(self, name: str) -> str:
-        return f"--vary {name}" if name in self.varied else "plan"
+    def with_setting(self, option: str, setting: Setting) -> Cell:
+        """Return the base with one option set."""
+        return replace(self.base, options=self.base.options.override({option: setting}))
 
     def _with_overlays(self, precision: str, ep_backend: str) -> Cell:
         base = self.base
@@ -114,21 +122,24 @@ class Space:
         )
 
     def _combinations(self) -> Iterator[dict[str, Any]]:
-        free = self._free()
-        for tp, pp in itertools.product(free(DEGREES["tp"]), free(DEGREES["pp"])):
-            stage_ranks = self.base.world // pp
-            if pp * stage_ranks != self.base.world:
+        model, world = model_of(self.base), self.base.world
+        most = {
+            "tp": min(self.base.cluster.ranks_per_node, model.heads),
+            "pp": min(_MOST_PIPELINE_RANKS, model.n_layers, world),
+            "ep": min(model.num_experts, world),
+        }
+        tried = {short: self.varied.get(DEGREES[short], _powers(most[short])) for short in most}
+        for tp, pp in itertools.product(tried["tp"], tried["pp"]):
+            if world % pp:
                 continue
-            degrees = {DEGREES["tp"]: tp, DEGREES["pp"]: pp}
-            ways = self._schedules(pp)
-            for ep, way, batch in itertools.product(free(DEGREES["ep"]), ways, self._batches(pp)):
-                if stage_ranks % ep:
-                    continue
-                chosen = {**degrees, DEGREES["ep"]: ep, _BATCH: batch, **way}
-                yield from self._with_rest(chosen)
+            ways = itertools.product(tried["ep"], self._schedules(pp), self._batches(pp))
+            for ep, way, batch in ways:
+                if world // pp % ep == 0:
+                    degrees = {DEGREES["tp"]: tp, DEGREES["pp"]: pp, DEGREES["ep"]: ep}
+                    yield from self._with_rest({**degrees, _BATCH: batch, **way})
 
     def _with_rest(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Recomputation, attention, the loss, and any other option that the user varies."""
+        """Add recomputation, attention, the loss, and any other option that the user varies."""
         ways = list(RECOMPUTATION)
         if _MODE in self.varied:
             ways = [{_MODE: mode, **self._unused(mode)} for mode in self.varied[_MODE]]
@@ -140,7 +151,7 @@ class Space:
             yield self._settled({**chosen, **way, **dict(zip(others, values, strict=True))})
 
     def _settled(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Without what is not read beside the rest, so that no layout comes twice."""
+        """Drop options that the rest leaves unread, so that no layout comes twice."""
         mode = chosen[_MODE]
         settled = {n: value for n, value in chosen.items() if _OF_MODE.get(n, mode) == mode}
         if settled[DEGREES["ep"]] == 1:
@@ -151,12 +162,12 @@ class Space:
         return settled
 
     def _unused(self, mode: str) -> dict[str, Any]:
-        """What is refused beside a mode that has no use for it."""
+        """Return the resets of options that the rules refuse beside `mode`."""
         options: dict[str, Any] = {} if mode == "selective" else {SAVE_LIST: []}
         return options if mode in ("full", "selective") else {**options, LAYERS_KEPT: 0}
 
     def _of_deepep(self, start: Cell, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Scores on activations; and between nodes experts compute beside what DeepEP sends."""
+        """Score activations; between nodes let experts compute beside DeepEP's exchanges."""
         if not start.uses_deepep:
             return {}
         between_nodes = chosen[DEGREES["ep"]] > start.cluster.ranks_per_node
@@ -165,29 +176,17 @@ class Space:
         return {name: value for name, value in means.items() if name not in self.varied}
 
     def _means(self) -> dict[str, list[Any]]:
-        """What always pays where it can be had (docs/performance.md): one value each."""
+        """Return options that always pay where available (docs/performance.md), one value each."""
         means: dict[str, list[Any]] = {}
-        if ATTENTION not in self.varied and self._has_flash_attention():
+        gpu = self.base.cluster.gpu
+        has_flash = gpu is not None and gpu.compute_capability >= _FLASH_CAPABILITY
+        if ATTENTION not in self.varied and has_flash:
             means[ATTENTION] = ["flash_attention_4"]
         if NUM_CHUNKS not in self.varied:
             means[NUM_CHUNKS] = [self.base.options[NUM_CHUNKS] or 8]
         if not _WORKER.keys() & self.varied.keys() and not self.base.options[_WORKERS]:
             means |= {name: [value] for name, value in _WORKER.items()}
         return means
-
-    def _has_flash_attention(self) -> bool:
-        gpu = self.base.cluster.gpu
-        return gpu is not None and gpu.compute_capability >= _FLASH_CAPABILITY
-
-    def _free(self) -> Any:
-        model, world = model_of(self.base), self.base.world
-        per_node = self.base.cluster.ranks_per_node
-        defaults = {
-            DEGREES["tp"]: _powers(min(per_node, model["n_heads"])),
-            DEGREES["pp"]: _powers(min(_MOST_PIPELINE_RANKS, model["n_layers"], world)),
-            DEGREES["ep"]: _powers(min(model["moe_args.num_experts"], world)),
-        }
-        return lambda name: self.varied.get(name, defaults[name])
 
     def _schedules(self, pp: int) -> list[dict[str, Any]]:
         if pp == 1:
@@ -196,7 +195,7 @@ class Space:
             names = self.varied.get(_SCHEDULE, [self.base.options[_SCHEDULE]])
             sizes = self.varied.get(_PER_STAGE, [self.base.options[_PER_STAGE]])
             return [{_SCHEDULE: n, _PER_STAGE: s} for n, s in itertools.product(names, sizes)]
-        layers = model_of(self.base)["n_layers"] + sum(
+        layers = model_of(self.base).n_layers + sum(
             self.base.options[f"parallelism.pipeline_parallel_{end}_stage_less_layers"]
             for end in ("first", "last")
         )
@@ -224,7 +223,7 @@ _STRUCTURE = (*_LAID_OUT, _SCHEDULE, _PER_STAGE, _BATCH, _MODE)
 def space_of(
     base: Cell, words: Sequence[str], asked: Settings, overlays: Mapping[str, Any]
 ) -> Space:
-    """The space around `base`.
+    """Make the space around `base`.
 
     Args:
         words: `--vary` words, KEY=V1,V2: an option, `precision` or `ep_backend`.
@@ -246,7 +245,7 @@ def space_of(
         if key in OVERLAYS:
             named[key] = [load_overlay(key, name).name for name in values]
             continue
-        if "." not in key and key not in OVERLAYS:
+        if "." not in key:
             raise unknown_name("--vary", "axis", key, [*OVERLAYS, *stack.options])
         option = stack.setting(place, key)
         if key in varied:
@@ -254,20 +253,17 @@ def space_of(
         varied[key] = [option.parse(place, value) for value in values]
     for key, tried in varied.items():
         for value in tried:
-            _check_value(base, asked[key].origin if key in asked else f"--vary {key}", key, value)
+            place = asked[key].origin if key in asked else f"--vary {key}"
+            cell = Space(base, {}, {}).with_setting(key, Setting(value, place))
+            if wrong := wrong_value(cell, key):
+                raise InputError(place, wrong.reason, wrong.remedy)
     for kind, usual in (("precision", _precisions(base)), ("ep_backend", ["standard", "deepep"])):
         named.setdefault(kind, list(dict.fromkeys([getattr(base, kind).name, *usual])))
     return Space(base, varied, named)
 
 
-def _check_value(base: Cell, place: str, option: str, value: Any) -> None:
-    options = base.options.override({option: Setting(value, place)})
-    if wrong := wrong_value(replace(base, options=options), option):
-        raise InputError(place, wrong.reason, wrong.remedy)
-
-
 def _precisions(base: Cell) -> list[str]:
-    """BF16, and what the GPU's tensor cores take of the experts' GEMMs."""
+    """Return BF16, and MXFP8 where the GPU's tensor cores have it."""
     gpu = base.cluster.gpu
     needed = load_precision("mxfp8").needs.compute_capability or 0
     return ["bf16", "mxfp8"] if gpu and gpu.compute_capability >= needed else ["bf16"]
@@ -275,3 +271,40 @@ def _precisions(base: Cell) -> list[str]:
 
 def _powers(most: int) -> list[int]:
     return [1 << bit for bit in range(most.bit_length()) if 1 << bit <= most]
+
+
+def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
+    """Return `OPTION=VALUE: reason` for each value of `space` that none of its `cells` has.
+
+    Values refused for themselves come first, before those refused for their neighbours.
+    """
+    found = [
+        (option, value, *_reason(space, option, value))
+        for option, values in space.varied.items()
+        for value in values
+        if all(cell.options[option] != value for cell in cells)
+    ]
+    found.sort(key=lambda one: one[2] != one[0])
+    return [f"{option}={value}: {reason}" for option, value, _, reason in found]
+
+
+def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
+    """Return the option to change, and why."""
+    place = f"--vary {option}"
+    alone = space.with_setting(option, Setting(value, place))
+    try:
+        refuse_unmodelled(alone)
+    except InputError as error:
+        if error.place == place:
+            return option, f"{error.found}; {error.remedy}"
+    tried = replace(space, varied={**space.varied, option: [value]}).all_candidates()
+    found = Counter(
+        (one.option, str(one))
+        for cell in itertools.islice(tried, _MOST_ASKED)
+        for one in validation_errors(cell)
+    ) or Counter((one.option, str(one)) for one in validation_errors(alone))
+    if not found:
+        return "", "no layout has room for it"
+    # The option's own refusal says more than its neighbours'.
+    culprit, reason = max(found, key=lambda key: (key[0] == option, found[key]))
+    return culprit, reason.removeprefix(f"{option}: ")

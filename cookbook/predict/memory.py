@@ -10,13 +10,13 @@ docs/memory.md shows the figures beside measured ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cookbook.config.cell import Cell
 from cookbook.config.options import Options
 from cookbook.predict.layer_memory import RankLayers
+from cookbook.predict.rank import Rank
 from cookbook.predict.shapes import Shapes, shapes_of
 
 GIB = 2**30
@@ -43,7 +43,7 @@ FITS_PIPELINE = 0.88
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The peak of the first rank of one pipeline stage (of one rank of it, all being alike); GiB.
+    """The peak of the first rank of one pipeline stage (all its ranks being alike), in GiB.
 
     `terms` are the causes at the peak and add up to `reserved`; `outside` is not PyTorch's.
     """
@@ -70,7 +70,7 @@ class StageMemory:
 
 
 def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
-    """`fits`, `tight` or `will not fit`."""
+    """Return `fits`, `tight` or `will not fit`."""
     pipelined = options["parallelism.pipeline_parallel_degree"] > 1
     if total_gib <= (FITS_PIPELINE if pipelined else FITS) * gpu_gib:
         return "fits"
@@ -78,35 +78,39 @@ def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
 
 
 def predict_memory(
-    cell: Cell, view: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    cell: Cell, rank: Rank, environment: Mapping[str, str] | None = None
 ) -> StageMemory:
-    """The peak of the rank that `view` (`rank_view.view_rank`'s answer) describes.
+    """Predict the peak of `rank`.
 
     Args:
-        environment: what the job exports, where that is not the cell's own.
+        environment: the job's, where that is not the cell's own.
     """
-    shapes = shapes_of(cell, view)
-    layers = RankLayers(cell, view, shapes)
-    state = _state(cell, view)
-    kept = _kept(view, layers, shapes)
+    shapes = shapes_of(cell, rank)
+    layers = RankLayers(cell, rank, shapes)
+    state = _state(cell, rank)
+    kept = _kept(rank, layers, shapes)
     expandable = _is_expandable(environment or cell.environment)
     moments = {
-        "the loss": {**_loss(view, shapes, layers, expandable), **kept},
+        "the loss": {**_loss(rank, shapes, layers, expandable), **kept},
         "a layer's backward": {**layers.backward(), **kept},
-        "the optimizer step": _optimizer_step(cell, state),
+        "the optimizer step": {},
     }
-    if expandable and _fills_gradients(view):
+    if cell.options["optimizer.implementation"] == "foreach":
+        # The multi-tensor Adam makes the square roots of all second moments at once.
+        moments["the optimizer step"] = {"optimizer step": state.get("parameters", 0.0)}
+    rounds = rank.num_microbatches * rank.gradient_accumulation_steps
+    if expandable and rounds == 1 and not rank.mixed_precision:
         # Without it blocks of the last step's gradients are of no use to the next forward.
         gradients = state.pop("gradients (not sharded)")
         moments["a layer's backward"] = layers.backward_alone()
         moments["the optimizer step"]["gradients (not sharded)"] = gradients
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     compute = {**state, **moments[moment]}
-    if cell.cluster.gpu:
-        recent = cell.cluster.gpu.compute_capability >= 9
-        workspace = CUBLAS_BYTES_SM90 if recent else CUBLAS_BYTES
+    gpu = cell.cluster.gpu
+    if gpu:
+        workspace = CUBLAS_BYTES_SM90 if gpu.compute_capability >= 9 else CUBLAS_BYTES
         compute["cuBLAS workspaces"] = float(CUBLAS_THREADS * workspace)
-    reduced, on_the_way = _fsdp_streams(cell, view, shapes)
+    reduced, on_the_way = _fsdp_streams(cell, rank, shapes)
     terms = {
         **compute,
         "fragments": sum(compute.values()) * (FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS),
@@ -115,124 +119,108 @@ def predict_memory(
         "dispatch stream": layers.dispatched(),
     }
     return StageMemory(
-        rank=view["rank"],
+        rank=rank.rank,
         moment=moment,
         terms={name: size / GIB for name, size in terms.items() if size >= 1},
-        outside=_outside_gib(view, shapes) if cell.cluster.gpu else 0.0,
+        outside=_outside_gib(rank, shapes) if gpu else 0.0,
     )
 
 
-def state_gib(view: Mapping[str, Any]) -> float:
-    """Parameters, gradients and Adam's two moments, in the parameters' own precision."""
-    return float(sum(4 * unit["local"] * unit["bytes"] for unit in _units(view)) / GIB)
+def state_gib(rank: Rank) -> float:
+    """Return parameters, gradients and Adam's two moments, in the parameters' own precision."""
+    return 4 * _stored(rank) / GIB
 
 
-def _fills_gradients(view: Mapping[str, Any]) -> bool:
-    """Whether a rank without FSDP makes its gradients in one backward."""
-    rounds = view["num_microbatches"] * view["gradient_accumulation_steps"]
-    return not view["mixed_precision"] and bool(rounds == 1)
+def _stored(rank: Rank) -> float:
+    return float(sum(unit.size for unit in rank.units))
 
 
-def _units(view: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [unit for part in view["parts"] for unit in part["units"]]
-
-
-def _state(cell: Cell, view: Mapping[str, Any]) -> dict[str, float]:
-    """What is there all the time: parameters, Adam's moments and, without FSDP, gradients."""
+def _state(cell: Cell, rank: Rank) -> dict[str, float]:
+    """Return what is always there: parameters, Adam's moments and, without FSDP, gradients."""
     if cell.options["training.enable_cpu_offload"]:
         return {}
-    stored = float(sum(unit["local"] * unit["bytes"] for unit in _units(view)))
+    stored = _stored(rank)
     terms = {"parameters": stored, "optimizer state": 2 * stored}
-    if not view["mixed_precision"]:
+    if not rank.mixed_precision:
         terms["gradients (not sharded)"] = stored
     return terms
 
 
-def _kept(view: Mapping[str, Any], layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """What forwards leave for their backwards, and what a pipeline keeps from step to step."""
-    hidden = shapes.sequence_tokens * shapes.dim * shapes.act
+def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
+    """Return what forwards leave for their backwards, and a pipeline from step to step."""
+    if rank.num_stages == 1:
+        return {"activations": float(layers.kept(rank.parts[0]))}
+    hidden = shapes.hidden_bytes
     output = shapes.tokens * shapes.vocab * shapes.act
     if shapes.loss_tokens is not None:
         # Hidden states in the place of logits; the loss of each microbatch has its gradients.
         output = shapes.tokens * shapes.dim * shapes.act + int(_loss_gradients(shapes))
-    if view["num_stages"] == 1:
-        return {"activations": float(layers.kept(0))}
-    in_flight: Sequence[Sequence[int]] = view["in_flight"]
-    kept = max(
-        sum(
-            count * (layers.kept(index) + (0 if part["head"] else hidden))
-            + (max(count - 1, 0) * output if part["head"] else 0)
-            for index, (count, part) in enumerate(zip(counts, view["parts"], strict=True))
+    kept = [layers.kept(part) for part in rank.parts]
+
+    def in_flight(counts: list[int]) -> float:
+        """Return what so many microbatches of each stage keep."""
+        return sum(
+            count * size + (max(count - 1, 0) * output if part.head else count * hidden)
+            for count, size, part in zip(counts, kept, rank.parts, strict=True)
         )
-        for counts in in_flight
-    )
-    last = view["num_stages"] - 1
-    receiving = sum((stage > 0) + (stage < last) for stage in view["stages"])
+
+    last = rank.num_stages - 1
+    receiving = sum((stage > 0) + (stage < last) for stage in rank.stages)
     terms = {
-        "activations": float(kept),
-        # PipelineStage allocates what it will receive once for every microbatch of a step.
-        "pipeline receive buffers": float(receiving * view["num_microbatches"] * hidden),
+        "activations": float(max(in_flight([*counts]) for counts in rank.in_flight)),
+        # PipelineStage allocates its receive buffers once for every microbatch of a step.
+        "pipeline receive buffers": receiving * rank.num_microbatches * hidden,
     }
-    if view["mixed_precision"]:
+    if rank.mixed_precision:
         # Between a pipeline's microbatches FSDP neither reshards parameters nor reduces gradients
         # (`backward_maybe_with_nosync`), which grow in the reduction's precision.
-        gathered = [sum(unit["gathered"] for unit in part["units"]) for part in view["parts"]]
+        gathered = [part.gathered for part in rank.parts]
         # _add_unshard_reshard keeps at most three stages unsharded.
         terms["gathered parameters"] = float(sum(sorted(gathered)[-3:]) * shapes.act)
         terms["unreduced gradients"] = float(sum(gathered) * shapes.grad)
     return terms
 
 
-def _loss(
-    view: Mapping[str, Any], shapes: Shapes, layers: RankLayers, expandable: bool
-) -> dict[str, float]:
-    """From the output layer to the gradient of its input."""
-    if not any(part["head"] for part in view["parts"]):
+def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[str, float]:
+    """Return the terms from the output layer to the gradient of its input.
+
+    With `loss.num_chunks` the logits of a chunk exist at a time (titan/common/chunked_loss.py).
+    """
+    if not any(part.head for part in rank.parts):
         return {}
-    if shapes.loss_tokens is not None:
-        return _chunked_loss(view, shapes, layers, expandable)
-    elements = float(shapes.tokens * shapes.vocab)
-    weight = sum(unit["gathered"] for unit in _units(view) if unit["name"] == "output")
-    terms = {"logits and loss": elements * _loss_bytes(view, shapes)}
-    if view["mixed_precision"] and view["num_stages"] == 1:
+    has_fsdp = rank.mixed_precision and rank.num_stages == 1
+    hidden = 3.0 * s.sequence_tokens
+    if s.loss_tokens is None:
+        elements = float(s.tokens * s.vocab)
+        logits = elements * _loss_bytes(rank, s)
         # The gathered weight and its gradient, before it is reduced.
-        terms["output layer"] = float(weight * 2 * shapes.act)
-    terms["last hidden states"] = 3.0 * shapes.sequence_tokens * shapes.dim * shapes.act
+        weight = 2.0 * sum(unit.gathered for unit in rank.units if unit.name == "output")
+    else:
+        elements = float(s.loss_tokens * s.vocab)
+        gradients = _loss_gradients(s)
+        # Eager, the passes over a chunk make three tensors in FP32. Backward has no logits any
+        # more, and writes the scaled gradients in the model's precision.
+        chunk = elements * (s.act if s.loss_compiled else s.act + 12)
+        logits = gradients + max(chunk, gradients / 4 * s.act)
+        weight = float(s.vocab * s.dim)
+        if s.sequence_tokens < s.tokens:
+            # Gathered over the TP ranks, which share the vocabulary.
+            hidden += s.tokens
+    terms = {"logits and loss": logits, "last hidden states": hidden * s.dim * s.act}
+    if has_fsdp:
+        terms["output layer"] = weight * s.act
     if not expandable:
-        terms["layers' freed blocks"] = layers.freed_in_forward(elements * shapes.act)
-    return terms
-
-
-def _chunked_loss(
-    view: Mapping[str, Any], shapes: Shapes, layers: RankLayers, expandable: bool
-) -> dict[str, float]:
-    """The same where the logits of a chunk exist at a time (titan/common/chunked_loss.py)."""
-    assert shapes.loss_tokens is not None
-    chunk = float(shapes.loss_tokens * shapes.vocab)
-    # Eager, the passes over a chunk make three tensors in FP32.
-    logits = chunk * (shapes.act if shapes.loss_compiled else shapes.act + 12)
-    gradients = _loss_gradients(shapes)
-    # Backward has no logits any more, and writes the scaled gradients in the model's precision.
-    terms = {"logits and loss": gradients + max(logits, gradients / 4 * shapes.act)}
-    if view["mixed_precision"] and view["num_stages"] == 1:
-        terms["output layer"] = float(shapes.vocab * shapes.dim * shapes.act)
-    hidden = 3.0 * shapes.sequence_tokens
-    if shapes.sequence_tokens < shapes.tokens:
-        # Gathered over the TP ranks, which share the vocabulary.
-        hidden += shapes.tokens
-    terms["last hidden states"] = hidden * shapes.dim * shapes.act
-    if not expandable:
-        terms["layers' freed blocks"] = layers.freed_in_forward(chunk * shapes.act)
+        terms["layers' freed blocks"] = layers.freed_in_forward(elements * s.act)
     return terms
 
 
 def _loss_gradients(shapes: Shapes) -> float:
-    """Of hidden states and output layer, in FP32, which the loss in chunks takes in its forward."""
+    """Return those of hidden states and output layer in FP32, kept by the loss in chunks."""
     return 4.0 * (shapes.tokens + shapes.vocab) * shapes.dim
 
 
-def _loss_bytes(view: Mapping[str, Any], shapes: Shapes) -> int:
-    """Bytes for each logit that this rank has, at the fullest moment."""
+def _loss_bytes(rank: Rank, shapes: Shapes) -> int:
+    """Return the bytes for each logit that this rank has, at the fullest moment."""
     if shapes.loss_compiled and shapes.loss_parallel:
         # Logits, and in FP32 what a scatter writes -1 into, at each label, and its sum with the
         # softmax: the formula of `loss_parallel` scatters, and Inductor does not fuse over that.
@@ -241,48 +229,38 @@ def _loss_bytes(view: Mapping[str, Any], shapes: Shapes) -> int:
         # Fused: the logits and their gradient, both in the model's precision.
         return 2 * shapes.act
     # Eager, in FP32. A pipeline's stage keeps its output, else the logits are gone by then.
-    kept = shapes.act if view["num_stages"] > 1 else 0
+    kept = shapes.act if rank.num_stages > 1 else 0
     # Log-softmax, its gradient and the loss's gradient; with `loss_parallel` log-softmax, the
     # scattered labels, softmax and their sum.
     return (16 if shapes.loss_parallel else 12) + kept
 
 
-def _optimizer_step(cell: Cell, state: Mapping[str, float]) -> dict[str, float]:
-    implementation = cell.options["optimizer.implementation"]
-    if implementation == "foreach":
-        # The multi-tensor Adam makes the square roots of all second moments at once.
-        return {"optimizer step": state.get("parameters", 0.0)}
-    return {}
-
-
-def _fsdp_streams(cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> tuple[float, float]:
-    """Bytes in the pools of FSDP's reduce-scatter and all-gather streams."""
-    if not view["mixed_precision"]:
+def _fsdp_streams(cell: Cell, rank: Rank, shapes: Shapes) -> tuple[float, float]:
+    """Return the bytes in the pools of FSDP's reduce-scatter and all-gather streams."""
+    if not rank.mixed_precision:
         return 0.0, 0.0
-    units = _units(view)
-    gradients = float(sum(unit["local"] * unit["bytes"] for unit in units))
-    if cell.options["training.enable_cpu_offload"]:
-        gradients = float(max(unit["local"] * unit["bytes"] for unit in units))
+    offloads = cell.options["training.enable_cpu_offload"]
+    reduced = (max if offloads else sum)(unit.size for unit in rank.units)
     # The one in use and the one that is prefetched; a group of one rank copies without a stream.
-    layers = [u["gathered"] * shapes.act for u in units if u["shards"] > 1]
-    return gradients, float(sum(sorted(layers)[-2:]))
+    gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
+    return float(reduced), float(sum(gathered[-2:]) * shapes.act)
 
 
 def _is_expandable(environment: Mapping[str, str]) -> bool:
-    """Whether the allocator maps pages behind one another, so that what is free is one block."""
+    """Return whether the allocator maps pages, so that all free memory is one block."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return any("expandable_segments:True" in environment.get(name, "") for name in names)
 
 
-def _outside_gib(view: Mapping[str, Any], shapes: Shapes) -> float:
+def _outside_gib(rank: Rank, shapes: Shapes) -> float:
     # `batch` has no traffic of its own, and the world group is one more.
-    groups = [name for name in view["groups"] if name != "batch"]
+    groups = len(rank.groups.keys() - {"batch"}) + 1
     buffers = _deepep_buffers(shapes) / GIB if shapes.deepep else 0.0
-    return CONTEXT_GIB + NCCL_GROUP_GIB * (len(groups) + 1) + buffers
+    return CONTEXT_GIB + NCCL_GROUP_GIB * groups + buffers
 
 
 def _deepep_buffers(shapes: Shapes) -> float:
-    """`Config.get_nvl_buffer_size_hint` and its RDMA twin at DeepEP's default configuration.
+    """Return `Config.get_nvl_buffer_size_hint` and its RDMA twin at DeepEP's default configuration.
 
     Ten channels (20 SMs), 256 tokens of receive queue a channel and NVLink peer, 128 a node.
     """

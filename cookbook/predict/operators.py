@@ -1,18 +1,224 @@
-"""The matrix products of a layer's forward, on one rank and for one microbatch.
+"""The modules of a DeepSeek-V3 layer with their weights, from which all else is counted.
 
-Counted from `torchtitan/models/deepseek_v3/model/model.py` and `torchtitan/models/moe/moe.py`.
+One table, after `models/deepseek_v3/model/model.py` and `infra/parallelize.py` of TorchTitan 0.2.2.
+Evaluated with the whole model's sizes it gives parameters; with a rank's, its matrix products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from cookbook.config.cell import SAVE_LIST, Cell
-from cookbook.predict.shapes import Shapes
+from cookbook.config.cell import Cell
+from cookbook.config.options import Layout
 
-_FP8_LINEAR, _MX_LINEAR = "quantize.linear.float8", "quantize.linear.mx"
-_SHARED_DOWN = "moe.shared_experts.w2"
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The widths of a layer: of the whole model, or what one TP rank has of them."""
+
+    dim: int
+    heads: int
+    q_lora: int
+    kv_lora: int
+    nope: int
+    rope: int
+    v_head: int
+    dense_hidden: int
+    expert_hidden: int
+    shared_hidden: int
+    num_experts: int
+    top_k: int
+    vocab: int
+    gate_bias: bool
+    score_first: bool
+
+
+@dataclass(frozen=True)
+class Model(Sizes):
+    """A whole model; its router may choose from `num_limited_groups` of `num_expert_groups`."""
+
+    n_layers: int
+    n_dense_layers: int
+    num_expert_groups: int | None
+    num_limited_groups: int | None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Model:
+        """Read TorchTitan's arguments of the model, by dotted name."""
+        moe = {
+            name.removeprefix("moe_args."): value
+            for name, value in arguments.items()
+            if name.startswith("moe_args.")
+        }
+        return cls(
+            dim=arguments["dim"],
+            heads=arguments["n_heads"],
+            q_lora=arguments["q_lora_rank"],
+            kv_lora=arguments["kv_lora_rank"],
+            nope=arguments["qk_nope_head_dim"],
+            rope=arguments["qk_rope_head_dim"],
+            v_head=arguments["v_head_dim"],
+            dense_hidden=arguments["inter_dim"],
+            expert_hidden=arguments["moe_inter_dim"],
+            shared_hidden=arguments["moe_inter_dim"] * moe["num_shared_experts"],
+            num_experts=moe["num_experts"],
+            top_k=moe["top_k"],
+            vocab=arguments["vocab_size"],
+            gate_bias=moe["gate_bias"],
+            score_first=moe["score_before_experts"],
+            n_layers=arguments["n_layers"],
+            n_dense_layers=arguments["n_dense_layers"],
+            num_expert_groups=moe["num_expert_groups"],
+            num_limited_groups=moe["num_limited_groups"],
+        )
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer has routed experts."""
+        return layer >= self.n_dense_layers
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A module's weight; TP cuts `tp_axis`, None for a weight that every TP rank has whole.
+
+    `shape` is (outputs, inputs) of a matrix product, behind the experts where these are grouped.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    tp_axis: int | None = None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is one of the routed experts' weights, which EP cuts."""
+        return self.module == "moe.experts"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return math.prod(self.shape)
+
+
+def attention_operators(s: Sizes) -> Iterator[Operator]:
+    """Return the projections around attention and the norms of the layer."""
+    queries = s.heads * (s.nope + s.rope)
+    if s.q_lora:
+        yield Operator("attention.wq_a", (s.q_lora, s.dim))
+        yield Operator("attention.q_norm", (s.q_lora,))
+        yield Operator("attention.wq_b", (queries, s.q_lora), 0)
+    else:
+        yield Operator("attention.wq", (queries, s.dim), 0)
+    yield Operator("attention.wkv_a", (s.kv_lora + s.rope, s.dim))
+    yield Operator("attention.kv_norm", (s.kv_lora,))
+    yield Operator("attention.wkv_b", (s.heads * (s.nope + s.v_head), s.kv_lora), 0)
+    yield Operator("attention.wo", (s.dim, s.heads * s.v_head), 1)
+    yield Operator("attention_norm", (s.dim,))
+    yield Operator("ffn_norm", (s.dim,))
+
+
+def feed_forward_operators(s: Sizes, moe: bool) -> Iterator[Operator]:
+    """Return the dense feed-forward network's, or the router's and the shared experts'."""
+    module, hidden = "feed_forward", s.dense_hidden
+    if moe:
+        module, hidden = "moe.shared_experts", s.shared_hidden
+        yield Operator("moe.router.gate", (s.num_experts, s.dim))
+        if s.gate_bias:
+            yield Operator("moe.router.gate", (s.num_experts,))
+    if hidden:
+        yield Operator(f"{module}.w1", (hidden, s.dim), 0)
+        yield Operator(f"{module}.w3", (hidden, s.dim), 0)
+        yield Operator(f"{module}.w2", (s.dim, hidden), 1)
+
+
+def expert_operators(s: Sizes) -> Iterator[Operator]:
+    """Return the routed experts' three grouped products."""
+    yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
+    yield Operator("moe.experts", (s.num_experts, s.expert_hidden, s.dim), 1)
+    yield Operator("moe.experts", (s.num_experts, s.dim, s.expert_hidden), 2)
+
+
+def layer_operators(s: Sizes, moe: bool) -> list[Operator]:
+    """Return all of a transformer block's."""
+    found = [*attention_operators(s), *feed_forward_operators(s, moe)]
+    return [*found, *expert_operators(s)] if moe else found
+
+
+def embedding_operators(s: Sizes) -> list[Operator]:
+    """Return the token embedding."""
+    return [Operator("tok_embeddings", (s.vocab, s.dim), 0)]
+
+
+def head_operators(s: Sizes) -> list[Operator]:
+    """Return the last norm and the output layer."""
+    return [Operator("norm", (s.dim,)), Operator("output", (s.vocab, s.dim), 0)]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """An FSDP module, as the first rank of a pipeline stage has it.
+
+    Attributes:
+        local, gathered: elements that the rank stores, and that FSDP gathers over `shards` ranks.
+        bytes: of a stored element.
+    """
+
+    name: str
+    shards: int
+    local: int
+    gathered: int
+    bytes: int
+
+    @property
+    def size(self) -> int:
+        """Stored bytes."""
+        return self.local * self.bytes
+
+    def is_of_layer(self, layer: int) -> bool:
+        """Whether it holds parameters of layer `layer`."""
+        return f"{self.name}.".startswith(f"layers.{layer}.")
+
+
+def fsdp_units(
+    operators: Iterable[Operator], layout: Layout, layer: int | None = None, *, width: int = 4
+) -> list[Unit]:
+    """Return the FSDP modules of `operators`, those of one layer or the model's ends.
+
+    Args:
+        width: bytes of a stored element.
+    """
+    units: dict[str, Unit] = {}
+    for one in operators:
+        name = one.module if layer is None else f"layers.{layer}"
+        # Without EP the experts are gathered with their layer.
+        if one.is_expert and layout.ep > 1:
+            name += ".moe.experts"
+        local, gathered, shards = _cut(one, layout)
+        unit = units.get(name, Unit(name, 1, 0, 0, width))
+        units[name] = Unit(
+            name, max(unit.shards, shards), unit.local + local, unit.gathered + gathered, width
+        )
+    return list(units.values())
+
+
+def _cut(one: Operator, layout: Layout) -> tuple[int, int, int]:
+    """Return elements stored by the first rank, elements gathered over FSDP, FSDP's shards."""
+    shape, gathered = list(one.shape), one.numel
+    shards, axis, tp = layout.dp_shard * layout.cp, 0, layout.tp
+    if one.is_expert and layout.ep > 1:
+        shards = max(shards * layout.tp // (layout.ep * layout.etp), 1)
+        # More shards than experts: TorchTitan shards along the next axis.
+        axis, tp = int(shards * layout.ep > shape[0]), layout.etp
+        shape[0], gathered = -(-shape[0] // layout.ep), -(-gathered // layout.ep)
+    if one.tp_axis is not None:
+        shape[one.tp_axis] = -(-shape[one.tp_axis] // tp)
+        gathered = -(-gathered // tp)
+    shape[axis] = -(-shape[axis] // shards)
+    return math.prod(shape), gathered, shards
 
 
 @dataclass(frozen=True)
@@ -25,73 +231,16 @@ class Product:
     inner: int
 
 
-def attention_products(s: Shapes) -> Iterator[Product]:
-    """The projections around attention."""
-    queries = s.heads * (s.nope + s.rope)
-    if s.q_lora:
-        yield Product("attention.wq_a", s.tokens, s.q_lora, s.dim)
-        yield Product("attention.wq_b", s.tokens, queries, s.q_lora)
-    else:
-        yield Product("attention.wq", s.tokens, queries, s.dim)
-    yield Product("attention.wkv_a", s.tokens, s.kv_lora + s.rope, s.dim)
-    yield Product("attention.wkv_b", s.tokens, s.heads * (s.nope + s.v_head), s.kv_lora)
-    yield Product("attention.wo", s.tokens, s.dim, s.heads * s.v_head)
-
-
-def feed_forward_products(s: Shapes, moe: bool) -> Iterator[Product]:
-    """The dense layer's, or the router's and the shared experts'."""
-    if moe:
-        yield Product("moe.router.gate", s.tokens, s.num_experts, s.dim)
-    module = "moe.shared_experts" if moe else "feed_forward"
-    hidden = s.shared_hidden if moe else s.dense_hidden
-    if hidden:
-        yield Product(f"{module}.w1", s.tokens, hidden, s.dim)
-        yield Product(f"{module}.w3", s.tokens, hidden, s.dim)
-        yield Product(f"{module}.w2", s.tokens, s.dim, hidden)
-
-
-def expert_products(s: Shapes) -> Iterator[Product]:
-    """The routed experts', all groups as one."""
-    yield Product("moe.experts", s.rows, s.expert_hidden, s.dim)
-    yield Product("moe.experts", s.rows, s.expert_hidden, s.dim)
-    yield Product("moe.experts", s.rows, s.dim, s.expert_hidden)
-
-
-def head_products(s: Shapes) -> Iterator[Product]:
-    """The output layer's."""
-    yield Product("output", s.tokens, s.vocab, s.dim)
+def products(operators: Iterable[Operator], rows: float) -> list[Product]:
+    """Return what `rows` of inputs are multiplied by; norms and biases multiply nothing."""
+    return [Product(o.module, rows, *o.shape[-2:]) for o in operators if len(o.shape) > 1]
 
 
 def linear_format(cell: Cell, module: str) -> str | None:
-    """The format of a linear layer's GEMMs: `float8` or `mx`; None for BF16."""
-    converters = cell.options["model.converters"]
-    if cell.emulated:
-        return None
-    for converter, section, kind in (
-        ("quantize.linear.float8", _FP8_LINEAR, "float8"),
-        ("quantize.linear.mx", _MX_LINEAR, "mx"),
-    ):
-        if converter in converters:
-            left_out = cell.options[f"{section}.filter_fqns"]
-            return None if any(name in module for name in left_out) else kind
+    """Return the format of a linear layer's GEMMs: `float8` or `mx`; None for BF16."""
+    for kind in ("float8", "mx"):
+        converter = f"quantize.linear.{kind}"
+        if converter in cell.options["model.converters"] and not cell.emulated:
+            filtered = cell.options[f"{converter}.filter_fqns"]
+            return None if any(name in module for name in filtered) else kind
     return None
-
-
-def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Product]:
-    """The dense products of a layer that selective recomputation does not repeat in compiled code.
-
-    Those of the save list's `mm` that are worth their memory, in BF16.
-    """
-    # TorchTitan's own list names `mm` too, and does not see it in compiled code.
-    if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
-        return []
-    found = (*attention_products(s), *feed_forward_products(s, moe))
-    return [one for one in found if one.inner >= s.dim and not linear_format(cell, one.module)]
-
-
-def saved_products(cell: Cell, s: Shapes, moe: bool) -> list[Product]:
-    """Those of them whose outputs it keeps."""
-    spared = spared_products(cell, s, moe)
-    # Of this one a layer with DeepEP knows that no gradient needs it.
-    needless = [_SHARED_DOWN] if s.deepep else []
-    return [one for one in spared if one.module not in needless]

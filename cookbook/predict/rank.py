@@ -1,7 +1,6 @@
-"""Describes the ranks of a cell as the fake world does (`rank_view`), counted instead of built.
+"""The ranks of a cell, counted without torch and without building them.
 
-A thousand layouts take seconds so, and torch is not imported. What the fake world alone can tell,
-whether TorchTitan builds the cell at all, is left to `check`.
+A test holds every description against what TorchTitan itself builds in the dry run.
 """
 
 from __future__ import annotations
@@ -9,85 +8,161 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import LAYERS_KEPT, Cell
 from cookbook.config.options import Layout
 from cookbook.config.validate.layout import STAGES_PER_RANK
-from cookbook.predict.parameters import (
-    embedding_parameters,
-    head_parameters,
-    is_moe,
-    layer_parameters,
-    unit_sizes,
+from cookbook.predict.operators import (
+    BYTES,
+    Model,
+    Unit,
+    embedding_operators,
+    fsdp_units,
+    head_operators,
+    layer_operators,
 )
-from cookbook.predict.pipeline_schedule import Actions, actions_of
+from cookbook.predict.pipeline_schedule import Action, Actions, actions_of
+
+_PP = "parallelism.pipeline_parallel"
 
 
-def model_of(cell: Cell) -> Mapping[str, Any]:
-    """The model's arguments.
+@dataclass(frozen=True)
+class Layer:
+    """A transformer block."""
+
+    id: int
+    moe: bool
+    recomputed: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """A pipeline stage's part of the model, with the embedding or the output layer at an end."""
+
+    units: tuple[Unit, ...]
+    layers: tuple[Layer, ...]
+    embedding: bool
+    head: bool
+
+    @property
+    def gathered(self) -> int:
+        """Elements of all its parameters, unsharded."""
+        return sum(unit.gathered for unit in self.units)
+
+    def units_of(self, layer: Layer) -> list[Unit]:
+        """Return the FSDP modules of one layer."""
+        return [unit for unit in self.units if unit.is_of_layer(layer.id)]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The first rank of a pipeline rank, and what it shares with the others.
+
+    Attributes:
+        rank: its global number.
+        parts: of the model, one for each of its `stages`.
+        in_flight: largest counts of microbatches in flight, a count for each stage; more than one
+            where different stages have most at different times.
+        actions: its pipeline schedule; empty without a pipeline.
+        mixed_precision: whether FSDP casts parameters.
+        groups: sizes of its communicators, by TorchTitan's names.
+        parameters, active_parameters, flops_per_token: TorchTitan's counts of the whole model.
+    """
+
+    rank: int
+    parts: tuple[Part, ...]
+    stages: Sequence[int]
+    in_flight: Sequence[Sequence[int]]
+    actions: Sequence[Action]
+    num_stages: int
+    num_microbatches: int
+    gradient_accumulation_steps: int
+    mixed_precision: bool
+    groups: Mapping[str, int]
+    model: Model
+    parameters: int
+    active_parameters: int
+    flops_per_token: int
+
+    @property
+    def units(self) -> list[Unit]:
+        """The FSDP modules of all parts."""
+        return [unit for part in self.parts for unit in part.units]
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers of all parts."""
+        return [layer for part in self.parts for layer in part.layers]
+
+    @property
+    def local_parameters(self) -> int:
+        """Elements that the rank stores."""
+        return sum(unit.local for unit in self.units)
+
+
+def model_of(cell: Cell) -> Model:
+    """Return the model's sizes.
 
     Raises:
         InputError: a model whose layers are not counted here.
     """
     name, flavor = cell.options["model.name"], cell.options["model.flavor"]
-    flavors = cell.options.stack.model_args.get(name, {})
-    if flavor not in flavors:
+    known = cell.options.stack.model_args
+    if flavor not in known.get(name, {}):
         raise InputError(
-            cell.options.origin("model.flavor" if flavors else "model.name"),
+            cell.options.origin("model.flavor" if name in known else "model.name"),
             f"the layers of {name} {flavor} are not counted",
-            f"counted: deepseek_v3 in {', '.join(cell.options.stack.model_args['deepseek_v3'])}",
+            f"counted: deepseek_v3 in {', '.join(known['deepseek_v3'])}",
         )
-    return flavors[flavor]
+    return Model.of(known[name][flavor])
 
 
-def describe_ranks(
-    cell: Cell, model: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], ...]:
-    """The first rank of every pipeline stage, with what memory, work and time are counted from.
+def describe_ranks(cell: Cell, model: Model | None = None) -> tuple[Rank, ...]:
+    """Return the first rank of every pipeline rank.
 
     Args:
-        model: the model's arguments, where the stack's table does not have the flavor.
+        model: that of the cell's flavor where None.
 
     Raises:
-        InputError: a model that is not counted.
+        InputError: a model, or a way to cut it into stages, that is not counted.
     """
     model = model or model_of(cell)
-    layout = cell.layout
+    options, layout = cell.options, cell.layout
     splits = _split(cell, model)
     actions = _actions(cell, len(splits))
-    counts = _counts(model, cell.options["training.seq_len"])
-    shared = {
-        "model": model,
-        "mixed_precision": layout.dp_shard * layout.cp > 1 or layout.ep > 1,
-        "groups": _groups(layout),
-        "gradient_accumulation_steps": _accumulation(cell),
-        "num_stages": len(splits),
-        "num_microbatches": len(actions.microbatches) if actions else 1,
-        **counts,
-    }
-    views = []
+    step = options["training.local_batch_size"] * layout.dp_replicate * layout.dp_shard
+    total, active, flops = _counts(model, options["training.seq_len"])
+    ranks = []
     for rank in range(layout.pp):
         stages = actions.stages[rank] if actions else [0]
-        again = iter(_recomputed(cell, [len(splits[stage]) for stage in stages]))
-        views.append(
-            {
-                "rank": rank * layout.stage_ranks,
-                "parts": [_part(cell, model, splits, stage, again) for stage in stages],
-                "stages": stages,
-                "in_flight": actions.in_flight[rank] if actions else [[1]],
-                "actions": actions.actions[rank] if actions else [],
-                **shared,
-            }
+        recomputed = iter(_recomputed(cell, [len(splits[stage]) for stage in stages]))
+        ranks.append(
+            Rank(
+                rank=rank * layout.stage_ranks,
+                parts=tuple(_part(cell, model, splits, stage, recomputed) for stage in stages),
+                stages=stages,
+                in_flight=actions.in_flight[rank] if actions else [[1]],
+                actions=actions.actions[rank] if actions else [],
+                num_stages=len(splits),
+                num_microbatches=len(actions.microbatches) if actions else 1,
+                gradient_accumulation_steps=max(options["training.global_batch_size"] // step, 1),
+                mixed_precision=layout.dp_shard * layout.cp > 1 or layout.ep > 1,
+                groups=_groups(layout),
+                model=model,
+                parameters=total,
+                active_parameters=active,
+                flops_per_token=flops,
+            )
         )
-    return tuple(views)
+    return tuple(ranks)
 
 
 def stage_layers(
     num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[int]]:
-    """The layers of every stage; TorchTitan's `generate_llm_fqn_per_model_part`."""
+    """Return the layers of every stage, as TorchTitan's `generate_llm_fqn_per_model_part` does."""
     if num_stages == 1:
         return [list(range(num_layers))]
     each, extra = divmod(num_layers + input_weight + output_weight, num_stages)
@@ -98,108 +173,92 @@ def stage_layers(
     return [list(itertools.islice(layers, max(size, 0))) for size in sizes]
 
 
-def _split(cell: Cell, model: Mapping[str, Any]) -> list[list[int]]:
+def _split(cell: Cell, model: Model) -> list[list[int]]:
     if cell.layout.pp == 1:
-        return stage_layers(1, model["n_layers"])
-    section = "parallelism"
-    if cell.options[f"{section}.module_fqns_per_model_part"]:
+        return stage_layers(1, model.n_layers)
+    by_module = "parallelism.module_fqns_per_model_part"
+    if cell.options[by_module]:
         raise InputError(
-            cell.options.origin(f"{section}.module_fqns_per_model_part"),
+            cell.options.origin(by_module),
             "stages that are named module by module are not counted",
-            f"use {section}.pipeline_parallel_layers_per_stage",
+            f"use {_PP}_layers_per_stage",
         )
-    first = cell.options[f"{section}.pipeline_parallel_first_stage_less_layers"]
-    last = cell.options[f"{section}.pipeline_parallel_last_stage_less_layers"]
-    per_stage = cell.options[f"{section}.pipeline_parallel_layers_per_stage"]
-    layers = model["n_layers"]
-    if per_stage is not None:
-        stages = math.ceil((layers + first + last) / per_stage)
-    else:
+    ends = [cell.options[f"{_PP}_{end}_stage_less_layers"] for end in ("first", "last")]
+    per_stage = cell.options[f"{_PP}_layers_per_stage"]
+    if per_stage is None:
         stages = cell.layout.pp * STAGES_PER_RANK[_schedule(cell)]
-    return stage_layers(stages, layers, first, last)
+    else:
+        stages = math.ceil((model.n_layers + sum(ends)) / per_stage)
+    return stage_layers(stages, model.n_layers, *ends)
 
 
 def _schedule(cell: Cell) -> str:
-    """The schedule by PyTorch's own spelling."""
-    option = "parallelism.pipeline_parallel_schedule"
-    asked = cell.options[option]
+    """Return the schedule's name in PyTorch's spelling."""
+    asked = cell.options[f"{_PP}_schedule"]
     known = {name.lower(): name for name in STAGES_PER_RANK}
-    if cell.options[f"{option}_csv"] or asked.lower() not in known:
-        place = cell.options.origin(option)
+    if cell.options[f"{_PP}_schedule_csv"] or asked.lower() not in known:
+        place = cell.options.origin(f"{_PP}_schedule")
         raise InputError(place, f"the schedule {asked!r} is not simulated", "try Interleaved1F1B")
     return known[asked.lower()]
 
 
 def _actions(cell: Cell, num_stages: int) -> Actions | None:
-    if cell.layout.pp == 1:
+    pp = cell.layout.pp
+    if pp == 1:
         return None
-    size = cell.options["parallelism.pipeline_parallel_microbatch_size"]
+    size = cell.options[f"{_PP}_microbatch_size"]
     count = cell.options["training.local_batch_size"] // size
-    return actions_of(_schedule(cell), cell.layout.pp, num_stages // cell.layout.pp, count)
+    return actions_of(_schedule(cell), pp, num_stages // pp, count)
 
 
 def _part(
     cell: Cell,
-    model: Mapping[str, Any],
+    model: Model,
     splits: Sequence[Sequence[int]],
     stage: int,
-    again: Iterator[bool],
-) -> dict[str, Any]:
-    layout, experts = cell.layout, model["moe_args.num_experts"]
-    is_last = stage == len(splits) - 1
-    units = []
-    if stage == 0:
-        units += unit_sizes(embedding_parameters(model), layout, experts)
+    recomputed: Iterator[bool],
+) -> Part:
+    layout, width = cell.layout, BYTES[cell.options["training.dtype"]]
+    is_first, is_last = stage == 0, stage == len(splits) - 1
+    units = fsdp_units(embedding_operators(model), layout, width=width) if is_first else []
     # Layers of a kind are cut alike: one of each is enough.
-    alike: dict[bool, list[dict[str, Any]]] = {}
+    alike: dict[bool, list[Unit]] = {}
     for layer in splits[stage]:
-        kind = is_moe(model, layer)
-        if kind not in alike:
-            alike[kind] = unit_sizes(layer_parameters(model, layer), layout, experts)
-        for unit in alike[kind]:
-            rest = unit["name"].split(".", 2)[2:]
-            units.append({**unit, "name": ".".join(["layers", str(layer), *rest])})
+        moe = model.is_moe(layer)
+        if moe not in alike:
+            alike[moe] = fsdp_units(layer_operators(model, moe), layout, 0, width=width)
+        units += [
+            replace(unit, name=unit.name.replace("layers.0", f"layers.{layer}"))
+            for unit in alike[moe]
+        ]
     if is_last:
-        units += unit_sizes(head_parameters(model), layout, experts)
-    return {
-        "units": units,
-        "layers": [
-            {"id": layer, "moe": is_moe(model, layer), "recomputed": next(again)}
-            for layer in splits[stage]
-        ],
-        "embedding": stage == 0,
-        "head": is_last,
-    }
+        units += fsdp_units(head_operators(model), layout, width=width)
+    layers = (Layer(layer, model.is_moe(layer), next(recomputed)) for layer in splits[stage])
+    return Part(tuple(units), tuple(layers), is_first, is_last)
 
 
 def _recomputed(cell: Cell, sizes: Sequence[int]) -> list[bool]:
-    """Whether each of a rank's layers is computed again; `n` counts over all parts of a rank.
+    """Return whether each of a rank's layers is recomputed; every n-th counts over all parts.
 
     Args:
         sizes: the layers of each part.
     """
     mode = cell.options["activation_checkpoint.mode"]
     option = cell.options["activation_checkpoint.selective_ac_option"]
-    again = [mode in ("full", "selective")] * sum(sizes)
+    flags = [mode in ("full", "selective")] * sum(sizes)
     if mode == "selective" and option != "op":
         every = int(option)
-        again = [every == 0 or (layer + 1) % every == 0 for layer in range(sum(sizes))]
+        flags = [every == 0 or (layer + 1) % every == 0 for layer in range(sum(sizes))]
     end = 0
     for size in sizes:
         end += size
         kept = min(cell.options[LAYERS_KEPT], size)
-        again[end - kept : end] = [False] * kept
-    return again
-
-
-def _accumulation(cell: Cell) -> int:
-    layout, wanted = cell.layout, cell.options["training.global_batch_size"]
-    step = cell.options["training.local_batch_size"] * layout.dp_replicate * layout.dp_shard
-    return max(wanted // step, 1) if wanted > 0 else 1
+        flags[end - kept : end] = [False] * kept
+    return flags
 
 
 def _groups(layout: Layout) -> dict[str, int]:
-    """The communicators of more than one rank, by TorchTitan's names."""
+    """Return the sizes of communicators of more than one rank."""
     fsdp = layout.dp_shard * layout.cp
     sizes = {
         "pp": layout.pp,
@@ -216,23 +275,15 @@ def _groups(layout: Layout) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size > 1}
 
 
-def _counts(model: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
-    """TorchTitan's counts of the whole model: parameters, FLOPs of a token."""
-    dense = min(model["n_dense_layers"], model["n_layers"])
-    layers = [
-        (one, count)
-        for first, count in ((0, dense), (dense, model["n_layers"] - dense))
-        for one in layer_parameters(model, first)
-        if count
-    ]
-    embedding = sum(one.numel for one in embedding_parameters(model))
-    head = sum(one.numel for one in head_parameters(model))
-    experts = sum(one.numel * count for one, count in layers if one.is_expert)
-    rest = head + sum(one.numel * count for one, count in layers if not one.is_expert)
-    chosen = experts * model["moe_args.top_k"] // model["moe_args.num_experts"]
-    width = model["qk_nope_head_dim"] + model["qk_rope_head_dim"] + model["v_head_dim"]
-    attention = model["n_layers"] * model["n_heads"] * width * seq_len
-    return {
-        "parameters": {"total": rest + embedding + experts, "active": rest + embedding + chosen},
-        "flops_per_token": 6 * (rest + chosen) + 6 * attention,
-    }
+def _counts(model: Model, seq_len: int) -> tuple[int, int, int]:
+    """Return TorchTitan's counts: all and active parameters, and FLOPs of a token."""
+    embedding = sum(one.numel for one in embedding_operators(model))
+    rest, experts = sum(one.numel for one in head_operators(model)), 0
+    for layer in range(model.n_layers):
+        for one in layer_operators(model, model.is_moe(layer)):
+            experts += one.numel * one.is_expert
+            rest += one.numel * (not one.is_expert)
+    chosen = experts * model.top_k // model.num_experts
+    width = model.nope + model.rope + model.v_head
+    attention = model.n_layers * model.heads * width * seq_len
+    return rest + embedding + experts, rest + embedding + chosen, 6 * (rest + chosen + attention)

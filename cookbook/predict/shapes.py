@@ -1,34 +1,46 @@
-"""The sizes that the formulas for memory and work speak of."""
+"""The sizes on one rank that memory, work and time are counted from."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
 
-from cookbook.config.cell import NUM_CHUNKS, ROW_KERNELS, SCORE_ACTIVATIONS, Cell
+from cookbook.config.cell import NUM_CHUNKS, ROW_KERNELS, SAVE_LIST, SCORE_ACTIVATIONS, Cell
+from cookbook.predict.operators import (
+    BYTES,
+    Model,
+    Product,
+    Sizes,
+    attention_operators,
+    feed_forward_operators,
+    linear_format,
+    products,
+)
+from cookbook.predict.rank import Rank
 
-# With real routing some ranks get more tokens than others; the fullest one decides. Early in
-# training, before the bias of the auxiliary-loss-free balancing has settled, a fifth more is
-# common.
+# The fullest rank's tokens with real routing, as a multiple of the mean. Common early in training,
+# before the bias of the auxiliary-loss-free balancing has settled.
 UNEVEN_ROUTING = 1.2
-# Queries that one block of FlashAttention-4's backward takes.
+# Queries in a block of FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """Counts on one rank for one microbatch; `act` and `grad` are bytes of an element.
+class Shapes(Sizes):
+    """Counts on one rank for one microbatch; the inherited widths are what a TP rank has.
 
-    `tokens` are those of the rank's data-parallel group member (all TP ranks work on the same
-    ones), `sequence_tokens` those that one TP rank keeps between layers (sequence parallelism),
-    `sent_rows` the (token, expert) pairs that it sends, `rows` those that its experts get. `saves`
-    are the operators whose outputs selective recomputation saves; `loss_tokens` are those whose
-    logits exist at a time, None for all. `padded_tokens` are the rows of an FP32 sum that
-    FlashAttention-4's backward makes; None where TorchTitan's own attention runs. With `autocast`
-    a rank alone casts its weights itself.
+    Attributes:
+        tokens: of the data-parallel rank, which its TP ranks share.
+        sequence_tokens: those that a TP rank keeps between layers (sequence parallelism).
+        sent_tokens, sent_rows: tokens, and (token, expert) pairs, that this rank dispatches.
+        rows: (token, expert) pairs that this rank's experts get.
+        ranks_per_token, nodes_per_token: ranks, and nodes, of EP that a token is sent to.
+        act, grad: bytes of an activation and of a reduced gradient.
+        autocast: a rank alone casts its weights itself.
+        saves: operators whose outputs selective recomputation saves.
+        loss_tokens: tokens whose logits exist at a time; None for all.
+        padded_tokens: rows of the FP32 sum in FlashAttention-4's backward; None without it.
     """
 
     tokens: int
@@ -37,22 +49,9 @@ class Shapes:
     sent_rows: int
     rows: int
     ranks_per_token: float
+    nodes_per_token: float
     act: int
     grad: int
-    dim: int
-    heads: int
-    q_lora: int
-    kv_lora: int
-    nope: int
-    rope: int
-    v_head: int
-    dense_hidden: int
-    expert_hidden: int
-    shared_hidden: int
-    num_experts: int
-    top_k: int
-    score_first: bool
-    vocab: int
     ep: int
     deepep: bool
     scored_activations: bool
@@ -65,69 +64,60 @@ class Shapes:
     loss_parallel: bool
     padded_tokens: int | None
 
+    @property
+    def hidden_bytes(self) -> float:
+        """Hidden states of a microbatch between two layers."""
+        return float(self.act * self.sequence_tokens * self.dim)
 
-def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
-    """The shapes of a DeepSeek-V3 model's rank; `view` is what `rank_view.view_rank` returned."""
-    model, layout = view["model"], cell.layout
 
-    options = cell.options
-    pipelined = layout.pp > 1
+def shapes_of(cell: Cell, rank: Rank) -> Shapes:
+    """Return the shapes on `rank`."""
+    model, layout, options = rank.model, cell.layout, cell.options
     batch = options[
         "parallelism.pipeline_parallel_microbatch_size"
-        if pipelined
+        if layout.pp > 1
         else "training.local_batch_size"
     ]
     tokens = batch * options["training.seq_len"] // layout.cp
     components = options["compile.components"] if options["compile.enable"] else []
-    chunked = options[NUM_CHUNKS] > 0
+    num_chunks = options[NUM_CHUNKS]
     loss_parallel = layout.tp > 1 and not options["parallelism.disable_loss_parallel"]
-    # The loss in chunks multiplies with this rank's part of the output layer in any case.
-    vocab_is_cut = loss_parallel or chunked
     # EP takes ranks of TP where ETP is 1: each TP rank then sends its share of the tokens.
-    shares = layout.tp if layout.ep > 1 and layout.etp == 1 else 1
-    top_k, experts = model["moe_args.top_k"], model["moe_args.num_experts"]
-    sent = tokens // shares
+    sent = tokens // (layout.tp if layout.ep > 1 and layout.etp == 1 else 1)
     forced = options["debug.moe_force_load_balance"]
     uneven = 1.0 if forced or layout.ep == 1 else UNEVEN_ROUTING
-    expert_tp = layout.tp if layout.ep == 1 else layout.etp
-    mixed = view["mixed_precision"]
+    is_alone = layout.tp == layout.pp == 1
+    nodes = max(layout.ep * layout.etp // cell.cluster.ranks_per_node, 1)
+    sizes = asdict(model) | {
+        "heads": -(-model.heads // layout.tp),
+        "dense_hidden": model.dense_hidden // layout.tp,
+        "expert_hidden": model.expert_hidden // (layout.tp if layout.ep == 1 else layout.etp),
+        "shared_hidden": model.shared_hidden // layout.tp,
+        # The loss in chunks multiplies with this rank's part of the output layer in any case.
+        "vocab": model.vocab // (layout.tp if loss_parallel or num_chunks else 1),
+    }
+    after_experts = not model.score_first
     return Shapes(
+        **{field.name: sizes[field.name] for field in fields(Sizes)},
         tokens=tokens,
         sequence_tokens=tokens // layout.tp,
         sent_tokens=sent,
-        sent_rows=sent * top_k,
-        rows=int(sent * top_k * uneven),
-        ranks_per_token=destinations(experts, top_k, layout.ep, forced, groups(model)),
-        act=_BYTES[options["training.mixed_precision_param"]]
-        if mixed or layout.tp == layout.pp == 1
+        sent_rows=sent * model.top_k,
+        rows=int(sent * model.top_k * uneven),
+        ranks_per_token=destinations(model, layout.ep, forced),
+        nodes_per_token=destinations(model, nodes, forced),
+        act=BYTES[options["training.mixed_precision_param"]]
+        if rank.mixed_precision or is_alone
         else 4,
-        grad=_BYTES[options["training.mixed_precision_reduce"]],
-        dim=model["dim"],
-        heads=-(-model["n_heads"] // layout.tp),
-        q_lora=model["q_lora_rank"],
-        kv_lora=model["kv_lora_rank"],
-        nope=model["qk_nope_head_dim"],
-        rope=model["qk_rope_head_dim"],
-        v_head=model["v_head_dim"],
-        dense_hidden=model["inter_dim"] // layout.tp,
-        expert_hidden=model["moe_inter_dim"] // expert_tp,
-        shared_hidden=model["moe_inter_dim"] * model["moe_args.num_shared_experts"] // layout.tp,
-        num_experts=experts,
-        top_k=top_k,
-        score_first=model["moe_args.score_before_experts"],
-        vocab=model["vocab_size"] // (layout.tp if vocab_is_cut else 1),
+        grad=BYTES[options["training.mixed_precision_reduce"]],
         ep=layout.ep,
         deepep=cell.uses_deepep,
-        scored_activations=cell.uses_deepep
-        and options[SCORE_ACTIVATIONS]
-        and not model["moe_args.score_before_experts"],
-        row_kernels=not cell.uses_deepep
-        and options[ROW_KERNELS]
-        and not model["moe_args.score_before_experts"],
-        autocast=not mixed and layout.tp == layout.pp == 1,
+        scored_activations=cell.uses_deepep and options[SCORE_ACTIVATIONS] and after_experts,
+        row_kernels=not cell.uses_deepep and options[ROW_KERNELS] and after_experts,
+        autocast=is_alone and not rank.mixed_precision,
         compiled="model" in components,
         saves=cell.saves,
-        loss_tokens=-(-tokens // options[NUM_CHUNKS]) if options[NUM_CHUNKS] else None,
+        loss_tokens=-(-tokens // num_chunks) if num_chunks else None,
         loss_compiled="loss" in components,
         loss_parallel=loss_parallel,
         padded_tokens=padded_tokens(cell, batch) if cell.uses_flash_attention else None,
@@ -135,7 +125,7 @@ def shapes_of(cell: Cell, view: Mapping[str, Any]) -> Shapes:
 
 
 def padded_tokens(cell: Cell, sequences: int) -> int:
-    """The tokens of `sequences`, each document rounded up to a block.
+    """Return the tokens of `sequences`, each document rounded up to a block.
 
     Every sequence has room for a fixed number of documents (`bounds_capacity` in
     titan/common/documents.py), empty ones too.
@@ -146,25 +136,18 @@ def padded_tokens(cell: Cell, sequences: int) -> int:
     return int(sequences * length + (sequences * documents + 1) * block)
 
 
-def groups(model: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Into how many groups a router's experts are divided, and from how many a token may choose."""
-    if model.get("moe_args.num_expert_groups") is None:
-        return None
-    return model["moe_args.num_expert_groups"], model["moe_args.num_limited_groups"]
-
-
-def destinations(
-    experts: int, top_k: int, places: int, forced: bool, limited: tuple[int, int] | None
-) -> float:
-    """How many of `places` (ranks, or nodes, that share the experts equally) a token is sent to.
+@functools.cache
+def destinations(model: Model, places: int, forced: bool) -> float:
+    """Return to how many of `places` (ranks, or nodes, with equal experts) a token is sent.
 
     Forced balance deals experts out round-robin (`_debug_force_load_balance_routing`), so that a
     token's experts are neighbours and live on as few places as can be. Real routing is taken as a
     uniform choice, within the groups that the router is limited to.
     """
+    experts, top_k = model.num_experts, model.top_k
+    per_place = experts // places
     if places <= 1:
         return 1.0
-    per_place = experts // places
     if forced:
         # A token's experts begin at a multiple of top_k, modulo the experts.
         period = experts // math.gcd(experts, top_k)
@@ -172,10 +155,23 @@ def destinations(
         return sum(
             len({((start + k) % experts) // per_place for k in range(top_k)}) for start in starts
         ) / len(starts)
-    share, pool = 1.0, experts
-    if limited is not None and places >= limited[0]:
-        share, pool = limited[1] / limited[0], experts * limited[1] // limited[0]
+    share, pool, groups = 1.0, experts, model.num_expert_groups
+    if groups is not None and model.num_limited_groups is not None and places >= groups:
+        share = model.num_limited_groups / groups
+        pool = experts * model.num_limited_groups // groups
     unchosen = (
         math.comb(pool - per_place, top_k) / math.comb(pool, top_k) if pool > per_place else 0.0
     )
     return places * share * (1 - unchosen)
+
+
+def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Product]:
+    """Return a layer's dense products that selective recomputation of compiled code spares.
+
+    Those of the save list's `mm` that are worth their memory, in BF16.
+    """
+    # TorchTitan's own list names `mm` too, and does not see it in compiled code.
+    if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
+        return []
+    found = products([*attention_operators(s), *feed_forward_operators(s, moe)], s.tokens)
+    return [one for one in found if one.inner >= s.dim and not linear_format(cell, one.module)]

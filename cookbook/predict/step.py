@@ -1,9 +1,8 @@
 """The time of an optimizer step, by cause, and the tokens per second that follow from it.
 
 The slowest rank sets the pace, since ranks meet in every layer. Each millisecond is counted once,
-as `submit.py profile` does: compute by kind, then what nothing hides of communication, then what
-the GPU waits for. docs/time.md says how each term is counted, and shows predicted times beside
-measured ones.
+as `submit.py profile` does: compute by kind, exposed communication, idle time. docs/time.md says
+how each term is counted, and shows predicted times beside measured ones.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
 from cookbook.predict.documents import Documents, documents_of, slowest_attended_tokens
-from cookbook.predict.exchange import Links
 from cookbook.predict.hardware import Hardware, hardware_of
-from cookbook.predict.kernels import Kernels, Terms, add, scaled
-from cookbook.predict.layer_time import LayerTimes
-from cookbook.predict.pipeline import play
-from cookbook.predict.rank import describe_ranks
+from cookbook.predict.kernels import Kernels, add, scaled
+from cookbook.predict.layer_time import HOST, LayerTimes
+from cookbook.predict.pipeline_schedule import play
+from cookbook.predict.rank import Layer, Rank, describe_ranks
 from cookbook.predict.shapes import Shapes, shapes_of
+from cookbook.predict.traffic import Links
 
 OPTIMIZER, COPIES = "optimizer and gradient norm", "copies and casts, FSDP's packing"
 FSDP, BESIDE = "FSDP, exposed", "compute beside FSDP"
-BUBBLE, HOST, TEXT = "pipeline bubble", "host", "texts"
+BUBBLE, TEXT = "pipeline bubble", "texts"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class StepTime:
 
     Attributes:
         terms_ms: by cause; they add up to the step.
-        recompute_ms: the part of them that computes or sends again what a forward had.
+        recompute_ms: the part of them that computes or sends again.
     """
 
     rank: int
@@ -57,8 +56,13 @@ class StepTime:
         """The cause that takes most."""
         return max(self.terms_ms, key=lambda name: self.terms_ms[name])
 
+    @property
+    def exposed_ms(self) -> float:
+        """Communication that nothing hides."""
+        return sum(time for name, time in self.terms_ms.items() if name.endswith("exposed"))
+
     def as_mapping(self) -> dict[str, Any]:
-        """For JSON; units are in the names."""
+        """Return it for JSON; units are in the names."""
         return {
             "rank": self.rank,
             "step_ms": round(self.step_ms, 1),
@@ -67,23 +71,18 @@ class StepTime:
             "terms_ms": {name: round(time_ms, 1) for name, time_ms in self.terms_ms.items()},
         }
 
-    @property
-    def exposed_ms(self) -> float:
-        """Communication that nothing hides."""
-        return sum(time for name, time in self.terms_ms.items() if name.endswith("exposed"))
-
 
 def predict_step(
     cell: Cell,
-    views: Sequence[Mapping[str, Any]] | None = None,
+    ranks: Sequence[Rank] | None = None,
     documents: Documents | None = None,
     hardware: Hardware | None = None,
     overlapped: bool = True,
 ) -> StepTime:
-    """The step of a cell.
+    """Predict the step of a cell.
 
     Args:
-        views: of the first rank of every pipeline stage; counted where None.
+        ranks: of every pipeline rank; counted where None.
         documents: those of the cell's dataset where None.
         hardware: that of the cell's GPU where None.
         overlapped: whether a DeepEP layer computes beside its exchanges, as it does today.
@@ -94,160 +93,125 @@ def predict_step(
     refuse_unmodelled(cell)
     hardware = hardware or hardware_of(cell)
     documents = documents or documents_of(cell)
-    views = views or describe_ranks(cell)
-    shapes = _as_it_runs(cell, shapes_of(cell, views[0]))
-    layout = cell.layout
-    sequences = max(shapes.tokens // cell.options["training.seq_len"], 1)
-    ranks = max(layout.ep * layout.etp // layout.tp, 1) if layout.ep > 1 else layout.dp_shard
-    attended = slowest_attended_tokens(
-        documents, cell.options["training.seq_len"], sequences, ranks
-    )
-    kernels = Kernels(cell, hardware, shapes, attended)
-    links = Links(cell, hardware, shapes)
-    times = LayerTimes(cell, kernels, links, views[0], overlapped)
-    _refuse_small(cell, times, hardware)
-    rounds = views[0]["gradient_accumulation_steps"]
-    worked, again, rank, bubble = _worked(views, times, links)
-    view = views[rank]
-    terms = scaled(worked, rounds)
-    terms[BUBBLE] = rounds * bubble
-    terms[FSDP], hidden_ms = _fsdp_ms(cell, view, links, times, rounds)
-    terms[BESIDE] = hidden_ms * (1 - hardware.compute_beside_nccl_share)
-    gathers, reduces = _rounds_of_fsdp(cell, rounds)
-    terms[COPIES] = kernels.copies(view, gathers, reduces)
-    if layout.pp > 1:
-        terms[COPIES] += times.kept_gradients_ms(view) * view["num_microbatches"] * rounds
-    terms[OPTIMIZER] = kernels.optimizer(view)
-    terms[HOST] = terms.get(HOST, 0.0) + hardware.host_ms_per_step
-    batch = cell.options["training.local_batch_size"] * rounds
-    tokens = float(batch * cell.options["training.seq_len"])
-    if not cell.options["training.dataloader.num_workers"]:
-        terms[TEXT] = tokens * hardware.text_us_per_token / 1000
-    return StepTime(
-        rank=view["rank"],
-        terms_ms={name: time for name, time in terms.items() if time > 0},
-        recompute_ms=again * rounds,
-        tokens_per_gpu=tokens * layout.dp_replicate * layout.dp_shard / layout.world,
-    )
-
-
-def _worked(
-    views: Sequence[Mapping[str, Any]], times: LayerTimes, links: Links
-) -> tuple[Terms, float, int, float]:
-    """All microbatches of the busiest rank, what of it is done again, the rank, its bubble."""
-    if views[0]["num_stages"] == 1:
-        (only,) = views[0]["parts"]
-        return add(*times.part(only)), times.recompute_ms(only), 0, 0.0
-    parts = {
-        stage: part
-        for view in views
-        for stage, part in zip(view["stages"], view["parts"], strict=True)
-    }
-    durations: dict[tuple[int, str], float] = {}
-    for stage, part in parts.items():
-        forward, backward = map(_total, times.part(part))
-        # A backward in two halves: the gradients of inputs, and those of weights.
-        halves = {"I": backward * 2 / 3, "W": backward / 3}
-        for kind, time_ms in {"F": forward, "B": backward, **halves}.items():
-            durations[stage, kind] = time_ms
-    played = play([view["actions"] for view in views], durations, len(parts) - 1, links.stage_ms())
-    view = views[played.busiest]
-    count = view["num_microbatches"]
-    done = [terms for part in view["parts"] for terms in times.part(part)]
-    worked = scaled(add(*done), count)
-    again = count * sum(times.recompute_ms(part) for part in view["parts"])
-    return worked, again, played.busiest, played.bubble_ms
-
-
-def _total(terms: Mapping[str, float]) -> float:
-    return sum(terms.values())
-
-
-def _rounds_of_fsdp(cell: Cell, rounds: int) -> tuple[int, int]:
-    """How often a step gathers and reduces every unit."""
-    if cell.layout.pp > 1:
-        return rounds, rounds
-    never = cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
-    return (1 if never else 2) * rounds, rounds
-
-
-def _fsdp_ms(
-    cell: Cell, view: Mapping[str, Any], links: Links, times: LayerTimes, rounds: int
-) -> tuple[float, float]:
-    """What compute does not hide, layer by layer, and what it does.
-
-    Nothing hides the gather before the first layer, and the reduction behind the last backward.
-    """
-    if not view["mixed_precision"]:
-        return 0.0, 0.0
-    exposed = hidden = 0.0
-    gathers, _ = _rounds_of_fsdp(cell, 1)
-    for part in view["parts"]:
-        units = {unit["name"]: unit for unit in part["units"]}
-        for layer in part["layers"]:
-            prefix = f"layers.{layer['id']}."
-            costs = [
-                links.unit_ms(unit, beside_compute=True)
-                for name, unit in units.items()
-                if f"{name}.".startswith(prefix)
-            ]
-            gather, reduce = sum(cost[0] for cost in costs), sum(cost[1] for cost in costs)
-            forward, backward = times.compute_ms(layer)
-            sent = (gather, gather * (gathers - 1) + reduce)
-            exposed += max(0.0, sent[0] - forward) + max(0.0, sent[1] - backward)
-            hidden += min(sent[0], forward) + min(sent[1], backward)
-        ends = [unit for name, unit in units.items() if not name.startswith("layers.")]
-        exposed += sum(sum(links.unit_ms(unit)) for unit in ends[:1])
-    return exposed * rounds, hidden * rounds
-
-
-def _as_it_runs(cell: Cell, shapes: Shapes) -> Shapes:
-    """DeepEP as TorchTitan released it sends, and computes, every token once for each TP rank."""
-    released = cell.hooks != cell.options.stack.hooks
-    if not (released and shapes.deepep and cell.layout.tp > 1):
-        return shapes
-    return replace(
-        shapes,
-        sent_tokens=shapes.tokens,
-        sent_rows=shapes.sent_rows * cell.layout.tp,
-        rows=shapes.rows * cell.layout.tp,
-    )
-
-
-def _refuse_small(cell: Cell, times: LayerTimes, hardware: Hardware) -> None:
-    """Where kernels are short, the host that launches them sets the pace."""
+    ranks = ranks or describe_ranks(cell)
+    layout, options = cell.layout, cell.options
+    shapes, seq_len = _as_it_runs(cell, shapes_of(cell, ranks[0])), options["training.seq_len"]
+    meeting = max(layout.ep * layout.etp // layout.tp, 1) if layout.ep > 1 else layout.dp_shard
+    sequences = max(shapes.tokens // seq_len, 1)
+    attended = slowest_attended_tokens(documents, seq_len, sequences, meeting)
+    kernels, links = Kernels(cell, hardware, shapes, attended), Links(cell, hardware, shapes)
+    times = LayerTimes(cell, kernels, links, overlapped)
     least_ms = hardware.host_ms_per_routed_layer
-    if times.compute_ms({"moe": True, "recomputed": False})[0] < least_ms:
+    if times.compute_ms(Layer(0, moe=True, recomputed=False))[0] < least_ms:
         raise InputError(
-            cell.options.origin("training.local_batch_size"),
+            options.origin("training.local_batch_size"),
             f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets the "
             "pace, which is not modelled",
             "take more tokens a microbatch",
         )
+    rounds = ranks[0].gradient_accumulation_steps
+    busiest, bubble_ms = _busiest(ranks, times, links)
+    microbatches = busiest.num_microbatches * rounds
+    done = [terms for part in busiest.parts for terms in times.part(part)]
+    # A pipeline gathers and reduces once a round, whatever the number of its microbatches.
+    keeps = options["parallelism.fsdp_reshard_after_forward"] == "never" or layout.pp > 1
+    gathers = 1 if keeps else 2
+    exposed_ms, hidden_ms = _fsdp_ms(busiest, links, times, gathers)
+    copies_ms = kernels.copies(busiest, gathers * rounds, rounds)
+    if layout.pp > 1:
+        copies_ms += kernels.kept_gradients_ms(busiest) * microbatches
+    tokens = float(options["training.local_batch_size"] * rounds * seq_len)
+    has_worker = options["training.dataloader.num_workers"] > 0
+    terms = add(
+        scaled(add(*done), microbatches),
+        {
+            BUBBLE: rounds * bubble_ms,
+            FSDP: rounds * exposed_ms,
+            BESIDE: rounds * hidden_ms * (1 - hardware.compute_beside_nccl_share),
+            COPIES: copies_ms,
+            OPTIMIZER: kernels.optimizer(busiest),
+            HOST: hardware.host_ms_per_step,
+            TEXT: 0.0 if has_worker else tokens * hardware.text_us_per_token / 1000,
+        },
+    )
+    return StepTime(
+        rank=busiest.rank,
+        terms_ms={name: time for name, time in terms.items() if time > 0},
+        recompute_ms=microbatches * sum(map(times.recompute_ms, busiest.parts)),
+        tokens_per_gpu=tokens * layout.dp_replicate * layout.dp_shard / layout.world,
+    )
+
+
+def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Rank, float]:
+    """Return the rank that works longest, and its pipeline bubble in a round."""
+    if ranks[0].num_stages == 1:
+        return ranks[0], 0.0
+    durations: dict[tuple[int, str], float] = {}
+    for rank in ranks:
+        for stage, part in zip(rank.stages, rank.parts, strict=True):
+            forward, backward = (sum(terms.values()) for terms in times.part(part))
+            # A backward in two halves: the gradients of inputs, and those of weights.
+            halves = {"I": backward * 2 / 3, "W": backward / 3}
+            for kind, time_ms in {"F": forward, "B": backward, **halves}.items():
+                durations[stage, kind] = time_ms
+    last = ranks[0].num_stages - 1
+    played = play([rank.actions for rank in ranks], durations, last, links.stage_ms())
+    return ranks[played.busiest], played.bubble_ms
+
+
+def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple[float, float]:
+    """Return what compute does not hide of a round's exchanges, layer by layer, and what it does.
+
+    Nothing hides the gather before the first layer, and the reduction behind the last backward.
+    """
+    if not rank.mixed_precision:
+        return 0.0, 0.0
+    exposed = hidden = 0.0
+    for part in rank.parts:
+        for layer in part.layers:
+            costs = [links.unit_ms(unit, beside_compute=True) for unit in part.units_of(layer)]
+            gather, reduce = (sum(some) for some in zip(*costs, strict=True))
+            sent = (gather, gather * (gathers - 1) + reduce)
+            for sent_ms, compute_ms in zip(sent, times.compute_ms(layer), strict=True):
+                exposed += max(0.0, sent_ms - compute_ms)
+                hidden += min(sent_ms, compute_ms)
+        ends = [unit for unit in part.units if not unit.name.startswith("layers.")]
+        exposed += sum(sum(links.unit_ms(unit)) for unit in ends[:1])
+    return exposed, hidden
+
+
+def _as_it_runs(cell: Cell, shapes: Shapes) -> Shapes:
+    """Return DeepEP's shapes as TorchTitan released it: every token once for each TP rank."""
+    released, tp = cell.hooks != cell.options.stack.hooks, cell.layout.tp
+    if not (released and shapes.deepep):
+        return shapes
+    return replace(
+        shapes,
+        sent_tokens=shapes.tokens,
+        sent_rows=shapes.sent_rows * tp,
+        rows=shapes.rows * tp,
+    )
 
 
 def refuse_unmodelled(cell: Cell) -> None:
-    """Refuse what the model does not know.
-
-    Raises:
-        InputError: its place is that of the option to change.
-    """
-    options = cell.options
-
-    def refusal(name: str, found: str, remedy: str) -> InputError:
-        return InputError(options.origin(name), f"{found}: its time is not modelled", remedy)
-
+    """Raise InputError, at the option to change, for a cell whose time is not modelled."""
     if cell.emulated:
         raise InputError(
             f"precision {cell.precision.name}",
             "is emulated on this cluster: its time says nothing",
             "take bf16, or a cluster whose GPUs have it",
         )
-    if cell.layout.cp > 1:
-        raise refusal("parallelism.context_parallel_degree", "context parallelism", "set it to 1")
-    if not cell.is_compiled:
-        raise refusal("compile.enable", "a model that is not compiled", "compile the model")
-    if options["training.enable_cpu_offload"]:
-        raise refusal("training.enable_cpu_offload", "CPU offload", "set it to false")
-    if options["optimizer.implementation"] != "fused":
-        raise refusal("optimizer.implementation", "an optimizer that is not fused", "take fused")
+    options = cell.options
+    unmodelled = {
+        "parallelism.context_parallel_degree": ("context parallelism", cell.layout.cp > 1),
+        "compile.enable": ("a model that is not compiled", not cell.is_compiled),
+        "training.enable_cpu_offload": ("CPU offload", options["training.enable_cpu_offload"]),
+        "optimizer.implementation": (
+            "an optimizer that is not fused",
+            options["optimizer.implementation"] != "fused",
+        ),
+    }
+    remedies = ("set it to 1", "compile the model", "set it to false", "take fused")
+    for (name, (found, is_found)), remedy in zip(unmodelled.items(), remedies, strict=True):
+        if is_found:
+            raise InputError(options.origin(name), f"{found}: its time is not modelled", remedy)

@@ -1,8 +1,8 @@
-"""What a step of a cell computes and sends: FLOPs, tokens, and bytes over each network.
+"""What a rank sends over each network, in one exchange and in a step, and how long it takes.
 
-Bytes are what one GPU sends in one optimizer step, of the rank that sends most. Collectives are
-counted as rings that enter a node once and share its network cards (NCCL's); an all-to-all as every
-rank with every other. Context parallelism's exchange of keys and values is not counted.
+Bytes are what one GPU sends. Collectives are counted as rings that enter a node once and share its
+network cards (NCCL's); an all-to-all as every rank with every other. Context parallelism's exchange
+of keys and values is not counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.config.cell import Cell
-from cookbook.predict.shapes import Shapes, destinations, groups, shapes_of
+from cookbook.predict.hardware import Hardware
+from cookbook.predict.operators import Unit
+from cookbook.predict.rank import Rank
+from cookbook.predict.shapes import Shapes, shapes_of
 
 # MXFP8: a byte an element and a byte of scale for 32 of them.
 MXFP8_BYTES = 1 + 1 / 32
@@ -21,7 +24,7 @@ EP_BACKENDS = ("standard", "deepep", "mxfp8_a2a")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a GPU sends in a step, within its node and out of it."""
+    """Bytes that a GPU sends within its node and out of it."""
 
     nvlink: float = 0.0
     infiniband: float = 0.0
@@ -30,13 +33,106 @@ class Traffic:
         return Traffic(self.nvlink + other.nvlink, self.infiniband + other.infiniband)
 
     def times(self, count: float) -> Traffic:
-        """This, `count` times over."""
+        """Return this `count` times over."""
         return Traffic(self.nvlink * count, self.infiniband * count)
 
 
 @dataclass(frozen=True)
+class Group:
+    """A communicator: its size, and how many of its members share a node."""
+
+    size: int
+    in_node: int
+
+    @classmethod
+    def of(cls, size: int, stride: int, ranks_per_node: int) -> Group:
+        """Make the group of `size` members that are `stride` ranks apart."""
+        return cls(size, max(1, min(size, ranks_per_node // stride)))
+
+    def gather(self, size: float) -> Traffic:
+        """Return the traffic of an all-gather to, or a reduce-scatter from, `size` bytes."""
+        if self.size == 1:
+            return Traffic()
+        total = size * (self.size - 1) / self.size
+        outside = size * (self.size - self.in_node) / self.size / self.in_node
+        return Traffic(total - outside if self.in_node > 1 else 0.0, outside)
+
+    def all_to_all(self, size: float) -> Traffic:
+        """Return the traffic of `size` bytes of rows, spread equally over the members."""
+        inside, outside = self.in_node - 1, self.size - self.in_node
+        return Traffic(size * inside / self.size, size * outside / self.size)
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The traffic of one exchange of each kind, for one microbatch."""
+
+    cell: Cell
+    shapes: Shapes
+
+    def _group(self, size: int, stride: int) -> Group:
+        return Group.of(size, stride, self.cell.cluster.ranks_per_node)
+
+    def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
+        """Return those of an FSDP module: gather, reduction, and each half of the replicas' sum."""
+        layout, s = self.cell.layout, self.shapes
+        is_expert = unit.name.endswith("moe.experts")
+        group = self._group(unit.shards, layout.ep * layout.etp if is_expert else layout.tp)
+        stage = layout.dp_shard * layout.cp * layout.tp
+        replicas = self._group(layout.dp_replicate, stage)
+        return (
+            group.gather(unit.gathered * s.act),
+            group.gather(unit.gathered * s.grad),
+            replicas.gather(unit.local * s.grad),
+        )
+
+    def tensor(self) -> Traffic:
+        """Return that of a gather or reduction of the hidden states over TP."""
+        s = self.shapes
+        return self._group(self.cell.layout.tp, 1).gather(float(s.tokens * s.dim * s.act))
+
+    def stage(self) -> Traffic:
+        """Return that of the hidden states on their way to the next pipeline stage."""
+        if self.cell.layout.stage_ranks >= self.cell.cluster.ranks_per_node:
+            return Traffic(infiniband=self.shapes.hidden_bytes)
+        return Traffic(nvlink=self.shapes.hidden_bytes)
+
+    def all_to_all(self, width: float) -> Traffic:
+        """Return that of a dispatch or combine in `width` bytes an element."""
+        layout, s = self.cell.layout, self.shapes
+        return self._group(layout.ep, layout.etp).all_to_all(s.sent_rows * s.dim * width)
+
+    def deepep(self) -> Traffic:
+        """Return that of DeepEP's dispatch or combine.
+
+        A token crosses the network once for each other node, and NVLink once for each other rank.
+        """
+        layout, s = self.cell.layout, self.shapes
+        group = self._group(layout.ep, layout.etp)
+        nodes = max(layout.ep // group.in_node, 1)
+        size = float(s.sent_tokens * s.dim * s.act)
+        # On arrival a token goes on over NVLink unless its rank is the one that took it in.
+        within = s.ranks_per_token * (group.in_node - 1) / group.in_node
+        return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
+
+    def experts(self, backend: str) -> tuple[Traffic, Traffic]:
+        """Return those of an MoE layer's dispatches and combines, and what recomputation adds."""
+        s = self.shapes
+        if s.ep == 1:
+            return Traffic(), Traffic()
+        if backend == "deepep":
+            one = self.deepep()
+            # Rows whose activations were scored are sent to their experts again, and not back.
+            return one.times(4), one.times(1 if s.scored_activations else 2)
+        # Dispatch in the forward and combine's gradient in the backward may be quantized.
+        first = self.all_to_all(MXFP8_BYTES if backend == "mxfp8_a2a" else s.act)
+        forward = first + self.all_to_all(s.act)
+        return forward.times(2), forward
+
+
+@dataclass(frozen=True)
 class Work:
-    """What a step computes and sends. `traffic` is by kind: fsdp, tp, pp, ep/<backend>."""
+    """The work of a step. `traffic` is by kind: fsdp, tp, pp, ep/<backend>."""
 
     parameters: int
     active_parameters: int
@@ -46,7 +142,7 @@ class Work:
     traffic: Mapping[str, Traffic]
 
     def as_mapping(self) -> dict[str, Any]:
-        """For JSON; bytes a GPU a step."""
+        """Return it for JSON; bytes a GPU a step."""
         return {
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
@@ -60,153 +156,133 @@ class Work:
         }
 
 
-@dataclass(frozen=True)
-class Group:
-    """A communicator: its size, and how many of its members share a node."""
-
-    size: int
-    in_node: int
-
-    @classmethod
-    def of(cls, size: int, stride: int, ranks_per_node: int) -> Group:
-        """Members are `stride` ranks apart."""
-        return cls(size, max(1, min(size, ranks_per_node // stride)))
-
-    def gather(self, size: float) -> Traffic:
-        """An all-gather to, or a reduce-scatter from, `size` bytes."""
-        if self.size == 1:
-            return Traffic()
-        everything = size * (self.size - 1) / self.size
-        outside = size * (self.size - self.in_node) / self.size / self.in_node
-        return Traffic(everything - outside if self.in_node > 1 else 0.0, outside)
-
-    def all_to_all(self, size: float) -> Traffic:
-        """`size` bytes of rows, spread equally over the members."""
-        return Traffic(
-            size * (self.in_node - 1) / self.size, size * (self.size - self.in_node) / self.size
-        )
-
-
-def count_work(cell: Cell, views: Sequence[Mapping[str, Any]]) -> Work:
-    """The work of one optimizer step."""
-    first = views[0]
-    layout = cell.layout
-    steps = first["gradient_accumulation_steps"]
-    sequences = (
-        cell.options["training.local_batch_size"] * layout.dp_replicate * layout.dp_shard * steps
-    )
-    tokens = sequences * cell.options["training.seq_len"]
-    sent = [_traffic(cell, view) for view in views]
-    busiest = max(
-        sent, key=lambda kinds: sum(one.nvlink + one.infiniband for one in kinds.values())
-    )
+def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
+    """Count one optimizer step; the traffic is that of the rank that sends most."""
+    first, layout, options = ranks[0], cell.layout, cell.options
+    replicas = layout.dp_replicate * layout.dp_shard
+    batch = options["training.local_batch_size"] * first.gradient_accumulation_steps
+    tokens = batch * replicas * options["training.seq_len"]
     return Work(
-        parameters=first["parameters"]["total"],
-        active_parameters=first["parameters"]["active"],
-        flops_per_token=first["flops_per_token"],
+        parameters=first.parameters,
+        active_parameters=first.active_parameters,
+        flops_per_token=first.flops_per_token,
         tokens_per_step=tokens,
-        flops_per_gpu_step=first["flops_per_token"] * tokens / cell.world,
-        traffic=busiest,
+        flops_per_gpu_step=first.flops_per_token * tokens / cell.world,
+        traffic=max(
+            (step_traffic(cell, rank) for rank in ranks),
+            key=lambda kinds: sum(one.nvlink + one.infiniband for one in kinds.values()),
+        ),
     )
 
 
-def _traffic(cell: Cell, view: Mapping[str, Any]) -> dict[str, Traffic]:
-    shapes = shapes_of(cell, view)
-    layers = [layer for part in view["parts"] for layer in part["layers"]]
-    microbatches = view["num_microbatches"] * view["gradient_accumulation_steps"]
-    # Each layer runs forward once more where it is recomputed; saved by operator, what came over
-    # the network is not sent again.
+def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
+    """Return what `rank` sends in a step, by kind."""
+    one = Exchanges(cell, shapes_of(cell, rank))
+    microbatches = rank.num_microbatches * rank.gradient_accumulation_steps
+    # Saved by operator, what came over the network is not sent again where a layer is recomputed.
     is_saved = "communication" in cell.saves
-    again = [layer["recomputed"] and not is_saved for layer in layers]
-    moe = [repeated for layer, repeated in zip(layers, again, strict=True) if layer["moe"]]
+    repeated = [layer for layer in rank.layers if layer.recomputed and not is_saved]
+    # Four exchanges over TP a layer and direction; one each around embedding and head.
+    ends = sum(2 * part.embedding + 2 * part.head for part in rank.parts)
+    tensor = 8 * len(rank.layers) + 4 * len(repeated) + ends
+    last = rank.num_stages - 1
+    sends = sum((stage < last) + (stage > 0) for stage in rank.stages)
     traffic = {
-        "fsdp": _fsdp(cell, view, shapes),
-        "tp": _tp(cell, shapes, view, again).times(microbatches),
-        "pp": _pp(cell, view, shapes).times(microbatches),
+        "fsdp": _fsdp(cell, rank, one),
+        "tp": one.tensor().times(tensor * microbatches),
+        "pp": one.stage().times(sends * microbatches),
     }
+    moe, moe_repeated = (sum(layer.moe for layer in some) for some in (rank.layers, repeated))
     for backend in EP_BACKENDS:
-        once, repeated = _exchange(cell, view, shapes, backend)
-        per_microbatch = once.times(len(moe)) + repeated.times(sum(moe))
-        traffic[f"ep/{backend}"] = per_microbatch.times(microbatches)
+        once, again = one.experts(backend)
+        total = once.times(moe) + again.times(moe_repeated)
+        traffic[f"ep/{backend}"] = total.times(microbatches)
     return traffic
 
 
-def _fsdp(cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> Traffic:
-    layout, per_node = cell.layout, cell.cluster.ranks_per_node
-    dense = Group.of(layout.dp_shard * layout.cp, layout.tp, per_node)
-    experts = Group.of(
-        max(layout.dp_shard * layout.cp * layout.tp // (layout.ep * layout.etp), 1),
-        layout.ep * layout.etp,
-        per_node,
-    )
-    stage = layout.dp_shard * layout.cp * layout.tp
-    replicas = Group.of(layout.dp_replicate, stage, per_node)
-    pipelined = layout.pp > 1
-    policy = cell.options["parallelism.fsdp_reshard_after_forward"]
-    resharded = policy == "always" or (policy == "default" and not pipelined)
+def _fsdp(cell: Cell, rank: Rank, one: Exchanges) -> Traffic:
+    pipelined = cell.layout.pp > 1
+    never = cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
     # A pipeline gathers and reduces once a step, whatever the number of its microbatches.
-    rounds = 1 if pipelined else view["gradient_accumulation_steps"]
+    gathers = 1 if never or pipelined else 2
     total = Traffic()
-    for part in view["parts"]:
-        for unit in part["units"]:
-            group = experts if unit["name"].endswith("moe.experts") and layout.ep > 1 else dense
-            gathers = 2 if resharded and not pipelined else 1
-            total += group.gather(unit["gathered"] * shapes.act).times(gathers * rounds)
-            total += group.gather(unit["gathered"] * shapes.grad).times(rounds)
-            # A ring all-reduce is a reduce-scatter and an all-gather.
-            total += replicas.gather(unit["local"] * shapes.grad).times(2 * rounds)
-    return total
+    for unit in rank.units:
+        gather, reduce, replicas = one.unit(unit)
+        # A ring all-reduce is a reduce-scatter and an all-gather.
+        total += gather.times(gathers) + reduce + replicas.times(2)
+    return total.times(1 if pipelined else rank.gradient_accumulation_steps)
 
 
-def _tp(cell: Cell, shapes: Shapes, view: Mapping[str, Any], again: Sequence[bool]) -> Traffic:
-    """Four exchanges of the hidden states a layer and direction; one each around embedding and
-    head.
-    """
-    layout = cell.layout
-    group = Group.of(layout.tp, 1, cell.cluster.ranks_per_node)
-    one = group.gather(shapes.tokens * shapes.dim * shapes.act)
-    ends = sum(2 * part["embedding"] + 2 * part["head"] for part in view["parts"])
-    return one.times(8 * len(again) + 4 * sum(again) + ends)
+@dataclass(frozen=True)
+class Links:
+    """The time of one exchange of each kind, in milliseconds, before any overlap."""
 
+    cell: Cell
+    hardware: Hardware
+    shapes: Shapes
 
-def _pp(cell: Cell, view: Mapping[str, Any], shapes: Shapes) -> Traffic:
-    last = view["num_stages"] - 1
-    sends = sum((stage < last) + (stage > 0) for stage in view["stages"])
-    size = float(sends * shapes.sequence_tokens * shapes.dim * shapes.act)
-    if cell.layout.stage_ranks >= cell.cluster.ranks_per_node:
-        return Traffic(infiniband=size)
-    return Traffic(nvlink=size)
+    @property
+    def _one(self) -> Exchanges:
+        return Exchanges(self.cell, self.shapes)
 
+    def expert_exchanges_ms(self) -> float:
+        """Return that of a layer's dispatch and combine, and of their gradients' too."""
+        if self.shapes.ep == 1:
+            return 0.0
+        if self.shapes.deepep:
+            return 2 * self.deepep_ms()
+        is_quantized = self.cell.ep_backend.expects("dispatch") == "mxfp8"
+        widths = (MXFP8_BYTES if is_quantized else self.shapes.act, self.shapes.act)
+        hw = self.hardware
+        return sum(
+            hw.all_to_all_latency_ms
+            + self._ms(
+                self._one.all_to_all(width),
+                hw.nvlink_gb_per_s * hw.all_to_all_nvlink_share,
+                hw.all_to_all_infiniband_share,
+            )
+            for width in widths
+        )
 
-def _exchange(
-    cell: Cell, view: Mapping[str, Any], shapes: Shapes, backend: str
-) -> tuple[Traffic, Traffic]:
-    """One MoE layer's dispatches and combines in a step, and what recomputation adds."""
-    layout = cell.layout
-    group = Group.of(layout.ep, layout.etp, cell.cluster.ranks_per_node)
-    if layout.ep == 1:
-        return Traffic(), Traffic()
-    high, low = float(shapes.act), MXFP8_BYTES
-    if backend == "deepep":
-        one = deepep_traffic(cell, view, shapes, group)
-        # Rows whose activations were scored are sent to their experts again, and not back.
-        return one.times(4), one.times(1 if shapes.scored_activations else 2)
-    elements = float(shapes.sent_rows * shapes.dim)
-    widths = [high] * 4
-    if backend == "mxfp8_a2a":
-        # Dispatch in the forward and combine's gradient in the backward are quantized.
-        widths = [low, high, low, high]
-    return group.all_to_all(elements * sum(widths)), group.all_to_all(elements * sum(widths[:2]))
+    def deepep_ms(self, chunks: int = 1) -> float:
+        """Return that of one exchange of one of a layer's `chunks`, where DeepEP sends."""
+        hw = self.hardware
+        sent_ms = self._ms(
+            self._one.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share
+        )
+        return hw.deepep_latency_ms + sent_ms / chunks
 
+    def tensor_exchange_ms(self) -> float:
+        """Return that of an all-gather or reduce-scatter of the hidden states over TP."""
+        return self._nccl_ms(self._one.tensor())
 
-def deepep_traffic(cell: Cell, view: Mapping[str, Any], shapes: Shapes, group: Group) -> Traffic:
-    """A token crosses the network once for each other node, and NVLink once for each other rank."""
-    nodes = max(shapes.ep // group.in_node, 1)
-    forced = cell.options["debug.moe_force_load_balance"]
-    limited = groups(view["model"])
-    visited = destinations(shapes.num_experts, shapes.top_k, nodes, forced, limited)
-    size = float(shapes.sent_tokens * shapes.dim * shapes.act)
-    remote = visited * (nodes - 1) / nodes
-    # On arrival a token goes on over NVLink unless its rank is the one that took it in.
-    within = shapes.ranks_per_token * (group.in_node - 1) / group.in_node
-    return Traffic(size * within, size * remote)
+    def stage_ms(self) -> float:
+        """Return that of a microbatch's hidden states to the next pipeline stage."""
+        return self._nccl_ms(self._one.stage())
+
+    def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
+        """Return those of an FSDP module: its gather, and its reduction, over replicas too.
+
+        Args:
+            beside_compute: NCCL shares the GPU with compute, and takes longer.
+        """
+        gather, reduce, replicas = (
+            self._nccl_ms(sent, beside_compute) for sent in self._one.unit(unit)
+        )
+        return gather, reduce + 2 * replicas
+
+    def _nccl_ms(self, sent: Traffic, beside_compute: bool = False) -> float:
+        hw = self.hardware
+        share = hw.nccl_beside_compute_share if beside_compute else hw.nccl_nvlink_share
+        return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
+
+    def _ms(self, sent: Traffic, nvlink_gb_per_s: float, infiniband_share: float | None) -> float:
+        """Return the time of the slower network."""
+        within = sent.nvlink / (nvlink_gb_per_s * 1e6)
+        if not sent.infiniband:
+            return within
+        bandwidth = self.hardware.infiniband_gb_per_s
+        # `hardware_of` has refused a job of several nodes without these.
+        assert bandwidth
+        assert infiniband_share
+        return max(within, sent.infiniband / (bandwidth * infiniband_share * 1e6))

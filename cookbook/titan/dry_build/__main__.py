@@ -1,13 +1,12 @@
-"""Builds cells in a fake world and says what TorchTitan builds of each, or what it raises.
+"""Builds cells in a fake world and prints TorchTitan's answer to each: built, or its error.
 
     CUDA_VISIBLE_DEVICES= WANDB_MODE=disabled python -m cookbook.titan.dry_build STACK
 
 STACK is the package that the cells' jobs import, `cookbook.titan.tt_0_2_2` for one.
-It reads cells from standard input, one JSON object a line, and answers each with one line.
-TorchTitan's own Trainer is made from the cell's own argv, in a fake world of the cell's size, for
-the first rank of every pipeline stage. Parameters stay on the meta device, so 671B fits anywhere.
-Each rank is built in a forked child, which inherits all imports and leaves nothing to the next one.
-The answer's `not_exercised` names every stand-in for something that only the job has.
+It answers each JSON line on standard input, a cell, with one line. TorchTitan's own Trainer is made
+from the cell's own argv, in a fake world of the cell's size, for the first rank of every pipeline
+stage. Parameters stay on the meta device, so 671B fits anywhere. Each rank is built in a forked
+child, which inherits all imports and leaves nothing to the next one.
 """
 
 from __future__ import annotations
@@ -15,134 +14,102 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import multiprocessing
 import os
-import select
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 _LIMIT_S = 240.0
+_FORK = multiprocessing.get_context("fork")
+Answer = dict[str, Any]
 
 
-def build_cell(request: dict[str, Any]) -> dict[str, Any]:
+def build_cell(request: Answer, describe: Callable[..., Answer]) -> Answer:
     """Build the first rank of every pipeline stage, each in a child.
 
     Args:
         request: `argv`, `world`, `pp`, `ranks_per_node`, `compute_capability` (null for CPU ranks),
             and `stack`, the package that the cells' jobs import.
+        describe: makes the answer from a `world.Build` and the stack.
 
     Returns:
-        `ranks`, each with what `rank_view.view_rank` returns or an `error`; `seconds`,
-        `memory_gib`.
+        `ranks`, each with that answer or an `error`; `seconds`.
     """
     start = time.monotonic()
     stage_ranks = max(request["world"] // max(request["pp"], 1), 1)
-    ranks = [stage * stage_ranks for stage in range(request["pp"])]
-    answers: dict[int, dict[str, Any]] = {}
-    waiting = list(ranks)
-    running: dict[int, _Child] = {}
+    waiting = [stage * stage_ranks for stage in range(request["pp"])]
+    answers: list[Answer] = []
+    running: dict[Connection, tuple[int, Any, float]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < max(os.cpu_count() or 1, 1):
+            while waiting and len(running) < (os.cpu_count() or 1):
+                ours, theirs = _FORK.Pipe(duplex=False)
                 rank = waiting.pop(0)
-                running[rank] = _Child(request, rank)
-            for rank, child in list(running.items()):
-                answer = child.poll()
-                if answer is not None:
-                    answers[rank] = answer
-                    del running[rank]
-                    if "error" in answer:
-                        # The other stages would mostly say the same.
-                        waiting.clear()
+                child = _FORK.Process(target=_answer, args=(request, rank, describe, theirs))
+                child.start()
+                theirs.close()
+                running[ours] = (rank, child, time.monotonic() + _LIMIT_S)
+            ready = wait(running, timeout=0.2)
+            for pipe, (rank, child, deadline) in list(running.items()):
+                if pipe not in ready and time.monotonic() < deadline:
+                    continue
+                answers.append(_read(pipe, rank, child, pipe in ready))
+                del running[pipe]
+                if "error" in answers[-1]:
+                    # The other stages would mostly say the same.
+                    waiting.clear()
     finally:
-        for child in running.values():
+        for _, child, _ in running.values():
             child.kill()
-    return {
-        "ranks": [answers[rank] for rank in ranks if rank in answers],
-        "seconds": round(time.monotonic() - start, 2),
-    }
+    answers.sort(key=lambda answer: answer["rank"])
+    return {"ranks": answers, "seconds": round(time.monotonic() - start, 2)}
 
 
-class _Child:
-    """A forked process that builds one rank and writes its answer into a pipe."""
-
-    def __init__(self, request: dict[str, Any], rank: int) -> None:
-        self.rank = rank
-        self._deadline = time.monotonic() + _LIMIT_S
-        self._text = b""
-        self._pipe, write_end = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            os.close(self._pipe)
-            _answer_and_exit(request, rank, write_end)
-        os.close(write_end)
-
-    def poll(self) -> dict[str, Any] | None:
-        """The answer; None while there is none yet."""
-        ready, _, _ = select.select([self._pipe], [], [], 0.05)
-        if ready:
-            block = os.read(self._pipe, 1 << 20)
-            self._text += block
-            if not block:
-                return self._end()
-        if time.monotonic() > self._deadline:
-            self.kill()
-            return _failed(self.rank, f"not built within {_LIMIT_S:.0f} s", "TimeoutError")
-        return None
-
-    def _end(self) -> dict[str, Any]:
-        os.close(self._pipe)
-        _, status, usage = os.wait4(self._pid, 0)
-        if not self._text:
-            how = (
-                f"signal {-code}"
-                if (code := os.waitstatus_to_exitcode(status)) < 0
-                else f"status {code}"
-            )
-            return _failed(self.rank, f"the process ended with {how}", "ProcessError")
-        answer: dict[str, Any] = json.loads(self._text)
-        return answer | {"memory_gib": round(usage.ru_maxrss / 2**20, 2)}
-
-    def kill(self) -> None:
-        os.close(self._pipe)
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
-
-
-def _answer_and_exit(request: dict[str, Any], rank: int, write_end: int) -> None:
-    """The child's whole life; nothing of the parent's may run after it."""
-    code = 1
+def _read(pipe: Connection, rank: int, child: Any, is_ready: bool) -> Answer:
+    """Return a child's answer, or why there is none."""
+    if not is_ready:
+        child.kill()
+        return _failed(rank, f"not built within {_LIMIT_S:.0f} s", "TimeoutError")
     try:
-        # A signal meant for the parent ends the child the plain way.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # What tyro and the cookbook say before they exit is the reason to report.
-        with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
-            said = Path(folder) / "said"
-            descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            answer = _build_rank(request, rank, folder, said)
-        with os.fdopen(write_end, "w") as pipe:
-            json.dump(answer, pipe)
-        code = 0
-    finally:
-        os._exit(code)
+        answer: Answer = pipe.recv()
+    except EOFError:
+        child.join()
+        code = child.exitcode
+        how = f"signal {-code}" if code < 0 else f"status {code}"
+        return _failed(rank, f"the process ended with {how}", "ProcessError")
+    child.join()
+    return answer
 
 
-def _build_rank(request: dict[str, Any], rank: int, folder: str, said: Path) -> dict[str, Any]:
-    from cookbook.titan.dry_build.rank_view import view_rank
+def _answer(request: Answer, rank: int, describe: Callable[..., Answer], pipe: Connection) -> None:
+    """Build one rank in the child, which ends with it."""
+    # A signal meant for the parent ends the child the plain way.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Of an exit by tyro or the cookbook, the last output is the reason to report.
+    with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
+        output = Path(folder) / "output"
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        pipe.send(_build_rank(request, rank, folder, output, describe))
+
+
+def _build_rank(
+    request: Answer, rank: int, folder: str, output: Path, describe: Callable[..., Answer]
+) -> Answer:
     from cookbook.titan.dry_build.world import build_trainer
 
     try:
-        build = build_trainer(request, rank, folder)
-        return {"rank": rank} | view_rank(build, request["stack"])
+        return {"rank": rank} | describe(build_trainer(request, rank, folder), request["stack"])
     except SystemExit:
-        return _failed(rank, _last_words(said.read_text(errors="replace")), "SystemExit")
+        return _failed(rank, _last_words(output.read_text(errors="replace")), "SystemExit")
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         places = [_place(frame.filename, frame.lineno) for frame in frames]
@@ -152,7 +119,7 @@ def _build_rank(request: dict[str, Any], rank: int, folder: str, said: Path) -> 
 
 
 def _last_words(text: str) -> str:
-    """Why a process ended itself: the cookbook's refusal, or what tyro said of the argv."""
+    """Return why a process ended itself: the cookbook's refusal, or tyro's of the argv."""
     lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
     refusals = [line for line in lines if "cookbook refuses: " in line]
     if refusals:
@@ -160,12 +127,12 @@ def _last_words(text: str) -> str:
     return " ".join(line for line in lines if line)[-600:]
 
 
-def _failed(rank: int, message: str, kind: str, place: str = "") -> dict[str, Any]:
+def _failed(rank: int, message: str, kind: str, place: str = "") -> Answer:
     return {"rank": rank, "error": message, "kind": kind, "place": place}
 
 
 def _place(filename: str, line: int | None) -> str:
-    """`torchtitan/train.py:120` of a path that differs from machine to machine."""
+    """Return `torchtitan/train.py:120` of a path that differs from machine to machine."""
     parts = Path(filename).parts
     for root in ("torchtitan", "cookbook", "torchao", "torch"):
         if root in parts:
@@ -174,33 +141,27 @@ def _place(filename: str, line: int | None) -> str:
     return f"{Path(filename).name}:{line}"
 
 
-def _requests(lines: TextIO) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        if line.strip():
-            yield json.loads(line)
-
-
-def main(stack: str) -> None:
+def main(stack: str, describe: Callable[..., Answer] | None = None) -> None:
     """Answer requests until there are no more."""
-    # Whatever a library prints must not stand between the answers.
+    # A library's output must not stand between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    started = time.monotonic()
-
     import torch
     import torchtitan.train  # noqa: F401  (for the children, as is the next one)
 
     importlib.import_module(stack)
-    from cookbook.titan.dry_build.world import warm_up
+    from cookbook.titan.dry_build import world
 
     torch.set_num_threads(1)
-    warm_up(stack)
+    world.warm_up(stack)
     # Forked children share what is never collected.
     gc.collect()
     gc.freeze()
-    print(json.dumps({"ready_s": round(time.monotonic() - started, 2)}), file=answers, flush=True)
-    for request in _requests(sys.stdin):
-        print(json.dumps(build_cell({**request, "stack": stack})), file=answers, flush=True)
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        request = {**json.loads(line), "stack": stack}
+        answer = build_cell(request, describe or world.describe)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

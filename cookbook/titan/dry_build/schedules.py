@@ -2,9 +2,9 @@
 
     python -m cookbook.titan.dry_build.schedules
 
-It reads requests from standard input, one JSON object a line, and answers each with one line:
-`stages` of every rank, `in_flight`, and `actions`: for every rank a list of [stage, kind,
-microbatch], where kind is F (forward), B (backward), I or W (its halves for inputs and weights).
+It answers each JSON line on standard input with one line: `stages` of every rank, `in_flight`, and
+`actions`: for every rank a list of [stage, kind, microbatch], where kind is F (forward), B
+(backward), I or W (its halves for inputs and weights). The line is empty where torch refuses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from cookbook.base.pipelines import stages_of
-from cookbook.titan.dry_build.in_flight import in_flight
 
 _KINDS = {
     "FORWARD": "F",
@@ -29,7 +28,7 @@ _KINDS = {
 
 
 def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dict[str, Any]:
-    """The actions of a schedule of `ranks` pipeline ranks with `per_rank` stages each."""
+    """Return the actions of a schedule of `ranks` pipeline ranks with `per_rank` stages each."""
     schedule_class: Any = get_schedule_class(name)
     num_stages = ranks * per_rank
     of_ranks = [stages_of(name, rank, ranks, per_rank) for rank in range(ranks)]
@@ -53,15 +52,16 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
         # Sends and receives are not asked for: they take time that grows with the schedule.
         schedule_class._prepare_schedule_with_comms = lambda self, actions, format="": None
         order = schedule_class(stages, n_microbatches=microbatches).pipeline_order
+    actions = [rank_actions(order[rank], is_single) for rank in range(ranks)]
     return {
         "stages": of_ranks,
-        "in_flight": [in_flight(order[rank], of_ranks[rank]) for rank in range(ranks)],
-        "actions": [rank_actions(order[rank], is_single) for rank in range(ranks)],
+        "in_flight": [in_flight(*one) for one in zip(actions, of_ranks, strict=True)],
+        "actions": actions,
     }
 
 
 def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
-    """What a rank computes, in order: [stage, kind, microbatch].
+    """Return a rank's computations in order: [stage, kind, microbatch].
 
     Args:
         is_single: a rank has one stage. It takes microbatches in order, but torch 2.10's
@@ -80,11 +80,37 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
     return found
 
 
+def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
+    """Return the largest counts of started and unfinished microbatches, a count for each stage.
+
+    More than one list where one stage has most at one time and another at another.
+    """
+    live = dict.fromkeys(stages, 0)
+    seen: set[tuple[int, ...]] = set()
+    for stage, kind, _ in actions:
+        # Where the backward comes in two halves, the second one frees.
+        live[stage] += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
+        if kind == "F":
+            seen.add(tuple(live.values()))
+    largest = [
+        counts
+        for counts in seen
+        if not any(
+            other != counts and all(a >= b for a, b in zip(other, counts, strict=True))
+            for other in seen
+        )
+    ]
+    return [list(counts) for counts in sorted(largest)] or [[1] * len(stages)]
+
+
 def main() -> None:
     """Answer requests until there are no more."""
     for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(list_actions(**request)), flush=True)
+        try:
+            answer = json.dumps(list_actions(**json.loads(line)))
+        except Exception:
+            answer = ""
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """Builds TorchTitan's Trainer for one rank of a cell, with its parameters on the meta device.
 
-What is replaced here is replaced in a process that builds one rank and ends. The model's spec is
-the one that is registered, or TorchTitan's own, without tokenizer and data loader; what else is
-replaced has no door: it is PyTorch's, or is not looked up in the spec.
+All replacements are made in a process that builds one rank and ends. The model's spec is the
+registered one, or TorchTitan's own, without tokenizer and data loader; the other replacements have
+no door: they are PyTorch's, or are not looked up in the spec.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.machinery
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -26,15 +27,36 @@ from torchtitan.train import Trainer
 from cookbook.titan.common.varlen_attention import FLASH_ATTENTION_4
 
 
-@dataclass
+@dataclass(frozen=True)
 class Build:
-    """A Trainer, and how the way to it differed from the job's."""
+    """A Trainer, TorchTitan's warnings, and all stand-ins for something that only the job has."""
 
     trainer: Any
-    flops_per_token: int
-    parameters: dict[str, int]
     warnings: list[str]
-    not_exercised: list[str] = field(default_factory=list)
+    not_exercised: list[str]
+
+
+def describe(build: Build, stack: str) -> dict[str, Any]:
+    """Return the answer for one rank; `active` is what the first step of the job would find on it.
+
+    `grouped_gemms` is null where the rank holds no routed experts, `linear_layers` is `bf16` where
+    it holds no quantized layer.
+    """
+    # The job's own modules.
+    activity, attention = (
+        importlib.import_module(f"{stack}.{name}") for name in ("activity", "attention")
+    )
+    parts = build.trainer.model_parts
+    found = activity.observe_model(parts)
+    return {
+        "active": {
+            "grouped_gemms": activity.words(found.grouped_gemms),
+            "linear_layers": activity.words(found.linear_layers),
+            "attention": activity.words(attention.chosen_attention(parts)),
+        },
+        "warnings": build.warnings,
+        "not_exercised": build.not_exercised,
+    }
 
 
 def warm_up(stack: str) -> None:
@@ -53,7 +75,7 @@ def warm_up(stack: str) -> None:
         layout: Any = _MeshLayout
         layout.check_non_overlap = functools.cache(layout.check_non_overlap)
 
-    # What DTensor and FSDP import when they are first used comes along with a small use of them.
+    # A small use of DTensor and FSDP imports their lazy modules.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -67,7 +89,7 @@ def warm_up(stack: str) -> None:
 
 
 def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
-    """Run `Trainer.__init__` as rank `rank` of the cell would; raises what it raises."""
+    """Run `Trainer.__init__` as rank `rank` of the cell would; its errors pass."""
     world = request["world"]
     os.environ.update(
         RANK=str(rank),
@@ -78,7 +100,7 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     notes = ["kernels, collectives, torch.compile, weights and optimizer steps: none ran"]
     warnings = _Warnings()
     logging.getLogger().addHandler(warnings)
-    # What the cookbook itself refuses with is read from standard error.
+    # The cookbook's own refusals are read from standard error.
     logging.getLogger().addHandler(logging.StreamHandler())
     config = ConfigManager().parse_args(
         [*request["argv"], f"--job.dump_folder={folder}", "--comm.mode=fake_backend"]
@@ -95,19 +117,18 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
         notes.append("DeepEP: a stand-in was imported; its kernels and its network were not tried")
     if config.model.attention == FLASH_ATTENTION_4:
         notes.append("FlashAttention-4: its package was not looked for, its kernels did not run")
-    counts = _without_data(config.model.name)
+    _leave_out_data(config.model.name)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:
         notes.append("W&B: not contacted")
     config.metrics.enable_wandb = config.metrics.enable_tensorboard = False
     if config.checkpoint.enable:
         notes.append("checkpoint: options read, nothing loaded or saved")
-    trainer = Trainer(config)
-    return Build(trainer, counts["flops"], counts["parameters"], warnings.texts, notes)
+    return Build(Trainer(config), warnings.texts, notes)
 
 
 class _Warnings(logging.Handler):
-    """Keeps what TorchTitan warns of; some of it is about this process only."""
+    """Keeps TorchTitan's warnings but those about this process."""
 
     _OWN = ("already initialized", "ENV[", "peak flops", "lspci", "fake")
 
@@ -179,36 +200,11 @@ def _stand_in_for_deep_ep() -> None:
     sys.modules.update({"deep_ep": package, "deep_ep.utils": parts})
 
 
-def _without_data(model_name: str) -> dict[str, Any]:
-    """Leave tokenizer and data loader out of the model's spec, and note TorchTitan's own counts."""
-    counts: dict[str, Any] = {"flops": 0, "parameters": {}}
+def _leave_out_data(model_name: str) -> None:
+    """Leave tokenizer and data loader out of the model's spec."""
     spec = get_train_spec(model_name)
     spec.build_tokenizer_fn = None
     spec.build_dataloader_fn = None
     if get_train_spec(model_name) is not spec:
         # A built-in spec is made anew for every call; a registered one is kept.
         register_train_spec(model_name, spec)
-    # No door: the Trainer asks the arguments' class, and gives the whole model to nobody else.
-    for args in {type(args) for args in spec.model_args.values()}:
-        count = args.get_nparams_and_flops
-
-        def counted(self: Any, model: nn.Module, seq_len: int, count: Any = count) -> Any:
-            total, flops = count(self, model, seq_len)
-            counts["flops"] = flops
-            counts["parameters"] = _count_active(self, model) | {"total": total}
-            return total, flops
-
-        args.get_nparams_and_flops = counted
-    return counts
-
-
-def _count_active(args: Any, model: nn.Module) -> dict[str, int]:
-    """Parameters that one token passes, counted as TorchTitan counts them for its FLOPs."""
-    active = 0
-    routing = getattr(args, "moe_args", None)
-    for name, parameter in model.named_parameters():
-        if routing is not None and "moe.experts" in name:
-            active += parameter.numel() * routing.top_k // routing.num_experts
-        else:
-            active += parameter.numel()
-    return {"active": active}

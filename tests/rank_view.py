@@ -1,13 +1,15 @@
-"""Describes a Trainer on the meta device by what decides its memory and traffic, as plain numbers.
+"""Describes every rank of the dry run as `describe_ranks` counts it, read from the sharded model.
 
-Sizes are read from the sharded model; how TP, EP and FSDP cut each parameter is not computed again.
+    python -m tests.rank_view STACK
+
+How TP, EP and FSDP cut each parameter is not computed again. It answers as the dry run does.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,52 +19,51 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
+from torchtitan.protocols.train_spec import get_train_spec
 
 from cookbook.titan.common.arguments import flat_numbers
-from cookbook.titan.dry_build.in_flight import in_flight
-from cookbook.titan.dry_build.schedules import rank_actions
-from cookbook.titan.dry_build.world import Build
+from cookbook.titan.dry_build.__main__ import main
+from cookbook.titan.dry_build.schedules import in_flight, rank_actions
+from cookbook.titan.dry_build.world import Build, describe
 
+COUNTS: dict[str, int] = {}
 _FSDP_DIMS = ("fsdp", "efsdp")
 # Inserted by wrappers around a module; the model's own names have none.
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 def view_rank(build: Build, stack: str) -> dict[str, Any]:
-    """Parts of the model on this rank, their parameters and layers, and the pipeline's order.
-
-    `active` is what the first step of the job would find on this rank: `grouped_gemms`, null where
-    it holds no routed experts, `linear_layers`, `bf16` where it holds no quantized layer, and
-    `attention`. A stage may hold none, so what another stage has quantized counts. Nothing was
-    dispatched.
-    """
+    """Return the parts of the model on this rank, and the pipeline's order."""
     trainer = build.trainer
-    return {
-        "parameters": build.parameters,
-        "flops_per_token": build.flops_per_token,
+    return describe(build, stack) | {
+        **COUNTS,
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
         "model": flat_numbers(dataclasses.asdict(trainer.model_args)),
-        "active": _view_activity(trainer.model_parts, stack),
         "mixed_precision": _is_mixed(trainer),
         "groups": _communicators(trainer.parallel_dims),
-        "not_exercised": build.not_exercised,
-        "warnings": build.warnings,
         **_pipeline(trainer),
     }
 
 
-def _view_activity(model_parts: list[nn.Module], stack: str) -> dict[str, str | None]:
-    # What the job itself would look with.
-    activity, attention = (
-        importlib.import_module(f"{stack}.{name}") for name in ("activity", "attention")
-    )
-    found = activity.observe_model(model_parts)
-    return {
-        "grouped_gemms": activity.words(found.grouped_gemms),
-        "linear_layers": activity.words(found.linear_layers),
-        "attention": activity.words(attention.chosen_attention(model_parts)),
-    }
+def count_models() -> None:
+    """Keep TorchTitan's own counts of each model that is built."""
+    for args in {type(args) for args in get_train_spec("deepseek_v3").model_args.values()}:
+        count = args.get_nparams_and_flops
+
+        def counted(self: Any, model: nn.Module, seq_len: int, count: Any = count) -> Any:
+            total, flops = count(self, model, seq_len)
+            routing = self.moe_args
+            active = sum(
+                parameter.numel() * routing.top_k // routing.num_experts
+                if "moe.experts" in name
+                else parameter.numel()
+                for name, parameter in model.named_parameters()
+            )
+            COUNTS.update(parameters=total, active_parameters=active, flops_per_token=flops)
+            return total, flops
+
+        args.get_nparams_and_flops = counted
 
 
 def _view_part(part: nn.Module) -> dict[str, Any]:
@@ -162,11 +163,17 @@ def _pipeline(trainer: Any) -> dict[str, Any]:
     else:
         stages, num_stages = [schedule._stage.stage_index], schedule._num_stages
         rank, order = schedule._stage.group_rank, schedule._get_pipeline_order()
-    own = order[rank] if order else []
+    is_single = not isinstance(schedule, PipelineScheduleMulti)
+    actions = rank_actions(order[rank] if order else [], is_single)
     return {
         "stages": stages,
         "num_stages": num_stages,
         "num_microbatches": schedule._n_microbatches,
-        "in_flight": in_flight(own, stages),
-        "actions": rank_actions(own, not isinstance(schedule, PipelineScheduleMulti)),
+        "in_flight": in_flight(actions, stages),
+        "actions": actions,
     }
+
+
+if __name__ == "__main__":
+    count_models()
+    main(sys.argv[1], view_rank)

@@ -5,38 +5,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cookbook.config.options import Layout
-from cookbook.predict import rank as view
-from cookbook.predict.parameters import layer_parameters, unit_sizes
-from cookbook.predict.pipeline import play
-from cookbook.predict.pipeline_schedule import Actions
+from cookbook.predict import rank
+from cookbook.predict.operators import Model, Unit, fsdp_units, layer_operators
+from cookbook.predict.pipeline_schedule import Actions, play
 from cookbook.predict.rank import describe_ranks, stage_layers
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 
 EP = "parallelism.expert_parallel_degree"
-MODEL: dict[str, Any] = {
-    "dim": 10,
-    "vocab_size": 1000,
-    "inter_dim": 30,
-    "moe_inter_dim": 4,
-    "n_layers": 3,
-    "n_dense_layers": 1,
-    "n_heads": 2,
-    "q_lora_rank": 0,
-    "kv_lora_rank": 6,
-    "qk_nope_head_dim": 5,
-    "qk_rope_head_dim": 3,
-    "v_head_dim": 7,
-    "moe_args.num_experts": 8,
-    "moe_args.num_shared_experts": 2,
-    "moe_args.top_k": 2,
-    "moe_args.gate_bias": False,
-}
+MODEL = Model(
+    dim=10,
+    heads=2,
+    q_lora=0,
+    kv_lora=6,
+    nope=5,
+    rope=3,
+    v_head=7,
+    dense_hidden=30,
+    expert_hidden=4,
+    shared_hidden=8,
+    num_experts=8,
+    top_k=2,
+    vocab=1000,
+    gate_bias=False,
+    score_first=False,
+    n_layers=3,
+    n_dense_layers=1,
+    num_expert_groups=None,
+    num_limited_groups=None,
+)
 # Queries of 2 heads of 8; the latent of 6 and 3 for RoPE, its norm; keys and values of 2 heads of
 # 5 + 7; the output of 2 x 7; and both of the layer's norms.
 ATTENTION = 2 * 8 * 10 + (6 + 3) * 10 + 6 + 2 * (5 + 7) * 6 + 10 * 2 * 7 + 10 + 10
@@ -50,34 +53,26 @@ def test_parameters_and_flops_of_a_small_model() -> None:
     cell = with_options(on_gpus(4), {"training.seq_len": 100})
     (one,) = describe_ranks(cell, MODEL)
     rest = DENSE + 2 * ROUTED + 10 + 1000 * 10
-    assert one["parameters"]["total"] == rest + 10_000 + 2 * EXPERTS
+    assert one.parameters == rest + 10_000 + 2 * EXPERTS
     # Two of eight experts see a token.
     active = rest + 2 * EXPERTS // 4
-    assert one["parameters"]["active"] == active + 10_000
+    assert one.active_parameters == active + 10_000
     # TorchTitan's count: 6 a parameter but for the embedding's, and 6 for every pair's dimensions.
-    assert one["flops_per_token"] == 6 * active + 6 * 3 * 2 * (5 + 3 + 7) * 100
+    assert one.flops_per_token == 6 * active + 6 * 3 * 2 * (5 + 3 + 7) * 100
 
 
 def test_low_rank_queries_and_a_gates_bias_are_counted() -> None:
-    sizes = [
-        sum(one.numel for one in layer_parameters(MODEL | change, 1))
-        for change in ({}, {"q_lora_rank": 9}, {"moe_args.gate_bias": True})
-    ]
+    models = (MODEL, replace(MODEL, q_lora=9), replace(MODEL, gate_bias=True))
+    sizes = [sum(one.numel for one in layer_operators(model, True)) for model in models]
     assert sizes[0] == ROUTED + EXPERTS
     # 160 become 9 x 10, a norm of 9, and 16 x 9.
     assert sizes[1] - sizes[0] == 9 * 10 + 9 + 16 * 9 - 160
     assert sizes[2] - sizes[0] == 8
 
 
-def layout(**degrees: int) -> Layout:
+def units(**degrees: int) -> list[Unit]:
     ones = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"), 1)
-    return Layout(world=64, **(ones | degrees))
-
-
-def experts_of(degrees: dict[str, int]) -> tuple[int, int, int]:
-    units = unit_sizes(layer_parameters(MODEL, 1), layout(**degrees), 8)
-    (own,) = (unit for unit in units if unit["name"] == "layers.1.moe.experts")
-    return own["shards"], own["gathered"], own["local"]
+    return fsdp_units(layer_operators(MODEL, True), Layout(world=64, **(ones | degrees)), 1)
 
 
 @pytest.mark.parametrize(
@@ -99,23 +94,18 @@ def experts_of(degrees: dict[str, int]) -> tuple[int, int, int]:
 def test_experts_are_divided_over_ep_tp_and_fsdp(
     degrees: dict[str, int], shards: int, gathered: int, local: int
 ) -> None:
-    assert experts_of(degrees) == (shards, gathered, local)
+    (own,) = (unit for unit in units(**degrees) if unit.name == "layers.1.moe.experts")
+    assert (own.shards, own.gathered, own.local) == (shards, gathered, local)
 
 
 def test_without_ep_a_layer_and_its_experts_are_one_module() -> None:
-    (unit,) = unit_sizes(layer_parameters(MODEL, 1), layout(dp_shard=2), 8)
-    assert unit == {
-        "name": "layers.1",
-        "shards": 2,
-        "gathered": ROUTED + EXPERTS,
-        # The latent's 9 rows of 10 are cut into 5 and 4.
-        "local": (ROUTED + EXPERTS) // 2 + 5,
-        "bytes": 4,
-    }
+    # The latent's 9 rows of 10 are cut into 5 and 4.
+    local = (ROUTED + EXPERTS) // 2 + 5
+    assert units(dp_shard=2) == [Unit("layers.1", 2, local, ROUTED + EXPERTS, 4)]
     # TP halves all but the latent, the norms and the router.
-    (cut,) = unit_sizes(layer_parameters(MODEL, 1), layout(tp=2), 8)
+    (cut,) = units(tp=2)
     whole = 90 + 6 + 10 + 10 + 80
-    assert cut["gathered"] == (ROUTED + EXPERTS - whole) // 2 + whole
+    assert cut.gathered == (ROUTED + EXPERTS - whole) // 2 + whole
 
 
 @pytest.mark.parametrize(
@@ -135,8 +125,8 @@ def test_layers_of_stages(arguments: tuple[int, ...], stages: list[list[int]]) -
 
 def recomputed(**options: Any) -> list[bool]:
     settings = {f"activation_checkpoint.{name}": value for name, value in options.items()}
-    (one,) = describe_ranks(with_options(on_gpus(4), settings), MODEL | {"n_layers": 4})
-    return [layer["recomputed"] for layer in one["parts"][0]["layers"]]
+    (one,) = describe_ranks(with_options(on_gpus(4), settings), replace(MODEL, n_layers=4))
+    return [layer.recomputed for layer in one.layers]
 
 
 def test_which_layers_are_computed_again() -> None:
@@ -159,36 +149,23 @@ def test_replicas_count_in_the_rounds_of_a_step() -> None:
     for total, rounds in ((-1, 1), (16, 1), (48, 3)):
         cell = with_options(on_gpus(4, options), {"training.global_batch_size": total})
         (one,) = describe_ranks(cell, MODEL)
-        assert one["gradient_accumulation_steps"] == rounds
+        assert one.gradient_accumulation_steps == rounds
 
 
 def test_parameters_are_cast_where_there_is_fsdp() -> None:
-    alone = {"parallelism.tensor_parallel_degree": 4, EP: 1}
-    (one,) = describe_ranks(on_gpus(4, alone), MODEL)
-    assert not one["mixed_precision"]
-    (shards,) = describe_ranks(on_gpus(4, {EP: 1}), MODEL)
-    assert shards["mixed_precision"]
-    (two,) = describe_ranks(on_gpus(4), MODEL)
-    assert two["mixed_precision"]
-    assert two["groups"] == {"batch": 4, "loss": 4, "fsdp": 4, "ep": 4}
-    cut = on_gpus(
-        8,
-        {
-            EP: 2,
-            "parallelism.tensor_parallel_degree": 2,
-            "parallelism.expert_tensor_parallel_degree": 2,
-        },
-    )
-    (three,) = describe_ranks(cut, MODEL)
-    assert three["groups"] == {
-        "batch": 4,
-        "loss": 4,
-        "fsdp": 4,
-        "tp": 2,
-        "ep": 2,
-        "efsdp": 2,
-        "etp": 2,
-    }
+    tp, etp = ("parallelism.tensor_parallel_degree", "parallelism.expert_tensor_parallel_degree")
+    cells = (on_gpus(4, {tp: 4, EP: 1}), on_gpus(4, {EP: 1}), on_gpus(4))
+    found = [describe_ranks(cell, MODEL)[0] for cell in cells]
+    assert [one.mixed_precision for one in found] == [False, True, True]
+    assert found[2].groups == {"batch": 4, "loss": 4, "fsdp": 4, "ep": 4}
+    (cut,) = describe_ranks(on_gpus(8, {EP: 2, tp: 2, etp: 2}), MODEL)
+    twos = dict.fromkeys(("tp", "ep", "efsdp", "etp"), 2)
+    assert cut.groups == dict.fromkeys(("batch", "loss", "fsdp"), 4) | twos
+
+
+def test_stored_elements_have_the_training_precision() -> None:
+    cell = with_options(on_gpus(4), {"training.dtype": "bfloat16"})
+    assert {unit.bytes for unit in describe_ranks(cell, MODEL)[0].units} == {2}
 
 
 def test_stages_by_layers_and_microbatches_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +176,7 @@ def test_stages_by_layers_and_microbatches_by_size(monkeypatch: pytest.MonkeyPat
         stages = tuple([rank + turn * ranks for turn in range(per_rank)] for rank in range(ranks))
         return Actions(stages, ([[1]],) * ranks, ([],) * ranks, range(count))
 
-    monkeypatch.setattr(view, "actions_of", actions_of)
+    monkeypatch.setattr(rank, "actions_of", actions_of)
     options = {
         "parallelism.pipeline_parallel_degree": 2,
         "parallelism.pipeline_parallel_schedule": "interleaved1f1b",
@@ -208,22 +185,18 @@ def test_stages_by_layers_and_microbatches_by_size(monkeypatch: pytest.MonkeyPat
         EP: 8,
     }
     cell = cell_of("deepseek_v3_16b", options, nodes=2)
-    small = MODEL | {"n_layers": 6}
+    small = replace(MODEL, n_layers=6)
     first, second = describe_ranks(cell, small)
     # Four stages of the schedule's own two a rank: 6 layers and both ends.
     assert asked == [("Interleaved1F1B", 2, 2, 4)]
-    assert [[len(part["layers"]) for part in one["parts"]] for one in (first, second)] == [
-        [1, 2],
-        [2, 1],
-    ]
-    assert (first["rank"], second["rank"]) == (0, 8)
-    assert first["parts"][0]["embedding"] and second["parts"][1]["head"]
-    assert first["num_microbatches"] == 4
+    assert [[len(part.layers) for part in one.parts] for one in (first, second)] == [[1, 2], [2, 1]]
+    assert (first.rank, second.rank) == (0, 8)
+    assert first.parts[0].embedding and second.parts[1].head
+    assert first.num_microbatches == 4
     # At two a stage the ends count too.
-    by_layers = {"parallelism.pipeline_parallel_layers_per_stage": 2}
-    assert describe_ranks(with_options(cell, by_layers), small)[0]["num_stages"] == 4
-    by_layers = {"parallelism.pipeline_parallel_layers_per_stage": 1}
-    assert describe_ranks(with_options(cell, by_layers), small)[0]["num_stages"] == 8
+    for layers, stages in ((2, 4), (1, 8)):
+        by_layers = {"parallelism.pipeline_parallel_layers_per_stage": layers}
+        assert describe_ranks(with_options(cell, by_layers), small)[0].num_stages == stages
 
 
 def played(actions: Any, transfer_ms: float = 0.0, **times_ms: float) -> Any:

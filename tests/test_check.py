@@ -1,0 +1,312 @@
+"""Where check's verdicts turn, its advice, and its report of what TorchTitan built; no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cookbook.base.gpus import Gpu
+from cookbook.check import check
+from cookbook.check.build import Built
+from cookbook.check.check import CellCheck, check_cells
+from cookbook.check.report import render_json, render_text
+from cookbook.check.warnings import saving, small_experts
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import load_cluster
+from cookbook.config.finding import WARNING, Finding
+from cookbook.config.resolve import this_machine
+from cookbook.predict import memory
+from cookbook.predict.memory import StageMemory
+from cookbook.predict.rank import describe_ranks
+from tests.check_cells import cell_of, cluster_of, findings, with_options
+from tests.predict_machine import on_gpus
+
+BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
+TP, PP, EP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "expert"))
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+BATCH, MINUTES = "training.local_batch_size", "checkpoint.interval_minutes"
+ACTIVE = {"grouped_gemms": "bf16", "linear_layers": "bf16", "attention": "flex"}
+
+
+def built(cell: Cell, *active: dict[str, Any], **changed: Any) -> Built:
+    """TorchTitan's answer for `cell`; `active` are changes on each stage."""
+    return Built(
+        tuple(
+            {"active": ACTIVE | one, "warnings": [], "not_exercised": ["kernels"], **changed}
+            for one in active or [{}] * cell.layout.pp
+        ),
+        seconds=1.0,
+    )
+
+
+def checked(
+    cells: Sequence[Cell], answers: Sequence[Built], monkeypatch: pytest.MonkeyPatch
+) -> list[CellCheck]:
+    monkeypatch.setattr(check, "build_cells", lambda wanted: list(answers[: len(wanted)]))
+    named = [dataclasses.replace(one, name=f"cell-{place}") for place, one in enumerate(cells)]
+    return check_cells(named)
+
+
+@pytest.mark.parametrize(
+    ("gib", "stages", "verdict"),
+    [
+        (919.9, 1, "fits"),
+        (920.0, 1, "fits"),
+        (920.1, 1, "tight"),
+        (880.0, 2, "fits"),
+        (880.1, 2, "tight"),
+        (1049.9, 1, "tight"),
+        (1050.0, 2, "tight"),
+        (1050.1, 1, "will not fit"),
+    ],
+)
+def test_verdicts_turn_at_92_or_in_a_pipeline_88_and_at_105_percent(
+    gib: float, stages: int, verdict: str
+) -> None:
+    assert memory.verdict(gib, 1000.0, cell_of(SMALL, {PP: stages}).options) == verdict
+
+
+@pytest.mark.parametrize("totals", [(90.0, 95.0, 30.0), (95.0, 90.0), (30.0, 90.0, 95.0)])
+@pytest.mark.parametrize(("gib", "level"), [(110.0, None), (100.0, "warning"), (90.0, "error")])
+def test_the_fullest_stage_decides_wherever_it_is(
+    totals: tuple[float, ...], gib: float, level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = on_gpus(4)
+    small = dataclasses.replace(cell, cluster=this_machine(4, Gpu("NVIDIA H200", 9.0, gib)))
+    (rank,) = describe_ranks(cell)
+    ranks = [dataclasses.replace(rank, rank=place) for place in range(len(totals))]
+    monkeypatch.setattr(check, "describe_ranks", lambda cell: ranks)
+    monkeypatch.setattr(
+        check,
+        "predict_memory",
+        lambda cell, one: StageMemory(one.rank, "the loss", {"activations": totals[one.rank]}, 0.0),
+    )
+    (found,) = checked([small], [built(cell)], monkeypatch)
+    assert found.peak and found.peak.total == 95
+    told = [one for one in found.findings if one.rule == "memory"]
+    assert [one.level for one in told] == ([level] if level else [])
+    assert all(f"rank {totals.index(95.0)}, at the loss" in one.reason for one in told)
+    assert found.may_run is (level != "error")
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({}, "use more GPUs: parameters, gradients and optimizer state alone take 59 GiB"),
+        (
+            {"activation_checkpoint.mode": "none"},
+            "set activation_checkpoint.mode full, or lower training.local_batch_size",
+        ),
+        ({BATCH: 64, "loss.num_chunks": 8}, "lower training.local_batch_size"),
+        (
+            {BATCH: 16, "compile.components": ["model"]},
+            "lower training.local_batch_size, or compile the loss",
+        ),
+    ],
+)
+def test_the_remedy_lowers_the_largest_term(
+    options: dict[str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = on_gpus(4, options)
+    small = dataclasses.replace(cell, cluster=this_machine(4, Gpu("NVIDIA H200", 9.0, 20.0)))
+    (found,) = checked([small], [built(cell)], monkeypatch)
+    assert found.judged.errors[0].remedy == remedy
+
+
+def test_one_refused_cell_is_told_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = on_gpus(4, {"metrics.log_freq": 7})
+    failure = {"error": "log_freq is odd", "rank": 1, "place": "torchtitan/a.py:3", "kind": "E"}
+    found = checked([cell, cell], [built(cell), Built(failure=failure)], monkeypatch)
+    content = json.loads(render_json(found))
+    assert content["may_run"] is False
+    good, refused = content["cells"]
+    assert (good["may_run"], refused["may_run"]) == (True, False)
+    assert good["memory"]["verdict"] == "fits" and good["built"] and good["step"]["step_ms"] > 0
+    peak = found[0].peak
+    assert peak and good["memory"]["total_gib"] == round(peak.total, 2)
+    assert (refused["memory"], refused["step"], refused["built"]) == (None, None, False)
+    assert json.loads(render_json(found[:1]))["may_run"] is True
+    (error,) = [one for one in refused["findings"] if one["level"] == "error"]
+    assert (error["rule"], error["option"]) == ("torchtitan", "metrics.log_freq")
+    assert error["reason"].endswith("refuses it: log_freq is odd (rank 1, torchtitan/a.py:3)")
+    assert error["reference"].endswith("/torchtitan/a.py")
+
+
+def test_a_failure_is_put_at_the_most_particular_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = on_gpus(4, {TP: 2, "checkpoint.interval": 7})
+    message = "tensor_parallel_degree must not be an interval"
+    failure = {"error": message, "rank": 3, "place": "torchtitan/train.py:12", "kind": "E"}
+    (found,) = checked([cell], [Built(failure=failure)], monkeypatch)
+    assert found.judged.errors[0].option == TP
+    assert f"refuses it: {message} (rank 3, torchtitan/train.py:12)" in found.summary
+
+
+def test_bytes_are_told_in_gib_and_warnings_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = on_gpus(4)
+    said = ["Warmup steps exceed", "something is odd", "something is odd"]
+    (found,) = checked([cell], [built(cell, warnings=said)], monkeypatch)
+    texts = [one.reason for one in found.findings if one.rule == "torchtitan"]
+    assert texts == ["TorchTitan warns: something is odd"]
+    text = render_text("mine", [found])
+    assert found.work
+    sent = found.work.traffic["fsdp"].nvlink / 2**30
+    (row,) = [line.split() for line in text.splitlines() if line.strip().startswith("FSDP  ")]
+    assert row == ["FSDP", f"{sent:.1f}", "0.0"]
+    (row,) = [line.split() for line in text.splitlines() if "this cell" in line]
+    assert row[:2] == ["EP", "standard"]
+    assert "attention flex" in text and "not exercised:\n    kernels" in text
+
+
+def test_a_model_that_is_not_counted_is_built_and_said_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_module = {"parallelism.module_fqns_per_model_part": [["tok_embeddings"], ["output"]]}
+    cell = with_options(on_gpus(4, {PP: 2, EP: 2, BATCH: 8}), by_module)
+    (found,) = checked([cell], [built(cell)], monkeypatch)
+    assert found.may_run and found.is_built and not found.stages
+    assert "named module by module are not counted" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        ([{"grouped_gemms": "mxfp8"}], ""),
+        ([{}], "grouped_gemms mxfp8, and in the model that TorchTitan builds bf16 is active"),
+        ([{"grouped_gemms": "mxfp8"}, {"grouped_gemms": None}], ""),
+        ([{"grouped_gemms": "mxfp8"}, {}], "builds bf16 and mxfp8 is active"),
+        ([{"grouped_gemms": "mxfp8", "linear_layers": "mx"}], "expects linear_layers bf16"),
+    ],
+)
+def test_kernels_other_than_expected_refuse_a_cell(
+    stages: list[dict[str, Any]], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = cell_of(BIG, precision="mxfp8", options={PP: 1, TP: 1, BATCH: 1})
+    (found,) = checked([cell], [built(cell, *stages)], monkeypatch)
+    reasons = [one.reason for one in found.judged.errors if one.rule == "expectation"]
+    assert len(reasons) == bool(told) and all(told in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("hidden", "told"), [(1408, True), (2047, True), (2048, False)])
+def test_small_experts_are_told_of_and_those_of_the_671b_are_not(hidden: int, told: bool) -> None:
+    cell = cell_of(BIG, {PP: 1}, precision="mxfp8")
+    assert not cell.emulated
+    (rank,) = describe_ranks(cell)
+    model = dataclasses.replace(rank.model, expert_hidden=hidden)
+    assert bool([*small_experts(cell, [dataclasses.replace(rank, model=model)])]) is told
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        ((2, 1, 1, 1), "averages the gradients of 2 replicas"),
+        # With shards, of sequences too, the replicas are HSDP's.
+        ((2, 2, 1, 1), ""),
+        ((2, 1, 2, 1), ""),
+        ((1, 4, 1, 1), ""),
+        ((2, 2, 1, 2), ""),
+    ],
+)
+def test_replicas_without_shards_are_told_of(
+    degrees: tuple[int, int, int, int], words: str
+) -> None:
+    """DDP averages; tests/test_titan_train.py trains with it."""
+    names = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
+    options = {f"parallelism.{name}_degree": n for name, n in zip(names, degrees, strict=False)}
+    options |= {EP: degrees[-1], TP: 8 // math.prod(degrees[:3]), "compile.enable": False}
+    found = findings(cell_of(SMALL, options, nodes=1))
+    assert not [one for one in found if one.rule == "layout"], found
+    said = [one.reason for one in found if one.rule == "replicas_are_summed"]
+    assert len(said) == bool(words) and all(words in reason for reason in said)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "hooks", "told"),
+    [
+        ("DualPipeV", {}, "none", True),
+        ("zbvzerobubble", {}, "none", True),
+        ("zbvzerobubble", {"metrics.enable_tensorboard": False}, "none", False),
+        ("DualPipeV", {"metrics.save_for_all_ranks": True}, "none", False),
+        # TorchTitan knows this name.
+        ("ZBVZeroBubble", {}, "none", False),
+        ("1F1B", {}, "none", False),
+        ("DualPipeV", {}, None, False),
+    ],
+)
+def test_a_loss_that_is_written_nowhere_is_told_of(
+    schedule: str, changes: dict[str, Any], hooks: str | None, told: bool
+) -> None:
+    cell = cell_of(BIG, {SCHEDULE: schedule, "compile.components": ["loss"], **changes})
+    cell = dataclasses.replace(cell, hooks=hooks) if hooks else cell
+    found = [one for one in findings(cell) if one.rule == "loss_is_logged"]
+    assert [(one.level, one.option) for one in found] == [(WARNING, SCHEDULE)] * told
+
+
+ASYNC = {"checkpoint.enable": True, "checkpoint.async_mode": "async"}
+SYNC = {"checkpoint.enable": True, "checkpoint.async_mode": "disabled"}
+
+
+def hints(
+    options: dict[str, Any], rate: float | None = None, days: float | None = 320
+) -> list[Finding]:
+    """A model of 16 B parameters in FP32: 192 GB with Adam's moments, on 32 nodes of 8 GPUs."""
+    cluster = dataclasses.replace(
+        cluster_of("soperator-b200"), node_failure_days=days, write_gb_per_s=rate
+    )
+    cell = cell_of(SMALL, options, cluster=cluster)
+    (rank,) = describe_ranks(cell)
+    return list(saving(cell, [dataclasses.replace(rank, parameters=16_000_000_000)]))
+
+
+@pytest.mark.parametrize(
+    ("options", "rate", "minutes", "best"),
+    [
+        # Only the copy counts: 0.75 GB a GPU at 10 GB/s; one of 32 nodes fails every 10 days.
+        (ASYNC, None, 60.0, math.sqrt(2 * 0.075 * 864_000) / 60),
+        (ASYNC, None, 1.0, math.sqrt(2 * 0.075 * 864_000) / 60),
+        # No save is to begin before the last one is written: 192 GB at 0.1 GB/s.
+        (ASYNC, 0.1, 1.0, 32),
+        (SYNC, 20.0, 5.0, math.sqrt(2 * 192 / 20 * 864_000) / 60),
+    ],
+)
+def test_the_best_interval_is_young_and_dalys(
+    options: dict[str, Any], rate: float | None, minutes: float, best: float
+) -> None:
+    (finding,) = hints(options | {MINUTES: minutes}, rate)
+    assert finding.option == MINUTES
+    assert f"saved every {minutes:g} minutes; a save of 192 GB" in finding.reason
+    assert "one of 32 nodes fails about every 10 days" in finding.reason
+    assert finding.remedy.startswith(f"set it to about {round(best)} (")
+
+
+def test_no_hint_near_the_best_interval_or_where_nothing_is_known_or_saved() -> None:
+    for near in (3.0, 6.0, 15.0):
+        assert not hints(ASYNC | {MINUTES: near})
+    assert not hints(ASYNC | {MINUTES: 999.0}, days=None)
+    assert not hints({"checkpoint.enable": False, MINUTES: 999.0})
+    (unknown,) = hints(SYNC | {MINUTES: 5.0})
+    assert (unknown.option, unknown.remedy) == ("checkpoint.async_mode", "set it to async")
+
+
+@pytest.mark.parametrize(
+    ("time", "told"),
+    [
+        (None, 300),
+        ("infinite", 300),
+        ("04:00:00", 300),
+        ("8", 120),
+        ("08:00", 120),
+        ("00:10:00", 150),
+        ("1-0", 300),
+        ("0-0:08", 120),
+        ("0-00:04:00", 60),
+    ],
+)
+def test_a_short_job_is_told_late_to_stop(time: str | None, told: int) -> None:
+    cluster = dataclasses.replace(load_cluster("soperator-b200"), time=time)
+    assert cluster.grace_seconds == told
+    assert 0 < cluster.late_seconds < told
