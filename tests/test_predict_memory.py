@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from typing import Any
 
 import pytest
 
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
+from cookbook.config.options import Options, Setting
 from cookbook.config.resolve import this_machine
+from cookbook.config.stack import Option
 from cookbook.predict.layer_memory import RankLayers
 from cookbook.predict.memory import GIB, StageMemory, predict_memory
-from cookbook.predict.operators import Unit
+from cookbook.predict.operators import Model, Unit
 from cookbook.predict.rank import Layer, Part, describe_ranks, model_of
 from cookbook.predict.shapes import destinations, padded_tokens, shapes_of
 from tests.check_cells import cell_of, with_options
@@ -192,13 +195,6 @@ def test_a_memory_budget_keeps_its_part_and_what_lies_between_compiled_pieces() 
     assert found[0] > MOE_LAYERS * 2 * (TOKENS + ROWS) * DIM
 
 
-def test_real_routing_is_uneven_and_forced_routing_is_not() -> None:
-    for forced, rows in ((True, ROWS), (False, ROWS * 12 // 10)):
-        cell = on_gpus(4, {"debug.moe_force_load_balance": forced})
-        found = shapes_of(cell, describe_ranks(cell)[0])
-        assert (found.sent_rows, found.rows) == (ROWS, rows)
-
-
 @pytest.mark.parametrize(("etp", "sent"), [(1, TOKENS // 2), (2, TOKENS)])
 def test_tp_ranks_share_the_tokens_where_experts_are_whole(etp: int, sent: int) -> None:
     options = {"parallelism.expert_tensor_parallel_degree": etp}
@@ -216,22 +212,67 @@ def test_flash_attention_pads_documents_to_blocks(capability: float, block: int)
 
 
 DEEPSEEK = model_of(cell_of("deepseek_v3_671b"))
-FREE = dataclasses.replace(DEEPSEEK, num_expert_groups=None)
 SMALL = model_of(on_gpus(4))
 
 
-def test_a_token_goes_to_few_ranks_where_its_router_is_limited() -> None:
-    """DeepSeek-V3: 8 of 256 experts, out of 4 of 8 groups; here on 32 ranks of 8 experts."""
-    limited, free = (destinations(model, 32, False) for model in (DEEPSEEK, FREE))
-    assert limited == pytest.approx(16 * (1 - math.comb(120, 8) / math.comb(128, 8)))
-    assert free == pytest.approx(32 * (1 - math.comb(248, 8) / math.comb(256, 8)))
-    assert limited < free < 8
+def simulated(model: Model, places: int) -> float:
+    """Distinct places of 4,000 tokens: groups by their two best scores, then the best experts."""
+    drawn, per_group = random.Random(1), model.num_experts // (model.num_expert_groups or 1)
+    visited = 0
+    for _ in range(4000):
+        scores = [drawn.gauss(0, 1) for _ in range(model.num_experts)]
+        groups = [range(first, first + per_group) for first in range(0, len(scores), per_group)]
+        groups.sort(key=lambda own: -sum(sorted(1 / (1 + math.exp(-scores[e])) for e in own)[-2:]))
+        allowed = [expert for own in groups[: model.num_limited_groups] for expert in own]
+        chosen = sorted(allowed, key=lambda expert: -scores[expert])[: model.top_k]
+        visited += len({expert * places // model.num_experts for expert in chosen})
+    return visited / 4000
+
+
+@pytest.mark.parametrize(
+    ("model", "places"),
+    [
+        (DEEPSEEK, 32),
+        (DEEPSEEK, 4),
+        (DEEPSEEK, 8),
+        (dataclasses.replace(DEEPSEEK, num_experts=160, top_k=6, num_limited_groups=3), 16),
+        (SMALL, 4),
+    ],
+)
+def test_a_token_goes_to_as_many_ranks_as_simulated(model: Model, places: int) -> None:
+    found = destinations(model, places, "random")
+    assert found == destinations(model, places, "trained")
+    assert found == pytest.approx(simulated(model, places), rel=0.01)
+
+
+def test_round_robin_sends_a_token_to_the_fewest_ranks() -> None:
     # Dealt out in turn they are neighbours: all on one rank, or six on three.
-    assert destinations(DEEPSEEK, 32, True) == 1
-    assert [destinations(SMALL, places, True) for places in (1, 4, 32)] == [1, 1.25, 3]
-    assert destinations(SMALL, 1, False) == 1
-    # Uniform routing: four ranks, a quarter of the experts each.
-    assert destinations(SMALL, 4, False) == pytest.approx(4 * (1 - 0.1638), rel=1e-2)
+    assert destinations(DEEPSEEK, 32, "round_robin") == 1
+    assert [destinations(SMALL, places, "round_robin") for places in (1, 4, 32)] == [1, 1.25, 3]
+    assert destinations(DEEPSEEK, 32, "random") == pytest.approx(6.857, rel=0.003)
+    assert destinations(DEEPSEEK, 4, "random") == pytest.approx(3.115, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("forced", "routing", "rows"),
+    [
+        (True, "trained", ROWS),
+        (False, "trained", ROWS * 12 // 10),
+        (False, "random", ROWS),
+        (False, "round_robin", ROWS),
+    ],
+)
+def test_trained_routing_is_uneven_and_dealt_routing_is_not(
+    forced: bool, routing: str, rows: int
+) -> None:
+    cell = on_gpus(4, {"debug.moe_force_load_balance": forced})
+    name = "debug.moe_routing"
+    known = {**cell.options.stack.options, name: Option(name, "str", "trained")}
+    stack = dataclasses.replace(cell.options.stack, options=known)
+    settings = {**cell.options.settings, name: Setting(routing, "--set")}
+    cell = dataclasses.replace(cell, options=Options(stack, settings))
+    found = shapes_of(cell, describe_ranks(cell)[0])
+    assert (found.sent_rows, found.rows) == (ROWS, rows)
 
 
 def test_a_rank_keeps_at_most_three_stages_gathered() -> None:

@@ -48,7 +48,7 @@ def test_bytes_that_deepep_sends(mode: str, exchanges: int) -> None:
     found = work(cell).traffic["ep/deepep"]
     # Dealt out evenly a token goes to 2 of 16 ranks and to 1.125 of 2 nodes.
     model = describe_ranks(cell)[0].model
-    ranks, nodes = (destinations(model, places, True) for places in (16, 2))
+    ranks, nodes = (destinations(model, places, "round_robin") for places in (16, 2))
     assert (ranks, nodes) == (2, 1.125)
     size = MOE_LAYERS * exchanges * TOKENS * DIM * 2
     sent = (found.nvlink, found.infiniband)

@@ -22,7 +22,7 @@ from cookbook.config.finding import (
 from cookbook.config.options import DEGREES
 from cookbook.config.validate.layout import microbatches
 from cookbook.predict.rank import Rank
-from cookbook.predict.shapes import destinations
+from cookbook.predict.shapes import destinations, routing_of
 
 # About a cell, and about a cell that was built with its counted ranks.
 ADVICE: list[Rule] = []
@@ -269,10 +269,12 @@ def small_experts(cell: Cell, ranks: Sequence[Rank]) -> Problems:
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def forced_balance_flatters(cell: Cell, ranks: Sequence[Rank]) -> Problems:
     """Experts dealt out in turn lie on few ranks, and each rank gets a token once."""
-    option, ep, exchange = "debug.moe_force_load_balance", cell.layout.ep, cell.exchange
-    if not cell.options[option] or not exchange.sends_once_per_rank:
+    ep, exchange = cell.layout.ep, cell.exchange
+    if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return
-    dealt, routed = (destinations(ranks[0].model, ep, forced) for forced in (True, False))
+    is_forced = cell.options["debug.moe_force_load_balance"]
+    option = "debug.moe_force_load_balance" if is_forced else "debug.moe_routing"
+    dealt, routed = (destinations(ranks[0].model, ep, one) for one in ("round_robin", "random"))
     if dealt < 0.8 * routed:
         yield (
             option,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from cookbook.config.cell import NUM_CHUNKS, ROW_KERNELS, SAVE_LIST, SCORE_ACTIVATIONS, Cell
 from cookbook.predict.operators import (
@@ -22,6 +23,8 @@ from cookbook.predict.rank import Rank
 # The fullest rank's tokens with real routing, as a multiple of the mean. Common early in training,
 # before the bias of the auxiliary-loss-free balancing has settled.
 UNEVEN_ROUTING = 1.2
+# Tokens whose routing is simulated: the mean errs by 0.1%.
+_TOKENS = 16_384
 # Queries in a block of FlashAttention-4's backward.
 FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 
@@ -84,8 +87,8 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
     loss_parallel = layout.tp > 1 and not options["parallelism.disable_loss_parallel"]
     # EP takes ranks of TP where ETP is 1: each TP rank then sends its share of the tokens.
     sent = tokens // (layout.tp if layout.ep > 1 and layout.etp == 1 else 1)
-    forced = options["debug.moe_force_load_balance"]
-    uneven = 1.0 if forced or layout.ep == 1 else UNEVEN_ROUTING
+    routing = routing_of(cell)
+    uneven = UNEVEN_ROUTING if routing == "trained" and layout.ep > 1 else 1.0
     is_alone = layout.tp == layout.pp == 1
     nodes = max(layout.ep * layout.etp // cell.cluster.ranks_per_node, 1)
     sizes = asdict(model) | {
@@ -104,8 +107,8 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
         sent_tokens=sent,
         sent_rows=sent * model.top_k,
         rows=int(sent * model.top_k * uneven),
-        ranks_per_token=destinations(model, layout.ep, forced),
-        nodes_per_token=destinations(model, nodes, forced),
+        ranks_per_token=destinations(model, layout.ep, routing),
+        nodes_per_token=destinations(model, nodes, routing),
         act=BYTES[options["training.mixed_precision_param"]]
         if rank.mixed_precision or is_alone
         else 4,
@@ -136,33 +139,47 @@ def padded_tokens(cell: Cell, sequences: int) -> int:
     return int(sequences * length + (sequences * documents + 1) * block)
 
 
+def routing_of(cell: Cell) -> str:
+    """Return how tokens choose experts: `trained`, `random` or `round_robin`."""
+    options, name = cell.options, "debug.moe_routing"
+    if options["debug.moe_force_load_balance"]:
+        return "round_robin"
+    return str(options[name]) if name in options.stack.options else "trained"
+
+
 @functools.cache
-def destinations(model: Model, places: int, forced: bool) -> float:
+def destinations(model: Model, places: int, routing: str) -> float:
     """Return to how many of `places` (ranks, or nodes, with equal experts) a token is sent.
 
-    Forced balance deals experts out round-robin (`_debug_force_load_balance_routing`), so that a
-    token's experts are neighbours and live on as few places as can be. Real routing is taken as a
-    uniform choice, within the groups that the router is limited to.
+    Trained routing is taken for random: independent scores, of which the router takes the best.
     """
-    experts, top_k = model.num_experts, model.top_k
-    per_place = experts // places
     if places <= 1:
         return 1.0
-    if forced:
-        # A token's experts begin at a multiple of top_k, modulo the experts.
-        period = experts // math.gcd(experts, top_k)
-        starts = [(token * top_k) % experts for token in range(period)]
-        return sum(
-            len({((start + k) % experts) // per_place for k in range(top_k)}) for start in starts
-        ) / len(starts)
-    share, pool, groups = 1.0, experts, model.num_expert_groups
-    if groups is not None and model.num_limited_groups is not None and places >= groups:
-        share = model.num_limited_groups / groups
-        pool = experts * model.num_limited_groups // groups
-    unchosen = (
-        math.comb(pool - per_place, top_k) / math.comb(pool, top_k) if pool > per_place else 0.0
-    )
-    return places * share * (1 - unchosen)
+    experts, top_k, per_place = model.num_experts, model.top_k, model.num_experts // places
+    if routing == "round_robin":
+        # `_debug_force_load_balance_routing` deals neighbours from a multiple of top_k, modulo the
+        # experts.
+        starts = [token * top_k % experts for token in range(experts // math.gcd(experts, top_k))]
+        visited = [{(one + k) % experts // per_place for k in range(top_k)} for one in starts]
+        return sum(map(len, visited)) / len(visited)
+    if model.num_expert_groups is None:
+        return places * (1 - math.comb(experts - per_place, top_k) / math.comb(experts, top_k))
+    chosen = _chosen_experts(model) // per_place
+    return float(sum((chosen == place).any(axis=1).mean() for place in range(places)))
+
+
+@functools.cache
+def _chosen_experts(model: Model) -> Any:
+    """Simulate TorchTitan's router limited to groups: the experts of each of many tokens."""
+    import numpy as np
+
+    groups, limited = model.num_expert_groups or 1, model.num_limited_groups or 1
+    scores = np.random.default_rng(42).random((_TOKENS, groups, model.num_experts // groups))
+    # The groups with the best sums of two scores.
+    sums = np.sort(scores, axis=2)[:, :, -2:].sum(axis=2)
+    refused = np.argsort(sums, axis=1)[:, : groups - limited]
+    np.put_along_axis(scores, refused[:, :, None], -1.0, axis=1)
+    return np.argpartition(scores.reshape(_TOKENS, -1), -model.top_k, axis=1)[:, -model.top_k :]
 
 
 def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Product]:
