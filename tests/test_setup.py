@@ -5,7 +5,6 @@ A full install from the index is what CI starts with.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -33,17 +32,7 @@ def ready(checkout: Checkout) -> Checkout:
 def test_help_says_what_and_touches_nothing(checkout: Checkout) -> None:
     result = checkout.setup("--help")
     assert result.returncode == 0
-    for word in (
-        "minutes",
-        "DeepEP",
-        "FlashAttention-4",
-        "tokenizers",
-        "--local",
-        "--arch",
-        "--dev",
-        "doctor",
-    ):
-        assert word in result.stdout
+    assert "minutes" in result.stdout and "--torch-index URL" in result.stdout
     assert not checkout.exists("build") and not checkout.exists(".venv")
 
 
@@ -91,10 +80,8 @@ def test_dev_is_added_and_stays(ready: Checkout) -> None:
 def test_a_machine_that_is_not_ready_is_status_1(ready: Checkout) -> None:
     doctor = ready.folder / "cookbook/doctor/__main__.py"
     doctor.write_text("import sys; print('words:', sys.argv[1:]); sys.exit(1)")
-    for options, words in ((["--local"], "['--local']"), (["--no-tokenizers"], "[]")):
-        result = ready.setup(*options, "--no-deepep", "--no-flash-attention")
-        assert result.returncode == 1
-        assert f"words: {words}" in result.stdout
+    result = ready.setup("--local")
+    assert (result.returncode, "words: ['--local']" in result.stdout) == (1, True)
 
 
 def test_another_index_gives_torch_and_stays(checkout: Checkout) -> None:
@@ -140,32 +127,24 @@ def test_a_pin_that_cannot_be_had_shows_pip_s_words(checkout: Checkout) -> None:
     assert not checkout.exists(".venv/.cookbook/installed")
 
 
-def test_an_unfinished_environment_is_made_anew(ready: Checkout) -> None:
-    half = ready.folder / ".venv/half-a-package"
-    half.touch()
-    (ready.folder / ".venv/.cookbook/installed").unlink()
-    (ready.folder / ".venv/.cookbook/unfinished").touch()
-    result = ready.setup("--local")
-    assert result.returncode == 0, result.stdout
-    assert "making .venv anew" in result.stdout
-    assert not half.exists()
-
-
-def test_a_broken_environment_is_made_anew(ready: Checkout) -> None:
-    for link in (ready.folder / ".venv/bin").glob("python*"):
-        link.unlink()
-    result = ready.setup("--local")
-    assert result.returncode == 0, result.stdout
-    assert "making .venv anew" in result.stdout
-
-
-def test_an_environment_whose_python_runs_elsewhere_is_made_anew(ready: Checkout) -> None:
+@pytest.mark.parametrize("broken", ["unfinished", "no Python", "no pyvenv.cfg"])
+def test_a_broken_environment_is_made_anew(ready: Checkout, broken: str) -> None:
     """Without pyvenv.cfg its Python is the system's, which must not get the packages."""
-    (ready.folder / ".venv/pyvenv.cfg").unlink()
+    venv = ready.folder / ".venv"
+    (venv / "kept").touch()
+    match broken:
+        case "unfinished":
+            (venv / ".cookbook/installed").unlink()
+            (venv / ".cookbook/unfinished").touch()
+        case "no Python":
+            for link in (venv / "bin").glob("python*"):
+                link.unlink()
+        case _:
+            (venv / "pyvenv.cfg").unlink()
     result = ready.setup("--local")
     assert result.returncode == 0, result.stdout
     assert "making .venv anew" in result.stdout
-    assert (ready.folder / ".venv/pyvenv.cfg").exists()
+    assert (venv / "pyvenv.cfg").exists() and not (venv / "kept").exists()
 
 
 def test_a_linked_environment_is_left_alone(ready: Checkout, tmp_path: Path) -> None:
@@ -218,14 +197,13 @@ def is_alive(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all_of_it_and_the_next_run_repairs(
-    checkout: Checkout, tmp_path: Path, number: signal.Signals
+    checkout: Checkout, tmp_path: Path
 ) -> None:
     checkout.environment["HANG"] = str(tmp_path / "pid")
     running = checkout.start("--local")
     child = wait_for(tmp_path / "pid")
-    running.send_signal(number)
+    running.send_signal(signal.SIGINT)
     output, _ = running.communicate(timeout=10)
     assert running.returncode == 130, output
     assert "run ./setup.sh again" in output
@@ -236,26 +214,6 @@ def test_an_interrupt_ends_all_of_it_and_the_next_run_repairs(
     again = checkout.setup("--local")
     assert again.returncode == 0, again.stdout
     assert "making .venv anew" in again.stdout
-
-
-def test_after_a_kill_the_next_run_waits_for_what_still_writes(
-    checkout: Checkout, tmp_path: Path
-) -> None:
-    checkout.environment["HANG"] = str(tmp_path / "pid")
-    running = checkout.start("--local")
-    child = wait_for(tmp_path / "pid")
-    running.kill()
-    assert running.wait(timeout=10) == -signal.SIGKILL
-    assert is_alive(child)
-
-    del checkout.environment["HANG"]
-    again = checkout.start("--local")
-    assert again.stdout is not None
-    assert "waiting for it" in again.stdout.readline()
-    os.kill(child, signal.SIGKILL)
-    output, _ = again.communicate(timeout=120)
-    assert again.returncode == 0, output
-    assert "making .venv anew" in output
 
 
 def test_two_at_once(checkout: Checkout) -> None:

@@ -28,65 +28,33 @@ class OnGpu(torch.Tensor):
 
 
 class Kernels:
-    """Arguments of FlashAttention-4 4.0.0b36 with its defaults, computed by the reference."""
+    """FlashAttention-4 4.0.0b36 with its defaults, computed by the reference."""
 
     def __init__(self) -> None:
         self.is_deterministic: list[bool] = []
 
-    @staticmethod
-    def _cu_seqlens(q: torch.Tensor, of_q: Any, of_k: Any, *most: int | None) -> torch.Tensor:
+    def _packing(self, q: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, float]:
+        """The documents and the scale, which must be the same for queries and keys."""
         whole = torch.tensor([0, len(q)], dtype=torch.int32)
-        found: torch.Tensor = whole if of_q is None else of_q
-        assert torch.equal(found, whole if of_k is None else of_k)
-        assert all(bound is None or bound >= found.diff().max() for bound in most)
-        return found
+        found, of_k = (options.pop(f"cu_seqlens_{name}", whole) for name in "qk")
+        assert torch.equal(found, of_k)
+        assert all(options.pop(f"max_seqlen_{name}") >= found.diff().max() for name in "qk")
+        assert options.pop("causal")
+        return found, options.pop("softmax_scale", q.shape[-1] ** -0.5)
 
-    def _flash_attn_fwd(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_k: torch.Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor | None, ...]:
-        assert causal and return_lse
-        bounds = self._cu_seqlens(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        q, k, v = (x.as_subclass(torch.Tensor) for x in (q, k, v))
-        return *varlen.reference_forward(q, k, v, bounds, scale), None, None, None
+    def _flash_attn_fwd(self, *inputs: torch.Tensor, **options: Any) -> tuple[Any, ...]:
+        packing = self._packing(inputs[0], options)
+        assert options == {"return_lse": True}
+        q, k, v = (x.as_subclass(torch.Tensor) for x in inputs)
+        return *varlen.reference_forward(q, k, v, *packing), None, None, None
 
-    def _flash_attn_bwd(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        *,
-        cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_k: torch.Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        deterministic: bool = False,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        assert causal
-        self.is_deterministic.append(deterministic)
-        bounds = self._cu_seqlens(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        grads = varlen.reference_backward(dout, q, k, v, out, lse, bounds, scale)
-        for place, grad in zip((dq, dk, dv), grads, strict=True):
+    def _flash_attn_bwd(self, *inputs: torch.Tensor, **options: Any) -> None:
+        packing = self._packing(inputs[0], options)
+        self.is_deterministic.append(options.pop("deterministic", False))
+        q, k, v, out, dout, lse = inputs
+        grads = varlen.reference_backward(dout, q, k, v, out, lse, *packing)
+        assert options.keys() == {"dq", "dk", "dv"}
+        for place, grad in zip(options.values(), grads, strict=True):
             place.copy_(grad)
 
 

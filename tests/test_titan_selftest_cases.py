@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 
@@ -14,11 +11,9 @@ from tests.titan_ranks import run_ranks
 pytestmark = pytest.mark.titan
 
 Uses = list[tuple[str, str, bool]]
-DEGREES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
 
 
 def degrees(**given: int) -> tuple[str, ...]:
-    assert given.keys() <= set(DEGREES)
     return tuple(f"--parallelism.{name}_parallel_degree={given[name]}" for name in given)
 
 
@@ -66,26 +61,6 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
             ],
         },
     ),
-    "671B, without PP, on GPUs": (
-        ("--model.flavor=671B", *LONG, *degrees(expert=4)),
-        *(8, "cuda"),
-        {
-            # Room or not: one sequence must not be read for another.
-            "flex": [
-                "2 x 8,192 tokens, 128 heads of 192/128, documents: edges, values as trained",
-                "2 x 8,192 tokens, 128 heads of 192/128, documents: whole, random values",
-            ],
-            # 64 experts a rank would have as many rows, but for the limit.
-            "grouped GEMM bf16": [
-                "64 experts of 2048 x 7168, about 32,768 rows",
-                "64 experts of 7168 x 2048, about 32,768 rows",
-                "9 experts of 384 x 256, about 700 rows",
-            ],
-            "dispatch and combine standard": [
-                "3 x 2,730 tokens of 7168 a rank, 256 experts over 4 ranks, top 8, TP 1"
-            ],
-        },
-    ),
     "FlashAttention-4, long sequences, on GPUs": (
         ("--model.flavor=16B", FLASH, "--training.seq_len=32768", "--training.local_batch_size=4"),
         *(1, "cuda"),
@@ -115,18 +90,6 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
             "grouped GEMM bf16": [
                 "8 experts of 128 x 256, about 384 rows",
                 "8 experts of 256 x 128, about 384 rows",
-            ],
-        },
-    ),
-    "long sequences on a CPU": (
-        LONG,
-        *(1, "cpu"),
-        {
-            # Cut short, and still several.
-            "sdpa": ["2 x 160 tokens, 2 heads of 192/128, documents: whole, values as trained"],
-            "grouped GEMM bf16": [
-                "8 experts of 256 x 256, about 384 rows",
-                "8 experts of 256 x 256, about 384 rows",
             ],
         },
     ),
@@ -182,35 +145,15 @@ def float8(recipe: str) -> tuple[str, ...]:
 
 def uses(cases: dict[str, tuple[tuple[str, ...], int, str]]) -> dict[str, Uses]:
     """Kernel, shape, and whether all ranks prove it together, as the first of so many ranks."""
-    from torchtitan.config import ConfigManager
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    import cookbook.titan.tt_0_2_2  # noqa: F401  (registers the spec)
-    from cookbook.titan.tt_0_2_2.selftest_cases import Cell, kernel_cases
+    from cookbook.titan.tt_0_2_2.selftest_cases import kernel_cases
+    from cookbook.titan.tt_0_2_2.selftest_main import cell_of
 
     dist.destroy_process_group()
     found = {}
     for name, (options, world, device) in cases.items():
         dist.init_process_group("fake", rank=0, world_size=world)
-        config = ConfigManager().parse_args([*JOB, *options])
-        degree: dict[str, Any] = {
-            one: getattr(config.parallelism, f"{one}_parallel_degree") for one in DEGREES
-        }
-        dims = ParallelDims(
-            dp_replicate=1,
-            dp_shard=-1,
-            cp=degree["context"],
-            tp=degree["tensor"],
-            pp=degree["pipeline"],
-            ep=degree["expert"],
-            etp=degree["expert_tensor"],
-            world_size=world,
-        )
-        args = deepcopy(get_train_spec("deepseek_v3").model_args[config.model.flavor])
-        args.update_from_config(config)
-        kernels = kernel_cases(Cell(config, dims, args, device))
-        found[name] = [(one.kernel, one.shape, one.collective) for one in kernels]
+        cell = cell_of([*JOB, *options], device)
+        found[name] = [(one.kernel, one.shape, one.collective) for one in kernel_cases(cell)]
         dist.destroy_process_group()
     return found
 
