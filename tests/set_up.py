@@ -50,7 +50,7 @@ class Checkout:
         write_gpus(file, gpus)
         self.environment["STAND_IN_GPUS"] = str(file)
 
-    def setup(self, *options: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def setup(self, *options: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*options),
             cwd="/",

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -37,6 +38,8 @@ VERBS: dict[str, list[str]] = {
     "compare": ["a", "b"],
     "profile": ["debug"],
     "plan": ["debug"],
+    "export": ["a/b", "--to", "weights"],
+    "data": ["texts", "--tokenizer", "folder"],
 }
 
 
@@ -52,20 +55,11 @@ class TestWithoutPackages:
     def test_every_verb_ends_with_the_sentence_about_setup(self, tmp_path: Path, verb: str) -> None:
         done = start([*BARE, "submit.py", verb, *VERBS[verb]], tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == (
-            f"submit.py: {sys.executable}: yaml is not installed, and VENV={tmp_path}/none holds "
-            f"no Python; run: bash {ROOT}/setup.sh\n"
+        assert re.fullmatch(
+            rf"submit.py: {sys.executable}: \w+ is not installed, and VENV={tmp_path}/none holds "
+            rf"no Python; run: bash {ROOT}/setup.sh\n",
+            done.stderr,
         )
-
-    def test_jinja2_alone_may_be_missing(self, tmp_path: Path) -> None:
-        yaml = importlib.util.find_spec("yaml")
-        assert yaml and yaml.submodule_search_locations
-        (tmp_path / "packages").mkdir()
-        (tmp_path / "packages/yaml").symlink_to(yaml.submodule_search_locations[0])
-        packages = {"PYTHONPATH": str(tmp_path / "packages")}
-        done = start([*BARE, "submit.py", "list"], tmp_path, packages)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert f"{sys.executable}: jinja2 is not installed" in done.stderr
 
     def test_the_doctor_works(self, tmp_path: Path) -> None:
         done = start([*BARE, "submit.py", "doctor", "--json"], tmp_path)
@@ -78,16 +72,15 @@ class TestWithoutPackages:
             assert text.stdout.splitlines()[-1].startswith("not ready: ")
             profile = start([*BARE, *words, "--cluster", "local"], tmp_path)
             assert (profile.returncode, profile.stderr.count("\n")) == (2, 1)
-            assert "yaml is not installed" in profile.stderr
+            assert "is not installed" in profile.stderr
 
-    @pytest.mark.parametrize(
-        "module", ["no_such_module", "cookbook.no_such_module", "yaml.nothing"]
-    )
-    def test_a_fault_of_the_cookbook_keeps_its_traceback(self, tmp_path: Path, module: str) -> None:
+    def test_a_fault_of_the_cookbook_keeps_its_traceback(self, tmp_path: Path) -> None:
         copy = copy_checkout(tmp_path / "check out")
-        show = copy / "cookbook/cli/show.py"
-        text = show.read_text(encoding="utf-8")
-        show.write_text(text.replace("import argparse\n", f"import argparse\nimport {module}\n"))
+        inspect = copy / "cookbook/cli/inspect.py"
+        text = inspect.read_text(encoding="utf-8")
+        assert "import argparse\n" in text
+        module = "cookbook.no_such_module"
+        inspect.write_text(text.replace("import argparse\n", f"import argparse\nimport {module}\n"))
         done = start([sys.executable, "submit.py", "list"], tmp_path, cwd=copy)
         assert done.returncode == 1
         assert done.stderr.startswith("Traceback")

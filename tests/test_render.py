@@ -458,9 +458,15 @@ def test_files_of_ones_own_are_held_to_what_they_declare(tmp_path: Path, checkou
         assert word in start.train_args
 
 
-def test_without_a_key_weights_and_biases_stays_off(runner: ScriptRunner, checkout: Path) -> None:
-    start = _start(runner, checkout, "train_16b.sh", SLURM_JOB_NUM_NODES="32")
-    assert "--metrics.enable_wandb" not in start.train_args
+@pytest.mark.parametrize("machine", ["api.wandb.ai", "api.example.org"])
+def test_weights_and_biases_is_on_where_wandb_login_has_a_key(
+    runner: ScriptRunner, checkout: Path, tmp_path: Path, machine: str
+) -> None:
+    netrc = tmp_path / "netrc"
+    netrc.write_text(f"machine {machine} login user password secret\n")
+    options = {"SLURM_JOB_NUM_NODES": "32", "NETRC": str(netrc)}
+    start = _start(runner, checkout, "train_16b.sh", **options)
+    assert ("--metrics.enable_wandb" in start.train_args) == (machine == "api.wandb.ai")
     assert "--metrics.enable_tensorboard" in start.train_args
 
 

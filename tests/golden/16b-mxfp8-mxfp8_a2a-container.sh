@@ -124,7 +124,8 @@ TRAIN_ARGS=(
   --quantize.grouped_mm.mx.fqns=experts
   --comm.train_timeout_seconds=300
 )
-if [[ -n "${WANDB_API_KEY:-}" ]]; then
+# A key in the environment, or one of `wandb login`.
+if [[ -n "${WANDB_API_KEY:-}" ]] || grep -qs 'api\.wandb\.ai' "${NETRC:-${HOME:-}/.netrc}"; then
   export WANDB_PROJECT="${WANDB_PROJECT:-moe-cookbook}"
   export WANDB_RUN_NAME="${WANDB_RUN_NAME:-${CELL}}"
   TRAIN_ARGS+=("--metrics.enable_wandb")
