@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import load_cluster
@@ -133,37 +131,6 @@ def test_the_published_number_stands_beside_the_published_cell_alone(
     arguments: dict[str, Any], published: float | None
 ) -> None:
     assert _cell(**arguments).published == published
-
-
-@pytest.mark.parametrize("nodes", [0, -1, 33])
-def test_nodes_that_the_cluster_lacks_are_refused(nodes: int) -> None:
-    with pytest.raises(InputError, match=rf"--nodes: found {nodes}, allowed: 1 to 32 on cluster"):
-        _cell(nodes=nodes)
-
-
-def test_a_layout_problem_is_named_where_the_value_stands() -> None:
-    with pytest.raises(InputError) as caught:
-        _cell(nodes=3)
-    message = str(caught.value)
-    assert message.startswith("recipes/deepseek_v3_671b.yaml:")
-    assert "parallelism.expert_parallel_degree: 32 does not divide 12 ranks of a stage" in message
-    with pytest.raises(InputError, match=r"--set parallelism.pipeline_parallel_degree: 7 does not"):
-        _cell(parallelism__pipeline_parallel_degree=7)
-
-
-def test_names_of_varied_cells_are_safe_for_files_and_jobs() -> None:
-    varied = {
-        "model.converters": Setting(["quantize.grouped_mm.mx", "a b"], "sweep"),
-        "training.dataset_path": Setting("/mnt/data/$(touch x) y", "sweep"),
-        "optimizer.lr": Setting(1e-05, "sweep"),
-    }
-    base = _cell()
-    cell = resolve_cell(base.recipe, base.precision, base.ep_backend, base.cluster, varied=varied)
-    assert cell.name.startswith("671b-bf16-standard-converters_quantize.grouped_mm.mx+a_b_")
-    assert set(cell.name) <= set(
-        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.+-"
-    )
-    assert Path(cell.name).name == cell.name
 
 
 def test_emulated_mxfp8_linear_layers_run_under_tensor_parallelism_and_compile() -> None:

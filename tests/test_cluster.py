@@ -43,15 +43,6 @@ def test_everything_a_profile_may_say() -> None:
     assert not cluster.requeue
 
 
-def test_a_cluster_may_start_nothing_again(tmp_path: Path) -> None:
-    text = (
-        load_cluster("soperator-b200")
-        .path.read_text()
-        .replace("max_restarts: 3", "max_restarts: 0")
-    )
-    assert load_cluster(_write(tmp_path, text)).max_restarts == 0
-
-
 H200: dict[str, Any] = {"name": "NVIDIA H200"}
 
 

@@ -85,13 +85,6 @@ def test_the_remedy_helps(world: int, backend: str) -> None:
         assert backend == "standard" or better in (1, *EXCHANGES["deepep"].sizes)
 
 
-def test_a_remedy_for_a_file_says_how_to_try_it() -> None:
-    place = f"recipes/mine.yaml:3: {DEGREES['ep']}"
-    options = _all({**MODEL, DEGREES["ep"]: 5}).override({DEGREES["ep"]: Setting(5, place)})
-    (finding,) = layout_findings(options, 8)
-    assert finding.remedy == f"try 4: --set {DEGREES['ep']}=4"
-
-
 @pytest.fixture(scope="module")
 def dry_build() -> Iterator[Any]:
     """Starts and ends worlds of any size in this process, with a group that sends nothing."""

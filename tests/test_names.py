@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
-from cookbook.base.paths import RECIPES, ROOT, runs_folder
+from cookbook.base.paths import RECIPES, ROOT
 from cookbook.config.names import check_name, find_file, reference, word_of
 
 
@@ -38,16 +38,6 @@ def test_a_reference_finds_the_same_file_from_any_folder(
     assert [find_file("precision", name) for name in names] == [known, tmp_path / "mxfp8.yaml"]
     # A precision is no recipe.
     assert reference("", known) == str(known)
-
-
-def test_runs_go_to_the_checkouts_own_folder_where_none_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for text in (None, ""):
-        monkeypatch.delenv("COOKBOOK_RUNS", raising=False)
-        if text is not None:
-            monkeypatch.setenv("COOKBOOK_RUNS", text)
-        assert runs_folder() == ROOT / "runs"
 
 
 TEXT = st.text("ab+-_/ .ä", min_size=1, max_size=3)

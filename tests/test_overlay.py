@@ -11,10 +11,9 @@ from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
 from cookbook.config import overlay as overlay_module
 from cookbook.config.cell import Cell
-from cookbook.config.options import Options, Setting
-from cookbook.config.overlay import implied, load_ep_backend, load_overlay, load_precision
+from cookbook.config.overlay import implied, load_overlay, load_precision
 from cookbook.config.resolve import resolve_cell
-from tests.cells import POINTS, PRECISIONS, STACK, Point
+from tests.cells import POINTS, PRECISIONS, Point
 from tests.check_cells import cell_of
 
 GROUPED, LINEAR = "cookbook.grouped_gemms", "cookbook.linear_layers"
@@ -27,38 +26,6 @@ def test_every_overlay_turns_on_what_it_declares(point: Point) -> None:
     assert implied(cell.options) == {
         name.removeprefix("cookbook."): setting.value for name, setting in declared.items()
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, ("bf16", "bf16", "standard")),
-        ({"model.converters": ["quantize.grouped_mm.mx"]}, ("mxfp8", "bf16", "standard")),
-        (
-            {
-                "model.converters": ["quantize.grouped_mm.mx", "quantize.linear.mx"],
-                "quantize.grouped_mm.mx.recipe_name": "mxfp8_wgrad_with_hp",
-            },
-            ("mxfp8_wgrad_with_hp", "mx", "standard"),
-        ),
-        ({"model.converters": ["quantize.linear.float8"]}, ("bf16", "float8", "standard")),
-        (
-            {"model.converters": ["quantize.grouped_mm.float8", "quantize.grouped_mm.mx"]},
-            ("fp8_rowwise and mxfp8", "bf16", "standard"),
-        ),
-        (
-            {"parallelism.expert_parallel_comm_backend": "deepep"},
-            ("bf16", "bf16", "deepep"),
-        ),
-        (
-            {"parallelism.expert_parallel_a2a_dispatch_fwd_precision": "mxfp8"},
-            ("bf16", "bf16", "mxfp8 in one exchange of two"),
-        ),
-    ],
-)
-def test_what_options_turn_on(options: dict[str, object], expected: tuple[str, ...]) -> None:
-    settings = {name: Setting(value, "") for name, value in options.items()}
-    assert tuple(implied(Options(STACK, settings)).values()) == expected
 
 
 def _copy(folder: Path, kind: str, name: str, *changes: tuple[str, str]) -> str:
@@ -141,27 +108,6 @@ def test_a_declaration_that_is_not_what_trains_is_refused_with_both(
     assert "would stop at its first step; correct the options, or `expect` in mine.yaml" in (
         cell.refused
     )
-
-
-def test_without_a_declaration_nothing_may_be_turned_on(tmp_path: Path) -> None:
-    load_overlay.cache_clear()
-    path = tmp_path / "mine.yaml"
-    path.write_text("description: a\n")
-    overlay = load_precision(str(path))
-    assert (overlay.expects("grouped_gemms"), overlay.expects("linear_layers")) == (
-        "bf16",
-        "bf16",
-    )
-    assert load_ep_backend(str(path)).expects("dispatch") == "standard"
-
-
-def test_emulation_may_change_no_option(tmp_path: Path) -> None:
-    """An empty block is emulation too; without one there is none."""
-    for name, block in (("none", ""), ("null", "emulated:\n"), ("empty", "emulated: {}\n")):
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(f"description: mine\n{block}")
-        emulated = load_precision(str(file)).emulated
-        assert emulated == ({} if name == "empty" else None)
 
 
 def test_synonyms_name_one_overlay_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,13 +95,6 @@ def test_a_recipe_names_its_own_pair(capsys: pytest.CaptureFixture[str]) -> None
     assert f"{fast} is made for mxfp8+deepep; this is bf16+deepep\n" in capsys.readouterr().out
 
 
-def test_what_a_recipe_does_not_say(tmp_path: Path) -> None:
-    recipe = load_recipe(_write(tmp_path, HEAD))
-    assert (recipe.short_name, recipe.stand_in, recipe.published_numbers) == ("mine", None, {})
-    # A job keeps no spares, waits where too many nodes are bad, and restarts as its cluster says.
-    assert (recipe.spare_nodes, recipe.too_few_nodes, recipe.max_restarts) == (0, "wait", None)
-
-
 def test_sections_may_be_nested_or_dotted(tmp_path: Path) -> None:
     nested = "quantize:\n  grouped_mm:\n    mx:\n      fqns: [experts]\n"
     dotted = "quantize.grouped_mm.mx.fqns: [experts]\n"
@@ -109,23 +102,6 @@ def test_sections_may_be_nested_or_dotted(tmp_path: Path) -> None:
     for number, text in enumerate([nested, dotted, mixed]):
         recipe = load_recipe(_write(tmp_path, HEAD + text, f"mine{number}.yaml"))
         assert recipe.settings["quantize.grouped_mm.mx.fqns"].value == ["experts"]
-
-
-def test_yaml_values_become_torchtitans_types(tmp_path: Path) -> None:
-    text = HEAD + (
-        "optimizer: {lr: 1}\n"
-        "model: {converters: 'a,b'}\n"
-        "training: {dataset_path: null, steps: 5}\n"
-        "parallelism: {module_fqns_per_model_part: [[a], [b, c]]}\n"
-    )
-    settings = load_recipe(_write(tmp_path, text)).settings
-    assert {name: setting.value for name, setting in settings.items()} == {
-        "optimizer.lr": 1.0,
-        "model.converters": ["a", "b"],
-        "training.dataset_path": None,
-        "training.steps": 5,
-        "parallelism.module_fqns_per_model_part": [["a"], ["b", "c"]],
-    }
 
 
 @pytest.mark.parametrize(
@@ -141,14 +117,6 @@ def test_yaml_values_become_torchtitans_types(tmp_path: Path) -> None:
 def test_an_unknown_recipe_is_named_with_the_nearest(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_recipe(name)
-
-
-def test_a_file_whose_name_is_no_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="the file's name: found 'my recipe', allowed: letters"):
-        load_recipe(_write(tmp_path, HEAD, "my recipe.yaml"))
-    (tmp_path / "folder.yaml").mkdir()
-    with pytest.raises(InputError, match=r"folder.yaml: is a folder, not a recipe file"):
-        load_recipe(str(tmp_path / "folder.yaml"))
 
 
 def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:

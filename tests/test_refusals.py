@@ -114,15 +114,6 @@ def test_nothing_is_said_at_the_other_side_of_each_edge(case: list[Any]) -> None
     assert _advice(*case) == []
 
 
-@pytest.mark.parametrize(
-    ("time", "warned"), [("04:00", True), ("04:00:00", False), ("1-04:00", False), ("240", False)]
-)
-def test_a_time_limit_that_sbatch_reads_as_minutes_is_warned_of(time: str, warned: bool) -> None:
-    cluster = dataclasses.replace(cluster_of("soperator-b200"), time=time)
-    (check,) = check_cells([cell_of(BIG, cluster=cluster)], build=False)
-    assert ("short_time_limit" in {one.rule for one in check.advice}) is warned
-
-
 @pytest.mark.parametrize("ep_backend", ["standard", "deepep", "mxfp8_a2a"])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "mxfp8_wgrad_hp"])
 @pytest.mark.parametrize("recipe", [BIG, SMALL])
@@ -227,14 +218,3 @@ def test_flash_attention_is_refused_heads_that_nobody_compared(heads: dict[str, 
     (one,) = validation_errors(mine)
     assert one.reason.startswith("FlashAttention-4 is for heads of 192/128")
     assert validation_errors(with_options(mine, {"model.attention": "flavor"})) == []
-
-
-def test_every_finding_has_a_public_reference() -> None:
-    cells = [
-        _with("mine", cell_of(BIG, {"training.local_batch_size": 1}, precision="mxfp8")),
-        cell_of(SMALL, {"debug.moe_force_load_balance": True, "checkpoint.enable": False}),
-    ]
-    findings = [one for check in check_cells(cells, build=False) for one in check.findings]
-    assert len(findings) > 4
-    for one in findings:
-        assert one.reason and (one.reference.startswith("https://") or one.rule == "files")

@@ -15,12 +15,14 @@ from tests.golden import OPTION_TABLE, option_table
 from tests.titan_config import parse, typed
 
 EXTENDED = ["--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config"]
-KINDS = {"bool", "choice", "float", "int", "list", "lists", "str"}
 # TorchTitan reads this one itself before it reads the others, and wants the file to be there.
 NOT_HERE = {"job.config_file", "job.custom_config_module", "experimental.custom_args_module"}
 # TorchTitan copies one into the other, and checks these further than by their type.
 NOT_HERE |= {"model.tokenizer_path", "parallelism.context_parallel_load_balancer"}
 NOT_HERE |= {"validation.steps"}
+# Whatever a user may write: shell syntax, other scripts, line breaks, leading dashes, look-alikes.
+
+
 TEXTS = [name for name, option in STACK.options.items() if option.kind == "str"]
 # Whatever a user may write: shell syntax, other scripts, line breaks, leading dashes, look-alikes.
 NASTY = [
@@ -146,11 +148,8 @@ def test_wrong_words_are_named(words: list[str], message: str) -> None:
         ("training.steps", "20", "found the text '20', allowed: a whole number"),
         ("training.steps", 2.0, "found the number 2.0, allowed: a whole number"),
         ("training.steps", True, "found true, allowed: a whole number"),
-        ("training.steps", None, "found nothing, allowed: a whole number"),
-        ("training.steps", [1], "found a list, allowed: a whole number"),
         ("optimizer.lr", "1e-4x", "found the text '1e-4x', allowed: a number"),
         ("optimizer.lr", float("nan"), "found the number nan, allowed: a number"),
-        ("optimizer.lr", 10**400, "found the number inf, allowed: a number"),
         ("compile.enable", 1, "found the number 1, allowed: true or false"),
         ("compile.enable", "yes", "found the text 'yes', allowed: true or false"),
         ("model.flavor", 16, "found the number 16, allowed: a text"),
@@ -162,7 +161,6 @@ def test_wrong_words_are_named(words: list[str], message: str) -> None:
         ("compile.components", [], "found an empty list"),
         ("parallelism.module_fqns_per_model_part", ["a"], "allowed: a list of lists of texts"),
         ("parallelism.module_fqns_per_model_part", [["a,b"]], "items may hold no comma"),
-        ("training.dataset_path", "None", "the text 'None', which TorchTitan reads as nothing"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: Any, message: str) -> None:

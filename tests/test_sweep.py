@@ -12,8 +12,8 @@ from cookbook.config.cluster import load_cluster
 from cookbook.config.names import names_in
 from cookbook.config.options import command_line_settings
 from cookbook.config.recipe import load_recipe
-from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
-from tests.cells import CLUSTERS, walked
+from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
+from tests.cells import walked
 
 HEAD = "description: mine\nrecipes: [debug]\n"
 
@@ -61,13 +61,6 @@ def test_the_matrix_is_the_published_one() -> None:
     assert all(cell.steps == 20 for cell in cells)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_one_recipe_is_a_sweep_of_one_cell(cluster: str) -> None:
-    sweep = sweep_of_recipe("debug")
-    (cell,) = expand_sweep(sweep, _request(cluster=cluster))
-    assert (cell.name, cell.baseline) == ("debug-bf16-standard", None)
-
-
 def test_axes_multiply_and_share_a_baseline_where_they_differ_in_nothing_else(
     tmp_path: Path,
 ) -> None:
@@ -82,18 +75,6 @@ def test_axes_multiply_and_share_a_baseline_where_they_differ_in_nothing_else(
         assert cell.baseline is not None
         assert cell.baseline.split("-")[3:] == cell.name.split("-")[3:]
         assert cell.baseline.startswith("debug-bf16-standard-")
-
-
-def test_cells_are_named_after_lists_too_and_those_in_lists(tmp_path: Path) -> None:
-    """Two splits of the same modules are two cells, whose names a folder and a job may have."""
-    splits = "[[[tok_embeddings, layers.0], [norm, output]], [[tok_embeddings], [layers.0, norm]]]"
-    text = f"vary: {{parallelism.module_fqns_per_model_part: {splits}, model.converters: [[], []]}}"
-    with pytest.raises(InputError, match="two of its cells are called"):
-        _expand(tmp_path, HEAD + text + "\n")
-    cells = _expand(tmp_path, HEAD + text.partition(", model.conv")[0] + "}\n")
-    names = [cell.name for cell in cells]
-    start = "debug-bf16-standard-module_fqns_per_model_part_"
-    assert len(set(names)) == 2 and all(name.startswith(start) for name in names)
 
 
 def test_the_command_line_holds_an_axis_to_one_value(tmp_path: Path) -> None:

@@ -61,15 +61,6 @@ def test_markdown_is_aligned_in_its_source() -> None:
     ]
 
 
-def test_no_cell_breaks_a_markdown_table() -> None:
-    table = markdown_table(["a|b", "why"], [["x\ny", "  one\t two  "]], "ll")
-    assert table.splitlines() == [
-        "| a\\|b | why     |",
-        "| ---- | ------- |",
-        "| x y  | one two |",
-    ]
-
-
 @pytest.mark.parametrize("flags", [[], ["-I", "-S"]])
 def test_plain_tables_need_no_package_and_import_none(flags: list[str]) -> None:
     """-I -S: no site-packages, as where nothing is installed yet."""

@@ -218,21 +218,6 @@ def _missing(cell: Cell) -> list[tuple[str, str]]:
     return [(one.option, one.reason) for one in missing_here(cell, is_submitted=True)]
 
 
-def test_packages_of_a_container_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    smaller = {"parallelism.expert_parallel_degree": 8, "model.attention": "flash_attention_4"}
-    for cluster, reasons in (
-        (
-            B200,
-            ["not installed: deep_ep, torchao", "FlashAttention-4 (flash-attn-4) is not installed"],
-        ),
-        (CONTAINER, []),
-    ):
-        cell = cell_of(SMALL, smaller, precision="mxfp8", ep_backend="deepep", cluster=cluster)
-        found = _missing(with_options(cell, {TOKENIZER: "", DATA: None}))
-        assert [reason for _, reason in found] == reasons
-
-
 def test_a_path_is_looked_for_where_the_job_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.base.yamlfile import parse_yaml, read_yaml, shown_path
+from cookbook.base.yamlfile import parse_yaml
 
 
 def _read(text: str) -> dict[str, Any]:
@@ -65,15 +65,6 @@ def test_a_broken_file_is_one_message_with_its_place(text: str, message: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "latin.yaml").write_bytes("a: \xe9".encode("latin-1"))
-    for name, message in [("missing.yaml", "No such file"), ("latin.yaml", "is not UTF-8 text")]:
-        with pytest.raises(InputError, match=message):
-            read_yaml(tmp_path / name)
-    with pytest.raises(InputError, match="Is a directory"):
-        read_yaml(tmp_path)
-
-
 def test_keys_know_their_lines_and_numbers_what_was_typed() -> None:
     text = "a: &x {b: 3.10, c: '1.10', d: true}\n\ne:\n  f:\n    g: 2\nh: *x\n"
     file = parse_yaml(text, Path("some.yaml"))
@@ -83,12 +74,3 @@ def test_keys_know_their_lines_and_numbers_what_was_typed() -> None:
     assert file.content["h"] == {"b": 3.1, "c": "1.10", "d": True}
     assert [file.texts.get(("a", key)) for key in "bcd"] == ["3.10", None, "true"]
     assert _read("# nothing\n") == {}
-
-
-def test_a_path_is_shown_as_a_user_would_type_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert shown_path(tmp_path / "here" / "a.yaml") == "a.yaml"
-    assert shown_path(tmp_path / "a.yaml") == str(tmp_path / "a.yaml")

@@ -1,4 +1,4 @@
-"""A stack: pinned packages, and the options and models that its TorchTitan knows.
+"""A stack: pinned packages, and the options and models of its TorchTitan.
 
 Read from `requirements.txt` and from `tables/<name>.json`, which is made from the installed
 TorchTitan (see `option_table.py` of the stack's package in `titan/`).
@@ -41,7 +41,7 @@ class Pin:
 
 
 def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
-    """The pins of `path` in their order."""
+    """Return the pins of `path` in their order."""
     return [
         Pin(
             name=match["name"],
@@ -55,7 +55,7 @@ def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
 
 
 def stack_name(path: Path = REQUIREMENTS) -> str:
-    """The stack that `path` pins, from its first line (`# stack 2026.02`)."""
+    """Return the stack that `path` pins, from its first line (`# stack 2026.02`)."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return lines[0].removeprefix("# stack").strip() if lines else ""
 
@@ -71,8 +71,8 @@ class Option:
     choices: tuple[str, ...] = ()
 
     def check(self, place: str, value: Any) -> Any:
-        """`value` as TorchTitan would hold it; another type or choice is an input error."""
-        if value is None and self.optional:
+        """Return `value` as TorchTitan holds it; another type or choice is an input error."""
+        if self.optional and value in (None, "None"):
             return None
         if self.kind == "choice":
             if value not in self.choices:
@@ -81,52 +81,42 @@ class Option:
         if self.kind == "list" and isinstance(value, str):
             value = value.split(",") if value else []
         if self.kind == "float" and _KINDS["int"][0](value):
-            value = float(value) if abs(value) < 1e300 else math.inf
+            value = float(value)
         holds, allowed = _KINDS[self.kind]
         if not holds(value):
             quotes = self.kind == "str" and isinstance(value, bool | int | float)
             remedy = "put it in quotes" if quotes else ""
             raise InputError(place, f"found {described(value)}, allowed: {allowed}", remedy)
-        if self.optional and value == "None":
-            raise InputError(place, "found the text 'None', which TorchTitan reads as nothing")
         if self.kind == "list" and not value and self.default:
             # TorchTitan reads an empty word as a list of one empty name.
             raise InputError(place, "found an empty list, which TorchTitan cannot be given here")
         for items in {"list": [value], "lists": value}.get(self.kind, ()):
             if any("," in item or item == "" for item in items):
-                raise InputError(
-                    place,
-                    f"found {items!r}: items may hold no comma and not be empty",
-                    "split the item",
-                )
-            # The words of a list of lists stand by themselves, where they would be options.
+                found = f"found {items!r}: items may hold no comma and not be empty"
+                raise InputError(place, found, "split the item")
             if self.kind == "lists" and (not items or items[0].startswith("-")):
-                raise InputError(
-                    place, f"found {items!r}: a list may not be empty or begin with '-'"
-                )
+                found = f"found {items!r}: a list may not be empty or begin with '-'"
+                raise InputError(place, found)
         return value
 
     def parse(self, place: str, text: str) -> Any:
-        """The value that `text` from a command line stands for."""
+        """Return the value of `text` from a command line."""
         value: Any = text
         if self.optional and text in ("None", "null"):
             return None
         try:
-            # Python reads the digits of every script as numbers.
-            if self.kind == "int" and text.isascii():
-                value = int(text)
-            elif self.kind == "float" and text.isascii():
-                value = float(text)
+            if self.kind in ("int", "float"):
+                value = int(text) if self.kind == "int" else float(text)
             elif self.kind == "bool" and text.lower() in ("true", "false"):
                 value = text.lower() == "true"
             elif self.kind == "lists":
                 value = json.loads(text)
-        except (ValueError, RecursionError):
+        except ValueError:
             pass
         return self.check(place, value)
 
     def arguments(self, value: Any) -> list[str]:
-        """The argv words that set this option to a checked `value`."""
+        """Return the argv words that set this option to a checked `value`."""
         section, _, key = self.name.rpartition(".")
         if self.kind == "bool":
             return [f"--{section}.{key}" if value else f"--{section}.no_{key}"]
@@ -160,7 +150,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 _TABLES = Path(__file__).parent / "tables"
-# What the scripts tell TorchTitan themselves, after all settings, and what to do instead.
+# Options that the scripts set, after all settings, and the remedy.
 _SET_BY_SCRIPTS = {
     "job.dump_folder": "set CELL_DIR or COOKBOOK_RUNS in the environment",
     "metrics.save_tb_folder": "it is in the attempt's folder",
@@ -216,9 +206,15 @@ class Stack:
         return f"cookbook.titan.tt_{self.pins['torchtitan'].replace('.', '_')}"
 
     def option(self, place: str, name: str) -> Option:
-        """The option called `name`; a misspelt one is an error that names the nearest real ones."""
+        """Return the option called `name`; an error names the nearest real ones."""
         if name not in self.options:
-            close = nearest(name, self.options, 3) or self._nearest_keys(name)
+            # Else options of any section whose last word is near.
+            keys = nearest(
+                name.rpartition(".")[2], {full.rpartition(".")[2] for full in self.options}
+            )
+            close = nearest(name, self.options, 3) or [
+                full for full in self.options for key in keys if full.endswith(f".{key}")
+            ]
             remedy = f"nearest: {', '.join(close)}" if close else ""
             raise InputError(
                 place,
@@ -227,14 +223,8 @@ class Stack:
             )
         return self.options[name]
 
-    def _nearest_keys(self, name: str) -> list[str]:
-        """Options of any section whose last word is near that of `name`."""
-        keys = {full.rpartition(".")[2] for full in self.options}
-        close = nearest(name.rpartition(".")[2], keys)
-        return [full for full in self.options for key in close if full.endswith(f".{key}")]
-
     def setting(self, place: str, name: str) -> Option:
-        """`option`, for YAML files and `--set`, where what the scripts set may not stand."""
+        """Return `option(name)` for YAML files and `--set`; those that scripts set are an error."""
         if name in _SET_BY_SCRIPTS:
             raise InputError(place, f"{name} is set by the scripts", _SET_BY_SCRIPTS[name])
         return self.option(place, name)
