@@ -162,7 +162,7 @@ def _bar(cell: _Cell) -> Bar:
         value=tokens,
         low=speed.low * base if speed and speed.low and base else None,
         high=speed.high * base if speed and speed.high and base else None,
-        base=None if result.is_baseline else base,
+        base=base if tokens and not (result.is_baseline or result.emulated) else None,
         published=published,
         published_text=f"published {tokens_text(published)}" if published else "",
     )

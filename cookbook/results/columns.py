@@ -27,8 +27,8 @@ TITLES = {
     LOAD: "Router load",
 }
 LEGENDS = {
-    CELLS: "tokens/s/{unit}, TFLOPs and MFU: median of the logged steps after warm-up (their first "
-    "quarter, 1 to 10 steps). Memory: peak over all ranks and steps. A dash: unknown.",
+    CELLS: "Speeds: median of the logged steps after warm-up (their first quarter, 1 to 10 steps). "
+    "Memory: peak over all ranks and steps. A dash: unknown.",
     PUBLISHED: "",
     SPEED: "Median and quartiles of tokens/s/{unit} over the measured steps. A stall took "
     f"{STALL:g} times the median step or more; their share is the time beyond the median. A "
