@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,92 +168,64 @@ def _run_json(folder: Path, text: str, name: str = "mine") -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text", "message"),
     [
-        ('{"run": "smoke-1", "scheduler": "local"', "run.json: cannot be read"),
-        ("[]", "run.json: found [], allowed: an object"),
-        ("null", "run.json: found None, allowed: an object"),
-        ("[" * 100_000, "run.json: cannot be read"),
-        ("\0\1", "run.json: cannot be read"),
-        ('{"scheduler": "local"}', "run.json: cells: is missing"),
+        ("run.json", '{"scheduler": "local"', "run.json: cannot be read"),
+        ("run.json", "[]", "run.json: found [], allowed: an object"),
+        ("run.json", '{"scheduler": "local"}', "run.json: cells: is missing"),
         (
+            "run.json",
             '{"scheduler": "local", "cells": [null]}',
-            "run.json: cells: found None, allowed: a valid string",
+            "cells: found None, allowed",
         ),
-        (
-            '{"scheduler": "lsf", "cells": []}',
-            "scheduler: found 'lsf', allowed: 'slurm' or 'local'",
-        ),
-        ('{"cells": []}', "scheduler: is missing"),
+        ("run.json", '{"scheduler": "lsf", "cells": []}', "found 'lsf', allowed: 'slurm' or 'loc"),
+        ("cell.yaml", "[]", "found a list at the top"),
+        ("cell.yaml", "{", "YAML syntax"),
+        ("cell.yaml", "nodes: many", "nodes: found the text 'many', allowed: a whole number"),
+        ("cell.yaml", "emulated: yes", "emulated: found the text 'yes', allowed: true or false"),
+        ("status.json", "", "status.json: cannot be read"),
+        ("status.json", '{"state": "well"}', "state: found 'well', allowed: cancelled, failed"),
+        ("status.json", '{"state": "running", "attempt": true}', "attempt: found True"),
+        ("job.json", '{"job_id": 5}', "job_id: found 5"),
+        ("job.json", '{"job_id": "-1"}', "job_id: found '-1'"),
     ],
 )
-def test_a_spoilt_run_is_named_with_its_file(tmp_path: Path, text: str, message: str) -> None:
-    folder = _run_json(tmp_path, text)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    cell = CellFolder(tmp_path)
+    read: dict[str, Callable[[], object]] = {
+        "run.json": lambda: read_run(tmp_path),
+        "cell.yaml": lambda: read_record(cell.record),
+        "status.json": lambda: read_status(cell),
+        "job.json": lambda: read_job(cell),
+    }
     with pytest.raises(InputError) as caught:
-        read_run(folder)
-    assert message in str(caught.value) and str(folder) in str(caught.value)
+        read[name]()
+    assert message in str(caught.value) and str(tmp_path / name) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "record"),
     [
-        ("[]", "found a list at the top"),
-        ("\0\1", "cell.yaml"),
-        ("{", "YAML syntax"),
-        ("nodes: many", "nodes: found the text 'many', allowed: a whole number"),
-        ("options: 5", "options: found the number 5, allowed: a mapping"),
-        ("emulated: yes", "emulated: found the text 'yes', allowed: true or false"),
+        ("", CellRecord()),
+        # Of another version, as far as it is known.
+        ("name: a\nsomething.new: 1\nnewer: {b: 2}\nnodes: 2\n", CellRecord(name="a", nodes=2)),
     ],
 )
-def test_a_spoilt_record_is_named_with_its_file(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "cell.yaml"
-    path.write_text(text)
-    with pytest.raises(InputError, match=re.escape(message)):
-        read_record(path)
+def test_a_record_is_read_as_far_as_it_goes(tmp_path: Path, text: str, record: CellRecord) -> None:
+    (tmp_path / "cell.yaml").write_text(text)
+    assert read_record(tmp_path / "cell.yaml") == record
 
 
-def test_an_empty_record_asks_for_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "cell.yaml"
-    path.touch()
-    assert read_record(path) == CellRecord()
-
-
-def test_a_record_of_another_version_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
-    path = tmp_path / "cell.yaml"
-    path.write_text("name: a\nsomething.new: 1\nnewer: {b: 2}\nnodes: 2\n")
-    assert read_record(path) == CellRecord(name="a", nodes=2)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "",
-        '{"state": 5}',
-        '{"state": "well"}',
-        '{"state": "running", "attempt": "one"}',
-        '{"state": "running", "started": "now"}',
-        '{"state": "running", "attempt": true}',
-    ],
-)
-def test_a_spoilt_status_costs_its_cell_alone(tmp_path: Path, text: str) -> None:
+def test_a_damaged_status_costs_its_cell_alone(tmp_path: Path) -> None:
     folder = _run_json(tmp_path, '{"scheduler": "local", "cells": ["a", "b"]}')
     for name in ("a", "b"):
         (folder / name).mkdir()
-    (folder / "a" / "status.json").write_text(text)
+    (folder / "a" / "status.json").write_text("[]")
     write_status(CellFolder(folder / "b"), Status(FAILED, reason="mine"))
-    with pytest.raises(InputError, match=r"a/status.json"):
-        read_status(CellFolder(folder / "a"))
     first, second = cell_states(read_run(folder))
     assert first.state == UNKNOWN and first.reason and "a/status.json" in first.reason
     assert (second.state, second.reason) == (FAILED, "mine")
-
-
-@pytest.mark.parametrize("text", ["[]", '{"job_id": 5}', '{"job_id": "²"}', '{"job_id": "-1"}'])
-def test_a_spoilt_job_is_no_job(tmp_path: Path, text: str) -> None:
-    (tmp_path / "job.json").write_text(text)
-    with pytest.raises(InputError, match=r"job.json"):
-        read_job(CellFolder(tmp_path))
 
 
 def test_status_and_job_read_back(tmp_path: Path) -> None:
