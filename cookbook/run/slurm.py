@@ -101,9 +101,7 @@ def sbatch(script: Path, folder: Path) -> str:
 
 def scancel(job_ids: Sequence[str]) -> None:
     """Cancel jobs; scancel ignores those that have ended already."""
-    answer = _run(["scancel", *job_ids])
-    if answer.returncode:
-        raise JobError(f"scancel: {answer.stderr.strip()}")
+    _output_of(["scancel", *job_ids])
 
 
 def requeue(
@@ -118,27 +116,21 @@ def requeue(
         leave_out: these nodes and no others; None to change nothing.
         begin: the earliest start, in seconds since the epoch.
     """
+    _output_of(["scontrol", "requeue", job_id])
     changes = []
     if leave_out is not None:
         changes.append(f"ExcNodeList={','.join(leave_out)}")
     if begin is not None:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
         changes.append(f"StartTime={moment}")
-    commands = [["scontrol", "requeue", job_id]]
     if changes:
-        commands.append(["scontrol", "update", f"JobId={job_id}", *changes])
-    for command in commands:
-        answer = _run(command)
-        if answer.returncode:
-            raise JobError(f"{' '.join(command)}: {(answer.stderr or answer.stdout).strip()}")
+        _output_of(["scontrol", "update", f"JobId={job_id}", *changes])
 
 
 def lost_nodes(node_list: str) -> list[str]:
     """Return those of these nodes that Slurm gives no work: down, drained, or not answering."""
-    answer = _run(["sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T"])
-    if answer.returncode:
-        raise JobError(f"sinfo: {answer.stderr.strip() or 'no answer'}")
-    states = dict(line.split() for line in answer.stdout.splitlines())
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T"]
+    states = dict(line.split() for line in _output_of(command).splitlines())
     return [node for node, state in states.items() if _LOST.search(state)]
 
 
@@ -224,21 +216,14 @@ def node_groups() -> list[tuple[int, str]] | None:
 
 def nodes_in(node_list: str) -> list[str]:
     """Return the nodes of a list in Slurm's notation (`worker-[0-3,7]`), in its order."""
-    answer = _run(["scontrol", "show", "hostnames", node_list])
-    if answer.returncode:
-        raise JobError(f"scontrol show hostnames {node_list}: {answer.stderr.strip()}")
-    return answer.stdout.split()
+    return _output_of(["scontrol", "show", "hostnames", node_list]).split()
 
 
 def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
     """Return each node's address as Slurm has it: its own name may resolve to loopback."""
-    answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
-    found = dict.fromkeys(nodes, "")
-    for line in answer.stdout.splitlines():
-        name, address = re.match(r"NodeName=(\S+)", line), re.search(r" NodeAddr=(\S+)", line)
-        if name and address and name[1] in found:
-            found[name[1]] = address[1]
-    return {name: address or name for name, address in found.items()}
+    shown = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)]).stdout
+    found = dict(re.findall(r"^NodeName=(\S+).* NodeAddr=(\S+)", shown, re.MULTILINE))
+    return {name: found.get(name, name) for name in nodes}
 
 
 def drained(nodes: Sequence[str]) -> dict[str, str]:
@@ -301,9 +286,16 @@ def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.Complete
             env=submit_environment(),
         )
     except FileNotFoundError:
-        raise JobError(
-            f"{command[0]} is not on PATH; log in to the cluster, or use --cluster local"
-        ) from None
+        remedy = "log in to the cluster, or use --cluster local"
+        raise JobError(f"{command[0]} is not on PATH; {remedy}") from None
     except subprocess.TimeoutExpired:
-        words = f"{command[0]}: no answer in {timeout:g} s"
-        raise NoAnswerError(words) from None
+        raise NoAnswerError(f"{command[0]}: no answer in {timeout:g} s") from None
+
+
+def _output_of(command: list[str]) -> str:
+    answer = _run(command)
+    if answer.returncode:
+        reason = (answer.stderr or answer.stdout).strip() or "no answer"
+        error = NoAnswerError if is_passing(reason) else JobError
+        raise error(f"{' '.join(command)}: {reason}")
+    return answer.stdout
