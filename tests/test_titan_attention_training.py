@@ -44,7 +44,7 @@ def train_with_attention(arguments: list[str], eager: bool) -> dict[str, Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     from torchtitan.models.attention import FlexAttentionWrapper
 
-    from cookbook.titan.common import documents, varlen_attention
+    from cookbook.titan.common import varlen_attention
 
     if eager:
         FlexAttentionWrapper._compiled_flex_attn = staticmethod(flex_attention)
@@ -62,7 +62,7 @@ def train_with_attention(arguments: list[str], eager: bool) -> dict[str, Any]:
         setattr(module, name, counted)
 
     count(varlen_attention, "reference_forward")
-    count(documents, "attended_keys")
+    count(varlen_attention, "attended_keys")
     found = train(arguments)
     names = {"calls": "reference_forward", "counted_batches": "attended_keys"}
     return found | {key: calls.count(name) for key, name in names.items()}

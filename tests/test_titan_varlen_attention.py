@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from cookbook.titan.common import varlen_attention as varlen
-from cookbook.titan.common.documents import (
+from cookbook.titan.common.varlen_attention import (
     AttendedLength,
     bounds_capacity,
     cumulative_lengths,

@@ -131,7 +131,7 @@ def padded_tokens(cell: Cell, sequences: int) -> int:
     """Return the tokens of `sequences`, each document rounded up to a block.
 
     Every sequence has room for a fixed number of documents (`bounds_capacity` in
-    titan/common/documents.py), empty ones too.
+    titan/common/varlen_attention.py), empty ones too.
     """
     length, gpu = cell.options["training.seq_len"], cell.cluster.gpu
     documents = 1 << (max(length // 128, min(length, 16)) - 1).bit_length()

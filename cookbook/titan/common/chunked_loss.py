@@ -1,11 +1,10 @@
 """The cross-entropy of an output layer, computed for a chunk of tokens at a time.
 
-The logits of a batch are the largest tensor of a training step: tokens x vocabulary, and their
-gradient as much again. Here they exist for one chunk only. Each chunk's gradients are taken at
-once, while its logits are there, so that nothing is computed twice and the backward of the loss
-merely scales them. Liger-Kernel's fused linear cross-entropy and later TorchTitan's
-`ChunkedLossWrapper` work the same way. The products are cuBLAS's, what lies between them is two
-passes over the chunk's logits, which torch.compile fuses.
+The logits of a batch, tokens x vocabulary, are the largest tensor of a training step, and their
+gradient is as large. Here they exist for one chunk only. A chunk's gradients are taken while its
+logits are there; the backward of the loss merely scales them. Liger-Kernel's fused linear
+cross-entropy and later TorchTitan's `ChunkedLossWrapper` work the same way. The products are
+cuBLAS's; torch.compile fuses the two passes over the logits between them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """What a TP rank holds of the vocabulary: its rows of the weight begin with word `first`."""
+    """A TP rank's part of the vocabulary: its rows of the weight begin with word `first`."""
 
     first: int
     group: dist.ProcessGroup
@@ -37,14 +36,14 @@ def chunked_cross_entropy(
     shard: VocabularyShard | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The cross-entropy of the logits `hidden @ weight.T`, summed over tokens.
+    """Compute the cross-entropy of the logits `hidden @ weight.T`, summed over tokens.
 
     Args:
         hidden: (batch, length, dim). Under TP all ranks have the same; its gradient is this rank's
             term of a sum over them.
         weight: (vocabulary, dim), of the same type as `hidden`; under TP this rank's rows.
-        labels: (batch, length); tokens with the label -100 count for nothing.
-        num_chunks: into how many chunks the tokens are cut; the last may be shorter.
+        labels: (batch, length); tokens with the label -100 are ignored.
+        num_chunks: the number of chunks; the last may be shorter.
         shard: where the vocabulary is cut over TP ranks.
         backend: of torch.compile, for the passes over the logits; None runs them eagerly.
 
@@ -64,13 +63,13 @@ def chunked_cross_entropy(
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums over numbers of `dtype`."""
+    """Return the type of sums over numbers of `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the tokens are cut: into chunks of `size`, and the rest."""
+    """The cut of the tokens into chunks of `size`, and the rest."""
 
     size: int
     shard: VocabularyShard | None
@@ -84,7 +83,7 @@ class _Chunks:
         hidden_grad: torch.Tensor | None = None,
         weight_grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss; where they are given, the gradients are written, whatever they held before."""
+        """Return the loss; overwrite the gradients that are given."""
         statistics, turn_into_gradient = _passes(self.backend)
         columns = labels if self.shard is None else labels - self.shard.first
         loss = torch.zeros((), dtype=precise(hidden.dtype), device=hidden.device)
@@ -99,14 +98,14 @@ class _Chunks:
             loss += (lse - target).masked_fill(ignored, 0).sum()
             if hidden_grad is None or weight_grad is None:
                 continue
-            # Nothing is likely under an infinite sum: an ignored token's gradient is zero.
+            # Under an infinite sum all probabilities, and so the gradient, are zero.
             turn_into_gradient(logits, columns[rows], lse.masked_fill(ignored, torch.inf))
             _multiply(hidden_grad[rows], logits, weight, add=False)
             _multiply(weight_grad, logits.t(), chunk, add=start > 0)
         return loss
 
     def _over_ranks(self, statistics: torch.Tensor) -> torch.Tensor:
-        """Statistics of the whole vocabulary, from those of each rank's part of it."""
+        """Merge the statistics of each rank's part of the vocabulary."""
         if self.shard is None:
             return statistics
         tokens = statistics.shape[-1]
@@ -125,7 +124,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         chunks: _Chunks,
     ) -> torch.Tensor:
-        # In float32 until they are scaled, so that they are rounded once, as those of one product.
+        # In float32 until they are scaled, so that they are rounded once.
         grads = [
             torch.empty_like(x, dtype=precise(x.dtype), memory_format=torch.contiguous_format)
             for x in (hidden, weight)
@@ -145,13 +144,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The first pass over the logits of a chunk (tokens, words).
+    """Make the first pass over the logits of a chunk (tokens, words).
 
     Args:
-        columns: (tokens,), where each label's logit is; outside where this rank does not have it.
+        columns: (tokens,), the column of each label; out of range if another rank has it.
 
     Returns:
-        (2, tokens): the logarithm of the sum of exponentials, and the label's logit or 0.
+        (2, tokens): logsumexp, and the label's logit or 0.
     """
     words = logits.shape[-1]
     values = logits.to(precise(logits.dtype))
@@ -162,7 +161,7 @@ def _statistics(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def _turn_into_gradient(logits: torch.Tensor, columns: torch.Tensor, lse: torch.Tensor) -> None:
-    """The second pass: each logit becomes the derivative of the loss by it."""
+    """Make the second pass: replace each logit by the derivative of the loss by it."""
     probabilities = (logits.to(precise(logits.dtype)) - lse.unsqueeze(-1)).exp()
     # A comparison and no scatter, which would not be fused.
     words = torch.arange(logits.shape[-1], device=logits.device)
@@ -171,7 +170,7 @@ def _turn_into_gradient(logits: torch.Tensor, columns: torch.Tensor, lse: torch.
 
 @functools.cache
 def _passes(backend: str | None) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
-    """Both passes, compiled for each shape: of chunks there are one or two."""
+    """Return both passes, compiled for each shape; chunks have one or two shapes."""
     if backend is None:
         return _statistics, _turn_into_gradient
     first: Callable[..., torch.Tensor] = torch.compile(_statistics, backend=backend, dynamic=False)

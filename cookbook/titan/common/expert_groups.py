@@ -37,6 +37,13 @@ class GroupPlan:
     ends: torch.Tensor
 
 
+def _triton() -> Any:
+    """Import the kernels where a GPU needs them; on a CPU there may be no Triton."""
+    from cookbook.titan.common import triton_kernels
+
+    return triton_kernels
+
+
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
     """Round group sizes up to `alignment`; an empty group gets one full block.
 
@@ -64,14 +71,18 @@ def plan_groups(experts: torch.Tensor, counts: list[int], alignment: int) -> Gro
 
 
 def _place(
-    experts: torch.Tensor, sizes: torch.Tensor, ends: torch.Tensor, num_rows: int
+    experts: torch.Tensor,
+    sizes: torch.Tensor,
+    ends: torch.Tensor,
+    num_rows: int,
+    sums: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the copies and slots of a plan."""
+    """Return the copies and slots of a plan; `sums` are counts that a GPU has made already."""
     if experts.is_cuda:
-        from cookbook.titan.common import triton_kernels
-
-        sums = triton_kernels.count(experts, len(sizes))
-        return triton_kernels.place(experts, sums, sizes, ends, num_rows)
+        sums = _triton().count(experts, len(sizes)) if sums is None else sums
+        found: tuple[torch.Tensor, torch.Tensor]
+        found = _triton().place(experts, sums, sizes, ends, num_rows)
+        return found
     chosen, order = experts.reshape(-1).sort(stable=True)
     order, chosen = order[chosen >= 0], chosen[chosen >= 0]
     here = torch.bincount(chosen, minlength=len(sizes))
@@ -93,30 +104,20 @@ def plan_on_device(experts: torch.Tensor, num_experts: int, alignment: int) -> G
         experts: (tokens, top k) int.
         alignment: that of `plan_groups`; 1 for groups that are not padded, and may be empty.
     """
-    least = 0 if alignment == 1 else 1
+    sums = None
     if experts.is_cuda:
-        from cookbook.titan.common import triton_kernels
-
-        sums = triton_kernels.count(experts, num_experts)
-        sizes, ends = _sizes_and_ends(sums[:, -1], least, alignment)
+        sums = _triton().count(experts, num_experts)
+        counts = sums[:, -1]
     else:
         counts = torch.bincount(experts.reshape(-1), minlength=num_experts)
-        sizes, ends = _sizes_and_ends(counts, least, alignment)
     num_rows = experts.numel()
-    if least:
+    if alignment > 1:
+        counts = counts.clamp_min(1)
         num_rows = (-(-num_rows // alignment) + num_experts) * alignment
-    if experts.is_cuda:
-        copies, slots = triton_kernels.place(experts, sums, sizes, ends, num_rows)
-    else:
-        copies, slots = _place(experts, sizes, ends, num_rows)
+    sizes = (counts + alignment - 1) // alignment * alignment
+    sizes, ends = sizes.int(), sizes.cumsum(0, dtype=torch.int32)
+    copies, slots = _place(experts, sizes, ends, num_rows, sums)
     return GroupPlan(copies, slots, sizes, ends)
-
-
-def _sizes_and_ends(
-    counts: torch.Tensor, least: int, alignment: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    sizes = (counts.clamp_min(least) + alignment - 1) // alignment * alignment
-    return sizes.int(), sizes.cumsum(0, dtype=torch.int32)
 
 
 def _spread(
@@ -128,9 +129,7 @@ def _spread(
 ) -> torch.Tensor:
     """Copy tokens to the rows of the groups, times their copies' scores; zero for padding."""
     if tokens.is_cuda:
-        from cookbook.titan.common import triton_kernels
-
-        return triton_kernels.spread(tokens, scores, copies, slots, dtype)
+        return _triton().spread(tokens, scores, copies, slots, dtype)
     real = copies >= 0
     grouped = tokens.new_zeros(copies.numel(), tokens.shape[1], dtype=dtype)
     values = tokens[copies[real].long() // slots.shape[1]]
@@ -150,9 +149,7 @@ def _collect(
 ) -> torch.Tensor:
     """Sum `base` and the rows of each token's copies, times their scores."""
     if grouped.is_cuda:
-        from cookbook.titan.common import triton_kernels
-
-        return triton_kernels.collect(grouped, scores, slots, dtype, base)
+        return _triton().collect(grouped, scores, slots, dtype, base)
     real = copies >= 0
     values = grouped[real].to(torch.promote_types(grouped.dtype, torch.float32))
     if scores is not None:
@@ -167,9 +164,7 @@ def _collect(
 def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Multiply each token with its copies' rows, (tokens, top k); 0 for experts elsewhere."""
     if tokens.is_cuda:
-        from cookbook.titan.common import triton_kernels
-
-        return triton_kernels.dot(tokens, grouped, slots)
+        return _triton().dot(tokens, grouped, slots)
     exact = torch.promote_types(grouped.dtype, torch.float32)
     copies = grouped[slots.clamp_min(0).long()].to(exact)
     products = (copies * tokens.to(exact).unsqueeze(1)).sum(-1)
@@ -179,9 +174,7 @@ def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> to
 def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Look up the flattened `values` at `places`, in their shape; 0 at -1."""
     if values.is_cuda:
-        from cookbook.titan.common import triton_kernels
-
-        return triton_kernels.take(values, places)
+        return _triton().take(values, places)
     flat = values.reshape(-1)
     return torch.cat([flat, flat.new_zeros(1)])[places.long()]
 
@@ -300,9 +293,7 @@ def row_scores(scores: torch.Tensor, plan: GroupPlan) -> torch.Tensor:
 
 def _activate(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     if gate_up.is_cuda:
-        from cookbook.titan.common import triton_kernels
-
-        return triton_kernels.activate(gate_up, scores)
+        return _triton().activate(gate_up, scores)
     exact = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(exact).chunk(2, dim=1)
     return (torch.nn.functional.silu(gate) * up * scores).to(gate_up.dtype)
@@ -312,9 +303,7 @@ def _activation_gradient(
     grad: torch.Tensor, gate_up: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if gate_up.is_cuda:
-        from cookbook.titan.common import triton_kernels
-
-        return triton_kernels.gradient(grad, gate_up, scores)
+        return _triton().gradient(grad, gate_up, scores)
     exact = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(exact).chunk(2, dim=1)
     grad = grad.to(exact)
@@ -372,9 +361,7 @@ class _Joined(torch.autograd.Function):
 
 def _cast(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.is_cuda:
-        from cookbook.titan.common import triton_kernels
-
-        triton_kernels.cast(source, target)
+        _triton().cast(source, target)
     else:
         target.copy_(source)
 

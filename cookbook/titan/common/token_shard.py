@@ -26,15 +26,12 @@ class TokenShard:
     length: int
 
     @classmethod
-    def of_rank(cls, length: int, rank: int, ranks: int) -> TokenShard:
+    def of_mesh(cls, length: int, tp_mesh: DeviceMesh) -> TokenShard:
+        rank, ranks = tp_mesh.get_local_rank(), tp_mesh.size()
         if length % ranks != 0:
             raise ValueError(f"sequence length {length} is not divisible by TP degree {ranks}")
         part = length // ranks
         return cls(rank * part, (rank + 1) * part, length)
-
-    @classmethod
-    def of_mesh(cls, length: int, tp_mesh: DeviceMesh) -> TokenShard:
-        return cls.of_rank(length, tp_mesh.get_local_rank(), tp_mesh.size())
 
 
 def shard_tokens(folded: torch.Tensor, shard: TokenShard) -> torch.Tensor:

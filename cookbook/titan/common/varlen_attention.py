@@ -1,8 +1,9 @@
 """Causal attention within each document of a batch, as one operator with its own backward.
 
-The sequences of a batch are folded into one row of tokens, and cumulative lengths say where each
-document ends (`documents.py`). On a GPU FlashAttention-4's variable-length kernels compute it. On
-the CPU the same operator computes a reference with plain PyTorch operations.
+The sequences of a batch are folded into one row of tokens, and cumulative lengths give the ends of
+documents. On a GPU FlashAttention-4's variable-length kernels compute it, on the CPU a reference of
+plain PyTorch operations. Documents end by TorchTitan's rule (`get_document_mask_mod`): an
+end-of-document token belongs to the document that it ends, and none reaches into another sequence.
 
 PyTorch 2.10 has an operator of this kind (`torch.nn.attention.varlen`), but it takes no scale, its
 fake output has the head dimension of the queries, and its FlashAttention-4 backend expects two
@@ -12,6 +13,7 @@ results where FlashAttention-4 returns five.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -24,19 +26,16 @@ from cookbook.titan.common import flash_kernels
 FLASH_ATTENTION_4 = "flash_attention_4"
 REFERENCE = "flash_attention_4_reference"
 
-# What computed attention in this process, noted by the operator when it runs.
+# The kinds of attention that ran in this process, noted by the operator.
 ran: set[str] = set()
 
-# SM90 is H100 and H200, SM100 and SM103 are B200 and B300: what FlashAttention-4 has kernels for
-# with heads of 192 and 128.
+# FlashAttention-4 has kernels for heads of 192 and 128 on SM90 (H100, H200), SM100 and SM103 (B200,
+# B300).
 _MAJORS = (9, 10)
 
 
 def why_not() -> str | None:
-    """Why FlashAttention-4 cannot run on this machine's GPU; None where it can.
-
-    Without a GPU the reference runs, so there is no reason.
-    """
+    """Return why FlashAttention-4 cannot run on this GPU; None where it can, or without a GPU."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
@@ -60,7 +59,7 @@ def varlen_attention(
     max_seqlen: int,
     scale: float,
 ) -> torch.Tensor:
-    """Each token attends to its own document, up to itself.
+    """Attend from each token to its own document, up to itself.
 
     Args:
         q, k: (tokens, heads, head_dim); BF16 on a GPU, any floating-point type on the CPU.
@@ -115,31 +114,15 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 @_forward.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
     tokens, heads, _ = q.shape
     lse = q.new_empty((heads, tokens), dtype=_lse_dtype(q))
     return q.new_empty((tokens, heads, v.shape[-1])), lse
 
 
 @_backward.register_fake
-def _(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(grad_out: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    q, k, v = inputs[:3]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -162,50 +145,33 @@ def _autograd(ctx: Any, grad_out: torch.Tensor, _: Any) -> tuple[torch.Tensor | 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
+# Recomputation within a memory budget weighs operators by these. Arguments are shapes. The lengths
+# of documents are on the GPU: each sequence counts as one document, half a square of scores a head.
 @register_flop_formula(torch.ops.cookbook.varlen_attention)
 def _forward_flops(
-    q: tuple[int, ...],
-    k: tuple[int, ...],
-    v: tuple[int, ...],
-    cu_seqlens: tuple[int, ...],
-    max_seqlen: int,
-    *_: Any,
-    **__: Any,
+    q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any
 ) -> int:
-    """Two products of half a square for each head, as if every sequence were one document.
-
-    The lengths are on the GPU. Recomputation within a memory budget weighs operators by this.
-    """
+    """Two products."""
     tokens, heads, head_dim = q
-    return tokens * max_seqlen * heads * (head_dim + v[-1])
+    return int(tokens * max_seqlen * heads * (head_dim + v[-1]))
 
 
 @register_flop_formula(torch.ops.cookbook.varlen_attention_backward)
-def _backward_flops(
-    grad_out: tuple[int, ...],
-    q: tuple[int, ...],
-    k: tuple[int, ...],
-    v: tuple[int, ...],
-    out: tuple[int, ...],
-    lse: tuple[int, ...],
-    cu_seqlens: tuple[int, ...],
-    max_seqlen: int,
-    *_: Any,
-    **__: Any,
-) -> int:
+def _backward_flops(grad_out: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any) -> int:
     """Five products: the scores again, then the gradients of probabilities, q, k and v."""
     tokens, heads, head_dim = q
-    return tokens * max_seqlen * heads * (3 * head_dim + 2 * v[-1])
+    max_seqlen = rest[3]
+    return int(tokens * max_seqlen * heads * (3 * head_dim + 2 * v[-1]))
 
 
 def reference_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator in plain PyTorch, document by document, in float32 or, for float64, in float64.
+    """Compute the operator in plain PyTorch, by document, in float32 or, for float64, in float64.
 
     Returns:
-        The output in the type of `q`, (tokens, heads, v_head_dim), and the logarithm of the sum of
-        the exponentials of each token's scores, (heads, tokens).
+        The output in the type of `q`, (tokens, heads, v_head_dim), and the logsumexp of each
+        token's scores, (heads, tokens).
     """
     precise = _lse_dtype(q)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
@@ -228,7 +194,7 @@ def reference_backward(
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, from what `reference_forward` returned."""
+    """Return the gradients of q, k and v, given the results of `reference_forward`."""
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for part in _documents(cu_seqlens):
         q_, k_, v_, out_, grad_ = (x[part].to(lse.dtype) for x in (q, k, v, out, grad_out))
@@ -253,3 +219,97 @@ def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill_(later, float("-inf"))
+
+
+@dataclass
+class AttendedLength:
+    """The mean number of keys to which the tokens of the first batches attended.
+
+    Attributes:
+        keys: int64 scalar, on the device of the batches.
+        is_open: whether batches are still counted.
+    """
+
+    keys: torch.Tensor | int = 0
+    tokens: int = 0
+    is_open: bool = True
+
+    def add(self, ends: torch.Tensor) -> None:
+        """Count a batch, without waiting for the GPU."""
+        self.keys = self.keys + attended_keys(ends)
+        self.tokens += ends.numel()
+
+    def add_whole(self, sequences: int, length: int) -> None:
+        """Count sequences of one document each, without work on the GPU."""
+        self.keys = self.keys + sequences * (length * (length + 1) // 2)
+        self.tokens += sequences * length
+
+    def close(self) -> float | None:
+        """Stop counting; return keys per token, or None if nothing was counted."""
+        self.is_open = False
+        return int(self.keys) / self.tokens if self.tokens else None
+
+
+def document_ends(tokens: torch.Tensor, eos_id: int | None) -> torch.Tensor:
+    """Mark the last token of each document.
+
+    Args:
+        tokens: (batch, length), token numbers.
+        eos_id: the token that ends a document; None where a sequence is one document.
+
+    Returns:
+        (batch, length), bool. The last position of a sequence always ends a document.
+    """
+    ends = torch.zeros_like(tokens, dtype=torch.bool) if eos_id is None else tokens == eos_id
+    ends[:, -1] = True
+    return ends
+
+
+def attended_keys(ends: torch.Tensor) -> torch.Tensor:
+    """Count the (query, key) pairs under the causal mask within documents, an int64 scalar."""
+    positions = torch.arange(ends.shape[1], device=ends.device).expand_as(ends)
+    after_end = torch.where(ends[:, :-1], positions[:, 1:], 0)
+    starts = torch.nn.functional.pad(after_end, (1, 0)).cummax(dim=1).values
+    return (positions + 1 - starts).sum()
+
+
+def bounds_capacity(documents: int, length: int) -> int:
+    """Return the room for documents in a sequence of `length`, a power of two.
+
+    Every batch should get the same, since code and kernels are compiled for one shape. No corpus
+    of text has documents below 128 tokens on average over a whole sequence; a batch with more
+    `documents` in one of its sequences gets the next power of two.
+    """
+    least = max(documents, length // 128, min(length, 16))
+    return 1 << (least - 1).bit_length()
+
+
+def document_bounds(ends: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return the ends of each sequence's documents; one row a sequence, so that a batch can split.
+
+    Args:
+        ends: (batch, length), bool, from `document_ends`.
+        capacity: no sequence has more documents.
+
+    Returns:
+        (batch, capacity), int32: the position after each document, ascending; the rest `length`.
+    """
+    length = ends.shape[1]
+    after = torch.arange(1, length + 1, dtype=torch.int32, device=ends.device)
+    bounds = torch.where(ends, after, length).sort(dim=1).values[:, :capacity]
+    return torch.nn.functional.pad(bounds, (0, capacity - bounds.shape[1]), value=length)
+
+
+def cumulative_lengths(bounds: torch.Tensor) -> torch.Tensor:
+    """Return the bounds of all sequences of a batch in their folded row of tokens.
+
+    Args:
+        bounds: (batch, capacity), int32, from `document_bounds`.
+
+    Returns:
+        (batch * capacity + 1,), int32, ascending from 0 to batch * length; unused capacity becomes
+        empty documents.
+    """
+    # The last column is the length of a sequence, which is not read on the host.
+    starts = torch.arange(len(bounds), dtype=torch.int32, device=bounds.device) * bounds[:, -1]
+    return torch.nn.functional.pad((bounds + starts.unsqueeze(1)).flatten(), (1, 0))

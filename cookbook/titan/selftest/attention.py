@@ -16,7 +16,11 @@ from itertools import cycle
 import torch
 
 from cookbook.titan.common import varlen_attention as varlen
-from cookbook.titan.common.documents import bounds_capacity, cumulative_lengths, document_bounds
+from cookbook.titan.common.varlen_attention import (
+    bounds_capacity,
+    cumulative_lengths,
+    document_bounds,
+)
 from cookbook.titan.selftest.cases import Bound, Error, generator
 
 RANDOM = Bound(0.01, 0.05)

@@ -1,8 +1,8 @@
 """DeepSeek-V3 with a choice of attention: that of its flavor, or FlashAttention-4.
 
 TorchTitan builds the model class, asks it for masks and splits it over pipeline stages like its
-own. Under FlashAttention-4 the mask is the end of each document (`common/documents.py`), by the
-rule of the mask that it replaces. Everything else of a layer is TorchTitan's.
+own. Under FlashAttention-4 (`common/varlen_attention.py`) the mask is the end of each document, by
+the rule of the mask that it replaces. Everything else of a layer is TorchTitan's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchtitan.models.deepseek_v3.model.model import (
 )
 
 from cookbook.titan.common import varlen_attention
-from cookbook.titan.common.documents import (
+from cookbook.titan.common.varlen_attention import (
     AttendedLength,
     bounds_capacity,
     cumulative_lengths,

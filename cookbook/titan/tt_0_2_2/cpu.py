@@ -123,26 +123,17 @@ def prepare_cpu() -> None:
     utils: Any = torchtitan.models.moe.utils
     utils.generate_permute_indices = partial(utils.generate_permute_indices, use_cpu=True)
 
-    _give_memory_back()
-    multiply_bf16_in_float32()
-    seed_shards_apart()
-    _histc_of_integers()
-    _barrier_without_device_ids()
-
-
-def _give_memory_back() -> None:
-    """Let glibc map every large tensor by itself, and unmap it when it is freed.
-
-    By default it soon takes them from its heap, whose holes grow by 90 MB a step of the debug
-    model: after 100 steps a rank had 10 GiB.
-    """
+    # Let glibc map every large tensor by itself, and unmap it when it is freed. By default it soon
+    # takes them from its heap, whose holes grow by 90 MB a step of the debug model: after 100 steps
+    # a rank had 10 GiB.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
+    multiply_bf16_in_float32()
+    seed_shards_apart()
 
-def _histc_of_integers() -> None:
-    """The router counts tokens per expert with `torch.histc` of integers, which is CUDA-only."""
+    # The router counts tokens per expert with `torch.histc` of integers, which is CUDA-only.
     histc = torch.histc
 
     @wraps(histc)
@@ -153,16 +144,7 @@ def _histc_of_integers() -> None:
 
     torch.histc = counting_histc
 
-
-def sum_gradients_in_fsdp(model: nn.Module) -> None:
-    """Let FSDP reduce by plain sums: gloo lacks PREMUL_SUM, which TorchTitan's factor needs."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def _barrier_without_device_ids() -> None:
-    """TorchTitan names its device in a barrier, before it shortens the timeouts; gloo refuses."""
+    # TorchTitan names its device in a barrier, before it shortens the timeouts; gloo refuses it.
     barrier = torch.distributed.barrier
 
     @wraps(barrier)
@@ -170,6 +152,13 @@ def _barrier_without_device_ids() -> None:
         return barrier(group=group, async_op=async_op)
 
     torch.distributed.barrier = host_barrier
+
+
+def sum_gradients_in_fsdp(model: nn.Module) -> None:
+    """Let FSDP reduce by plain sums: gloo lacks PREMUL_SUM, which TorchTitan's factor needs."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

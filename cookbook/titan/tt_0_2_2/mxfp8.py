@@ -44,7 +44,12 @@ BLOCK = 32
 _EMULATED = " (EMULATED: numerics only)"
 
 
-class MXGroupedMMConverter(QuantizationConverter):
+class _DynamicConverter(QuantizationConverter):
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Do nothing: nothing is kept from step to step."""
+
+
+class MXGroupedMMConverter(_DynamicConverter):
     """Replaces the experts' weights, so that their grouped GEMMs quantize operands to MXFP8."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -89,11 +94,8 @@ class MXGroupedMMConverter(QuantizationConverter):
         note = _EMULATED if self.emulate else ""
         logger.info(f"Grouped GEMMs of modules matching {self.fqns} use {self.recipe_name}{note}")
 
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Quantization is dynamic: nothing is kept from step to step."""
 
-
-class MXLinearConverter(QuantizationConverter):
+class MXLinearConverter(_DynamicConverter):
     """Turns the linear layers that `filter_fqns` leaves into TorchAO's MXLinear."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -133,9 +135,6 @@ class MXLinearConverter(QuantizationConverter):
 
         quantize_(model, config=self.config, filter_fn=self.filter_fn)
         logger.info(f"Linear layers use {self.recipe_name}{_EMULATED if self.emulate else ''}")
-
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Quantization is dynamic: nothing is kept from step to step."""
 
 
 def emulated_weight_gradient(

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig
@@ -24,49 +25,39 @@ from cookbook.titan.tt_0_2_2.text_data import DATASET
 
 
 def option_table() -> dict[str, dict[str, Any]]:
-    """One entry an option, by its dotted name: kind, default, choices, whether None is allowed."""
+    """Return an entry by dotted name for each option: kind, default, choices, optional."""
     merged = ConfigManager._merge_configs(JobConfig, CookbookJobConfig)
     return dict(_entries(merged, ""))
 
 
-def _entries(section: Any, prefix: str) -> typing.Iterator[tuple[str, dict[str, Any]]]:
+def _entries(section: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for field in dataclasses.fields(section):
-        name = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(field.type):
-            yield from _entries(field.type, f"{name}.")
+            yield from _entries(field.type, f"{prefix}{field.name}.")
         else:
-            yield name, _entry(field)
+            yield f"{prefix}{field.name}", _entry(field)
 
 
 def _entry(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    default = field.default
+    is_union = typing.get_origin(field.type) in (typing.Union, types.UnionType)
+    kinds = list(typing.get_args(field.type)) if is_union else [field.type]
+    entry: dict[str, Any] = {"default": field.default}
     if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    kinds = _members(field.type)
-    entry: dict[str, Any] = {"default": default}
+        entry["default"] = field.default_factory()
     if type(None) in kinds:
         entry["optional"] = True
-        kinds = [kind for kind in kinds if kind is not type(None)]
-    literals = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
-    if literals:
-        return {"kind": "choice", "choices": list(typing.get_args(literals[0])), **entry}
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            return {"kind": "choice", "choices": list(typing.get_args(kind)), **entry}
     if list[str] in kinds:
         return {"kind": "list", **entry}
     names = {kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not list}
-    for kind in ("bool", "float", "int", "str"):
-        if kind in names:
-            return {"kind": kind, **entry}
-    return {"kind": "lists", **entry}
-
-
-def _members(kind: Any) -> list[Any]:
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return list(typing.get_args(kind))
-    return [kind]
+    kind = next((name for name in ("bool", "float", "int", "str") if name in names), "lists")
+    return {"kind": kind, **entry}
 
 
 def model_table() -> dict[str, dict[str, int]]:
-    """What layouts must divide and kernels must take, by flavor of deepseek_v3."""
+    """Return the numbers by which layouts and kernels are checked, by flavor of deepseek_v3."""
     return {
         flavor: {
             "n_layers": args.n_layers,
@@ -81,17 +72,14 @@ def model_table() -> dict[str, dict[str, int]]:
     }
 
 
-def argument_table() -> dict[str, dict[str, Any]]:
-    """All arguments of the flavors, which memory and time are counted from."""
-    return {flavor: flat_numbers(dataclasses.asdict(args)) for flavor, args in flavors().items()}
-
-
 def main() -> None:
     """Print the table."""
+    arguments = {name: flat_numbers(dataclasses.asdict(args)) for name, args in flavors().items()}
     table = {
         "options": option_table(),
         "models": {"deepseek_v3": model_table()},
-        "model_args": {"deepseek_v3": argument_table()},
+        # Memory and time are counted from these.
+        "model_args": {"deepseek_v3": arguments},
         "datasets": [*DATASETS, DATASET],
     }
     print(json.dumps(table, indent=1))

@@ -25,14 +25,14 @@ class ProbsOnActivations:
 
     def __init__(self) -> None:
         self._activate: Callable[..., torch.Tensor] = _activate
-        self._project: Callable[..., torch.Tensor] = _project
+        self._project: Callable[..., torch.Tensor] = group_products
         self.is_compiled = False
 
     def compile(self, backend: str) -> None:
         """Compile both halves; further calls change nothing."""
         if not self.is_compiled:
             self._activate = torch.compile(_activate, backend=backend, fullgraph=True)
-            self._project = torch.compile(_project, backend=backend, fullgraph=True)
+            self._project = torch.compile(group_products, backend=backend, fullgraph=True)
             self.is_compiled = True
 
     def __call__(
@@ -49,14 +49,15 @@ class ProbsOnActivations:
         weights = (experts.w1, experts.w2, experts.w3)
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
         if not experts.use_grouped_mm:
-            return _project(w2, _activate(w1, w3, rows, scores, ends, False), ends, False)
+            activations = _activate(w1, w3, rows, scores, ends, grouped=False)
+            return group_products(activations, w2, ends, grouped=False)
         # The number of rows differs in each layer and step.
         torch._dynamo.mark_dynamic(rows, 0)
         torch._dynamo.mark_dynamic(scores, 0)
         activations = self._activate(w1, w3, rows, scores, ends)
         torch._dynamo.mark_dynamic(activations, 0)
         with last_product():
-            return self._project(w2, activations, ends).type_as(rows)
+            return self._project(activations, w2, ends).type_as(rows)
 
 
 def _activate(
@@ -69,25 +70,21 @@ def _activate(
 ) -> torch.Tensor:
     # Grouped GEMMs take BF16 only. Cast once, so that one copy is kept.
     rows = rows.bfloat16() if grouped else rows
-    activations = torch.nn.functional.silu(_multiply(rows, w1, ends, grouped))
-    activations = activations * _multiply(rows, w3, ends, grouped)
+    activations = torch.nn.functional.silu(group_products(rows, w1, ends, grouped))
+    activations = activations * group_products(rows, w3, ends, grouped)
     return (activations * scores).type_as(activations)
 
 
-def _project(
-    w2: torch.Tensor, activations: torch.Tensor, ends: torch.Tensor, grouped: bool = True
+def group_products(
+    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, grouped: bool = True
 ) -> torch.Tensor:
-    return _multiply(activations, w2, ends, grouped)
-
-
-def _multiply(
-    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, grouped: bool
-) -> torch.Tensor:
-    """Each group of rows times its expert's weights (experts, out, in)."""
+    """Multiply each group of rows with its expert's weights (experts, out, in)."""
     if grouped:
         return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
-    parts = rows.tensor_split(ends[:-1].tolist())
-    return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
+    # The last part belongs to no expert.
+    *parts, rest = rows.tensor_split(ends.tolist())
+    products = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])
 
 
 experts_with_probs = ProbsOnActivations()

@@ -38,6 +38,7 @@ from cookbook.titan.common.expert_groups import (
 from cookbook.titan.common.token_shard import TokenShard, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, receive, send
+from cookbook.titan.tt_0_2_2.probs_on_activations import group_products
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 
 
@@ -104,17 +105,17 @@ class RowExperts(nn.Module):
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
         ends = groups.ends
         if not experts.use_grouped_mm:
-            both = _one_by_one(rows, join(rows.dtype, w1, w3), ends)
-            return _one_by_one(scored_swiglu(both, groups.scores), w2, ends)
+            both = group_products(rows, join(rows.dtype, w1, w3), ends, grouped=False)
+            return group_products(scored_swiglu(both, groups.scores), w2, ends, grouped=False)
         # FSDP may have cast them to the parameters' type.
         rows = rows.bfloat16()
         # Quantized weights are quantized one by one.
         if type(w1) in (torch.Tensor, nn.Parameter):
-            both = _multiply(rows, join(torch.bfloat16, w1, w3), ends)
+            both = group_products(rows, join(torch.bfloat16, w1, w3), ends)
             if w2.dtype != torch.bfloat16:
                 w2 = join(torch.bfloat16, w2)
         else:
-            halves = [_multiply(rows, w, ends) for w in (w1, w3)]
+            halves = [group_products(rows, w, ends) for w in (w1, w3)]
             for half in halves:
                 if half.requires_grad:
                     # TorchAO quantizes no part of a row.
@@ -122,19 +123,7 @@ class RowExperts(nn.Module):
             both = torch.cat(halves, dim=1)
         activations = scored_swiglu(both, groups.scores)
         with last_product():
-            return _multiply(activations, w2, ends)
-
-
-def _multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Each group of rows times its expert's weights (experts, out, in)."""
-    return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
-
-
-def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    # The last part belongs to no expert.
-    *parts, rest = rows.tensor_split(ends.tolist())
-    products = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
-    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])
+            return group_products(activations, w2, ends)
 
 
 class RowMoE(MoE):

@@ -29,8 +29,8 @@ from torchtitan.models.deepseek_v3.model.model import Attention, DeepSeekV3Model
 from torchtitan.models.moe.moe import GroupedExperts, build_moe
 from torchtitan.protocols.model_converter import build_model_converters
 
-from cookbook.titan.common.documents import bounds_capacity
 from cookbook.titan.common.token_shard import TokenShard
+from cookbook.titan.common.varlen_attention import bounds_capacity
 from cookbook.titan.selftest.attention import (
     Attend,
     AttentionShape,
