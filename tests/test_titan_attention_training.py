@@ -13,7 +13,6 @@ from tests.titan_run import (
     CHARACTERS,
     EP2,
     NUM_LAYERS,
-    PP2,
     SEQ_LEN,
     active,
     job,
@@ -126,16 +125,6 @@ def test_losses_are_those_of_flex_attention_with_and_without_recomputation(
         assert flash["calls"] == STEPS * NUM_LAYERS * times, name
         assert flash["mean"] == flex["mean"] < SEQ_LEN / 4
         assert flash["counted_batches"] == 1
-
-
-def test_microbatches_of_a_pipeline_have_the_losses_of_flex_attention(
-    assets: Path, tmp_path: Path
-) -> None:
-    """Four sequences, a microbatch each; the loss is on the last stage."""
-    _, flex = run(assets, tmp_path / "a", 2, *PP2, batch=4, eager=True)
-    _, flash = run(assets, tmp_path / "b", 2, *PP2, *FLASH, *FULL, batch=4)
-    assert_same(flash, flex)
-    assert flash["mean"] == flex["mean"]
 
 
 def test_a_flavor_keeps_its_own_attention_where_none_is_chosen(

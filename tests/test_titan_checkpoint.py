@@ -349,18 +349,6 @@ def test_twice_the_ranks_go_on_with_the_same_losses(
     assert more["losses"] == pytest.approx(whole["losses"][2:], rel=ROUNDING)
 
 
-def test_more_data_parallel_ranks_go_on_where_the_texts_start_anew(
-    two_ranks: tuple[Path, Path, Any], tmp_path: Path
-) -> None:
-    """Every sequence is the same, so that 2 x 2 and 4 x 1 sequences are the same batch."""
-    assets, _, _ = two_ranks
-    whole = run(assets, tmp_path / "a", 2, *EP2, *RESHARDED, data="same", batch=2, steps=4)
-    shutil.rmtree(tmp_path / "a" / "checkpoint" / "step-4")
-    anew = "--checkpoint.exclude_from_loading=dataloader"
-    more = run(assets, tmp_path / "a", 4, *EP4, *RESHARDED, anew, data="same", batch=1, steps=4)
-    assert more["losses"] == pytest.approx(whole["losses"][2:], rel=ROUNDING)
-
-
 def test_torchtitans_checkpoints_are_read_without_torch(
     two_ranks: tuple[Path, Path, Any], tmp_path: Path
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,30 +70,6 @@ def test_each_exchange_is_quantized_by_its_own_option() -> None:
     other = A2A.replace("dispatch_fwd", "combine_bwd")
     assert Precisions.of(parse(A2A)) == Precisions(dispatch_forward=True, combine_backward=False)
     assert Precisions.of(parse(other)) == Precisions(dispatch_forward=False, combine_backward=True)
-
-
-def test_mxfp8_without_emulation_is_refused_below_sm100(caplog: Any) -> None:
-    from cookbook.titan.tt_0_2_2.mxfp8 import MXGroupedMMConverter, MXLinearConverter
-
-    config = parse("--quantize.grouped_mm.mx.fqns=experts")
-    for converter in (MXGroupedMMConverter, MXLinearConverter):
-        make = partial(converter, config, SimpleNamespace(tp_enabled=False))
-        reason = refusal(make, caplog)
-        assert reason.startswith("MXFP8 needs a GPU of SM100")
-
-
-def test_loss_keeps_its_value_and_scales_its_gradient() -> None:
-    from cookbook.titan.tt_0_2_2.loss import scale_gradient, tokens_of_global_batch
-
-    x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
-    loss = scale_gradient(x * x, 1 / 256)
-    loss.backward()
-    assert float(loss.detach()) == 9.0
-    assert x.grad is not None and float(x.grad) == pytest.approx(6 / 256)
-    dims = SimpleNamespace(dp_replicate=2, dp_shard=4)
-    assert tokens_of_global_batch(parse("--training.seq_len=16"), dims) == 8 * 8 * 16
-    config = parse("--training.seq_len=16", "--training.global_batch_size=64")
-    assert tokens_of_global_batch(config, dims) == 64 * 16
 
 
 def test_no_module_of_torchtitan_is_left_on_cuda() -> None:

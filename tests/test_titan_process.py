@@ -8,10 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,123 +40,52 @@ def stands_still():
     time.sleep(float(sys.argv[2]))
     # On a busy machine the first trace takes seconds.
     deadline = time.monotonic() + 30
-    while sys.argv[3] == "-" and time.monotonic() < deadline and not trace.exists():
+    while time.monotonic() < deadline and not trace.exists():
         time.sleep(0.1)
 
 for step in range(6):
     time.sleep(0.2)
     alarm.step()
 stands_still()
-if sys.argv[3] == "goes on":
-    alarm.step()
-if sys.argv[3] == "ends":
-    alarm.end()
-    time.sleep(2)
 stacks = attempt / "stacks" / "rank-0.txt"
 print(len(stacks.read_text()) if stacks.exists() else 0)
 os._exit(0)
 """
 
 
-def _stall(attempt: Path, seconds: float, then: str) -> int:
+def test_a_rank_that_stands_still_says_where(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _STALL, str(attempt), str(seconds), then],
+        [sys.executable, "-c", _STALL, str(tmp_path), "4"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1])
-
-
-def test_a_rank_that_stands_still_says_where(tmp_path: Path) -> None:
-    assert _stall(tmp_path, 4, "-") > 0
+    assert done.returncode == 0 and int(done.stdout.split()[-1]) > 0, done.stderr
     assert "stands_still (<string>" in (describe_stacks(Attempt(tmp_path, 0), 1) or "")
     recorded: dict[str, Any] = pickle.loads((tmp_path / "comm_traces" / "rank_0").read_bytes())
     assert "all_reduce" in recorded["entries"][-1]["profiling_name"]
 
 
-@pytest.mark.parametrize(("seconds", "then"), [(4, "goes on"), (0.1, "ends")])
-def test_one_that_goes_on_or_has_ended_leaves_no_stack(
-    tmp_path: Path, seconds: float, then: str
-) -> None:
-    assert _stall(tmp_path, seconds, then) == 0
-    # Nor an empty file for each rank.
-    assert (tmp_path / "stacks").exists() is (then == "goes on")
-
-
-@pytest.fixture
-def on_a_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[list[float], Callable[[int], Any]]]:
-    """The time, which the test sets, and what makes a rank's alarm, which ends with the test."""
+def test_the_alarm_is_set_by_usual_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the first one, which compiles, nor by one that has saved."""
     from cookbook.titan.common import process
 
-    now = [0.0]
+    now, alarms = [0.0], list[float]()
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(process, "_POLL_S", 0.01)
-    monkeypatch.setattr(process, "flight_record", lambda: b"trace")
-    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: None)
-    with ExitStack() as ends:
-
-        def alarm(rank: int) -> Any:
-            made = process.StallAlarm(tmp_path, tmp_path / "rank_", rank)
-            ends.callback(made.end)
-            return made
-
-        yield now, alarm
-    for thread in looking():
-        thread.join(timeout=5)
-
-
-def looking() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "stall alarm"]
-
-
-def test_collectives_are_recorded_once_where_no_step_comes(
-    tmp_path: Path, on_a_clock: tuple[list[float], Callable[[int], Any]]
-) -> None:
-    now, alarm = on_a_clock
-    ended, stalled = alarm(0), alarm(1)
-    for _ in range(6):
-        now[0] += 10.0
-        ended.step()
-        stalled.step()
-    ended.end()
-    now[0] += 47.0
-    # 48 s have not passed.
-    time.sleep(0.2)
-    assert not list(tmp_path.glob("rank_*"))
-    now[0] += 2.0
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "rank_1").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    (tmp_path / "rank_1").unlink()
-    time.sleep(0.2)
-    assert not list(tmp_path.glob("rank_*"))
-    stalled.end()
-    # Nothing is left that looks.
-    while looking():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_the_alarm_is_set_by_usual_steps(
-    on_a_clock: tuple[list[float], Callable[[int], Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not by the first one, which compiles, nor by one that has saved."""
-    (now, alarm_of), alarms = on_a_clock, []
     monkeypatch.setattr(
         "faulthandler.dump_traceback_later", lambda seconds, file: alarms.append(seconds)
     )
-    alarm = alarm_of(0)
+    alarm = process.StallAlarm(tmp_path, tmp_path / "rank_", 0)
     for seconds in (100.0, 60.0, 5.0, 5.0, 90.0, 5.0):
         now[0] += seconds
         alarm.step()
+    alarm.end()
     # Three steps must be known; then four usual steps, and 8 s.
     assert alarms == [28.0, 4 * 32.5 + 8.0, 28.0]
+    # No stacks were written: no file is left.
+    assert not list(tmp_path.iterdir())
 
 
 _ORPHAN = """
