@@ -1,7 +1,7 @@
-"""FlashAttention-4's variable-length kernels as the operator of `varlen_attention.py` calls them.
+"""The calls of FlashAttention-4's variable-length kernels by `varlen_attention.py`.
 
-Set-up compiles them by the same calls (`compile_attention.py`): its kernels are found again by what
-FlashAttention-4 is told here.
+Set-up compiles the kernels by the same calls (`compile_attention.py`), so that FlashAttention-4
+finds them again by their arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def forward(
     max_seqlen: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the logarithm of each token's sum of exponentials, (heads, tokens)."""
+    """Return the output, and the logsumexp of each token's scores, (heads, tokens)."""
     out, lse, *_ = _kernels()._flash_attn_fwd(
         q, k, v, return_lse=True, **_packing(cu_seqlens, max_seqlen, scale)
     )
@@ -44,7 +44,7 @@ def backward(
     max_seqlen: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, from what `forward` returned."""
+    """Return the gradients of q, k and v, given the results of `forward`."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     _kernels()._flash_attn_bwd(
         *(q, k, v, out, grad_out, lse),
@@ -59,7 +59,7 @@ def backward(
 
 
 def _packing(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
-    """Keyword arguments that the forward and the backward kernels share."""
+    """Return the arguments that the forward and the backward kernels share."""
     return {
         "cu_seqlens_q": cu_seqlens,
         "cu_seqlens_k": cu_seqlens,
@@ -71,12 +71,12 @@ def _packing(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float) -> dict[st
 
 
 def _kernels() -> Any:
-    """FlashAttention-4; imported at the first call, since that takes seconds."""
+    """Import FlashAttention-4 at the first call, since that takes seconds."""
     if INTERFACE in sys.modules:
         return sys.modules[INTERFACE]
-    # Compiling its kernels takes each process 6 to 10 s. Kept, in /tmp of the node by default, they
-    # are loaded in 0.03 s by the next job. Not on a shared file system: some have no file locks,
-    # and FlashAttention-4 fails without.
+    # Compiling its kernels takes each process 6 to 10 s; the next job loads them from the cache in
+    # 0.03 s. The cache is in the node's /tmp by default: FlashAttention-4 needs file locks, which
+    # some shared file systems lack.
     os.environ.setdefault(kernel_cache.ENABLED, "1")
     interface = import_module(INTERFACE)
     if os.environ[kernel_cache.ENABLED] == "1":
@@ -85,7 +85,7 @@ def _kernels() -> Any:
 
 
 def _take_over() -> None:
-    """Put set-up's kernels for this GPU into FlashAttention-4's cache, before it looks there."""
+    """Put set-up's kernels for this GPU into FlashAttention-4's cache."""
     major, minor = torch.cuda.get_device_capability()
     kernel_cache.take_over(
         kernel_cache.folder_of(10 * major + minor, compiler_version()),
@@ -94,5 +94,5 @@ def _take_over() -> None:
 
 
 def compiler_version() -> int:
-    """The CUDA major version of the compiler that CuTe DSL has chosen here, by the driver."""
+    """Return the CUDA major version of the compiler that CuTe DSL chose for this driver."""
     return int(import_module("cutlass.base_dsl.version_info").CUDA_VERSION.major)

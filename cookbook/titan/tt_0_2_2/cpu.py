@@ -84,7 +84,7 @@ class CpuDevice(ModuleType):
         return CpuProperties(self.get_device_name(), pages * page_size)
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        # What a CUDA allocator reserves is nearest to what the process holds; ru_maxrss is in KiB.
+        # The process's own memory is nearest to a CUDA allocator's reserve; ru_maxrss is in KiB.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             "active_bytes.all.peak": peak,

@@ -86,7 +86,7 @@ def leave(
 def dispatch(
     rows: torch.Tensor, routing: Routing, group: ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-    """Send what `leave` returned to the ranks of its experts.
+    """Send the rows that `leave` returned to the ranks of their experts.
 
     Returns:
         The rows received (received, features), their local experts (received, top k), -1 for

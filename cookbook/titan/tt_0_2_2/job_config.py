@@ -18,55 +18,56 @@ class Cookbook:
     """The name of the EP backend overlay, for the log and the report."""
 
     grouped_gemms: str = ""
-    """What the precision declares for the routed experts' grouped GEMMs: `bf16`, `mxfp8`,
-    `mxfp8_wgrad_with_hp` or `fp8_rowwise`. The run ends at its first step where another is active;
+    """The precision's declaration for the routed experts' grouped GEMMs: `bf16`, `mxfp8`,
+    `mxfp8_wgrad_with_hp` or `fp8_rowwise`. The run ends at its first step if another is active;
     empty declares nothing, here and in the next two."""
 
     linear_layers: str = ""
-    """What the precision declares for linear layers: `bf16`, `mx` or `float8`."""
+    """The precision's declaration for linear layers: `bf16`, `mx` or `float8`."""
 
     dispatch: str = ""
-    """How the EP backend declares that tokens travel: `standard`, `deepep` or `mxfp8` (both
-    exchanges of the quantized all-to-all). Not checked with expert_parallel_degree 1."""
+    """The EP backend's declaration for the exchange of tokens: `standard`, `deepep` or `mxfp8`
+    (both exchanges of the quantized all-to-all). Not checked with expert_parallel_degree 1."""
 
     emulated: bool = False
     """Whether the driver asked for emulated low precision (numerics only, never a speed-up)."""
 
     self_check: bool = True
     """Compare every kernel of the job with a reference on its own GPU, before the first step. A
-    wrong one ends the job and is named, with the option that does without it."""
+    wrong kernel ends the job; the message names it and an option that avoids it."""
 
     row_kernels: bool = False
-    """Order the routed rows and bring them back with own kernels, and apply the routing scores to
-    the experts' activations, for the EP backends `standard` and `mxfp8_a2a`: the same sum, rounded
-    elsewhere. `deepep` has such kernels always. The log's `cookbook active` line says so."""
+    """Order the routed rows and bring them back with the cookbook's kernels, and apply the routing
+    scores to the experts' activations, for the EP backends `standard` and `mxfp8_a2a`: the same
+    sum, rounded elsewhere. `deepep` always has such kernels. Shown in the log's `cookbook active`
+    line."""
 
 
 @dataclass
 class Model:
     attention: Literal["flavor", "flash_attention_4"] = "flavor"
-    """What computes attention: what the flavor says (FlexAttention from 16B on, as published), or
-    FlashAttention-4 with the same mask. The log's `cookbook active` line says which one ran."""
+    """The flavor's attention (FlexAttention from 16B on, as published), or FlashAttention-4 with
+    the same mask. The log's `cookbook active` line names the one that ran."""
 
 
 @dataclass
 class ActivationCheckpoint:
     op_sac_save_list: list[str] = field(default_factory=list)
-    """What `mode=selective` with `selective_ac_option=op` saves instead of computing it again, of
-    `attention`, `communication` (dispatch and combine), `grouped_mm` (the routed experts' GEMMs)
-    and `mm` (other GEMMs: in compiled layers with experts those over at least the hidden size,
-    elsewhere every second one); empty is TorchTitan's own list, all but `grouped_mm`, and without
-    `mm` in those layers. The log's `cookbook active` line says what was saved."""
+    """The operators that `mode=selective` with `selective_ac_option=op` saves, not recomputes:
+    `attention`, `communication` (dispatch and combine), `grouped_mm` (the routed experts'
+    GEMMs) and `mm` (other GEMMs: in compiled layers with experts those over at least the hidden
+    size, elsewhere every second one). Empty is TorchTitan's own list: all but `grouped_mm`, and
+    without `mm` in those layers. The log's `cookbook active` line names the saved ones."""
 
     num_layers_kept: int = 0
-    """Of how many layers `mode=full` or `selective` recomputes nothing: the last ones of each
-    pipeline stage. For memory that is left, a layer at a time."""
+    """The number of layers, from the last of each pipeline stage, that `mode=full` or `selective`
+    leaves alone. It spends memory that is left, a layer at a time."""
 
 
 @dataclass
 class Checkpoint:
     interval_minutes: float = 0.0
-    """Save after the first step that ends so many minutes after the last save began, in place of
+    """Save after the first step that ends this many minutes after the last save began, instead of
     every `checkpoint.interval` steps; 0 counts steps. By rank 0's clock, and never while another
     checkpoint is being written."""
 
@@ -74,21 +75,21 @@ class Checkpoint:
 @dataclass
 class Loss:
     num_chunks: int = 0
-    """Into how many chunks the tokens of a batch are cut, so that the logits of one chunk exist at
-    a time (8 is a good number, as in later TorchTitan); 0 is TorchTitan's own loss over whole
-    logits. The gradients are those of the same loss."""
+    """The number of chunks into which the loss cuts a batch's tokens, so that the logits of one
+    chunk exist at a time (8 is a good number, as in later TorchTitan); 0 is TorchTitan's own loss
+    over whole logits. The gradients are the same."""
 
 
 @dataclass
 class DeepEP:
     num_chunks: int = 1
-    """Into how many parts an MoE layer cuts its tokens: while the experts compute one part, the
-    next is sent to them and the last one back. 1 sends all at once."""
+    """The number of parts into which an MoE layer cuts its tokens: while the experts compute one
+    part, the next is on its way to them and the previous one on its way back."""
 
     score_activations: bool = False
     """Apply the routing scores to the experts' activations instead of their outputs: the same sum,
-    rounded elsewhere. The outputs are then not kept for the gradients, and neither they nor their
-    way back are computed again where a layer is recomputed."""
+    rounded elsewhere. The outputs are then not kept for the gradients, and a recomputed layer
+    repeats neither them nor their combine."""
 
 
 @dataclass
@@ -142,13 +143,13 @@ class MXGroupedMM:
 @dataclass
 class QuantizedLinear:
     mx: MXLinear = field(default_factory=MXLinear)
-    """What the cookbook adds to `quantize.linear.mx`."""
+    """The cookbook's additions to `quantize.linear.mx`."""
 
 
 @dataclass
 class QuantizedGroupedMM:
     mx: MXGroupedMM = field(default_factory=MXGroupedMM)
-    """What the cookbook adds to `quantize.grouped_mm.mx`."""
+    """The cookbook's additions to `quantize.grouped_mm.mx`."""
 
 
 @dataclass
@@ -163,16 +164,16 @@ class Quantize:
 @dataclass
 class JobConfig:
     cookbook: Cookbook = field(default_factory=Cookbook)
-    """What the overlays declare, and their names."""
+    """The overlays' names and declarations."""
 
     model: Model = field(default_factory=Model)
-    """What the cookbook adds to `model`."""
+    """The cookbook's additions to `model`."""
 
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    """What the cookbook adds to `activation_checkpoint`."""
+    """The cookbook's additions to `activation_checkpoint`."""
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """What the cookbook adds to `checkpoint`."""
+    """The cookbook's additions to `checkpoint`."""
 
     loss: Loss = field(default_factory=Loss)
     """How the loss is computed; later TorchTitan has this section too."""
@@ -187,7 +188,7 @@ class JobConfig:
     """The user's own texts."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
-    """What the cookbook adds to `parallelism`."""
+    """The cookbook's additions to `parallelism`."""
 
     quantize: Quantize = field(default_factory=Quantize)
-    """What the cookbook adds to `quantize`."""
+    """The cookbook's additions to `quantize`."""

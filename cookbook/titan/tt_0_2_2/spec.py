@@ -40,7 +40,7 @@ def changed_spec() -> TrainSpec:
     """Return TorchTitan's own spec but for the doors named here."""
     return replace(
         deepseek_v3.get_train_spec(),
-        # Attention as a choice, and what mask it has.
+        # A choice of attention, and its mask.
         model_cls=DeepSeekV3ModelWithAttention,
         # The cookbook's flavors; and a job's options are checked before its model is built.
         model_args=flavors(),
