@@ -1,4 +1,4 @@
-"""Copies this checkout, for tests that change or install a part of it."""
+"""Copy this checkout for tests that change or install a part of it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from pathlib import Path
 
 from cookbook.base.paths import ROOT
 
-# Packages that stand in for what needs a GPU; a folder for PYTHONPATH.
+# A folder for PYTHONPATH: stand-ins for packages that need a GPU.
 STAND_IN = ROOT / "tests/stand_in"
 
 
 def copy_checkout(folder: Path, assets: bool = False) -> Path:
-    """Copy what the scripts, the driver and set-up need into `folder`.
-
-    Args:
-        assets: whether the tokenizers and the corpus that set-up makes seem to be there.
-    """
+    """Copy the files of scripts, driver and set-up into `folder`; `assets`: fake its downloads."""
     for name in ("cookbook", "recipes", "templates"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), *ROOT.glob("*.sh"), *ROOT.glob("requirements*.txt")):

@@ -1,4 +1,4 @@
-"""What several test modules share: a Slurm cluster, and a checkout that is set up."""
+"""Shared fixtures, and the order and workers of tests."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.checkout import copy_checkout
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
 
-# Most ranks import these; their server does so before it forks them.
+# The server of ranks imports these before it forks.
 PRELOADED = [
     "torch",
     "torchtitan.train",
     "cookbook.titan.tt_0_2_2",
     "torchao.prototype.moe_training",
 ]
-# The default cluster is what this machine's Slurm has; tests mean the published one.
+# The default is this machine's Slurm; tests mean the published cluster.
 os.environ.setdefault("COOKBOOK_CLUSTER", "soperator-b200")
-# A shell's background job ignores interrupts, and so would all that the tests start and interrupt.
+# A shell's background job ignores interrupts; what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -35,14 +35,14 @@ _SERVER: Any = forkserver._forkserver
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Let all workers fork their ranks from one server, which imports TorchTitan once."""
+    """Start one server of ranks for all workers, so that TorchTitan is imported once."""
     _SERVER.set_forkserver_preload(PRELOADED)
     _SERVER.ensure_running()
     node.workerinput["forkserver"] = _SERVER._forkserver_address
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Connect a worker to the server of all."""
+    """Connect a worker to that server."""
     if hasattr(config, "workerinput"):
         _SERVER._forkserver_address = config.workerinput["forkserver"]
         _SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """A real Slurm cluster of 32 nodes with 8 GPUs each; a test leaves it as idle as it got it."""
+    """A real Slurm cluster of 32 nodes with 8 GPUs each; tests must leave it idle."""
     require_slurm()
     with SlurmCluster.start(tmp_path_factory.mktemp("slurm"), nodes=32) as cluster:
         yield cluster
@@ -59,7 +59,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout in which the tokenizers that set-up downloads seem to be there."""
+    """A copy of the checkout with fake tokenizers."""
     return copy_checkout(tmp_path_factory.mktemp("a checkout") / "moe-cookbook", assets=True)
 
 
@@ -70,9 +70,9 @@ SLURM_WORKERS = 3
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order and group the tests for several workers (`make test`).
 
-    Tests on Slurm come first, on few workers with a cluster each: they mostly wait, while other
-    workers compute. Then come trainings; short tests fill the end. Tests that share a fixture of
-    their module go to one worker.
+    Tests on Slurm come first, on some workers with a cluster each: they mostly wait while the
+    other workers compute. Then come trainings; short tests fill the end. Tests that share a
+    fixture of their module go to one worker.
     """
     items.sort(key=lambda item: [not item.get_closest_marker(name) for name in ("slurm", "titan")])
     on_slurm = Counter(item.path.stem for item in items if item.get_closest_marker("slurm"))
@@ -94,10 +94,7 @@ def _shares_with_its_module(item: pytest.Function) -> bool:
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Path:
-    """pytest's, under a name that no test had: what is read once is known by its path.
-
-    pytest gives the name of a folder that it has removed to the next test.
-    """
+    """pytest's folder under a unique name: pytest reuses names, and caches are keyed by path."""
     own = tmp_path / str(next(_numbers))
     own.mkdir()
     return own

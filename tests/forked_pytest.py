@@ -1,11 +1,10 @@
-"""Runs pytest again and again, each time in a fork of one process that has imported the rest.
+"""Run pytest repeatedly in forks of one process that has imported large modules such as torch.
 
     python tests/forked_pytest.py SECONDS LOG MODULE ...    # in the folder of a checkout
 
-Most of a short run's time goes into importing such modules as torch. Nothing of this project is
-imported here: each run imports it as it is in the folder by then. A line of standard input is a
-list of pytest's words in JSON. The answer is a list of two: the exit status, `null` where SECONDS
-were not enough, and the names of the tests that failed. LOG has what the last run printed.
+Each line of standard input is a JSON list of pytest's arguments; each answer is a JSON list of the
+exit status, null after SECONDS, and the names of failed tests. LOG has the output of the last run.
+This project is not imported here: each run imports its current files.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from unittest import mock
 
 
 def main(seconds: float, log: Path, modules: list[str]) -> None:
-    """Answer each line until there are no more."""
+    """Answer each line of standard input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    # What is imported may print.
+    # Imports may print.
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2):
         os.dup2(nothing, descriptor)
@@ -39,10 +38,10 @@ def main(seconds: float, log: Path, modules: list[str]) -> None:
             importlib.import_module(name)
     for plugin in importlib.metadata.entry_points(group="pytest11"):
         plugin.load()
-    # Where `python -m pytest` looks first, in place of this file's folder.
+    # As with `python -m pytest`, in place of this file's folder.
     sys.path[0] = str(Path.cwd())
     resource_tracker.ensure_running()
-    # At its end pytest collects garbage ten times: 0.7 s with all of torch's objects to look at.
+    # pytest collects garbage ten times at its end: 0.7 s with torch's objects.
     gc.freeze()
     for line in sys.stdin:
         names = os.memfd_create("failed")
@@ -60,22 +59,19 @@ def main(seconds: float, log: Path, modules: list[str]) -> None:
 
 
 class _Failed:
-    """Writes the name of each test that fails, a line each."""
+    """Write the name of each failed test on a line."""
 
     def __init__(self, file: int) -> None:
         self._file = file
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """pytest's hook."""
+        """Implement pytest's hook."""
         if report.failed:
             os.write(self._file, f"{report.nodeid}\n".encode())
 
 
 def _fork_ranks_from_here() -> None:
-    """Start multiprocessing's fork server as a fork of this process, before pytest does anything.
-
-    It starts the ranks of many tests. As a new Python it would import torch anew, for 9 s.
-    """
+    """Fork multiprocessing's fork server, which starts ranks, in place of importing torch anew."""
 
     def fork(program: object, words: object, descriptors: list[int]) -> int:
         child = os.fork()
@@ -110,7 +106,7 @@ def _wait(child: int, seconds: float) -> int | None:
     while not ended and time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         time.sleep(0.02)
-    # It and what it left.
+    # With its descendants.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if ended:

@@ -1,9 +1,7 @@
-"""Starts a real Slurm cluster on this machine, which is gone after the test.
+"""Start a real Slurm cluster on this machine for the time of a test.
 
-Every node is a process namespace of its own, with its own host name, /etc/hosts and /dev/shm. So
-node names resolve inside jobs though the machine's /etc/hosts is never written, killing a node
-kills all that runs on it, and the kernel ends every node when the process that started them dies.
-
+Each node has its own process namespace, host name, /etc/hosts and /dev/shm. So node names resolve
+in jobs, killing a node kills its processes, and all nodes end with the process that started them.
 With 32 nodes on two cores a start takes 1 to 2 s, a stop 0.1 s, and 100 sbatch calls 1 to 2 s.
 """
 
@@ -29,8 +27,8 @@ __all__ = ["Settings", "SlurmCluster", "SlurmError"]
 FINISHED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"})
 FINISHED |= {"OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 
-# The first process of a machine's namespaces: $1 is its name, $2 its /etc/hosts, then the daemon.
-# The shell stays, as process 1, to reap what jobs leave behind; when the daemon ends, all end.
+# Process 1 of a machine: $1 is its name, $2 its /etc/hosts, then the daemon's command. The shell
+# stays to reap orphans; when the daemon ends, all end.
 _MACHINE = """
 hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1
 shift 2
@@ -41,11 +39,11 @@ _UNIX_SOCKET_PATH_LIMIT = 107
 
 
 class SlurmError(Exception):
-    """The cluster did not do what a test asked; the message holds the log that says why."""
+    """The cluster failed a request; the message has its log."""
 
 
 def tail(path: Path, lines: int = 15) -> str:
-    """A file's last lines under its name, for what a failed test says."""
+    """Return a file's last lines under its name, for a failure message."""
     text = path.read_text(errors="replace") if path.exists() else ""
     return "\n".join([f"-- {path.name}:", *text.splitlines()[-lines:]])
 
@@ -67,7 +65,7 @@ class SlurmCluster:
     def start(
         cls, folder: Path, nodes: int = 32, settings: Settings | None = None
     ) -> Iterator[SlurmCluster]:
-        """Start a cluster that owns `folder`, empty or absent now and removed at the end."""
+        """Start a cluster in `folder`, which must be empty or absent and is removed at the end."""
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -94,14 +92,14 @@ class SlurmCluster:
 
     @property
     def env(self) -> dict[str, str]:
-        """The test's environment without Slurm's own variables, pointed at this cluster."""
+        """The environment of commands on this cluster, without Slurm's inherited variables."""
         inherited = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_"))
         }
         own = {"SLURM_CONF": str(self.conf), "PATH": search_path()}
-        # The nodes have no GPUs; the tests of the look at the nodes give them some.
+        # The nodes have no GPUs; tests of the preflight provide some.
         return {"COOKBOOK_PREFLIGHT": "off", **inherited, **own}
 
     def run(
@@ -112,7 +110,7 @@ class SlurmCluster:
         env: Mapping[str, str] | None = None,
         timeout: float = 60,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command (one string is split as a shell would) as a user on the login node."""
+        """Run a command on the login node; one string is split as a shell would."""
         command = shlex.split(argv[0]) if len(argv) == 1 and isinstance(argv[0], str) else argv
         done = subprocess.run(
             [str(word) for word in command],
@@ -141,20 +139,20 @@ class SlurmCluster:
         return said.stdout.strip().split(";")[0]
 
     def job_field(self, job_id: str, name: str) -> str | None:
-        """One field of `scontrol show job`; None where Slurm has forgotten the job or the field."""
+        """Return a field of `scontrol show job`; None if the job or the field is unknown."""
         said = self.run("scontrol", "show", "job", job_id, check=False)
         found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", said.stdout)
         return found.group(1) if found else None
 
     def wait(self, job_id: str, states: Collection[str] = FINISHED, timeout: float = 60) -> str:
-        """Wait until the job is in one of `states`, by default finished; return that state."""
+        """Wait for one of `states`, by default any final one; return it."""
         seen: str | None = None
 
         def reached() -> bool:
             nonlocal seen
             state = self.job_field(job_id, "JobState")
             if state is None:
-                raise SlurmError(f"job {job_id}: Slurm knows it no more; last seen {seen}")
+                raise SlurmError(f"job {job_id} is gone; last seen {seen}")
             seen = state
             return seen in states
 
@@ -162,20 +160,15 @@ class SlurmCluster:
             self._until(reached, timeout, "slurmctld")
         except TimeoutError as late:
             shown = self.run("scontrol", "show", "job", job_id, check=False).stdout
-            said = self._said(shown)
-            raise SlurmError(
-                f"job {job_id}: {seen}, not {sorted(states)}\n{shown}{said}\n{late}"
-            ) from None
+            output = re.search(r"StdOut=(\S+)", shown)
+            shown += tail(Path(output[1])) if output else ""
+            message = f"job {job_id}: {seen}, not {sorted(states)}\n{shown}\n{late}"
+            raise SlurmError(message) from None
         assert seen is not None
         return seen
 
-    def _said(self, shown: str) -> str:
-        """The last lines that a job wrote, by what `scontrol show job` says of it."""
-        found = re.search(r"StdOut=(\S+)", shown)
-        return tail(Path(found.group(1))) if found else ""
-
     def requeue(self, job_id: str, timeout: float = 60) -> int:
-        """Requeue a running job, wait until it runs again; return its SLURM_RESTART_COUNT."""
+        """Requeue a running job and wait until it runs; return its SLURM_RESTART_COUNT."""
         before = int(self.job_field(job_id, "Restarts") or 0)
         self.run("scontrol", "requeue", job_id)
         deadline = time.monotonic() + timeout
@@ -187,37 +180,34 @@ class SlurmCluster:
         return int(self.job_field(job_id, "Restarts") or 0)
 
     def cancel_all(self, timeout: float = 60) -> None:
-        """Cancel every job and wait until all nodes are idle, for the next test to start clean."""
+        """Cancel every job and wait until all nodes are idle."""
         jobs = self.run("squeue", "-h", "-o", "%A").stdout.split()
         if jobs:
             self.run("scancel", *jobs, check=False)
         self.wait_idle(timeout=timeout)
 
     def kill_node(self, name: str) -> None:
-        """End a node with everything on it, as a power failure does, and let Slurm know at once."""
+        """Kill a node with its processes, as a power failure does, and tell Slurm."""
         self._kill(name)
         self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=power failure")
 
     def start_node(self, name: str, timeout: float = 30) -> None:
-        """Bring a killed node back, and wait until Slurm uses it again."""
+        """Restart a killed node and wait until Slurm uses it."""
         self._start_node(name)
         self.wait_idle((name,), timeout)
 
     def stop_controller(self) -> None:
-        """End slurmctld; jobs go on, and no command gets an answer.
-
-        As an administrator would: killed, it may forget a job that it has just started.
-        """
+        """End slurmctld; jobs continue. Killed, it might forget a job that it just started."""
         self.run("scontrol", "shutdown", "slurmctld")
         self._processes["slurmctld"].wait(timeout=30)
 
     def start_controller(self) -> None:
-        """Start slurmctld, with the jobs that it knew."""
+        """Start slurmctld with its saved state."""
         self._spawn("slurmctld", self._on_machine("controller-0", "slurmctld", "-D", "-i"))
         self._until(self._answers, 20, "slurmctld")
 
     def node_states(self) -> dict[str, str]:
-        """Each node's short state, for example `idle`, `alloc`, `down*`."""
+        """Return each node's short state, such as `idle`, `alloc` or `down*`."""
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
         return dict(line.split() for line in lines)
 
@@ -234,13 +224,13 @@ class SlurmCluster:
             raise SlurmError(f"nodes are not idle: {self.node_states()}\n{late}") from None
 
     def pid(self, name: str) -> int:
-        """The process of a node (or `slurmctld`) whose end ends all that runs there."""
+        """Return process 1 of a node or of `slurmctld`."""
         process = self._processes[name]
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return int(children[0]) if children else process.pid
 
     def log_tail(self, name: str, lines: int = 15) -> str:
-        """The last lines that a daemon wrote: `munged`, `slurmctld` or a node's name."""
+        """Return the last lines of a daemon's log: `munged`, `slurmctld` or a node."""
         return tail(self.folder / "log" / name, lines)
 
     def stop(self) -> None:
@@ -252,8 +242,7 @@ class SlurmCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_daemons(self) -> None:
-        # By force, because munge wants its socket where every user gets, and pytest's folders are
-        # their owner's only; all users of this cluster are that owner.
+        # --force: munge wants a socket that all users reach, and pytest's folders are private.
         munged = ["munged", "--force", "--foreground", f"--socket={self._munge_socket}"]
         munged += [f"--key-file={self.folder}/munge.key", f"--pid-file={self.folder}/munge.pid"]
         munged += [f"--seed-file={self.folder}/munge.seed", f"--log-file={self.folder}/log/munged"]
@@ -278,21 +267,21 @@ class SlurmCluster:
     def _spawn(self, name: str, argv: Sequence[str]) -> None:
         with (self.folder / "log" / name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                # When the test process is killed, the kernel kills this one, and with it its node.
+                # The node dies with the test process.
                 ["setpriv", "--pdeathsig", "KILL", *argv],
                 cwd=self.folder,
                 env={**self.env, "LC_ALL": "C.UTF-8"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Else Ctrl-C at the terminal would reach the daemons before the tests' own end.
+                # Ctrl-C at the terminal must not reach the daemons before the tests end.
                 start_new_session=True,
             )
 
     def _kill(self, name: str, wait: bool = True) -> None:
         process = self._processes[name]
         if process.poll() is None:
-            # The namespace's first process; its parent returns only when all in there have ended.
+            # Its parent returns when all of the namespace have ended.
             os.kill(self.pid(name), signal.SIGKILL)
         if wait:
             process.wait()

@@ -1,4 +1,4 @@
-"""Writes the files that make Slurm's daemons a cluster of some nodes on this machine."""
+"""Write the configuration of a Slurm cluster on this machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from pathlib import Path
 from cookbook.config.cluster import Cluster
 
 MUNGE_SOCKET = "munge.socket"
-# Slurm's daemons listen below the ports where jobs meet (`rendezvous_port` and the 1,000 from it):
-# a job that finds slurmd at its rendezvous waits for it in vain.
+# Below the rendezvous ports of jobs (`rendezvous_port` and the next 1,000): a job whose port slurmd
+# has would wait in vain.
 PORTS = range(15000, Cluster.rendezvous_port)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the nodes claim and how patient the cluster is; seconds, except where named.
-
-    The waits are shorter than Soperator's (180 s), so that tests of failures end soon.
-    """
+    """The nodes' sizes and the cluster's timeouts in seconds, shorter than Soperator's 180."""
 
     gpus_per_node: int = 8
     cpus_per_node: int = 128
@@ -30,21 +27,20 @@ class Settings:
     min_job_age: int = 300
     kill_wait: int = 5
     slurmd_timeout: int = 60
-    # A credential's life is also how long a requeued job waits before it starts again; Slurm
-    # takes 120 where less than 5 is asked.
+    # The lifetime of credentials, for which a requeued job waits; Slurm turns less than 5 into 120.
     requeue_delay: int = 10
-    # Lines added to slurm.conf, for what only one test needs.
+    # More lines of slurm.conf.
     extra_conf: str = ""
 
 
 def _first_job() -> int:
-    """The port of a job follows from its id: jobs of two clusters here must not meet at it.
+    """Return an id that keeps clusters apart: a job's rendezvous port follows from its id.
 
-    pytest's workers, whose process ids are neighbours, each have a third of the 1,000 ports.
+    Each of up to five workers of pytest has a fifth of the 1,000 ports.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
-    return 1 + (zlib.crc32(run.encode()) + 333 * worker) % 1000
+    return 1 + (zlib.crc32(run.encode()) + 200 * worker) % 1000
 
 
 def write_configuration(folder: Path, node_names: Sequence[str], settings: Settings) -> None:
@@ -54,7 +50,7 @@ def write_configuration(folder: Path, node_names: Sequence[str], settings: Setti
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
-    # Slurm wants devices, and takes a GPU's number from the end of its file's name.
+    # Slurm wants device files, whose names end in the GPU's number.
     for index in range(settings.gpus_per_node):
         (folder / "devices" / f"nvidia{index}").symlink_to("/dev/null")
     gpus = f"{folder}/devices/nvidia[0-{settings.gpus_per_node - 1}]"
@@ -77,9 +73,8 @@ def _slurm_conf(folder: Path, node_names: Sequence[str], settings: Settings) -> 
         f"NodeName={name} NodeHostname={name} NodeAddr={_address(index)} Port={port} {shape}"
         for index, (name, port) in enumerate(zip(node_names, node_ports, strict=True))
     )
-    # As Soperator's chart sets it, as far as this version of Slurm and one machine allow: no
-    # cgroups, no accounting. The spool folder is in each node's own memory, because the paths of
-    # the sockets in it would be too long below a test's folder.
+    # Soperator's settings, as far as this version of Slurm and one machine allow: no cgroups, no
+    # accounting. Sockets in the spool folder need short paths, hence /dev/shm.
     return f"""\
 ClusterName=throwaway
 SlurmctldHost=controller-0(127.0.0.1)
@@ -120,12 +115,12 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def _address(index: int) -> str:
-    """The loopback address of a node; every node has its own, as on a cluster."""
+    """Return the node's own loopback address."""
     return f"127.1.{(index + 1) // 250}.{(index + 1) % 250 + 1}"
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports on which nothing listens now, tried from a place that differs between processes."""
+    """Return unused ports, searched from a place that differs between processes."""
     free: list[int] = []
     start = os.getpid() * 97 % len(PORTS)
     for offset in range(len(PORTS)):
