@@ -86,7 +86,7 @@ class Rule:
     group: str = ""
 
     def takes(self, source: Source) -> bool:
-        """Whether every pattern is found in its part of `source`."""
+        """Return whether every pattern is found in its part of `source`."""
         return (
             _found(self.kernel, (source.kernel,))
             and _found(self.operation, (source.operation,))
@@ -225,7 +225,7 @@ RULES = (
 
 
 def category_of(source: Source) -> str:
-    """The name of the category that `source` belongs to, or `NO_WORK`."""
+    """Return the name of the category that `source` belongs to, or `NO_WORK`."""
     for rule in RULES:
         if rule.takes(source):
             return rule.category

@@ -254,7 +254,7 @@ def explain_idle(
 
 
 def _activity(host: Host, event: int) -> str:
-    """The operation that `event` lies in, else a call of CUDA."""
+    """Return the operation that `event` lies in, else a call of CUDA."""
     if event == NOTHING:
         return PYTHON
     operation = int(host.operation(np.array([event]))[0])

@@ -11,7 +11,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.figure import INK, QUIET, draw_figure
 from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
-from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS
+from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION
 from cookbook.profile.profile import Profile
 from cookbook.profile.rank import RankProfile
 
@@ -24,7 +24,7 @@ _MOST_CAUSES = 5
 
 
 def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
-    """Title, colour and milliseconds of each part of a step."""
+    """Return title, colour and milliseconds of each part of a step."""
     parts = []
     for category in CATEGORIES:
         exposed = ", exposed" if category.kind == COMMUNICATION else ""
@@ -35,16 +35,14 @@ def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
 
 
 def render_text(profile: Profile, width: int | None = None) -> str:
-    """The report's tables; the last column is wrapped to `width` where that is given."""
+    """Return the report's tables; the last column is wrapped to `width` where that is given."""
     first = profile.ranks[0]
     numbers = ", ".join(map(str, first.steps))
     steps = f"mean of steps {numbers}" if len(first.steps) > 1 else f"step {numbers}"
     parts = [
         f"{profile.source}: {steps if first.steps else 'the whole trace'}, {profile.device}",
         _steps(profile),
-        _communication(profile, width),
-        _gemms(profile, width),
-        _idle(profile, width),
+        *_details(profile, width),
         text_table([["-", note] for note in _notes(profile)], width=width),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -66,50 +64,35 @@ def _steps(profile: Profile) -> str:
     return text_table(rows, align="l" + "rr" * len(shown))
 
 
-def _communication(profile: Profile, width: int | None) -> str:
-    rows = [["communication", "ran", "hidden", "exposed", "of it waiting"]]
+def _details(profile: Profile, width: int | None) -> Iterator[str]:
+    """Yield the tables of communication, of GEMMs and of the host in idle times."""
+    communication = [["communication", "ran", "hidden", "exposed", "of it waiting"]]
+    gemms = [["GEMMs", "ms", "TFLOP/s", "of peak", "shapes known"]]
+    idle = [["the host meanwhile", "ms", "was in"]]
     for index, _ in profile.shown():
         rank, waited = profile.ranks[index], profile.waited[index] or {}
-        for name, busy in rank.busy.items():
-            if BY_NAME[name].kind != COMMUNICATION:
+        name = profile.name(rank)
+        for kind, busy in rank.busy.items():
+            if BY_NAME[kind].kind != COMMUNICATION:
                 continue
-            if name in waited:
-                waiting = f"{waited[name]:,.1f} for other ranks"
-            elif name in rank.beyond_fastest:
-                waiting = f"up to {rank.beyond_fastest[name]:,.1f} beyond the fastest call"
-            else:
-                waiting = "not known"
-            times = [f"{ms:,.1f}" for ms in (busy, rank.hidden[name], rank.counted[name])]
-            rows.append([f"{BY_NAME[name].title}, {profile.name(rank)}", *times, waiting])
-    return text_table(rows, align="lrrrl", width=width) if len(rows) > 1 else ""
-
-
-def _gemms(profile: Profile, width: int | None) -> str:
-    rows = [["GEMMs", "ms", "TFLOP/s", "of peak", "shapes known"]]
-    for index, _ in profile.shown():
-        rank = profile.ranks[index]
-        for name in GEMMS:
-            if rate := rank.gemms.get(name):
-                rows.append(
-                    [
-                        f"{BY_NAME[name].title}, {profile.name(rank)}",
-                        f"{rate.ms:,.1f}",
-                        f"{rate.tflops:,.3g}" if rate.tflops is not None else "-",
-                        f"{rate.peak_share:.0%}" if rate.peak_share is not None else "-",
-                        f"for {rate.known_ms / rate.ms:.0%} of the time" if rate.ms else "-",
-                    ]
-                )
-    return text_table(rows, align="lrrrl", width=width) if len(rows) > 1 else ""
-
-
-def _idle(profile: Profile, width: int | None) -> str:
-    rows = [["the host meanwhile", "ms", "was in"]]
-    for index, _ in profile.shown():
-        rank = profile.ranks[index]
+            waiting = "not known"
+            if kind in waited:
+                waiting = f"{waited[kind]:,.1f} for other ranks"
+            elif kind in rank.beyond_fastest:
+                waiting = f"up to {rank.beyond_fastest[kind]:,.1f} beyond the fastest call"
+            times = [f"{ms:,.1f}" for ms in (busy, rank.hidden[kind], rank.counted[kind])]
+            communication.append([f"{BY_NAME[kind].title}, {name}", *times, waiting])
+        for kind, rate in rank.gemms.items():
+            speed = f"{rate.tflops:,.3g}" if rate.tflops is not None else "-"
+            share = f"{rate.peak_share:.0%}" if rate.peak_share is not None else "-"
+            known = f"for {rate.known_ms / rate.ms:.0%} of the time" if rate.ms else "-"
+            gemms.append([f"{BY_NAME[kind].title}, {name}", f"{rate.ms:,.1f}", speed, share, known])
         for cause, ms in list(rank.causes.items())[:_MOST_CAUSES]:
             if ms >= _LEAST_CAUSE * rank.step_ms:
-                rows.append([profile.name(rank), f"{ms:,.1f}", cause])
-    return text_table(rows, align="lrl", width=width) if len(rows) > 1 else ""
+                idle.append([name, f"{ms:,.1f}", cause])
+    for rows, align in ((communication, "lrrrl"), (gemms, "lrrrl"), (idle, "lrl")):
+        if len(rows) > 1:
+            yield text_table(rows, align=align, width=width)
 
 
 def _notes(profile: Profile) -> Iterator[str]:
@@ -144,7 +127,7 @@ def _notes(profile: Profile) -> Iterator[str]:
 
 
 def render_json(profile: Profile) -> str:
-    """One object; times in ms a step, an unknown value is null."""
+    """Return one JSON object; times in ms a step, an unknown value is null."""
     content = {
         "source": profile.source,
         "device": profile.device,

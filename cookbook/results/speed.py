@@ -55,9 +55,9 @@ class SpeedUp:
     verdict: str | None
     """faster, slower, or inside the noise: then the interval holds 1."""
     basis: str
-    """What the interval is over: `steps` of one run each, or paired `repeats` of both."""
+    """`steps` of one run each, or `repeats` of both."""
     num: int
-    """How many of them; of steps, those of the cell that has fewer."""
+    """The number of steps, or repeats, of the cell that has fewer."""
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
