@@ -27,7 +27,7 @@ from cookbook.run.attempts import read_resumptions
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
-from cookbook.run.run import Run, find_run, is_run, run_names
+from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import CellState, cancel_deleted, cancel_run, cell_states
 from cookbook.run.status import ENDED, FAILED, FINISHED, REFUSED, RUNNING
 
@@ -128,17 +128,13 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 def named_cell(name: str | None) -> tuple[Run, CellFolder]:
     """Find RUN/CELL, CELL of the newest run, RUN (its running cell), or the newest run's."""
-    # A shell's completion ends a folder's name with a slash.
-    name = name.rstrip("/") if name else None
-    run_name, _, cell = (name or "").rpartition("/")
-    if run_name and not is_run(Path(name or "")):
-        run = find_run(run_name)
-        return run, run.cell(cell)
-    if name and name not in (names := run_names()) and names:
+    if name and "/" not in name and name not in (names := run_names()) and names:
         newest = find_run(None)
         if any(cell.name == name for cell in newest.cells):
             return newest, newest.cell(name)
-    run = find_run(name)
+    run, named = find_cell(name)
+    if named is not None:
+        return run, named
     if not run.cells:
         raise InputError(run.name, "has no cell", "start a new run")
     states = cell_states(run)

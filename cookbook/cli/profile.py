@@ -20,7 +20,7 @@ from cookbook.config.options import Setting, command_line_settings
 from cookbook.profile.profile import cell_traces, choose_ranks, folder_traces, make_profile
 from cookbook.profile.report import render_json, render_svg, render_text
 from cookbook.run.folder import CellFolder
-from cookbook.run.run import Run, find_run, is_run, run_names
+from cookbook.run.run import Run, find_cell, is_run, run_names
 from cookbook.run.states import cell_states
 from cookbook.run.status import FINISHED
 
@@ -38,8 +38,16 @@ _SETTINGS = {
     "checkpoint.enable": False,
 }
 # They choose what to train, and mean nothing for a trace.
-_CELL_OPTIONS = ("precision", "ep_backend", "cluster", "nodes", "set")
-_LAUNCH_OPTIONS = ("dry_run", "no_check", "detach")
+_OF_RECIPES = (
+    "precision",
+    "ep_backend",
+    "cluster",
+    "nodes",
+    "set",
+    "dry_run",
+    "no_check",
+    "detach",
+)
 
 
 def profile(arguments: argparse.Namespace) -> int:
@@ -59,7 +67,10 @@ def profile(arguments: argparse.Namespace) -> int:
         if not traces:
             raise JobError(f"{shown_path(cell.path)}: the profiler left no trace; see its log")
     else:
-        _refuse_cell_options(arguments)
+        for option in _OF_RECIPES:
+            if getattr(arguments, option):
+                place = f"--{option.replace('_', '-')}"
+                raise InputError(place, f"{name} is no recipe", "it is trained already")
         source, traces = _left_traces(name)
     if isinstance(traces, Path):
         if arguments.ranks:
@@ -110,17 +121,9 @@ def _check_schedule(cell: Cell) -> None:
         )
 
 
-def _refuse_cell_options(arguments: argparse.Namespace) -> None:
-    for name in (*_CELL_OPTIONS, *_LAUNCH_OPTIONS):
-        if getattr(arguments, name):
-            option = f"--{name.replace('_', '-')}"
-            raise InputError(option, f"{arguments.target} is no recipe", "it is trained already")
-
-
 def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
     """Return a title, and the traces of a run, a cell or a folder by rank, or one file."""
     path = Path(name)
-    run_name, _, cell_name = name.rpartition("/")
     # These, unlike Path's, answer for names that are too long for the file system too.
     if os.path.isfile(name):  # noqa: PTH113
         return shown_path(path), path
@@ -129,19 +132,17 @@ def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
         cell = CellFolder(path)
         traces = cell_traces(cell) if cell.attempts() else folder_traces(path)
         return shown_path(path), traces or folder_traces(path)
-    if name in run_names() or is_folder:
-        return _of_run(find_run(name), None)
-    if run_name in run_names():
-        return _of_run(find_run(run_name), cell_name)
+    if is_folder or {name, name.rpartition("/")[0]} & {*run_names()}:
+        return _of_run(*find_cell(name))
     raise unknown_name("profile", "recipe, run or trace", name, [*names_in(""), *run_names()])
 
 
-def _of_run(run: Run, name: str | None) -> tuple[str, dict[int, Path]]:
-    cells = [run.cell(name)] if name else run.cells
+def _of_run(run: Run, named: CellFolder | None) -> tuple[str, dict[int, Path]]:
+    cells = run.cells if named is None else [named]
     traced = {cell.name: traces for cell in cells if (traces := cell_traces(cell))}
     if not traced:
         raise InputError(
-            f"{run.name}/{name}" if name else run.name,
+            f"{run.name}/{named.name}" if named else run.name,
             "left no trace",
             "its profiler was off: python submit.py profile RECIPE turns it on",
         )

@@ -9,7 +9,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.tables import terminal_width, text_table
@@ -25,7 +24,7 @@ from cookbook.launch.create import create_run
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
-from cookbook.run.run import Run, find_run, is_run, run_names
+from cookbook.run.run import Run, find_cell
 from cookbook.run.states import cell_states
 from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
 from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
@@ -145,7 +144,8 @@ def _resume(arguments: argparse.Namespace) -> int:
                 f"goes on with the cell's own {name.replace('_', ' ')}, found {given!r}",
                 "leave that out, or start a new run",
             )
-    run, folders = _named(arguments.resume)
+    run, named = find_cell(arguments.resume)
+    folders = run.cells if named is None else [named]
     if arguments.dry_run:
         return 1 if _resumable(run, folders, arguments) is None else 0
     # From the look at the cells to the note of their new jobs: two at once would train twice.
@@ -162,16 +162,6 @@ def _resume(arguments: argparse.Namespace) -> int:
         release_submit_lock(run.folder)
     report_jobs(run, job_ids, arguments.detach)
     return 0 if arguments.detach else wait_for(run)
-
-
-def _named(name: str) -> tuple[Run, Sequence[CellFolder]]:
-    """Return the run, and which of its cells."""
-    run_name, _, cell = name.rstrip("/").rpartition("/")
-    if not run_name or name in run_names() or is_run(Path(name)):
-        run = find_run(name)
-        return run, run.cells
-    run = find_run(run_name)
-    return run, [run.cell(cell)]
 
 
 def _resumable(

@@ -151,6 +151,17 @@ def find_run(name: str | None) -> Run:
     raise unknown_name(shown_path(root), "run", name, names)
 
 
+def find_cell(name: str | None) -> tuple[Run, CellFolder | None]:
+    """Return the run of RUN or RUN/CELL, and the cell if one is named; paths are names too."""
+    # A shell's completion ends a folder's name with a slash.
+    name = name.rstrip("/") if name else None
+    run_name, _, cell = (name or "").rpartition("/")
+    if name is None or not run_name or name in run_names() or is_run(Path(name)):
+        return find_run(name), None
+    run = find_run(run_name)
+    return run, run.cell(cell)
+
+
 def _was_refused(run: Run) -> bool:
     """Whether the scheduler took none of the run's cells."""
 
