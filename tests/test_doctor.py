@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from cookbook.base.tables import display_width
 from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor import checks, machine
 from cookbook.doctor.__main__ import main
-from cookbook.doctor.check import Answer, Check, Finding, Surroundings, check
+from cookbook.doctor.check import Answer, Check, check
 from cookbook.doctor.checks import TOPICS, is_ready, node_problems, render_findings
 from cookbook.doctor.machine import DCGM_HEALTH, KERNEL_LOG
 from cookbook.doctor.slurm import CONFIG, PARTITIONS
@@ -100,8 +100,14 @@ def both(*breaks: Break) -> Break:
 
 
 BROKEN: list[tuple[Break, str, str, str]] = [
+    (
+        both(
+            write("root/proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n"),
+            write("root/sys/module/gdrdrv/version", ""),
+        ),
+        *("ibgda", "ok", "through GDRCopy (gdrdrv is loaded)"),
+    ),
     (lambda node: node.install("torchao", "0.17.0"), "pins", "problem", "torchao is 0.17.0"),
-    (uninstall("submitit"), "pins", "problem", "submitit is missing"),
     (uninstall("safetensors"), "pins", "problem", "safetensors is missing"),
     (
         write("site/torchao/_C_mxfp8.abi3.so", b"\x7fELF libcudart.so.13 ..."),
@@ -110,7 +116,6 @@ BROKEN: list[tuple[Break, str, str, str]] = [
     (remove(cache_from_source("site/torch/__init__.py")), "bytecode", "warning", "about 20 s"),
     (lambda node: node.commands.remove("gcc"), "compiler", "problem", "a C compiler missing"),
     (no_gpus("NVML: Unknown Error", True), "gpus", "problem", "NVML: Unknown Error"),
-    (no_gpus("NVML: no answer in 5 s", True), "gpus", "problem", "no answer in 5 s"),
     (no_gpus("no library", False), "gpus", "not here", "trains on its CPU"),
     (gpus(replace(B200, driver="560.1")), "gpus", "problem", "driver 560"),
     (gpus(H200), "gpus", "ok", "only emulated"),
@@ -142,16 +147,11 @@ BROKEN: list[tuple[Break, str, str, str]] = [
         remove("checkout/assets/hf/A/tokenizer.json"),
         *("tokenizers", "warning", "not in assets/hf/A"),
     ),
-    (
-        remove("checkout/assets/hf/A/tokenizer_config.json"),
-        *("tokenizers", "warning", "not in assets/hf/A"),
-    ),
     (remove("checkout/assets/local"), "local corpus", "warning", "not made"),
     (
         answer(CONFIG, 1, error="slurm_load_ctl_conf error: Unable to contact slurm controller"),
         *("slurm", "problem", "does not answer: slurm_load_ctl_conf error"),
     ),
-    (answer(CONFIG, None, error="no answer in 5 s"), "slurm", "problem", "no answer in 5 s"),
     (
         answer(CONFIG, 1, error="scontrol: fatal: Could not establish a configuration source"),
         *("slurm", "warning", "without a configuration"),
@@ -166,21 +166,12 @@ BROKEN: list[tuple[Break, str, str, str]] = [
     (answer(PARTITIONS, 0, "main|up|3|(null)|1:00\n"), "partition", "problem", "no default"),
     (lambda node: node.environment.clear(), "wandb", "not here", "TensorBoard only"),
     (uninstall("flash-attn-4"), "flash attention", "warning", "not installed: cells with"),
-    (
-        lambda node: node.install("quack-kernels", "0.4.0"),
-        *("flash attention", "problem", "quack-kernels is 0.4.0"),
-    ),
     (uninstall("einops"), "flash attention", "problem", "einops is missing"),
-    (
-        remove("site/flash_attn/cute"),
-        *("flash attention", "problem", f"{FLASH} without the files of its kernels"),
-    ),
     (remove(COMPILER), "flash attention", "problem", f"{FLASH} without the files of its compiler"),
     (
         remove(COMPILER_FILE.format(12)),
         *("flash attention", "problem", "for CUDA 13, which driver 570.195.03 does not take"),
     ),
-    (gpus(H200), "flash attention", "ok", f"{FLASH}, its compiler for CUDA 12 (driver 570"),
     (
         gpus(replace(B200, driver="580.1")),
         *("flash attention", "ok", f"{FLASH}, its compiler for CUDA 13 (driver 580.1)"),
@@ -201,12 +192,6 @@ def test_each_finding(node: Node, break_it: Break, name: str, state: str, found:
     if state in ("warning", "problem"):
         assert finding.remedy
     assert is_ready(list(node.findings().values())) == (state != "problem")
-
-
-def test_gdrcopy_stands_in_for_driver_options(node: Node) -> None:
-    node.write("root/proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n")
-    node.write("root/sys/module/gdrdrv/version")
-    assert node.findings()["ibgda"] == Finding("ibgda", "ok", "through GDRCopy (gdrdrv is loaded)")
 
 
 def test_torch_from_another_index_is_the_pinned_one(node: Node) -> None:
@@ -344,7 +329,6 @@ class TestCluster:
         ("row", "state", "found"),
         [
             ("main*|up|32|gpu:nvidia_b200:8(S:0-1),shard:16|infinite", "ok", "32 nodes"),
-            ("main*|up|32|gpu:8|infinite", "ok", "32 nodes"),
             ("main*|up|32|gpu:b200:4,gpu:t4:4|infinite", "ok", "32 nodes"),
             ("main*|up|32|gpu:4|infinite", "problem", "no node has the 8 GPUs"),
             ("main*|up|32|shard:gpu:8|infinite", "problem", "no node has the 8 GPUs"),
@@ -364,8 +348,6 @@ class TestCluster:
         assert node.findings()["partition"].state == "ok"
 
     def test_a_slurm_profile_needs_slurm(self, node: Node) -> None:
-        node.answers[CONFIG] = Answer(1, "", "could not establish a configuration source")
-        assert node.findings("soperator-b200")["slurm"].state == "problem"
         node.commands.remove("sbatch")
         assert node.findings("soperator-b200")["slurm"].state == "problem"
         assert node.findings()["slurm"].state == "not here"
@@ -396,7 +378,6 @@ class TestHealth:
             (gpu(2, processes=("7 (python)",)), "idle", "GPU 2: process 7 (python) uses it"),
             (gpu(3, ecc_errors=3), "gpu memory", "GPU 3: 3 uncorrectable ECC error(s)"),
             (gpu(1, row_pending=True), "gpu memory", "GPU 1: a memory row waits for a reset"),
-            (gpu(1, row_failed=True), "gpu memory", "GPU 1: no spare memory row"),
             (
                 answer(KERNEL_LOG, 0, XID_79),
                 *("xid", "GPU at 0000:1b:00: XID 79, fell off the bus"),
@@ -428,7 +409,6 @@ class TestHealth:
             answer(KERNEL_LOG, 1, "", error="dmesg: read kernel buffer failed"),
             # A watch that was never started, and one that is content or only warns.
             answer(DCGM_HEALTH, 1, "", error="Error: Health watches not enabled."),
-            answer(DCGM_HEALTH, 0, "| Overall Health | Healthy |\n"),
             answer(DCGM_HEALTH, 0, "| Overall Health: Warning |\n"),
             # Cards without NVLink.
             both(*(gpu(number, links=0) for number in range(8))),
@@ -522,29 +502,8 @@ class TestCommand:
         with pytest.raises(InputError, match=r"--cluster: .*did you mean 'local'"):
             main(["--cluster", "lokal"])
 
-    @pytest.mark.parametrize(
-        ("words", "seen"),
-        [
-            ([], (None, False, None)),
-            (["--local"], (None, True, None)),
-            (["--cluster", "local"], ("local", True, None)),
-            (["--cluster", "h200-node", "--partition", "hidden"], ("h200-node", False, "hidden")),
-        ],
-    )
-    def test_words_say_what_is_looked_at(
-        self,
-        words: list[str],
-        seen: tuple[str | None, bool, str | None],
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        problem = Finding("gpus", "problem", "none", "buy some")
-
-        def diagnose(here: Surroundings) -> list[Finding]:
-            name = here.cluster.name if here.cluster else None
-            assert (name, here.local, here.partition) == seen
-            return [problem]
-
-        monkeypatch.setattr("cookbook.doctor.__main__.diagnose", diagnose)
-        assert main([*words, "--json"]) == 1
-        assert json.loads(capsys.readouterr().out) == [asdict(problem)]
+    def test_a_local_profile_leaves_slurm_out(self, capsys: pytest.CaptureFixture[str]) -> None:
+        # Without the training packages this Python is not ready, which is another matter.
+        assert main(["--cluster", "local", "--json"]) in (0, 1)
+        names = {finding["name"] for finding in json.loads(capsys.readouterr().out)}
+        assert "local corpus" in names and "slurm" not in names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -88,40 +87,25 @@ def test_without_its_package_none_are_known(monkeypatch: pytest.MonkeyPatch) -> 
         read_gpus()
 
 
-def test_a_profile_gives_what_a_model_has_and_no_more() -> None:
-    """Driver and UUID belong to a machine; a key of the YAML for them would mean nothing."""
-    assert [field.name for field in fields(Gpu)] == ["name", "compute_capability", "memory_gib"]
-
-
 # Value, and the GPUs that CUDA counted and named under it: driver 580.159.04, two H200.
 SEEN: list[tuple[str | None, str]] = [
     (None, "01"),
-    ("", ""),
     ("-1", ""),
     ("1,0", "10"),
     ("0,0", ""),
-    ("0,-1,1", "0"),
     ("0,5,1", "0"),
     ("0, 1", "01"),
     ("1gpu,0b", "10"),
-    ("+1", "1"),
-    (",0", ""),
-    ("1,0,1", ""),
     ("0,1,5,0", "01"),
-    ("a0", ""),
     ("99999999999999999999", ""),
     (B, "1"),
     (A[:8], "0"),
-    (A.upper(), "0"),
     ("GPU-", ""),
-    (f"{A} ,{B}", "01"),
     (f"{A}, {B}", "0"),
     (f"{A},{A[:12]}", ""),
     (f"{A},0", "0"),
-    (f"0,{B}", "0"),
     (f"GPU-nope,{A}", ""),
     (A.removeprefix("GPU-"), ""),
-    ("MIG-x", ""),
 ]
 
 
@@ -147,10 +131,8 @@ def test_the_environment_selects_and_every_gpu_stays_installed(
     ("name", "bits", "peak"),
     [
         ("NVIDIA H200", 16, 989),
-        ("NVIDIA H100 80GB HBM3", 16, 989),
         ("NVIDIA H100 PCIe", 16, 756),
         ("NVIDIA B200", 8, 4500),
-        ("NVIDIA GB200", 16, 2500),
         ("NVIDIA A100-SXM4-80GB", 8, None),
         ("NVIDIA L4", 16, None),
     ],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cookbook.install import attention, deepep
-from cookbook.install.attention import FAILED, NOT_NEEDED, TO_DO, main, runs_on
+from cookbook.install.attention import FAILED, NOT_NEEDED, TO_DO, main
 from cookbook.install.deepep import (
     CannotBuildError,
     DeepEp,
@@ -117,22 +117,8 @@ def test_a_package_is_looked_for_where_it_is_asked_for(tmp_path: Path) -> None:
     assert package_folder(name, [str(there), str(here)]) == here / "flash_attn/cute"
     assert package_folder(name, [str(there)]) is None
     assert package_folder("yaml") is not None and package_folder("yaml", [str(here)]) is None
-    (here / "mine-1.5.dist-info").mkdir()
-    (here / "mine-1.5.dist-info/METADATA").write_text("Name: mine\nVersion: 1.5\n")
-    found = find_distribution("mine", [str(there), str(here)])
-    assert found is not None and found.version == "1.5"
-    assert find_distribution("mine") is None and find_distribution("PyYAML") is not None
+    assert find_distribution("PyYAML") is not None
     assert find_distribution("PyYAML", [str(here)]) is None
-
-
-@pytest.mark.parametrize(
-    ("capability", "runs"),
-    [(8.0, False), (8.9, False), (9.0, True), (10.0, True), (10.3, True), (12.0, False)],
-)
-def test_flash_attention_has_kernels_for_hopper_and_blackwell(
-    capability: float, runs: bool
-) -> None:
-    assert runs_on(capability) == runs
 
 
 def gpu(capability: float, driver: str = "580.1") -> Any:
@@ -184,7 +170,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         ("10.0", (9.0, 9.0), ["sm_100"]),
         ("9.0a;10.0a", (), ["sm_90", "sm_100"]),
         ("", (9.0, 9.0), ["sm_90"]),
-        ("10.3;12.0", (), ["sm_103"]),
+        ("8.9;10.3;12.0", (), ["sm_103"]),
         ("", (8.0,), []),
         ("", (), []),
     ],

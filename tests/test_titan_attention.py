@@ -57,6 +57,24 @@ def loss_and_gradients(model: Any, tokens: torch.Tensor, masks: Any) -> list[tor
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+def assert_same(
+    tokens: torch.Tensor,
+    mask: Any,
+    changes: dict[str, Any],
+    of_flavor: dict[str, Any] | None = None,
+    tolerance: float = 1e-9,
+) -> Any:
+    """Loss and gradients with FlashAttention-4 are those of the flavor's own attention."""
+    own = build_model(small_args("flavor", **changes, **of_flavor or {}))
+    model = build_model(small_args(**changes))
+    assert model.state_dict().keys() == own.state_dict().keys()
+    found = loss_and_gradients(model, tokens, model.get_attention_masks(tokens, TOKENIZER))
+    expected = loss_and_gradients(own, tokens, mask)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    return model
+
+
 @pytest.fixture
 def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention as PyTorch computes it where nothing is compiled; compiled, it needs a GPU."""
@@ -72,36 +90,21 @@ def test_model_is_the_same_as_with_flex_attention(
     name: str, q_lora_rank: int, eager_flex: None
 ) -> None:
     tokens = tokens_of(PACKINGS[name])
-    own = build_model(small_args("flavor", q_lora_rank=q_lora_rank))
-    model = build_model(small_args(q_lora_rank=q_lora_rank))
-    assert model.state_dict().keys() == own.state_dict().keys()
-    masks = model.get_attention_masks(tokens, TOKENIZER)
-    found = loss_and_gradients(model, tokens, masks)
-    expected = loss_and_gradients(own, tokens, block_mask(tokens))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert_same(tokens, block_mask(tokens), {"q_lora_rank": q_lora_rank})
 
 
 def test_scores_of_long_sequences_are_scaled_as_with_flex_attention(eager_flex: None) -> None:
     """Beyond the length that RoPE was made for; the 16B and 671B at 8192 tokens are."""
     tokens = tokens_of(PACKINGS["batch of 3"])
     changes: dict[str, Any] = {"original_seq_len": LENGTH // 2, "mscale": 3.0}
-    own, model = build_model(small_args("flavor", **changes)), build_model(small_args(**changes))
+    model = assert_same(tokens, block_mask(tokens), changes)
     assert model.layers["0"].attention.softmax_scale > 2 * 192**-0.5
-    found = loss_and_gradients(model, tokens, model.get_attention_masks(tokens, TOKENIZER))
-    expected = loss_and_gradients(own, tokens, block_mask(tokens))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_a_flavor_without_documents_attends_to_the_whole_sequence() -> None:
     tokens = tokens_of(PACKINGS["batch of 3"])
     changes = {"attn_mask_type": "causal"}
-    own = build_model(small_args("flavor", **changes, attn_type="sdpa"))
-    model = build_model(small_args(**changes))
-    found = loss_and_gradients(model, tokens, model.get_attention_masks(tokens, TOKENIZER))
-    for one, other in zip(found, loss_and_gradients(own, tokens, None), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert_same(tokens, None, changes, {"attn_type": "sdpa"}, tolerance=1e-6)
 
 
 def test_a_pipeline_gives_each_microbatch_its_own_documents() -> None:
