@@ -29,7 +29,6 @@ from tests.doctor_node import (
     A100,
     B200,
     COMMIT,
-    COMPILER,
     COMPILER_FILE,
     H200,
     LIMITS,
@@ -167,7 +166,6 @@ BROKEN: list[tuple[Break, str, str, str]] = [
     (lambda node: node.environment.clear(), "wandb", "not here", "TensorBoard only"),
     (uninstall("flash-attn-4"), "flash attention", "warning", "not installed: cells with"),
     (uninstall("einops"), "flash attention", "problem", "einops is missing"),
-    (remove(COMPILER), "flash attention", "problem", f"{FLASH} without the files of its compiler"),
     (
         remove(COMPILER_FILE.format(12)),
         *("flash attention", "problem", "for CUDA 13, which driver 570.195.03 does not take"),

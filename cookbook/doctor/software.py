@@ -20,7 +20,6 @@ from cookbook.install.attention import (
     compiler_versions,
     differences,
     flash_attention_pins,
-    has_kernels,
     runs_on,
 )
 from cookbook.install.corpus import is_made
@@ -162,10 +161,6 @@ def flash_attention(here: Surroundings) -> Verdict:
     if differing := differences(pinned, here.site):
         return "problem", "; ".join(differing), "run ./setup.sh"
     compilers = compiler_versions(here.site)
-    if not has_kernels(here.site) or not compilers:
-        lost = "compiler" if has_kernels(here.site) else "kernels"
-        found = f"{version} without the files of its {lost}"
-        return "problem", found, "delete .venv, then run ./setup.sh"
     listed = " and ".join(map(str, compilers))
     if not here.gpus:
         return "ok", f"{version}, its compiler for CUDA {listed}"

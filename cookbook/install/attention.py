@@ -59,11 +59,6 @@ def differences(pins: Iterable[Pin], path: Sequence[str] | None = None) -> list[
     return found
 
 
-def has_kernels(path: Sequence[str] | None = None) -> bool:
-    """Return whether the package that training imports is there."""
-    return package_folder("flash_attn.cute", path) is not None
-
-
 def compiler_versions(path: Sequence[str] | None = None) -> list[int]:
     """Return the CUDA major versions whose compiler is there, the oldest first."""
     folder = package_folder(_COMPILER, path)

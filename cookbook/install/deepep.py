@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cookbook.base.errors import run_command
 from cookbook.base.files import write_whole
@@ -45,8 +46,7 @@ def torch_cuda(path: Sequence[str] | None = None) -> str:
     return match[1] if match else ""
 
 
-@dataclass(frozen=True)
-class Nvshmem:
+class Nvshmem(NamedTuple):
     """The NVSHMEM wheel that torch brings: its folder and version."""
 
     folder: Path
