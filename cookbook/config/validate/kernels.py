@@ -1,8 +1,8 @@
-"""What precision, EP backend and attention need, and whether the options turn on what they say."""
+"""The needs of precision, EP backend and attention, held against the options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 from cookbook.config.cell import (
     ATTENTION,
@@ -15,7 +15,7 @@ from cookbook.config.cell import (
 )
 from cookbook.config.finding import FLASH_ATTENTION, TORCHTITAN, Problems, Rule, rule
 from cookbook.config.options import DEGREES
-from cookbook.config.overlay import Overlay, implied
+from cookbook.config.overlay import implied
 
 RULES: list[Rule] = []
 _CUSTOM_IMPORT = "experimental.custom_import"
@@ -24,8 +24,8 @@ _PARALLELIZE = f"{TORCHTITAN}/models/deepseek_v3/infra/parallelize.py"
 _MX = f"{TORCHTITAN}/components/quantization/mx.py"
 # Hopper and Blackwell of data centres: 9.0 is H100 and H200, 10.0 and 10.3 are B200 and B300.
 _FLASH_GENERATIONS = (9, 10)
-# Of queries and keys, and of values. FlashAttention-4 takes other sizes, but the gradients of none
-# of them have been compared with a reference, and some have been wrong on some GPUs.
+# Of queries and keys, and of values. Gradients of other sizes were not compared with a reference,
+# and some have been wrong on some GPUs.
 _FLASH_HEAD_DIMS = (192, 128)
 # TorchTitan's `attn_type` of PyTorch's scaled_dot_product_attention.
 _SDPA = "sdpa"
@@ -33,37 +33,32 @@ _SDPA = "sdpa"
 
 @rule(RULES, reference=_MX)
 def hardware(cell: Cell) -> Problems:
-    """The precision's generation of GPUs, where nothing emulates it."""
+    """The precision needs its generation of GPUs, unless it is emulated."""
     gpu, needed = cell.cluster.gpu, cell.precision.needs.compute_capability
     if needed and not cell.emulated and not (gpu and gpu.compute_capability >= needed):
         have = f"{gpu.name} has {gpu.compute_capability}" if gpu else "there is no CUDA GPU"
-        # The reason names what is missing: precision or cluster is the reader's to change.
         yield "", f"{cell.precision.name} needs a GPU of compute capability {needed}, {have}", ""
 
 
 @rule(RULES, reference=_PARALLELIZE)
 def needs(cell: Cell) -> Problems:
-    """GPUs, EP and options."""
+    """An overlay needs GPUs, EP and options; the first unmet one is named."""
     for overlay in (cell.precision, cell.ep_backend):
-        for reason in _unmet(cell, overlay):
+        needed, unmet = overlay.needs, list[str]()
+        if needed.device == "cuda" and cell.cluster.gpu is None:
+            unmet.append(f"CUDA GPUs, cluster {cell.cluster.name} runs on the CPU")
+        if needed.expert_parallel and cell.options[DEGREES["ep"]] < 2:
+            unmet.append(f"{DEGREES['ep']} above 1")
+        for name, setting in needed.settings.items():
+            if (value := cell.options[name]) != setting.value:
+                unmet.append(f"{name} {setting.value}, found {value}")
+        for reason in unmet[:1]:
             yield "", f"{overlay.name} needs {reason}", ""
-            break
-
-
-def _unmet(cell: Cell, overlay: Overlay) -> Iterator[str]:
-    needed = overlay.needs
-    if needed.device == "cuda" and cell.cluster.gpu is None:
-        yield f"CUDA GPUs, cluster {cell.cluster.name} runs on the CPU"
-    if needed.expert_parallel and cell.options[DEGREES["ep"]] < 2:
-        yield f"{DEGREES['ep']} above 1"
-    for name, setting in needed.settings.items():
-        if (value := cell.options[name]) != setting.value:
-            yield f"{name} {setting.value}, found {value}"
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/protocols/model_converter.py")
 def declaration(cell: Cell) -> Problems:
-    """The job stops at its first step where something else is active than is expected."""
+    """The job stops at its first step if the options turn on another format or exchange."""
     found = implied(cell.options)
     for overlay, what in ((cell.precision, "precision"), (cell.ep_backend, "EP backend")):
         for name, setting in overlay.expect.items():
@@ -81,7 +76,7 @@ def declaration(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_PARALLELIZE)
 def ep_size(cell: Cell) -> Problems:
-    """An exchange is configured for some EP degrees, and between nodes for nodes of one size."""
+    """An exchange supports certain EP degrees, and between nodes certain nodes."""
     exchange, degree, option = cell.exchange, cell.layout.ep, DEGREES["ep"]
     per_node = cell.cluster.ranks_per_node
     if not exchange.sizes:
@@ -112,28 +107,24 @@ def expert_tensor_parallel(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe_deepep.py")
 def hooks_are_on(cell: Cell) -> Problems:
-    """What the cookbook corrects in TorchTitan comes with its own `custom_import` alone."""
+    """The cookbook's corrections and options of TorchTitan come with its `custom_import`."""
     hooks = cell.options.stack.hooks
     if cell.hooks == hooks:
         return
     title, has_own_layer = cell.exchange.title, cell.exchange.has_own_layer
+    from_hooks = "from the cookbook's hooks alone"
     remedy = f"leave {_CUSTOM_IMPORT} alone, or import {hooks} in {cell.hooks or 'a module'!r}"
     if has_own_layer and cell.layout.tp > 1:
         reason = f"{title} under TP counts every token once for each TP rank where it is not"
         yield _CUSTOM_IMPORT, f"{reason} corrected", remedy
-    own = {
-        NUM_CHUNKS: 0,
-        EP_CHUNKS: 1,
-        SCORE_ACTIVATIONS: False,
-        SAVE_LIST: list[str](),
-        LAYERS_KEPT: 0,
-    }
+    own: dict[str, Any] = {NUM_CHUNKS: 0, EP_CHUNKS: 1, LAYERS_KEPT: 0, SAVE_LIST: []}
+    own[SCORE_ACTIVATIONS] = False
     for name, default in own.items():
-        if name in cell.options.stack.options and cell.options[name] != default:
-            reason = "TorchTitan takes this option from the cookbook's hooks alone"
+        if cell.options[name] != default:
+            reason = f"TorchTitan takes this option {from_hooks}"
             yield name, reason, f"{remedy}, or leave the option out"
     if cell.uses_flash_attention:
-        reason = "TorchTitan takes FlashAttention-4 from the cookbook's hooks alone"
+        reason = f"TorchTitan takes FlashAttention-4 {from_hooks}"
         yield ATTENTION, reason, f"{remedy}, or set {ATTENTION}=flavor"
     if has_own_layer and MX & set(cell.options["model.converters"]):
         reason = f"MXFP8 needs expert groups padded to 32 rows, which {title}'s path lacks"
@@ -142,7 +133,7 @@ def hooks_are_on(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_MX)
 def mxfp8_hardware(cell: Cell) -> Problems:
-    """MXFP8 converters need Blackwell or emulation, also where an option brought them in."""
+    """MXFP8 converters need Blackwell or emulation, also those that an option brought in."""
     gpu = cell.cluster.gpu
     if gpu is not None and gpu.compute_capability >= 10.0:
         return
@@ -160,17 +151,14 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
     name = "quantize.linear.mx"
     is_native = name in cell.options["model.converters"] and not cell.options[f"{name}.emulate"]
     if is_native and cell.is_compiled and cell.layout.tp > 1:
-        yield (
-            "",
-            "MXFP8 linear layers with tensor parallelism and a compiled model: torch.compile does "
-            "not support it yet",
-            f"set {DEGREES['tp']} 1, or compile.components loss",
-        )
+        reason = "MXFP8 linear layers with tensor parallelism and a compiled model: torch.compile"
+        remedy = f"set {DEGREES['tp']} 1, or compile.components loss"
+        yield "", f"{reason} does not support it yet", remedy
 
 
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
 def flash_attention_gpu(cell: Cell) -> Problems:
-    """Its kernels are for two generations of GPUs; on the CPU its reference runs."""
+    """FlashAttention-4 is for two generations of GPUs; on the CPU its reference runs."""
     gpu = cell.cluster.gpu
     if cell.uses_flash_attention and gpu and int(gpu.compute_capability) not in _FLASH_GENERATIONS:
         yield (
@@ -183,7 +171,7 @@ def flash_attention_gpu(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
 def flash_attention_heads(cell: Cell) -> Problems:
-    """Only DeepSeek-V3's own heads have been checked."""
+    """Only DeepSeek-V3's own heads were checked."""
     model = cell.options.model
     if model is None or not cell.uses_flash_attention:
         return
@@ -200,7 +188,7 @@ def flash_attention_heads(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/models/deepseek_v3/model/args.py")
 def context_parallel_attention(cell: Cell) -> Problems:
-    """TorchTitan has context parallelism for SDPA alone, and most flavors have FlexAttention."""
+    """TorchTitan has context parallelism for SDPA only; most flavors have FlexAttention."""
     flavors, flavor = cell.options.stack.model_args, cell.options["model.flavor"]
     own = flavors.get(cell.options["model.name"], {}).get(flavor, {}).get("attn_type", _SDPA)
     if cell.layout.cp == 1 or (own == _SDPA and not cell.uses_flash_attention):
