@@ -17,6 +17,9 @@ from tests.made_up_run import (
     results_of,
 )
 
+# These cells do not validate: tests/test_validation_report.py has some that do.
+DRAWN = [name for name in NAMES if name != "validation-loss"]
+
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chart]:
@@ -26,7 +29,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chart]:
 
 
 def test_all_are_there(full: dict[str, Chart]) -> None:
-    assert list(full) == NAMES
+    assert list(full) == DRAWN
     for chart in full.values():
         values = [y for line in chart.lines for y in line.y]
         values += [n for bar in chart.bars for n in (bar.value, bar.high, bar.published) if n]
@@ -85,10 +88,12 @@ def test_few_points_stay_and_many_keep_their_extremes() -> None:
     assert list(steps) == sorted(steps) and steps[kept.index(9.0)] == 7_777
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DRAWN)
 def test_matplotlib_draws_each(full: dict[str, Chart], name: str) -> None:
     found = draw_chart(full[name])
     svg = found["svg"].decode()
     assert found == draw_chart(full[name]), "the same numbers, the same file"
-    assert all(label in svg for label in ("bf16-standard", "mxfp8-deepep") if name != NAMES[2])
+    # The baseline has no difference from itself.
+    labels = ("bf16-standard", "mxfp8-deepep")[name == "loss-difference" :]
+    assert all(label in svg for label in labels)
     assert found["png"].startswith(b"\x89PNG")

@@ -144,8 +144,9 @@ def test_json_has_the_promised_fields_and_null_for_the_unknown() -> None:
     first, second = report["cells"]
     promised = (
         "name recipe precision ep_backend status reason steps tokens_per_second_per_gpu "
-        "tflops_per_gpu mfu memory_gib final_loss speedup published_tokens_per_second_per_gpu "
-        "attention mean_attended_length emulated active resumptions history throughput speed loss "
+        "tflops_per_gpu mfu memory_gib final_loss validation_loss speedup "
+        "published_tokens_per_second_per_gpu attention mean_attended_length emulated active "
+        "resumptions history throughput speed loss "
         "loss_last_tenth gpu_hours cost_per_billion_tokens predicted_tokens_per_second_per_gpu "
         "predicted_largest router_load profiled repeats"
     )

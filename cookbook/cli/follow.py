@@ -54,6 +54,8 @@ def show_status(arguments: argparse.Namespace) -> int:
     rows = []
     for state, progress in looks:
         step = f"step {progress.step}/{progress.total_steps}" if progress.step else ""
+        if progress.validation_loss is not None:
+            step += f", validation loss {progress.validation_loss:.4f}"
         job = f"job {state.job_id}" if state.job_id else ""
         rows.append(
             [state.cell, state.state, job, step or progress.phase or "", state.reason or ""]
@@ -219,7 +221,7 @@ class Watcher:
     def _progress(self, state: CellState) -> CellProgress:
         cell = self._cells[state.cell]
         attempts = cell.folder.attempts()
-        step, phase = _newest(cell, attempts)
+        step, phase, validation_loss = _newest(cell, attempts)
         is_running = state.state == RUNNING
         return CellProgress(
             name=state.cell,
@@ -228,6 +230,7 @@ class Watcher:
             total_steps=cell.record.steps,
             tokens_per_second=step.tokens_per_second if step else None,
             loss=step.loss if step else None,
+            validation_loss=validation_loss,
             elapsed=(state.ended or time.time()) - state.started if state.started else None,
             phase=phase.value if phase and is_running and phase != Phase.TRAINING else None,
             is_known=state.is_known,
@@ -237,9 +240,11 @@ class Watcher:
         )
 
 
-def _newest(cell: _Watched, attempts: list[Attempt]) -> tuple[StepMetrics | None, Phase | None]:
-    """Return the newest step of any attempt, and the phase of the last one."""
-    phase = None
+def _newest(
+    cell: _Watched, attempts: list[Attempt]
+) -> tuple[StepMetrics | None, Phase | None, float | None]:
+    """Return the newest step and validation loss of any attempt, and the phase of the last one."""
+    phase, validation_loss = None, None
     for attempt in reversed(attempts):
         rank = cell.record.as_of(attempt.number).loss_rank
         tail = cell.tails.setdefault(attempt.number, Tail(attempt, rank))
@@ -251,9 +256,10 @@ def _newest(cell: _Watched, attempts: list[Attempt]) -> tuple[StepMetrics | None
                 is_new = not cell.speeds or place > cell.speeds[-1][0]
                 if is_new and speed is not None and 0 < speed < math.inf:
                     cell.speeds.append((place, speed))
+        validation_loss = validation_loss or newest.validation_loss
         if newest.step is not None:
-            return newest.step, phase
-    return None, phase
+            return newest.step, phase, validation_loss
+    return None, phase, validation_loss
 
 
 def _seconds_left(

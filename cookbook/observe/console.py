@@ -51,6 +51,8 @@ class StepMetrics:
     tokens_seen: float | None = None
     """Tokens of all ranks since the first step of the run."""
     validation_loss: float | None = None
+    skipped_steps: float | None = None
+    """Steps of this attempt so far whose gradients were not finite."""
     attempt: int = 0
 
 

@@ -24,7 +24,7 @@ _LOOK_BACK_BYTES = 16 << 20
 _NUM_RECENT = 20
 _FIGURES = (
     *("loss", "grad_norm", "memory_gib", "memory_percent", "tokens_per_second", "tflops", "mfu"),
-    *("time", "lr", "tokens_seen", "validation_loss"),
+    *("time", "lr", "tokens_seen", "validation_loss", "skipped_steps"),
 )
 
 
@@ -104,6 +104,7 @@ class Newest:
 
     step: StepMetrics | None = None
     phase: Phase | None = None
+    validation_loss: float | None = None
 
 
 class Tail:
@@ -117,21 +118,25 @@ class Tail:
         self._rank = rank
         self._metrics, self._console = _Grown(attempt.metrics), _Grown(attempt.log)
         self._phase: Phase | None = None
+        self._validation_loss: float | None = None
         self.recent: deque[StepMetrics] = deque(maxlen=_NUM_RECENT)
 
     def read(self) -> Newest:
         """Return the newest step and phase."""
         steps = [one for line in self._metrics.lines() if (one := _parse(line))]
+        for step in steps:
+            self._validation_loss = step.validation_loss or self._validation_loss
         has_metrics = self._metrics.offset > 0
         for line in self._console.lines():
             # The imports come before the first message.
             self._phase = parse_phase(line, self._rank) or self._phase or Phase.LOADING
-            if (step := parse_step(line, self._rank)) is not None:
+            if (shown := parse_step(line, self._rank)) is not None:
                 self._phase = Phase.TRAINING
                 if not has_metrics:
-                    steps.append(step)
+                    steps.append(shown)
         self.recent.extend(step for step in steps if step.loss is not None)
-        return Newest(self.recent[-1] if self.recent else None, self._phase)
+        newest = self.recent[-1] if self.recent else None
+        return Newest(newest, self._phase, self._validation_loss)
 
 
 class _Grown:

@@ -194,6 +194,21 @@ def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
     return _chart("loss", "Loss", caption, "loss", lines)
 
 
+def validation_loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
+    """Return the validation loss of every cell that validates."""
+    lines = []
+    for cell in cells:
+        points = [
+            (one.step, one.validation_loss)
+            for one in cell.result.curve
+            if one.validation_loss is not None and np.isfinite(one.validation_loss)
+        ]
+        if points:
+            lines.append(cell.line(([step for step, _ in points], [loss for _, loss in points])))
+    caption = "The loss on the same validation batches each time."
+    return _chart("validation-loss", "Validation loss", caption, "loss", lines)
+
+
 def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
     """Return the loss of every comparable cell minus its baseline's, in percent."""
     lines, is_mean = [], False
@@ -276,6 +291,7 @@ def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
 CHARTS: tuple[Callable[[Sequence[_Cell], str], Chart | None], ...] = (
     throughput,
     loss,
+    validation_loss,
     loss_difference,
     step_time,
     router_load,

@@ -87,6 +87,10 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
         memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=raw_loss if raw_loss is not None and math.isfinite(raw_loss) else None,
+        validation_loss=next(
+            (one.validation_loss for one in reversed(curve) if one.validation_loss is not None),
+            None,
+        ),
         # The published number is for the cell as it was first asked for.
         published_tokens_per_second_per_gpu=None
         if record.changes

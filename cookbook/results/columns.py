@@ -239,6 +239,7 @@ COLUMNS = (
     Column("stalls", "speed repeats", "r", "throughput.stalls", lambda stalls: f"{len(stalls):,}"),
     Column("stalls' share", "speed", "r", "throughput.stall_share", "{:.1%}"),
     Column("final loss", "cells repeats", "r", _final_loss),
+    Column("validation loss", "cells repeats compare", "r", "validation_loss", "{:.4f}"),
     Column("status", "cells repeats", "l", _status),
     Column("steps", "cells", "r", _steps),
     Column("restarts", "repeats", "r", lambda row: max(len(row.history.attempts) - 1, 0), "{:,}"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from cookbook.observe.console import StepMetrics
 from cookbook.results.columns import (
     CELLS,
     LEGENDS,
@@ -22,6 +24,8 @@ from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
 # The model's worst error; a cell beyond it has a cause of its own.
 _PREDICTION_MARGIN = 0.15
+# A loss spike: over so many logged steps before it, by this part and by so many spreads.
+_BEFORE, _SPIKE_PART, _SPIKE_SPREADS = 20, 0.1, 10
 
 
 def render_markdown(results: RunResults) -> str:
@@ -232,6 +236,8 @@ def notes(results: RunResults) -> list[str]:
         for cell in results.cells
         if cell.profiled
     ]
+    for run in runs:
+        lines += [f"{run.name}: {line}" for line in _troubled_steps(run.curve)]
     for cell in results.cells:
         predicted = cell.predicted_tokens_per_second_per_gpu
         measured = cell.tokens_per_second_per_gpu
@@ -243,3 +249,29 @@ def notes(results: RunResults) -> list[str]:
                 "submit.py profile"
             )
     return lines
+
+
+def _troubled_steps(curve: Sequence[StepMetrics]) -> Iterator[str]:
+    """Name steps that were skipped, and loss spikes.
+
+    A spike is a loss that lies above the median of the 20 logged steps before it by a tenth and by
+    ten times the median distance of these steps from that median (docs/statistics.md).
+    """
+    skipped = sum(
+        max((one.skipped_steps or 0 for one in curve if one.attempt == attempt), default=0)
+        for attempt in {one.attempt for one in curve}
+    )
+    if skipped:
+        yield f"{skipped:.0f} steps were skipped, since their gradients were not finite"
+    losses = [(one.step, one.loss) for one in curve if one.loss is not None]
+    spikes = []
+    for number in range(_BEFORE, len(losses)):
+        before = [loss for _, loss in losses[number - _BEFORE : number]]
+        middle = statistics.median(before)
+        spread = statistics.median(abs(loss - middle) for loss in before)
+        step, found = losses[number]
+        if found > middle + max(_SPIKE_PART * middle, _SPIKE_SPREADS * spread):
+            spikes.append(f"{found:.4g} at step {step} (before: {middle:.4g})")
+    if spikes:
+        more = f" and {len(spikes) - 3} more" if len(spikes) > 3 else ""
+        yield f"the loss spikes: {', '.join(spikes[:3])}{more}"

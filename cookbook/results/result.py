@@ -51,6 +51,7 @@ class Result:
     Attributes:
         steps: the last step reached, of `total_steps`.
         mfu: percent of the BF16 peak, also for quantized cells; None on a CPU.
+        validation_loss: the last one.
         final_loss: None, with the reason, where `raw_final_loss` is NaN or infinite.
         speedup: throughput over the baseline's; `speed` has its interval, None for the baseline.
         attention: `flex`, `sdpa`, `flash_attention_4`, or its reference on a CPU.
@@ -86,6 +87,7 @@ class Result:
     mfu: float | None = None
     memory_gib: float | None = None
     final_loss: float | None = None
+    validation_loss: float | None = None
     speedup: float | None = None
     published_tokens_per_second_per_gpu: float | None = None
     attention: str | None = None
