@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import RECIPES
 from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
 from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
-from cookbook.plan.explain import Stop, walk
+from cookbook.plan.explain import walk
 from cookbook.plan.figure import render_svg
-from cookbook.plan.recipe_file import check_target, render_recipe
+from cookbook.plan.recipe_file import render_recipe
 from cookbook.plan.report import as_mapping, published_lines, render_json, render_text
-from cookbook.plan.search import FITS, TIGHT, TOO_LARGE, Candidate, Found, evaluate, search
+from cookbook.plan.search import FITS, TIGHT, TOO_LARGE, Candidate, Found, evaluate
 from cookbook.plan.space import space_of
 from cookbook.predict.documents import C4
 from cookbook.predict.memory import StageMemory
@@ -78,19 +77,6 @@ def test_the_stage_that_needs_most_decides(monkeypatch: pytest.MonkeyPatch) -> N
         assert one.verdict == verdict
         # Only what fits well is timed.
         assert (one.step is not None) is (verdict == FITS)
-
-
-def test_layouts_share_no_counts_that_differ() -> None:
-    cells = [
-        with_options(CELL, {"training.global_batch_size": total, BATCH: batch})
-        for batch in (2, 4)
-        for total in (32, 96)
-    ]
-    cells += [with_options(CELL, {"activation_checkpoint.mode": mode}) for mode in ("none", "full")]
-    together = search(cells).candidates
-    alone = [evaluate(cell) for cell in cells[: len(together)]]
-    assert [one.step for one in together] == [one.step for one in alone]
-    assert len({one.step.step_ms for one in together if one.step}) > 3
 
 
 def combinations(*vary: str, base: Cell = CELL, **overlays: str) -> list[Cell]:
@@ -192,12 +178,6 @@ def test_the_best_is_held_to_what_was_published() -> None:
     assert published_lines(base, []) == published_lines(CELL, [candidate(1, 1)]) == []
 
 
-def test_a_stop_is_told_in_microseconds_of_a_token() -> None:
-    step = StepTime(0, {"dense GEMMs": 3.0, "EP, exposed": 1.0}, 0.0, tokens_per_gpu=2000.0)
-    stop = Stop("EP", fits=True, step=step)
-    assert stop.us_per_token == {"dense GEMMs": 1.5, "EP, exposed": 0.5}
-
-
 def test_a_walk_goes_on_to_its_end_past_what_the_rules_refuse() -> None:
     start = on_gpus(8, {TP: 8, EP: 1})
     end = on_gpus(8, {TP: 1, EP: 8, BATCH: 2})
@@ -249,14 +229,6 @@ def test_a_picture_has_memory_to_the_right_speed_upwards_and_the_card() -> None:
     card = by_place[70, 30][0] + x_scale * (139.8 - 30)
     assert float(start) == pytest.approx(card, abs=0.1)
     assert 'id="recipe"' not in render_svg(Found(), CELL, None)
-
-
-def test_names_and_files_that_are_taken_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    check_target(path)
-    path.write_text("name: mine\n")
-    with pytest.raises(InputError, match="exists already"):
-        check_target(path)
 
 
 def test_a_planned_recipe_keeps_what_the_recipe_says_beside_options(tmp_path: Path) -> None:

@@ -73,7 +73,6 @@ def answers() -> dict[str, Any]:
     requests = {name: request(gpu, options) for name, (gpu, options, _) in CASES.items()}
     for name, (options, _) in ATTENTION.items():
         requests[name] = request(9.0, options)
-    requests["another family"] = request(10.0, ("--model.name=llama3",))
     requests["failed"] = request(10.0, ("--optimizer.name=Adagrad",))
     unknown = "--parallelism.pipeline_parallel_schedule=Nope"
     requests["failed in torch"] = request(10.0, (*PP2, unknown))
@@ -106,12 +105,6 @@ def test_attention_is_seen_on_every_stage(answers: dict[str, Any], case: str) ->
     assert [view["active"]["attention"] for view in views] == [ATTENTION[case][1]] * len(views)
     notes = [note for view in views for note in view["not_exercised"] if "FlashAttention" in note]
     assert len(notes) == (len(views) if "flash" in ATTENTION[case][1] else 0)
-
-
-def test_another_model_family_is_built_without_data(answers: dict[str, Any]) -> None:
-    (view,) = answers["another family"]["ranks"]
-    nothing = {"grouped_gemms": None, "linear_layers": "bf16", "attention": "sdpa"}
-    assert view["active"] == nothing
 
 
 def test_a_failure_is_put_where_torchtitan_raised_it(answers: dict[str, Any]) -> None:
