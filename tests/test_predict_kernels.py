@@ -163,7 +163,7 @@ def test_rows_are_moved_fourteen_times_and_their_gradients_added() -> None:
 
 
 def links(hardware: Hardware, cell: Any = BF16, **shapes: Any) -> Links:
-    return Links(cell, hardware, dataclasses.replace(SHAPES, **shapes))
+    return Links(cell, dataclasses.replace(SHAPES, **shapes), hardware)
 
 
 def test_an_all_to_all_has_latency_and_bytes() -> None:
@@ -208,7 +208,7 @@ def test_fsdp_gathers_and_reduces_over_shards_and_replicas() -> None:
 
 def layers(hardware: Hardware, cell: Any = BF16, **shapes: Any) -> LayerTimes:
     own = dataclasses.replace(SHAPES, **shapes)
-    return LayerTimes(cell, Kernels(cell, hardware, own, 1000.0), Links(cell, hardware, own))
+    return LayerTimes(cell, Kernels(cell, hardware, own, 1000.0), Links(cell, own, hardware))
 
 
 def part(*moe: bool, recomputed: bool = False, ends: bool = False) -> Part:

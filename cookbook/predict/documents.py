@@ -1,8 +1,7 @@
-"""How far back tokens look: attended lengths of a stream of documents, and of its slowest rank.
+"""Attended lengths of a stream of documents, and those of its slowest rank.
 
 A token attends to those before it in its own document and sequence. Ranks meet in every layer, so
-the rank whose batch has the longest documents sets the pace: what counts is the mean of the
-largest of the ranks' batches, not the mean of all.
+the rank whose batch has the longest documents sets the pace.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ LOCAL = Documents(6453, 3520, "counted: docs/performance/h200x2-8layers.json")
 
 
 def documents_of(cell: Cell) -> Documents:
-    """The documents that the cell trains on.
+    """Return the documents that the cell trains on.
 
     Raises:
         InputError: a dataset whose documents are not known here.
@@ -62,7 +61,7 @@ def documents_of(cell: Cell) -> Documents:
 
 
 def parse_documents(place: str, text: str) -> Documents:
-    """`MEAN:MEDIAN`, in tokens."""
+    """Parse `MEAN:MEDIAN`, in tokens."""
     mean, colon, median = text.partition(":")
     try:
         found = Documents(float(mean), float(median), place)
@@ -74,7 +73,7 @@ def parse_documents(place: str, text: str) -> Documents:
 
 
 def mean_attended_tokens(documents: Documents, seq_len: int) -> float:
-    """Tokens that a token attends to, itself included, on average over all ranks."""
+    """Return the mean number of tokens that a token attends to, itself included."""
     return statistics.fmean(_attended(documents, seq_len))
 
 
@@ -82,7 +81,7 @@ def mean_attended_tokens(documents: Documents, seq_len: int) -> float:
 def slowest_attended_tokens(
     documents: Documents, seq_len: int, sequences: int, ranks: int
 ) -> float:
-    """The same of the rank that has most, where each of `ranks` has a batch of `sequences`."""
+    """Return that of the slowest of `ranks`, each of which has a batch of `sequences`."""
     attended = _attended(documents, seq_len)
     drawn = random.Random(_SEED)
     # Neighbours stay together: a document that is longer than a sequence fills several of them.
@@ -101,7 +100,7 @@ def slowest_attended_tokens(
 
 @functools.cache
 def _attended(documents: Documents, seq_len: int) -> tuple[float, ...]:
-    """The mean attended length of each of a stream's sequences."""
+    """Return the mean attended length of each of a stream's sequences."""
     drawn = random.Random(_SEED)
     mu, sigma = math.log(documents.median_tokens), documents.sigma
     found = []

@@ -1,4 +1,4 @@
-"""What a GPU and its links do: facts from `recipes/hardware/*.yaml`, each with its source."""
+"""The speed of a GPU and its links: facts from `recipes/hardware/*.yaml`, each with its source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError, described, unknown_name
 from cookbook.base.paths import RECIPES
-from cookbook.base.yamlfile import YamlFile, read_yaml
+from cookbook.base.yamlfile import read_yaml
 from cookbook.config.cell import Cell
 
 _FOLDER = RECIPES / "hardware"
@@ -66,33 +66,29 @@ _FACTS = {one.name: one.default for one in fields(Hardware) if one.name not in _
 
 
 def hardware_of(cell: Cell) -> Hardware:
-    """The facts of the cell's GPU.
+    """Return the facts of the cell's GPU.
 
     Raises:
-        InputError: no GPU, or one of which nothing is known here.
+        InputError: no GPU, or one without facts.
     """
-    cluster = cell.cluster
-    if cluster.gpu is None:
+    place, gpu = f"cluster {cell.cluster.name}", cell.cluster.gpu
+    if gpu is None:
+        raise InputError(place, "has no GPU", "times are predicted for GPUs only")
+    known = [load_hardware(path) for path in sorted(_FOLDER.glob("*.yaml"))]
+    found = next((one for one in known if one.name in gpu.name.split()), None)
+    if found is None:
         raise InputError(
-            f"cluster {cluster.name}", "has no GPU", "times are predicted for GPUs only"
+            place,
+            f"nothing is known of the speed of a {gpu.name}",
+            f"describe it in recipes/hardware/, as {', '.join(one.path.name for one in known)}",
         )
-    known = {path.stem: load_hardware(path) for path in sorted(_FOLDER.glob("*.yaml"))}
-    for one in known.values():
-        if one.name in cluster.gpu.name.split():
-            break
-    else:
+    if cell.nodes > 1 and found.infiniband_gb_per_s is None:
         raise InputError(
-            f"cluster {cluster.name}",
-            f"nothing is known of the speed of a {cluster.gpu.name}",
-            f"describe it in recipes/hardware/, as {', '.join(f'{name}.yaml' for name in known)}",
-        )
-    if cell.nodes > 1 and one.infiniband_gb_per_s is None:
-        raise InputError(
-            f"recipes/hardware/{one.path.name}",
+            f"recipes/hardware/{found.path.name}",
             "says nothing of the network between nodes",
             "add infiniband_gb_per_s and the shares of it, or use one node",
         )
-    return one
+    return found
 
 
 @functools.cache
@@ -103,27 +99,24 @@ def load_hardware(path: Path) -> Hardware:
         InputError: a fact is missing, unknown, without a source, or no positive number.
     """
     file = read_yaml(path)
-    content = dict(file.content)
+    content = {key: value for key, value in file.content.items() if key != "description"}
     name = content.pop("gpu", None)
-    content.pop("description", None)
     if not isinstance(name, str):
         raise InputError(file.place("gpu"), "is missing", "name the GPU as nvidia-smi does")
     for key in content:
         if key not in _FACTS:
             raise unknown_name(file.place(key), "fact", key, _FACTS)
-    values, sources = {}, {}
-    for key, default in _FACTS.items():
-        if key in content:
-            values[key], sources[key] = _fact(file, key, content[key])
-        elif default is not None:
-            raise InputError(
-                file.place(key), "is missing", "add {value: ..., source: ...}; nothing is guessed"
-            )
+    required = (key for key, default in _FACTS.items() if default is not None)
+    if missing := next((key for key in required if key not in content), None):
+        remedy = "add {value: ..., source: ...}; nothing is guessed"
+        raise InputError(file.place(missing), "is missing", remedy)
+    facts = {key: _fact(file.place(key), found) for key, found in content.items()}
+    sources = {key: source for key, (_, source) in facts.items()}
+    values: dict[str, Any] = {key: value for key, (value, _) in facts.items()}
     return Hardware(name=name, path=path, sources=sources, **values)
 
 
-def _fact(file: YamlFile, key: str, found: Any) -> tuple[float, str]:
-    place = file.place(key)
+def _fact(place: str, found: Any) -> tuple[float, str]:
     if not isinstance(found, Mapping) or set(found) != {"value", "source"}:
         raise InputError(place, f"found {described(found)}, allowed: {{value: ..., source: ...}}")
     value, source = found["value"], found["source"]

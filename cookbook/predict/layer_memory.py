@@ -36,11 +36,11 @@ class LayerBytes:
         between: of `saved`, between compiled pieces, which a memory budget cannot spare.
     """
 
-    input: float
     saved: float
     selected: float
     selected_of_saved: float
     temporary: float
+    input: float = 0.0
     freed: tuple[float, ...] = ()
     freed_again: tuple[float, ...] = ()
     between: float = 0.0
@@ -92,7 +92,6 @@ def _attention(s: Shapes) -> LayerBytes:
     # The queries' gradients are summed in FP32, beside a row of two more numbers for each query.
     summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads)
     return LayerBytes(
-        input=0,
         saved=s.act * elements + softmax,
         selected=selected,
         selected_of_saved=selected,
@@ -114,7 +113,6 @@ def _dense(s: Shapes) -> LayerBytes:
     # Compiled with its recomputation, as one graph.
     selected = (hidden if s.compiled else 1.5 * hidden) if "mm" in s.saves else 0.0
     return LayerBytes(
-        input=0,
         saved=_activations(s) * hidden + s.hidden_bytes,
         selected=selected,
         selected_of_saved=selected,
@@ -163,7 +161,6 @@ def _moe(s: Shapes) -> LayerBytes:
         backward = (25 if s.autocast else 4 + s.act) * all_rows + tokens
     exchanged = rows + sent if s.ep > 1 and "communication" in s.saves else 0.0
     return LayerBytes(
-        input=0,
         saved=base + experts + weighted,
         selected=exchanged + selected + saved_out,
         selected_of_saved=selected,
@@ -192,7 +189,6 @@ def _moe_with_deepep(
         outputs = saved_out = returned = 0.0
     sent = received + returned if "communication" in s.saves else 0.0
     return LayerBytes(
-        input=0,
         saved=saved + outputs,
         selected=selected + saved_out + sent,
         selected_of_saved=selected + saved_out,
@@ -214,7 +210,6 @@ def _moe_with_row_kernels(
     saved += rows + 3 * hidden + weights
     exchanged = s.act * s.sent_rows * s.dim if s.ep > 1 and "communication" in s.saves else 0
     return LayerBytes(
-        input=0,
         saved=saved,
         selected=selected + exchanged,
         selected_of_saved=selected,

@@ -99,7 +99,7 @@ def predict_step(
     meeting = max(layout.ep * layout.etp // layout.tp, 1) if layout.ep > 1 else layout.dp_shard
     sequences = max(shapes.tokens // seq_len, 1)
     attended = slowest_attended_tokens(documents, seq_len, sequences, meeting)
-    kernels, links = Kernels(cell, hardware, shapes, attended), Links(cell, hardware, shapes)
+    kernels, links = Kernels(cell, hardware, shapes, attended), Links(cell, shapes, hardware)
     times = LayerTimes(cell, kernels, links, overlapped)
     least_ms = hardware.host_ms_per_routed_layer
     if times.compute_ms(Layer(0, moe=True, recomputed=False))[0] < least_ms:

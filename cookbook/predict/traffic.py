@@ -214,16 +214,10 @@ def _fsdp(cell: Cell, rank: Rank, one: Exchanges) -> Traffic:
 
 
 @dataclass(frozen=True)
-class Links:
+class Links(Exchanges):
     """The time of one exchange of each kind, in milliseconds, before any overlap."""
 
-    cell: Cell
     hardware: Hardware
-    shapes: Shapes
-
-    @property
-    def _one(self) -> Exchanges:
-        return Exchanges(self.cell, self.shapes)
 
     def expert_exchanges_ms(self) -> float:
         """Return that of a layer's dispatch and combine, and of their gradients' too."""
@@ -237,7 +231,7 @@ class Links:
         return sum(
             hw.all_to_all_latency_ms
             + self._ms(
-                self._one.all_to_all(width),
+                self.all_to_all(width),
                 hw.nvlink_gb_per_s * hw.all_to_all_nvlink_share,
                 hw.all_to_all_infiniband_share,
             )
@@ -247,18 +241,16 @@ class Links:
     def deepep_ms(self, chunks: int = 1) -> float:
         """Return that of one exchange of one of a layer's `chunks`, where DeepEP sends."""
         hw = self.hardware
-        sent_ms = self._ms(
-            self._one.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share
-        )
+        sent_ms = self._ms(self.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share)
         return hw.deepep_latency_ms + sent_ms / chunks
 
     def tensor_exchange_ms(self) -> float:
         """Return that of an all-gather or reduce-scatter of the hidden states over TP."""
-        return self._nccl_ms(self._one.tensor())
+        return self._nccl_ms(self.tensor())
 
     def stage_ms(self) -> float:
         """Return that of a microbatch's hidden states to the next pipeline stage."""
-        return self._nccl_ms(self._one.stage())
+        return self._nccl_ms(self.stage())
 
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
         """Return those of an FSDP module: its gather, and its reduction, over replicas too.
@@ -266,9 +258,7 @@ class Links:
         Args:
             beside_compute: NCCL shares the GPU with compute, and takes longer.
         """
-        gather, reduce, replicas = (
-            self._nccl_ms(sent, beside_compute) for sent in self._one.unit(unit)
-        )
+        gather, reduce, replicas = (self._nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 
     def _nccl_ms(self, sent: Traffic, beside_compute: bool = False) -> float:
