@@ -170,16 +170,24 @@ def checkpoints_resume(cell: Cell) -> Problems:
         )
 
 
+def _routing_option(cell: Cell) -> str:
+    """Return the option that deals experts out."""
+    forced = "debug.moe_force_load_balance"
+    return forced if cell.options[forced] else "debug.moe_routing"
+
+
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/moe/moe.py")
 def balance_is_real(cell: Cell) -> Problems:
-    """Forced load balance makes throughput comparable and the loss meaningless."""
-    option = "debug.moe_force_load_balance"
-    if cell.options[option] and cell.steps > _LONG_RUN:
+    """Experts that are dealt out make throughput comparable and the loss meaningless."""
+    routing = routing_of(cell)
+    if routing != "trained" and cell.steps > _LONG_RUN:
+        how = "round-robin" if routing == "round_robin" else "at random"
+        option = _routing_option(cell)
         yield (
             option,
-            f"experts are dealt out round-robin for {cell.steps} steps: the loss says nothing "
-            "about convergence",
-            "set it to false for a run whose loss matters",
+            f"experts are dealt out {how} for {cell.steps} steps: the loss says nothing about "
+            "convergence",
+            f"set it to {'false' if 'force' in option else 'trained'} for a run whose loss matters",
         )
 
 
@@ -272,12 +280,10 @@ def forced_balance_flatters(cell: Cell, ranks: Sequence[Rank]) -> Problems:
     ep, exchange = cell.layout.ep, cell.exchange
     if routing_of(cell) != "round_robin" or not exchange.sends_once_per_rank:
         return
-    is_forced = cell.options["debug.moe_force_load_balance"]
-    option = "debug.moe_force_load_balance" if is_forced else "debug.moe_routing"
     dealt, routed = (destinations(ranks[0].model, ep, one) for one in ("round_robin", "random"))
     if dealt < 0.8 * routed:
         yield (
-            option,
+            _routing_option(cell),
             f"dealt out round-robin, a token's experts live on {dealt:.1f} of {ep} ranks; real "
             f"routing reaches {routed:.1f}: {exchange.title} sends a token once a rank and looks "
             "faster than it will be",
