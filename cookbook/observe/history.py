@@ -104,7 +104,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     for position, (attempt, end) in enumerate(zip(attempts, ends, strict=True)):
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
-            kept = _last_saved(cell)
+            kept = _last_saved(cell, record.newest)
         summaries.append(_summary(attempt, end, times[position], kept))
     started = ends[0].started if ends[0] else None
     if started is None and times[0]:
@@ -184,9 +184,10 @@ def _summary(
     )
 
 
-def _last_saved(cell: CellFolder) -> int:
+def _last_saved(cell: CellFolder, record: CellRecord) -> int:
     """Return the step of the newest finished checkpoint; 0 without one."""
-    saved = saved_steps(cell.path / "checkpoint")
+    # An absolute path stands for itself.
+    saved = saved_steps(cell.path / str(record.options.get("checkpoint.folder", "checkpoint")))
     return next((step for step, path in saved if (path / ".metadata").is_file()), 0)
 
 
