@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from cookbook.base.gpus import Gpu, InstalledGpu
 from cookbook.doctor.check import State, Surroundings, Verdict, check
 from cookbook.install.deepep import torch_cuda
+from cookbook.install.packages import find_distribution
 
 GIB = 1024**3
 NETWORK_FILE = "/etc/profile.d/90-nccl-network-vars.sh"
@@ -67,7 +68,8 @@ def _without_gpus(here: Surroundings) -> Verdict:
     if here.cluster and here.cluster.gpu:
         found = f"none on this node ({reason}); {_promised(here)}"
     elif reason and not reason.has_driver:
-        return "not here", f"{reason}: this machine trains on its CPU"
+        known = find_distribution("nvidia-ml-py", here.site) is not None
+        return "not here", f"{reason}: {'this machine trains on its CPU' if known else 'not known'}"
     else:
         found = str(reason)
     return "problem", found, "check the driver, or CUDA's devices in this container"
