@@ -113,7 +113,7 @@ def test_a_finished_job_is_forgotten(two_nodes: SlurmCluster, tmp_path: Path) ->
     while two_nodes.job_field(job, "JobState") is not None:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    with pytest.raises(SlurmError, match=f"job {job}: Slurm knows it no more"):
+    with pytest.raises(SlurmError, match=f"job {job} is gone"):
         two_nodes.wait(job)
     assert "accounting storage is disabled" in two_nodes.run("sacct", check=False).stderr
 

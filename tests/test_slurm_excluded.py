@@ -103,7 +103,7 @@ def test_too_few_nodes_at_submission(
     exclude_nodes({"worker-1": "later", "worker-2": "much later"}, hours=24)
     soon = next(one.until for one in read_excluded() if one.node == "worker-1")
     if policy == "stop":
-        with pytest.raises(JobError, match="too few nodes are left: 2 of 2 missing"):
+        with pytest.raises(JobError, match="not enough healthy nodes: 2 of 2 missing"):
             _submitted(cell)
         assert four.run("squeue", "-h").stdout == ""
         return
@@ -147,8 +147,8 @@ def test_a_supervised_job_goes_on_without_its_bad_node(
     assert (state.state, state.attempt) == ("finished", 1)
     assert [r.node for r in read_records(tmp_path / "records")] == ["worker-0", "worker-2"]
     found = [json.loads(one.preflight.read_text()) for one in run.cells[0].attempts()]
-    assert found[0]["nodes"] == [] and found[0]["left_out"].keys() == {"worker-1"}
-    assert found[1]["nodes"] == ["worker-0", "worker-2"] and found[1]["left_out"] == {}
+    assert found[0]["nodes"] == [] and found[0]["excluded"].keys() == {"worker-1"}
+    assert found[1]["nodes"] == ["worker-0", "worker-2"] and found[1]["excluded"] == {}
 
 
 @pytest.fixture
