@@ -131,14 +131,3 @@ def test_the_published_number_stands_beside_the_published_cell_alone(
     arguments: dict[str, Any], published: float | None
 ) -> None:
     assert _cell(**arguments).published == published
-
-
-def test_emulated_mxfp8_linear_layers_run_under_tensor_parallelism_and_compile() -> None:
-    degrees: dict[str, Any] = {
-        "parallelism.tensor_parallel_degree": 2,
-        "parallelism.expert_parallel_degree": 8,
-    }
-    cell = _cell("deepseek_v3_16b", "mxfp8_linear", cluster="h200-node", **degrees)
-    assert cell.emulated and cell.refused is None
-    real = _cell("deepseek_v3_16b", "mxfp8_linear", **degrees)
-    assert real.refused and "torch.compile" in real.refused

@@ -10,7 +10,6 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
 from cookbook.config import overlay as overlay_module
-from cookbook.config.cell import Cell
 from cookbook.config.overlay import implied, load_overlay, load_precision
 from cookbook.config.resolve import resolve_cell
 from tests.cells import POINTS, PRECISIONS, Point
@@ -67,20 +66,6 @@ def test_a_copied_precision_passes_under_its_own_name(tmp_path: Path, name: str)
             "precision mine expects grouped_gemms bf16, and the options turn on mxfp8",
         ),
         (
-            "precision",
-            "mxfp8",
-            "recipe_name: mxfp8\n",
-            "recipe_name: mxfp8_wgrad_with_hp\n",
-            "expects grouped_gemms mxfp8, and the options turn on mxfp8_wgrad_with_hp",
-        ),
-        (
-            "precision",
-            "bf16",
-            "linear_layers: bf16",
-            "linear_layers: mx",
-            "precision mine expects linear_layers mx, and the options turn on bf16",
-        ),
-        (
             "ep_backend",
             "mxfp8_a2a",
             "  expert_parallel_a2a_combine_bwd_precision: mxfp8\n",
@@ -134,21 +119,3 @@ def _forget() -> None:
     """As in a new process: each file is read once in one."""
     load_overlay.cache_clear()
     overlay_module._synonyms.cache_clear()
-
-
-def test_a_cell_is_held_to_its_overlays_by_options_of_the_job() -> None:
-    from cookbook.config.cell import train_argv
-
-    cell: Cell = cell_of("deepseek_v3_16b", precision="mxfp8_linear", ep_backend="mxfp8_a2a")
-    for word in (
-        "--cookbook.precision=mxfp8_linear",
-        "--cookbook.grouped_gemms=mxfp8",
-        "--cookbook.linear_layers=mx",
-        "--cookbook.ep_backend=mxfp8_a2a",
-        "--cookbook.dispatch=mxfp8",
-    ):
-        assert word in train_argv(cell)
-    # Whether it emulates follows from the cluster.
-    emulated = cell_of("debug", precision="mxfp8", cluster="local")
-    assert "--cookbook.emulated" in train_argv(emulated)
-    assert "--cookbook.emulated" not in train_argv(cell)

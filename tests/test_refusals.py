@@ -200,14 +200,6 @@ def test_dual_pipe_v_overlaps_the_standard_exchanges_alone(
     assert ("dual_pipe_v_overlap" in rules) is refused
 
 
-def test_converters_without_their_gpu_are_refused_unless_emulated() -> None:
-    cell = cell_of(SMALL, {f"{P}.expert_parallel_degree": 8}, cluster="h200-node")
-    mx = with_options(cell, {"model.converters": ["quantize.grouped_mm.mx"]})
-    assert {one.rule for one in validation_errors(mx)} == {"mxfp8_hardware", "declaration"}
-    emulated = with_options(mx, {"quantize.grouped_mm.mx.emulate": True})
-    assert {one.rule for one in validation_errors(emulated)} == {"declaration"}
-
-
 @pytest.mark.parametrize("heads", [{"v_head_dim": 64}, {"qk_head_dim": 128}])
 def test_flash_attention_is_refused_heads_that_nobody_compared(heads: dict[str, int]) -> None:
     cell = cell_of(SMALL, {"model.attention": "flash_attention_4"})

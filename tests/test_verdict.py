@@ -20,14 +20,13 @@ from cookbook.config.cluster import default_cluster, runs_here
 from cookbook.config.finding import ERROR, WARNING
 from cookbook.config.options import command_line_settings
 from cookbook.config.overlay import load_precision
-from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.validate import judge, missing_here
 from cookbook.launch.create import create_run
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.supervise import start as begin
 from tests.cells import CLUSTER_FILES
-from tests.check_cells import cell_of, cluster_of, with_options
+from tests.check_cells import cell_of, with_options
 
 (CONTAINER,) = [str(path) for path in CLUSTER_FILES if path.stem == "container"]
 TOKENIZER, DATA = "model.hf_assets_path", "training.dataset_path"
@@ -243,17 +242,3 @@ def test_a_path_is_looked_for_where_the_job_runs(
     assert missing(file.parent, "data") == [(DATA, "data is not there")]
     assert missing(file.parent, file) == [(DATA, f"{file} is a file, allowed: a folder")]
     assert missing(file.parent, tmp_path, "/none") == [(load, "/none is not there")]
-
-
-def test_a_cell_on_this_machine_has_its_ranks_and_what_is_asked_of_it() -> None:
-    machine = this_machine(3, None, {"OMP_NUM_THREADS": "2"})
-    cell = cell_on(machine, "debug", "mxfp8", "standard", {"training.steps": 5}, "mine")
-    assert (cell.name, cell.world, cell.nodes, cell.steps) == ("mine", 3, 1, 5)
-    assert cell.cluster.device == "cpu" and cell.emulated
-    assert cell.environment["OMP_NUM_THREADS"] == "2"
-    # A large recipe has no stand-in here: what is asked for is measured.
-    gpu = Gpu("NVIDIA H200", 9.0, 139.8)
-    large = cell_on(this_machine(4, gpu), SMALL, "bf16", "standard", {})
-    assert (large.recipe.name, large.world, large.cluster.device) == (SMALL, 4, "cuda")
-    assert large.name == "16b-bf16-standard"
-    assert cluster_of("local").scheduler == "local"
