@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.paths import ROOT
+from cookbook.check.check import check_cells
 from cookbook.config.validate.training import training_files
 from tests.check_cells import STACK, cell_of, refusals
 
@@ -177,3 +178,24 @@ def test_cells_share_no_absolute_checkpoint_folder() -> None:
     ]
     folders = [cell.options[f"{C}.folder"] for cell in cells]
     assert folders == [f"/data/mine/{cell.name}" for cell in cells]
+
+
+def advice(options: dict[str, Any]) -> dict[str, str]:
+    (check,) = check_cells([cell_of("debug", options, cluster="local")], build=False)
+    return {one.rule: one.reason for one in check.advice}
+
+
+def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
+    warm_up = {"lr_scheduler.warmup_steps": 9}
+    assert "9 steps are longer than the run" in advice(warm_up)["warm_up_ends"]
+    assert "warm_up_ends" not in advice({"lr_scheduler.warmup_steps": 8})
+    assert "warm_up_ends" not in advice(warm_up | {"lr_scheduler.total_steps": 9})
+    assert "warm_up_ends" not in advice(warm_up | {"debug.moe_force_load_balance": True})
+
+
+def test_check_says_how_much_is_read(tmp_path: Path) -> None:
+    save(tmp_path / "hf", shapes_of("debugmodel"))
+    with (tmp_path / "hf/a.safetensors").open("ab") as file:
+        file.truncate(30_000_000)
+    path = {f"{C}.initial_load_path": str(tmp_path / "hf"), f"{C}.initial_load_in_hf": True}
+    assert "0.03 GB are read from" in advice(ON | path)["weights_are_read"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from cookbook.base.paths import ROOT
 from cookbook.base.pipelines import is_v_shaped
 from cookbook.config.cell import ATTENTION, Cell
 from cookbook.config.cluster import seconds_of
@@ -41,6 +42,8 @@ _STATES = 3
 # A GPU's state to its host's memory, which is all that training waits for where saves are
 # asynchronous. TorchTitan's log says what it was: `Finished saving the checkpoint ...`.
 _COPY_GB_PER_S = 10.0
+# Warm-up and steps of the published convergence experiment.
+_PUBLISHED_WARM_UP = (2000, 1500)
 # So much longer or shorter costs little: the curve is flat around its lowest point.
 _NEAR = 3.0
 
@@ -174,6 +177,32 @@ def _routing_option(cell: Cell) -> str:
     """Return the option that deals experts out."""
     forced = "debug.moe_force_load_balance"
     return forced if cell.options[forced] else "debug.moe_routing"
+
+
+@rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/lr_scheduler.py")
+def warm_up_ends(cell: Cell) -> Problems:
+    """TorchTitan shortens a warm-up that is longer than the schedule, which a benchmark may be."""
+    options, option = cell.options, "lr_scheduler.warmup_steps"
+    total = options["lr_scheduler.total_steps"] or options["training.steps"]
+    if (options[option], total) == _PUBLISHED_WARM_UP:
+        return
+    if options[option] > total and not options["debug.moe_force_load_balance"]:
+        reason = f"{options[option]} steps are longer than the run, whose {total} steps all warm up"
+        yield option, reason, f"try {max(1, total // 10)}"
+
+
+@rule(ADVICE, level=HINT, reference=_CHECKPOINT)
+def weights_are_read(cell: Cell) -> Problems:
+    """Published weights are read once, by all ranks side by side."""
+    options = cell.options
+    if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
+        return
+    shown = options["checkpoint.initial_load_path"] or options["model.hf_assets_path"]
+    size = sum(file.stat().st_size for file in (ROOT / shown).glob("*.safetensors")) / 1e9
+    if size:
+        part = f"each of {cell.world} ranks reads the tensors of its own shards"
+        reason = f"{size:,.2f} GB are read from {shown}: {part}, and nothing is expanded on disk"
+        yield "checkpoint.initial_load_in_hf", reason, ""
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/moe/moe.py")
