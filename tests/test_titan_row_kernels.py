@@ -174,9 +174,11 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "the shared experts' output is not added": (f"{GROUPS}._collect", without_base, "output"),
     "rows go one slot too far": (f"{GROUPS}._spread", next_row, "not zero"),
     "a row's last number is lost": (f"{GROUPS}._spread", last_column_lost, "output"),
+    "sums lack their last number": (f"{GROUPS}._collect", last_column_lost, "output"),
     "a copy is lost": (f"{GROUPS}._place", one_row_lost, "output"),
     "two copies are swapped": (f"{GROUPS}._place", neighbours_swapped, "output"),
     "scores of the next row": (f"{GROUPS}._at", next_row, "output"),
+    "activations are off": (f"{GROUPS}._activate", off("", 1.01), "output"),
     "activations of the next row": (f"{GROUPS}._activate", next_row, "output"),
     "the gate's gradient is off": (
         f"{GROUPS}._activation_gradient",
