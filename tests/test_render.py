@@ -25,7 +25,7 @@ from cookbook.config.options import Setting
 from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
-from cookbook.launch.script import render_launcher, render_script, sbatch_lines
+from cookbook.launch.script import render_script, sbatch_lines
 from cookbook.run.record import read_record
 from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
@@ -361,11 +361,8 @@ def test_a_folder_of_something_else_is_refused(runner: ScriptRunner, checkout: P
     ("nodes", "words", "log_rank", "shown"),
     [
         ("32", [], "0,128", "0"),
-        ("16", [], "0,64", "0"),
-        ("2", [_TWO_NODES], "0,8", "0"),
         ("1", ["--parallelism.expert_parallel_degree=4"], "0,4", "0,4"),
         ("32", ["--parallelism.pipeline_parallel_degree=1"], "0", "0"),
-        ("32", ["--parallelism.pipeline_parallel_degree=4"], "0,192", "0"),
     ],
 )
 def test_the_log_shows_the_rank_with_the_loss_of_the_nodes_that_the_job_has(
@@ -417,19 +414,6 @@ def test_the_final_words_are_judged_before_any_rank_starts(
     assert message in start.output
     assert len(start.output.splitlines()) == 1
     assert not (runner.folder / "runs").exists()
-
-
-def test_what_the_advice_says_is_then_done(runner: ScriptRunner, checkout: Path) -> None:
-    start = _start(
-        runner,
-        checkout,
-        "train_671b.sh",
-        "--parallelism.tensor_parallel_degree=1",
-        SLURM_JOB_NUM_NODES="32",
-        PRECISION="mxfp8_linear",
-    )
-    assert start.status == 0, start.output
-    assert "--cookbook.precision=mxfp8_linear" in start.train_args
 
 
 def test_files_of_ones_own_are_held_to_what_they_declare(tmp_path: Path, checkout: Path) -> None:
@@ -575,16 +559,3 @@ def _set_by_scripts() -> set[str]:
         "job.save_config_file",
         "comm.save_traces_file_prefix",
     }
-
-
-def test_the_cluster_has_the_last_word_in_a_launcher_as_in_a_cell(tmp_path: Path) -> None:
-    profile = tmp_path / "mine.yaml"
-    profile.write_text(
-        (ROOT / "recipes/cluster/soperator-b200.yaml").read_text()
-        + "\nparallelism.expert_parallel_comm_backend: standard\n"
-    )
-    cluster = load_cluster(str(profile))
-    text = render_launcher(load_recipe("deepseek_v3_16b"), cluster, "mine.sh")
-    chosen = text.index('"${PRECISION_ARGS[@]}"')
-    assert text.index("--parallelism.expert_parallel_comm_backend=standard", chosen)
-    assert text.index('-- "${TRAIN_ARGS[@]}" -- "$@"') > chosen

@@ -219,15 +219,6 @@ def test_a_failed_submission_leaves_the_cell_as_it_was(monkeypatch: pytest.Monke
     assert read_record(run.cell(NAME).record).steps == 12
 
 
-def test_an_option_that_is_no_longer_set_is_null() -> None:
-    first = CellRecord(nodes=1, options=_options(a=1, b=2))
-    record = first.changed(1, CellRecord(nodes=1, options=_options(a=1, c=[3])))
-    assert record.changes == ({"attempt": 1, "options": {"b": None, "c": [3]}},)
-    assert record.newest.options == {"a": 1, "c": [3]}
-    assert record.as_of(0) == first
-    assert first.changed(1, first) == first
-
-
 def _options(**values: object) -> Unchecked:
     return Unchecked(values)
 

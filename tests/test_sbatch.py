@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cookbook.base.schema import Words
-from cookbook.launch.script import option_word, sbatch_lines, sbatch_options
+from cookbook.launch.script import sbatch_lines, sbatch_options
 from tests.cells import POINTS, Point
 
 ON_SLURM = [point for point in POINTS if point.cell().cluster.scheduler == "slurm"]
@@ -53,24 +53,6 @@ def test_lines_are_read_back_as_the_options(point: Point) -> None:
         read[name] = value if equals else True
     assert read.pop("output") == "%x-%j.log"
     assert read == expected
-
-
-def test_nothing_is_said_to_sbatch_on_this_machine() -> None:
-    point = next(point for point in POINTS if point.cluster == "local")
-    assert sbatch_lines(point.cell()) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "word"),
-    [
-        ("exclusive", True, "--exclusive"),
-        ("nodes", 32, "--nodes=32"),
-        ("comment", "it's", "--comment='it'\"'\"'s'"),
-        ("account", "", "--account=''"),
-    ],
-)
-def test_a_value_is_one_word(name: str, value: str | int | bool, word: str) -> None:
-    assert option_word(name, value) == word
 
 
 def test_extra_options_of_the_profile_are_added_and_false_leaves_one_out() -> None:

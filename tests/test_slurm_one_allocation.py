@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.errors import JobError
 from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
@@ -164,16 +163,6 @@ def test_a_submitter_that_was_killed_before_it_noted_the_job(
     assert states(run) == ["queued", "queued"]
     assert job_of(run) == job
     assert cancel_run(run) == ["cell-0", "cell-1"]
-
-
-def test_what_sbatch_refuses_leaves_no_cell_waiting(cell: Cell) -> None:
-    nowhere = replace(cell, cluster=replace(cell.cluster, partition="nowhere"))
-    cells = [replace(nowhere, name=f"cell-{number}") for number in range(2)]
-    run = create_run("together", cells)
-    with pytest.raises(JobError, match="sbatch refused it"):
-        submit_run(run, cells, one_allocation=True)
-    assert states(run) == ["failed", "failed"]
-    assert (cell_states(run)[1].reason or "").startswith("not queued: sbatch refused it")
 
 
 def test_a_cell_is_not_resumed_while_its_allocation_goes_on(

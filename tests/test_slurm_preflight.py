@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -152,32 +151,6 @@ def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) 
     assert all(restart == 1 for restart, _ in jobs.trained_on())
 
 
-def test_a_job_waits_for_the_node_that_is_back_first(jobs: Jobs) -> None:
-    # The second attempt gets the other bad node; then none is left.
-    jobs.gpus.ecc_error("worker-11")
-    jobs.gpus.use_gpu("worker-0")
-    job = jobs.submit("--nodes=11", "--exclude=worker-12")
-    _until(lambda: len(jobs.left_out()) == 2, 90, lambda: jobs.log(job))
-    first = next(one for one in read_excluded(jobs.folder / "runs") if one.node == "worker-0")
-    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(first.until))
-    _until(lambda: jobs.cluster.job_field(job, "StartTime") == start)
-    # It waits an hour for worker-0, and may then have it; what the user left out stays so.
-    assert jobs.cluster.job_field(job, "ExcNodeList") == "worker-12,worker-11"
-    assert "StartTime=now ExcNodeList=worker-12\n" in jobs.log(job)
-    assert jobs.trained_on() == []
-
-
-def test_what_most_nodes_have_is_no_fault_of_a_node(jobs: Jobs) -> None:
-    for number in range(3):
-        jobs.gpus.lose_gpu(f"worker-{number}")
-    job = jobs.submit("--nodes=4")
-    assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
-    assert jobs.left_out() == {} and jobs.trained_on() == []
-    reason = jobs.status()["reason"]
-    assert "gpus: 3 of 4 nodes, worker-0: 7 x NVIDIA B200" in reason
-    assert "no fault of single nodes, none is excluded" in reason
-
-
 def test_a_node_that_does_not_answer_is_a_failed_node(jobs: Jobs) -> None:
     pid = jobs.cluster.pid("worker-2")
     (slurmd,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
@@ -252,39 +225,6 @@ def test_a_job_that_may_not_be_requeued_says_so(jobs: Jobs) -> None:
     assert jobs.left_out().keys() == {"worker-0"} and jobs.trained_on() == []
     assert f"scontrol requeue {job}: " in jobs.status()["reason"]
     assert jobs.status()["state"] == "failed"
-
-
-def test_bad_nodes_without_end_end_the_job_after_its_restarts(jobs: Jobs) -> None:
-    for number in range(9):
-        jobs.gpus.ecc_error(f"worker-{number}")
-    copy = jobs.folder / "cookbook"
-    shutil.copytree(jobs.checkout, copy)
-    recipe = copy / "recipes/deepseek_v3_16b.yaml"
-    recipe.write_text(recipe.read_text().replace("max_restarts: 10", "max_restarts: 2"))
-    job = jobs.submit("--nodes=1", script=copy / "train_16b.sh")
-    assert jobs.cluster.wait(job, timeout=120) == "FAILED", jobs.log(job)
-    assert jobs.left_out().keys() == {f"worker-{number}" for number in range(3)}
-    assert "started again 2 times already (max_restarts)" in jobs.status()["reason"]
-
-
-def test_each_attempt_of_a_job_begins_with_a_look(jobs: Jobs) -> None:
-    # What failed the first attempt may be seen before the second.
-    job = jobs.submit("--nodes=2", TORCHRUN_FAILS_ON="worker-0", TORCHRUN_SECONDS="1")
-    assert jobs.cluster.wait(job) == "FAILED", jobs.log(job)
-    assert jobs.log(job).count("cookbook: preflight: 2 healthy node(s) (") == 2
-    for attempt in (0, 1):
-        (found,) = jobs.folder.glob(f"runs/*/*/attempt-{attempt}/preflight.json")
-        assert json.loads(found.read_text())["nodes"] == ["worker-0", "worker-1"]
-
-
-def test_preflight_can_be_turned_off(jobs: Jobs) -> None:
-    jobs.gpus.ecc_error("worker-0")
-    job = jobs.submit("--nodes=2", COOKBOOK_PREFLIGHT="off")
-    assert jobs.cluster.wait(job) == "COMPLETED", jobs.log(job)
-    assert jobs.trained_on() == [(0, "worker-0"), (0, "worker-1")]
-    job = jobs.submit("--nodes=2", COOKBOOK_PREFLIGHT="no")
-    assert jobs.cluster.wait(job) == "FAILED"
-    assert "COOKBOOK_PREFLIGHT: found 'no', allowed: full, nodes, off" in jobs.log(job)
 
 
 def _until(condition: Any, seconds: float = 30, log: Any = str) -> None:

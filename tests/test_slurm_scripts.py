@@ -113,43 +113,11 @@ def test_sbatch_gets_32_nodes_with_8_gpus_and_one_torchrun_each(
     assert shown["recipe"] == name and shown["published_tokens_per_second_per_gpu"] is None
 
 
-def test_choices_in_the_environment_reach_torchrun(
-    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, checkout: Path
-) -> None:
-    # RECIPE is the name that the published scripts used.
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "deep_ep.py").write_text("")
-    chosen = {
-        **environment,
-        "RECIPE": "mxfp8_default",
-        "EP_BACKEND": "deepep",
-        "WANDB_API_KEY": "k",
-        "PYTHONPATH": str(tmp_path / "packages"),
-    }
-    job = slurm.submit(
-        checkout / "train_671b.sh", EP_8, options=["--nodes=2"], cwd=tmp_path, env=chosen
-    )
-    assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
-    records = _records(environment)
-    assert [record.node for record in records] == ["worker-0", "worker-1"]
-    for record in records:
-        assert record.option("--nnodes") == "2"
-        assert "--quantize.grouped_mm.mx.recipe_name=mxfp8" in record.argv
-        assert "--parallelism.expert_parallel_comm_backend=deepep" in record.argv
-        assert "--metrics.enable_wandb" in record.argv
-        assert record.environment["NVSHMEM_IB_ENABLE_IBGDA"] == "1"
-        assert record.environment["WANDB_RUN_NAME"] == "671b-mxfp8-deepep"
-
-
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
         ({"PRECISION": "fp4"}, [], "PRECISION: found 'fp4', allowed: bf16, float8, mxfp8"),
-        ({"EP_BACKEND": "deep_ep"}, [], "EP_BACKEND: found 'deep_ep', allowed: deepep"),
-        ({"PRECISION": "mxfp8_linear"}, [EP_8], "torch.compile does not support it yet"),
         ({}, ["--training.step=5"], "has no option 'training.step'; nearest: training.steps"),
-        ({}, ["--parallelism.tensor_parallel_degree=3"], "3 does not divide 16 ranks; try 2"),
-        ({"VENV": "/nowhere"}, [], "no Python at /nowhere; run: bash"),
     ],
 )
 def test_wrong_input_ends_the_job_before_any_torchrun(
@@ -218,17 +186,6 @@ def test_scripts_with_one_folder_make_one_run(
         ("16b-bf16-standard", "finished"),
         ("16b-mxfp8-standard", "finished"),
     ]
-
-
-def test_a_node_that_fails_ends_the_job(
-    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, checkout: Path
-) -> None:
-    failing = {**environment, "TORCHRUN_SECONDS": "1", "TORCHRUN_FAILS_ON": "worker-1"}
-    job = slurm.submit(checkout / "train_16b.sh", options=["--nodes=4"], cwd=tmp_path, env=failing)
-    assert slurm.wait(job) == "FAILED", _log(tmp_path, job)
-    # No attempt made a step, so there is one restart.
-    assert _log(tmp_path, job).count("fails on purpose") == 2
-    assert "failed" in _submit_py(slurm, environment, "status")
 
 
 def test_a_copy_of_the_cookbook_uses_its_own_files(
