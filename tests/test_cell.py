@@ -51,7 +51,7 @@ def test_torchtitan_holds_what_the_cell_says(point: Point) -> None:
     expected = {
         **{name: option.default for name, option in STACK.options.items()},
         **cell.options.values,
-        "job.description": f"{cell.name}: {cell.recipe.description}",
+        "job.description": cell.description,
         "job.custom_config_module": "cookbook.titan.tt_0_2_2.job_config",
         "experimental.custom_import": "cookbook.titan.tt_0_2_2",
         "cookbook.precision": point.precision,
