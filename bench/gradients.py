@@ -74,8 +74,9 @@ class Comparison:
         others = {case.reference: None for case in cases if case.reference != FIRST}
         for some in (first, others, cases):
             new = [one for one in some if not (one.is_reference and self._tensors(one).exists())]
-            with ThreadPoolExecutor(jobs if self.gpu else 1) as pool:
-                for case, (reason, seconds) in zip(new, pool.map(self._train, new), strict=True):
+            with ThreadPoolExecutor(jobs) as pool:
+                outcomes = (pool.map if self.gpu else map)(self._train, new)
+                for case, (reason, seconds) in zip(new, outcomes, strict=True):
                     self._note(case, reason, seconds)
 
     def _tensors(self, reference: Case) -> Path:

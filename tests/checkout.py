@@ -9,6 +9,13 @@ from cookbook.base.paths import ROOT
 
 # A folder for PYTHONPATH: stand-ins for packages that need a GPU.
 STAND_IN = ROOT / "tests/stand_in"
+# The server of ranks imports these before it forks.
+PRELOADED = [
+    "torch",
+    "torchtitan.train",
+    "cookbook.titan.tt_0_2_2",
+    "torchao.prototype.moe_training",
+]
 
 
 def copy_checkout(folder: Path, assets: bool = False) -> Path:

@@ -13,17 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.checkout import copy_checkout
+from tests.checkout import PRELOADED, copy_checkout
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
 
-# The server of ranks imports these before it forks.
-PRELOADED = [
-    "torch",
-    "torchtitan.train",
-    "cookbook.titan.tt_0_2_2",
-    "torchao.prototype.moe_training",
-]
 # The default is this machine's Slurm; tests mean the published cluster.
 os.environ.setdefault("COOKBOOK_CLUSTER", "soperator-b200")
 # A shell's background job ignores interrupts; what tests start would inherit that.

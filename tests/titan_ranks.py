@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.checkout import STAND_IN
-from tests.conftest import PRELOADED
+from tests.checkout import PRELOADED, STAND_IN
 
 
 def run_ranks(
