@@ -85,8 +85,9 @@ def test_torchtitan_saves_when_slurm_tells_the_job_to_stop(
 
 # Stands for a cell's script: the first attempt saves when it is told to, or takes no notice.
 BODY = """
-attempt="${CELL_DIR}/attempt-$(find "${CELL_DIR}" -name 'attempt-*' | wc -l)"
-mkdir "${attempt}"
+attempt="${COOKBOOK_ATTEMPT_DIR}"
+# Without a whole checkpoint a late job is not requeued.
+mkdir -p "${CELL_DIR}/checkpoint/step-1" && touch "${CELL_DIR}/checkpoint/step-1/.metadata"
 [[ "${attempt}" == */attempt-0 ]] || exit 0
 touch "${CELL_DIR}/started"
 until [[ -e "${attempt}/stop" ]]; do sleep 0.2; done
@@ -114,7 +115,7 @@ def test_the_supervisor_hands_it_on_and_has_the_job_requeued(
     profile.write_text(PROFILE + f"requeue: {str(requeue).lower()}\nseconds_to_stop: 60\n")
     cell = Point("debug", "bf16", "standard", str(profile)).cell()
     # So that the test need not wait.
-    cell = replace(cell, cluster=replace(cell.cluster, seconds_to_stop=4))
+    monkeypatch.setenv("COOKBOOK_LATE_S", "3")
     run = create_run("told", [cell])
     record = read_record(run.cells[0].record)
     options = Unchecked(record.options | {"checkpoint.enable": True})

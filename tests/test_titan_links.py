@@ -66,14 +66,14 @@ def test_a_node_that_cannot_talk_is_found_and_left_out(six: SlurmCluster, tmp_pa
     assert six.wait(job, timeout=300) == "COMPLETED", log.read_text()
     (left,) = read_excluded(tmp_path / "runs")
     assert left.node == "worker-2"
-    assert "the ranks cannot talk (worker-2: local rank 0: " in left.reason
+    assert "the ranks cannot communicate (worker-2: local rank 0: " in left.reason
     assert "Unable to find address for: none0" in left.reason
     nodes = {record.node for record in read_records(tmp_path / "records")}
     assert len(nodes) == 4 and "worker-2" not in nodes
     (found,) = tmp_path.glob("runs/*/*/attempt-1/preflight.json")
     speeds = json.loads(found.read_text())["gb_per_s"]
     assert speeds.keys() == {"all_reduce", "all_to_all"} and min(speeds.values()) > 0
-    assert "4 node(s) are well, all_reduce " in log.read_text()
+    assert "4 healthy node(s), all_reduce " in log.read_text()
 
 
 def test_a_network_that_is_too_slow_is_no_fault_of_a_node(
