@@ -110,8 +110,13 @@ def test_a_job_gives_torchtitans_names_back(assets: Path, tmp_path: Path) -> Non
             "torchao.prototype.moe_training.scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d",
             "torchtitan.protocols.model_converter._registry_model_converter_cls[quantize.grouped_mm.mx]",
             "torchtitan.protocols.model_converter._registry_model_converter_cls[quantize.linear.mx]",
-            # So that ranks agree on when to save.
-            "torchtitan.components.checkpoint.CheckpointManager.__init__",
+            # So that ranks agree on when to save, and failures name their cause.
+            *(
+                f"torchtitan.components.checkpoint.CheckpointManager.{name}"
+                for name in (
+                    *("__init__", "save", "load", "maybe_wait_for_staging", "_async_wait", "close"),
+                )
+            ),
             # By TorchTitan's own function.
             "torchtitan.models.moe.utils.TOKEN_GROUP_ALIGN_SIZE_M",
             *OTHERS,

@@ -15,13 +15,11 @@ check_versions()
 import torch
 
 from cookbook.titan.common.process import die_with_parent, exit_without_teardown
-from cookbook.titan.tt_0_2_2.checkpoint import name_checkpoint_causes
 from cookbook.titan.tt_0_2_2.cpu import prepare_cpu
 from cookbook.titan.tt_0_2_2.spec import register
 
 if not torch.cuda.is_available():
     prepare_cpu()
 register()
-name_checkpoint_causes()
 exit_without_teardown()
 die_with_parent()

@@ -139,11 +139,13 @@ def _initialize_and_decide(manager: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def save_when_ranks_agree() -> None:
-    """Let the ranks of every later Trainer decide together when to save, and when to end.
+    """Let the ranks of every later Trainer decide together when to save and end; name failures.
 
     No door: the Trainer makes its CheckpointManager itself.
     """
-    CheckpointManager.__init__ = _initialize_and_decide
+    if CheckpointManager.__init__ is not _initialize_and_decide:
+        CheckpointManager.__init__ = _initialize_and_decide
+        name_checkpoint_causes()
 
 
 def plain(value: Any) -> Any:
@@ -178,10 +180,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def name_checkpoint_causes() -> None:
-    """Let saving and loading raise CheckpointFailedError with the root cause in its message.
-
-    No door: the Trainer makes its CheckpointManager itself.
-    """
+    """Let saving and loading raise CheckpointFailedError with the root cause in its message."""
     for name in ("save", "load", "maybe_wait_for_staging", "_async_wait", "close"):
         setattr(CheckpointManager, name, _naming_the_cause(getattr(CheckpointManager, name)))
 
