@@ -192,7 +192,7 @@ def test_the_page_says_what_the_fast_recipe_is_predicted_at() -> None:
     found = predict_step(CELLS["fast"]).tokens_per_second_per_gpu
     (row,) = [line for line in page.splitlines() if "(the fast recipe)" in line]
     assert f"| {found:,.0f} |" in row
-    assert found > 3 * 918
+    assert found > 2.8 * 918
 
 
 def test_quantizing_costs_and_pays() -> None:

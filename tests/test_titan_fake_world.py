@@ -24,7 +24,6 @@ FLOAT8 = (
 )
 PP2 = ("--parallelism.pipeline_parallel_degree=2",)
 HP = ("--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp",)
-A2A = ("--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8",)
 
 # The GPU's generation, the options, and what the first rank of each stage finds.
 CASES: dict[str, tuple[float | None, tuple[str, ...], list[tuple[str | None, str]]]] = {
@@ -76,7 +75,7 @@ def answers() -> dict[str, Any]:
     requests["failed"] = request(10.0, ("--optimizer.name=Adagrad",))
     unknown = "--parallelism.pipeline_parallel_schedule=Nope"
     requests["failed in torch"] = request(10.0, (*PP2, unknown))
-    requests["refused"] = request(10.0, (*A2A, "--parallelism.expert_parallel_comm_backend=deepep"))
+    requests["refused"] = request(9.0, MX_GROUPED)
     done = subprocess.run(
         [sys.executable, "-m", "cookbook.titan.dry_build", "cookbook.titan.tt_0_2_2"],
         input="".join(f"{json.dumps(one)}\n" for one in requests.values()),
@@ -167,4 +166,4 @@ def test_torchtitans_warnings_are_kept_and_not_those_of_the_fake_world(
 def test_the_jobs_refusals_are_quoted(answers: dict[str, Any]) -> None:
     (view,) = answers["refused"]["ranks"]
     assert view["kind"] == "SystemExit"
-    assert view["error"].startswith("the MXFP8 all-to-all is a part of the standard backend")
+    assert view["error"].startswith("MXFP8 needs a GPU of SM100 (B200) or later")
