@@ -115,7 +115,7 @@ class Run:
         return [one for one in found if any("bin/torchrun" in word for word in words_of(one))]
 
     def supervisor(self) -> psutil.Process:
-        """Return the supervisor, whose keeper is its parent."""
+        """Return the supervisor, whose parent respawns it."""
         marks = {"submitit.core._submit", str(self.cell.job_files)}
         found = [one for one in psutil.process_iter() if marks <= {*words_of(one)}]
         (keeper,) = [one for one in found if one.ppid() not in {other.pid for other in found}]
