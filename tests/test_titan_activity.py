@@ -80,6 +80,7 @@ def test_backends_agree_and_say_so(assets: Path, tmp_path: Path) -> None:
         "mean_attended_length": (SEQ_LEN + 1) / 2,
         "loss": "cross_entropy",
         "recomputation": "none",
+        "moe_routing": "trained",
         "rows": None,
         "saved": None,
         "device": "cpu",
@@ -190,7 +191,9 @@ def view(grouped: str | None = "bf16", linear: str = "bf16", **observed: Any) ->
     given: dict[str, Any] = {
         "model": ModelActivity(frozenset({grouped} if grouped else ()), frozenset({linear}), False),
         "attention": AttentionActivity(frozenset({"flex"}), None),
-        **dict.fromkeys(("dispatch", "rows", "loss", "recomputation", "saved"), frozenset()),
+        **dict.fromkeys(
+            ("dispatch", "rows", "loss", "recomputation", "saved", "moe_routing"), frozenset()
+        ),
         "patches_applied": frozenset(),
         "stage": 0,
         "emulated": False,

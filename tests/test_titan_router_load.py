@@ -135,7 +135,7 @@ def test_of_many_logged_steps_the_counts_of_few_are_kept_and_none_is_lost(
         SimpleNamespace(n_layers=2, moe_args=SimpleNamespace(num_experts=EXPERTS)),
         SimpleNamespace(get_optional_mesh=lambda name: None),
         SimpleNamespace(
-            debug=SimpleNamespace(moe_force_load_balance=False),
+            debug=SimpleNamespace(moe_force_load_balance=False, moe_routing="trained"),
             training=SimpleNamespace(steps=1000),
             metrics=SimpleNamespace(log_freq=10),
         ),

@@ -80,6 +80,7 @@ class RankActivity:
     loss: frozenset[str]
     recomputation: frozenset[str]
     saved: frozenset[str]
+    moe_routing: frozenset[str]
     emulated: bool
     patches_applied: frozenset[str]
     node: str
@@ -142,6 +143,7 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
 
     Returns:
         `grouped_gemms`, `linear_layers`, `dispatch`, `rows`, `loss`, `recomputation`, `saved`,
+        `moe_routing`,
         `attention`, `mean_attended_length` in tokens (each null where no rank has any), `emulated`.
     """
 
@@ -157,10 +159,11 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     # Ranks have batches of one size, so the mean of their means is that of all tokens.
     lengths = [view.attention.mean_attended_length for view in views]
     means = [length for length in lengths if length is not None]
+    joint = ("dispatch", "rows", "loss", "recomputation", "saved", "moe_routing")
     return {
         "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),
         "linear_layers": words(linear),
-        **{name: joined(name) for name in ("dispatch", "rows", "loss", "recomputation", "saved")},
+        **{name: joined(name) for name in joint},
         "emulated": any(view.emulated for view in views),
         "attention": words(frozenset().union(*(view.attention.kinds for view in views))),
         "mean_attended_length": round(fmean(means), 1) if means else None,

@@ -73,6 +73,15 @@ class Checkpoint:
 
 
 @dataclass
+class Debug:
+    moe_routing: Literal["trained", "round_robin", "random"] = "trained"
+    """How tokens reach experts: by the trained router, or forced for benchmarks. `round_robin` is
+    `debug.moe_force_load_balance`: at EP 32 each token goes to one rank. `random` deals experts
+    uniformly under the router's group limit, so that a token goes to as many ranks as when trained.
+    """
+
+
+@dataclass
 class Loss:
     num_chunks: int = 0
     """The number of chunks into which the loss cuts a batch's tokens, so that the logits of one
@@ -174,6 +183,9 @@ class JobConfig:
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """The cookbook's additions to `checkpoint`."""
+
+    debug: Debug = field(default_factory=Debug)
+    """The cookbook's additions to `debug`."""
 
     loss: Loss = field(default_factory=Loss)
     """How the loss is computed; later TorchTitan has this section too."""

@@ -31,6 +31,7 @@ from cookbook.base.pipelines import loss_rank
 from cookbook.titan.common.process import StallAlarm
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.attention import observe_attention
+from cookbook.titan.tt_0_2_2.moe_routing import observe_routing
 from cookbook.titan.tt_0_2_2.optimizer import skipped_steps
 from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
 from cookbook.titan.tt_0_2_2.router_load import RouterLoad
@@ -195,6 +196,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
             loss=frozenset(activity.losses),
             recomputation=observe_recomputation(self.model_parts),
             saved=frozenset(activity.saved),
+            moe_routing=observe_routing(self.model_parts),
             emulated=model.emulated or activity.casts_are_emulated(),
             patches_applied=frozenset(activity.patches_applied),
             node=socket.gethostname(),

@@ -16,6 +16,7 @@ from torchtitan.models.moe import MoEArgs
 
 from cookbook.titan.tt_0_2_2.attention import choose_attention
 from cookbook.titan.tt_0_2_2.checkpoint import save_when_ranks_agree
+from cookbook.titan.tt_0_2_2.moe_routing import TRAINED, chosen_routing
 from cookbook.titan.tt_0_2_2.mxfp8 import replace_mx_converters
 from cookbook.titan.tt_0_2_2.optimizer import watch_gradients
 from cookbook.titan.tt_0_2_2.versions import refuse
@@ -36,6 +37,7 @@ class ModelArgs(DeepSeekV3ModelArgs):
         watch_gradients(job_config)
         choose_attention(self, job_config)
         super().update_from_config(job_config, **kwargs)
+        self.moe_args._debug_force_load_balance = chosen_routing(job_config) != TRAINED
 
 
 PROXY = ModelArgs(

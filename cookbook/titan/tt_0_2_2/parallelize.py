@@ -34,6 +34,7 @@ from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.checkpoint import save_plain_weights
 from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
 from cookbook.titan.tt_0_2_2.loss import HandingOnColwiseParallel, hand_on, keep_gathered
+from cookbook.titan.tt_0_2_2.moe_routing import RANDOM, chosen_routing, route_at_random
 from cookbook.titan.tt_0_2_2.mxfp8 import (
     Precisions,
     QuantizedExpertParallel,
@@ -82,6 +83,10 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         hand_on(model)
         # No door: TorchTitan's TP plan makes the output layer's part of the class of this name.
         names["ColwiseParallel"] = HandingOnColwiseParallel
+    # A dry build computes nothing.
+    if chosen_routing(job_config) == RANDOM and job_config.comm.mode == "default":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        route_at_random(model, parallel_dims, job_config, device)
     with patch.multiple(deepseek_parallelize, **names):
         model = deepseek_parallelize.parallelize_deepseekv3(model, parallel_dims, job_config)
     if job_config.loss.num_chunks:

@@ -1,0 +1,76 @@
+"""Random routing: uniform under the group limit, the same over TP ranks, another on each DP rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.titan_refusal import refusal
+
+pytestmark = pytest.mark.titan
+
+TOKENS, EXPERTS, GROUPS, OPEN, TOP_K = 4096, 32, 8, 4, 4
+
+
+def routed(dp_rank: int, layers: int = 2) -> list[torch.Tensor]:
+    from cookbook.titan.tt_0_2_2.moe_routing import route_at_random
+
+    model = nn.Module()
+    model.layers = nn.ModuleDict()
+    for layer in range(layers):
+        block = nn.Module()
+        block.moe_enabled, block.moe, block.moe.router = True, nn.Module(), nn.Module()
+        router: Any = block.moe.router
+        router.num_experts, router.top_k = EXPERTS, TOP_K
+        router.num_expert_groups, router.num_limited_groups = GROUPS, OPEN
+        model.layers[str(layer)] = block
+    mesh = SimpleNamespace(get_local_rank=lambda: dp_rank)
+    dims = SimpleNamespace(get_optional_mesh=lambda name: mesh, cp=1)
+    training = SimpleNamespace(local_batch_size=2, seq_len=TOKENS // 2)
+    config = SimpleNamespace(training=training, debug=SimpleNamespace(seed=7))
+    route_at_random(model, dims, config, torch.device("cpu"))
+    scores = torch.rand(TOKENS, EXPERTS)
+    found = []
+    for block in model.layers.values():
+        router = block.moe.router
+        experts, chosen = router._debug_force_load_balance_routing(scores)
+        assert torch.equal(chosen, scores.gather(1, experts))
+        assert torch.equal(router._debug_force_load_balance_routing(scores)[0], experts)
+        found.append(experts)
+    return found
+
+
+def test_experts_are_dealt_uniformly_under_the_group_limit() -> None:
+    first, second = routed(0)
+    for experts in (first, second):
+        load = torch.bincount(experts.flatten(), minlength=EXPERTS)
+        share = TOP_K / EXPERTS
+        sigma = (TOKENS * share * (1 - share)) ** 0.5
+        assert ((load - TOKENS * share).abs() < 4 * sigma).all()
+        assert (experts.sort(1).values.diff(dim=1) > 0).all()
+        groups = experts // (EXPERTS // GROUPS)
+        assert max(len(set(row)) for row in groups.tolist()) <= OPEN
+    assert not torch.equal(first, second)
+
+
+def test_ranks_of_other_tokens_deal_other_experts_and_tp_ranks_the_same() -> None:
+    assert torch.equal(routed(0)[0], routed(0)[0])
+    assert not torch.equal(routed(0)[0], routed(1)[0])
+
+
+def test_contradicting_options_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    from cookbook.titan.tt_0_2_2.moe_routing import chosen_routing
+
+    def config(forced: bool, routing: str) -> Any:
+        debug = SimpleNamespace(moe_force_load_balance=forced, moe_routing=routing)
+        return SimpleNamespace(debug=debug)
+
+    assert chosen_routing(config(False, "random")) == "random"
+    assert chosen_routing(config(True, "trained")) == "round_robin"
+    assert "leave one of them out" in refusal(
+        lambda: chosen_routing(config(True, "random")), caplog
+    )
