@@ -1,4 +1,4 @@
-"""Random routing: uniform under the group limit, the same over TP ranks, another on each DP rank."""
+"""Random routing: uniform under the group limit, alike over TP ranks, other on each DP rank."""
 
 from __future__ import annotations
 
