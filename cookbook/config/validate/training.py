@@ -63,6 +63,15 @@ def texts(cell: Cell) -> Problems:
             yield files, f"is set, and {section}.dataset is {found}", f"set {section}.dataset: text"
 
 
+@rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
+def routing(cell: Cell) -> Problems:
+    """TorchTitan's switch deals experts in turn."""
+    option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
+    found = cell.options[option]
+    if cell.options[forced] and option in cell.options.settings and found != "round_robin":
+        yield option, f"found {found}, and {forced} means round_robin", f"set {forced}: false"
+
+
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def addresses(cell: Cell) -> Problems:
     """TorchTitan takes an address for a relative path, and finds no checkpoint there."""
