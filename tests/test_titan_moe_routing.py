@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 import torch.nn as nn
 
+from tests.titan_ranks import run_ranks
 from tests.titan_refusal import refusal
+from tests.titan_run import BF16, DEEPEP, EP2, MXFP8, STANDARD, TP2, job, run, train, write_assets
 
 pytestmark = pytest.mark.titan
 
@@ -74,3 +77,56 @@ def test_contradicting_options_are_refused(caplog: pytest.LogCaptureFixture) -> 
     assert "leave one of them out" in refusal(
         lambda: chosen_routing(config(True, "random")), caplog
     )
+
+
+RANDOM = ("--debug.moe_routing=random",)
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    return folder
+
+
+def test_cells_agree_with_one_another_and_recomputation_is_exact(
+    assets: Path, tmp_path: Path
+) -> None:
+    def losses(name: str, ranks: int, *options: str) -> list[float]:
+        found: list[float] = run(assets, tmp_path / name, ranks, *options, *RANDOM)["losses"]
+        return found
+
+    standard = losses("standard", 2, *EP2, *STANDARD, *BF16)
+    full = ("--activation_checkpoint.mode=full",)
+    assert losses("full", 2, *EP2, *STANDARD, *BF16, *full) == standard
+    assert losses("deepep", 2, *EP2, *DEEPEP, *BF16) == pytest.approx(standard, rel=3e-4)
+    assert losses("mxfp8", 2, *EP2, *STANDARD, *MXFP8) == pytest.approx(standard, rel=3e-3)
+
+
+def choices(arguments: list[str]) -> list[Any]:
+    """The experts of this rank's first MoE layer, as its router chose them in training."""
+    from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+
+    found: list[Any] = []
+    forward = TokenChoiceTopKRouter.forward
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        found.append(result[1].tolist())
+        return result
+
+    TokenChoiceTopKRouter.forward = note
+    try:
+        train(arguments)
+    finally:
+        TokenChoiceTopKRouter.forward = forward
+    return found[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("layout", "same"), [(TP2, True), (EP2, False)], ids=["tp2", "dp2"])
+def test_tp_ranks_choose_alike_and_data_parallel_ranks_do_not(
+    layout: tuple[str, ...], same: bool, assets: Path, tmp_path: Path
+) -> None:
+    argv = job(assets, tmp_path / "out", *layout, *BF16, *RANDOM, steps=1)
+    first, second = run_ranks(choices, 2, argv, seconds=200)
+    assert (first == second) is same
