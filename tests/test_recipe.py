@@ -70,6 +70,8 @@ _ON_B200 = ("deepseek_v3_671b", "deepseek_v3_671b_fast", "deepseek_v3_16b")
 _SWEEPS_ON_B200 = ("convergence", "fast", "matrix", "matrix_random")
 
 
+# The memory of a pipeline follows from torch's list of its actions.
+@pytest.mark.titan
 @pytest.mark.parametrize("name", walked([*RECIPE_NAMES, *SWEEPS]))
 def test_every_recipe_and_sweep_fits_as_it_stands(name: str) -> None:
     own = "soperator-b200" if name in (*_ON_B200, *_SWEEPS_ON_B200) else "h200-node"
