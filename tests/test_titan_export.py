@@ -205,6 +205,72 @@ def test_wrong_requests_are_refused(
     assert not list((tmp_path / "e").glob("*.safetensors"))
 
 
+def debug_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Write assets, and the debug model's weights as safetensors to `in`; what an export names."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+
+    from cookbook.titan.tt_0_2_2 import export
+    from cookbook.titan.tt_0_2_2.model_args import flavors
+
+    write_assets(folder)
+    args: Any = flavors()["debugmodel"]
+    args.n_layers, args.n_heads, args.moe_impl = NUM_LAYERS, NUM_HEADS, "standard"
+    monkeypatch.setattr(export, "flavors", lambda: {"debugmodel": args})
+    model = DeepSeekV3Model(args)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    dcp.save(model.state_dict(), checkpoint_id=str(folder / "step-0"), no_dist=True)
+    asked = {"flavor": "debugmodel", "file_bytes": 3_000_000}
+    export.export(request(folder / "step-0", folder / "in", **asked))
+    return asked
+
+
+def test_weights_in_blocks_of_fp8_are_read_as_they_were_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from cookbook.titan.tt_0_2_2 import export
+
+    asked = debug_weights(tmp_path, monkeypatch)
+    index_file = tmp_path / "in/model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    expected = {}
+    for file in sorted((tmp_path / "in").glob("*.safetensors")):
+        tensors = load_file(file)
+        for name, weight in list(tensors.items()):
+            expected[name] = weight
+            if "experts." not in name and "o_proj" not in name:
+                continue
+            # As DeepSeek-V3 is published: a scale for each block of 128 by 128.
+            rows, columns = (-(-size // 128) for size in weight.shape)
+            scale = torch.rand(rows, columns) * 1e-3 + 1e-4
+            spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            spread = spread[: weight.shape[0], : weight.shape[1]]
+            tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale
+            index["weight_map"][f"{name}_scale_inv"] = file.name
+            expected[name] = tensors[name].float() * spread
+        save_file(tensors, file)
+    index_file.write_text(json.dumps(index))
+    loading = (
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        "--checkpoint.initial_load_in_hf_quantized",
+        f"--checkpoint.initial_load_path={tmp_path / 'in'}",
+        "--optimizer.lr=0.0",
+    )
+    run(tmp_path, tmp_path / "out", 2, *EP2, *STANDARD, *BF16, *loading, steps=1)
+    export.export(request(tmp_path / "out/checkpoint/step-1", tmp_path / "hf", **asked))
+    for name, tensor in tensors_of(tmp_path / "hf").items():
+        if not name.endswith("e_score_correction_bias"):
+            assert torch.equal(tensor, expected[name]), name
+
+
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -221,23 +287,10 @@ def test_weights_go_in_and_out_unchanged(
     ranks: int, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
-    import torch.distributed.checkpoint as dcp
-    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
     from cookbook.titan.tt_0_2_2 import export
-    from cookbook.titan.tt_0_2_2.model_args import flavors
 
-    write_assets(tmp_path)
-    args = flavors()["debugmodel"]
-    args.n_layers, args.n_heads, args.moe_impl = NUM_LAYERS, NUM_HEADS, "standard"
-    monkeypatch.setattr(export, "flavors", lambda: {"debugmodel": args})
-    model = DeepSeekV3Model(args)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        model.init_weights(buffer_device=torch.device("cpu"))
-    dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "step-0"), no_dist=True)
-    asked = {"flavor": "debugmodel", "file_bytes": 3_000_000}
-    export.export(request(tmp_path / "step-0", tmp_path / "in", **asked))
+    asked = debug_weights(tmp_path, monkeypatch)
     loading = (
         "--checkpoint.enable",
         "--checkpoint.initial_load_in_hf",
