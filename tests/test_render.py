@@ -56,6 +56,7 @@ PAIRS = [(precision, backend) for precision in PRECISIONS for backend in EP_BACK
 JUDGED = {
     *("model.name", "model.flavor", "training.dataset"),
     "activation_checkpoint.selective_ac_option",
+    *("checkpoint.folder", "checkpoint.initial_load_path"),
 }
 # What differs between two runs of bash, whatever the script.
 OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
@@ -208,6 +209,8 @@ def test_a_launcher_and_the_cells_own_script_train_the_same(
     cell = _cell(LAUNCHERS[name], precision, ep_backend)
     # Cards that the cluster names are passed on, so that both must do it.
     cards = {"NCCL_IB_HCA": "mlx5_4:1", "WANDB_API_KEY": "key", "SLURM_JOB_NUM_NODES": "32"}
+    # Each cell has a W&B run of its own.
+    cards["WANDB_RUN_ID"] = "mine"
     # DeepEP is not installed; whether it is has a test of its own.
     cards["PYTHONPATH"] = str(STAND_IN)
     by_launcher = _start(

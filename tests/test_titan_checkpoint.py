@@ -146,6 +146,7 @@ class Manager(SimpleNamespace):
             save_future=None,
             maybe_wait_for_staging=lambda: None,
             staging=False,
+            _purge_stale_checkpoints=lambda: None,
             enable_first_step_checkpoint=True,
         )
         self.saved: list[int] = []
