@@ -21,10 +21,11 @@ from cookbook.base.text_files import check_sources, find_sources
         ("a.jsonl", b"", "a.jsonl is empty"),
         ("a.jsonl", b"\n\n", "has no documents"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 999)[:-9], "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 999, mtime=0)[:-9], "cannot be read"),
         ("a.parquet", b"no parquet", "is no Parquet file"),
         ("a.txt", b"x", "a.txt, allowed: .jsonl"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_broken_file_is_named_with_its_line(
     name: str, content: bytes, says: str, tmp_path: Path
