@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.results.charts import NAMES, Chart, charts_of, running_mean, thin
+from cookbook.results.charts import Chart, charts_of, running_mean, thin
 from cookbook.results.draw import draw_chart
 from tests.made_up_run import (
+    DRAWN,
     RESTART_STEP,
     RESTARTED,
     STALL_STEP,
@@ -16,9 +17,6 @@ from tests.made_up_run import (
     make_run,
     results_of,
 )
-
-# These cells do not validate: tests/test_validation_report.py has some that do.
-DRAWN = [name for name in NAMES if name != "validation-loss"]
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.yamlfile import shown_path
-from cookbook.results.charts import NAMES
 from cookbook.results.save_report import save_report
-from tests.made_up_run import make_run, results_of
+from tests.made_up_run import DRAWN, make_run, results_of
 from tests.submit import submit
 
 BASE = "671b-bf16-standard"
@@ -36,9 +35,9 @@ def test_the_printed_report_begins_the_file_and_says_where_the_page_is(full: Pat
     assert text.startswith(printed) and printed.startswith(f"# {full.name}")
     assert where.startswith(f"{shown_path(full / 'report.html')}, ")
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert pictures == [f"figures/{name}.svg" for name in NAMES]
+    assert pictures == [f"figures/{name}.svg" for name in DRAWN]
     found = sorted(path.name for path in (full / "figures").iterdir())
-    assert found == sorted(f"{name}.{suffix}" for name in NAMES for suffix in ("png", "svg"))
+    assert found == sorted(f"{name}.{suffix}" for name in DRAWN for suffix in ("png", "svg"))
 
 
 def test_the_page_needs_nothing_else(full: Path) -> None:

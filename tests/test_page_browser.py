@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cookbook.results.charts import NAMES
 from cookbook.results.save_report import save_report
 from tests.browser import Opened, chromium, opened
-from tests.made_up_run import make_run, results_of
+from tests.made_up_run import DRAWN, make_run, results_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -42,7 +41,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drawn(seen: Opened) -> Opened:
     seen.page.wait_for_function(
-        f"document.querySelectorAll('.chart svg').length == {len(NAMES) - 1}"
+        f"document.querySelectorAll('.chart svg').length == {len(DRAWN) - 1}"
     )
     return seen
 
@@ -54,7 +53,7 @@ def test_the_answer_comes_first_and_every_chart_has_the_width(
     with opened(browser, full, width) as seen:
         drawn(seen)
         assert seen.page.evaluate("document.documentElement.scrollWidth") == width
-        order = ["#in-short", "#table-cells", *(f"#figure-{name}" for name in NAMES), "#conditions"]
+        order = ["#in-short", "#table-cells", *(f"#figure-{name}" for name in DRAWN), "#conditions"]
         tops = [seen.boxes(selector)[0]["top"] for selector in order]
         assert tops == sorted(tops) and tops[0] < 200
         figures = seen.boxes("figure")
@@ -96,7 +95,7 @@ def test_texts_are_legible_and_none_covers_another(
         assert len(words) > 150
         for word in words:
             assert word["size"] >= 12 and contrast(word["colour"], ground) >= CONTRAST, word
-        for name in NAMES:
+        for name in DRAWN:
             (figure,) = seen.boxes(f"#figure-{name}")
             texts = seen.boxes(f"#figure-{name} :is(svg text, .legend span, .bar span)")
             assert len(texts) >= 4
@@ -109,7 +108,7 @@ def test_texts_are_legible_and_none_covers_another(
 def test_lines_lie_between_their_axes(browser: Browser, full: Path) -> None:
     with opened(browser, full) as seen:
         drawn(seen)
-        for name in NAMES[1:]:
+        for name in DRAWN[1:]:
             grid = seen.boxes(f"#figure-{name} :is(.grid, .zero)")
             (svg,) = seen.boxes(f"#figure-{name} svg")
             for line in seen.boxes(f"#figure-{name} .line"):

@@ -23,7 +23,7 @@ BATCH = "training.local_batch_size"
 MODE, BUDGET = "activation_checkpoint.mode", "activation_checkpoint.memory_budget"
 EVERY = "activation_checkpoint.selective_ac_option"
 DEEPEP = cell_of("deepseek_v3_16b_fast", cluster="h200-node", ep_backend="deepep")
-STANDARD = cell_of("deepseek_v3_16b_fast", cluster="h200-node")
+STANDARD = cell_of("deepseek_v3_16b_fast", cluster="h200-node", ep_backend="standard")
 SMALL = [f"{PP}=1", f"{TP}=1,2", f"{EP}=4", f"{BATCH}=4"]
 
 

@@ -51,13 +51,13 @@ class CellProgress:
     total_steps: int | None = None
     tokens_per_second: float | None = None
     loss: float | None = None
-    validation_loss: float | None = None
     elapsed: float | None = None
     phase: str | None = None
     left: float | None = None
     emulated: bool = False
     is_known: bool = True
     speeds: tuple[float, ...] = ()
+    validation_loss: float | None = None
 
 
 class Progress:
