@@ -59,6 +59,18 @@ def test_the_later_of_cluster_sweep_axis_and_command_line_wins(
         assert place in cell.options.origin(STEPS)
 
 
+def test_precision_and_ep_backend_win_over_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: mine\ndescription: mine\nnodes: 1\n"
+        "training: {mixed_precision_param: float32}\n"
+        "parallelism: {expert_parallel_comm_backend: deepep}\n"
+    )
+    cell = cell_of(str(path), precision="bf16", ep_backend="standard")
+    assert cell.options["training.mixed_precision_param"] == "bfloat16"
+    assert cell.options["parallelism.expert_parallel_comm_backend"] == "standard"
+
+
 def test_two_recipes_of_a_sweep_have_a_baseline_each(tmp_path: Path) -> None:
     text = (
         "recipes: [deepseek_v3_16b, deepseek_v3_671b]\n"
