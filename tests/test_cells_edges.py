@@ -63,6 +63,7 @@ def test_precision_and_ep_backend_win_over_the_recipe(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "name: mine\ndescription: mine\nnodes: 1\n"
+        "model: {name: deepseek_v3, flavor: debugmodel}\n"
         "training: {mixed_precision_param: float32}\n"
         "parallelism: {expert_parallel_comm_backend: deepep}\n"
     )

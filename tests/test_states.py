@@ -371,6 +371,8 @@ def test_each_other_state_of_slurm_is_one_of_ours(
         slurm.says(word)
         found = only(run)
         assert (found.state, found.has_ended) == (state, state == "failed"), word
+        # Only an end is kept for when Slurm has forgotten the job.
+        assert run.cells[0].end.exists() is (state == "failed"), word
         halted = f"suspended (Slurm: {word}): its processes stand still"
         reasons = {"SUSPENDED": halted, "STOPPED": halted}
         failed = f"Slurm: {word}" if state == "failed" else None
