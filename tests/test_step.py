@@ -100,7 +100,7 @@ def test_a_controller_that_is_busy_is_asked_again(
     said = "cookbook: preflight: waits for Slurm: Slurm starts no step on the job's nodes: "
     assert capsys.readouterr().err == f"{said}srun: error: {error}\n"
     # Not for ever.
-    monkeypatch.setattr(step, "_BUSY_S", 0.2)
+    monkeypatch.setattr(step, "_BUSY_S", 1.5)
     srun(fails)
     with pytest.raises(NoAnswerError, match="Slurm starts no step"):
         run(lambda line, at: None)
