@@ -98,7 +98,7 @@ CELL="671b-${PRECISION}-${EP_BACKEND}"
 # by the arguments, and the folder that it was given in. A busy controller is asked for ten minutes.
 if [[ -z "${COOKBOOK_ROOT:-}" ]]; then
   until SUBMITTED="$(squeue --noheader --jobs="${SLURM_JOB_ID}" --format=%o)"; do
-    ((SECONDS < 600)) && [[ -z "${COOKBOOK_CHECK:-}" ]] || fail "squeue gives no answer; export COOKBOOK_ROOT"
+    [[ "${SECONDS}" -lt 600 && -z "${COOKBOOK_CHECK:-}" ]] || fail "squeue gives no answer; export COOKBOOK_ROOT"
     sleep 10
   done
   COOKBOOK_ROOT="$(cd "${SLURM_SUBMIT_DIR}" && cd "$(dirname "${SUBMITTED%" $*"}")" && pwd)"

@@ -37,7 +37,7 @@ from tests.titan_run import (
 
 pytestmark = pytest.mark.titan
 
-REMEDY = "; correct the overlay's active block or its options"
+REMEDY = "; correct the overlay's `expect` or its options"
 # Names that no overlay of the cookbook has.
 MINE = ("--cookbook.precision=mine", "--cookbook.ep_backend=ours")
 # Both backends round to BF16, at different places: a part of 2**-9 of a loss over few tokens.

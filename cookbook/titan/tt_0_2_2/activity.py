@@ -197,4 +197,4 @@ def check(job_config: Any, found: dict[str, Any]) -> None:
             f"but {active} is active"
             for kind, aspect, value, active in differences
         ]
-        raise refuse("; ".join([*texts, "correct the overlay's active block or its options"]))
+        raise refuse("; ".join([*texts, "correct the overlay's `expect` or its options"]))
