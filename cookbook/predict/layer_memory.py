@@ -54,7 +54,7 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
     """
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
-    # What one gives back serves the other.
+    # The allocator reuses the memory that one frees for the other.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
     outputs = {one.module: shapes.act * one.rows * one.columns for one in products}
     spared = sum(size for module, size in outputs.items() if module in _READ_AS_THEY_ARE)

@@ -17,7 +17,7 @@ from cookbook.predict.operators import Unit
 from cookbook.predict.rank import Rank
 from cookbook.predict.shapes import Shapes, shapes_of
 
-# MXFP8: a byte an element and a byte of scale for 32 of them.
+# MXFP8: one byte an element, and one byte of scale for every 32 elements.
 MXFP8_BYTES = 1 + 1 / 32
 EP_BACKENDS = ("standard", "deepep", "mxfp8_a2a")
 

@@ -17,7 +17,7 @@ from cookbook.run import slurm
 from cookbook.run.slurm import NoAnswerError
 
 T = TypeVar("T")
-# A restart of the controller, or a storm of jobs, takes minutes.
+# Slurm may not answer for minutes: its controller restarts, or is busy with other jobs.
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
 # Each task prints it first: from then on, time is the node's and not Slurm's.
@@ -165,7 +165,7 @@ def _try_step(
 
 def _no_step(errors: str, late_after_s: float | None) -> JobError:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    # Advice follows srun's error.
+    # The first line is the error; the advice that follows is dropped.
     why = next((line for line in lines if line.startswith("srun: error: ")), "")
     why = why or (lines or ["no message from srun"])[-1]
     if late_after_s is not None:
