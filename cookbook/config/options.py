@@ -212,6 +212,7 @@ _EXPANSION = re.compile(r"\$\{?[A-Za-z_]")
 # (tests/test_environment.py holds the list to the templates).
 _OF_BASH = frozenset(
     {"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO", "BASH_ENV", "ENV", "IFS"}
+    | {"SECONDS"}
 )
 _OF_SCRIPTS = frozenset(
     {"ATTEMPT", "CELL", "CELL_DIR", "EP_BACKEND", "EP_BACKEND_ARGS", "HEAD_ADDRESS", "LOG_RANK"}
