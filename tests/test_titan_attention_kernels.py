@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cookbook.titan.common import flash_kernels, kernel_cache
+from cookbook.titan.common import kernel_cache
 from cookbook.titan.common import varlen_attention as varlen
 
 pytestmark = pytest.mark.titan
@@ -63,7 +63,7 @@ def test_kernels_get_the_documents_and_the_scale(
     is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = Kernels()
-    monkeypatch.setattr(flash_kernels, "_kernels", lambda: kernels)
+    monkeypatch.setattr(varlen, "_kernels", lambda: kernels)
     monkeypatch.setattr(varlen, "ran", set())
     was = torch.are_deterministic_algorithms_enabled()
 
@@ -129,14 +129,14 @@ def test_compiled_kernels_are_kept_for_the_next_job(
         monkeypatch.delenv(NAME)
     else:
         monkeypatch.setenv(NAME, chosen)
-    assert (chosen or "1") == flash_kernels._kernels().CACHE
+    assert (chosen or "1") == varlen._kernels().CACHE
     # Those of set-up for this GPU, by the compiler that this machine's driver takes.
     cache = package / "flash_attn/cute/cache"
     expected = [] if chosen else [cache / "fwd/sm90-cuda12.o"]
     assert [*cache.rglob("*.*")] == expected
     # Once for a process: the kernels are called in every layer.
     shutil.rmtree(cache, ignore_errors=True)
-    assert flash_kernels._kernels().CACHE and not cache.exists()
+    assert varlen._kernels().CACHE and not cache.exists()
 
 
 def compiled_here(folder: Path) -> Path:

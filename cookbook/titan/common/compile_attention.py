@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cookbook.titan.common import flash_kernels, kernel_cache
+from cookbook.titan.common import kernel_cache, varlen_attention
 
 # Beyond 256 documents it looks them up by another way, in kernels of their own.
 DOCUMENTS = (256, 257)
@@ -34,8 +34,8 @@ def compile_kernels(documents: int) -> None:
 
         q, k, v = (tensor(_LENGTH, 1, dim) for dim in (_HEAD_DIM, _HEAD_DIM, _V_HEAD_DIM))
         packing = (tensor(documents + 1, dtype=torch.int32), _LENGTH, 1.0)
-        out, lse = flash_kernels.forward(q, k, v, *packing)
-        flash_kernels.backward(torch.empty_like(out), q, k, v, out, lse, *packing)
+        out, lse = varlen_attention.forward(q, k, v, *packing)
+        varlen_attention.backward(torch.empty_like(out), q, k, v, out, lse, *packing)
 
 
 def kept_kernels(interface: Any) -> list[Path]:
@@ -59,12 +59,12 @@ def kept_kernels(interface: Any) -> list[Path]:
 
 def main() -> None:
     """Compile all for one kind of GPU."""
-    interface = import_module(flash_kernels.INTERFACE)
+    interface = import_module(varlen_attention.INTERFACE)
     for documents in DOCUMENTS:
         compile_kernels(documents)
     cache = Path(os.environ[kernel_cache.FOLDER])
     kernels = sorted(str(file.relative_to(cache)) for file in kept_kernels(interface))
-    print(json.dumps({"cuda": flash_kernels.compiler_version(), "kernels": kernels}))
+    print(json.dumps({"cuda": varlen_attention.compiler_version(), "kernels": kernels}))
 
 
 if __name__ == "__main__":

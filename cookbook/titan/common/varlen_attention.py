@@ -5,15 +5,17 @@ documents. On a GPU FlashAttention-4's variable-length kernels compute it, on th
 plain PyTorch operations. Documents end by TorchTitan's rule (`get_document_mask_mod`): an
 end-of-document token belongs to the document that it ends, and none reaches into another sequence.
 
-PyTorch 2.10 has an operator of this kind (`torch.nn.attention.varlen`), but it takes no scale, its
-fake output has the head dimension of the queries, and its FlashAttention-4 backend expects two
-results where FlashAttention-4 returns five.
+PyTorch 2.10's own operator (`torch.nn.attention.varlen`) takes no scale and no other head dimension
+for values.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -21,8 +23,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cookbook.titan.common import flash_kernels
+from cookbook.titan.common import kernel_cache
 
+INTERFACE = "flash_attn.cute.interface"
 FLASH_ATTENTION_4 = "flash_attention_4"
 REFERENCE = "flash_attention_4_reference"
 
@@ -76,8 +79,7 @@ def varlen_attention(
     return out
 
 
-@torch.library.custom_op("cookbook::varlen_attention", mutates_args=())
-def _forward(
+def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -85,15 +87,18 @@ def _forward(
     max_seqlen: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, and the logsumexp of each token's scores, (heads, tokens)."""
     if not q.is_cuda:
         ran.add(REFERENCE)
         return reference_forward(q, k, v, cu_seqlens, scale)
     ran.add(FLASH_ATTENTION_4)
-    return flash_kernels.forward(q, k, v, cu_seqlens, max_seqlen, scale)
+    out, lse, *_ = _kernels()._flash_attn_fwd(
+        q, k, v, return_lse=True, **_packing(cu_seqlens, max_seqlen, scale)
+    )
+    return out, lse
 
 
-@torch.library.custom_op("cookbook::varlen_attention_backward", mutates_args=())
-def _backward(
+def backward(
     grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -104,9 +109,60 @@ def _backward(
     max_seqlen: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v, given the results of `forward`."""
     if not q.is_cuda:
         return reference_backward(grad_out, q, k, v, out, lse, cu_seqlens, scale)
-    return flash_kernels.backward(grad_out, q, k, v, out, lse, cu_seqlens, max_seqlen, scale)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    _kernels()._flash_attn_bwd(
+        *(q, k, v, out, grad_out, lse),
+        **_packing(cu_seqlens, max_seqlen, scale),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        # dQ is summed by atomic additions otherwise, in another order each time.
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return dq, dk, dv
+
+
+def _packing(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
+    """Return the arguments that the forward and the backward kernels share."""
+    return {
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max_seqlen),
+        "softmax_scale": scale,
+        "causal": True,
+    }
+
+
+def _kernels() -> Any:
+    """Import FlashAttention-4 at the first call, which takes seconds, with set-up's kernels.
+
+    To compile them takes each process 6 to 10 s. FlashAttention-4's cache is in the node's /tmp,
+    because it needs file locks, which some shared file systems lack.
+    """
+    if INTERFACE in sys.modules:
+        return sys.modules[INTERFACE]
+    os.environ.setdefault(kernel_cache.ENABLED, "1")
+    interface = import_module(INTERFACE)
+    if os.environ[kernel_cache.ENABLED] == "1":
+        major, minor = torch.cuda.get_device_capability()
+        kernel_cache.take_over(
+            kernel_cache.folder_of(10 * major + minor, compiler_version()),
+            import_module("flash_attn.cute.cache_utils").get_cache_path(),
+        )
+    return interface
+
+
+def compiler_version() -> int:
+    """Return the CUDA major version of the compiler that CuTe DSL chose for this driver."""
+    return int(import_module("cutlass.base_dsl.version_info").CUDA_VERSION.major)
+
+
+_forward = torch.library.custom_op("cookbook::varlen_attention", forward, mutates_args=())
+_backward = torch.library.custom_op(
+    "cookbook::varlen_attention_backward", backward, mutates_args=()
+)
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:

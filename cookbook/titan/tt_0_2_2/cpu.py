@@ -22,9 +22,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -52,36 +51,21 @@ _DEVICE_HOLDERS: tuple[ModuleType, ...] = (
 )
 
 
-class CpuProperties(NamedTuple):
-    name: str
-    total_memory: int
-
-
 class CpuDevice(ModuleType):
     """The part of `torch.cuda` that TorchTitan calls, answered for the host."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
-    def set_device(self, device: Any) -> None:
-        # torch.cpu.set_device warns about every index; the host is one device for all ranks.
-        pass
-
     def current_device(self) -> int:
         return 0
 
     def get_device_name(self, device: Any = None) -> str:
-        try:
-            for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-        except OSError:
-            pass
         return platform.machine() or "CPU"
 
-    def get_device_properties(self, device: Any = None) -> CpuProperties:
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
         pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        return CpuProperties(self.get_device_name(), pages * page_size)
+        return SimpleNamespace(name=self.get_device_name(), total_memory=pages * page_size)
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         # The process's own memory is nearest to a CUDA allocator's reserve; ru_maxrss is in KiB.
@@ -93,14 +77,11 @@ class CpuDevice(ModuleType):
             "num_ooms": 0,
         }
 
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
+    def nothing(self, device: Any = None) -> None:
         pass
 
-    def empty_cache(self) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
+    # torch.cpu.set_device warns about every index; the host is one device for all ranks.
+    set_device = reset_peak_memory_stats = empty_cache = synchronize = nothing
 
 
 def prepare_cpu() -> None:
@@ -126,8 +107,7 @@ def prepare_cpu() -> None:
     # Let glibc map every large tensor by itself, and unmap it when it is freed. By default it soon
     # takes them from its heap, whose holes grow by 90 MB a step of the debug model: after 100 steps
     # a rank had 10 GiB.
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
     multiply_bf16_in_float32()
@@ -161,9 +141,6 @@ def sum_gradients_in_fsdp(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-
-
 def cpu_has_bf16() -> bool:
     """Return whether oneDNN, PyTorch's library of products, has BF16 on this CPU."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -183,7 +160,7 @@ def multiply_bf16_in_float32() -> torch.library.Library | None:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        for name in _PRODUCTS:
+        for name in ("mm", "addmm", "bmm", "baddbmm"):
             _replace(library, name)
     return library
 
@@ -192,28 +169,27 @@ def _replace(library: torch.library.Library, name: str) -> None:
     plain = torch.library.get_kernel(f"aten::{name}", "CPU")
     into = torch.library.get_kernel(f"aten::{name}.out", "CPU")
 
+    def are_bf16(*args: Any) -> bool:
+        # PyTorch keeps its own kernels and refusals for others.
+        return all(one.dtype is torch.bfloat16 for one in args if isinstance(one, torch.Tensor))
+
+    def in_float32(keys: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        wide = (one.float() if isinstance(one, torch.Tensor) else one for one in args)
+        return plain.call_boxed(keys, *wide, **kwargs)
+
     def product(keys: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _are_bf16(args):
+        if not are_bf16(*args):
             return plain.call_boxed(keys, *args, **kwargs)
-        return plain.call_boxed(keys, *map(_widened, args), **kwargs).bfloat16()
+        return in_float32(keys, args, kwargs).bfloat16()
 
     def product_into(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if not _are_bf16((*args, out)):
+        if not are_bf16(*args, out):
             return into.call_boxed(keys, *args, out=out, **kwargs)
-        found = plain.call_boxed(keys, *map(_widened, args), **kwargs)
+        found = in_float32(keys, args, kwargs)
         return out.resize_(found.shape).copy_(found)
 
     library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
     library.impl(f"{name}.out", product_into, "CPU", with_keyset=True, allow_override=True)
-
-
-def _are_bf16(args: tuple[Any, ...]) -> bool:
-    """Return whether all tensors are; PyTorch keeps its own kernels and refusals for others."""
-    return all(one.dtype is torch.bfloat16 for one in args if isinstance(one, torch.Tensor))
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) else value
 
 
 class ShardSeededTracker:
@@ -230,12 +206,8 @@ class ShardSeededTracker:
 
     @contextmanager
     def _distribute_region(self, spec: Any, generator: Any = None) -> Iterator[None]:
-        coordinate = spec.mesh.get_coordinate()
-        shard = [
-            position
-            for position, placement in zip(coordinate, spec.placements, strict=True)
-            if placement.is_shard()
-        ]
+        places = zip(spec.mesh.get_coordinate(), spec.placements, strict=True)
+        shard = [position for position, placement in places if placement.is_shard()]
         self._operations += 1
         seed = hash((torch.initial_seed(), self._operations, *shard))
         with torch.random.fork_rng(devices=[]):
