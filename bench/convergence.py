@@ -1,6 +1,6 @@
-"""Judge the 84 loss curves of docs/convergence by the rule registered before the first run.
+"""Judge the 84 loss curves of evidence/convergence by the rule registered before the first run.
 
-    python -m bench.convergence        # the verdicts and every run's loss, as docs/convergence.md
+    python -m bench.convergence        # the tables of docs/evidence/convergence.md
 
 A difference is relative: an arm's mean loss over its reference's with the same seed, minus 1.
 """
@@ -18,7 +18,7 @@ from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
 from cookbook.results.interval import t_below, t_quantile
 
-DATA = ROOT / "docs/convergence"
+DATA = ROOT / "docs/evidence/convergence"
 # Within this share of the reference's loss (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 MARGIN = 0.0025
 # Of all arms by one measure and one test together, by Holm's step-down procedure.

@@ -6,8 +6,8 @@ The same command runs on 4 GPUs, on fewer that ranks `--share` (`bench.shared_gp
 with gloo and the tests' stand-in for DeepEP. Each run is one training by TorchTitan, in float32 but
 for what the precision quantizes; on GPUs, cells with DeepEP are in BF16, the only type that it
 sends. OUT/results.json is rewritten after each run and its runs are not repeated; OUT/references
-holds tensors, 0.1 GB a reference. `docs/numerics/gradients.json` is that file. Exit with status 1
-if a corrected cell differs or a fault is not seen.
+holds tensors, 0.1 GB a reference. docs/evidence/numerics/gradients.json is such a file. Exit with
+status 1 if a corrected cell differs or a fault is not seen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Compare predicted memory with the measured jobs of docs/memory.json.
+"""Compare predicted memory with the measured jobs of docs/evidence/prediction/memory.json.
 
-    python -m bench.memory        # the table of docs/memory.md, anywhere
+    python -m bench.memory        # the table of docs/evidence/prediction.md, anywhere
 
 Commit bbdf732 has the script that measured them (bench/gpu_memory.py). A job of your own is
 measured by `submit.py run`; its report has the largest `memory` of any rank.
@@ -26,7 +26,7 @@ from cookbook.config.stack import load_stack
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.rank import describe_ranks
 
-MEASURED = ROOT / "docs/memory.json"
+MEASURED = ROOT / "docs/evidence/prediction/memory.json"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Train Megatron-Core and the cookbook's cell in turn on one GPU: docs/peer.md.
+"""Train Megatron-Core and the cookbook's cell in turn on one GPU: docs/notebook, 2026-11-24.
 
     python -m bench.peer OUT [--python PEER/bin/python] [--repeats 2] [--microbatches 1]
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-CELL = "docs/results/h200/rows_8layers.yaml"
+CELL = "docs/evidence/results/h200/rows_8layers.yaml"
 ATTENTION = ("fused", "flash")
 SEQ_LEN, SEQUENCES, VOCABULARY = 8192, 4, 102_400
 WARM_UP, STEPS = 3, 10

@@ -1,7 +1,7 @@
 """Run a module in a rank that shares its GPU: torchrun -m bench.shared_gpus MODULE ...
 
 A GPU then stands for several, to compare numerics, never speeds. Start CUDA's Multi-Process Service
-first (docs/convergence.md): DeepEP's kernels wait for one another, so they must run concurrently.
+first: DeepEP's kernels wait for one another, so they must run concurrently.
 """
 
 from __future__ import annotations

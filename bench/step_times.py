@@ -1,10 +1,10 @@
-"""Compare predicted steps with the measured ones of docs/time.json.
+"""Compare predicted steps with the measured ones of docs/evidence/prediction/time.json.
 
-    python -m bench.step_times           # the tables of docs/time.md, anywhere
+    python -m bench.step_times           # the tables of docs/evidence/predicted-steps.md, anywhere
     python -m bench.step_times --keep    # note today's predictions of what is not measured yet
 
-Commit docs/time-predicted.json, which `--keep` writes, before the run. Afterwards put `measured`
-and `foretold` into docs/time.json, where they stay when the model changes.
+Commit time-predicted.json, which `--keep` writes, before the run. Afterwards put `measured` and
+`foretold` into time.json, where they stay when the model changes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cookbook.predict.documents import C4, LOCAL, Documents
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 
-POINTS = ROOT / "docs/time.json"
-PREDICTED = ROOT / "docs/time-predicted.json"
+POINTS = ROOT / "docs/evidence/prediction/time.json"
+PREDICTED = ROOT / "docs/evidence/prediction/time-predicted.json"
 H200 = Gpu("NVIDIA H200", 9.0, 139.8)
 DOCUMENTS: dict[str, Documents] = {"short": C4, "long": LOCAL}
 # One node's share of the 16B recipe.

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from bench import convergence, gradient_table, memory, step_times
 from cookbook.base.files import write_whole
@@ -19,7 +20,7 @@ from cookbook.base.paths import ROOT
 
 
 def _gradients(name: str, table: int) -> str:
-    path = ROOT / f"docs/numerics/{name}.json"
+    path = ROOT / f"docs/evidence/numerics/{name}.json"
     tables = gradient_table.render(json.loads(path.read_text(encoding="utf-8")))
     return tables.split("\n\n")[table]
 
@@ -32,8 +33,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": lambda: _gradients("gradients", 1),
     "gradients-h200": lambda: _gradients("gradients-h200", 0),
 }
-PAGES = ("convergence.md", "memory.md", "time.md", "numerics.md")
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    return sorted(ROOT.glob("docs/**/*.md"))
 
 
 def rewrite(text: str) -> str:
@@ -51,11 +55,10 @@ def main(words: list[str] | None = None) -> int:
         "--check", action="store_true", help="write nothing; status 1 if one is old"
     )
     check, old = parser.parse_args(words).check, []
-    for name in PAGES:
-        path = ROOT / "docs" / name
+    for path in pages():
         before = path.read_text(encoding="utf-8")
         if (after := rewrite(before)) != before:
-            old.append(name)
+            old.append(path.name)
             if not check:
                 write_whole(path, after)
     print(f"{'old' if check else 'written'}: {', '.join(old) or 'none'}")

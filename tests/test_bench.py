@@ -14,7 +14,6 @@ import pytest
 from bench import convergence, memory, peer, step_times, tables
 from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, sign_flips, t_test
 from bench.step_times import POINTS, PREDICTED, cell_of_point, compare, keep, read_points
-from cookbook.base.paths import ROOT
 from cookbook.predict.memory import FITS, FITS_PIPELINE
 
 # Student's sleep data: t is 4.0621, p of 9 degrees of freedom 0.001416 (one-sided).
@@ -23,7 +22,7 @@ SLEEP = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
 
 def test_documents_have_the_tables_of_their_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert tables.main(["--check"]) == 0, f"{capsys.readouterr().out}; run: make docs"
-    pages = "".join((ROOT / "docs" / name).read_text() for name in tables.PAGES)
+    pages = "".join(path.read_text() for path in tables.pages())
     assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
     old = "<!-- table: faults -->\nold\n<!-- end of table -->"
     assert "| the released code " in tables.rewrite(old)

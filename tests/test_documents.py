@@ -14,7 +14,7 @@ from tests.submit import submit
 DOCUMENTS = walked(
     [
         *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
-        *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md")]),
+        *sorted(ROOT.glob("docs/**/*.md")),
     ]
 )
 _PATH = re.compile(

@@ -23,7 +23,7 @@ from bench.gradient_table import (
 from bench.gradients import in_order, thinned
 from cookbook.base.paths import ROOT
 
-DOCUMENT = json.loads((ROOT / "docs/numerics/gradients.json").read_text())
+DOCUMENT = json.loads((ROOT / "docs/evidence/numerics/gradients.json").read_text())
 RUNS: list[dict[str, Any]] = DOCUMENT["runs"]
 BY_NAME = {run["name"]: run for run in RUNS}
 EXACT = [run for run in RUNS if run["exact"]]
@@ -143,7 +143,7 @@ def test_corrected_cells_agree_and_every_fault_is_seen() -> None:
 
 
 def test_on_an_h200_one_cell_moves_by_a_token_that_takes_another_expert() -> None:
-    document = json.loads((ROOT / "docs/numerics/gradients-h200.json").read_text())
+    document = json.loads((ROOT / "docs/evidence/numerics/gradients-h200.json").read_text())
     apart = [one for one in corrected(document["runs"]) if verdict(one) != "agrees"]
     again = document["counted"][-1]
     assert [one["name"] for one in apart] == [again["name"]] and again["choices"] == 4

@@ -163,7 +163,7 @@ def test_repeats_at_the_limit_are_called_wrongly_5_times_in_100_at_most() -> Non
 def test_of_the_same_training_with_other_seeds_none_is_called_different() -> None:
     """Real curves: five seeds of BF16, and of MXFP8, which are equivalent by all of them."""
     curves = {}
-    for path in sorted((ROOT / "docs/convergence/first").glob("*.csv")):
+    for path in sorted((ROOT / "docs/evidence/convergence/first").glob("*.csv")):
         with path.open(newline="") as file:
             curves[path.stem] = {
                 int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)

@@ -20,7 +20,7 @@ from tests.check_cells import cell_of, with_options
 
 
 def test_it_agrees_with_what_was_counted_on_both_corpora() -> None:
-    # docs/performance/h200x2-8layers.json: of the corpora that the measured cells read.
+    # docs/evidence/performance/h200x2-8layers.json: of the corpora that the measured cells read.
     assert mean_attended_tokens(C4, 8192) == pytest.approx(511.0, rel=0.05)
     assert mean_attended_tokens(LOCAL, 8192) == pytest.approx(2929.2, rel=0.05)
 

@@ -56,7 +56,7 @@ def saving(*names: str) -> dict[str, Any]:
 
 @pytest.mark.titan
 def test_predicted_memory_is_near_what_was_measured() -> None:
-    comparisons = compare(json.loads((ROOT / "docs/memory.json").read_text()))
+    comparisons = compare(json.loads((ROOT / "docs/evidence/prediction/memory.json").read_text()))
     # 10% where a figure was given beforehand, 15% for all else.
     assert {row.name for row in comparisons if row.earlier} == {
         "16B full expandable, batch 4",

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import step_times
 from bench.step_times import Comparison, compare, read_points
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
@@ -187,12 +186,8 @@ def test_scored_activations_leave_less_to_do_again() -> None:
     assert predict_step(standard) == predict_step(with_options(standard, scored))
 
 
-def test_the_page_says_what_the_fast_recipe_is_predicted_at() -> None:
-    page = (HARDWARE.parents[1] / "docs/time.md").read_text(encoding="utf-8")
-    found = predict_step(CELLS["fast"]).tokens_per_second_per_gpu
-    (row,) = [line for line in page.splitlines() if "(the fast recipe)" in line]
-    assert f"| {found:,.0f} |" in row
-    assert found > 2.8 * 918
+def test_the_fast_recipe_is_predicted_far_above_the_published_best() -> None:
+    assert predict_step(CELLS["fast"]).tokens_per_second_per_gpu > 2.8 * 918
 
 
 def test_quantizing_costs_and_pays() -> None:
@@ -226,7 +221,7 @@ def test_every_measured_point_is_predicted(comparisons: list[Comparison]) -> Non
     held_out = [one for one in known if not one.point.fitted]
     assert len(held_out) >= 10
     # Of two cells of a table and corpus that differ by over 10%, the faster is predicted so, but
-    # for three pairs that docs/time.md names.
+    # for three pairs.
     pairs = [
         (one, other)
         for one, other in itertools.permutations(known, 2)
@@ -245,16 +240,6 @@ def test_every_measured_point_is_predicted(comparisons: list[Comparison]) -> Non
         ("FlexAttention, none, batch 2", "fast-tp2"),
         ("TP 2, FlexAttention, full", "FlexAttention, full, standard"),
     }
-    page = (HARDWARE.parents[1] / "docs/time.md").read_text(encoding="utf-8")
-    assert f"Of {len(pairs)} pairs of cells" in page
-
-
-@pytest.mark.titan
-def test_the_documents_tables_are_what_the_bench_prints(comparisons: list[Comparison]) -> None:
-    document = (HARDWARE.parents[1] / "docs/time.md").read_text()
-    parts = step_times.tables(comparisons).strip().split("\n\n")
-    assert len(parts) >= 12
-    assert [part for part in parts if part not in document] == []
 
 
 @pytest.mark.parametrize(

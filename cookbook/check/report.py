@@ -183,7 +183,7 @@ def _step(check: CellCheck) -> Iterator[str]:
             yield f"  time: not predicted: {check.no_step}"
         return
     yield (
-        f"  time, predicted (docs/time.md): {step.step_ms:,.0f} ms a step, "
+        f"  time, predicted (docs/evidence/prediction.md): {step.step_ms:,.0f} ms a step, "
         f"{step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU; milliseconds of rank {step.rank}:"
     )
     terms = sorted(step.terms_ms.items(), key=lambda item: -item[1])

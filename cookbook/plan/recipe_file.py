@@ -42,7 +42,7 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
     lines = [
         f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
         "#",
-        "# Predicted, not measured (docs/time.md). Run it with:",
+        "# Predicted, not measured (docs/evidence/prediction.md). Run it with:",
         f"#     python submit.py run {name}",
     ]
     if step is not None:

@@ -176,7 +176,7 @@ class Space:
         return {name: value for name, value in means.items() if name not in self.varied}
 
     def _means(self) -> dict[str, list[Any]]:
-        """Return options that always pay where available (docs/performance.md), one value each."""
+        """Return options that always pay (docs/evidence/performance.md), one value each."""
         means: dict[str, list[Any]] = {}
         gpu = self.base.cluster.gpu
         has_flash = gpu is not None and gpu.compute_capability >= _FLASH_CAPABILITY

@@ -39,7 +39,7 @@ class Documents:
 
 
 C4 = Documents(430, 260, "arXiv:2104.08758 and arXiv:2310.20707, lognormal, median 260")
-LOCAL = Documents(6453, 3520, "counted: docs/performance/h200x2-8layers.json")
+LOCAL = Documents(6453, 3520, "counted: docs/evidence/performance/h200x2-8layers.json")
 
 
 def documents_of(cell: Cell) -> Documents:

@@ -1,7 +1,7 @@
 """How long the kernels of a layer run, by kind, in milliseconds of one microbatch.
 
 A matrix product takes its FLOPs over a share of the peak, or its bytes over the memory's bandwidth,
-whichever is longer; every other pass takes its bytes. docs/time.md says how each is counted.
+whichever is longer; every other pass takes its bytes. docs/reference/models.md has each count.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ reserved. The allocator keeps a pool of blocks for every CUDA stream, and a bloc
 pool it was taken for. So the peak is the sum of each pool's own peak, even where they are reached
 at different times: FSDP's reduced gradients live in the pool of its reduce-scatter stream, gathered
 parameters on their way in that of its all-gather stream, and all else in the compute stream's.
-docs/memory.md shows the figures beside measured ones.
+docs/evidence/prediction.md shows the figures beside measured ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cookbook.predict.shapes import Shapes, shapes_of
 GIB = 2**30
 
 # What the allocator holds beyond what is counted, as a part of the compute stream's pool: blocks
-# that are cut up. The mean of the first points of docs/memory.json was 2.9%. Those measured since
+# that are cut up. The mean of the first points of memory.json was 2.9%. Those measured since
 # then lie at 2 to 9%, on the debug model at 10 to 13% and with an interleaved pipeline at 18%; with
 # expandable segments, which map pages instead, at 0 and 5%.
 FRAGMENTS = 0.03
@@ -37,7 +37,7 @@ NCCL_GROUP_GIB = 0.25
 # The part of the GPU up to which a cell fits well, and beyond which it surely does not: the model
 # errs by several percent, so in between the answer is `tight`.
 FITS, WILL_NOT_FIT = 0.92, 1.05
-# One was measured to take 12% more than predicted, other cells up to 8% (docs/memory.md).
+# One was measured to take 12% more than predicted, other cells up to 8%.
 FITS_PIPELINE = 0.88
 
 

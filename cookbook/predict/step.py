@@ -1,8 +1,8 @@
 """The time of an optimizer step, by cause, and the tokens per second that follow from it.
 
 The slowest rank sets the pace, since ranks meet in every layer. Each millisecond is counted once,
-as `submit.py profile` does: compute by kind, exposed communication, idle time. docs/time.md says
-how each term is counted, and shows predicted times beside measured ones.
+as `submit.py profile` does: compute by kind, exposed communication, idle time. See
+docs/reference/models.md for the count of each term, docs/evidence/prediction.md for the errors.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Else `cannot tell`. Either verdict is wrong in at most 5% of cases.
 
 With several runs of each cell the variance is that between runs, and the verdict is on the cells.
 With one run of each it comes from the difference step by step, and the verdict is on these two
-curves alone: another seed may fall elsewhere (docs/convergence.md).
+curves alone: another seed may fall elsewhere (docs/evidence/convergence.md).
 """
 
 from __future__ import annotations

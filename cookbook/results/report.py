@@ -255,7 +255,7 @@ def _troubled_steps(curve: Sequence[StepMetrics]) -> Iterator[str]:
     """Name steps that were skipped, and loss spikes.
 
     A spike is a loss that lies above the median of the 20 logged steps before it by a tenth and by
-    ten times the median distance of these steps from that median (docs/statistics.md).
+    ten times the median distance of these steps from that median (docs/reference/statistics.md).
     """
     skipped = sum(
         max((one.skipped_steps or 0 for one in curve if one.attempt == attempt), default=0)
