@@ -161,41 +161,6 @@ class TestEnvironment:
         )
         assert Path(self.used(done)).resolve() == venv
 
-    def test_words_and_status_pass_through(self, tmp_path: Path, venv: Path) -> None:
-        command = [BASE_PYTHON, "submit.py", "new", "a b", "--from", "debug"]
-        done = start(command, tmp_path, {"VENV": str(venv)})
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "found 'a b'" in done.stderr
-
-    @pytest.mark.parametrize("own", [True, False])
-    def test_a_wrapper_of_another_python_is_started_once(
-        self, tmp_path: Path, venv: Path, own: bool
-    ) -> None:
-        """A wrapper that drops all variables is started once too."""
-        count = tmp_path / "count"
-        write_program(
-            venv / "bin/python",
-            f'#!/bin/sh\necho started >>"{count}"\nexec env -i "{BASE_PYTHON}" "$@"\n',
-        )
-        copy = copy_checkout(tmp_path / "check out")
-        (copy / ".venv").symlink_to(venv)
-        chosen = str(venv) if own else ""
-        done = start([sys.executable, "submit.py", "list"], tmp_path, {"VENV": chosen}, cwd=copy)
-        assert count.read_text() == "started\n"
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        # `env -i` drops VENV as well.
-        assert done.stderr.startswith(f"submit.py: {copy}/.venv: its bin/python does not run in ")
-        assert f"but in {sys.base_prefix}; run: bash '{copy}/setup.sh'" in done.stderr
-
-    def test_a_named_environment_without_its_file(self, tmp_path: Path, venv: Path) -> None:
-        (venv / "pyvenv.cfg").unlink()
-        done = start([sys.executable, "submit.py", "list"], tmp_path, {"VENV": str(venv)})
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == (
-            f"submit.py: VENV={venv}: its bin/python does not run in this environment, but in "
-            f"{sys.base_prefix}; name a virtual environment, or unset VENV\n"
-        )
-
     @pytest.mark.parametrize("content", ["no program at all", "#!/no/such/interpreter\n"])
     def test_a_python_that_does_not_start(self, tmp_path: Path, venv: Path, content: str) -> None:
         write_program(venv / "bin/python", content)
@@ -222,26 +187,3 @@ class TestInterrupt:
         )
         done = start([sys.executable, "-c", program], tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-    def test_while_python_is_started_again(self, tmp_path: Path, venv: Path) -> None:
-        """It is kept until the second Python can answer it."""
-        write_program(
-            venv / "bin/python",
-            f"#!{BASE_PYTHON} -IS\n"
-            "import os, signal, sys\n"
-            "os.kill(os.getpid(), signal.SIGINT)\n"
-            f"python = {str(venv / 'bin/python3')!r}\n"
-            "os.execv(python, [python, *sys.argv[1:]])\n",
-        )
-        done = start([sys.executable, "submit.py", "list"], tmp_path, {"VENV": str(venv)})
-        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-    def test_later_ones_are_not_kept(self, tmp_path: Path, venv: Path) -> None:
-        copy = copy_checkout(tmp_path / "check out")
-        (copy / "cookbook/cli/main.py").write_text(
-            "import signal\n"
-            "def main(words):\n"
-            "    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
-        )
-        done = start([BASE_PYTHON, "submit.py"], tmp_path, {"VENV": str(venv)}, cwd=copy)
-        assert done.stdout == "False\n", done.stderr

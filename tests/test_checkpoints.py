@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import pickle
 import shutil
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -296,26 +293,6 @@ def test_what_the_scripts_add_to_every_job_is_no_change(cell: Started) -> None:
     cell.folder.attempt(0).path.mkdir()
     cell.start(attempt=1)
     assert read_record(cell.folder.record).changes == ()
-
-
-def test_a_record_that_nobody_can_read_stops_no_job(cell: Started) -> None:
-    cell.folder.attempt(0).path.mkdir(parents=True)
-    cell.folder.record.write_text("{")
-    cell.start(attempt=1)
-    assert yaml.safe_load(cell.folder.record.read_text())["name"] == NAME
-
-
-def test_a_second_script_waits_until_the_first_has_started(cell: Started) -> None:
-    cell.path.mkdir(parents=True)
-    started = threading.Thread(target=cell.start)
-    handle = os.open(cell.path, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    started.start()
-    started.join(timeout=1)
-    assert started.is_alive() and listing(cell.path) == []
-    os.close(handle)
-    started.join(timeout=20)
-    assert cell.folder.attempt(0).path.is_dir() or cell.folder.record.exists()
 
 
 def test_a_job_that_slurm_restarts_reads_its_record_alone(

@@ -126,27 +126,6 @@ def test_a_stand_in_is_not_written_in_place_of_a_recipe(runs: Path, tmp_path: Pa
     assert "would train debug in place of deepseek_v3_671b" in answer.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"), [("train_my.sh", "train_my.sh"), ('"$(touch x)" `id`.sh', "train.sh")]
-)
-def test_a_written_script_calls_itself_by_its_name(
-    runs: Path, tmp_path: Path, name: str, shown: str
-) -> None:
-    folder = tmp_path / "scripts"
-    assert submit(*RENDER, "-o", str(folder / name), runs=runs).status == 0
-    answer = subprocess.run(
-        ["env", "--unset=SLURM_JOB_ID", "bash", str(folder / name)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    assert answer.returncode == 2
-    assert answer.stderr == f"{shown}: runs inside a Slurm job; start it with: sbatch {shown}\n"
-    # Nothing in a name is run.
-    assert [path.name for path in folder.iterdir()] == [name]
-
-
 @pytest.mark.parametrize("minor", [3, 7])
 def test_a_device_stays_a_device(tmp_path: Path, minor: int) -> None:
     # Copies of /dev/null and /dev/full: root may replace the real ones.
@@ -157,20 +136,6 @@ def test_a_device_stays_a_device(tmp_path: Path, minor: int) -> None:
     except InputError as error:
         assert minor == 7 and "cannot be written: No space left on device" in str(error)
     assert stat.S_ISCHR(device.stat().st_mode)
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"), [("{folder}", "Is a directory"), ("{folder}/file/x.sh", "File exists")]
-)
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, path: str, reason: str) -> None:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    (folder / "file").write_text("")
-    path = path.format(folder=folder)
-    answer = submit(*RENDER, "-o", path, runs=tmp_path / "runs")
-    assert (answer.status, answer.stdout) == (2, "")
-    assert answer.stderr == f"submit.py: --output {path}: cannot be written: {reason}\n"
-    assert listing(folder) == ["file"]
 
 
 def test_a_dry_run_submits_nothing_and_shows_the_plan(runs: Path) -> None:
@@ -188,13 +153,6 @@ def test_a_dry_run_submits_nothing_and_shows_the_plan(runs: Path) -> None:
     assert listing(runs) == before
 
 
-@pytest.mark.parametrize("word", [b"training.dataset=\xff", b"\xff=1"])
-def test_bytes_that_are_no_text_are_refused(runs: Path, word: bytes) -> None:
-    answer = submit("run", "debug", "--set", word, runs=runs)
-    assert answer.status == 2 and len(answer.stderr.splitlines()) == 1
-    assert listing(runs) == ["kept"]
-
-
 def test_a_cluster_that_the_environment_names(runs: Path) -> None:
     wrong = {"COOKBOOK_CLUSTER": "locl"}
     answer = submit("run", "debug", "--dry-run", runs=runs, variables=wrong)
@@ -202,17 +160,6 @@ def test_a_cluster_that_the_environment_names(runs: Path) -> None:
     # The command line wins.
     answer = submit("show", "debug", "--cluster", "h200-node", runs=runs, variables=wrong)
     assert (answer.status, yaml.safe_load(answer.stdout)["cluster"]) == (0, "h200-node")
-
-
-def test_a_reader_that_has_seen_enough_is_no_error(runs: Path) -> None:
-    done = subprocess.run(
-        ["bash", "-c", '"$@" | head -1', "bash", sys.executable, "submit.py", "list"],
-        cwd=ROOT,
-        env=environment(runs),
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.stderr) == ("recipes:\n", "")
 
 
 def test_a_user_without_a_passwd_entry_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import copy_checkout
 from tests.start import start
 
 SUBMIT = [sys.executable, "submit.py"]
@@ -26,33 +25,7 @@ def test_a_closed_output_is_no_error(tmp_path: Path, words: list[str], closed: s
     assert done.returncode == 0 or (words[0] == "doctor" and done.returncode == 1)
 
 
-@pytest.mark.parametrize(("word", "unbuffered"), [("list", ""), ("list", "1"), ("--help", "")])
-def test_a_full_disk_is_one_line(tmp_path: Path, word: str, unbuffered: str) -> None:
-    command = through_shell(">/dev/full", [*SUBMIT, word])
-    done = start(command, tmp_path, {"PYTHONUNBUFFERED": unbuffered})
-    assert done.returncode == 1
-    assert done.stderr == "submit.py: No space left on device\n"
-
-
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-
-
-def checkout_beyond_ascii(folder: Path) -> Path:
-    """A copy of the checkout, with such letters in a description and in an option."""
-    copy = copy_checkout(folder / "check out")
-    recipe = copy / "recipes/debug.yaml"
-    text = recipe.read_text(encoding="utf-8")
-    text = text.replace('description: "', 'description: "Größe 名 ')
-    text = text.replace("assets/local/corpus", "assets/Größe 名")
-    recipe.write_text(text, encoding="utf-8")
-    return copy
-
-
-def test_an_ascii_locale_replaces_what_it_lacks(tmp_path: Path) -> None:
-    copy = checkout_beyond_ascii(tmp_path)
-    done = start([*SUBMIT, "list"], tmp_path, ASCII, cwd=copy)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "Gr??e ?" in done.stdout
 
 
 @pytest.mark.parametrize(

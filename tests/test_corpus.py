@@ -100,9 +100,3 @@ def test_too_few_sources_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="too few Python sources"):
         corpus.make_corpus(tmp_path / "out", sources=tmp_path)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("stamp", ["", "[]", "{}", '{"bytes": {"corpus/x": 1}}', '{"bytes": 3}'])
-def test_a_broken_stamp_counts_as_none(tmp_path: Path, stamp: str) -> None:
-    (tmp_path / corpus.STAMP).write_text(stamp)
-    assert not corpus.is_made(tmp_path)

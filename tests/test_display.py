@@ -15,9 +15,7 @@ from cookbook.cli import display
 from cookbook.cli.display import (
     CellProgress,
     Progress,
-    bar,
     describe_cell,
-    sparkline,
     summarize,
 )
 
@@ -185,20 +183,3 @@ def test_a_log_gets_a_line_only_when_something_changes(monkeypatch: pytest.Monke
             "671b-mxfp8-deepep: running, step 8/20",
             "671b-mxfp8-deepep: finished, step 20/20",
         ]
-
-
-def test_unknown_values_are_left_out() -> None:
-    assert describe_cell(QUEUED) == "671b-mxfp8-deepep: queued"
-    assert describe_cell(replace(RUNNING, total_steps=None, elapsed=3725.0)) == (
-        "671b-bf16-deepep: running, step 5, 859 tokens/s now, loss 3.9168, 1:02:05"
-    )
-
-
-def test_graphs_of_one_line() -> None:
-    # A cell may have made more steps than are asked for now.
-    bars = {0.0: "....", 0.5: "##..", 1.0: "####", 1.5: "####", -0.5: "...."}
-    assert {fraction: bar(fraction, 4, is_ascii=True) for fraction in bars} == bars
-    assert sparkline([9.0, 1.0, 0.0, 2.0], is_ascii=True) == "#._:"
-    # Half the speed is half the height, however little the others differ.
-    assert sparkline([4.0, 8.0], is_ascii=False) == "▅█"
-    assert sparkline([0.0, 0.0], is_ascii=True) == "__"

@@ -17,12 +17,10 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu, NoGpusError
-from cookbook.base.tables import display_width
 from cookbook.config.stack import read_pins, stack_name
-from cookbook.doctor import checks, machine
 from cookbook.doctor.__main__ import main
-from cookbook.doctor.check import Answer, Check, check
-from cookbook.doctor.checks import TOPICS, is_ready, node_problems, render_findings
+from cookbook.doctor.check import Answer
+from cookbook.doctor.checks import is_ready, node_problems, render_findings
 from cookbook.doctor.machine import DCGM_HEALTH, KERNEL_LOG
 from cookbook.doctor.slurm import CONFIG, PARTITIONS
 from tests.doctor_node import (
@@ -192,24 +190,6 @@ def test_each_finding(node: Node, break_it: Break, name: str, state: str, found:
     assert is_ready(list(node.findings().values())) == (state != "problem")
 
 
-def test_torch_from_another_index_is_the_pinned_one(node: Node) -> None:
-    uninstall("torch")(node)
-    node.install("torch", f"{PINS['torch']}+cu130")
-    assert node.findings()["pins"].state == "ok"
-
-
-def test_nothing_installed_names_the_environment(node: Node) -> None:
-    shutil.rmtree(node.folder / "site")
-    assert node.findings()["pins"].remedy == "run ./setup.sh"
-    node.write("checkout/.venv/bin/python")
-    assert ".venv/bin/python" in node.findings()["pins"].remedy
-
-
-def test_local_leaves_the_cluster_out(node: Node) -> None:
-    found = {"python", "pins", "compiler", "flash attention", "gpus", "local corpus"}
-    assert node.findings(local=True).keys() == found | {"disk", "scratch"}
-
-
 def test_nvshmem_is_the_one_that_deepep_was_linked_with(node: Node) -> None:
     """A system's library that is loaded first breaks DeepEP between nodes, in silence."""
     command = ("ldd", str(node.folder / LIBRARY))
@@ -300,10 +280,6 @@ class TestCluster:
         found = findings["flash attention"].found
         assert found == f"{FLASH}, its compiler for CUDA 12 and 13"
 
-    def test_a_node_whose_gpus_are_gone_is_no_login_node(self, node: Node) -> None:
-        node.gpus = NoGpusError("NVML lists no GPU", has_driver=True)
-        assert node.findings("soperator-b200")["gpus"].state == "problem"
-
     @pytest.mark.parametrize(
         ("found", "profile", "state"),
         [
@@ -344,11 +320,6 @@ class TestCluster:
         assert (finding.state, found in finding.found) == (state, True), finding
         # Which GPUs jobs ask for, only a profile says.
         assert node.findings()["partition"].state == "ok"
-
-    def test_a_slurm_profile_needs_slurm(self, node: Node) -> None:
-        node.commands.remove("sbatch")
-        assert node.findings("soperator-b200")["slurm"].state == "problem"
-        assert node.findings()["slurm"].state == "not here"
 
 
 XID_79 = "[99000.000000] NVRM: Xid (PCI:0000:1b:00): 79, pid=7, GPU has fallen off the bus.\n"
@@ -437,44 +408,6 @@ class TestHealth:
         gone = node_problems(node.surroundings(job_folder=node.folder / "gone"))
         assert "No such file or directory" in gone["disk"][0]
         assert "cannot write to " in gone["job folder"][0]
-
-    def test_outside_a_job_a_busy_gpu_is_a_warning(self, node: Node) -> None:
-        gpu(2, processes=("4711 (python)",))(node)
-        assert node.findings()["idle"].state == "warning"
-        assert node.findings(local=True).get("idle") is None
-
-
-def test_a_new_check_is_one_function_in_its_topic(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    added: Check = check("added", local=True)(lambda here: ("ok", str(here.repository)))
-    monkeypatch.setattr(machine, "added", added, raising=False)
-    assert node.findings(local=True)["added"].found == str(node.folder / "checkout")
-    folder = Path(checks.__file__).parent
-    modules = {path.stem for path in folder.glob("*.py") if "\n@check(" in path.read_text()}
-    assert modules == {topic.__name__.rpartition(".")[2] for topic in TOPICS}
-
-
-@pytest.mark.parametrize("columns", [60, 80, 200])
-def test_lines_are_aligned_and_fit_the_terminal(
-    node: Node, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    # Long words, as of network cards and paths, are not cut.
-    left_out = ("network", "disk")
-    findings = [one for name, one in node.findings().items() if name not in left_out]
-    findings[0] = replace(
-        findings[0], name="first", state="problem", found="some words", remedy="do this " * 30
-    )
-    for colour in (False, True):
-        lines = render_findings(findings, colour).splitlines()
-        assert max(map(display_width, lines)) <= min(columns, 100)
-        start = lines[1].index("-> do this")
-        # The remedy's second line stands below its first.
-        assert lines[2][:start].strip() == ""
-        assert lines[2][start:].startswith(("do this ", "this do "))
-        assert lines[-1].startswith("not ready: ")
-    assert f"\033[31mproblem\033[0m  {findings[0].found[:9]}" in "\n".join(lines)
 
 
 class TestCommand:

@@ -62,14 +62,6 @@ def test_what_can_run_here_is_proved(ranks: int, gpu: Gpu | None, expected: set[
     assert cells["bf16 standard"].recipe.name == ("deepseek_v3_16b" if gpu else "debug")
 
 
-def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cookbook.config.validate.missing_packages", lambda cell: ["deep_ep"])
-    found = numerics.candidates(this_machine(2, H200))
-    assert {one.left_out for one in found} == {"not installed: deep_ep"} | {
-        one.left_out for one in found if "precision" in (one.left_out or "")
-    }
-
-
 def test_on_a_cluster_it_is_a_job_of_one_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

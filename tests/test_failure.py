@@ -196,23 +196,6 @@ def test_the_cause_of_an_exception(tmp_path: Path, message: str, stack: str, cau
 
 
 @pytest.mark.parametrize(
-    ("code", "cause", "reason"),
-    [
-        (-9, Cause.DEAD_RANK, "ended by SIGKILL"),
-        (137, Cause.DEAD_RANK, "exit status 137"),
-        (1, Cause.ERROR, "exit status 1"),
-        (2, Cause.WRONG_OPTION, "exit status 2"),
-    ],
-)
-def test_an_exit_status_where_nothing_is_printed(
-    tmp_path: Path, code: int, cause: Cause, reason: str
-) -> None:
-    found = find_cause(tmp_path, code)
-    assert found is not None and (found.cause, found.reason) == (cause, reason)
-    assert find_cause(tmp_path, 0) is None
-
-
-@pytest.mark.parametrize(
     ("reason", "cause"),
     [
         ("rank 1: exitcode: -9 (Signal 9 (SIGKILL) received)", Cause.DEAD_RANK),

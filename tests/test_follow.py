@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.base.errors import InputError
 from cookbook.cli import follow
 from cookbook.cli.display import CellProgress
 from cookbook.cli.follow import Watcher, cancel, show_logs, show_status
 from cookbook.run import slurm
-from cookbook.run.excluded import exclude_nodes
 from cookbook.run.folder import CellFolder
 from cookbook.run.run import read_run
 from cookbook.run.slurm import JobInfo
@@ -65,34 +63,6 @@ def test_without_a_name_it_is_the_cell_that_runs(
     for asked in ("third", f"{name}/third", f"{name}/third/", f"{run.folder}/third"):
         assert printed(capfd, asked) == ["of the third"]
     assert printed(capfd, str(run.folder)) == ["of the second"]
-
-
-def test_where_none_runs_it_is_the_last_that_began(
-    run: Run, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run.add("first", "of the first\n")
-    run.add("second", "of the second\n", state="failed")
-    run.add("third", state="refused")
-    write(run)
-    assert printed(capfd) == ["of the second"]
-
-
-def test_a_cell_without_a_log_says_why(run: Run) -> None:
-    run.add("first", state="refused", reason="needs GPUs")
-    run.add("second", state="running")
-    write(run)
-    for cell, said in [
-        ("first", r"/first: has no log: refused, needs GPUs"),
-        (None, r"/second: has no log: running, nothing is written yet"),
-    ]:
-        with pytest.raises(InputError, match=said):
-            show_logs(Namespace(cell=cell, follow=False))
-
-
-def test_a_run_without_cells_is_named(run: Run) -> None:
-    write(run)
-    with pytest.raises(InputError, match=f"^{run.folder.name}: has no cell"):
-        show_logs(Namespace(cell=None, follow=False))
 
 
 @pytest.fixture
@@ -169,25 +139,6 @@ def test_status_says_how_far_each_cell_is_and_why(
     ]
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "local"])
-def test_nodes_that_jobs_leave_out_are_named_where_there_are_nodes(
-    run: Run, scheduler: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run.add("a", metrics_line(7))
-    write(run, scheduler)
-    exclude_nodes({"worker-7": "GPU 3 is broken"}, hours=24)
-    assert show_status(Namespace(run=None, watch=False)) == 0
-    said = capsys.readouterr().out
-    assert ("left out of new jobs: worker-7" in said) == (scheduler == "slurm")
-
-
-def test_nothing_is_left_to_cancel(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run.add("a", metrics_line(7))
-    write(run)
-    assert cancel(Namespace(run=None)) == 0
-    assert capsys.readouterr().out == f"{run.folder.name}: all cells have ended already\n"
-
-
 @pytest.mark.parametrize("is_named", [False, True])
 def test_without_a_name_it_is_said_first_which_run_is_cancelled(
     run: Run, is_named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -255,27 +206,6 @@ def test_a_cell_without_a_log_or_a_record_is_shown(tmp_path: Path) -> None:
     assert (found.state, found.step, found.total_steps, found.phase) == ("queued", None, None, None)
 
 
-def test_what_a_running_cell_does_is_named_until_it_makes_steps(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    log = run.add("a", "imports\n", state="running") / "attempt-1" / "train.log"
-    watcher = watcher_of(run)
-    prefix = "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - "
-    seen = []
-    for line in (
-        "Starting job: a",
-        "Building deepseek_v3 16B",
-        "Compiling each TransformerBlock with torch.compile",
-        "Training starts at step 1",
-    ):
-        with log.open("a") as file:
-            file.write(f"{prefix}{line}\n")
-        seen.append(looked(watcher).phase)
-    assert seen == ["loading", "building", "compiling", "first step"]
-    with log.open("a") as file:
-        file.write(metrics_line(1))
-    assert looked(watcher).step == 1
-
-
 def test_the_time_left_follows_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -317,14 +247,3 @@ def test_who_comes_later_sees_the_last_steps_and_the_time_left(tmp_path: Path) -
     with (log / "attempt-1" / "train.log").open("a") as file:
         file.write(metrics_line(33, tps="600"))
     assert looked(watcher).speeds == (500.0,) * 18 + (250.0, 600.0)
-
-
-def test_a_new_attempt_goes_on_with_the_sparkline(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    first = "".join(metrics_line(step, tps="500") for step in (1, 2))
-    folder = run.add("a", first, state="running")
-    watcher = watcher_of(run)
-    assert looked(watcher).speeds == (500.0, 500.0)
-    (folder / "attempt-2").mkdir()
-    (folder / "attempt-2" / "train.log").write_text(metrics_line(2, tps="400"))
-    assert looked(watcher).speeds == (500.0, 500.0, 400.0)

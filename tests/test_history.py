@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from cookbook.run.attempts import (
     AttemptEnd,
     Cause,
     Resumption,
-    read_attempt_end,
     write_attempt_end,
     write_resumption,
 )
@@ -105,25 +103,6 @@ def test_where_a_checkpoint_was_spoilt_two_attempts_lose_steps(cell: CellFolder)
     # Neither the checkpoint of step 4 nor a later one is whole.
     attempt(cell, 2, 70, range(3, 9), ended(2, Cause.FINISHED, 60, 90), resumed=2)
     assert [one.steps_lost for one in collect_history(cell, CellRecord()).attempts] == [3, 4, 0]
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"cause": "magic"}', '{"cause": "hang", "seen": "x"}']
-)
-def test_an_end_that_cannot_be_read_is_none(cell: CellFolder, content: str) -> None:
-    attempt(cell, 0, 10, range(1, 3))
-    one = cell.attempts()[0]
-    one.end.write_text(content)
-    assert read_attempt_end(one) is None
-    assert collect_history(cell, CellRecord()).attempts[0].cause is None
-
-
-def test_an_end_is_read_back_and_what_a_later_version_adds_is_left_out(cell: CellFolder) -> None:
-    end = ended(0, Cause.NAN_LOSS, 0, 26, last_good_step=4, left_out=("worker-3",), job_id="7")
-    attempt(cell, 0, 10, range(1, 3), end)
-    one = cell.attempts()[0]
-    one.end.write_text(json.dumps(json.loads(one.end.read_text()) | {"new": 1}))
-    assert read_attempt_end(one) == end
 
 
 def test_the_usual_time_of_a_step_is_that_of_the_newest_attempt_with_some(cell: CellFolder) -> None:

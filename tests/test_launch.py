@@ -76,16 +76,6 @@ def test_what_does_not_build_is_refused_and_the_rest_submitted(
     assert set(refused.values()) == {None}
 
 
-def test_who_does_not_want_to_wait_is_told_how_to_follow(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*SWEEP, "soperator-b200", "--detach"]) == 0
-    said = capsys.readouterr().out
-    assert "submitted as Slurm job 7, 8, 9, 10: " in said
-    assert "follow it: python submit.py status --watch smoke-" in said
-    assert machine.waited_for == []
-
-
 def test_an_unchecked_cell_is_submitted_unless_the_rules_refuse_it(machine: Machine) -> None:
     machine.failing = set(NAMES)
     assert main([*SWEEP, "soperator-b200", "--no-check", "--detach"]) == 0

@@ -15,7 +15,6 @@ from cookbook.observe.console import (
     StepMetrics,
     logged_seconds,
     parse_step,
-    read_console,
     read_peak_memory,
     save_seconds,
     seconds_to_first_step,
@@ -25,7 +24,6 @@ from cookbook.results.collect import summarize_load
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 
-LOGS = Path(__file__).parent / "logs"
 TITAN = "[titan] 2026-11-20 18:29:22,279 - root - INFO - "
 LINE = (
     f"[rank0]:{TITAN}step: 15  loss:  3.91683  grad_norm:  3.8138  memory: 76.13GiB(54.46%)  "
@@ -82,22 +80,6 @@ def test_a_console_line_of_a_step(line: str, expected: tuple[float | None, ...])
 )
 def test_a_console_line_of_no_step(line: str) -> None:
     assert parse_step(line.encode()) is None
-
-
-@pytest.mark.parametrize(
-    ("log", "rank", "first", "last"),
-    [
-        ("tp1_16b_colour.log", 0, 1, 20),
-        ("pp2_ranks_0_128.log", 128, 1, None),
-        ("h200_stall.log", 0, 1, None),
-    ],
-)
-def test_real_logs(log: str, rank: int, first: int, last: int | None) -> None:
-    steps = list(read_console(LOGS / log, rank))
-    numbers = [step.step for step in steps]
-    assert numbers[0] == first and numbers == sorted(set(numbers))
-    assert last in (None, numbers[-1])
-    assert all(step.loss and step.loss > 0 and step.rank == rank for step in steps)
 
 
 def test_a_console_line_that_is_still_written_is_left_out(attempt: Attempt) -> None:
@@ -213,23 +195,6 @@ def test_steps_that_are_made_again_count_once(tmp_path: Path) -> None:
     steps = collect_router_load(CellFolder(tmp_path))
     assert [(step.first_step, step.step) for step in steps] == [(1, 1), (2, 10), (16, 20)]
     assert steps[2] == LoadStep(16, 20, False, (1, 2), (5, 4), (0, 0))
-
-
-def test_what_is_not_whole_is_left_out(tmp_path: Path) -> None:
-    whole = line(1, 1, 2.5)
-    broken = [
-        "\n",
-        "no JSON\n",
-        "[]\n",
-        '{"step": 1}\n',
-        line(2, 2, 2.5, starved_experts=[]),
-        line(2, 2, float("nan")),
-        line(2, 2),
-    ]
-    # A job writes the last one yet.
-    write_load(tmp_path, 0, "".join(broken) + whole + line(2, 2, 2.5)[:-9])
-    assert [step.step for step in collect_router_load(CellFolder(tmp_path))] == [1]
-    assert collect_router_load(CellFolder(tmp_path / "none")) == []
 
 
 def steps_of(*busiest: tuple[float, ...], forced: bool = False) -> list[LoadStep]:

@@ -90,19 +90,6 @@ def test_a_rank_that_fails_is_told_although_another_hangs(
     assert said(tmp_path, monkeypatch, capsys, "hang", end).startswith(words)
 
 
-def test_one_that_ends_well_does_not_speak_for_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    late = {"status": 4, "after": 0.5}
-    assert said(tmp_path, monkeypatch, capsys, WELL, late) == "local rank 1: exit status 4"
-
-
-def test_a_rank_that_does_not_end_in_time_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said(tmp_path, monkeypatch, capsys, WELL, "hang", limit_s=1) == "no end in time"
-
-
 def test_the_groups_are_those_of_torchtitan() -> None:
     floor = Bandwidth(1, 1)
     assert RankGroups(8, "cuda", floor, 4).groups(8) == [[0, 1, 2, 3], [4, 5, 6, 7]]

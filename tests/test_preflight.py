@@ -29,13 +29,10 @@ from cookbook.supervise.preflight import (
     RequeueNeededError,
     ask_nodes,
     check_network,
-    common_fault,
     decide,
     differing,
-    exclude_known,
     head_address,
     preflight,
-    skewed,
 )
 from cookbook.supervise.step import StepEnd
 
@@ -89,28 +86,6 @@ def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
     reports[1] = _report("worker-1", {f"p{k}": "2" for k in range(9)})
     assert differing(reports)["worker-1"].reason.endswith("p2 is 2, elsewhere 1; and 6 more")
     assert differing([_report("worker-0", {"driver": "580"}), _report("worker-1", {})]) == {}
-
-
-def test_a_clock_is_compared_when_the_answer_comes() -> None:
-    reports = [_report(f"worker-{n}", {}, 1000.0 + 10 * n) for n in range(3)]
-    # They answered ten seconds apart, and their clocks agree.
-    received = {f"worker-{n}": 1000.2 + 10 * n for n in range(3)}
-    assert skewed(reports, received) == {}
-    received["worker-1"] += 60
-    assert skewed(reports, received)["worker-1"].reason == "its clock is 60 s behind"
-    received["worker-1"] -= 120
-    assert skewed(reports, received)["worker-1"].reason == "its clock is 60 s ahead"
-
-
-def test_three_of_ten_are_to_blame_and_six_of_ten_are_not() -> None:
-    nodes = names(10)
-    assert common_fault({node: [ECC] for node in nodes[:5]}, nodes) is None
-    said = common_fault({node: [ECC] for node in nodes[:6]}, nodes)
-    assert said is not None and said.startswith("gpu memory: 6 of 10 nodes, worker-0: GPU 3")
-    # Each has a fault of its own; a node alone may well be bad.
-    mixed = {node: [Fault(f"check {n}", "bad", 24)] for n, node in enumerate(nodes)}
-    assert common_fault(mixed, nodes) is None
-    assert common_fault({"worker-0": [ECC]}, ["worker-0"]) is None
 
 
 def test_reports_of_many_nodes_come_through_mixed_lines() -> None:
@@ -188,22 +163,6 @@ def test_a_fault_of_most_nodes_is_none_of_theirs(
     with pytest.raises(CannotStartError, match=r"disk: 4 of 4 nodes.* none is excluded"):
         ask_nodes(job)
     assert job.faults == {} and read_excluded() == []
-
-
-def test_a_node_on_the_list_or_drained_by_slurm_is_excluded(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exclude_nodes({"worker-1": "GPU 3: ECC", "worker-5": "of another job"}, hours=5)
-    monkeypatch.setattr(slurm, "drained", lambda names: {"worker-2": "Slurm: DRAIN: fan"})
-    exclude_known(job)
-    assert job.healthy == ["worker-0", "worker-3"]
-    # Slurm and the list know them already: neither is noted anew.
-    assert {fault.hours for faults in job.faults.values() for fault in faults} == {0.0}
-    (job.cell.path.parent.parent / "excluded.yaml").write_text("worker-1: [\n")
-    job.faults = {}
-    exclude_known(job)
-    assert job.healthy == ["worker-0", "worker-1", "worker-3"]
-    assert "the exclusion list is ignored" in job.attempt.log.read_text()
 
 
 def requeued(job: JobNodes) -> tuple[list[str], float | None]:
@@ -304,21 +263,6 @@ def test_the_network_is_tested_where_that_can_be(
     else:
         job.record = replace(job.record, nodes=1, ranks_per_node=1)
     assert check_network(job) and asked == []
-
-
-@pytest.mark.parametrize(
-    ("bad", "expected"), [([], names(3)), (["worker-1"], ["worker-0", "worker-2", "worker-3"])]
-)
-def test_the_answer_is_the_nodes_that_train(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch, bad: list[str], expected: list[str]
-) -> None:
-    monkeypatch.setattr(module, "check_network", lambda job: True)
-    monkeypatch.setattr(
-        module, "ask_nodes", lambda job: job.faults.update({node: [ECC] for node in bad})
-    )
-    assert preflight(job.cell, job.attempt, job.record) == expected
-    found = json.loads(job.attempt.preflight.read_text())
-    assert (found["nodes"], list(found["excluded"])) == (expected, bad)
 
 
 def test_switched_off_it_takes_the_first_nodes_unseen(

@@ -6,17 +6,12 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from argparse import Namespace
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cookbook.cli import profile
-from cookbook.cli.main import main
-from cookbook.config.cell import Cell
-from cookbook.run.run import Run, new_record, read_run, write_run
+from cookbook.run.run import new_record, write_run
 from tests.submit import ROOT, Answer, listing, submit
 from tests.traces import GEMM, TraceFile
 
@@ -119,68 +114,6 @@ def test_of_several_traced_cells_one_is_to_be_named(runs: Path) -> None:
     )
     (rank,) = _profile(submit("profile", other, "--json", runs=runs))["ranks"]
     assert rank["rank"] == 1
-
-
-class Trainer:
-    """Stands in for what trains a cell: leaves a run in that state, with traces or without."""
-
-    def __init__(self, runs: Path, state: str, traced: bool = True) -> None:
-        self.runs, self.state, self.traced = runs, state, traced
-        self.cell: Cell | None = None
-
-    def __call__(self, name: str, cells: Sequence[Cell], arguments: Namespace) -> Run:
-        (self.cell,) = cells
-        print("progress")
-        folder = self.runs / f"{name}-20261122-12000{len(list(self.runs.iterdir()))}"
-        write_run(
-            folder,
-            new_record(
-                folder.name,
-                cluster="local",
-                scheduler="local",
-                stack="2026.02",
-                cells=[self.cell.name],
-            ),
-        )
-        status = {"state": self.state, "reason": "no luck", "attempt": 0}
-        (folder / self.cell.name / "attempt-0").mkdir(parents=True)
-        (folder / self.cell.name / "status.json").write_text(json.dumps(status))
-        if self.traced:
-            _trace(folder / self.cell.name / "attempt-0/profile_traces/iteration_8")
-        return read_run(folder)
-
-
-@pytest.fixture
-def trains(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Callable[..., Trainer]:
-    def set_up(state: str, traced: bool = True) -> Trainer:
-        trainer = Trainer(runs, state, traced)
-        monkeypatch.setattr(profile, "start_run", trainer)
-        monkeypatch.setattr(profile, "watch_run", lambda run: True)
-        return trainer
-
-    return set_up
-
-
-TRAINED = ["profile", "debug", "--cluster", "local"]
-
-
-@pytest.mark.parametrize(
-    ("state", "traced", "said"),
-    [
-        ("failed", True, "debug-bf16-standard failed: no luck; its log: python submit.py logs "),
-        ("finished", False, "debug-bf16-standard: the profiler left no trace; see its log"),
-    ],
-)
-def test_a_training_that_left_nothing_to_look_at_is_a_failure(
-    trains: Callable[..., Trainer],
-    state: str,
-    traced: bool,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    trains(state, traced)
-    assert main(TRAINED) == 1
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.titan

@@ -115,20 +115,6 @@ def test_a_single_rank_gives_an_upper_limit_of_the_waiting(tmp_path: Path) -> No
     assert "up to 2.0 beyond the fastest call" in text and "upper limit" in text
 
 
-def test_a_pipeline_of_all_ranks_has_no_group_of_its_own(tmp_path: Path) -> None:
-    traces = _write(tmp_path, 12, 12)
-    assert _ranks(choose_ranks(traces, None)) == [*range(12)]
-    profile = make_profile("x", choose_ranks(traces, "3,4"))
-    assert [rank.stage for rank in profile.ranks] == [3, 4]
-
-
-def test_a_broken_trace_among_several_is_named(tmp_path: Path) -> None:
-    traces = _write(tmp_path, 3)
-    traces[1].write_text("{")
-    with pytest.raises(InputError, match=r"rank1_trace\.json"):
-        make_profile("x", choose_ranks(traces, None))
-
-
 def test_the_longest_step_fills_the_picture_and_idle_time_is_told_apart(tmp_path: Path) -> None:
     for rank, end in enumerate((10_000, 5_000)):
         trace = TraceFile(rank, 2).step(7, 0, end).kernel(GEMM, 0, 2_000, launched=0)

@@ -37,14 +37,6 @@ def test_each_moment_is_counted_once(tmp_path: Path) -> None:
     assert profile.idle_host_ms + profile.idle_queued_ms == pytest.approx(3)
 
 
-def test_of_two_kernels_at_once_the_moment_goes_to_the_first_category(tmp_path: Path) -> None:
-    trace = TraceFile().step(7, 0, 4_000)
-    trace.kernel(POINTWISE, 0, 3_000, launched=0).kernel(GEMM, 1_000, 4_000, launched=0)
-    profile = _profiled(trace, tmp_path)
-    assert profile.counted == pytest.approx({"dense_gemms": 3, "pointwise": 1})
-    assert profile.hidden == pytest.approx({"dense_gemms": 0, "pointwise": 2})
-
-
 def test_idle_time_is_the_hosts_until_it_launches_and_then_the_queues(tmp_path: Path) -> None:
     trace = TraceFile().step(7, 0, 10_000)
     trace.kernel(GEMM, 0, 2_000, launched=0)
@@ -204,23 +196,6 @@ def test_a_trace_is_read_plain_and_packed(tmp_path: Path, packed: bool) -> None:
         assert found.group_ranks("mesh_ep") == [0, 1, 2, 3]
     assert (len(trace.device.start), len(trace.host.start)) == (50, 1)
     assert trace.device.end[-1] == 599.5 and set(trace.device.launched) == {15}
-
-
-def test_without_a_record_the_rank_is_the_files(tmp_path: Path) -> None:
-    trace = _trace()
-    del trace.header["distributedInfo"]
-    header = read_trace(trace.write(tmp_path)).header
-    assert (header.rank, header.stage) == (3, None)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("part", [0.3, 0.995])
-def test_a_cut_trace_is_refused(tmp_path: Path, packed: bool, part: float) -> None:
-    path = _trace().write(tmp_path, packed)
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
-    with pytest.raises(InputError) as error:
-        read_trace(path)
-    assert path.name in error.value.place and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

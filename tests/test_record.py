@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.config.cell import Cell
 from cookbook.run import run as runs
 from cookbook.run.record import CellRecord, read_record
 from tests.cells import Point
@@ -43,17 +42,6 @@ def test_all_of_a_cell_is_in_its_record(tmp_path: Path) -> None:
     empty = {"changes", "files", "published_source", "profile", "too_few_nodes"}
     left = {field.name for field in fields(CellRecord) if not getattr(read, field.name)}
     assert left <= empty | {"environment"}
-
-
-def test_a_record_says_where_the_users_own_files_are(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text((Path(__file__).parent.parent / "recipes/debug.yaml").read_text())
-    record = _cell(str(path)).record()
-    assert dict(record.files) == {"recipe": str(path)}
-
-
-def _cell(recipe: str) -> Cell:
-    return Point(recipe, "bf16", "standard", "local").cell()
 
 
 def test_a_commit_with_changes_has_a_plus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.base.paths import ROOT
 from cookbook.cli.run import refuse_unlike_sizes
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
-from cookbook.observe.history import AttemptSummary, History
-from cookbook.results.baseline import merge_histories
 from cookbook.results.charts import charts_of
 from cookbook.results.columns import REPEATS, report_tables
 from cookbook.results.report import notes
-from cookbook.results.result import render_json
-from cookbook.run.run import read_run
-from cookbook.run.states import cell_states
 from tests.made_up_run import Run, metrics_line
-from tests.submit import submit
 
 
 def smoke() -> list[Cell]:
     return expand_sweep(load_sweep("smoke"), CellRequest(load_cluster("soperator-b200"), nodes=1))
-
-
-def test_a_plan_says_that_cells_share_a_job(tmp_path: Path) -> None:
-    profile = tmp_path / "timed.yaml"
-    text = (ROOT / "recipes/cluster/soperator-b200.yaml").read_text()
-    profile.write_text(text.replace("# time: 04:00:00", 'time: "04:00:00"'))
-    words = ("sweep", "matrix", "--dry-run", "--one-allocation", "--cluster")
-    answer = submit(*words, str(profile), runs=tmp_path)
-    assert "one after another in one job, which has 04:00:00 for all of them" in answer.stdout
-    assert "one job" not in submit(*words, "local", runs=tmp_path).stdout
 
 
 def test_rounds_turn_their_order() -> None:
@@ -50,23 +32,6 @@ def test_rounds_turn_their_order() -> None:
     assert (last.repeat_of, last.repeat, last.baseline) == (b, 3, a)
     assert (last.record().repeat_of, last.record().repeat) == (b, 3)
     assert in_rounds(cells, 3)[0].record().repeat_of is None
-
-
-# Of packages that are missing here, both cells would be refused.
-@pytest.mark.titan
-def test_what_is_refused_is_shown_once(tmp_path: Path) -> None:
-    answer = submit(
-        *("sweep", "smoke", "--cluster", "local", "--dry-run", "--repeat", "2"), runs=tmp_path
-    )
-    # A cell that was asked for is refused.
-    assert answer.status == 1
-    order = answer.stdout.partition("each 2 times, in this order: ")[2].splitlines()[0]
-    assert order.split(", ") == [
-        "debug-bf16-standard",
-        "debug-mxfp8-standard",
-        "debug-mxfp8-standard-r2",
-        "debug-bf16-standard-r2",
-    ]
 
 
 def test_cells_of_one_allocation_are_of_one_size() -> None:
@@ -137,15 +102,6 @@ def test_losses_of_repeats_are_judged_by_how_far_these_are_apart(run: Run) -> No
     assert cells["base"].loss is None
 
 
-def test_the_report_holds_each_repeat_once(run: Run) -> None:
-    add(run, "base", 100, 110)
-    results = run.collect()
-    report = json.loads(render_json(results))
-    (cell,) = report["cells"]
-    assert [one["name"] for one in cell["repeats"]] == ["base", "base-r2"]
-    assert [state.cell for state in cell_states(read_run(run.folder))] == ["base", "base-r2"]
-
-
 def test_stalls_and_restarts_of_every_repeat_are_told(run: Run) -> None:
     """The first goes well; the second stalls twice, its job starts again, and it is slower."""
     timed = {"training.steps": 20, "training.seq_len": 64, "training.local_batch_size": 2}
@@ -172,16 +128,3 @@ def test_stalls_and_restarts_of_every_repeat_are_told(run: Run) -> None:
     assert [line.label for line in times.lines] == ["base, repeat 1", "base, repeat 2"]
     assert [[step for step, _ in line.marks] for line in times.lines] == [[], [6, 14]]
     assert [line.rules for line in times.lines] == [(), (8,)]
-
-
-def test_the_effective_time_of_repeats_is_of_the_time_of_all() -> None:
-    def summary(seconds: float) -> AttemptSummary:
-        return AttemptSummary(1, 1, 20, 2 * seconds, None, None, None, (), 3, seconds)
-
-    half = History((summary(100),), 3, 0.5)
-    most = History((summary(100), summary(200)), 6, 0.75)
-    both = merge_histories([half, most, History()])
-    # 100 seconds of 200, and 300 of 400.
-    assert both.steps_lost == 9
-    assert both.effective == pytest.approx(2 / 3)
-    assert merge_histories([History()]).effective is None

@@ -123,16 +123,6 @@ def test_a_column_is_there_where_it_says_something(
     assert table_of(run_of(replace(BASELINE, **change)))[BASE].get(column) == text
 
 
-def test_reasons_stand_below_the_table_and_the_answer_before_all() -> None:
-    found = notes(run_of(BASELINE, FAILED, REFUSED))
-    assert found == [
-        "671b-mxfp8-standard (failed): rank 3: OOM | more",
-        "671b-mxfp8-deepep (refused): needs SM100",
-    ]
-    text = render_markdown(run_of(replace(DEEPEP, status="finished"), BASELINE, FAILED))
-    assert text.index("Fastest") < text.index("cluster: ") < text.index("| cell")
-
-
 def test_json_has_the_promised_fields_and_null_for_the_unknown() -> None:
     cell = replace(BASELINE, final_loss=math.nan, mfu=math.inf, active={"a": [math.nan, 1]})
 

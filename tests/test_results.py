@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from cookbook.base.paths import ROOT
 from cookbook.base.schema import Unchecked
 from cookbook.results.report import facts, notes
 from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, read_record
+from cookbook.run.record import CellRecord
 from cookbook.run.submit_lock import take_submit_lock
 from tests.made_up_run import Run, metrics_line
 
@@ -56,32 +55,6 @@ def test_the_figures_of_a_real_run_on_two_h200(run: Run) -> None:
     assert cell.throughput.mean < 0.95 * cell.throughput.median
     # From 21:18:46.555 to 21:19:17.248, on two GPUs.
     assert cell.gpu_hours == pytest.approx(2 * 30.693 / 3600)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "ranks", "options", "expected"),
-    [
-        (32, 8, {PP: 2}, 128),
-        (32, 8, {PP: 4}, 192),
-        (1, 8, {PP: 2}, 4),
-        (32, 8, {PP: 1}, 0),
-        (32, 8, {}, 0),
-        (32, 8, {PP: 2, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}, 0),
-        (32, 8, {PP: 2, "parallelism.pipeline_parallel_schedule": "dualpipev"}, 0),
-        (32, 8, {PP: 2, "parallelism.pipeline_parallel_schedule": "1F1B"}, 128),
-        (None, None, None, 0),
-    ],
-)
-def test_the_rank_that_knows_the_loss(
-    tmp_path: Path,
-    nodes: int | None,
-    ranks: int | None,
-    options: dict[str, Any] | None,
-    expected: int,
-) -> None:
-    text = yaml.safe_dump({"nodes": nodes, "ranks_per_node": ranks, "options": options})
-    (tmp_path / "cell.yaml").write_text(text)
-    assert read_record(tmp_path / "cell.yaml").loss_rank == expected
 
 
 @pytest.mark.parametrize(
@@ -231,11 +204,6 @@ def test_memory_is_the_peak_of_all_attempts(run: Run) -> None:
     first = "".join(metrics_line(step, memory="99.50") for step in (1, 2))
     run.add("base", first, metrics_line(2, memory="10.00"))
     assert run.only().memory_gib == 99.5
-
-
-def test_the_newest_attempt_that_reported_its_features_counts(run: Run) -> None:
-    run.add("base", *(log_of(attention=kind) for kind in ("flex", "sdpa")), metrics_line(3))
-    assert run.only().attention == "sdpa"
 
 
 def test_a_published_number_is_only_beside_the_cell_that_was_published(run: Run) -> None:

@@ -88,16 +88,6 @@ def test_a_dry_run_says_where_each_cell_goes_on_and_writes_nothing() -> None:
     assert _content(run.cells[0]).keys() == before.keys()
 
 
-def test_a_path_and_one_cell_of_several_may_be_named() -> None:
-    run = _ended(_cell(), replace(_cell(), name="other"))
-    for words in (f"{run.name}/other", f"{run.folder}/other", f"{run.name}/other/"):
-        answer = submit("run", "--resume", words, "--dry-run", runs=run.folder.parent)
-        assert answer.status == 0 and "other continues after step 4" in answer.stdout, answer
-        assert NAME not in answer.stdout
-    answer = submit("run", "--resume", f"{run.name}/othr", "--dry-run", runs=run.folder.parent)
-    assert answer.status == 2 and "did you mean 'other'?" in answer.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

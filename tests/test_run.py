@@ -23,7 +23,7 @@ from cookbook.launch.create import create_run
 from cookbook.launch.script import render_script
 from cookbook.run import status as run_status
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, read_record
+from cookbook.run.record import read_record
 from cookbook.run.run import find_run, read_run, run_names
 from cookbook.run.states import cell_states
 from cookbook.run.status import (
@@ -204,19 +204,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, message: 
     assert message in str(caught.value) and str(tmp_path / name) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "record"),
-    [
-        ("", CellRecord()),
-        # Of another version, as far as it is known.
-        ("name: a\nsomething.new: 1\nnewer: {b: 2}\nnodes: 2\n", CellRecord(name="a", nodes=2)),
-    ],
-)
-def test_a_record_is_read_as_far_as_it_goes(tmp_path: Path, text: str, record: CellRecord) -> None:
-    (tmp_path / "cell.yaml").write_text(text)
-    assert read_record(tmp_path / "cell.yaml") == record
-
-
 def test_a_damaged_status_costs_its_cell_alone(tmp_path: Path) -> None:
     folder = _run_json(tmp_path, '{"scheduler": "local", "cells": ["a", "b"]}')
     for name in ("a", "b"):
@@ -226,17 +213,6 @@ def test_a_damaged_status_costs_its_cell_alone(tmp_path: Path) -> None:
     first, second = cell_states(read_run(folder))
     assert first.state == UNKNOWN and first.reason and "a/status.json" in first.reason
     assert (second.state, second.reason) == (FAILED, "mine")
-
-
-def test_status_and_job_read_back(tmp_path: Path) -> None:
-    cell = CellFolder(tmp_path)
-    status = Status(FAILED, 3, "exit status 1", 1, 10.5, 20.0)
-    write_status(cell, status)
-    assert read_status(cell) == status
-    assert read_job(cell) is None
-    write_job(cell, "4711")
-    job = read_job(cell)
-    assert job is not None and job.job_id == "4711" and job.queued > 1e9
 
 
 def test_the_last_word_is_whole_on_a_full_disk(

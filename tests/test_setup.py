@@ -71,19 +71,6 @@ def test_first_run_then_nothing_to_do(checkout: Checkout) -> None:
     assert checkout.setup("--local", "--quiet").stdout == ""
 
 
-def test_dev_is_added_and_stays(ready: Checkout) -> None:
-    assert "installing the pins" in ready.setup("--local", "--dev").stdout
-    assert ready.setup("--local", "--dev", "--quiet").stdout == ""
-    assert ready.setup("--local", "--quiet").stdout == ""
-
-
-def test_a_machine_that_is_not_ready_is_status_1(ready: Checkout) -> None:
-    doctor = ready.folder / "cookbook/doctor/__main__.py"
-    doctor.write_text("import sys; print('words:', sys.argv[1:]); sys.exit(1)")
-    result = ready.setup("--local")
-    assert (result.returncode, "words: ['--local']" in result.stdout) == (1, True)
-
-
 def test_another_index_gives_torch_and_stays(checkout: Checkout) -> None:
     url = "https://packages.example/cu130"
     assert checkout.setup("--local", "--torch-index", url).returncode == 0
@@ -147,12 +134,6 @@ def test_a_broken_environment_is_made_anew(ready: Checkout, broken: str) -> None
     assert (venv / "pyvenv.cfg").exists() and not (venv / "kept").exists()
 
 
-def test_a_linked_environment_is_left_alone(ready: Checkout, tmp_path: Path) -> None:
-    (ready.folder / ".venv").rename(tmp_path / "elsewhere")
-    (ready.folder / ".venv").symlink_to(tmp_path / "elsewhere")
-    assert ready.setup("--local", "--quiet").stdout == ""
-
-
 def test_what_is_not_ours_is_left_alone(checkout: Checkout) -> None:
     mine = checkout.folder / ".venv/mine"
     mine.parent.mkdir()
@@ -161,14 +142,6 @@ def test_what_is_not_ours_is_left_alone(checkout: Checkout) -> None:
     assert result.returncode == 1
     assert "not made by setup.sh; move it away" in result.stdout
     assert mine.exists()
-
-
-def test_another_s_working_environment_is_added_to(checkout: Checkout) -> None:
-    folder = checkout.folder / ".venv"
-    subprocess.run([checkout.python, "-m", "venv", folder], check=True, timeout=120)
-    (folder / "mine").touch()
-    assert checkout.setup("--local").returncode == 0
-    assert (folder / "mine").exists()
 
 
 def test_an_old_python_is_refused(checkout: Checkout, tmp_path: Path) -> None:
@@ -214,11 +187,3 @@ def test_an_interrupt_ends_all_of_it_and_the_next_run_repairs(
     again = checkout.setup("--local")
     assert again.returncode == 0, again.stdout
     assert "making .venv anew" in again.stdout
-
-
-def test_two_at_once(checkout: Checkout) -> None:
-    both = [checkout.start("--local") for _ in range(2)]
-    outputs = [running.communicate(timeout=120)[0] for running in both]
-    assert [running.returncode for running in both] == [0, 0], outputs
-    assert sum("installing the pins" in output for output in outputs) == 1
-    assert sum("waiting for it" in output for output in outputs) == 1

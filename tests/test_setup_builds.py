@@ -153,32 +153,6 @@ class TestDeepEp:
         assert "STAND_IN_RECORD" in (site.checkout.folder / "build/setup.log").read_text()
         assert "not done: DeepEP" in result.stdout and "local corpus" in result.stdout
 
-    def test_why_it_cannot_be_built(self, site: Site) -> None:
-        """Each obstacle is said, is no failure, and costs no compile."""
-
-        def said(*options: str) -> str:
-            result = site.setup(*options)
-            assert result.returncode == 0, result.stdout
-            return next(line for line in result.stdout.splitlines() if "DeepEP is not" in line)
-
-        assert "pass --arch 10.0 for B200" in said()
-        site.says_release("12.4")
-        assert "cannot compile for GPUs 10.0; 12.8 or later can" in said("--arch", "10.0")
-        site.says_release("13.0")
-        words = said("--arch", "10.0")
-        assert f"the toolkit found is CUDA 13.0 in {site.toolkit}: the major versions" in words
-        site.checkout.has_gpus(A100)
-        site.says_release("12.8")
-        assert "DeepEP needs Hopper or Blackwell GPUs; here are GPUs 8.0" in said()
-        assert not site.record.exists()
-
-    def test_gpus_found_here_decide(self, site: Site) -> None:
-        site.checkout.has_gpus(B200, B200, {"name": "NVIDIA H200"})
-        # A shell that is left with one GPU does not narrow the build.
-        site.checkout.environment["CUDA_VISIBLE_DEVICES"] = "0"
-        assert "for GPUs 9.0;10.0" in site.setup().stdout
-        assert site.recorded()["TORCH_CUDA_ARCH_LIST"] == "9.0;10.0"
-
 
 OTHERS = ("--no-tokenizers", "--no-deepep")
 INSTALLING = "setup: installing FlashAttention-4 99.1 (10 packages); about a minute"
@@ -245,33 +219,6 @@ class TestFlashAttention:
         assert (done.returncode, is_installed(flash)) == (0, is_wanted), done.stdout
         assert (INSTALLING in done.stdout) is is_wanted
         assert "FlashAttention-4 is not installed" not in done.stdout
-
-    def test_gpus_that_do_not_take_it_are_named_and_it_can_be_left_out(
-        self, flash: Checkout
-    ) -> None:
-        flash.has_gpus(A100)
-        done = flash.setup(*OTHERS)
-        assert done.returncode == 0, done.stdout
-        reason = "it needs Hopper or Blackwell GPUs; here are GPUs 8.0"
-        assert f"FlashAttention-4 is not installed: {reason}" in done.stdout
-        done = flash.setup(*OTHERS, "--no-flash-attention")
-        assert "is not installed" not in done.stdout and not is_installed(flash)
-
-    def test_a_package_that_cannot_be_had_is_a_failure_and_the_rest_goes_on(
-        self, flash: Checkout
-    ) -> None:
-        del flash.environment["PIP_FIND_LINKS"]
-        done = flash.setup(*OTHERS)
-        assert done.returncode == 1
-        assert "| ERROR: No matching distribution found for flash-attn-4==99.1" in done.stdout
-        assert "not done: FlashAttention-4" in done.stdout and "ready: " in done.stdout
-
-    def test_kernels_that_cannot_be_compiled_are_a_warning(self, flash: Checkout) -> None:
-        compiled_by(flash, "raise SystemExit('no such compiler')\n")
-        done = flash.setup(*OTHERS, "--arch", "10.0")
-        assert done.returncode == 0, done.stdout
-        assert "  | no such compiler" in done.stdout and "not done" not in done.stdout
-        assert "each node's first job compiles these kernels; to try again, run" in done.stdout
 
 
 class Hub(http.server.ThreadingHTTPServer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,11 +15,9 @@ from cookbook.launch.create import create_run
 from cookbook.launch.submit import submit_run
 from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.run import Run
-from cookbook.run.slurm import nodes_in, partition_nodes
+from cookbook.run.slurm import nodes_in
 from cookbook.run.states import cell_states
 from tests.cells import Point
-from tests.gpu_nodes import GpuNodes
-from tests.recording_torchrun import read_records
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
 
@@ -113,42 +110,6 @@ def test_too_few_nodes_at_submission(
     # The profile leaves worker-3 out for good, so both of the first two must be back.
     assert abs(time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S")) - soon) < 2
     assert four.job_field(_job(run), "JobState") == "PENDING"
-
-
-def test_the_nodes_of_a_partition(four: SlurmCluster) -> None:
-    nodes = [f"worker-{number}" for number in range(4)]
-    assert partition_nodes(None) == partition_nodes("main") == nodes
-    assert partition_nodes("other,main") == nodes
-    assert partition_nodes("other") == []
-    four.run("scontrol update NodeName=worker-2 State=DRAIN Reason=test")
-    try:
-        assert partition_nodes("main") == nodes
-    finally:
-        four.run("scontrol update NodeName=worker-2 State=RESUME")
-
-
-def test_a_supervised_job_goes_on_without_its_bad_node(
-    four: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_nodes: Cell
-) -> None:
-    gpus = GpuNodes.install(tmp_path / "gpus", tmp_path / "venv/bin")
-    about = tmp_path / "other/torch-9.9.9.dist-info/METADATA"
-    about.parent.mkdir(parents=True)
-    about.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
-    gpus.before_python("worker-1", f"export PYTHONPATH={tmp_path}/other:$PYTHONPATH")
-    monkeypatch.setenv("COOKBOOK_PREFLIGHT", "full")
-    monkeypatch.setenv("TORCHRUN_RECORDS", str(tmp_path / "records"))
-    with monkeypatch.context() as patch:
-        # The job trains in the environment that submitted it.
-        patch.setattr(sys, "prefix", str(tmp_path / "venv"))
-        run = create_run("supervised", [two_nodes])
-        (job,) = submit_run(run, [two_nodes])
-    assert four.wait(job, timeout=120) == "COMPLETED"
-    (state,) = cell_states(run)
-    assert (state.state, state.attempt) == ("finished", 1)
-    assert [r.node for r in read_records(tmp_path / "records")] == ["worker-0", "worker-2"]
-    found = [json.loads(one.preflight.read_text()) for one in run.cells[0].attempts()]
-    assert found[0]["nodes"] == [] and found[0]["excluded"].keys() == {"worker-1"}
-    assert found[1]["nodes"] == ["worker-0", "worker-2"] and found[1]["excluded"] == {}
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
 from cookbook.launch.submit import submit_run
@@ -146,36 +145,6 @@ def test_a_requeued_job_goes_on_with_the_cells_that_are_left(
     assert slurm.wait(job_of(run)) == "COMPLETED"
     until(lambda: states(run) == ["finished"] * 3)
     assert [path.name for path in run.cells[0].path.glob("began-*")] in (["began-"], ["began-0"])
-
-
-def test_a_submitter_that_was_killed_before_it_noted_the_job(
-    slurm: SlurmCluster, cell: Cell, tmp_path: Path
-) -> None:
-    # The same user's other jobs may have been given anything.
-    other = tmp_path / "other.sh"
-    other.write_text("#!/bin/bash\nsleep 100\n")
-    slurm.submit(other, "line\nbreak", "a|b|\n", options=["--hold"])
-    held = replace(cell, cluster=replace(cell.cluster, sbatch=Words(hold=True)))
-    run = started(held, "exit 0\n", "exit 0\n")
-    job = job_of(run)
-    for one in run.cells:
-        one.job.unlink()
-    assert states(run) == ["queued", "queued"]
-    assert job_of(run) == job
-    assert cancel_run(run) == ["cell-0", "cell-1"]
-
-
-def test_a_cell_is_not_resumed_while_its_allocation_goes_on(
-    slurm: SlurmCluster, cell: Cell, tmp_path: Path
-) -> None:
-    run = started(cell, "exit 3\n", WAITS)
-    until(began(run, 1))
-    done = slurm.run(
-        *(sys.executable, str(ROOT / "submit.py"), "run", "--resume", f"{run.name}/cell-0"),
-        check=False,
-        env={"COOKBOOK_RUNS": str(tmp_path / "runs")},
-    )
-    assert done.returncode == 2 and f"{run.name}/cell-1: is running" in done.stderr
 
 
 def test_a_sweep_trains_in_one_allocation_with_repeats(slurm: SlurmCluster, tmp_path: Path) -> None:

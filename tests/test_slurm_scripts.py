@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 from cookbook.config.options import argv_of
 from cookbook.config.recipe import load_recipe
 from cookbook.config.stack import load_stack
-from tests.checkout import copy_checkout
 from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
 from tests.slurm_cluster import SlurmCluster
 
@@ -169,42 +167,6 @@ def test_a_requeued_job_is_a_new_attempt_with_a_new_rendezvous_id(
     assert words[0] == words[3]
     assert "--metrics.save_tb_folder=attempt-0/tb" in records[0].argv
     assert "--metrics.save_tb_folder=attempt-1/tb" in records[3].argv
-
-
-def test_scripts_with_one_folder_make_one_run(
-    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, checkout: Path
-) -> None:
-    for precision in ("bf16", "mxfp8"):
-        cell = tmp_path / "runs" / "mine" / f"16b-{precision}-standard"
-        chosen = {**environment, "PRECISION": precision, "CELL_DIR": str(cell)}
-        job = slurm.submit(
-            checkout / "train_16b.sh", EP_8, options=["--nodes=2"], cwd=tmp_path, env=chosen
-        )
-        assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
-    cells = json.loads(_submit_py(slurm, environment, "report", "--format", "json"))["cells"]
-    assert [(cell["name"], cell["status"]) for cell in cells] == [
-        ("16b-bf16-standard", "finished"),
-        ("16b-mxfp8-standard", "finished"),
-    ]
-
-
-def test_a_copy_of_the_cookbook_uses_its_own_files(
-    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path
-) -> None:
-    # A path with a space, submitted from elsewhere by its absolute name.
-    copy = copy_checkout(tmp_path / "my cookbook", assets=True)
-    shutil.copy(copy / "train_16b.sh", copy / "mine.sh")
-    (copy / "below").mkdir()
-    for script, arguments, folder in (
-        (copy / "train_16b.sh", ["--job.description=/a b/train_16b.sh"], tmp_path),
-        ("../mine.sh", [], copy / "below"),
-        ("mine.sh", ["--training.steps=3"], copy),
-    ):
-        job = slurm.submit(
-            script, EP_8, *arguments, options=["--nodes=1"], cwd=folder, env=environment
-        )
-        assert slurm.wait(job) == "COMPLETED", _log(folder, job)
-        assert _records(environment)[-1].cwd == str(copy)
 
 
 def _submit_py(slurm: SlurmCluster, environment: dict[str, str], *words: str) -> str:

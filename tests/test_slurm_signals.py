@@ -166,16 +166,6 @@ def test_a_job_that_cannot_be_requeued_says_how_to_go_on(by_hand: ByHand) -> Non
     assert by_hand.attempts() == ["stop", "end"]
 
 
-def test_cancelled_it_is_not_started_again(by_hand: ByHand) -> None:
-    job = by_hand.submit("train train")
-    by_hand.until_attempts(["train"])
-    by_hand.slurm.run("scancel", job)
-    assert by_hand.slurm.wait(job) == "CANCELLED"
-    by_hand.slurm.wait_idle()
-    assert by_hand.attempts() == ["train"]
-    assert re.search(rf"{CELL} +cancelled", by_hand.status())
-
-
 @pytest.mark.parametrize(
     ("does", "attempts", "state"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -162,34 +161,3 @@ def test_a_node_that_slurm_takes_back_after_a_failure_is_left(
         assert last not in hosts.stdout.split()
     finally:
         slurm.run("scontrol", "update", f"NodeName={last}", "State=RESUME")
-
-
-def test_a_local_run_in_somebodys_job_does_not_touch_that(
-    slurm: SlurmCluster, cell: Cell, tmp_path: Path
-) -> None:
-    body = tmp_path / "run" / "cell" / "train.sh"
-    body.parent.mkdir(parents=True)
-    body.write_text("kill -9 $$\n")
-    script = tmp_path / "interactive.sh"
-    script.write_text(
-        f"#!/bin/bash\ncd {Path(__file__).parent.parent}\n{sys.executable} -c '\n"
-        "from pathlib import Path\n"
-        "from cookbook.supervise.supervisor import Supervisor\n"
-        "from cookbook.run.folder import CellFolder\n"
-        "from cookbook.run.record import CellRecord\n"
-        "from cookbook.run.status import Status, write_status\n"
-        f'cell = CellFolder(Path("{body.parent}"))\n'
-        "CellRecord(max_restarts=0).write(cell.record)\n"
-        'write_status(cell, Status("queued"))\n'
-        "Supervisor([cell])()\n'\nsleep 300\n"
-    )
-    job = slurm.submit(script, options=["--nodes=1", "--output=/dev/null"])
-    node_lost = slurm.wait(job, {"RUNNING"}) and slurm.job_field(job, "NodeList")
-    slurm.run("scontrol", "update", f"NodeName={node_lost}", "State=DRAIN", "Reason=test")
-    try:
-        until((body.parent / "attempt-0" / "end.json").exists, 60)
-        time.sleep(3)
-        assert slurm.job_field(job, "JobState") == "RUNNING"
-        assert slurm.job_field(job, "Restarts") == "0"
-    finally:
-        slurm.run("scontrol", "update", f"NodeName={node_lost}", "State=RESUME")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,73 +115,6 @@ def test_the_job_runs_the_bytes_that_render_prints(slurm: SlurmCluster, submit: 
     assert slurm.wait(job) == "CANCELLED"
 
 
-def test_cancel_ends_the_jobs_and_status_says_so(slurm: SlurmCluster, submit: Any) -> None:
-    submit("run", "debug", "--set", "training.steps=10000", "--detach")
-    cell = _newest(submit.runs) / "debug-bf16-standard"
-    _until(lambda: (cell / "attempt-0" / "train.log").exists(), slurm)
-    assert "running" in submit("status").stdout
-    submit("cancel")
-    job = json.loads((cell / "job.json").read_text())["job_id"]
-    assert slurm.wait(job) == "CANCELLED"
-    assert "cancelled" in submit("status").stdout
-    assert "ended already" in submit("cancel").stdout
-
-
-def test_a_requeued_job_resumes_from_its_checkpoint(slurm: SlurmCluster, submit: Any) -> None:
-    options = {
-        "training.steps": 10000,
-        "checkpoint.enable": "true",
-        "checkpoint.interval": 2,
-        "checkpoint.keep_latest_k": 2,
-    }
-    words = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
-    submit("run", "debug", *words, "--detach")
-    cell = _newest(submit.runs) / "debug-bf16-standard"
-    _until(lambda: (cell / "checkpoint" / "step-4" / ".metadata").exists(), slurm, 120)
-    slurm.requeue(json.loads((cell / "job.json").read_text())["job_id"])
-    second = cell / "attempt-1" / "train.log"
-    _until(lambda: second.exists() and "Training starts at step" in second.read_text(), slurm, 120)
-    step = re.search(r"Training starts at step (\d+)", second.read_text())
-    assert step and int(step[1]) > 4
-    _until(lambda: f"step: {int(step[1]):2}" in second.read_text(), slurm, 60)
-    assert "running" in submit("status").stdout
-    submit("cancel")
-
-
-def test_ctrl_c_leaves_the_jobs_alone(slurm: SlurmCluster, submit: Any) -> None:
-    command = [sys.executable, str(ROOT / "submit.py"), "run", "debug", "--cluster"]
-    driver = subprocess.Popen(
-        [*command, str(submit.profile), "--nodes", "2", "--set", "training.steps=10000"],
-        env=submit.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    _until(lambda: any(submit.runs.glob("[!.]*/*/job.json")), slurm)
-    time.sleep(1)
-    os.killpg(driver.pid, signal.SIGINT)
-    said = driver.communicate(timeout=30)[0]
-    name = _newest(submit.runs).name
-    assert f"python submit.py logs {name} -f" in said and "Traceback" not in said
-    job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
-    assert slurm.job_field(job["job_id"], "JobState") in ("PENDING", "RUNNING", "CONFIGURING")
-
-
-def test_a_job_that_slurm_forgot_is_not_taken_for_running(slurm: SlurmCluster, submit: Any) -> None:
-    submit("run", "debug", "--detach", "--set", "training.steps=10000")
-    cell = _newest(submit.runs) / "debug-bf16-standard"
-    _until(lambda: json.loads((cell / "status.json").read_text())["state"] == "running", slurm)
-    job = json.loads((cell / "job.json").read_text())["job_id"]
-    # As if days had passed: the id means nothing to Slurm any more, and the job left no last word.
-    submit("cancel")
-    slurm.wait(job)
-    record = json.loads((cell / "status.json").read_text())
-    (cell / "status.json").write_text(json.dumps({**record, "state": "running"}))
-    (cell / "job.json").write_text(json.dumps({"job_id": "99999999", "queued": 0.0}))
-    said = submit("status").stdout
-    assert "failed" in said and "job 99999999 is gone" in said
-
-
 def test_a_failing_cell_says_why_and_ends_with_status_1(
     slurm: SlurmCluster, submit: Any, tmp_path: Path
 ) -> None:
@@ -195,17 +125,6 @@ def test_a_failing_cell_says_why_and_ends_with_status_1(
     assert "DatasetGenerationError" in status["reason"]
     job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
     assert slurm.job_field(job["job_id"], "JobState") == "FAILED"
-
-
-def test_what_sbatch_refuses_is_one_message_and_no_cell_is_left_waiting(
-    slurm: SlurmCluster, submit: Any
-) -> None:
-    submit.profile.write_text(CLUSTER.replace("main", "nowhere"))
-    done = submit("sweep", "smoke", check=1)
-    assert "sbatch refused it" in done.stderr and "partition" in done.stderr.lower()
-    assert "Traceback" not in done.stderr
-    status = submit("status").stdout
-    assert len(re.findall(r"(?m)^debug-\S+ +failed +not queued", status)) == 2
 
 
 def test_an_enclosing_jobs_variables_do_not_reach_the_new_job(
@@ -221,10 +140,3 @@ def test_an_enclosing_jobs_variables_do_not_reach_the_new_job(
     )
     job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
     assert slurm.job_field(job["job_id"], "Partition") == "main"
-
-
-def _until(condition: Any, slurm: SlurmCluster, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, slurm.log_tail("slurmctld")
-        time.sleep(0.2)

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import pytest
 
-from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
 from cookbook.launch import submit as executor
 from cookbook.launch.create import create_run
@@ -24,7 +23,6 @@ from cookbook.run.run import Run, read_run
 from cookbook.run.slurm import sbatch
 from cookbook.run.states import CellState, cancel_run, cell_states
 from tests.cells import Point
-from tests.recording_torchrun import install_recording_torchrun
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
 
@@ -82,38 +80,11 @@ def started(cell: Cell, *bodies: str) -> Run:
     return run
 
 
-def by_hand(small: SlurmCluster, checkout: Path, tmp_path: Path, *options: str) -> tuple[str, Run]:
-    """The job and the run of a script that was started by hand, once its torchrun is there."""
-    binaries, records = tmp_path / "venv" / "bin", tmp_path / "records"
-    install_recording_torchrun(binaries)
-    python = binaries / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    job = small.submit(
-        checkout / "train_16b.sh",
-        "--parallelism.expert_parallel_degree=8",
-        options=["--nodes=1", *options],
-        cwd=tmp_path,
-        env={
-            "VENV": str(tmp_path / "venv"),
-            "TORCHRUN_RECORDS": str(records),
-            "TORCHRUN_SECONDS": "600",
-        },
-    )
-    until(lambda: any(records.glob("*.json")), 60)
-    (folder,) = (tmp_path / "runs").iterdir()
-    return job, read_run(folder)
-
-
 def until(condition: Callable[[], Any], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.1)
-
-
-def until_forgotten(small: SlurmCluster, job: str) -> None:
-    until(lambda: small.job_field(job, "JobState") is None, 60)
 
 
 def only(run: Run) -> CellState:
@@ -130,31 +101,6 @@ def job_of(run: Run) -> str:
     job = only(run).job_id
     assert job is not None
     return job
-
-
-def test_a_cancelled_script_is_cancelled_also_when_nobody_looked(
-    small: SlurmCluster, checkout: Path, tmp_path: Path
-) -> None:
-    job, run = by_hand(small, checkout, tmp_path)
-    assert said(run) == ("running", None)
-    small.run("scancel", job)
-    until_forgotten(small, job)
-    assert said(run) == ("cancelled", "SIGTERM")
-
-
-def test_a_requeued_script_waits_and_runs_again_and_can_be_cancelled(
-    small: SlurmCluster, checkout: Path, tmp_path: Path
-) -> None:
-    job, run = by_hand(small, checkout, tmp_path)
-    small.run("scontrol", "requeue", job)
-    seen = set()
-    while small.job_field(job, "JobState") != "RUNNING":
-        seen.add(only(run).state)
-    # `queued` alone while it completes, waits and starts; `running` before and after.
-    assert seen <= {"queued", "running"} and "queued" in seen
-    assert cancel_run(run) == ["16b-bf16-standard"]
-    small.wait(job, {"CANCELLED"})
-    assert only(run).state == "cancelled"
 
 
 def test_a_requeue_is_no_end_to_those_who_follow(small: SlurmCluster, cell: Cell) -> None:
@@ -253,13 +199,3 @@ def test_a_restart_of_slurmctld_ends_no_watcher_and_no_report(
     finally:
         watcher.kill()
         watcher.communicate()
-
-
-def test_a_job_of_another_user_is_seen(small: SlurmCluster, cell: Cell) -> None:
-    others = Words({"hold": True, "uid": "65534"})
-    run = started(replace(cell, cluster=replace(cell.cluster, sbatch=others)), "sleep 300\n")
-    job = job_of(run)
-    assert (small.job_field(job, "UserId") or "").endswith("(65534)")
-    assert said(run) == ("queued", "JobHeldUser")
-    small.run("scancel", job)
-    assert said(run) == ("cancelled", None)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -34,7 +33,6 @@ from cookbook.run.status import (
     write_status,
 )
 from cookbook.supervise.exits import stop_reason
-from tests.submit import submit
 
 # As squeue behaves: it shows the jobs of all users but with --me; one unknown id alone is an error.
 _SQUEUE = """\
@@ -151,27 +149,6 @@ def test_a_state_follows_from_both_and_stays_when_slurm_forgets(
         assert only(run) == found
 
 
-def test_accounting_does_not_word_an_end_anew(slurm: Slurm, run: Run) -> None:
-    slurm.says("TIMEOUT", "TimeLimit")
-    found = only(run)
-    slurm.forgets()
-    sacct = Path(slurm.path) / "sacct"
-    sacct.write_text("#!/bin/sh\necho '4711|TIMEOUT|0:0'\n")
-    sacct.chmod(0o755)
-    assert only(run) == found
-
-
-def test_a_users_own_squeue_settings_hide_no_job(
-    slurm: Slurm, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = Path(slurm.path) / "squeue"
-    hides = '[[ -z "${SQUEUE_PARTITION:-}" ]] || exit 0\n'
-    program.write_text(program.read_text().replace("cat ", hides + "cat "))
-    monkeypatch.setenv("SQUEUE_PARTITION", "hidden")
-    slurm.says("RUNNING")
-    assert only(run).state == "running"
-
-
 def test_the_end_of_an_earlier_start_is_not_kept(slurm: Slurm, run: Run) -> None:
     slurm.says("FAILED", "NonZeroExitCode")
     assert only(run).state == "failed"
@@ -194,25 +171,6 @@ def test_a_slurm_that_does_not_answer_ends_nothing(slurm: Slurm, run: Run) -> No
     assert only(run).has_ended
 
 
-def test_the_watcher_outlives_a_slurm_that_does_not_answer(
-    slurm: Slurm, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    looks: Iterator[Callable[[], None]]
-    looks = iter([slurm.is_away, slurm.is_away, lambda: slurm.says("COMPLETED")])
-    sleep = time.sleep
-
-    def wait(seconds: float) -> None:
-        # subprocess sleeps as well.
-        next(looks)() if seconds == watching.POLL_S["slurm"] else sleep(seconds)
-
-    monkeypatch.setattr(time, "sleep", wait)
-    slurm.says("RUNNING")
-    watching.watch(run)
-    assert next(looks, None) is None
-    shown = capsys.readouterr().out
-    assert "a: running, unconfirmed" in shown and "a: finished" in shown
-
-
 def test_another_users_job_is_seen(slurm: Slurm, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4242)
     slurm.says("RUNNING")
@@ -221,13 +179,6 @@ def test_another_users_job_is_seen(slurm: Slurm, run: Run, monkeypatch: pytest.M
     slurm.forgets()
     found = only(run)
     assert found.state == "unknown" and "the job said running" in (found.reason or "")
-
-
-def test_a_run_without_a_slurm_is_still_reported(slurm: Slurm, run: Run, tmp_path: Path) -> None:
-    slurm.is_away()
-    answer = submit("report", runs=tmp_path / "runs")
-    assert answer.status == 0, answer.stderr
-    assert "Slurm does not answer" in answer.stdout and "running" in answer.stdout
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])

@@ -13,7 +13,7 @@ from cookbook.base.errors import JobError
 from cookbook.run import slurm
 from cookbook.run.slurm import NoAnswerError
 from cookbook.supervise import step
-from cookbook.supervise.step import StepEnd, retry_while_busy, run_step
+from cookbook.supervise.step import StepEnd, run_step
 
 
 def run(on_line: Callable[[str, float], None], limit_s: float = 20.0, *, nodes: int = 1) -> StepEnd:
@@ -53,20 +53,6 @@ def test_a_step_has_a_task_on_each_node_and_its_lines_are_read(
     # Also under `sbatch --export=NONE`.
     expected.append("--export=ALL")
     assert set(expected) <= set(said) and said[-3:] == ["-m", "a.module", "a  question"]
-
-
-def test_the_tasks_start_is_no_line_of_theirs(
-    srun: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    python = tmp_path / "venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "$3"\n')
-    python.chmod(0o755)
-    monkeypatch.setenv("VENV", str(tmp_path / "venv"))
-    srun('while [[ "$1" == --* ]]; do shift; done; exec "$@"')
-    lines: list[str] = []
-    end = run(lambda line, at: lines.append(line))
-    assert lines == ["a  question\n"] and not end.is_late
 
 
 DOWN = "Unable to contact slurm controller (connect failure)"
@@ -132,19 +118,6 @@ def test_the_time_of_a_step_begins_with_its_first_task(
     srun("echo 'srun: Job 7 step creation retrying (Requested nodes are busy)' >&2; exec sleep 30")
     with pytest.raises(JobError, match=r"none in 0 s \(srun: Job 7 .* are busy\)"):
         run(lambda line, at: None)
-
-
-def test_an_answer_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "_PAUSE_S", 0.01)
-    asked: list[float] = []
-
-    def ask(left: float) -> str:
-        asked.append(left)
-        if len(asked) < 3:
-            raise NoAnswerError(DOWN)
-        return "drained"
-
-    assert retry_while_busy(ask) == "drained" and len(asked) == 3
 
 
 @pytest.mark.parametrize("is_away", [True, False])

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from cookbook.launch import submit as executor
 from cookbook.launch.create import create_run
 from cookbook.launch.script import render_script
 from cookbook.launch.submit import submit_run
@@ -144,23 +143,3 @@ def test_ranks_that_nobody_supervises_are_named_and_can_be_cancelled(run: Run) -
         for stranger in strangers:
             stranger.kill()
             stranger.wait()
-
-
-def test_a_job_notes_itself_where_its_submitter_could_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
-    # As if it were killed once the process is started.
-    monkeypatch.setattr(executor, "write_job", lambda cell, job_id: None)
-    cell = CELL.cell()
-    run = create_run("stopped", [cell])
-    run.cells[0].script.write_text("sleep 300\n")
-    try:
-        (job_id,) = submit_run(run, [cell])
-        until(lambda: cell_states(run)[0].state == "running")
-        assert cell_states(run)[0].job_id == job_id
-        assert cancel_run(run) == [cell.name]
-        until(lambda: not processes(run))
-        assert cell_states(run)[0].state == "cancelled"
-    finally:
-        kill(processes(run))

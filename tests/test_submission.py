@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -14,8 +13,7 @@ from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
 from cookbook.launch.script import option_word, sbatch_options
-from cookbook.launch.submit import leave_out, submit_run
-from cookbook.run.excluded import exclude_nodes, read_excluded
+from cookbook.launch.submit import submit_run
 from cookbook.run.status import read_job, read_status
 from cookbook.run.submit_lock import is_submit_locked
 from tests.cells import Point
@@ -117,32 +115,3 @@ def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Slurm, cells: li
     assert states == [("queued", True), ("refused", False), ("failed", False), ("failed", False)]
     for name in ("b", "c"):
         assert (read_status(run.cell(name)).reason or "").startswith("not queued: sbatch refused")
-
-
-def test_in_one_allocation_all_cells_are_one_job(slurm: Slurm, cells: list[Cell]) -> None:
-    run = create_run("smoke", cells)
-    assert submit_run(run, cells, one_allocation=True) == ["4711"]
-    jobs = [read_job(cell) for cell in run.cells]
-    assert [job and job.job_id for job in jobs] == ["4711", None, "4711", "4711"]
-    assert "#SBATCH --job-name=smoke\n" in (slurm.taken / "0").read_text()
-
-
-@pytest.mark.parametrize(("policy", "stops"), [("wait", False), ("stop", True)])
-def test_where_too_few_nodes_are_left_the_recipe_says_what_to_do(
-    slurm: Slurm, cells: list[Cell], policy: Literal["wait", "stop"], stops: bool
-) -> None:
-    few = replace(cells[0], nodes=3, recipe=replace(cells[0].recipe, too_few_nodes=policy))
-    exclude_nodes({"worker-1": "ECC", "worker-9": "of another partition"}, hours=5)
-    assert leave_out(few).nodes == ("worker-1",)
-    exclude_nodes({"worker-2": "ECC"}, hours=1)
-    if stops:
-        with pytest.raises(JobError, match="not enough healthy nodes: 1 of 3 missing"):
-            leave_out(few)
-        return
-    choice = leave_out(few)
-    until = {one.node: one.until for one in read_excluded()}
-    assert (choice.nodes, choice.begin) == (("worker-1",), until["worker-2"])
-    run = create_run("smoke", [few])
-    submit_run(run, [few])
-    text = (slurm.taken / "0").read_text()
-    assert "#SBATCH --exclude=worker-1\n" in text and "#SBATCH --begin=20" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -184,18 +183,6 @@ def test_a_final_cause_ends_the_cell_at_its_first_start_with_a_remedy(
     assert words in done.reason
 
 
-def test_an_assertion_of_the_build_is_final(
-    supervised: Callable[..., Outcome], tmp_path: Path
-) -> None:
-    stack = '  File "torchtitan/train.py", line 327, in __init__'
-    more = {"py_callstack": stack, "timestamp": "1"}
-    message = {"message": "AssertionError: no validator", "extraInfo": more}
-    (tmp_path / "error.json").write_text(json.dumps({"message": message}))
-    folder = "${A}/ranks/x/attempt_0/0"
-    done = supervised(f'mkdir -p "{folder}"; cp {tmp_path}/error.json "{folder}"; exit 1')
-    assert (done.causes, done.status.state) == ([Cause.WRONG_OPTION], "failed")
-
-
 @pytest.mark.parametrize(
     ("body", "attempts"),
     [
@@ -212,14 +199,6 @@ def test_a_crash_that_comes_again_ends_at_the_bound_with_its_cause(
     assert (len(done.ends), done.status.state) == (attempts, "failed")
     assert re.search("ValueError: no|exitcode: -11", done.reason)
     assert "attempts in a row came no further" in done.reason
-
-
-def test_restarts_are_bounded_also_where_each_comes_further(
-    supervised: Callable[..., Outcome],
-) -> None:
-    done = supervised("step $((K + 1)) 7; torchrun_says -9; exit 1\n", most=2)
-    assert len(done.ends) == 3
-    assert "restarted 2 times, as max_restarts allows" in done.reason
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf"])

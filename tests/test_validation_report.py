@@ -46,14 +46,6 @@ def test_the_last_validation_loss_is_a_column_and_all_are_a_curve(tmp_path: Path
     assert not notes(results)
 
 
-def test_a_run_without_validation_has_neither(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    write(run.add("base", metrics_line(1)), [7.0] * 20, {})
-    results = run.collect()
-    assert "validation loss" not in report_tables(results)["cells"].head
-    assert "validation-loss" not in [one.name for one in charts_of(results)]
-
-
 @pytest.mark.parametrize(
     ("losses", "says"),
     [

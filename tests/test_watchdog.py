@@ -102,14 +102,6 @@ def test_before_the_first_step_each_line_is_a_sign_of_life() -> None:
     assert "before the first step" in (clock.hang or "")
 
 
-def test_one_long_step_among_short_ones_changes_little() -> None:
-    clock = StepClock(Timeouts())
-    now = trained(clock, 1.0)
-    clock.look(at(8), 1, now + 19)
-    assert clock.hang is None
-    assert clock.usual == pytest.approx(1.0, abs=0.2)
-
-
 def test_a_job_that_was_suspended_does_not_hang() -> None:
     clock = StepClock(Timeouts())
     now = trained(clock, 1.0)
