@@ -1,306 +1,331 @@
-"""The search over layouts: what it finds, keeps, explains and writes. One node, no pipeline."""
+"""The search over layouts: which it tries, skips, keeps, explains and rejects."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from cookbook.base.errors import InputError
-from cookbook.config.cell import Cell
-from cookbook.config.cluster import load_cluster
-from cookbook.config.options import Setting
-from cookbook.config.sweep import CellRequest, expand_sweep, sweep_of_recipe
+from cookbook.base.gpus import Gpu
+from cookbook.config.cell import SAVE_LIST, Cell
+from cookbook.config.options import DEGREES, Setting
 from cookbook.config.validate import validation_errors
-from cookbook.plan.recipe_file import render_recipe, write_recipe
-from cookbook.plan.report import render_text
-from cookbook.plan.search import TOO_LARGE, Found, evaluate, search
-from cookbook.plan.space import RECOMPUTATION, Space, space_of
+from cookbook.plan.report import degrees
+from cookbook.plan.search import (
+    BATCH,
+    FITS,
+    TOO_LARGE,
+    Found,
+    evaluate,
+    recomputation,
+    search,
+    walk,
+)
+from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
 from cookbook.predict.documents import C4
-from tests.check_cells import cell_of
-from tests.submit import submit
+from cookbook.predict.layer_memory import layer_bytes
+from cookbook.predict.rank import describe_ranks
+from cookbook.predict.shapes import shapes_of
+from cookbook.predict.step import predict_step
+from tests.check_cells import cell_of, with_options
+from tests.predict_machine import on_gpus
 
-TP, PP, EP = (f"parallelism.{word}_parallel_degree" for word in ("tensor", "pipeline", "expert"))
-BATCH = "training.local_batch_size"
-NO_PIPELINE = [f"--vary={PP}=1"]
+TP, PP, EP, ETP = (DEGREES[short] for short in ("tp", "pp", "ep", "etp"))
+MODE, BUDGET = "activation_checkpoint.mode", "activation_checkpoint.memory_budget"
+EVERY, KEPT = "activation_checkpoint.selective_ac_option", "activation_checkpoint.num_layers_kept"
+CHUNKS, ATTENTION = "loss.num_chunks", "model.attention"
+PARTS, SCORED = "deepep.num_chunks", "deepep.score_activations"
+SCHEDULE, PER_STAGE = (
+    f"parallelism.pipeline_parallel_{n}" for n in ("schedule", "layers_per_stage")
+)
 BASE = cell_of("deepseek_v3_16b_fast", cluster="h200-node")
 DEEPEP = cell_of("deepseek_v3_16b_fast", cluster="h200-node", ep_backend="deepep")
-SAVES = "activation_checkpoint.op_sac_save_list"
-EVERY = "activation_checkpoint.selective_ac_option"
-KEPT = "activation_checkpoint.num_layers_kept"
-NAMED = {"precision": "bf16", "ep_backend": "deepep"}
+STANDARD = cell_of("deepseek_v3_16b_fast", cluster="h200-node", ep_backend="standard")
+LARGE = cell_of("deepseek_v3_671b_fast")
+FOUR = on_gpus(4)
+SMALL = [f"{PP}=1", f"{TP}=1,2", f"{EP}=4", f"{BATCH}=4"]
+DEEPEP_ONLY = {"precision": "bf16", "ep_backend": "deepep"}
+ANY: dict[str, str | None] = {"precision": None, "ep_backend": None}
 
 
-def words(*varied: str) -> list[str]:
-    return [f"{PP}=1", *varied]
-
-
-def space(*varied: str, held: Mapping[str, Any] | None = None) -> Space:
+def cells(
+    base: Cell,
+    *words: str,
+    held: Mapping[str, Any] | None = None,
+    named: Mapping[str, str | None] | None = None,
+) -> list[Cell]:
     settings = {name: Setting(value, "--set") for name, value in (held or {}).items()}
-    return space_of(BASE, words(*varied), settings, NAMED)
+    own = {"precision": base.precision.name, "ep_backend": base.ep_backend.name}
+    return list(space_of(base, words, settings, own if named is None else named).cells())
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
-    return search(space().cells())
+def tried() -> list[Cell]:
+    return cells(BASE, f"{PP}=1", named=DEEPEP_ONLY)
 
 
-def test_all_that_the_rules_allow_is_looked_at_once(found: Found) -> None:
-    cells = list(space().cells())
-    assert len(found.candidates) + found.larger == len(cells) > 80
-    assert len({json.dumps(cell.options.values, default=str) for cell in cells}) == len(cells)
-    assert not [cell for cell in cells if validation_errors(cell)]
-    seen = {(cell.layout.tp, cell.layout.ep, cell.options[BATCH]) for cell in cells}
+@pytest.fixture(scope="module")
+def found(tried: list[Cell]) -> Found:
+    return search(tried)
+
+
+def test_all_that_the_rules_allow_is_looked_at_once(tried: list[Cell], found: Found) -> None:
+    assert len(found.candidates) + found.larger == len(tried) > 80
+    assert len({json.dumps(cell.options.values, default=str) for cell in tried}) == len(tried)
+    assert not [cell for cell in tried if validation_errors(cell)]
+    seen = {(cell.layout.tp, cell.layout.ep, cell.options[BATCH]) for cell in tried}
     assert {(1, 8, 1), (4, 2, 16), (2, 4, 4)} <= seen
     # EP with TP over the whole node leaves FSDP nothing, which TorchTitan refuses.
     assert (8, 8, 1) not in seen
-    modes = {json.dumps(mode) for mode in RECOMPUTATION}
-    assert len({(c.options["activation_checkpoint.mode"], c.saves) for c in cells}) == len(modes)
+    assert len({recomputation(cell) for cell in tried}) == len(RECOMPUTATION)
 
 
-def test_what_is_skipped_would_not_have_fitted(found: Found) -> None:
+def check_skipped(tried: list[Cell], found: Found) -> None:
+    """Skipped layouts do not fit, and those looked at are counted as if alone."""
     looked_at = {one.cell.name for one in found.candidates}
-    skipped = [cell for cell in space().cells() if cell.name not in looked_at]
+    skipped = [cell for cell in tried if cell.name not in looked_at]
     assert len(skipped) == found.larger > 0
     assert {evaluate(cell).verdict for cell in skipped} == {TOO_LARGE}
-
-
-def test_what_layouts_share_changes_nothing(found: Found) -> None:
     for one in found.candidates[::5]:
         alone = evaluate(one.cell)
         assert (alone.memory, alone.step) == (one.memory, one.step), one.cell.name
 
 
-@pytest.mark.titan
-def test_nor_does_it_in_a_pipeline() -> None:
-    options = {PP: 2, EP: 4, "parallelism.pipeline_parallel_schedule": "1F1B"}
-    cells = [
-        cell_of("deepseek_v3_16b_fast", {**options, BATCH: batch}, cluster="h200-node")
-        for batch in (4, 8, 16)
-    ]
-    together = search(cells).candidates
-    assert [one.memory for one in together] == [evaluate(cell).memory for cell in cells]
-    assert [one.step for one in together] == [evaluate(cell).step for cell in cells]
-
-
-def test_what_is_not_modelled_is_left_out_and_said(found: Found) -> None:
-    unknown = [one for one in found.candidates if one.unknown]
-    assert {one.cell.options[BATCH] for one in unknown} == {1, 2}
-    text = render_text(found, BASE, None, 3, C4, 100)
-    (line,) = [line for line in text.splitlines() if line.startswith("left out, since ")]
-    assert "the host sets the pace" in line
-
-
-def speed(candidate: Any) -> float:
-    return float(candidate.step.tokens_per_second_per_gpu)
+def test_skipped_layouts_would_not_have_fitted(tried: list[Cell], found: Found) -> None:
+    check_skipped(tried, found)
 
 
 @pytest.mark.parametrize(
     ("option", "values", "mode"),
-    # What needs most comes first.
+    # The values that need most come first.
     [(KEPT, [20, 6, 2, 0], "full"), (EVERY, ["20", "2", "1"], "selective")],
 )
-def test_layers_that_are_kept_count_in_a_search(option: str, values: list[Any], mode: str) -> None:
-    tried = [f"{option}={','.join(map(str, values))}", f"activation_checkpoint.mode={mode}"]
-    held: dict[str, Any] = {EP: 8} | ({SAVES: []} if option == EVERY else {})
-    cells = list(space(*tried, f"{BATCH}=4,8,16", f"{TP}=1", held=held).cells())
-    together = search(cells)
-    assert {cell.options[option] for cell in cells} == set(values)
-    looked_at = [one.cell for one in together.candidates]
-    alone = [evaluate(cell).memory for cell in looked_at]
-    assert [one.memory for one in together.candidates] == alone
-    # What was not looked at does not fit, also where others of its batch do.
-    skipped = [cell for cell in cells if cell not in looked_at]
-    assert skipped
-    assert {evaluate(cell).verdict for cell in skipped} == {TOO_LARGE}
-    assert len({speed(one) for one in together.ranked()}) == len(together.ranked()) > 2
+def test_kept_layers_count_in_a_search(option: str, values: list[Any], mode: str) -> None:
+    words = [f"{PP}=1", f"{option}={','.join(map(str, values))}", f"{MODE}={mode}"]
+    held: dict[str, Any] = {EP: 8} | ({SAVE_LIST: []} if option == EVERY else {})
+    every = cells(BASE, *words, f"{BATCH}=4,8,16", f"{TP}=1", held=held, named=DEEPEP_ONLY)
+    together = search(every)
+    assert {cell.options[option] for cell in every} == set(values)
+    check_skipped(every, together)
+    assert len({one.speed for one in together.ranked()}) == len(together.ranked()) > 2
 
 
-def test_set_holds_an_option_and_vary_names_its_values() -> None:
-    cells = list(space(f"{BATCH}=3,5", f"{TP}=2", held={EP: 4}).cells())
-    assert {(c.layout.tp, c.layout.ep, c.options[BATCH]) for c in cells} == {(2, 4, 3), (2, 4, 5)}
-    cells = list(space("activation_checkpoint.mode=full,none", f"{TP}=1", held={EP: 8}).cells())
-    assert {c.options["activation_checkpoint.mode"] for c in cells} == {"full", "none"}
-    assert {c.options["model.attention"] for c in cells} == {"flash_attention_4"}
-    attention = list(space("model.attention=flavor", f"{TP}=1", held={EP: 8}).cells())
-    assert {c.options["model.attention"] for c in attention} == {"flavor"}
+@pytest.mark.titan
+def test_layouts_with_a_pipeline_share_nothing_wrong() -> None:
+    options = {PP: 2, EP: 4, SCHEDULE: "1F1B"}
+    every = [with_options(DEEPEP, {**options, BATCH: batch}) for batch in (4, 8, 16)]
+    for one in search(every).candidates:
+        alone = evaluate(one.cell)
+        assert (one.memory, one.step) == (alone.memory, alone.step)
 
 
-def test_precisions_and_ep_backends_are_axes() -> None:
-    base = cell_of("deepseek_v3_671b_fast")
-    every = space_of(base, words(f"{TP}=1", f"{EP}=64"), {}, dict.fromkeys(NAMED))
-    pairs = {cell.pair for cell in every.cells()}
-    assert pairs == {f"{p}+{e}" for p in ("bf16", "mxfp8") for e in ("standard", "deepep")}
-    named = space_of(base, words(f"{TP}=1", "precision=mxfp8_wgrad_hp"), {}, dict.fromkeys(NAMED))
-    assert {cell.precision.name for cell in named.cells()} == {"mxfp8_wgrad_hp"}
-    # An H200 has no MXFP8.
-    node = space_of(BASE, words(f"{TP}=1"), {}, dict.fromkeys(NAMED))
-    assert {cell.precision.name for cell in node.cells()} == {"bf16"}
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("precison=bf16", "--vary: .*'precison'.*precision"),
-        ("training.step=3", "--vary training.step: .*nearest: training.steps"),
-        ("training.seq_len", "--vary training.seq_len: has no values"),
-        (f"{TP}=two", f"--vary {TP}: "),
-        ("precision=mxfp9", "mxfp9"),
-    ],
-)
-def test_a_wrong_axis_is_named(word: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        space_of(BASE, [word], {}, NAMED)
-
-
-def test_interrupted_it_keeps_what_it_has() -> None:
-    looked_at: list[int] = []
-
+def test_an_interrupted_search_keeps_its_candidates(tried: list[Cell]) -> None:
     def stop(found: Found) -> None:
-        looked_at.append(len(found.candidates))
-        if len(looked_at) == 7:
+        if len(found.candidates) == 7:
             raise KeyboardInterrupt
 
-    found = search(space().cells(), on_progress=stop)
-    assert found.interrupted
-    assert len(found.candidates) == 7
-    text = render_text(found, BASE, None, 3, C4, 100)
-    assert "of 100 layouts (interrupted)" in text.splitlines()[0]
+    found = search(tried, on_progress=stop)
+    assert (found.interrupted, len(found.candidates)) == (True, 7)
 
 
-def best(found: Found) -> Cell:
-    return found.ranked()[0].cell
-
-
-def step_of(cell: Cell) -> dict[str, float]:
-    step = evaluate(cell).step
-    assert step
-    return dict(step.terms_ms)
-
-
-def test_the_winner_is_written_as_a_recipe_that_is_the_winner(found: Found, tmp_path: Path) -> None:
-    winner = found.ranked()[0]
-    path = tmp_path / "mine.yaml"
-    write_recipe(path, winner, DEEPEP)
-    request = CellRequest(load_cluster("h200-node"), "bf16", "deepep")
-    (cell,) = expand_sweep(sweep_of_recipe(str(path)), request)
-    names = {*cell.options.settings, *winner.cell.options.settings}
-    assert {n for n in names if cell.options[n] != winner.cell.options[n]} == set()
-    assert cell.nodes == winner.cell.nodes
-    assert evaluate(cell).step == winner.step
-    text = path.read_text()
-    # What was changed stands above its line, with what the recipe had.
-    changed = [n for n in names if winner.cell.options[n] != DEEPEP.options[n]]
-    assert changed
-    for name in changed:
-        key = name.rpartition(".")[2]
-        assert re.search(rf"# deepseek_v3_16b_fast: .*\n +{key}: ", text), name
-    with pytest.raises(InputError, match="exists already"):
-        write_recipe(path, winner, DEEPEP)
-    with pytest.raises(InputError, match="not the name of a YAML file"):
-        write_recipe(tmp_path / "mine", winner, DEEPEP)
-    assert sorted(tmp_path.iterdir()) == [path]
-
-
-def test_an_overlay_stays_out_of_the_recipe() -> None:
-    cell = cell_of("deepseek_v3_671b_fast", precision="mxfp8", ep_backend="deepep")
-    text = render_recipe("mine", evaluate(cell), cell)
-    assert "\nprecision: mxfp8\nep_backend: deepep\n" in text
-    assert "quantize" not in text
-    assert "comm_backend" not in text
-    assert "mixed_precision" not in text
-
-
-ONE_NODE = ["deepseek_v3_16b", "--cluster", "h200-node", "--ep-backend", "deepep"]
-
-
-def asked(*more: str, runs: Path) -> Any:
-    few = ["--vary", f"{PP}=1", "--vary", f"{TP}=1", "--set", f"{EP}=8"]
-    return submit("plan", *ONE_NODE, *few, *more, runs=runs)
-
-
-def test_the_command_searches_and_writes(tmp_path: Path) -> None:
-    recipe, figure = tmp_path / "won.yaml", tmp_path / "front.svg"
-    answer = asked(
-        "--best", "2", "--explain", "1,2", "-o", str(recipe), "--figure", str(figure), runs=tmp_path
-    )
-    assert (answer.status, answer.stderr) == (0, "")
-    assert answer.stdout.startswith("16b on 1 node(s) x 8 H200: 25 of 25 layouts; ")
-    assert "tokens/s/GPU" in answer.stdout
-    # The walk is asked for: it comes last, where one sees it.
-    head, walked = answer.stdout.split(f"\nwrote {recipe}\n\n")
-    assert "tokens/s/GPU" in head
-    assert walked.startswith("microseconds a token and GPU") and "memory " in walked
-    assert recipe.is_file()
-    assert "</svg>" in figure.read_text()
-    again = asked("--json", runs=tmp_path)
-    assert json.loads(again.stdout)["layouts"]["looked_at"] == 25
+INTERLEAVED = [f"{TP}=1", f"{EP}=1", f"{BATCH}=64"]
+BETWEEN = [f"{EP}=8,16", f"{TP}=1", f"{PP}=1", f"{BATCH}=2"]
+MX: dict[str, str | None] = {"precision": "mxfp8", "ep_backend": None}
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("base", "words", "named", "options", "values"),
     [
-        (["--explain", "1"], "--explain: found '1', allowed: FROM,TO"),
-        (["--explain", "1,999"], "--explain: found 999, allowed: 0 (the recipe) to "),
-        # The scripts' EP 32 is more than the node's 8 GPUs, but the search has its own.
-        (["--set", "training.seq_len=8191"], "leaves no layout"),
-        (["--set", f"{TP}=1"], f"--vary {TP}: has its values twice"),
-        (["--vary", f"{BATCH}=1", "--vary", f"{BATCH}=2"], "has its values twice"),
-        (["--documents", "400"], "--documents: found '400', allowed: MEAN:MEDIAN"),
-        (["--vary", "model.attention=flash"], "--vary model.attention: "),
-        (["--set", "model.flavor=17B"], "the layers of deepseek_v3 17B are not counted"),
-        (["-o", "won.txt"], "is not the name of a YAML file"),
+        (FOUR, [f"{TP}=2", f"{EP}=4", f"{BATCH}=3,5"], None, (TP, BATCH), {(2, 3), (2, 5)}),
+        (DEEPEP, [*SMALL, f"{MODE}=full,none"], None, (MODE,), {("full",), ("none",)}),
+        # Options that always pay, unless the user varies them.
+        (FOUR, SMALL, None, (CHUNKS, ATTENTION), {(8, "flash_attention_4")}),
+        (
+            FOUR,
+            [*SMALL, f"{CHUNKS}=0,4", f"{ATTENTION}=flavor"],
+            None,
+            (CHUNKS, ATTENTION),
+            {(0, "flavor"), (4, "flavor")},
+        ),
+        # The recipe's own batch stands beside the usual ones of a pipeline.
+        (
+            with_options(FOUR, {BATCH: 24}),
+            [f"{TP}=1", f"{EP}=2", f"{PP}=2"],
+            None,
+            (BATCH,),
+            {(24,), (32,), (64,), (128,)},
+        ),
+        # 27 layers and both ends: 4 stages of 8, 8 of 4; on 8 ranks neither 16 nor 32 come out.
+        (
+            on_gpus(8),
+            [*INTERLEAVED, f"{PP}=2"],
+            None,
+            (SCHEDULE, PER_STAGE),
+            {("1F1B", None), ("Interleaved1F1B", 8), ("Interleaved1F1B", 4)},
+        ),
+        (
+            on_gpus(8),
+            [*INTERLEAVED, f"{PP}=8"],
+            None,
+            (SCHEDULE, PER_STAGE),
+            {("1F1B", None), ("Interleaved1F1B", None)},
+        ),
+        # TorchTitan reads the ETP degree where EP is above 1: else a layout would come twice.
+        (
+            STANDARD,
+            [f"{PP}=1", f"{TP}=2", f"{EP}=1,2", f"{ETP}=1,2"],
+            None,
+            (EP, ETP),
+            {(1, 1), (2, 1), (2, 2)},
+        ),
+        # Between nodes experts compute beside the exchanges.
+        (cell_of("deepseek_v3_671b"), BETWEEN, MX, (EP, PARTS, SCORED), {
+            (8, 1, False), (16, 1, False), (8, 1, True), (16, 2, True)
+        }),
+        (LARGE, [*BETWEEN, f"{SCORED}=false", f"{PARTS}=4"], DEEPEP_ONLY, (PARTS, SCORED), {
+            (4, False)
+        }),
+    ],
+)  # fmt: skip
+def test_axes_have_their_values(
+    base: Cell,
+    words: list[str],
+    named: dict[str, str | None] | None,
+    options: tuple[str, ...],
+    values: set[tuple[Any, ...]],
+) -> None:
+    found = cells(base, *words, named=named)
+    assert {tuple(cell.options[name] for name in options) for cell in found} == values
+
+
+@pytest.mark.parametrize(
+    ("base", "words", "pairs"),
+    [
+        (LARGE, [f"{EP}=64"], {"bf16+standard", "bf16+deepep", "mxfp8+standard", "mxfp8+deepep"}),
+        (LARGE, ["precision=mxfp8_wgrad_hp", "ep_backend=deepep"], {"mxfp8_wgrad_hp+deepep"}),
+        # An H200 has no MXFP8.
+        (BASE, [f"{BATCH}=4"], {"bf16+standard", "bf16+deepep"}),
     ],
 )
-def test_a_wrong_question_ends_in_a_line(
-    words: Sequence[str], message: str, tmp_path: Path
-) -> None:
-    answer = asked(*words, runs=tmp_path)
-    assert answer.status == 2
-    assert answer.stdout == ""
-    assert message in answer.stderr
-    assert len(answer.stderr.splitlines()) == 1
+def test_precisions_and_ep_backends_are_axes(base: Cell, words: list[str], pairs: set[str]) -> None:
+    assert {cell.pair for cell in cells(base, f"{PP}=1", f"{TP}=1", *words, named=ANY)} == pairs
 
 
-def test_a_cluster_without_facts_is_refused(tmp_path: Path) -> None:
-    text = (load_cluster("h200-node").path).read_text().replace("name: H200", "name: H800")
-    profile = tmp_path / "h800.yaml"
-    profile.write_text(text)
-    answer = submit("plan", "deepseek_v3_16b", "--cluster", str(profile), runs=tmp_path)
-    assert answer.status == 2
-    assert (
-        "nothing is known of the speed of a H800; describe it in recipes/hardware/" in answer.stderr
-    )
-
-
-def test_nothing_that_fits_is_said(tmp_path: Path) -> None:
-    answer = submit(
-        "plan", "deepseek_v3_671b", "--nodes", "1", "--vary", f"{PP}=1", "--vary", f"{TP}=1",
-        "--set", f"{EP}=8", "--precision", "bf16", "--ep-backend", "standard", runs=tmp_path,
-    )  # fmt: skip
-    assert answer.status == 1
-    assert "no layout fits" in answer.stdout
-
-
-def test_tokens_travel_between_nodes_in_parts() -> None:
-    base = cell_of("deepseek_v3_671b", {}, precision="mxfp8", ep_backend="deepep")
-    degree = "parallelism.expert_parallel_degree"
-    words = [f"{degree}=8,16", "parallelism.tensor_parallel_degree=1"]
-    words += ["parallelism.pipeline_parallel_degree=1", "training.local_batch_size=2"]
-    space = space_of(base, words, {}, {"precision": "mxfp8", "ep_backend": None})
-    chunks = {
-        (cell.ep_backend.name, cell.options[degree], cell.options["deepep.num_chunks"])
-        for cell in space.cells()
+def test_another_precision_keeps_set_options() -> None:
+    asked = {"training.seq_len": Setting(4096, "--set training.seq_len")}
+    base = dataclasses.replace(FOUR, options=FOUR.options.override(asked))
+    found = cells(base, *SMALL, "precision=bf16,float8")
+    assert {(c.precision.name, c.options["training.seq_len"]) for c in found} == {
+        ("bf16", 4096),
+        ("float8", 4096),
     }
-    assert chunks == {("standard", 8, 1), ("standard", 16, 1), ("deepep", 8, 1), ("deepep", 16, 2)}
-    scored = "deepep.score_activations"
-    found = {(cell.ep_backend.name, cell.options[scored]) for cell in space.cells()}
-    assert found == {("standard", False), ("deepep", True)}
-    held = space_of(base, [*words, f"{scored}=false"], {}, {"precision": "mxfp8"})
-    assert {cell.options[scored] for cell in held.cells()} == {False}
-    held = space_of(base, [*words, "deepep.num_chunks=4"], {}, {"precision": "mxfp8"})
-    assert {cell.options["deepep.num_chunks"] for cell in held.cells()} == {4}
+
+
+def test_flash_attention_is_tried_where_there_are_kernels() -> None:
+    cluster = dataclasses.replace(FOUR.cluster, gpu=Gpu("a GPU", 8.0, 80))
+    found = cells(dataclasses.replace(FOUR, cluster=cluster), *SMALL)
+    assert {cell.options[ATTENTION] for cell in found} == {"flavor"}
+
+
+@pytest.mark.parametrize(
+    ("short", "base", "values", "words"),
+    [
+        ("dp_replicate", DEEPEP, {1, 2}, "DP replicate 2"),
+        ("etp", STANDARD, {1, 2}, "ETP 2"),
+        ("dp_shard", DEEPEP, {4, 8}, ""),
+    ],
+)
+def test_other_degrees_are_varied_too(short: str, base: Cell, values: set[int], words: str) -> None:
+    found = cells(base, *SMALL, f"{DEGREES[short]}={','.join(map(str, values))}")
+    assert {getattr(cell.layout, short) for cell in found} == values
+    assert len({json.dumps(cell.options.values, default=str) for cell in found}) == len(found)
+    assert all(degrees(c).endswith(words) for c in found if getattr(c.layout, short) == 2)
+    # Each is counted as it is: no two share what was counted of the ranks.
+    looked_at = search(found).candidates
+    assert [one.memory for one in looked_at] == [evaluate(one.cell).memory for one in looked_at]
+
+
+def test_a_refused_value_is_rejected_with_its_own_reason() -> None:
+    for words, lines in (
+        ([f"{TP}=2", f"{ETP}=1,2"], [f"{ETP}=2: DeepEP needs 1, found 2; set it to 1"]),
+        ([f"{TP}=1,2"], []),
+    ):
+        asked = space_of(DEEPEP, [f"{PP}=1", f"{EP}=4", *words], {}, DEEPEP_ONLY)
+        assert rejected_values(asked, list(asked.cells())) == lines
+
+
+def test_memory_budgets_are_layouts_of_their_own() -> None:
+    """A large budget that does not fit says nothing of a small one."""
+    words = [f"{MODE}=memory_budget", f"{BUDGET}=1,0.5,0", f"{PP}=1", f"{EP}=8", f"{TP}=1"]
+    every = cells(DEEPEP, *words, f"{BATCH}=2,4,8")
+    assert len(every) == 9
+    found = search(every)
+    assert {one.cell.options[BUDGET] for one in found.ranked()} >= {0, 0.5}
+    looked_at = [one.cell for one in found.candidates]
+    assert {evaluate(c).verdict for c in every if c not in looked_at} <= {TOO_LARGE}
+    named = {"memory_budget 1", "memory_budget 0.5", "memory_budget 0"}
+    assert {recomputation(cell) for cell in looked_at} == named
+
+
+def test_a_varied_budget_brings_its_mode_and_no_other_mode_reads_it() -> None:
+    every = cells(DEEPEP, *SMALL, f"{BUDGET}=0.3,0.6")
+    # At TP 1 and 2 each.
+    assert [cell.options[MODE] for cell in every].count("memory_budget") == 4
+    assert len(every) == 2 * (2 + len(RECOMPUTATION))
+    every = cells(DEEPEP, *SMALL, f"{EVERY}=2")
+    of_layers = [cell for cell in every if cell.options[MODE] == "selective"]
+    assert {(recomputation(c), *c.options[SAVE_LIST]) for c in of_layers} == {("1 layer in 2",)}
+    assert len(every) == 2 * 3
+
+
+def test_a_budget_of_nothing_keeps_tensors_between_compiled_pieces() -> None:
+    """So it needs more memory than `full`, and computes less again."""
+    for base in (on_gpus(8), on_gpus(8, ep_backend="deepep")):
+        none, full = (
+            evaluate(with_options(base, options))
+            for options in ({MODE: "memory_budget", BUDGET: 0.0}, {MODE: "full"})
+        )
+        assert none.verdict == full.verdict == FITS
+        assert none.memory.terms["activations"] > full.memory.terms["activations"]
+        assert none.step and full.step
+        assert none.step.recompute_ms < full.step.recompute_ms
+    shapes = shapes_of(base, describe_ranks(base)[0])
+    dense, routed = layer_bytes(shapes, False), layer_bytes(shapes, True)
+    assert dense.between == 0
+    # The norm's output and the experts' rows; the experts' own products can be computed again.
+    rows = shapes.act * (shapes.tokens + shapes.rows) * shapes.dim
+    products = 2 * shapes.act * shapes.rows * shapes.expert_hidden
+    assert rows < routed.between < routed.saved - products
+
+
+NARROW = on_gpus(8, {TP: 8, EP: 1})
+WIDE = on_gpus(8, {TP: 1, EP: 8, BATCH: 2})
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "changes"),
+    [
+        (NARROW, WIDE, ["TP", "EP", "pipeline and batch"]),
+        # At EP 8 and TP 8 nothing would be left to FSDP.
+        (WIDE, NARROW, ["TP + EP", "pipeline and batch"]),
+        (
+            FOUR,
+            on_gpus(4, {BATCH: 2}, precision="float8", ep_backend="deepep"),
+            ["precision and EP backend", "pipeline and batch"],
+        ),
+        (
+            with_options(DEEPEP, {EP: 4}),
+            with_options(DEEPEP, {DEGREES["dp_replicate"]: 2, EP: 4}),
+            ["data parallelism"],
+        ),
+    ],
+)
+def test_a_walk_takes_a_group_at_a_time(start: Cell, end: Cell, changes: list[str]) -> None:
+    stops = walk(start, end, C4)
+    assert [stop.changed for stop in stops] == ["from", *changes]
+    assert stops[-1].step == predict_step(end, documents=C4)
+    large = on_gpus(8, {TP: 1, EP: 8, BATCH: 64, MODE: "none"})
+    assert not walk(WIDE, large, C4)[-1].fits

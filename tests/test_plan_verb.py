@@ -1,29 +1,175 @@
-"""`plan` as a command: what it hands to the search, and how it ends with what comes back."""
+"""`plan` as a command, and what it prints, writes and draws of layouts that are made up."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import xml.dom.minidom
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cookbook.base.paths import RECIPES
 from cookbook.cli import plan
 from cookbook.cli.main import main
 from cookbook.config.cell import Cell
-from cookbook.plan.search import TOO_LARGE, Candidate, Found
-from cookbook.predict.documents import Documents
-from tests.test_plan_edges import candidate
+from cookbook.config.cluster import load_cluster
+from cookbook.config.options import DEGREES
+from cookbook.config.recipe import load_recipe
+from cookbook.plan import search as searching
+from cookbook.plan.recipe_file import render_recipe
+from cookbook.plan.report import as_mapping, render_json, render_svg, render_text
+from cookbook.plan.search import BATCH, FITS, TIGHT, TOO_LARGE, Candidate, Found, evaluate
+from cookbook.predict.documents import C4, Documents
+from cookbook.predict.memory import StageMemory
+from cookbook.predict.step import StepTime
+from tests.check_cells import cell_of, with_options
+from tests.predict_machine import on_gpus
 
-EP, TP = (f"parallelism.{name}_parallel_degree" for name in ("expert", "tensor"))
-BATCH = "training.local_batch_size"
-ONE_NODE = ["plan", "deepseek_v3_16b", "--cluster", "h200-node", "--set", f"{EP}=8"]
+EP, TP, PP = DEGREES["ep"], DEGREES["tp"], DEGREES["pp"]
+CONTEXT = DEGREES["cp"]
+CELL = on_gpus(4)
+UNHELD = ["plan", "deepseek_v3_16b", "--cluster", "h200-node"]
+ONE_NODE = [*UNHELD, "--set", f"{EP}=8"]
+
+
+def candidate(
+    speed: float, gib: float, verdict: str = FITS, cell: Cell = CELL, unknown: str = ""
+) -> Candidate:
+    """A layout of that many tokens/s/GPU; of its step's 100 ms half is dense GEMMs."""
+    shares = {"dense GEMMs": 50.0, "EP, exposed": 30.0, "pipeline bubble": 20.0}
+    step = StepTime(0, shares, 0.0, tokens_per_gpu=speed / 10)
+    memory = StageMemory(0, "the loss", {"activations": gib - 1, "parameters": 1.0}, 0.0)
+    return Candidate(cell, memory, verdict, step if verdict == FITS else None, unknown)
+
+
+ALL = [(90, 40), (100, 50), (80, 40), (95, 60), (70, 30)]
+FOUND = Found([candidate(speed, gib) for speed, gib in ALL])
+RECIPE = candidate(50, 70)
+
+
+def places(found: list[Candidate]) -> list[tuple[float, float]]:
+    return [(round(one.speed), round(one.memory.total)) for one in found]
+
+
+def test_the_fastest_come_first_and_none_beats_the_front() -> None:
+    assert places(FOUND.ranked()) == [(100, 50), (95, 60), (90, 40), (80, 40), (70, 30)]
+    assert places(FOUND.front()) == [(100, 50), (90, 40), (70, 30)]
+
+
+@pytest.mark.parametrize(
+    ("totals", "verdict"), [((0.1, 0.9), FITS), ((0.9, 1.0), TIGHT), ((1.2, 0.3), TOO_LARGE)]
+)
+def test_the_stage_that_needs_most_decides(
+    totals: tuple[float, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "describe_ranks", lambda cell: totals)
+    gpu = 139.8
+    made = lambda cell, part: candidate(1, part * gpu).memory  # noqa: E731
+    monkeypatch.setattr(searching, "predict_memory", made)
+    monkeypatch.setattr(searching, "predict_step", lambda *_: RECIPE.step)
+    one = evaluate(CELL)
+    assert one.memory.total == pytest.approx(max(totals) * gpu)
+    assert one.verdict == verdict
+    # Only what fits well is timed.
+    assert (one.step is not None) is (verdict == FITS)
+
+
+def test_a_layout_for_programs() -> None:
+    slow, fast = candidate(100, 50), candidate(250, 40.04)
+    found = as_mapping(fast, slow)
+    # 25 tokens a GPU on four of them.
+    assert found.items() >= {
+        "tokens_per_second_per_gpu": 250, "times_the_recipe": 2.5, "step_ms": 100,
+        "exposed_ms": 30, "bubble_ms": 20, "memory_gib": 40.0, "memory_largest": "activations",
+        "tokens_per_step": 100, "expert_tensor_parallel_degree": 1,
+    }.items()  # fmt: skip
+    assert fast.times(None) is candidate(1, 1, TIGHT).times(slow) is None
+    unknown = as_mapping(candidate(1, 200, TOO_LARGE), slow)
+    assert {unknown[key] for key in ("step_ms", "tokens_per_step", "exposed_ms")} == {None}
+
+
+def test_the_table_has_shares_of_the_step_and_counts_every_layout() -> None:
+    found = Found([*FOUND.candidates, candidate(1, 150, TIGHT)], larger=3, interrupted=True)
+    found.candidates += [candidate(1, 200, TOO_LARGE, unknown="it hides")] * 2
+    text = render_text(found, CELL, RECIPE, 2, C4, 40, ["a=1: why"])
+    assert "11 of 40 layouts (interrupted); 5 fit, 1 are tight, 5 do not fit" in text
+    rows = [line.split() for line in text.splitlines() if re.match(r" *(recipe|[0-9]) ", line)]
+    assert [row[0] for row in rows] == ["recipe", "1", "2"]
+    assert rows[1][1:3] == ["100", "2.00x"]
+    assert rows[1][-5:] == ["30%", "20%", "dense", "GEMMs", "(50%)"]
+    assert text.endswith("\nleft out, since it hides\nleft out: a=1: why\n")
+    content = json.loads(render_json(found, CELL, RECIPE, 2))
+    assert content["layouts"] == {"looked_at": 11, "fit": 5, "tight": 1, "too_large": 5}
+    assert [one["tokens_per_second_per_gpu"] for one in content["best"]] == [100, 95]
+    assert len(content["front"]) == 3
+
+
+def test_the_best_is_held_to_published_numbers() -> None:
+    base = cell_of("deepseek_v3_671b")
+    text = render_text(Found([candidate(1302, 50)]), base, None, 1, C4, 1)
+    assert "\npublished bf16+standard: 651 tokens/s/GPU; the first is at 2.00x\n" in text
+    assert "published" not in render_text(Found(), base, None, 1, C4, 1)
+
+
+def test_the_picture_shows_every_layout_at_its_place() -> None:
+    document = xml.dom.minidom.parseString(render_svg(FOUND, CELL, RECIPE))
+    groups = {one.getAttribute("id"): one for one in document.getElementsByTagName("g")}
+
+    def at(gid: str) -> list[tuple[float, float]]:
+        marks = groups[gid].getElementsByTagName("use")
+        return [(float(one.getAttribute("x")), float(one.getAttribute("y"))) for one in marks]
+
+    by_place = dict(zip(places(FOUND.ranked()), at("layouts"), strict=True))
+    x_scale = (by_place[95, 60][0] - by_place[70, 30][0]) / 30
+    y_scale = (by_place[100, 50][1] - by_place[70, 30][1]) / 30
+    assert x_scale > 0 > y_scale
+    for (speed, gib), (x, y) in by_place.items():
+        assert x - by_place[70, 30][0] == pytest.approx(x_scale * (gib - 30), abs=0.1)
+        assert y - by_place[70, 30][1] == pytest.approx(y_scale * (speed - 70), abs=0.1)
+    assert at("front") == [by_place[one] for one in places(FOUND.front())]
+    assert len(at("recipe")) == 1
+    # A line at the card's memory, on the same axis.
+    (path,) = groups["card"].getElementsByTagName("path")
+    start, end = re.findall(r"[ML] ([\d.]+) ", path.getAttribute("d"))
+    assert start == end
+    assert float(start) == pytest.approx(by_place[70, 30][0] + x_scale * 109.8, abs=0.1)
+    assert 'id="recipe"' not in render_svg(Found(), CELL, None)
+
+
+def test_a_recipe_says_where_it_runs_and_what_limits_it() -> None:
+    base = cell_of("deepseek_v3_671b", precision="mxfp8", ep_backend="deepep")
+    planned = dataclasses.replace(base, nodes=16)
+    text = render_recipe("mine", candidate(123.4, 56.7, cell=planned), base)
+    assert "\nnodes: 16\nprecision: mxfp8\nep_backend: deepep\nstand_in: " in text
+    assert "# 123 tokens/s/GPU, 57 GiB a GPU, limited by dense GEMMs (50% of a step).\n" in text
+    # Options of overlays and cluster stay theirs, and nothing differs from the recipe.
+    assert not re.search(r"quantize|comm_backend|mixed_precision|# deepseek_v3_671b: ", text)
+    changed = with_options(planned, {BATCH: 17})
+    text = render_recipe("mine", candidate(1, 2, cell=changed), base)
+    assert re.findall(r"# deepseek_v3_671b: .*\n +(\w+: .*)", text) == ["local_batch_size: 17"]
+
+
+def test_a_planned_recipe_keeps_the_recipes_own_keys(tmp_path: Path) -> None:
+    """But for published numbers, which were not of this layout."""
+    text = (RECIPES / "deepseek_v3_671b.yaml").read_text()
+    own = {"spare_nodes": 1, "too_few_nodes": "stop", "max_restarts": 0, "stand_in": "debug"}
+    rest = "\n".join(line for line in text.splitlines() if line.partition(":")[0] not in own)
+    source = tmp_path / "own.yaml"
+    source.write_text(rest + "\n" + "".join(f"{key}: {own[key]}\n" for key in own))
+    base = cell_of(str(source), nodes=16)
+    planned = tmp_path / "planned.yaml"
+    planned.write_text(render_recipe("planned", candidate(1, 2, cell=base), base))
+    kept, recipe = load_recipe(str(planned)), base.recipe
+    assert {key: getattr(kept, key) for key in own} == own
+    assert recipe.published is not None and kept.published is None
 
 
 class Search:
-    """Stands in for the search: notes what it is given, finds what it is told."""
+    """Stands in for the search: notes its cells, and finds two of them or what a test sets."""
 
     def __init__(self) -> None:
         self.cells: Sequence[Cell] = ()
@@ -34,13 +180,9 @@ class Search:
         self, cells: Sequence[Cell], documents: Documents, on_progress: Callable[[Found], None]
     ) -> Found:
         self.cells, self.documents = cells, documents
-        if not self.found.candidates:
-            self.found.candidates = [self.made(100, cells[0]), self.made(90, cells[1])]
+        made = [candidate(100, 50, cell=cells[0]), candidate(90, 50, cell=cells[1])]
+        self.found.candidates = self.found.candidates or made
         return self.found
-
-    @staticmethod
-    def made(speed: float, cell: Cell, **terms: Any) -> Candidate:
-        return candidate(speed, 50.0, cell=cell, **terms)
 
 
 @pytest.fixture
@@ -50,13 +192,13 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Search:
     return search
 
 
-def test_what_is_held_and_varied_reaches_the_search(
+def test_held_and_varied_values_reach_the_search(
     search: Search, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--vary", f"{TP}=1,2", "--set", f"{BATCH}=2", "--documents", "300:200"]
     assert main([*ONE_NODE, *words, "--precision", "mxfp8", "--ep-backend", "deepep"]) == 0
     assert {cell.pair for cell in search.cells} == {"mxfp8+deepep"}
-    # The recipe stands beside what was found, with what is held.
+    # The recipe stands beside the layouts that were found, with the held values.
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recipe")]
     assert re.search(r" EP 8 +2 .* mxfp8\+deepep ", row)
     held = {(cell.options[EP], cell.options[BATCH], cell.nodes) for cell in search.cells}
@@ -65,96 +207,118 @@ def test_what_is_held_and_varied_reaches_the_search(
     named = search.documents
     assert named is not None and (named.mean_tokens, named.median_tokens) == (300, 200)
     # Without words the recipe's own, and other EP backends than its own.
-    assert main(ONE_NODE) == 0
+    assert main([*ONE_NODE, "--best", "0"]) == 0
     assert len({cell.pair for cell in search.cells}) > 1
     assert search.documents is not None and search.documents != named
-
-
-def test_a_search_that_was_interrupted_has_not_done_its_work(
-    search: Search, capsys: pytest.CaptureFixture[str]
-) -> None:
+    rows = capsys.readouterr().out.splitlines()
+    assert not [line for line in rows if re.match(r" *1 ", line)]
     search.found.interrupted = True
     assert main(ONE_NODE) == 1
-    # What was found until then is printed.
     assert "tokens/s/GPU" in capsys.readouterr().out
 
 
-def test_a_walk_goes_to_the_last_layout_and_no_further(
-    search: Search, capsys: pytest.CaptureFixture[str]
+def test_where_nothing_fits_nothing_is_written(
+    search: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*ONE_NODE, "--explain", "1,2"]) == 0
-    capsys.readouterr()
-    assert main([*ONE_NODE, "--explain", "1,3"]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert "--explain: found 3, allowed: 0 (the recipe) to 2" in said.err
-    # Its EP 32 is more than the node has.
-    words = ["plan", "deepseek_v3_16b", "--cluster", "h200-node"]
-    assert main([*words, "--explain", "0,1"]) == 2
-    assert "the recipe's own layout cannot run here; as 1,2" in capsys.readouterr().err
-
-
-def test_where_nothing_fits_nothing_is_written(search: Search, tmp_path: Path) -> None:
     search.found.candidates = [candidate(1, 500.0, TOO_LARGE)]
     target = tmp_path / "won.yaml"
     assert main([*ONE_NODE, "-o", str(target)]) == 1
+    assert "no layout fits" in capsys.readouterr().out
     assert not target.exists()
 
 
-def test_a_name_that_cannot_be_written_is_told_before_the_search(
-    search: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*ONE_NODE, "-o", str(tmp_path / "won.txt")]) == 2
-    assert "is not the name of a YAML file" in capsys.readouterr().err
-    assert search.cells == ()
-
-
-def test_the_best_may_be_none_but_not_fewer(
-    search: Search, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*ONE_NODE, "--best", "0"]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert not [line for line in rows if re.match(r" *1 ", line)]
-    assert main([*ONE_NODE, "--best", "-1"]) == 2
-    assert capsys.readouterr().err == "submit.py: --best: found -1, allowed: 0 and up\n"
+UNKNOWN = "context parallelism: its time is not modelled; set it to 1"
+BY_LAYER = "activation_checkpoint.selective_ac_option"
+OWN_LAYOUT = "the recipe's own layout cannot run here; as 1,2"
 
 
 @pytest.mark.parametrize(
-    ("option", "values", "message"),
+    ("words", "message"),
     [
-        (EP, "8,0", "found 0, allowed: 1 and up"),
-        ("parallelism.data_parallel_shard_degree", "-1,-2", "found -2, allowed: -1 or 1 and up"),
+        ([*ONE_NODE, "-o", "won.txt"], "-o won.txt: is not the name of a YAML file"),
+        ([*ONE_NODE, "--best", "-1"], "--best: found -1, allowed: 0 and up"),
+        ([*ONE_NODE, "--explain", "1"], "--explain: found '1', allowed: FROM,TO"),
+        ([*ONE_NODE, "--explain", "1,3"], "--explain: found 3, allowed: 0 (the recipe) to 2"),
+        # Its EP 32 is more than the node has, but the search has its own.
+        ([*UNHELD, "--explain", "0,1"], f"--explain: {OWN_LAYOUT}"),
+        ([*ONE_NODE, "--set", "training.seq_len=8191"], "--vary: leaves no layout"),
+        ([*ONE_NODE, "--set", "model.flavor=17B"], "the layers of deepseek_v3 17B are not counted"),
+        ([*ONE_NODE, "--documents", "400"], "--documents: found '400', allowed: MEAN:MEDIAN"),
+        ([*ONE_NODE, "--vary", f"{EP}=1"], f"--vary {EP}: has its values twice"),
+        ([*UNHELD, "--vary", "precison=bf16"], "'precison'"),
+        ([*UNHELD, "--vary", "training.step=3"], "--vary training.step: "),
+        ([*UNHELD, "--vary", "training.seq_len"], "--vary training.seq_len: has no values"),
+        ([*UNHELD, "--vary", f"{TP}=two"], f"--vary {TP}: "),
+        ([*UNHELD, "--vary", "precision=mxfp9"], "mxfp9"),
+        ([*UNHELD, "--vary", f"{EP}=8,0"], f"--vary {EP}: found 0, allowed: 1 and up"),
+        ([*UNHELD, "--vary", f"{DEGREES['dp_shard']}=-1,-2"], "found -2, allowed: -1 or 1 and up"),
         (
-            "activation_checkpoint.selective_ac_option",
-            "2,0",
-            "found '0', allowed: op, or n from 1 up to recompute every n-th layer; "
-            "set activation_checkpoint.mode=full to recompute every layer",
+            [*UNHELD, "--vary", f"{BY_LAYER}=2,0"],
+            f"--vary {BY_LAYER}: found '0', allowed: op, or n",
         ),
+        # Where one value is all that was asked for, it is the error.
+        ([*ONE_NODE, "--vary", f"{CONTEXT}=2"], f"rules allow; {CONTEXT}=2: {UNKNOWN}"),
     ],
 )
-def test_values_that_no_job_has_are_refused_before_the_search(
-    option: str, values: str, message: str, search: Search, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_question_ends_in_a_line(
+    words: Sequence[str], message: str, search: Search, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", "deepseek_v3_16b", "--cluster", "h200-node"]
-    assert main([*words, "--vary", f"{option}={values}"]) == 2
-    assert capsys.readouterr().err == f"submit.py: --vary {option}: {message}\n"
-    assert search.cells == ()
+    assert main([*words]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert message in said.err
+    assert search.cells == () or "--explain" in words
 
 
-def test_a_value_that_no_layout_has_is_told_with_its_reason(
+def test_a_cluster_without_facts_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = load_cluster("h200-node").path.read_text().replace("name: H200", "name: H800")
+    profile = tmp_path / "h800.yaml"
+    profile.write_text(text)
+    assert main(["plan", "deepseek_v3_16b", "--cluster", str(profile)]) == 2
+    assert "nothing is known of the speed of a H800; describe it in" in capsys.readouterr().err
+
+
+def test_a_value_that_no_layout_has_is_listed_with_its_reason(
     search: Search, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    context = "parallelism.context_parallel_degree"
-    words = [*ONE_NODE, "--vary", f"{TP}=1,3", "--vary"]
-    assert main([*words, f"{context}=1,2"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
-    unknown = "context parallelism: its time is not modelled; set it to 1"
-    assert lines == [
-        f"left out: {TP}=3: 3 does not divide 8 ranks; try 2",
-        f"left out: {context}=2: {unknown}",
-    ]
-    assert main([*words, f"{context}=1,2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["left_out"][1] == f"{context}=2: {unknown}"
-    # Where that is all that was asked for, it is the error.
-    assert main([*ONE_NODE, "--vary", f"{context}=2"]) == 2
-    assert f"no layout that the rules allow; {context}=2: {unknown}" in capsys.readouterr().err
+    words = [*ONE_NODE, "--vary", f"{TP}=1,3", "--vary", f"{CONTEXT}=1,2"]
+    assert main([*words, "--json"]) == 0
+    left_out = json.loads(capsys.readouterr().out)["left_out"]
+    assert left_out == [f"{TP}=3: 3 does not divide 8 ranks; try 2", f"{CONTEXT}=2: {UNKNOWN}"]
+
+
+def test_the_command_searches_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The written recipe is the winner, each changed option below the recipe's own value."""
+    path, figure = tmp_path / "won.yaml", tmp_path / "front.svg"
+    few = ["--vary", f"{PP}=1", "--vary", f"{TP}=1", "--ep-backend", "deepep"]
+    words = ["--best", "2", "--explain", "1,2", "-o", str(path), "--figure", str(figure)]
+    assert main([*ONE_NODE, *few, *words]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.startswith("16b on 1 node(s) x 8 H200: 25 of 25 layouts; ")
+    # The walk is asked for: it comes last, where one sees it.
+    head, walked = said.out.split(f"\nwrote {path}\n\n")
+    assert "tokens/s/GPU" in head
+    assert walked.startswith("microseconds a token and GPU") and "memory " in walked
+    assert "</svg>" in figure.read_text()
+    assert main([*ONE_NODE, *few, "--json"]) == 0
+    best: dict[str, Any] = json.loads(capsys.readouterr().out)["best"][0]
+    planned = cell_of(str(path), cluster="h200-node")
+    assert (
+        as_mapping(evaluate(planned)).items()
+        >= {key: value for key, value in best.items() if key != "times_the_recipe"}.items()
+    )
+    base = cell_of("deepseek_v3_16b", {EP: 8}, cluster="h200-node", ep_backend="deepep")
+    text = path.read_text()
+    names = {*planned.options.settings, *base.options.settings}
+    changed = [name for name in names if planned.options[name] != base.options[name]]
+    assert changed
+    for name in changed:
+        key = re.escape(name.partition(".")[2])
+        assert re.search(rf"# deepseek_v3_16b: .*\n +{key}: ", text), name
+    assert main([*ONE_NODE, "-o", str(path)]) == 2
+    assert "exists already" in capsys.readouterr().err

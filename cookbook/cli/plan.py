@@ -14,11 +14,9 @@ from cookbook.cli.request import merged_cell, write_output
 from cookbook.config.cell import Cell
 from cookbook.config.options import command_line_settings
 from cookbook.config.validate import validation_errors
-from cookbook.plan.explain import Walk, walk
-from cookbook.plan.figure import render_svg
 from cookbook.plan.recipe_file import check_target, write_recipe
-from cookbook.plan.report import published_lines, render_json, render_text
-from cookbook.plan.search import Candidate, Found, evaluate, search
+from cookbook.plan.report import render_json, render_svg, render_text, render_walk
+from cookbook.plan.search import Candidate, Found, Stop, evaluate, search, walk
 from cookbook.plan.space import rejected_values, space_of
 from cookbook.predict.documents import Documents, documents_of, parse_documents
 from cookbook.predict.hardware import hardware_of
@@ -60,7 +58,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
         found = search(cells, documents, show)
     ranked = found.ranked()
-    way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else None
+    way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else []
     if arguments.output and ranked:
         write_recipe(Path(arguments.output), ranked[0], base)
     if arguments.figure:
@@ -68,17 +66,16 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(render_json(found, base, recipe, arguments.best, way, refused), end="")
     else:
-        print(render_text(found, base, recipe, arguments.best, documents, len(cells)), end="")
-        for line in [f"left out: {one}" for one in refused] + published_lines(base, ranked):
-            print(line)
+        shown = (found, base, recipe, arguments.best, documents, len(cells), refused)
+        print(render_text(*shown), end="")
         if arguments.output and ranked:
             print(f"wrote {shown_path(Path(arguments.output))}")
         if way:
-            print(f"\n{way.render()}", end="")
+            print(f"\n{render_walk(way)}", end="")
     return 0 if ranked and not found.interrupted else 1
 
 
-def _walk(words: str, base: Cell, ranked: list[Candidate], documents: Documents) -> Walk | None:
+def _walk(words: str, base: Cell, ranked: list[Candidate], documents: Documents) -> list[Stop]:
     """Walk FROM,TO: places in the table; 0 is the recipe."""
     places = words.split(",")
     known: list[Cell] = [base, *(one.cell for one in ranked)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.names import check_name
-from cookbook.config.recipe import Recipe
-from cookbook.plan.report import degrees, recomputation
-from cookbook.plan.search import Candidate
+from cookbook.plan.report import degrees
+from cookbook.plan.search import Candidate, recomputation
 
-_WIDTH = 100
+# Written anew, or (published numbers) not true of the planned recipe.
+_NOT_KEPT = {"name", "short_name", "description", "nodes", "precision", "ep_backend"}
+_NOT_KEPT |= {"settings", "path", "published"}
 
 
 def check_target(path: Path) -> None:
@@ -58,59 +59,27 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
         f"nodes: {cell.nodes}",
         f"precision: {cell.precision.name}",
         f"ep_backend: {cell.ep_backend.name}",
-        *_own_keys(recipe),
     ]
-    for section, content in _sections(cell).items():
-        lines += ["", f"{section}:", *_lines(section, content, base, 1)]
-    return "\n".join(lines) + "\n"
-
-
-# Written anew, or (published numbers) not true of the planned recipe.
-_NOT_KEPT = {"name", "short_name", "description", "nodes", "precision", "ep_backend"}
-_NOT_KEPT |= {"settings", "path", "published"}
-
-
-def _own_keys(recipe: Recipe) -> Iterator[str]:
-    """Return the recipe's keys beside TorchTitan's options, where they are not the default."""
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
         if field.name not in _NOT_KEPT and value != field.default:
-            yield f"{field.name}: {_scalar(value)}"
-
-
-def _sections(cell: Cell) -> dict[str, dict[str, Any]]:
-    """Return the recipe's own options, nested as in a file; overlays and cluster add theirs."""
-    theirs = {
-        **cell.cluster.settings,
-        **cell.ep_backend.settings,
-        **cell.precision.settings,
-        **(cell.precision.emulated or {}),
-    }
-    nested: dict[str, dict[str, Any]] = {}
-    for name, value in cell.options.values.items():
-        if name in theirs or (value is None and cell.options.stack.options[name].default is None):
+            lines.append(f"{field.name}: {_scalar(value)}")
+    theirs = {**cell.cluster.settings, **cell.ep_backend.settings, **cell.precision.settings}
+    theirs |= cell.precision.emulated or {}
+    sections: dict[str, list[str]] = {}
+    for option, value in cell.options.values.items():
+        if option in theirs or (
+            value is None and cell.options.stack.options[option].default is None
+        ):
             continue
-        at = nested
-        *sections, key = name.split(".")
-        for section in sections:
-            at = at.setdefault(section, {})
-        at[key] = value
-    return nested
-
-
-def _lines(place: str, content: Mapping[str, Any], base: Cell, depth: int) -> Iterator[str]:
-    indent = "  " * depth
-    for key, value in content.items():
-        name = f"{place}.{key}"
-        if isinstance(value, dict):
-            yield f"{indent}{key}:"
-            yield from _lines(name, value, base, depth + 1)
-            continue
-        if base.options[name] != value:
-            yield f"{indent}# {base.recipe.name}: {_scalar(base.options[name])}"
-        yield f"{indent}{key}: {_scalar(value)}"
+        section, _, key = option.partition(".")
+        own = sections.setdefault(section, ["", f"{section}:"])
+        if base.options[option] != value:
+            own.append(f"  # {base.recipe.name}: {_scalar(base.options[option])}")
+        own.append(f"  {key}: {_scalar(value)}")
+    return "\n".join([*lines, *itertools.chain(*sections.values())]) + "\n"
 
 
 def _scalar(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=_WIDTH * 10)
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000)
     return text.removesuffix("...\n").strip()

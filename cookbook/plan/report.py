@@ -1,21 +1,27 @@
-"""The candidates of a search: a table for people, or one JSON object for programs."""
+"""The candidates of a search: a table for people, one JSON object for programs, and a picture."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cookbook.base.figure import INK, QUIET, draw_figure
 from cookbook.base.tables import text_table
-from cookbook.config.cell import ATTENTION, LAYERS_KEPT, Cell
-from cookbook.plan.explain import Walk
-from cookbook.plan.search import FITS, TIGHT, Candidate, Found
+from cookbook.config.cell import ATTENTION, Cell
+from cookbook.plan.search import BATCH, Candidate, Found, Stop, recomputation
 from cookbook.predict.documents import Documents
+from cookbook.predict.kernels import add
 from cookbook.predict.step import BUBBLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _HEAD = ["", "tokens/s/GPU", "", "layout", "batch", "recomputation", "precision+EP backend"]
 _HEAD += ["GiB", "exposed", "bubble", "limited by"]
-_BATCH = "training.local_batch_size"
+# Of the picture.
+_MOST_POINTS, _LABELS = 4000, 6
+_DOTS, _FRONT, _RECIPE = "#b9c2cb", "#c2500a", "#0a6ebd"
 
 
 def degrees(cell: Cell) -> str:
@@ -34,24 +40,9 @@ def _schedule(cell: Cell) -> str:
     return f"{name}/{layers}" if layers else str(name)
 
 
-def recomputation(cell: Cell) -> str:
-    """Return the mode, or what selective recomputation saves; and how many layers it skips."""
-    section = "activation_checkpoint"
-    mode = str(cell.options[f"{section}.mode"])
-    if mode == "memory_budget":
-        mode += f" {cell.options[f'{section}.memory_budget']:g}"
-    elif cell.saves:
-        mode = f"saves {', '.join(sorted(cell.saves))}"
-    elif mode == "selective":
-        mode = f"1 layer in {cell.options[f'{section}.selective_ac_option']}"
-    kept = cell.options[LAYERS_KEPT]
-    return f"{mode}; keeps {kept} layers" if kept else mode
-
-
 def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str, Any]:
     """Return a layout for programs; an unknown value is null. Units are in the names."""
-    cell, step = candidate.cell, candidate.step
-    layout = cell.layout
+    cell, step, layout = candidate.cell, candidate.step, candidate.cell.layout
     return {
         "precision": cell.precision.name,
         "ep_backend": cell.ep_backend.name,
@@ -61,7 +52,7 @@ def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str,
         "expert_parallel_degree": layout.ep,
         "expert_tensor_parallel_degree": layout.etp,
         "data_parallel_replicate_degree": layout.dp_replicate,
-        "local_batch_size": cell.options[_BATCH],
+        "local_batch_size": cell.options[BATCH],
         "recomputation": recomputation(cell),
         "attention": cell.options[ATTENTION],
         "verdict": candidate.verdict,
@@ -84,7 +75,7 @@ def render_json(
     base: Cell,
     recipe: Candidate | None,
     best: int,
-    walk: Walk | None,
+    stops: Sequence[Stop] = (),
     rejected: Sequence[str] = (),
 ) -> str:
     """Return `{"layouts", "left_out", "recipe", "best", "front", "walk"}`, and where they run.
@@ -92,16 +83,25 @@ def render_json(
     Args:
         rejected: values that were asked for and no layout has, with the reason.
     """
+    walk = [
+        {
+            "changed": stop.changed,
+            "fits": stop.fits,
+            "tokens_per_second_per_gpu": round(stop.step.tokens_per_second_per_gpu, 1),
+            "us_per_token": {name: round(us, 3) for name, us in stop.us_per_token.items()},
+        }
+        for stop in stops
+    ]
     content = {
         "cluster": base.cluster.name,
         "nodes": base.nodes,
         "interrupted": found.interrupted,
-        "layouts": _counts(found),
+        "layouts": found.counts(),
         "left_out": [*rejected],
         "recipe": as_mapping(recipe) if recipe else None,
         "best": [as_mapping(one, recipe) for one in found.ranked()[:best]],
         "front": [as_mapping(one, recipe) for one in found.front()],
-        "walk": walk.as_mapping() if walk else None,
+        "walk": walk or None,
     }
     return json.dumps(content, indent=2) + "\n"
 
@@ -113,9 +113,10 @@ def render_text(
     best: int,
     documents: Documents,
     total: int,
+    rejected: Sequence[str] = (),
 ) -> str:
-    """Return the best layouts, below the recipe's own."""
-    counts, ranked = _counts(found), found.ranked()
+    """Return the best layouts, below the recipe's own, and what was published for the recipe."""
+    counts, ranked = found.counts(), found.ranked()
     cut = " (interrupted)" if found.interrupted else ""
     rows = [_HEAD, *([_row("recipe", recipe, None)] if recipe else [])]
     rows += [_row(str(place), one, recipe) for place, one in enumerate(ranked[:best], 1)]
@@ -132,13 +133,11 @@ def render_text(
         lines.append("no layout fits; use more nodes, or vary what --set holds")
     unknown = {one.unknown for one in found.candidates if one.unknown}
     lines += [f"left out, since {reason}" for reason in sorted(unknown)]
+    lines += [f"left out: {one}" for one in rejected]
+    for pair, number in base.recipe.published_numbers.items() if ranked else ():
+        ratio = f"{ranked[0].speed / number:.2f}x"
+        lines.append(f"published {pair}: {number:,.0f} tokens/s/GPU; the first is at {ratio}")
     return "\n".join(lines) + "\n"
-
-
-def _counts(found: Found) -> dict[str, int]:
-    fit, tight = found.count(FITS), found.count(TIGHT)
-    too_large = found.looked_at - fit - tight
-    return {"looked_at": found.looked_at, "fit": fit, "tight": tight, "too_large": too_large}
 
 
 def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
@@ -148,7 +147,7 @@ def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
         f"{one.speed:,.0f}" if step else "-",
         f"{ratio:.2f}x" if ratio else "",
         degrees(cell),
-        str(cell.options[_BATCH]),
+        str(cell.options[BATCH]),
         recomputation(cell),
         cell.pair,
         f"{one.memory.total:.0f}",
@@ -160,12 +159,50 @@ def _row(place: str, one: Candidate, base: Candidate | None) -> list[str]:
     return [*row, exposed, bubble, f"{step.largest} ({largest})"]
 
 
-def published_lines(base: Cell, best: Sequence[Candidate]) -> list[str]:
-    """Return how far the best is from what was published for the recipe, pair by pair."""
-    if not best or not best[0].step:
-        return []
-    return [
-        f"published {pair}: {number:,.0f} tokens/s/GPU; the first is predicted at "
-        f"{best[0].speed / number:.2f}x"
-        for pair, number in base.recipe.published_numbers.items()
+def render_walk(stops: Sequence[Stop]) -> str:
+    """Return a column for each stop, a row for each term."""
+    columns = [stop.us_per_token for stop in stops]
+    rows = {name: [f"{one.get(name, 0.0):.1f}" for one in columns] for name in add(*columns)}
+    rows["step"] = [f"{sum(column.values()):.1f}" for column in columns]
+    rows["tokens/s/GPU"] = [f"{stop.step.tokens_per_second_per_gpu:,.0f}" for stop in stops]
+    rows["memory"] = ["fits" if stop.fits else "too large" for stop in stops]
+    head = ["microseconds a token and GPU", *(stop.changed for stop in stops)]
+    table = [head, *([name, *cells] for name, cells in rows.items())]
+    return text_table(table, align="l" + "r" * len(stops)) + "\n"
+
+
+def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
+    """Return memory against speed as a picture; layouts that do not fit have no place in it."""
+    front, gpu = found.front(), base.cluster.gpu
+    names = [
+        f"{place}: {one.speed:,.0f}, {degrees(one.cell)}, {one.cell.pair}"
+        for place, one in enumerate(front[:_LABELS], 1)
     ]
+
+    def paint(axes: Axes) -> None:
+        def draw(some: list[Candidate], marker: str, gid: str, colour: str, size: int) -> None:
+            x, y = [one.memory.total for one in some], [one.speed for one in some]
+            axes.plot(x, y, marker, color=colour, markersize=size, gid=gid)
+
+        axes.set_title(f"{base.recipe.name}: predicted speed against memory", loc="left")
+        axes.set_xlabel("GiB a GPU", color=QUIET)
+        axes.set_ylabel("tokens/s/GPU", color=QUIET)
+        axes.yaxis.set_major_formatter("{x:,g}")
+        # The slow ones are many and lie on one another.
+        draw(found.ranked()[:_MOST_POINTS], ".", "layouts", _DOTS, 3)
+        draw(front, "o-", "front", _FRONT, 5)
+        if recipe is not None and recipe.step:
+            draw([recipe], "D", "recipe", _RECIPE, 6)
+            names.append("diamond: the recipe as it is")
+        if gpu:
+            axes.axvline(gpu.memory_gib, color=INK, linestyle=":", gid="card")
+            words, box = f"{gpu.memory_gib:g} GiB, the card", {"ha": "right", "va": "bottom"}
+            axes.text(gpu.memory_gib, 1, words, box, transform=axes.get_xaxis_transform())
+        for place, one in enumerate(front[:_LABELS], 1):
+            at = (one.memory.total, one.speed)
+            axes.annotate(str(place), at, (-4, 6), textcoords="offset points", weight="bold")
+        small = {"fontsize": 9, "linespacing": 1.4}
+        axes.text(0.01, 0.02, "\n".join(names), small, transform=axes.transAxes)
+        axes.set(xlim=(0, None), ylim=(0, None))
+
+    return draw_figure("plan", 4.6, paint)["svg"].decode()

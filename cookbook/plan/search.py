@@ -1,4 +1,4 @@
-"""Looks at layouts one by one: does it fit, and how fast is it."""
+"""Looks at layouts one by one: does it fit, and how fast is it; walks from one to another."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.config.cell import LAYERS_KEPT, Cell
-from cookbook.config.options import Options
+from cookbook.config.cell import (
+    ATTENTION,
+    EP_CHUNKS,
+    LAYERS_KEPT,
+    NUM_CHUNKS,
+    SCORE_ACTIVATIONS,
+    Cell,
+)
+from cookbook.config.options import DEGREES, Options, Setting
+from cookbook.config.validate import validation_errors
 from cookbook.predict.documents import Documents
 from cookbook.predict.memory import StageMemory, predict_memory, verdict
 from cookbook.predict.rank import Rank, describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "will not fit"
-_BATCH = "training.local_batch_size"
+BATCH = "training.local_batch_size"
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,6 @@ class Found:
     larger: int = 0
     interrupted: bool = False
 
-    @property
-    def looked_at(self) -> int:
-        """Layouts whose verdict is known."""
-        return len(self.candidates) + self.larger
-
     def ranked(self) -> list[Candidate]:
         """Return those that fit, the fastest first."""
         known = [one for one in self.candidates if one.step]
@@ -74,9 +77,27 @@ class Found:
                 front.append(one)
         return front
 
-    def count(self, verdict: str) -> int:
-        """Return how many have this verdict."""
-        return sum(one.verdict == verdict for one in self.candidates)
+    def counts(self) -> dict[str, int]:
+        """Return the number of layouts by verdict."""
+        verdicts = [one.verdict for one in self.candidates]
+        looked_at, fit = len(verdicts) + self.larger, verdicts.count(FITS)
+        tight = verdicts.count(TIGHT)
+        too_large = looked_at - fit - tight
+        return {"looked_at": looked_at, "fit": fit, "tight": tight, "too_large": too_large}
+
+
+def recomputation(cell: Cell) -> str:
+    """Return the mode, or what selective recomputation saves; and how many layers it skips."""
+    section = "activation_checkpoint"
+    mode = str(cell.options[f"{section}.mode"])
+    if mode == "memory_budget":
+        mode += f" {cell.options[f'{section}.memory_budget']:g}"
+    elif cell.saves:
+        mode = f"saves {', '.join(sorted(cell.saves))}"
+    elif mode == "selective":
+        mode = f"1 layer in {cell.options[f'{section}.selective_ac_option']}"
+    kept = cell.options[LAYERS_KEPT]
+    return f"{mode}; keeps {kept} layers" if kept else mode
 
 
 def search(
@@ -93,7 +114,7 @@ def search(
     too_large: dict[str, int] = {}
     try:
         for cell in cells:
-            batch, mode = cell.options[_BATCH], _mode(cell)
+            batch, mode = cell.options[BATCH], recomputation(cell)
             keys = [_structure(cell, one) for one in {mode, "full"}]
             if any(too_large.get(key, batch + 1) <= batch for key in keys):
                 found.larger += 1
@@ -108,69 +129,48 @@ def search(
     return found
 
 
-def _mode(cell: Cell) -> str:
-    """Return how layers are recomputed; plain `full` needs least."""
-    section = "activation_checkpoint"
-    words = [cell.options[f"{section}.mode"], *sorted(cell.saves)]
-    if words == ["selective"]:
-        words.append(f"every {cell.options[f'{section}.selective_ac_option']}")
-    if words == ["memory_budget"]:
-        words.append(str(cell.options[f"{section}.memory_budget"]))
-    if kept := cell.options[LAYERS_KEPT]:
-        words.append(f"keeps {kept}")
-    return " ".join(words)
-
-
 def _structure(cell: Cell, mode: str) -> str:
     """Return all settings as a key, but for the batch and recomputation."""
     rest = [
         (name, value)
         for name, value in sorted(cell.options.values.items())
-        if name != _BATCH and not name.startswith("activation_checkpoint.")
+        if name != BATCH and not name.startswith("activation_checkpoint.")
     ]
     return json.dumps([cell.pair, mode, rest], default=str)
 
 
+@dataclass(frozen=True, eq=False)
 class _Recorder(Options):
-    """Options that note, in order, the names that are read and their values."""
+    """Options that note the names that are read."""
 
-    read: dict[str, Any]
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options.stack, options.settings)
-        object.__setattr__(self, "read", {})
+    read: dict[str, None] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        self.read.setdefault(name, value)
-        return value
+        self.read[name] = None
+        return super().__getitem__(name)
 
 
 class KnownRanks:
     """The ranks of layouts of one recipe and cluster, which differ in a few options alone.
 
-    The values read so far decide which option `describe_ranks` reads next: a tree whose leaves are
-    ranks. Layouts share those that were counted from the same values.
+    Layouts share ranks that were counted from the same values of all options ever read.
     """
 
     def __init__(self) -> None:
-        self._next: dict[tuple[str, ...], str | tuple[Rank, ...]] = {}
+        self._read: dict[str, None] = {}
+        self._ranks: dict[tuple[str, ...], tuple[Rank, ...]] = {}
 
     def ranks(self, cell: Cell) -> tuple[Rank, ...]:
         """Return the ranks of `cell`, counted where no layout before had the same."""
-        values: tuple[str, ...] = ()
-        while isinstance(found := self._next.get(values), str):
-            values += (str(cell.options[found]),)
-        if found is not None:
-            return found
-        recorder = _Recorder(cell.options)
-        ranks = describe_ranks(replace(cell, options=recorder))
-        values = ()
-        for name, value in recorder.read.items():
-            self._next[values] = name
-            values += (str(value),)
-        self._next[values] = ranks
-        return ranks
+        known = self._ranks.get(self._key(cell))
+        if known is None:
+            recorder = _Recorder(cell.options.stack, cell.options.settings, self._read)
+            known = describe_ranks(replace(cell, options=recorder))
+            self._ranks[self._key(cell)] = known
+        return known
+
+    def _key(self, cell: Cell) -> tuple[str, ...]:
+        return tuple(str(cell.options[name]) for name in self._read)
 
 
 def evaluate(
@@ -187,3 +187,67 @@ def evaluate(
         return Candidate(cell, memory, FITS, predict_step(cell, ranks, documents))
     except InputError as error:
         return Candidate(cell, memory, FITS, unknown=str(error))
+
+
+_OVERLAYS = "precision and EP backend"
+# In this order, since a batch or a mode fits only behind what makes room for it. Options of no
+# group go with the overlays.
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "attention and loss": (ATTENTION, NUM_CHUNKS, "training.dataloader."),
+    _OVERLAYS: (),
+    "TP": (DEGREES["tp"],),
+    "data parallelism": ("parallelism.data_parallel_",),
+    "EP": (DEGREES["ep"], DEGREES["etp"], EP_CHUNKS, SCORE_ACTIVATIONS),
+    "pipeline and batch": ("parallelism.pipeline_parallel", BATCH),
+    "recomputation": ("activation_checkpoint.",),
+}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A layout on the way from one to another, with the change that led to it."""
+
+    changed: str
+    fits: bool
+    step: StepTime
+
+    @property
+    def us_per_token(self) -> dict[str, float]:
+        """Microseconds of each term for a token and GPU, which compare across batches."""
+        tokens = self.step.tokens_per_gpu
+        return {name: 1000 * ms / tokens for name, ms in self.step.terms_ms.items()}
+
+
+def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
+    """Go from `start` to `end`, a group of options at a time; both are stops.
+
+    A stop that the rules refuse goes together with the next change.
+    """
+
+    def stop(changed: str, cell: Cell) -> Stop:
+        candidate = evaluate(cell, documents)
+        step = candidate.step or predict_step(cell, documents=documents)
+        return Stop(changed, candidate.verdict == FITS, step)
+
+    names = {*start.options.settings, *end.options.settings}
+    differing = {name for name in names if start.options[name] != end.options[name]}
+    groups = {
+        title: {name for name in differing if prefixes and name.startswith(prefixes)}
+        for title, prefixes in _GROUPS.items()
+    }
+    groups[_OVERLAYS] = differing.difference(*groups.values())
+    stops, at, waiting = [stop("from", start)], start, list[str]()
+    for title, group in groups.items():
+        if title == _OVERLAYS:
+            at = replace(at, precision=end.precision, ep_backend=end.ep_backend)
+        if not group and (title != _OVERLAYS or start.pair == end.pair):
+            continue
+        settings = {name: Setting(end.options[name], "plan") for name in group}
+        at = replace(at, options=at.options.override(settings))
+        waiting.append(title)
+        if not validation_errors(at):
+            stops.append(stop(" + ".join(waiting), at))
+            waiting = []
+    if waiting:
+        stops.append(stop(" + ".join(waiting), end))
+    return stops

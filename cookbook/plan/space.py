@@ -23,14 +23,16 @@ from cookbook.config.options import DEGREES, Setting, Settings
 from cookbook.config.overlay import load_ep_backend, load_overlay, load_precision
 from cookbook.config.resolve import merge_config
 from cookbook.config.validate import validation_errors, wrong_value
+from cookbook.config.validate.layout import less_layers
+from cookbook.plan.search import BATCH
 from cookbook.predict.rank import model_of
 from cookbook.predict.step import refuse_unmodelled
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
-_BATCH = "training.local_batch_size"
 _MODE, _BY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 _BUDGET = "activation_checkpoint.memory_budget"
+_STRUCTURE = (DEGREES["tp"], DEGREES["pp"], DEGREES["ep"], _SCHEDULE, _PER_STAGE, BATCH, _MODE)
 # Options that one mode alone reads.
 _OF_MODE = {_BY: "selective", _BUDGET: "memory_budget"}
 
@@ -39,13 +41,19 @@ def _saving(*operators: str) -> dict[str, Any]:
     return {_MODE: "selective", _BY: "op", SAVE_LIST: list(operators)}
 
 
+# Options that the rules refuse beside a mode.
+_RESETS: dict[str, dict[str, Any]] = {
+    "full": {SAVE_LIST: []},
+    "none": {SAVE_LIST: [], LAYERS_KEPT: 0},
+    "memory_budget": {SAVE_LIST: [], LAYERS_KEPT: 0},
+}
 # Ways to recompute: options that belong together.
 RECOMPUTATION: tuple[dict[str, Any], ...] = (
-    {_MODE: "full", SAVE_LIST: []},
+    {_MODE: "full", **_RESETS["full"]},
     _saving("attention", "communication"),
     _saving("attention", "communication", "grouped_mm"),
     _saving("attention", "communication", "grouped_mm", "mm"),
-    {_MODE: "none", SAVE_LIST: [], LAYERS_KEPT: 0},
+    {_MODE: "none", **_RESETS["none"]},
 )
 _WORKERS = "training.dataloader.num_workers"
 # A process that tokenizes beside the training.
@@ -84,11 +92,9 @@ class Space:
     def all_candidates(self) -> Iterator[Cell]:
         """Return refused layouts too."""
         for pair in itertools.product(*(self.overlays[kind] for kind in OVERLAYS)):
-            start = self._with_overlays(*pair)
-            seen = set()
-            for chosen in self._combinations():
-                chosen |= self._of_deepep(start, chosen)
-                key = tuple(sorted((name, str(value)) for name, value in chosen.items()))
+            start, seen = self._with_overlays(*pair), set[str]()
+            for chosen in self._combinations(start):
+                key = str(sorted(chosen.items()))
                 if key in seen:
                     continue
                 seen.add(key)
@@ -107,48 +113,38 @@ class Space:
         base = self.base
         if (precision, ep_backend) == (base.precision.name, base.ep_backend.name):
             return base
-        asked = {
-            name: setting
-            for name, setting in base.options.settings.items()
-            if setting.origin.startswith("--")
-        }
-        return merge_config(
-            base.recipe,
-            load_precision(precision),
-            load_ep_backend(ep_backend),
-            base.cluster,
-            nodes=base.nodes,
-            layers=({}, {}, asked),
-        )
+        settings = base.options.settings.items()
+        asked = {name: one for name, one in settings if one.origin.startswith("--")}
+        overlays = load_precision(precision), load_ep_backend(ep_backend)
+        merged = merge_config(base.recipe, *overlays, base.cluster, nodes=base.nodes)
+        return replace(merged, options=merged.options.override(asked))
 
-    def _combinations(self) -> Iterator[dict[str, Any]]:
+    def _combinations(self, start: Cell) -> Iterator[dict[str, Any]]:
         model, world = model_of(self.base), self.base.world
         most = {
             "tp": min(self.base.cluster.ranks_per_node, model.heads),
             "pp": min(_MOST_PIPELINE_RANKS, model.n_layers, world),
             "ep": min(model.num_experts, world),
         }
-        tried = {short: self.varied.get(DEGREES[short], _powers(most[short])) for short in most}
-        for tp, pp in itertools.product(tried["tp"], tried["pp"]):
-            if world % pp:
-                continue
-            ways = itertools.product(tried["ep"], self._schedules(pp), self._batches(pp))
-            for ep, way, batch in ways:
-                if world // pp % ep == 0:
-                    degrees = {DEGREES["tp"]: tp, DEGREES["pp"]: pp, DEGREES["ep"]: ep}
-                    yield from self._with_rest({**degrees, _BATCH: batch, **way})
-
-    def _with_rest(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Add recomputation, attention, the loss, and any other option that the user varies."""
-        ways = list(RECOMPUTATION)
-        if _MODE in self.varied:
-            ways = [{_MODE: mode, **self._unused(mode)} for mode in self.varied[_MODE]]
-        elif _BUDGET in self.varied:
-            ways.append({_MODE: "memory_budget", **self._unused("memory_budget")})
+        tried = [
+            self.varied.get(DEGREES[short], [1 << bit for bit in range(largest.bit_length())])
+            for short, largest in most.items()
+        ]
         others = {name: values for name, values in self.varied.items() if name not in _STRUCTURE}
         others |= self._means()
-        for way, values in itertools.product(ways, itertools.product(*others.values())):
-            yield self._settled({**chosen, **way, **dict(zip(others, values, strict=True))})
+        for tp, pp, ep in itertools.product(*tried):
+            if world % pp or world // pp % ep:
+                continue
+            degrees = {DEGREES["tp"]: tp, DEGREES["pp"]: pp, DEGREES["ep"]: ep}
+            for schedule, batch, recomputed, values in itertools.product(
+                self._schedules(pp),
+                self._batches(pp),
+                self._recomputations(),
+                itertools.product(*others.values()),
+            ):
+                chosen = {**degrees, BATCH: batch, **schedule, **recomputed}
+                chosen |= dict(zip(others, values, strict=True))
+                yield self._settled(chosen) | self._of_deepep(start, ep)
 
     def _settled(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """Drop options that the rest leaves unread, so that no layout comes twice."""
@@ -161,63 +157,52 @@ class Space:
             settled[SAVE_LIST] = []
         return settled
 
-    def _unused(self, mode: str) -> dict[str, Any]:
-        """Return the resets of options that the rules refuse beside `mode`."""
-        options: dict[str, Any] = {} if mode == "selective" else {SAVE_LIST: []}
-        return options if mode in ("full", "selective") else {**options, LAYERS_KEPT: 0}
-
-    def _of_deepep(self, start: Cell, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    def _of_deepep(self, start: Cell, ep: int) -> dict[str, Any]:
         """Score activations; between nodes let experts compute beside DeepEP's exchanges."""
         if not start.uses_deepep:
             return {}
-        between_nodes = chosen[DEGREES["ep"]] > start.cluster.ranks_per_node
+        between_nodes = ep > start.cluster.ranks_per_node
         chunks = max(start.options[EP_CHUNKS], 2) if between_nodes else 1
         means = {EP_CHUNKS: chunks, SCORE_ACTIVATIONS: True}
         return {name: value for name, value in means.items() if name not in self.varied}
 
     def _means(self) -> dict[str, list[Any]]:
         """Return options that always pay (docs/evidence/performance.md), one value each."""
-        means: dict[str, list[Any]] = {}
-        gpu = self.base.cluster.gpu
-        has_flash = gpu is not None and gpu.compute_capability >= _FLASH_CAPABILITY
-        if ATTENTION not in self.varied and has_flash:
-            means[ATTENTION] = ["flash_attention_4"]
-        if NUM_CHUNKS not in self.varied:
-            means[NUM_CHUNKS] = [self.base.options[NUM_CHUNKS] or 8]
-        if not _WORKER.keys() & self.varied.keys() and not self.base.options[_WORKERS]:
-            means |= {name: [value] for name, value in _WORKER.items()}
-        return means
+        gpu, options, means = self.base.cluster.gpu, self.base.options, dict[str, Any]()
+        if gpu is not None and gpu.compute_capability >= _FLASH_CAPABILITY:
+            means[ATTENTION] = "flash_attention_4"
+        means[NUM_CHUNKS] = options[NUM_CHUNKS] or 8
+        if not _WORKER.keys() & self.varied.keys() and not options[_WORKERS]:
+            means |= _WORKER
+        return {name: [value] for name, value in means.items() if name not in self.varied}
 
     def _schedules(self, pp: int) -> list[dict[str, Any]]:
+        options = self.base.options
         if pp == 1:
             return [{}]
         if _SCHEDULE in self.varied or _PER_STAGE in self.varied:
-            names = self.varied.get(_SCHEDULE, [self.base.options[_SCHEDULE]])
-            sizes = self.varied.get(_PER_STAGE, [self.base.options[_PER_STAGE]])
+            names, sizes = (self.varied.get(n, [options[n]]) for n in (_SCHEDULE, _PER_STAGE))
             return [{_SCHEDULE: n, _PER_STAGE: s} for n, s in itertools.product(names, sizes)]
-        layers = model_of(self.base).n_layers + sum(
-            self.base.options[f"parallelism.pipeline_parallel_{end}_stage_less_layers"]
-            for end in ("first", "last")
-        )
-        ways: list[dict[str, Any]] = [{_SCHEDULE: "1F1B", _PER_STAGE: None}]
-        for per_rank in range(2, _MOST_STAGES_PER_RANK + 1, 2):
-            size = math.ceil(layers / (pp * per_rank))
-            if math.ceil(layers / size) == pp * per_rank:
-                ways.append({_SCHEDULE: "Interleaved1F1B", _PER_STAGE: size})
-        if len(ways) == 1:
-            ways.append({_SCHEDULE: "Interleaved1F1B", _PER_STAGE: None})
-        return ways
+        layers = model_of(self.base).n_layers + sum(less_layers(options))
+        sizes = [
+            size
+            for stages in range(2 * pp, _MOST_STAGES_PER_RANK * pp + 1, 2 * pp)
+            if math.ceil(layers / (size := math.ceil(layers / stages))) == stages
+        ]
+        return [
+            {_SCHEDULE: "1F1B", _PER_STAGE: None},
+            *({_SCHEDULE: "Interleaved1F1B", _PER_STAGE: size} for size in sizes or [None]),
+        ]
 
     def _batches(self, pp: int) -> Sequence[int]:
-        if _BATCH in self.varied:
-            return self.varied[_BATCH]
-        if pp == 1:
-            return _BATCHES
-        return sorted({*_MICROBATCHES, self.base.options[_BATCH]})
+        usual = _BATCHES if pp == 1 else sorted({*_MICROBATCHES, self.base.options[BATCH]})
+        return self.varied.get(BATCH, usual)
 
-
-_LAID_OUT = tuple(DEGREES[short] for short in ("tp", "pp", "ep"))
-_STRUCTURE = (*_LAID_OUT, _SCHEDULE, _PER_STAGE, _BATCH, _MODE)
+    def _recomputations(self) -> list[dict[str, Any]]:
+        if _MODE in self.varied:
+            return [{_MODE: mode, **_RESETS.get(mode, {})} for mode in self.varied[_MODE]]
+        budget = {_MODE: "memory_budget", **_RESETS["memory_budget"]}
+        return [*RECOMPUTATION, *([budget] if _BUDGET in self.varied else [])]
 
 
 def space_of(
@@ -257,20 +242,13 @@ def space_of(
             cell = Space(base, {}, {}).with_setting(key, Setting(value, place))
             if wrong := wrong_value(cell, key):
                 raise InputError(place, wrong.reason, wrong.remedy)
-    for kind, usual in (("precision", _precisions(base)), ("ep_backend", ["standard", "deepep"])):
-        named.setdefault(kind, list(dict.fromkeys([getattr(base, kind).name, *usual])))
-    return Space(base, varied, named)
-
-
-def _precisions(base: Cell) -> list[str]:
-    """Return BF16, and MXFP8 where the GPU's tensor cores have it."""
+    usual = {"precision": ["bf16"], "ep_backend": ["standard", "deepep"]}
     gpu = base.cluster.gpu
-    needed = load_precision("mxfp8").needs.compute_capability or 0
-    return ["bf16", "mxfp8"] if gpu and gpu.compute_capability >= needed else ["bf16"]
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << bit for bit in range(most.bit_length()) if 1 << bit <= most]
+    if gpu and gpu.compute_capability >= load_precision("mxfp8").needs.compute_capability:
+        usual["precision"].append("mxfp8")
+    for kind, names in usual.items():
+        named.setdefault(kind, list(dict.fromkeys([getattr(base, kind).name, *names])))
+    return Space(base, varied, named)
 
 
 def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:

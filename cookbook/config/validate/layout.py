@@ -158,7 +158,7 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
         remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
         yield _SCHEDULE, f"found {schedule!r}, allowed: {', '.join(STAGES_PER_RANK)}", remedy
         return
-    first, last = _less_layers(options)
+    first, last = less_layers(options)
     per_stage, at_least = options[_PER_STAGE], known[schedule.lower()]
     layers, stages = num_layers + first + last, layout.pp * at_least
     if per_stage is not None:
@@ -181,7 +181,7 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
         )
 
 
-def _less_layers(options: Options) -> tuple[int, int]:
+def less_layers(options: Options) -> tuple[int, int]:
     """Layers that the first and the last stage have less, for embedding and output."""
     section = "parallelism.pipeline_parallel"
     first, last = (options[f"{section}_{end}_stage_less_layers"] for end in ("first", "last"))
@@ -256,7 +256,7 @@ def two_stages(cell: Cell) -> Problems:
     schedule, model = cell.options[_SCHEDULE], cell.options.model
     if ranks == 1 or not is_v_shaped(schedule) or not per_stage or model is None:
         return
-    layers = model.n_layers + sum(_less_layers(cell.options))
+    layers = model.n_layers + sum(less_layers(cell.options))
     stages = math.ceil(layers / per_stage)
     if stages != 2 * ranks:
         yield (
