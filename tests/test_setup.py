@@ -17,6 +17,9 @@ from tests.set_up import Checkout, copy_for_setup, write_wheel
 pytestmark = pytest.mark.titan
 
 
+BROKEN = ("no Python", "no pyvenv.cfg")
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     return copy_for_setup(tmp_path)
@@ -71,6 +74,7 @@ def test_first_run_then_nothing_to_do(checkout: Checkout) -> None:
     assert checkout.setup("--local", "--quiet").stdout == ""
 
 
+@pytest.mark.nightly
 def test_another_index_gives_torch_and_stays(checkout: Checkout) -> None:
     url = "https://packages.example/cu130"
     assert checkout.setup("--local", "--torch-index", url).returncode == 0
@@ -104,6 +108,7 @@ def test_changed_pins_are_enough(ready: Checkout, tmp_path: Path) -> None:
     assert ready.setup("--local", "--quiet").stdout == ""
 
 
+@pytest.mark.nightly
 def test_a_pin_that_cannot_be_had_shows_pip_s_words(checkout: Checkout) -> None:
     with (checkout.folder / "requirements.txt").open("a") as file:
         file.write("no-such-package-of-the-cookbook==1.0\n")
@@ -114,7 +119,9 @@ def test_a_pin_that_cannot_be_had_shows_pip_s_words(checkout: Checkout) -> None:
     assert not checkout.exists(".venv/.cookbook/installed")
 
 
-@pytest.mark.parametrize("broken", ["unfinished", "no Python", "no pyvenv.cfg"])
+@pytest.mark.parametrize(
+    "broken", ["unfinished", *(pytest.param(case, marks=pytest.mark.nightly) for case in BROKEN)]
+)
 def test_a_broken_environment_is_made_anew(ready: Checkout, broken: str) -> None:
     """Without pyvenv.cfg its Python is the system's, which must not get the packages."""
     venv = ready.folder / ".venv"

@@ -139,6 +139,7 @@ class TestDeepEp:
         assert site.setup("--arch", "10.3").returncode == 0
         assert site.recorded()["TORCH_CUDA_ARCH_LIST"] == "10.3"
 
+    @pytest.mark.nightly
     def test_a_library_without_the_kernels_is_a_failure(self, site: Site) -> None:
         site.checkout.environment["STAND_IN_LIBRARY"] = WITHOUT_NVSHMEM
         result = site.setup("--arch", "10.0")
@@ -188,6 +189,7 @@ def is_installed(checkout: Checkout) -> bool:
 
 
 class TestFlashAttention:
+    @pytest.mark.nightly
     def test_a_login_node_without_gpus_gets_it_once(self, flash: Checkout) -> None:
         first = flash.setup(*OTHERS)
         assert first.returncode == 0, first.stdout
@@ -264,6 +266,7 @@ def hub() -> Iterator[Hub]:
         thread.join()
 
 
+@pytest.mark.nightly
 def test_tokenizers_come_from_the_hub_whole_or_not_at_all(tmp_path: Path, hub: Hub) -> None:
     checkout = copy_for_setup(tmp_path)
     checkout.environment |= {
