@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import re
 import shlex
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from cookbook.config.cell import Cell, launch_argv, overlay_argv, train_argv
 from cookbook.config.cluster import Cluster
 from cookbook.config.names import names_in, reference
 from cookbook.config.options import argv_of, exported
-from cookbook.config.overlay import Kind, Overlay, load_ep_backend, load_precision
+from cookbook.config.overlay import Overlay, load_ep_backend, load_precision
 from cookbook.config.recipe import Recipe
 from cookbook.config.resolve import merge_config
 from cookbook.config.stack import load_stack
@@ -45,16 +45,16 @@ def _environment() -> jinja2.Environment:
 
 
 def shquote(value: object) -> str:
-    """`value` as one word of bash, quoted also where a reader could misread it (`a,b`, `=a`)."""
+    """Quote `value` as one word of bash, also where a reader could misread it (`a,b`, `=a`)."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted
 
 
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
-    """The script of one cell: `submit.py render` prints it, and the job runs the same bytes.
+    """Render the script of one cell: `submit.py render` prints it, and the job runs the same bytes.
 
-    It calls itself `file_name` in what it says, if that has no character which bash would read.
+    Its messages name it `file_name`, unless bash would read a character of that.
     """
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
     if not _PLAIN_NAME.fullmatch(file_name):
@@ -98,7 +98,7 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
 
 
 def render_template(cluster: Cluster, header: list[str], **context: Any) -> str:
-    """The template filled with what a cell or a launcher says, and with what its cluster does."""
+    """Fill the template for a cell or a launcher on `cluster`."""
     container = cluster.container
     mounts = "".join(f",{mount}" for mount in container.mounts) if container else ""
     return (
@@ -128,7 +128,7 @@ OptionValue = str | int | bool
 def sbatch_options(
     cell: Cell, job_name: str | None = None, leave_out: Sequence[str] = ()
 ) -> dict[str, OptionValue]:
-    """sbatch's options by long name; True stands for an option without a value.
+    """Return sbatch's options by long name; True stands for an option without a value.
 
     One task a node: torchrun starts the ranks. GPUs are asked for per node and untyped, since a
     task must see all of its node's GPUs, and GRES names differ among clusters.
@@ -149,12 +149,8 @@ def sbatch_options(
     if cluster.exclusive:
         # All of the node's memory: the default is a share for each CPU.
         options |= {"exclusive": True, "mem": 0}
-    if cluster.partition:
-        options["partition"] = cluster.partition
-    if cluster.account:
-        options["account"] = cluster.account
-    if cluster.time:
-        options["time"] = cluster.time
+    own = {key: getattr(cluster, key) for key in ("partition", "account", "time")}
+    options |= {key: value for key, value in own.items() if value}
     if left_out := dict.fromkeys([*cluster.exclude, *leave_out]):
         options["exclude"] = ",".join(left_out)
     options["requeue" if cluster.requeue else "no-requeue"] = True
@@ -167,7 +163,7 @@ def sbatch_options(
 
 
 def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:
-    """The words after `#SBATCH`, in order; the log goes to the folder that sbatch is called in."""
+    """Return the words after `#SBATCH`; the log goes to the folder that sbatch is called in."""
     if cell.cluster.scheduler != "slurm":
         return []
     options = sbatch_options(cell, job_name) | {"output": "%x-%j.log"}
@@ -175,34 +171,12 @@ def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:
 
 
 def option_word(name: str, value: OptionValue) -> str:
-    """`--nodes=32`, or `--exclusive` for True; quoted as sbatch reads its comment lines."""
+    """Return `--nodes=32`, or `--exclusive` for True, quoted as sbatch reads its comment lines."""
     return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
 
 
-_WIDTH = 94
-
-
-@dataclass(frozen=True)
-class _Value:
-    """One value of a choice: the words that select it, and what it adds."""
-
-    name: str
-    patterns: list[str]
-    train_lines: list[str]
-    environment: list[tuple[str, str]]
-    environment_from: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class _Choice:
-    variable: str
-    summary: str
-    default: str
-    values: list[_Value]
-
-
 def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
-    """One script for every cell of a recipe, chosen by PRECISION and EP_BACKEND.
+    """Render one script for every cell of a recipe, chosen by PRECISION and EP_BACKEND.
 
     It names no absolute path, so that it can be checked in; otherwise it is `render_script`'s text.
     """
@@ -212,8 +186,8 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
     bf16, standard = load_precision("bf16"), load_ep_backend("standard")
     first = merge_config(recipe, bf16, standard, cluster)
     choices = [
-        _choice("precision", "number format of the GEMMs", "${RECIPE:-bf16}", precisions),
-        _choice("ep_backend", "how tokens travel to their experts", "standard", backends),
+        _choice("number format of the GEMMs", "${RECIPE:-bf16}", precisions),
+        _choice("how tokens travel to their experts", "standard", backends),
     ]
     header = [
         recipe.description,
@@ -243,10 +217,9 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         choices=choices,
         environment=list(exported(cluster.environment).items()),
         environment_from=[
-            (f'"${{{choice.variable}}}" == {value.name} && ', name, other)
-            for choice in choices
-            for value in choice.values
-            for name, other in value.environment_from
+            (f'"${{{overlay.kind.upper()}}}" == {overlay.name} && ', name, other)
+            for overlay in (*precisions, *backends)
+            for name, other in overlay.environment_from.items()
         ],
         spare_nodes=recipe.spare_nodes,
         train_args=[
@@ -271,32 +244,19 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
     return [f"  {command:<{width}}  # {meaning}" for command, meaning in examples]
 
 
-def _choice(kind: Kind, summary: str, default: str, overlays: Sequence[Overlay]) -> _Choice:
-    stack = load_stack()
-    values = [
-        _Value(
-            name=overlay.name,
-            patterns=[overlay.name, *overlay.synonyms],
-            # The script names the overlay itself.
-            train_lines=_filled(
-                [*overlay_argv(stack, overlay)[1:], *argv_of(stack, overlay.settings)]
-            ),
-            environment=list(exported(overlay.environment).items()),
-            environment_from=[
-                (name, str(other)) for name, other in overlay.environment_from.items()
-            ],
+def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str, Any]:
+    stack, values = load_stack(), []
+    for overlay in overlays:
+        # The script names the overlay itself. Words stand in lines that are replaced as a whole.
+        words = [*overlay_argv(stack, overlay)[1:], *argv_of(stack, overlay.settings)]
+        text = " ".join(map(shquote, words))
+        values.append(
+            {
+                "name": overlay.name,
+                "patterns": [overlay.name, *overlay.synonyms],
+                "lines": textwrap.wrap(text, 94, break_long_words=False, break_on_hyphens=False),
+                "environment": exported(overlay.environment).items(),
+            }
         )
-        for overlay in overlays
-    ]
-    return _Choice(kind.upper(), summary, default, values)
-
-
-def _filled(words: Sequence[str]) -> list[str]:
-    """Return the quoted words in lines: who edits a choice replaces it as a whole."""
-    lines: list[str] = []
-    for word in map(shquote, words):
-        if lines and len(lines[-1]) + len(word) < _WIDTH:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines
+    variable = overlays[0].kind.upper()
+    return {"variable": variable, "summary": summary, "default": default, "overlays": values}

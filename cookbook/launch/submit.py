@@ -124,7 +124,7 @@ class RunLocalExecutor(LocalExecutor):
 
 
 def _python_path() -> str:
-    """The cookbook first, then what the user has put there."""
+    """Return the cookbook's folder, then the user's own."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
@@ -142,48 +142,40 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
+    cells = [cell for cell in cells if not cell.refused]
     try:
-        cells = [cell for cell in cells if not cell.refused]
-        # Alone in its allocation a cell is anyway.
-        if run.scheduler == "slurm" and one_allocation and len(cells) > 1:
-            return [_submit_together(run, cells)]
-        return _submit_cells(run, cells)
+        if run.scheduler == "local":
+            folders = [run.cell(cell.name) for cell in cells]
+            job_id: str = RunLocalExecutor(run.job_files).submit(Supervisor(folders)).job_id
+            for folder in folders:
+                write_job(folder, process_job(int(job_id)))
+            return [job_id]
+        # A single cell already has its own allocation.
+        if one_allocation and len(cells) > 1:
+            title = f"the train.sh of {len(cells)} cells in turn"
+            executor = CellSlurmExecutor(run.submission, cells[0], title, run.record.sweep)
+            return [_submit(run, executor, cells)]
+        job_ids = []
+        for number, cell in enumerate(cells):
+            script, title = run.cell(cell.name).submission, f"{cell.name}/train.sh"
+            executor = CellSlurmExecutor(script, cell, title)
+            job_ids.append(_submit(run, executor, [cell], cells[number + 1 :]))
+        return job_ids
     finally:
         release_submit_lock(run.folder)
 
 
-def _submit_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
-    if run.scheduler == "local":
-        folders = [run.cell(cell.name) for cell in cells]
-        job_id: str = RunLocalExecutor(run.job_files).submit(Supervisor(folders)).job_id
-        for folder in folders:
-            write_job(folder, process_job(int(job_id)))
-        return [job_id]
-    job_ids = []
-    for number, cell in enumerate(cells):
-        folder = run.cell(cell.name)
-        try:
-            title = f"{cell.name}/train.sh"
-            executor = CellSlurmExecutor(folder.submission, cell, title)
-            job_ids.append(executor.submit(Supervisor([folder])).job_id)
-        except JobError as error:
-            for left in cells[number:]:
-                write_status(run.cell(left.name), Status(FAILED, reason=f"not queued: {error}"))
-            raise JobError(f"{cell.name}: {error}") from None
-        write_job(folder, job_ids[-1])
-    return job_ids
-
-
-def _submit_together(run: Run, cells: Sequence[Cell]) -> str:
+def _submit(
+    run: Run, executor: CellSlurmExecutor, cells: Sequence[Cell], later: Sequence[Cell] = ()
+) -> str:
+    """Submit one job of `cells`; where Slurm refuses it, those `later` are not submitted either."""
     folders = [run.cell(cell.name) for cell in cells]
-    title = f"the train.sh of {len(cells)} cells in turn"
-    executor = CellSlurmExecutor(run.submission, cells[0], title, job_name=run.record.sweep)
     try:
         job_id: str = executor.submit(Supervisor(folders)).job_id
     except JobError as error:
-        for folder in folders:
+        for folder in [*folders, *(run.cell(cell.name) for cell in later)]:
             write_status(folder, Status(FAILED, reason=f"not queued: {error}"))
-        raise
+        raise JobError(f"{cells[0].name}: {error}" if len(cells) == 1 else str(error)) from None
     for folder in folders:
         write_job(folder, job_id)
     return job_id
