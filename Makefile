@@ -52,5 +52,5 @@ check: setup-dev ## lint, format, types, shell scripts
 golden: setup-dev ## renew the recorded scripts in tests/golden and train_*.sh
 	.venv/bin/python -m tests.golden
 
-docs: setup-dev ## renew the tables of documents that follow from data
-	.venv/bin/python -m bench.tables
+docs: setup-dev ## renew the tables and figures of documents that follow from data
+	.venv/bin/python -m docs.make

@@ -11,21 +11,22 @@ from typing import Any
 
 import pytest
 
-from bench import convergence, memory, peer, step_times, tables
+from bench import convergence, memory, peer, step_times
 from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, sign_flips, t_test
 from bench.step_times import POINTS, PREDICTED, cell_of_point, compare, keep, read_points
 from cookbook.predict.memory import FITS, FITS_PIPELINE
+from docs import make
 
 # Student's sleep data: t is 4.0621, p of 9 degrees of freedom 0.001416 (one-sided).
 SLEEP = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
 
 
 def test_documents_have_the_tables_of_their_data(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tables.main(["--check"]) == 0, f"{capsys.readouterr().out}; run: make docs"
-    pages = "".join(path.read_text() for path in tables.pages())
-    assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
+    assert make.main(["--check"]) == 0, f"{capsys.readouterr().out}; run: make docs"
+    pages = "".join(path.read_text() for path in make.pages())
+    assert all(f"<!-- table: {name} -->" in pages for name in make.TABLES)
     old = "<!-- table: faults -->\nold\n<!-- end of table -->"
-    assert "| the released code " in tables.rewrite(old)
+    assert "| the released code " in make.rewrite(old)
 
 
 def around(mean: float, spread: float = 0.0005, number: int = len(SEEDS)) -> list[float]:

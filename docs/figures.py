@@ -1,0 +1,135 @@
+"""The figures that open the evidence pages, from the data beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from bench import convergence, memory, step_times
+from bench.gradient_table import GRADIENTS, worst
+from cookbook.base.figure import BAND, INK, QUIET, draw_figure
+from cookbook.base.paths import ROOT
+from cookbook.results.interval import t_quantile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BLUE, _ORANGE, _GREY = "#0a6ebd", "#c2500a", "#b9c2cb"
+_EVIDENCE = ROOT / "docs/evidence"
+
+
+def _draw(name: str, height: float, paint: Callable[[Axes], None]) -> str:
+    return draw_figure(name, height, paint, grid="x")["svg"].decode()
+
+
+def _read(path: str) -> Any:
+    return json.loads((_EVIDENCE / path).read_text(encoding="utf-8"))
+
+
+def speeds() -> str:
+    """Draw each change of the fast options on 4 H200, long documents."""
+    runs = _read("performance/h200x4-bars.json")["rounds"][0]["runs"]
+    names = ["standard", "deepep", *("deepep", "attention", "worker", "ep2", "saved")]
+    order = [f"released-{name}" for name in names[:2]] + ["deepep"]
+    order += [f"fast-{name}" for name in names[3:]] + ["fast"]
+    values = [runs[name]["tokens_per_second_per_gpu"] for name in order]
+
+    def paint(axes: Axes) -> None:
+        colours = [_GREY, _GREY, *[_BLUE] * (len(order) - 3), _ORANGE]
+        axes.barh(order, values, color=colours, height=0.6)
+        for place, value in enumerate(values):
+            words = f"{value:,.0f}  {value / values[1]:.2f}x"
+            axes.annotate(words, (value, place), (4, 0), textcoords="offset points", va="center")
+        axes.set(xlim=(0, 1.2 * max(values)))
+        axes.invert_yaxis()
+        axes.set_xlabel("tokens/s per GPU", color=QUIET)
+
+    return _draw("speeds", 3.2, paint)
+
+
+def losses() -> str:
+    """Draw each arm's difference from BF16 with its 90% interval and the margin."""
+    rows = []
+    for measure, share in convergence.MEASURES.items():
+        for arm, found in convergence.differences(convergence.read_losses(share)).items():
+            error = statistics.stdev(found) / math.sqrt(len(found))
+            half = t_quantile(0.95, len(found) - 1) * error
+            rows.append((f"{arm}, {measure}", 100 * statistics.fmean(found), 100 * half))
+
+    def paint(axes: Axes) -> None:
+        margin = 100 * convergence.MARGIN
+        axes.axvspan(-margin, margin, color=BAND)
+        axes.axvline(0, color=INK, linewidth=0.8)
+        for place, (_, middle, half) in enumerate(rows):
+            colour = _ORANGE if "float8" in rows[place][0] else _BLUE
+            axes.errorbar(middle, place, xerr=half, fmt="o", color=colour, capsize=3)
+        axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("loss minus BF16's, %; grey: the margin of 0.25%", color=QUIET)
+
+    return _draw("losses", 3.2, paint)
+
+
+def gradients() -> str:
+    """Draw the largest gradient error of each cell and each known fault."""
+    runs = _read("numerics/gradients.json")["runs"]
+    groups: dict[str, list[float]] = {
+        "right cells, nothing quantized": [],
+        "right cells, MXFP8": [],
+        "known faults": [],
+    }
+    for run in runs:
+        if not run["reference"] or run.get("scale") or not run["exact"]:
+            continue
+        found = worst(run, GRADIENTS)
+        is_plain = run["precision"] == "bf16" and run["backend"] != "mxfp8_a2a"
+        group = 2 if run["fault"] else 0 if is_plain else 1
+        if found:
+            [*groups.values()][group].append(found.error)
+
+    def paint(axes: Axes) -> None:
+        colours = (_BLUE, _BLUE, _ORANGE)
+        for place, (values, colour) in enumerate(zip(groups.values(), colours, strict=True)):
+            axes.plot(values, [place] * len(values), "o", color=colour, alpha=0.5)
+        for place, bound in ((0, 5e-6), (1, 5e-3)):
+            axes.plot([bound, bound], [place - 0.3, place + 0.3], color=INK)
+        axes.set_xscale("log")
+        axes.set_xticks([1e-6, 1e-4, 1e-2, 1, 100], ["1e-6", "1e-4", "1e-2", "1", "100"])
+        axes.minorticks_off()
+        axes.set_yticks(range(len(groups)), groups)
+        axes.set_ylim(2.5, -0.5)
+        axes.set_xlabel("largest relative error of a gradient; line: the bound", color=QUIET)
+
+    return _draw("gradients", 2.2, paint)
+
+
+def predictions() -> str:
+    """Draw the error of each predicted step and job."""
+    groups: dict[str, list[float]] = {}
+    for one in step_times.compare(step_times.read_points()):
+        if one.error is not None and not one.point.note and not one.point.fitted:
+            groups.setdefault(f"step, {one.point.group}", []).append(100 * one.error)
+    jobs = memory.compare(memory.read_measured())
+    groups["memory, 31 jobs"] = [100 * job.error for job in jobs]
+
+    def paint(axes: Axes) -> None:
+        axes.axvline(0, color=INK, linewidth=0.8)
+        for place, values in enumerate(groups.values()):
+            colour = _ORANGE if place == len(groups) - 1 else _BLUE
+            axes.plot(values, [place] * len(values), "o", color=colour, alpha=0.4)
+        axes.set_yticks(range(len(groups)), groups)
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.set_xlabel("predicted over measured, %", color=QUIET)
+
+    return _draw("predictions", 2.4, paint)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "performance/speeds.svg": speeds,
+    "convergence/losses.svg": losses,
+    "numerics/gradients.svg": gradients,
+    "prediction/errors.svg": predictions,
+}

@@ -1,0 +1,205 @@
+"""Write the tables and figures of these documents from their data: `make docs`.
+
+    python -m docs.make [--check]      # --check: write nothing, exit with status 1 if one is old
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import convergence, gradient_table, memory, step_times
+from cookbook.base.files import write_whole
+from cookbook.base.paths import RECIPES, ROOT
+from cookbook.base.tables import markdown_table
+from cookbook.config.cell import Cell
+from cookbook.config.cluster import load_cluster
+from cookbook.config.recipe import load_recipe
+from cookbook.config.resolve import cell_on, published_number
+from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
+from cookbook.predict.hardware import load_hardware
+from cookbook.predict.memory import predict_memory
+from cookbook.predict.rank import describe_ranks
+from cookbook.predict.step import predict_step
+from docs import figures, option_tables
+
+EVIDENCE = ROOT / "docs/evidence"
+
+
+def _read(path: str) -> Any:
+    return json.loads((EVIDENCE / path).read_text(encoding="utf-8"))
+
+
+def _gradients(name: str, table: int) -> str:
+    return gradient_table.render(_read(f"numerics/{name}.json")).split("\n\n")[table]
+
+
+def _measured() -> Iterator[tuple[str, str, str, float, float | None]]:
+    """Yield machine, cell, documents, tokens/s/GPU and GiB; the first of a machine is the base."""
+    for pair, speed in load_recipe("deepseek_v3_671b").published_numbers.items():
+        yield "256 B200, 671B, published", pair, "short", speed, None
+    for part in _read("performance/h200x4-bars.json")["rounds"]:
+        kind = {"tp2": ", TP 2", "real": ", real routing"}.get(part["command"], "")
+        (base, first), *others = part["runs"].items()
+        others.sort(key=lambda item: item[1]["tokens_per_second_per_gpu"])
+        for name, run in ((base, first), *others):
+            speed = run["tokens_per_second_per_gpu"]
+            yield f"4 H200, 16B{kind}", name, part["corpus"], speed, run["memory_gib"]
+    report = (EVIDENCE / "results/h200x2/report.md").read_text(encoding="utf-8")
+    for name, cells in re.findall(r"^\| (\S+) +\| finished \|(.*%.*)\|$", report, re.M):
+        _, speed, _, _, _, memory_gib, *_ = cells.replace(",", "").split("|")
+        machine = f"2 H200, 8 layers, {name.split('-')[0]}"
+        yield machine, name, "long", float(speed), float(memory_gib)
+    for run in _read("performance/h200-rows.json")["runs"]:
+        kind = "" if run["options"]["debug.moe_force_load_balance"] else ", real routing"
+        if run["run"] == ("third" if run["corpus"] == "long" and not kind else "fourth"):
+            speed = run["tokens_per_second_per_gpu"]
+            yield f"1 H200, 8 layers{kind}", run["cell"], run["corpus"], speed, run["memory_gib"]
+
+
+def _speeds() -> str:
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    base: dict[tuple[str, str], float] = {}
+    for machine, cell, documents, speed, memory_gib in _measured():
+        first = base.setdefault((machine, documents), speed)
+        ratio = "" if first == speed else f"{speed / first:.2f}x"
+        flavor = next(one for one in ("671B", "8 layers", "16B") if one in machine)
+        mfu = f"{speed * _flops_share(flavor):.1%}"
+        gib = "" if memory_gib is None else f"{memory_gib:.1f}"
+        # Of a cell's two rounds the first.
+        rows.setdefault((machine, cell, documents), [f"{speed:,.0f}", ratio, mfu, gib])
+    head = ["machine, model", "cell", "documents", "tokens/s/GPU", "over the first", "MFU", "GiB"]
+    return markdown_table(head, [[*key, *row] for key, row in rows.items()], "lllrrrr")
+
+
+@functools.cache
+def _flops_share(flavor: str) -> float:
+    """Return the share of the BF16 peak that one token a second takes, by TorchTitan's count."""
+    size = {"671B": "671B", "16B": "16B", "8 layers": "16B_8layers"}[flavor]
+    cluster = "soperator-b200" if flavor == "671B" else "h200-node"
+    recipe = "deepseek_v3_671b" if flavor == "671B" else "deepseek_v3_16b_fast"
+    cell = cell_on(load_cluster(cluster), recipe, "bf16", "standard", {"model.flavor": size})
+    peak = load_hardware(RECIPES / f"hardware/{cluster.split('-')[flavor == '671B']}.yaml")
+    return describe_ranks(cell)[0].flops_per_token / (peak.bf16_peak_tflops * 1e12)
+
+
+def _predicted(cell: Cell) -> list[str]:
+    """Return the predicted GiB and tokens/s/GPU of a cell."""
+    ranks = describe_ranks(cell)
+    total = max(predict_memory(cell, rank, cell.environment).total for rank in ranks)
+    speed = predict_step(cell, ranks).tokens_per_second_per_gpu
+    return [f"{total:.0f}", f"{speed:,.0f}"]
+
+
+def _sweeps_671b() -> str:
+    rows = []
+    for name in ("matrix", "matrix_random", "fast"):
+        for cell in expand_sweep(load_sweep(name), CellRequest(load_cluster("soperator-b200"))):
+            published = published_number(cell) if name == "matrix" else None
+            shown = f"{published:,.0f}" if published else ""
+            rows.append([name, cell.name, shown, *reversed(_predicted(cell))])
+    head = ["sweep", "cell", "published", "predicted tokens/s/GPU", "GiB of 178"]
+    return markdown_table(head, rows, "llrrr")
+
+
+_FAST, _LARGE = "deepseek_v3_16b_fast", "deepseek_v3_671b_fast"
+_EP, _SAVED = "parallelism.expert_parallel_degree", "activation_checkpoint.op_sac_save_list"
+_FULL = {"activation_checkpoint.mode": "full", _SAVED: []}
+_EIGHT = {"model.flavor": "16B_8layers"}
+# GPUs a node, nodes, profile, recipe and options.
+_PATHS: list[tuple[int, int, str, str, dict[str, Any]]] = [
+    (1, 1, "h200-node", _FAST, {_EP: 1, **_EIGHT, "activation_checkpoint.num_layers_kept": 8}),
+    (2, 1, "h200-node", _FAST, {_EP: 2, **_EIGHT}),
+    (2, 1, "h200-node", _FAST, {_EP: 2, "training.local_batch_size": 1, **_FULL}),
+    (4, 1, "h200-node", _FAST, {_EP: 4, _SAVED: ["attention", "communication", "grouped_mm"]}),
+    (8, 1, "h200-node", _FAST, {}),
+    *((8, nodes, "soperator-b200", _FAST, {}) for nodes in (1, 2, 4, 8, 16, 32, 64)),
+    (8, 16, "soperator-b200", _LARGE, _FULL),
+    *((8, nodes, "soperator-b200", _LARGE, {}) for nodes in (32, 64)),
+]
+
+
+def _paths() -> str:
+    rows = []
+    for gpus, nodes, profile, recipe, options in _PATHS:
+        cluster = replace(load_cluster(profile), gpus_per_node=gpus, nodes=nodes)
+        assert cluster.gpu
+        pair = load_recipe(recipe).pair
+        backend = "standard" if gpus == 1 else pair[1].name
+        cell = replace(cell_on(cluster, recipe, pair[0].name, backend, options), nodes=nodes)
+        words = ["--ep-backend standard"] * (gpus == 1)
+        words += [
+            f"--set {name}={','.join(value) if isinstance(value, list) else value}"
+            for name, value in options.items()
+        ]
+        machine = f"{nodes} x " * (nodes > 1) + f"{gpus} {cluster.gpu.name}"
+        shown = "<br>".join(f"`{word}`" for word in words)
+        rows.append([machine, f"`{recipe}`", shown, *_predicted(cell)])
+    head = ["GPUs", "recipe", "options", "GiB a GPU", "predicted tokens/s/GPU"]
+    return markdown_table(head, rows, "lllrr")
+
+
+def _word(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "convergence": convergence.render,
+    "faults": lambda: _gradients("gradients", 1),
+    "gradients": lambda: _gradients("gradients", 0),
+    "gradients-h200": lambda: _gradients("gradients-h200", 0),
+    "keys-cluster": option_tables.cluster_keys,
+    "keys-recipe": option_tables.recipe_keys,
+    "memory": memory.render,
+    "options": option_tables.titan_options,
+    "own-options": option_tables.own_options,
+    "paths": _paths,
+    "speeds": _speeds,
+    "sweeps-671b": _sweeps_671b,
+    "time": lambda: step_times.tables([*step_times.compare(step_times.read_points())]),
+}
+_TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Return every page of the documents."""
+    return sorted(ROOT.glob("docs/**/*.md"))
+
+
+def rewrite(text: str) -> str:
+    """Return a page with its tables made anew."""
+
+    def replace_table(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]]().strip()}\n\n{found[3]}"
+
+    return _TABLE.sub(replace_table, text)
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; status 1 if one is old"
+    )
+    check, old = parser.parse_args(words).check, []
+    made = {path: rewrite(path.read_text(encoding="utf-8")) for path in pages()}
+    made |= {EVIDENCE / name: figure() for name, figure in figures.FIGURES.items()}
+    for path, after in made.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != after:
+            old.append(path.name)
+            if not check:
+                write_whole(path, after)
+    print(f"{'old' if check else 'written'}: {', '.join(old) or 'none'}")
+    return int(check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
