@@ -302,6 +302,14 @@ def test_told_to_stop_it_starts_no_further_cell(tmp_path: Path) -> None:
     assert second.attempts() == []
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_folder_that_was_deleted_is_not_created_anew(tmp_path: Path, status: int) -> None:
+    gone = make(tmp_path, "gone", f'rm -r "${{CELL_DIR}}"; exit {status}')
+    other = make(tmp_path, "other", "step 1 7")
+    assert run(gone, other) == 1
+    assert not gone.path.exists() and read_status(other).state == FINISHED
+
+
 def test_failures_of_earlier_jobs_are_none_of_this_one(tmp_path: Path) -> None:
     cell = make(tmp_path, body="((K == 3)) && exit 0; torchrun_says -9; exit 1", most=1)
     for number, job_id in enumerate(("4711", None)):

@@ -62,7 +62,9 @@ def read_json_as(kind: type[T], path: Path) -> T:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a dataclass to `path`."""
+    """Write a dataclass to `path`; a folder that was deleted is not created anew."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "its folder was deleted", str(path))
     write_whole(path, json.dumps(asdict(content), indent=1) + "\n")
 
 

@@ -121,7 +121,15 @@ class Supervisor:
                 continue
             if self.signal_number:
                 self._pass_over(cell, began)
-            elif code := self._run_cell(cell):
+                continue
+            try:
+                code = self._run_cell(cell)
+            except FileNotFoundError:
+                if cell.path.is_dir():
+                    raise
+                log(f"{cell.path} was deleted: nothing is kept of it")
+                self.running, code = None, 1
+            if code:
                 codes[cell.name] = code
         if self.signal_number:
             return 128 + self.signal_number
