@@ -64,17 +64,11 @@ def cell_of(job: Mapping[str, Any], gpu: Gpu) -> Cell:
     overlays = job.get("precision", "bf16"), job.get("ep_backend", "standard")
     cell = cell_on(machine, recipe, *overlays, options | job["options"])
     stack = load_stack()
-    flavors, known = stack.models["deepseek_v3"], stack.model_args["deepseek_v3"]
+    family = stack.families["deepseek_v3"]
     # TorchTitan has no such flavor; the measured jobs added it.
-    four = {"16B_4layers": dataclasses.replace(flavors["16B"], n_layers=4)}
-    stack = dataclasses.replace(
-        stack,
-        models={**stack.models, "deepseek_v3": {**flavors, **four}},
-        model_args={
-            **stack.model_args,
-            "deepseek_v3": {**known, "16B_4layers": {**known["16B"], "n_layers": 4}},
-        },
-    )
+    four = {"16B_4layers": dataclasses.replace(family.flavors["16B"], n_layers=4)}
+    family = dataclasses.replace(family, flavors={**family.flavors, **four})
+    stack = dataclasses.replace(stack, families={**stack.families, "deepseek_v3": family})
     return dataclasses.replace(cell, options=Options(stack, cell.options.settings))
 
 

@@ -19,12 +19,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
-from torchtitan.protocols.train_spec import get_train_spec
 
-from cookbook.titan.common.arguments import flat_numbers
 from cookbook.titan.dry_build.__main__ import main
 from cookbook.titan.dry_build.schedules import in_flight, rank_actions
 from cookbook.titan.dry_build.world import Build, describe
+from cookbook.titan.tt_0_2_2.families import FAMILIES
 
 COUNTS: dict[str, int] = {}
 _FSDP_DIMS = ("fsdp", "efsdp")
@@ -39,16 +38,20 @@ def view_rank(build: Build, stack: str) -> dict[str, Any]:
         **COUNTS,
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
-        "model": flat_numbers(dataclasses.asdict(trainer.model_args)),
+        "model": dataclasses.asdict(_sizes_of(trainer)),
         "mixed_precision": _is_mixed(trainer),
         "groups": _communicators(trainer.parallel_dims),
         **_pipeline(trainer),
     }
 
 
+def _sizes_of(trainer: Any) -> Any:
+    return FAMILIES[trainer.job_config.model.name].sizes(trainer.model_args)
+
+
 def count_models() -> None:
     """Keep TorchTitan's own counts of each model that is built."""
-    for args in {type(args) for args in get_train_spec("deepseek_v3").model_args.values()}:
+    for args in {type(args) for parts in FAMILIES.values() for args in parts.flavors().values()}:
         count = args.get_nparams_and_flops
 
         def counted(self: Any, model: nn.Module, seq_len: int, count: Any = count) -> Any:

@@ -27,7 +27,7 @@ def _options(**degrees: int) -> dict[str, Any]:
 
 def _all(options: dict[str, Any]) -> Options:
     """As the command line would set them; without a model, what is left are ranks that divide."""
-    stack = STACK if "model.name" in options else replace(STACK, models={})
+    stack = STACK if "model.name" in options else replace(STACK, families={})
     settings = {name: Setting(value, f"--set {name}") for name, value in options.items()}
     return Options(stack, settings)
 
@@ -167,7 +167,7 @@ def test_torchtitan_builds_its_mesh_exactly_where_no_problem_is_found(
     schedule=st.sampled_from(["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]),
     first=st.sampled_from([1, 1, 0, 3]),
     last=st.sampled_from([1, 1, 0, 3]),
-    flavor=st.sampled_from(sorted(STACK.models["deepseek_v3"])),
+    flavor=st.sampled_from(sorted(STACK.families["deepseek_v3"].flavors)),
 )
 def test_torchtitan_splits_the_model_exactly_where_no_problem_is_found(
     pp: int, schedule: str, first: int, last: int, flavor: str
@@ -176,7 +176,7 @@ def test_torchtitan_splits_the_model_exactly_where_no_problem_is_found(
 
     stages = pp * (1 if schedule in ("1F1B", "GPipe") else 2)
     try:
-        num_layers = STACK.models["deepseek_v3"][flavor].n_layers
+        num_layers = STACK.families["deepseek_v3"].flavors[flavor].n_layers
         generate_llm_fqn_per_model_part(stages, num_layers, first, last)
         accepted = True
     except ValueError:

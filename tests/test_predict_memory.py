@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cookbook.base.family import Model
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
 from cookbook.config.options import Options, Setting
@@ -16,7 +17,7 @@ from cookbook.config.resolve import this_machine
 from cookbook.config.stack import Option
 from cookbook.predict.layer_memory import RankLayers
 from cookbook.predict.memory import GIB, StageMemory, predict_memory
-from cookbook.predict.operators import Model, Unit
+from cookbook.predict.operators import Unit
 from cookbook.predict.rank import Layer, Part, describe_ranks, model_of
 from cookbook.predict.shapes import destinations, padded_tokens, shapes_of
 from tests.check_cells import cell_of, with_options

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from cookbook.base.family import Model
 from cookbook.config.options import Layout
 from cookbook.predict import rank
-from cookbook.predict.operators import Model, Unit, fsdp_units, layer_operators
+from cookbook.predict.operators import Unit, fsdp_units, layer_operators
 from cookbook.predict.pipeline_schedule import Actions, play
 from cookbook.predict.rank import describe_ranks, stage_layers
 from tests.check_cells import cell_of, with_options
@@ -39,6 +40,7 @@ MODEL = Model(
     n_dense_layers=1,
     num_expert_groups=None,
     num_limited_groups=None,
+    attn_type="sdpa",
 )
 # Queries of 2 heads of 8; the latent of 6 and 3 for RoPE, its norm; keys and values of 2 heads of
 # 5 + 7; the output of 2 x 7; and both of the layer's norms.

@@ -200,12 +200,15 @@ def test_dual_pipe_v_overlaps_the_standard_exchanges_alone(
     assert ("dual_pipe_v_overlap" in rules) is refused
 
 
-@pytest.mark.parametrize("heads", [{"v_head_dim": 64}, {"qk_head_dim": 128}])
-def test_flash_attention_is_refused_heads_that_nobody_compared(heads: dict[str, int]) -> None:
+@pytest.mark.parametrize("heads", [{"v_head": 64}, {"nope": 64}])
+def test_flash_attention_is_refused_heads_that_nobody_compared(heads: dict[str, Any]) -> None:
     cell = cell_of(SMALL, {"model.attention": "flash_attention_4"})
     stack = cell.options.stack
-    flavors = {"16B": dataclasses.replace(stack.models["deepseek_v3"]["16B"], **heads)}
-    changed = dataclasses.replace(stack, models={"deepseek_v3": flavors})
+    family = stack.families["deepseek_v3"]
+    flavors = {"16B": dataclasses.replace(family.flavors["16B"], **heads)}
+    changed = dataclasses.replace(
+        stack, families={"deepseek_v3": dataclasses.replace(family, flavors=flavors)}
+    )
     mine = dataclasses.replace(cell, options=dataclasses.replace(cell.options, stack=changed))
     (one,) = validation_errors(mine)
     assert one.reason.startswith("FlashAttention-4 is for heads of 192/128")

@@ -20,9 +20,9 @@ TOKENIZER = SimpleNamespace(eos_id=EOS)
 
 
 def small_args(attention: str = "flash_attention_4", **changes: Any) -> Any:
-    from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs
+    from cookbook.titan.tt_0_2_2.families.deepseek_v3 import ModelArgs
 
-    args = DeepSeekV3ModelArgs(
+    args = ModelArgs(
         **{
             "vocab_size": LENGTH + 1,
             "dim": 32,
@@ -42,9 +42,9 @@ def small_args(attention: str = "flash_attention_4", **changes: Any) -> Any:
 
 
 def build_model(args: Any) -> Any:
-    from cookbook.titan.tt_0_2_2.attention import DeepSeekV3ModelWithAttention
+    from cookbook.titan.tt_0_2_2.families.deepseek_v3 import ModelWithAttention
 
-    model = DeepSeekV3ModelWithAttention(args)
+    model = ModelWithAttention(args)
     torch.manual_seed(0)
     with torch.no_grad():
         model.init_weights()
@@ -158,8 +158,7 @@ def test_what_cannot_be_is_refused_before_the_model_is_built(
     from cookbook.titan.tt_0_2_2.attention import choose_attention
 
     monkeypatch.setattr(varlen_attention, "why_not", lambda: why_not)
-    dims = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": job.v_head_dim}
-    args = SimpleNamespace(attn_type="sdpa", **dims)
+    args = SimpleNamespace(attn_type="sdpa", head_dims=(192, job.v_head_dim))
     if reason is None:
         choose_attention(args, job)
         # TorchTitan makes masks for this type alone.

@@ -30,6 +30,7 @@ CPU_NAMES = {
     "torchtitan.distributed.utils.device_module",
     "torchtitan.distributed.utils.device_type",
     "torchtitan.models.deepseek_v3.model.args.has_cuda_capability",
+    "torchtitan.models.llama4.model.args.has_cuda_capability",
     "torchtitan.models.moe.utils.generate_permute_indices",
     "torchtitan.tools.profiling.device_module",
     "torchtitan.tools.utils.device_module",

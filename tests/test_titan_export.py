@@ -27,11 +27,19 @@ from tests.titan_run import (
 pytestmark = pytest.mark.titan
 
 
+def use_flavor(patch: pytest.MonkeyPatch, name: str, args: Any) -> None:
+    """Let the family have this one flavor."""
+    from cookbook.titan.tt_0_2_2.families import FAMILIES
+
+    parts = dataclasses.replace(FAMILIES["deepseek_v3"], flavors=lambda: {name: args})
+    patch.setitem(FAMILIES, "deepseek_v3", parts)
+
+
 def small_model(**changes: Any) -> Any:
     """Arguments of a small model of the 671B's kind: sigmoid scores, groups of experts, q LoRA."""
     from torchtitan.models.moe import MoEArgs
 
-    from cookbook.titan.tt_0_2_2.model_args import ModelArgs
+    from cookbook.titan.tt_0_2_2.families.deepseek_v3 import ModelArgs
 
     args = ModelArgs(
         vocab_size=97,
@@ -72,10 +80,8 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, A
     import torch.distributed.checkpoint as dcp
     from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
-    from cookbook.titan.tt_0_2_2 import export
-
     args = small_model()
-    monkeypatch.setattr(export, "flavors", lambda: {"small": args})
+    use_flavor(monkeypatch, "small", args)
     torch.manual_seed(1)
     model = DeepSeekV3Model(args)
     with torch.no_grad():
@@ -92,7 +98,9 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, A
 def request(checkpoint: Path, to: Path, **changes: Any) -> Any:
     from cookbook.titan.tt_0_2_2.export import Request
 
-    default = Request(str(checkpoint), str(to), "small", 64, "float32", file_bytes=40_000)
+    default = Request(
+        str(checkpoint), str(to), "deepseek_v3", "small", 64, "float32", file_bytes=40_000
+    )
     return dataclasses.replace(default, **changes)
 
 
@@ -186,7 +194,7 @@ def test_wrong_requests_are_refused(
     other = small_model()
     other.vocab_size = 98
     with monkeypatch.context() as patch, pytest.raises(InputError, match="tok_embeddings"):
-        patch.setattr(export, "flavors", lambda: {"small": other})
+        use_flavor(patch, "small", other)
         export.export(request(folder, tmp_path / "b"))
     export.export(request(folder, to))
     with pytest.raises(InputError, match="another checkpoint or dtype"):
@@ -212,12 +220,12 @@ def debug_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
     from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
     from cookbook.titan.tt_0_2_2 import export
-    from cookbook.titan.tt_0_2_2.model_args import flavors
+    from cookbook.titan.tt_0_2_2.families.deepseek_v3 import flavors
 
     write_assets(folder)
     args: Any = flavors()["debugmodel"]
     args.n_layers, args.n_heads, args.moe_impl = NUM_LAYERS, NUM_HEADS, "standard"
-    monkeypatch.setattr(export, "flavors", lambda: {"debugmodel": args})
+    use_flavor(monkeypatch, "debugmodel", args)
     model = DeepSeekV3Model(args)
     torch.manual_seed(3)
     with torch.no_grad():

@@ -11,7 +11,6 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.check.build import Built, dry_run
 from cookbook.config.cell import Cell
-from cookbook.predict.operators import Model
 from cookbook.predict.rank import describe_ranks, stage_layers
 from tests.check_cells import cell_of, with_options
 
@@ -79,7 +78,7 @@ def test_a_counted_rank_is_the_one_that_torchtitan_builds(
     assert len(counted) == len(answer.ranks) == cell.layout.pp
     for rank, theirs in zip(counted, answer.ranks, strict=True):
         own = asdict(rank)
-        assert Model.of(theirs["model"]) == rank.model
+        assert theirs["model"] == asdict(rank.model)
         for key in own.keys() - {"model", "parts"}:
             assert own[key] == theirs[key], key
         for part, other in zip(own["parts"], theirs["parts"], strict=True):
@@ -115,7 +114,7 @@ def test_stages_get_layers_as_torchtitan_deals_them() -> None:
     ("recipe", "options", "message"),
     [
         ("deepseek_v3_16b", {"model.name": "llama3"}, "not counted"),
-        ("deepseek_v3_16b", {"model.flavor": "17B"}, r"counted: deepseek_v3 in .*16B"),
+        ("deepseek_v3_16b", {"model.flavor": "17B"}, r"counted: .*16B"),
         (
             "deepseek_v3_671b",
             {f"{P}.module_fqns_per_model_part": [["tok_embeddings"], ["output"]]},

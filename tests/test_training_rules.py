@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,10 @@ def save(folder: Path, shapes: dict[str, list[int]], index: bool = True) -> None
         (folder / "model.safetensors.index.json").write_text(text)
 
 
-def shapes_of(flavor: str, **changes: int) -> dict[str, list[int]]:
-    args = {**STACK.model_args["deepseek_v3"][flavor], **changes}
-    norms = {f"model.layers.{n}.input_layernorm.weight": [1] for n in range(args["n_layers"])}
-    return {"model.embed_tokens.weight": [args["vocab_size"], args["dim"]]} | norms
+def shapes_of(flavor: str, **changes: Any) -> dict[str, list[int]]:
+    model = replace(STACK.families["deepseek_v3"].flavors[flavor], **changes)
+    norms = {f"model.layers.{n}.input_layernorm.weight": [1] for n in range(model.n_layers)}
+    return {"model.embed_tokens.weight": [model.vocab, model.dim]} | norms
 
 
 def faults(options: dict[str, Any]) -> list[str]:
@@ -106,7 +107,7 @@ def faults(options: dict[str, Any]) -> list[str]:
         ({}, {}, {}, ""),
         ({"n_layers": 7}, {}, {}, ""),
         ({"n_layers": 27}, {}, {}, "has 27 layers, debugmodel has 6"),
-        ({"vocab_size": 99}, {}, {}, "is [99, 256], debugmodel has [2048, 256]"),
+        ({"vocab": 99}, {}, {}, "is [99, 256], debugmodel has [2048, 256]"),
         ({}, {"model.layers.0.x.weight_scale_inv": [1]}, {}, "is quantized in blocks of FP8"),
         ({}, {}, {f"{C}.initial_load_in_hf_quantized": True}, "is not quantized"),
     ],

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from cookbook.base.errors import nearest, run_command
 
-_DESCRIPTION = "Pre-train DeepSeek-V3 MoE models with TorchTitan, on Slurm or on this machine."
+_DESCRIPTION = "Pre-train mixture-of-experts models with TorchTitan, on Slurm or on this machine."
 _EPILOG = """\
 examples:
   python submit.py sweep matrix --dry-run     what would run, and why not

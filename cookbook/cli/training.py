@@ -44,6 +44,7 @@ def export_weights(arguments: argparse.Namespace) -> int:
     request = {
         "checkpoint": str(saved[step].resolve()),
         "to": str(Path(arguments.to).resolve()),
+        "model": option("model.name"),
         "flavor": option("model.flavor"),
         "seq_len": option("training.seq_len"),
         "dtype": arguments.dtype,

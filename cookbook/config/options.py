@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.base.errors import InputError
+from cookbook.base.family import Family, Model
 from cookbook.base.schema import Words
 from cookbook.base.yamlfile import YamlFile
-from cookbook.config.stack import ModelSizes, Stack, load_stack
+from cookbook.config.stack import Stack, load_stack
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,14 @@ class Options:
         return place if place.endswith(name) else f"{place}: {name}"
 
     @property
-    def model(self) -> ModelSizes | None:
+    def family(self) -> Family | None:
+        """The model's family; None for one that the stack does not know."""
+        return self.stack.families.get(self["model.name"])
+
+    @property
+    def model(self) -> Model | None:
         """The sizes of the model; None for one that the stack does not know."""
-        flavors = self.stack.models.get(self["model.name"], {})
-        return flavors.get(self["model.flavor"])
+        return self.family.flavors.get(self["model.flavor"]) if self.family else None
 
 
 DEGREES = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError, described, nearest, unknown_name
+from cookbook.base.family import Family
 from cookbook.base.paths import REQUIREMENTS
 
 _LINE = re.compile(
@@ -168,32 +169,15 @@ _SET_BY_SCRIPTS = {
 }
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """The sizes of a model flavor that a layout must divide, or a kernel must take."""
-
-    n_layers: int
-    n_heads: int
-    vocab_size: int
-    num_experts: int
-    top_k: int
-    qk_head_dim: int
-    v_head_dim: int
-
-
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """A pinned set of packages and the options its TorchTitan understands.
-
-    `model_args` are all arguments of every flavor, by dotted name.
-    """
+    """A pinned set of packages, the options that its TorchTitan understands, and the families."""
 
     name: str
     pins: Mapping[str, str]
     options: Mapping[str, Option]
-    models: Mapping[str, Mapping[str, ModelSizes]]
+    families: Mapping[str, Family]
     datasets: tuple[str, ...]
-    model_args: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     @functools.cached_property
     def sections(self) -> frozenset[str]:
@@ -248,9 +232,6 @@ def load_stack(name: str | None = None) -> Stack:
         )
         for option, entry in table["options"].items()
     }
-    models = {
-        model: {flavor: ModelSizes(**sizes) for flavor, sizes in flavors.items()}
-        for model, flavors in table["models"].items()
-    }
+    families = {entry["name"]: Family.of(entry) for entry in table["families"]}
     pins = {pin.name: pin.value for pin in read_pins(REQUIREMENTS)}
-    return Stack(name, pins, options, models, tuple(table["datasets"]), table["model_args"])
+    return Stack(name, pins, options, families, tuple(table["datasets"]))

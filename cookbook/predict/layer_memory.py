@@ -1,7 +1,7 @@
 """The bytes that a layer saves, keeps under recomputation and needs, for one microbatch.
 
-Counted from `torchtitan/models/deepseek_v3/model/model.py` and `torchtitan/models/moe/moe.py`: a
-tensor counts where a backward formula holds it, or a local variable does while the layer runs.
+Counted from each family's `model/model.py` and `models/moe/moe.py` of TorchTitan 0.2.2: a tensor
+counts where a backward formula holds it, or a local variable does while the layer runs.
 Where the model is compiled, cheap recomputation (norms, the activation function, rotary embedding)
 is left out. The partitioner keeps what a backward's matrix product reads, since it would have to be
 written out in any case.

@@ -1,85 +1,20 @@
-"""The modules of a DeepSeek-V3 layer with their weights, from which all else is counted.
+"""The modules of a layer with their weights, from which all else is counted.
 
-One table, after `models/deepseek_v3/model/model.py` and `infra/parallelize.py` of TorchTitan 0.2.2.
+One table, after each family's `model/model.py` and `infra/parallelize.py` of TorchTitan 0.2.2.
 Evaluated with the whole model's sizes it gives parameters; with a rank's, its matrix products.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from cookbook.base.family import Sizes
 from cookbook.config.cell import Cell
 from cookbook.config.options import Layout
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The widths of a layer: of the whole model, or what one TP rank has of them."""
-
-    dim: int
-    heads: int
-    q_lora: int
-    kv_lora: int
-    nope: int
-    rope: int
-    v_head: int
-    dense_hidden: int
-    expert_hidden: int
-    shared_hidden: int
-    num_experts: int
-    top_k: int
-    vocab: int
-    gate_bias: bool
-    score_first: bool
-
-
-@dataclass(frozen=True)
-class Model(Sizes):
-    """A whole model; its router may choose from `num_limited_groups` of `num_expert_groups`."""
-
-    n_layers: int
-    n_dense_layers: int
-    num_expert_groups: int | None
-    num_limited_groups: int | None
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Model:
-        """Read TorchTitan's arguments of the model, by dotted name."""
-        moe = {
-            name.removeprefix("moe_args."): value
-            for name, value in arguments.items()
-            if name.startswith("moe_args.")
-        }
-        return cls(
-            dim=arguments["dim"],
-            heads=arguments["n_heads"],
-            q_lora=arguments["q_lora_rank"],
-            kv_lora=arguments["kv_lora_rank"],
-            nope=arguments["qk_nope_head_dim"],
-            rope=arguments["qk_rope_head_dim"],
-            v_head=arguments["v_head_dim"],
-            dense_hidden=arguments["inter_dim"],
-            expert_hidden=arguments["moe_inter_dim"],
-            shared_hidden=arguments["moe_inter_dim"] * moe["num_shared_experts"],
-            num_experts=moe["num_experts"],
-            top_k=moe["top_k"],
-            vocab=arguments["vocab_size"],
-            gate_bias=moe["gate_bias"],
-            score_first=moe["score_before_experts"],
-            n_layers=arguments["n_layers"],
-            n_dense_layers=arguments["n_dense_layers"],
-            num_expert_groups=moe["num_expert_groups"],
-            num_limited_groups=moe["num_limited_groups"],
-        )
-
-    def is_moe(self, layer: int) -> bool:
-        """Whether the layer has routed experts."""
-        return layer >= self.n_dense_layers
 
 
 @dataclass(frozen=True)

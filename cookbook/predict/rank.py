@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cookbook.base.errors import InputError
+from cookbook.base.family import Model
 from cookbook.config.cell import LAYERS_KEPT, Cell
 from cookbook.config.options import Layout
 from cookbook.config.validate.layout import STAGES_PER_RANK
 from cookbook.predict.operators import (
     BYTES,
-    Model,
     Unit,
     embedding_operators,
     fsdp_units,
@@ -109,14 +109,15 @@ def model_of(cell: Cell) -> Model:
         InputError: a model whose layers are not counted here.
     """
     name, flavor = cell.options["model.name"], cell.options["model.flavor"]
-    known = cell.options.stack.model_args
-    if flavor not in known.get(name, {}):
+    family, model = cell.options.family, cell.options.model
+    if model is None:
+        known = family.flavors if family else cell.options.stack.families
         raise InputError(
-            cell.options.origin("model.flavor" if name in known else "model.name"),
+            cell.options.origin("model.flavor" if family else "model.name"),
             f"the layers of {name} {flavor} are not counted",
-            f"counted: deepseek_v3 in {', '.join(known['deepseek_v3'])}",
+            f"counted: {', '.join(known)}",
         )
-    return Model.of(known[name][flavor])
+    return model
 
 
 def describe_ranks(cell: Cell, model: Model | None = None) -> tuple[Rank, ...]:

@@ -7,12 +7,11 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from cookbook.base.family import Model, Sizes
 from cookbook.config.cell import NUM_CHUNKS, ROW_KERNELS, SAVE_LIST, SCORE_ACTIVATIONS, Cell
 from cookbook.predict.operators import (
     BYTES,
-    Model,
     Product,
-    Sizes,
     attention_operators,
     feed_forward_operators,
     linear_format,

@@ -20,7 +20,7 @@ from cookbook.config.overlay import implied
 RULES: list[Rule] = []
 _CUSTOM_IMPORT = "experimental.custom_import"
 MX = frozenset({"quantize.grouped_mm.mx", "quantize.linear.mx"})
-_PARALLELIZE = f"{TORCHTITAN}/models/deepseek_v3/infra/parallelize.py"
+_PARALLELIZE = f"{TORCHTITAN}/models/llama4/infra/parallelize.py"
 _MX = f"{TORCHTITAN}/components/quantization/mx.py"
 # Hopper and Blackwell of data centres: 9.0 is H100 and H200, 10.0 and 10.3 are B200 and B300.
 _FLASH_GENERATIONS = (9, 10)
@@ -175,9 +175,9 @@ def flash_attention_heads(cell: Cell) -> Problems:
     model = cell.options.model
     if model is None or not cell.uses_flash_attention:
         return
-    found = (model.qk_head_dim, model.v_head_dim)
-    if found != _FLASH_HEAD_DIMS:
-        allowed, have = ("/".join(map(str, dims)) for dims in (_FLASH_HEAD_DIMS, found))
+    if model.head_dims != _FLASH_HEAD_DIMS:
+        both = (_FLASH_HEAD_DIMS, model.head_dims)
+        allowed, have = ("/".join(map(str, dims)) for dims in both)
         yield (
             ATTENTION,
             f"FlashAttention-4 is for heads of {allowed} (queries and keys/values), flavor "
@@ -186,11 +186,11 @@ def flash_attention_heads(cell: Cell) -> Problems:
         )
 
 
-@rule(RULES, reference=f"{TORCHTITAN}/models/deepseek_v3/model/args.py")
+@rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
 def context_parallel_attention(cell: Cell) -> Problems:
     """TorchTitan has context parallelism for SDPA only; most flavors have FlexAttention."""
-    flavors, flavor = cell.options.stack.model_args, cell.options["model.flavor"]
-    own = flavors.get(cell.options["model.name"], {}).get(flavor, {}).get("attn_type", _SDPA)
+    model, flavor = cell.options.model, cell.options["model.flavor"]
+    own = model.attn_type if model else _SDPA
     if cell.layout.cp == 1 or (own == _SDPA and not cell.uses_flash_attention):
         return
     reason = f"TorchTitan has context parallelism for SDPA only, and flavor {flavor} has {own}"

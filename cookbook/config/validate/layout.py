@@ -1,6 +1,6 @@
 """TorchTitan's rules for dividing a job's ranks, layers and batch, and for pipeline schedules.
 
-They are those of `ParallelDims`, `pipeline_llm` and the DeepSeek-V3 model in TorchTitan; each
+They are those of `ParallelDims`, `pipeline_llm` and the models in TorchTitan; each
 names the option to change and, where one exists, the nearest value that would do.
 """
 
@@ -85,14 +85,15 @@ def _problems(options: Options, world: int) -> list[_Problem]:
         return problems
     if model is not None:
         problems += _undivided("ep", layout.ep, model.num_experts, "experts")
-        problems += _undivided("tp", layout.tp, model.n_heads, "attention heads")
+        problems += _undivided("tp", layout.tp, model.heads, "attention heads")
         problems += _stages(options, layout, model.n_layers)
     return [*problems, *_batch(options, layout)]
 
 
 def _impossible(options: Options) -> Iterator[_Problem]:
-    models, name = options.stack.models, options["model.name"]
-    for option, names in (("model.name", models), ("model.flavor", models.get(name, {}))):
+    family = options.family
+    known = {"model.name": options.stack.families, "model.flavor": family and family.flavors}
+    for option, names in known.items():
         found = options[option]
         # TorchTitan alone knows the flavors of a model that is not in the table.
         if names and found not in names:

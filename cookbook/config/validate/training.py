@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from cookbook.base.errors import InputError
+from cookbook.base.family import Model
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import check_sources
 from cookbook.config.cell import Cell
@@ -21,12 +21,6 @@ _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
 _VALIDATE = f"{TORCHTITAN}/components/validate.py"
 # Rank 0 writes them as one file, under the timeout of a collective.
 _LARGEST_HF_SAVE_GB = 60
-# The name of a published checkpoint's tensor -> the arguments that are its dimensions.
-_SHAPES = {
-    "model.embed_tokens.weight": ("vocab_size", "dim"),
-    "model.layers.0.self_attn.kv_b_proj.weight": (None, "kv_lora_rank"),
-    "model.layers.0.mlp.gate_proj.weight": ("inter_dim", "dim"),
-}
 
 
 @rule(RULES, reference=_VALIDATE, is_input=True)
@@ -104,26 +98,19 @@ def formats(cell: Cell) -> Problems:
         option = f"{section}.initial_load_model_only"
         yield option, "is false, and published weights hold the model alone", "set it to true"
     if options[f"{section}.last_save_in_hf"]:
-        size = 4 * _parameters(cell) / 1e9
+        size = 4 * _expert_parameters(cell.options.model) / 1e9
         if size > _LARGEST_HF_SAVE_GB:
             reason = f"rank 0 would write {size:,.0f} GB as one file, until a collective times out"
             remedy = "leave it out, and run: python submit.py export RUN/CELL --to FOLDER"
             yield f"{section}.last_save_in_hf", reason, remedy
 
 
-def _arguments(cell: Cell) -> Mapping[str, Any]:
-    models = cell.options.stack.model_args.get(cell.options["model.name"], {})
-    return models.get(cell.options["model.flavor"], {})
-
-
-def _parameters(cell: Cell) -> float:
+def _expert_parameters(model: Model | None) -> float:
     """Parameters of the routed experts, which are nearly all of a large model."""
-    args = _arguments(cell)
-    if not args:
+    if model is None:
         return 0
-    layers = args["n_layers"] - args["n_dense_layers"]
-    experts = layers * args["moe_args.num_experts"]
-    return float(experts * 3 * args["dim"] * args["moe_inter_dim"])
+    layers = model.n_layers - model.n_dense_layers
+    return 3.0 * layers * model.num_experts * model.dim * model.expert_hidden
 
 
 def training_files(cell: Cell) -> Iterator[Finding]:
@@ -145,9 +132,9 @@ def training_files(cell: Cell) -> Iterator[Finding]:
 
 def _vocabulary(cell: Cell) -> Iterator[Finding]:
     """A token that the model lacks ends a job on the GPU with an index error."""
-    path, size = cell.options["model.hf_assets_path"], _arguments(cell).get("vocab_size")
+    path, model = cell.options["model.hf_assets_path"], cell.options.model
     tokenizer = ROOT / (path or "") / "tokenizer.json"
-    if not size or not tokenizer.is_file():
+    if model is None or not tokenizer.is_file():
         return
     try:
         content = json.loads(tokenizer.read_text(encoding="utf-8"))
@@ -158,9 +145,9 @@ def _vocabulary(cell: Cell) -> Iterator[Finding]:
     except (ValueError, AttributeError, KeyError, TypeError):
         # The tokenizer's own reader says more.
         return
-    if largest >= size:
+    if largest >= model.vocab:
         flavor = cell.options["model.flavor"]
-        reason = f"{path} has tokens up to {largest}, {flavor} takes tokens up to {size - 1}"
+        reason = f"{path} has tokens up to {largest}, {flavor} takes tokens up to {model.vocab - 1}"
         remedy = "use the model's own tokenizer, or a larger flavor"
         yield Finding(ERROR, "vocabulary", "model.hf_assets_path", reason, remedy)
 
@@ -210,20 +197,21 @@ def _quantization(cell: Cell, names: dict[str, str], shown: str) -> Iterator[Fin
 def _shapes(
     cell: Cell, folder: Path, names: dict[str, str], shown: str, option: str
 ) -> Iterator[Finding]:
-    args, flavor = _arguments(cell), cell.options["model.flavor"]
-    if not args:
+    family, model, flavor = cell.options.family, cell.options.model, cell.options["model.flavor"]
+    if family is None or model is None:
         return
     layers = {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)", name))}
-    # Published checkpoints of DeepSeek-V3 hold a layer more, for predicting two tokens.
-    if len(layers) not in (args["n_layers"], args["n_layers"] + 1):
-        reason = f"{shown} has {len(layers)} layers, {flavor} has {args['n_layers']}"
+    if len(layers) not in (model.n_layers, model.n_layers + family.extra_layers):
+        reason = f"{shown} has {len(layers)} layers, {flavor} has {model.n_layers}"
         yield Finding(ERROR, "weights", option, reason, "set model.flavor to the checkpoint's")
         return
-    for name, dims in _SHAPES.items():
+    for name, dims in family.weights.items():
         if name not in names:
             continue
         shape = read_shapes(folder / names[name])[name]
-        expected = [args[dim] if dim else size for dim, size in zip(dims, shape, strict=True)]
+        expected = [
+            getattr(model, dim) if dim else size for dim, size in zip(dims, shape, strict=True)
+        ]
         if shape != expected:
             reason = f"{shown}: {name} is {shape}, {flavor} has {expected}"
             yield Finding(ERROR, "weights", option, reason, "set model.flavor to the checkpoint's")

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 with a choice of attention: that of its flavor, or FlashAttention-4.
+"""Models with a choice of attention: that of their flavor, or FlashAttention-4.
 
 TorchTitan builds the model class, asks it for masks and splits it over pipeline stages like its
 own. Under FlashAttention-4 (`common/varlen_attention.py`) the mask is the end of each document, by
@@ -12,13 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
-from torchtitan.models.deepseek_v3.model.model import (
-    Attention,
-    DeepSeekV3Model,
-    apply_rotary_emb,
-)
+from torchtitan.protocols.model import ModelProtocol
 
 from cookbook.titan.common import varlen_attention
 from cookbook.titan.common.varlen_attention import (
@@ -68,10 +63,9 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
             f"model.attention={FLASH_ATTENTION_4} computes each document on one rank, and "
             "parallelism.context_parallel_degree > 1 cuts documents over several; set it to 1"
         )
-    heads = (model_args.qk_nope_head_dim + model_args.qk_rope_head_dim, model_args.v_head_dim)
     reason = varlen_attention.why_not()
-    if heads != _HEAD_DIMS:
-        allowed, found = ("/".join(map(str, dims)) for dims in (_HEAD_DIMS, heads))
+    if model_args.head_dims != _HEAD_DIMS:
+        allowed, found = ("/".join(map(str, dims)) for dims in (_HEAD_DIMS, model_args.head_dims))
         reason = f"it is for heads of {allowed} (queries and keys/values), this model has {found}"
     if reason:
         raise refuse(
@@ -101,54 +95,16 @@ class DocumentAttentionKernel(nn.Module):
         return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-class DocumentAttention(Attention):
-    """TorchTitan's attention layer with cumulative lengths in the place of a BlockMask."""
+class AttentionChoice(ModelProtocol):
+    """Mixed into a TorchTitan model, which gets the attention that its arguments name.
 
-    def __init__(self, model_args: Any) -> None:
-        super().__init__(model_args)
-        self.inner_attention = DocumentAttentionKernel()
+    Attributes:
+        document_attention: the family's attention layer for cumulative lengths.
+        op_sac_save_list: TorchTitan's list of operators that selective recomputation saves.
+    """
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor,
-        attention_masks: torch.Tensor,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute as TorchTitan 0.2.2's method of this name, with the same submodules.
-
-        No door: TorchTitan's insists on a BlockMask, or on none.
-
-        Args:
-            x: (batch, length, dim).
-            attention_masks: cumulative lengths of the folded batch, from `cumulative_lengths`.
-        """
-        batch, length, _ = x.size()
-        q = self.wq(x) if self.q_lora_rank == 0 else self.wq_b(self.q_norm(self.wq_a(x)))
-        # -1: under TP a rank holds a part of the heads.
-        q = q.view(batch, length, -1, self.qk_head_dim)
-        q_nope, q_pe = torch.split(q, [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        q = torch.cat([q_nope, apply_rotary_emb(q_pe, freqs_cis, positions)], dim=-1)
-
-        kv, k_pe = torch.split(self.wkv_a(x), [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        k_pe = apply_rotary_emb(k_pe.unsqueeze(2), freqs_cis, positions)
-        kv = self.wkv_b(self.kv_norm(kv))
-        kv = kv.view(batch, length, -1, self.qk_nope_head_dim + self.v_head_dim)
-        k_nope, v = torch.split(kv, [self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        k = torch.cat([k_nope, k_pe.expand(-1, -1, self.n_heads, -1)], dim=-1)
-
-        output = self.inner_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            cu_seqlens=attention_masks,
-            scale=self.softmax_scale,
-        )
-        return self.wo(output.transpose(1, 2).contiguous().view(batch, length, -1))
-
-
-class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
-    """TorchTitan's DeepSeek-V3 with the attention that its arguments name."""
+    document_attention: type[nn.Module]
+    op_sac_save_list: set[Any]
 
     def __init__(self, model_args: Any) -> None:
         super().__init__(model_args)
@@ -157,9 +113,9 @@ class DeepSeekV3ModelWithAttention(DeepSeekV3Model):
         if not self.flash_attention_4:
             return
         for block in self.layers.values():
-            block.attention = DocumentAttention(model_args)
+            block.attention = self.document_attention(model_args)
         # Selective recomputation saves its output; TorchTitan adds DeepEP's operators like this.
-        deepseek_parallelize._op_sac_save_list.add(torch.ops.cookbook.varlen_attention.default)
+        self.op_sac_save_list.add(torch.ops.cookbook.varlen_attention.default)
 
     def get_attention_masks(
         self,

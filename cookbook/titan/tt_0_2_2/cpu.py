@@ -18,6 +18,7 @@ import functools
 import os
 import platform
 import resource
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,6 @@ import torchtitan.components.metrics
 import torchtitan.distributed.dual_pipe_v
 import torchtitan.distributed.parallel_dims
 import torchtitan.distributed.utils
-import torchtitan.models.deepseek_v3.model.args
 import torchtitan.models.moe.utils
 import torchtitan.tools.profiling
 import torchtitan.tools.utils
@@ -96,9 +96,12 @@ def prepare_cpu() -> None:
     # No peak is known for a CPU; TorchTitan would print the MFU of an A100.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
 
-    # DeepSeek-V3 falls back to a Python loop over experts below SM90, and quantization hooks into
+    # Models fall back to a Python loop over experts below SM90, and quantization hooks into
     # torch._grouped_mm alone; the CPU has that operation too, so it takes the same path as a GPU.
-    torchtitan.models.deepseek_v3.model.args.has_cuda_capability = lambda major, minor: True
+    modules: dict[str, Any] = dict(sys.modules)
+    for name, module in modules.items():
+        if name.startswith("torchtitan.models.") and hasattr(module, "has_cuda_capability"):
+            module.has_cuda_capability = lambda major, minor: True
 
     # The Triton kernel that fills the permutation has a CPU reference beside it.
     utils: Any = torchtitan.models.moe.utils

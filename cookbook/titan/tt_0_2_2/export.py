@@ -28,12 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
-from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
 from cookbook.base.errors import InputError, JobError, run_command
 from cookbook.base.files import write_whole
-from cookbook.titan.tt_0_2_2.model_args import flavors
+from cookbook.titan.tt_0_2_2.families import FAMILIES
 
 FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -48,7 +46,7 @@ class Request:
     Attributes:
         checkpoint: a `step-N` folder.
         to: the folder of the result.
-        flavor: of TorchTitan's deepseek_v3.
+        model, flavor: TorchTitan's names.
         seq_len: of training, which decides whether positions are scaled.
         dtype: of every tensor but the routing bias, which stays float32.
         tokenizer: a folder whose tokenizer is copied; empty for none.
@@ -56,6 +54,7 @@ class Request:
 
     checkpoint: str
     to: str
+    model: str
     flavor: str
     seq_len: int
     dtype: str = "bfloat16"
@@ -120,7 +119,10 @@ def export(request: Request) -> int:
         for name in part.names
     }
     index = {"metadata": {"total_size": total}, "weight_map": weights}
-    write_whole(to / "config.json", json.dumps(transformers_config(request), indent=2) + "\n")
+    parts = FAMILIES[request.model]
+    config = parts.transformers_config(parts.flavors()[request.flavor], request.seq_len)
+    config["torch_dtype"] = request.dtype
+    write_whole(to / "config.json", json.dumps(config, indent=2) + "\n")
     for file in _TOKENIZER:
         if request.tokenizer and (source := Path(request.tokenizer) / file).exists():
             shutil.copyfile(source, to / file)
@@ -145,12 +147,14 @@ def _claim(to: Path, request: Request) -> None:
 
 def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
     """Return the parts of each file, in the order of the model."""
-    args = flavors()[request.flavor]
+    parts = FAMILIES[request.model]
+    args = parts.flavors()[request.flavor]
     # TorchTitan sets this one from a job's options.
     args.moe_impl = "standard"
     with torch.device("meta"):
-        tensors = DeepSeekV3Model(args).state_dict()
-    adapter = DeepSeekV3StateDictAdapter(args, None)
+        tensors = parts.model(args).state_dict()
+    adapter_of: Any = parts.released().state_dict_adapter
+    adapter = adapter_of(args, None)
     dtype = getattr(torch, request.dtype)
     files: list[list[Part]] = [[]]
     room = request.file_bytes
@@ -246,62 +250,6 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             if not torch.equal(file.get_tensor(name), tensor):
                 raise JobError(f"{path}: {name} reads back otherwise than it was written")
     part.rename(path)
-
-
-def transformers_config(request: Request) -> dict[str, Any]:
-    """Return the `config.json` of transformers' DeepSeek-V3, or V2 where scores are a softmax."""
-    args = flavors()[request.flavor]
-    moe = args.moe_args
-    is_v3 = moe.score_func == "sigmoid"
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if request.seq_len > args.original_seq_len:
-        rope |= {
-            "rope_type": "yarn",
-            "factor": args.rope_factor,
-            "original_max_position_embeddings": args.original_seq_len,
-            "beta_fast": args.beta_fast,
-            "beta_slow": args.beta_slow,
-            "mscale": args.mscale,
-            "mscale_all_dim": args.mscale,
-        }
-    groups = moe.num_expert_groups or 1
-    config: dict[str, Any] = {
-        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "torch_dtype": request.dtype,
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
-        "intermediate_size": args.inter_dim,
-        "moe_intermediate_size": args.moe_inter_dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_heads,
-        "n_shared_experts": moe.num_shared_experts,
-        "n_routed_experts": moe.num_experts,
-        "routed_scaling_factor": moe.route_scale,
-        "kv_lora_rank": args.kv_lora_rank,
-        "q_lora_rank": args.q_lora_rank or None,
-        "qk_nope_head_dim": args.qk_nope_head_dim,
-        "qk_rope_head_dim": args.qk_rope_head_dim,
-        "v_head_dim": args.v_head_dim,
-        "n_group": groups,
-        "topk_group": moe.num_limited_groups or groups,
-        "num_experts_per_tok": moe.top_k,
-        "first_k_dense_replace": args.n_dense_layers,
-        "norm_topk_prob": moe.route_norm,
-        "scoring_func": moe.score_func,
-        "hidden_act": "silu",
-        "max_position_embeddings": max(request.seq_len, args.original_seq_len),
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": args.rope_theta,
-        "rope_scaling": rope,
-        "rope_interleave": True,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-    }
-    if not is_v3:
-        config["topk_method"] = "greedy"
-    return config
 
 
 def main(arguments: Sequence[str]) -> int:

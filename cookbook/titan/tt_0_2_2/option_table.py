@@ -18,9 +18,8 @@ from typing import Any
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from cookbook.titan.common.arguments import flat_numbers
+from cookbook.titan.tt_0_2_2.families import FAMILIES
 from cookbook.titan.tt_0_2_2.job_config import JobConfig as CookbookJobConfig
-from cookbook.titan.tt_0_2_2.model_args import flavors
 from cookbook.titan.tt_0_2_2.text_data import DATASET
 
 
@@ -56,30 +55,11 @@ def _entry(field: dataclasses.Field[Any]) -> dict[str, Any]:
     return {"kind": kind, **entry}
 
 
-def model_table() -> dict[str, dict[str, int]]:
-    """Return the numbers by which layouts and kernels are checked, by flavor of deepseek_v3."""
-    return {
-        flavor: {
-            "n_layers": args.n_layers,
-            "n_heads": args.n_heads,
-            "vocab_size": args.vocab_size,
-            "num_experts": args.moe_args.num_experts,
-            "top_k": args.moe_args.top_k,
-            "qk_head_dim": args.qk_nope_head_dim + args.qk_rope_head_dim,
-            "v_head_dim": args.v_head_dim,
-        }
-        for flavor, args in flavors().items()
-    }
-
-
 def main() -> None:
     """Print the table."""
-    arguments = {name: flat_numbers(dataclasses.asdict(args)) for name, args in flavors().items()}
     table = {
         "options": option_table(),
-        "models": {"deepseek_v3": model_table()},
-        # Memory and time are counted from these.
-        "model_args": {"deepseek_v3": arguments},
+        "families": [dataclasses.asdict(parts.family) for parts in FAMILIES.values()],
         "datasets": [*DATASETS, DATASET],
     }
     print(json.dumps(table, indent=1))

@@ -1,4 +1,4 @@
-"""TorchTitan's parallelization of DeepSeek-V3, with the right sums in MoE layers under TP and EP.
+"""TorchTitan's parallelization of a model, with the right sums in MoE layers under TP and EP.
 
 TorchTitan's functions look up the classes of their plan, and one another, by name. `parallelize`
 and `apply_moe_ep_tp` call them with classes and functions of this package under those names.
@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import torch
 import torch.nn as nn
-import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_parallelize
 import torchtitan.models.llama4.infra.parallelize as llama4_parallelize
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -33,6 +32,7 @@ from cookbook.titan.common.token_shard import (
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.checkpoint import save_plain_weights
 from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
+from cookbook.titan.tt_0_2_2.families import FAMILIES
 from cookbook.titan.tt_0_2_2.loss import HandingOnColwiseParallel, hand_on, keep_gathered
 from cookbook.titan.tt_0_2_2.moe_routing import RANDOM, chosen_routing, route_at_random
 from cookbook.titan.tt_0_2_2.mxfp8 import (
@@ -53,7 +53,8 @@ from cookbook.titan.tt_0_2_2.row_kernels import (
 
 
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-    """Parallelize the model, or one stage of a pipeline, as `parallelize_deepseekv3` does."""
+    """Parallelize the model, or one stage of a pipeline, as TorchTitan's function does."""
+    parts = FAMILIES[job_config.model.name]
     # No door: TorchTitan calls these functions by their names, the first after the TP of the other
     # layers, the second before compile and FSDP wrap the layers.
     names: dict[str, Any] = {
@@ -87,8 +88,8 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     if chosen_routing(job_config) == RANDOM and job_config.comm.mode == "default":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         route_at_random(model, parallel_dims, job_config, device)
-    with patch.multiple(deepseek_parallelize, **names):
-        model = deepseek_parallelize.parallelize_deepseekv3(model, parallel_dims, job_config)
+    with patch.multiple(parts.infra, **names):
+        model = parts.released().parallelize_fn(model, parallel_dims, job_config)
     if job_config.loss.num_chunks:
         keep_gathered(model)
     save_plain_weights(model)

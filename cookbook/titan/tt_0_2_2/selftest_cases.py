@@ -25,7 +25,6 @@ from torchtitan.models.attention import (
     get_causal_mask_mod,
     get_document_mask_mod,
 )
-from torchtitan.models.deepseek_v3.model.model import Attention, DeepSeekV3Model
 from torchtitan.models.moe.moe import GroupedExperts, build_moe
 from torchtitan.protocols.model_converter import build_model_converters
 
@@ -58,6 +57,8 @@ from cookbook.titan.selftest.rows import (
 )
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.attention import FLASH_ATTENTION_4
+from cookbook.titan.tt_0_2_2.families import FAMILIES
+from cookbook.titan.tt_0_2_2.families.parts import FamilyParts
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
@@ -108,6 +109,10 @@ class Cell:
         return _LIMITS[self.device]
 
     @property
+    def parts(self) -> FamilyParts:
+        return FAMILIES[self.job_config.model.name]
+
+    @property
     def local_experts(self) -> int:
         return int(self.model_args.moe_args.num_experts) // self.dims.ep
 
@@ -141,7 +146,7 @@ def kernel_cases(cell: Cell) -> list[KernelCase]:
 
 def _attention(cell: Cell) -> Iterator[KernelCase]:
     with torch.device("meta"):
-        layer = Attention(cell.model_args)
+        layer: Any = cell.parts.attention(cell.model_args)
     is_flash = cell.job_config.model.attention == FLASH_ATTENTION_4
     kernel = FLASH_ATTENTION_4 if is_flash else cell.model_args.attn_type
     # Context parallelism gives a rank a part of each sequence; the kernel is the same.
@@ -149,15 +154,16 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     limits = cell.limits
     heads = min(max(1, layer.n_heads // cell.dims.tp), limits.heads)
     length = min(whole, limits.sequence)
+    head_dim, v_head_dim = cell.model_args.head_dims
     fitting = limits.attention_scores // (heads * length * length)
     shape = AttentionShape(
         # Use at least two sequences so that batch-indexing errors show.
         batch=min(cell.sequences, max(2, fitting)),
         length=length,
         heads=heads,
-        head_dim=layer.qk_head_dim,
-        v_head_dim=layer.v_head_dim,
-        scale=layer.softmax_scale,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        scale=getattr(layer, cell.parts.scale),
         max_documents=cell.sequences * bounds_capacity(0, whole) if is_flash else None,
         max_length=whole if is_flash else None,
     )
@@ -261,7 +267,7 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
     args = deepcopy(cell.model_args)
     args.n_layers, args.n_dense_layers = 2, 1
     with torch.device("meta"):
-        model = cell.convert(DeepSeekV3Model(args))
+        model = cell.convert(cell.parts.model(args))
     found: dict[tuple[str, int, int], nn.Linear] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "output":

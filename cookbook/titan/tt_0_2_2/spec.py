@@ -1,13 +1,13 @@
-"""TorchTitan's DeepSeek-V3 with the cookbook's parts, and the door of each.
+"""TorchTitan's models with the cookbook's parts, and the door of each.
 
-A registered spec wins over the built-in one of the same name, so a job with
-`--model.name=deepseek_v3` gets this one, and a job of another model family gets TorchTitan's own.
+A registered spec wins over the built-in one of the same name, so a job of one of the `families`
+gets this one, and a job of another family gets TorchTitan's own.
 A new part enters here: a function or a class in a file of its own, and one line below.
 
 Some things have no door. Each is replaced in one place, which says why:
 
-- the names that `parallelize_deepseekv3` and its `apply_moe_ep_tp` look up: `parallelize.py`, while
-  these functions run
+- the names that a family's `parallelize_fn` and its `apply_moe_ep_tp` look up: `parallelize.py`,
+  while these functions run
 - the converters called `quantize.*.mx`: `mxfp8.py`, when a job of this model starts
 - functions that TorchAO's emulation calls: `mxfp8.py`, where a job uses them
 - the device of TorchTitan's modules: `cpu.py`, on machines without CUDA
@@ -20,30 +20,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchtitan.models import deepseek_v3
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
-from cookbook.titan.tt_0_2_2.attention import DeepSeekV3ModelWithAttention
+from cookbook.titan.tt_0_2_2.families import FAMILIES
+from cookbook.titan.tt_0_2_2.families.parts import FamilyParts
 from cookbook.titan.tt_0_2_2.loss import build_loss
 from cookbook.titan.tt_0_2_2.metrics import build_metrics_processor
-from cookbook.titan.tt_0_2_2.model_args import flavors
 from cookbook.titan.tt_0_2_2.optimizer import build_lr_schedulers, build_optimizers
 from cookbook.titan.tt_0_2_2.parallelize import parallelize
 from cookbook.titan.tt_0_2_2.text_data import build_dataloader
 from cookbook.titan.tt_0_2_2.validation import build_validator
 from cookbook.titan.tt_0_2_2.versions import refuse
 
-MODEL = "deepseek_v3"
 
-
-def changed_spec() -> TrainSpec:
+def changed_spec(parts: FamilyParts) -> TrainSpec:
     """Return TorchTitan's own spec but for the doors named here."""
     return replace(
-        deepseek_v3.get_train_spec(),
+        parts.released(),
         # A choice of attention, and its mask.
-        model_cls=DeepSeekV3ModelWithAttention,
+        model_cls=parts.model,
         # The cookbook's flavors; and a job's options are checked before its model is built.
-        model_args=flavors(),
+        model_args=parts.flavors(),
         # TP and EP with the right sums, DeepEP, the quantized all-to-all; checkpoints hold plain
         # tensors.
         parallelize_fn=parallelize,
@@ -58,19 +55,20 @@ def changed_spec() -> TrainSpec:
         build_lr_schedulers_fn=build_lr_schedulers,
         # The user's own texts.
         build_dataloader_fn=build_dataloader,
-        # TorchTitan's DeepSeek-V3 has none.
+        # The same batches each time; some of TorchTitan's models have none.
         build_validator_fn=build_validator,
     )
 
 
 def register() -> None:
-    """Register the spec with TorchTitan, once in a process."""
-    try:
-        register_train_spec(MODEL, changed_spec())
-    except ValueError:
-        # TorchTitan takes a name once. A second import of this package changes nothing.
-        if get_train_spec(MODEL).parallelize_fn.__module__ != parallelize.__module__:
-            raise refuse(
-                f"another module has registered its own {MODEL} with TorchTitan; remove that, or "
-                f"leave out --experimental.custom_import={__package__}"
-            ) from None
+    """Register the specs with TorchTitan, once in a process."""
+    for name, parts in FAMILIES.items():
+        try:
+            register_train_spec(name, changed_spec(parts))
+        except ValueError:
+            # TorchTitan takes a name once. A second import of this package changes nothing.
+            if get_train_spec(name).parallelize_fn.__module__ != parallelize.__module__:
+                raise refuse(
+                    f"another module has registered its own {name} with TorchTitan; remove that, "
+                    f"or leave out --experimental.custom_import={__package__}"
+                ) from None

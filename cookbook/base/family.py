@@ -1,0 +1,85 @@
+"""A model family and the sizes of its flavors, as every part counts them, without torch.
+
+The training process describes each family (`titan/tt_0_2_2/families`), and `make golden` writes the
+descriptions into the stack's table, which the driver reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The widths of a layer: of the whole model, or what one TP rank has of them.
+
+    Attributes:
+        nope, rope: of each query and key, the part without and the part with rotary embedding.
+    """
+
+    dim: int
+    heads: int
+    q_lora: int
+    kv_lora: int
+    nope: int
+    rope: int
+    v_head: int
+    dense_hidden: int
+    expert_hidden: int
+    shared_hidden: int
+    num_experts: int
+    top_k: int
+    vocab: int
+    gate_bias: bool
+    score_first: bool
+
+
+@dataclass(frozen=True)
+class Model(Sizes):
+    """A whole model; its router may choose from `num_limited_groups` of `num_expert_groups`.
+
+    Attributes:
+        attn_type: TorchTitan's name of the flavor's own attention.
+    """
+
+    n_layers: int
+    n_dense_layers: int
+    num_expert_groups: int | None
+    num_limited_groups: int | None
+    attn_type: str
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer has routed experts."""
+        return layer >= self.n_dense_layers
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Those of queries and keys, and of values."""
+        return self.nope + self.rope, self.v_head
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family that the cookbook trains.
+
+    Attributes:
+        title: its name in messages.
+        weights: tensors of a published checkpoint, and the sizes that are their dimensions; None
+            for any size.
+        extra_layers: layers that a published checkpoint may have beyond the model's.
+    """
+
+    name: str
+    title: str
+    flavors: Mapping[str, Model]
+    weights: Mapping[str, tuple[str | None, ...]]
+    extra_layers: int = 0
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> Family:
+        """Read a family of a stack's table."""
+        flavors = {name: Model(**sizes) for name, sizes in entry["flavors"].items()}
+        weights = {name: tuple(dims) for name, dims in entry["weights"].items()}
+        return cls(**{**entry, "flavors": flavors, "weights": weights})

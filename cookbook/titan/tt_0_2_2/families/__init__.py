@@ -1,0 +1,11 @@
+"""The model families that the cookbook trains, each in a file of its own.
+
+A file holds all that differs from family to family; `parts.py` says what that is.
+"""
+
+from __future__ import annotations
+
+from cookbook.titan.tt_0_2_2.families.deepseek_v3 import DEEPSEEK_V3
+from cookbook.titan.tt_0_2_2.families.parts import FamilyParts
+
+FAMILIES: dict[str, FamilyParts] = {parts.name: parts for parts in (DEEPSEEK_V3,)}

@@ -1,0 +1,77 @@
+"""The parts of a model family that training, self-check and export need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch.nn as nn
+from torchtitan.protocols.train_spec import TrainSpec
+
+from cookbook.base.family import Family, Model
+from cookbook.titan.tt_0_2_2.attention import choose_attention
+from cookbook.titan.tt_0_2_2.checkpoint import save_when_ranks_agree
+from cookbook.titan.tt_0_2_2.moe_routing import TRAINED, chosen_routing
+from cookbook.titan.tt_0_2_2.mxfp8 import replace_mx_converters
+from cookbook.titan.tt_0_2_2.optimizer import watch_gradients
+from cookbook.titan.tt_0_2_2.versions import refuse
+
+
+@dataclass(frozen=True)
+class FamilyParts:
+    """One model family.
+
+    Attributes:
+        released: makes TorchTitan's own spec.
+        infra: TorchTitan's module of `parallelize_fn`, whose names are replaced while it runs.
+        flavors: makes the arguments of each flavor, of a class with `CookbookArgs`.
+        sizes: reads a flavor's arguments.
+        model: TorchTitan's model with `attention.AttentionChoice`.
+        attention: TorchTitan's attention layer, and its attribute that scales scores.
+        transformers_config: makes `config.json` from a flavor's arguments and a sequence length.
+        weights, extra_layers: of published checkpoints, as in `Family`.
+    """
+
+    title: str
+    released: Callable[[], TrainSpec]
+    infra: ModuleType
+    flavors: Callable[[], dict[str, Any]]
+    sizes: Callable[[Any], Model]
+    model: type[nn.Module]
+    attention: type[nn.Module]
+    scale: str
+    transformers_config: Callable[[Any, int], dict[str, Any]]
+    weights: Mapping[str, tuple[str | None, ...]]
+    extra_layers: int = 0
+
+    @property
+    def name(self) -> str:
+        """TorchTitan's `model.name`."""
+        return self.infra.__name__.split(".")[2]
+
+    @property
+    def family(self) -> Family:
+        """The description for the driver."""
+        flavors = {name: self.sizes(args) for name, args in self.flavors().items()}
+        return Family(self.name, self.title, flavors, self.weights, self.extra_layers)
+
+
+class CookbookArgs:
+    """Mixed into TorchTitan's arguments of a model; the first door that gets a job's options."""
+
+    def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
+        """Apply the job's options to the arguments; called before the model is built."""
+        if not hasattr(job_config, "cookbook"):
+            package = __package__.rpartition(".")[0]
+            raise refuse(
+                f"--experimental.custom_import={package} needs the cookbook's options; add "
+                f"--job.custom_config_module={package}.job_config"
+            )
+        replace_mx_converters()
+        save_when_ranks_agree()
+        watch_gradients(job_config)
+        choose_attention(self, job_config)
+        super().update_from_config(job_config, **kwargs)  # type: ignore[misc]
+        self.moe_args._debug_force_load_balance = chosen_routing(job_config) != TRAINED
