@@ -141,8 +141,8 @@ def folded_share(folded: torch.Tensor, share: Any) -> torch.Tensor:
 
 
 def _fill_unwritten(original: Any) -> Wrapper:
-    def faulty(tokens: Any, scores: Any, copies: Any, slots: Any) -> Any:
-        grouped = original(tokens, scores, copies, slots)
+    def faulty(tokens: Any, scores: Any, copies: Any, *rest: Any) -> Any:
+        grouped = original(tokens, scores, copies, *rest)
         grouped[copies < 0] = 0.5
         return grouped
 

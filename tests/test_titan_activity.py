@@ -472,16 +472,13 @@ def test_a_pipeline_reports_the_loss_and_gets_gradients_per_token(
 @pytest.mark.parametrize("tp", [object(), None], ids=["TP", "TP 1"])
 @pytest.mark.parametrize("etp", [None, object()], ids=["ETP 1", "ETP = TP"])
 @pytest.mark.parametrize("ep", [None, object()], ids=["EP 1", "EP"])
-@pytest.mark.parametrize("before", [True, False])
 def test_only_terms_of_the_scores_gradient_are_summed(
     tp: Any,
     ep: Any,
     etp: Any,
-    before: bool,
     patches_applied: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A score before an expert that TP cuts has the whole gradient: a sum counts it TP times."""
     from torchtitan.models.llama4.infra import parallelize
 
     from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
@@ -491,16 +488,15 @@ def test_only_terms_of_the_scores_gradient_are_summed(
     layer: Any = nn.Module()
     layer.router = layer.reorderer = nn.Identity()
     layer.shared_experts = nn.Identity() if ep else None
-    layer.score_before_experts = before
+    layer.score_before_experts = False
     model: Any = SimpleNamespace(layers={"0": SimpleNamespace(moe=layer, moe_enabled=True)})
     meshes: Any = {"tp_mesh": tp, "ep_mesh": ep, "etp_mesh": etp}
     apply_moe_ep_tp(Precisions(False, False), model, **meshes)
     is_sharded = tp is not None and ep is not None and etp is None
-    is_term = tp is not None and (is_sharded or not before)
-    assert bool(layer.router._forward_hooks) == is_term
+    assert bool(layer.router._forward_hooks) == (tp is not None)
     # Only a shard of a sequence needs to know the sequence's length.
     assert bool(layer._forward_pre_hooks) == is_sharded
-    labels = {"router-gradients-summed-over-tp"} if is_term else set()
+    labels = {"router-gradients-summed-over-tp"} if tp is not None else set()
     if tp is not None and ep is not None:
         labels.add("shared-expert-gradients-not-summed-over-tp")
     assert patches_applied == labels

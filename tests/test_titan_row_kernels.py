@@ -205,7 +205,7 @@ def test_the_self_check_finds_faults(fault: str | None, monkeypatch: pytest.Monk
         original = getattr(sys.modules[module], name)
         monkeypatch.setattr(sys.modules[module], name, change(original))
     proofs = [
-        rows.row_errors(rows.RowsShape(96, 64, 8, 3, 8), "between", "cpu", counted=False),
+        rows.row_errors(rows.RowsShape(96, 64, 8, 3, 8), True, "cpu", counted=False),
         rows.swiglu_errors(96, 176, "cpu"),
         rows.join_errors(4, 32, 96, "cpu"),
     ]

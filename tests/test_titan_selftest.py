@@ -19,9 +19,9 @@ from cookbook.titan.selftest.attention import (
     Attend,
     AttentionShape,
     attention_errors,
+    attention_inputs,
     document_ends,
     flash_attention_4,
-    random_inputs,
 )
 from cookbook.titan.selftest.cases import BF16, FP8, Error, KernelCase, error_of, run_case
 from tests.self_check_fault import (
@@ -193,7 +193,7 @@ class TestAttention:
         from cookbook.titan.tt_0_2_2 import selftest_cases
 
         shape = AttentionShape(batch=2, length=32, heads=2, head_dim=16, v_head_dim=16, scale=0.7)
-        q, k, v, _ = random_inputs(shape, "cpu")
+        q, k, v, _ = attention_inputs(shape, False, "cpu")
         ends = document_ends(packing, 2, 32)
         attends = (getattr(selftest_cases, kind), flash_attention_4)
         found, expected = (attend(shape, ends)(q, k, v).float() for attend in attends)
@@ -243,19 +243,19 @@ def fill_read(original: Any) -> Any:
 def fill_written(original: Any) -> Any:
     """One number of one row."""
 
-    def faulty(tokens: torch.Tensor, scores: Any, plan: Any, *dtype: Any) -> torch.Tensor:
-        grouped: torch.Tensor = original(tokens, scores, plan, *dtype)
+    def faulty(tokens: torch.Tensor, plan: Any, *dtype: Any) -> torch.Tensor:
+        grouped: torch.Tensor = original(tokens, plan, *dtype)
         return grouped.index_fill(0, (plan.copies < 0).nonzero()[-1], torch.nan)
 
     return faulty
 
 
 class TestRows:
-    def wrong(self, scored: Any) -> list[str]:
-        return wrong(rows.row_errors(rows.RowsShape(60, 32, 8, 3, 16), scored, "cpu"))
+    def wrong(self, on_activations: bool) -> list[str]:
+        return wrong(rows.row_errors(rows.RowsShape(60, 32, 8, 3, 16), on_activations, "cpu"))
 
-    @pytest.mark.parametrize("scored", ["before", "between", "after"])
-    def test_those_that_are_read_where_there_is_no_copy_are_found(self, scored: str) -> None:
+    @pytest.mark.parametrize("scored", [True, False])
+    def test_those_that_are_read_where_there_is_no_copy_are_found(self, scored: bool) -> None:
         assert self.wrong(scored) == []
         for fault in (fill_read, absent_from_the_last_row):
             with put_in(f"{ROWS}.collect", fault):
@@ -263,7 +263,7 @@ class TestRows:
 
     def test_those_that_fill_groups_up_are_zero(self) -> None:
         with put_in(f"{ROWS}.spread", fill_written), pytest.raises(ValueError, match="not zero"):
-            self.wrong("before")
+            self.wrong(False)
 
     @pytest.mark.parametrize(
         ("fault", "expected"),
@@ -274,7 +274,7 @@ class TestRows:
     )
     def test_wrong_scores_are_found(self, fault: Any, expected: str) -> None:
         with put_in(f"{ROWS}.row_scores", fault):
-            assert expected in self.wrong("between")
+            assert expected in self.wrong(True)
 
     def test_a_factor_tells_an_expert_from_its_neighbours_and_those_of_other_ranks(self) -> None:
         factors = rows.expert_factors(256, "cpu")

@@ -115,8 +115,6 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
                 "4 experts of 256 x 256, about 384 rows",
             ],
             "rows to expert groups and back": [
-                "96 tokens of 256, 4 experts, top 3, scores before the experts",
-                "96 tokens of 256, 4 experts, top 3, scores after the experts",
                 "96 tokens of 256, 4 experts, top 3, scores on the activations",
             ],
             "dispatch and combine deepep": [

@@ -182,27 +182,16 @@ def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        tokens: torch.Tensor,
-        scores: torch.Tensor | None,
-        copies: torch.Tensor,
-        slots: torch.Tensor,
-        dtype: torch.dtype,
+        ctx: Any, tokens: torch.Tensor, copies: torch.Tensor, slots: torch.Tensor, dtype: Any
     ) -> torch.Tensor:
-        # Without scores the backward needs no token.
-        ctx.save_for_backward(copies, slots, *(() if scores is None else (tokens, scores)))
+        ctx.save_for_backward(copies, slots)
         ctx.dtype = tokens.dtype
-        return _spread(tokens, scores, copies, slots, dtype)
+        return _spread(tokens, None, copies, slots, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        copies, slots, *weighted = ctx.saved_tensors
-        grad = grad.contiguous()
-        if not weighted:
-            return _collect(grad, None, copies, slots, ctx.dtype), None, None, None, None
-        tokens, scores = weighted
-        grad_tokens = _collect(grad, scores, copies, slots, ctx.dtype)
-        return grad_tokens, _dot(tokens, grad, slots), None, None, None
+        copies, slots = ctx.saved_tensors
+        return _collect(grad.contiguous(), None, copies, slots, ctx.dtype), None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -250,20 +239,13 @@ class _RowScores(torch.autograd.Function):
         return _at(grad, slots), None, None
 
 
-def spread(
-    tokens: torch.Tensor,
-    scores: torch.Tensor | None,
-    plan: GroupPlan,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+def spread(tokens: torch.Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Copy tokens (received, features) to padded groups (rows, features), differentiable.
 
     Args:
-        scores: (received, top k) float32 to multiply with, or None.
         dtype: of the rows; the tokens' own by default.
     """
-    dtype = dtype or tokens.dtype
-    return _Spread.apply(tokens, scores, plan.copies, plan.slots, dtype)
+    return _Spread.apply(tokens, plan.copies, plan.slots, dtype or tokens.dtype)
 
 
 def collect(
@@ -277,6 +259,7 @@ def collect(
     """Sum padded groups (rows, features) into tokens (received, features), differentiable.
 
     Args:
+        scores: (received, top k) float32 to multiply with, or None.
         is_needed: whether the sums are needed; otherwise they are uninitialized memory.
         base: (received, features), added to the sums before they are rounded.
         dtype: of the sums; that of the groups by default.

@@ -43,7 +43,6 @@ class SendingExperts(nn.Module):
     """
 
     cookbook_group: ProcessGroup
-    cookbook_score_before_experts: bool
     cookbook_score_activations: bool
 
     def forward(
@@ -63,12 +62,8 @@ class SendingExperts(nn.Module):
         assert computed is not None
         return *returned, self._combine(computed, routings[-1])
 
-    @property
-    def _scores_activations(self) -> bool:
-        return self.cookbook_score_activations and not self.cookbook_score_before_experts
-
     def _combine(self, computed: torch.Tensor, routing: Routing) -> torch.Tensor:
-        if not self._scores_activations:
+        if not self.cookbook_score_activations:
             return combine(computed, routing)
         with not_saved():
             return combine(computed, routing, is_needed=not in_recompute())
@@ -79,15 +74,11 @@ class SendingExperts(nn.Module):
         """Compute the experts' outputs, summed for each row over its local experts."""
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         activity.patches_applied.add("deepep-padded-groups")
-        if self._scores_activations:
-            grouped = spread(rows, None, plan)
-            out = experts_with_probs(self, grouped, row_scores(scores, plan), plan.ends)
-            return collect(out, None, plan, is_needed=not in_recompute())
-        before, after = scores, None
-        if not self.cookbook_score_before_experts:
-            before, after = after, before
-        out = super().forward(spread(rows, before, plan), plan.sizes)
-        return collect(out, after, plan)
+        grouped = spread(rows, plan)
+        if not self.cookbook_score_activations:
+            return collect(super().forward(grouped, plan.sizes), scores, plan)
+        out = experts_with_probs(self, grouped, row_scores(scores, plan), plan.ends)
+        return collect(out, None, plan, is_needed=not in_recompute())
 
 
 class ChunkedExpertParallel(DeepEPExpertParallel):
@@ -96,7 +87,6 @@ class ChunkedExpertParallel(DeepEPExpertParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module
         experts.cookbook_group = device_mesh.get_group()
-        experts.cookbook_score_before_experts = self.score_before_experts
         return distribute_module(module, device_mesh, partition_fn=self._partition_fn)
 
 

@@ -88,7 +88,7 @@ class RowExperts(nn.Module):
         arrived = send(self.cookbook_precisions, rows, here, there, group)
         scores = all_to_all_single_autograd(groups.scores, here, there, group)
         own = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
-        out = self._compute(spread(arrived, None, plan), own)
+        out = self._compute(spread(arrived, plan), own)
         with not_saved():
             out = collect(out, None, plan, is_needed=not in_recompute())
             if in_recompute():
@@ -152,7 +152,7 @@ class RowMoE(MoE):
         plan = plan_on_device(chosen, self.router.num_experts, alignment)
         dtype = torch.bfloat16 if getattr(experts, "use_grouped_mm", True) else x.dtype
         groups = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
-        routed = experts(spread(mine, None, plan, dtype), groups)
+        routed = experts(spread(mine, plan, dtype), groups)
         # Before anything waits for the rows.
         out = None if self.shared_experts is None else self.shared_experts(tokens)
         activity.rows.add("kernels")
@@ -173,8 +173,6 @@ def _with_rows(experts: type[nn.Module]) -> type[nn.Module]:
 
 def use_row_kernels(moe: Any) -> None:
     """Change the classes of a layer and its experts; the instances alone, as FSDP does."""
-    if moe.score_before_experts:
-        raise ValueError("cookbook.row_kernels scores activations; score_before_experts is on")
     moe.__class__ = RowMoE
     kind: Any = type(moe.experts)
     moe.experts.__class__ = _with_rows(kind)

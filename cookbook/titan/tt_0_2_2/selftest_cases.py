@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -301,23 +301,15 @@ def _rows(cell: Cell) -> Iterator[KernelCase]:
     experts = cell.local_experts if deepep else args.moe_args.num_experts
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
     shape = RowsShape(limits.tokens, args.dim, experts, args.moe_args.top_k, alignment)
-    places: dict[Literal["before", "between", "after"], str] = {
-        "before": "scores before the experts",
-        "after": "scores after the experts",
-        "between": "scores on the activations",
-    }
-    if not deepep:
-        places = {"between": places["between"]}
-    elif not cell.job_config.deepep.score_activations:
-        del places["between"]
+    on_activations = not deepep or cell.job_config.deepep.score_activations
+    place = "on the activations" if on_activations else "after the experts"
     avoid = "EP backend standard does without it" if deepep else "leave out cookbook.row_kernels"
-    for scored, place in places.items():
-        yield KernelCase(
-            "rows to expert groups and back",
-            f"{shape}, {place}",
-            partial(row_errors, shape, scored, cell.device, counted=deepep),
-            avoid,
-        )
+    yield KernelCase(
+        "rows to expert groups and back",
+        f"{shape}, scores {place}",
+        partial(row_errors, shape, on_activations, cell.device, counted=deepep),
+        avoid,
+    )
     if not deepep:
         hidden, few = cell.expert_hidden, min(cell.local_experts, 8)
         yield KernelCase(
