@@ -185,25 +185,24 @@ def test_the_dispatch_under_expert_tensor_parallelism_is_seen(assets: Path, tmp_
     assert found["dispatch"] == "standard"
 
 
-def view(grouped: str | None = "bf16", linear: str = "bf16", **observed: Any) -> Any:
-    from cookbook.titan.tt_0_2_2.activity import AttentionActivity, ModelActivity, RankActivity
+def view(
+    grouped: str | None = "bf16",
+    linear: str = "bf16",
+    attention: str = "flex",
+    length: float | None = None,
+    patches: tuple[str, ...] = (),
+    stage: int = 0,
+    emulated: bool = False,
+    node: str = "worker-0",
+    **words: str,
+) -> Any:
+    from cookbook.titan.tt_0_2_2.activity import RankActivity
 
-    given: dict[str, Any] = {
-        "model": ModelActivity(frozenset({grouped} if grouped else ()), frozenset({linear}), False),
-        "attention": AttentionActivity(frozenset({"flex"}), None),
-        **dict.fromkeys(
-            ("dispatch", "rows", "loss", "recomputation", "saved", "moe_routing"), frozenset()
-        ),
-        "patches_applied": frozenset(),
-        "stage": 0,
-        "emulated": False,
-        "node": "worker-0",
-    }
-    words = {
-        name: frozenset({one}) if name in given and isinstance(one, str) else one
-        for name, one in observed.items()
-    }
-    return RankActivity(**(given | words | {k: observed[k] for k in ("node",) if k in observed}))
+    aspects = ("dispatch", "rows", "loss", "recomputation", "saved", "moe_routing")
+    found: dict[str, Any] = {**dict.fromkeys(aspects), "grouped_gemms": grouped}
+    found |= {"linear_layers": linear, "attention": attention, **words}
+    sets = {name: frozenset([word] if word else []) for name, word in found.items()}
+    return RankActivity(stage, sets, emulated, length, frozenset(patches), node)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,6 @@ def test_every_rank_counts_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from cookbook.titan.tt_0_2_2 import metrics
-    from cookbook.titan.tt_0_2_2.activity import AttentionActivity
 
     views = [
         view(dispatch="standard", recomputation="full"),
@@ -243,15 +241,10 @@ def test_every_rank_counts_in_the_report(
             dispatch="deepep",
             recomputation="selective",
             saved="attention",
-            patches_applied="one",
-            attention=AttentionActivity(frozenset({"flex"}), 100.0),
+            patches=("one",),
+            length=100.0,
         ),
-        view(
-            emulated=True,
-            patches_applied="two",
-            node="worker-1",
-            attention=AttentionActivity(frozenset({"sdpa"}), 201.0),
-        ),
+        view(emulated=True, patches=("two",), node="worker-1", attention="sdpa", length=201.0),
     ]
     monkeypatch.setattr(dist, "get_world_size", lambda *_: len(views))
     monkeypatch.setattr(dist, "get_rank", lambda *_: 0)

@@ -1,8 +1,6 @@
 """Builds TorchTitan's Trainer for one rank of a cell, with its parameters on the meta device.
 
-All replacements are made in a process that builds one rank and ends. The model's spec is the
-registered one, or TorchTitan's own, without tokenizer and data loader; the other replacements have
-no door: they are PyTorch's, or are not looked up in the spec.
+All replacements are made in a process that builds one rank and ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The MoE layer and the expert parallelism of the EP backend `deepep`, corrected and overlapped.
 
-Each class says how it differs from TorchTitan's. Like TorchTitan's modules, this one raises where
-DeepEP is not installed.
+Importable only where DeepEP is installed.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class SendingExperts(nn.Module):
 
     A layer's tokens come in one or more parts. While the experts compute one part, the next is on
     its way to them and the previous one on its way back. One call takes all parts, so that FSDP
-    gathers the weights once. No input is a tensor that FSDP would cast, and DeepEP wait for.
-    Expert groups are padded for the grouped GEMMs.
+    gathers the weights once.
     """
 
     cookbook_group: ProcessGroup
@@ -126,10 +124,8 @@ class SplitMoE(DeepEPMoE):
         """Return the layer's output for this rank's tokens.
 
         Under TP, `x` and the output are this rank's shard of every sequence, (batch, length / TP,
-        features). The experts get the shard itself, before any gather, and their output is added
-        after the shared experts' output has been summed over TP: the split copies nothing. The
-        shared experts' gradient of the whole is summed over TP once, while the gradients of the
-        rows are on their way.
+        features). The experts get the shard itself, before any gather. The shared experts' gradient
+        of the whole is summed over TP once, while the gradients of the rows are on their way.
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
         mine = x.to_local() if isinstance(x, DTensor) else x
@@ -138,8 +134,7 @@ class SplitMoE(DeepEPMoE):
 
         tokens = whole.view(-1, features)
         top_scores, experts, counts = self.router(tokens, self.expert_bias)
-        # All tokens are counted, the same on every TP rank: the sum for the expert bias is taken
-        # over other ranks only.
+        # Count all tokens on every TP rank: the sum for the expert bias is over other ranks only.
         if self.load_balance_coeff is not None:
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts)
@@ -179,8 +174,7 @@ def use_split_moe(moe: Any, chunks: int, score_activations: bool) -> None:
     """Change the classes of a layer, its experts and shared experts; the instances alone, as FSDP.
 
     Args:
-        chunks: the number of parts into which the layer cuts its tokens.
-        score_activations: whether the experts' activations are scored, not their outputs.
+        chunks, score_activations: the options of the section `deepep`.
     """
     moe.__class__ = SplitMoE
     moe.cookbook_chunks = chunks
