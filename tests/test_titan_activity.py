@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from tests.titan_run import (
     job,
     refused,
     run,
-    write_assets,
 )
 
 pytestmark = pytest.mark.titan
@@ -42,13 +40,6 @@ REMEDY = "; correct the overlay's `expect` or its options"
 MINE = ("--cookbook.precision=mine", "--cookbook.ep_backend=ours")
 # Both backends round to BF16, at different places: a part of 2**-9 of a loss over few tokens.
 ROUNDING = 3e-4
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    yield folder
 
 
 def apart(one: dict[str, Any], other: dict[str, Any], key: str = "losses") -> float:
@@ -398,39 +389,6 @@ def test_unlogged_steps_are_logged_once_a_minute(
     assert [record.getMessage() for record in caplog.records] == said
 
 
-@pytest.mark.parametrize(
-    ("change", "starts"),
-    [
-        ({}, True),
-        *(
-            ({name: other}, False)
-            for name, other in (
-                ("enable", False),
-                ("backend", "eager"),
-                ("mode", "fake"),
-                ("gpu", False),
-            )
-        ),
-    ],
-)
-def test_compile_workers_start_only_where_needed(
-    change: dict[str, Any], starts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch._inductor.async_compile as inductor
-
-    from cookbook.titan.tt_0_2_2.metrics import start_compile_workers
-
-    asked = {"enable": True, "backend": "inductor", "mode": "default", "gpu": True} | change
-    started: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked["gpu"])
-    monkeypatch.setattr(inductor, "maybe_warm_pool", lambda: started.append(True))
-    compile_ = SimpleNamespace(enable=asked["enable"], backend=asked["backend"])
-    start_compile_workers(
-        SimpleNamespace(compile=compile_, comm=SimpleNamespace(mode=asked["mode"]))
-    )
-    assert bool(started) is starts
-
-
 def loss_with(pp: bool, global_batch: int) -> tuple[float, torch.Tensor]:
     """The loss of 6 tokens and its gradient, at 2 x 3 data-parallel ranks and a batch of 4 x 5."""
     from cookbook.titan.tt_0_2_2.loss import build_loss
@@ -460,39 +418,6 @@ def test_a_pipeline_reports_the_loss_and_gets_gradients_per_token(
     assert value == pytest.approx(plain, rel=1e-6)
     torch.testing.assert_close(grad, whole / (sequences * 5))
     assert patches_applied == {"pipeline-gradients-per-token"}
-
-
-@pytest.mark.parametrize("tp", [object(), None], ids=["TP", "TP 1"])
-@pytest.mark.parametrize("etp", [None, object()], ids=["ETP 1", "ETP = TP"])
-@pytest.mark.parametrize("ep", [None, object()], ids=["EP 1", "EP"])
-def test_only_terms_of_the_scores_gradient_are_summed(
-    tp: Any,
-    ep: Any,
-    etp: Any,
-    patches_applied: set[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torchtitan.models.llama4.infra import parallelize
-
-    from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
-    from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
-
-    monkeypatch.setattr(parallelize, "apply_moe_ep_tp", lambda *_, **__: None)
-    layer: Any = nn.Module()
-    layer.router = layer.reorderer = nn.Identity()
-    layer.shared_experts = nn.Identity() if ep else None
-    layer.score_before_experts = False
-    model: Any = SimpleNamespace(layers={"0": SimpleNamespace(moe=layer, moe_enabled=True)})
-    meshes: Any = {"tp_mesh": tp, "ep_mesh": ep, "etp_mesh": etp}
-    apply_moe_ep_tp(Precisions(False, False), model, **meshes)
-    is_sharded = tp is not None and ep is not None and etp is None
-    assert bool(layer.router._forward_hooks) == (tp is not None)
-    # Only a shard of a sequence needs to know the sequence's length.
-    assert bool(layer._forward_pre_hooks) == is_sharded
-    labels = {"router-gradients-summed-over-tp"} if tp is not None else set()
-    if tp is not None and ep is not None:
-        labels.add("shared-expert-gradients-not-summed-over-tp")
-    assert patches_applied == labels
 
 
 def test_only_training_counts_tokens(patches_applied: set[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from tests.titan_names import names, replaced
 from tests.titan_ranks import run_ranks
-from tests.titan_run import A2A, EP2, MXFP8, job, refused, train, write_assets
+from tests.titan_run import A2A, EP2, MXFP8, job, refused, train
 
 pytestmark = pytest.mark.titan
 
@@ -37,13 +36,6 @@ CPU_NAMES = {
     "torchtitan.tools.utils.device_type",
     "torchtitan.tools.utils.get_peak_flops",
 }
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    yield folder
 
 
 def in_fresh_process(code: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.titan_ranks import run_ranks
-from tests.titan_run import DEEPEP, EP2, EP4, PP2, TP2, active, job, train, write_assets
+from tests.titan_run import DEEPEP, EP2, EP4, PP2, TP2, active, job, train
 
 pytestmark = pytest.mark.titan
 
@@ -24,13 +24,6 @@ SELECTIVE = (
     "--activation_checkpoint.selective_ac_option=op",
 )
 SAVE = (*SELECTIVE, "--activation_checkpoint.op_sac_save_list=attention,communication,grouped_mm")
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    yield folder
 
 
 def count_and_train(argv: list[str]) -> dict[str, Any]:

@@ -18,18 +18,11 @@ import torch
 from cookbook.titan.common import expert_groups as swiglu
 from cookbook.titan.common.expert_groups import plan_groups, plan_on_device
 from tests.titan_ranks import run_ranks
-from tests.titan_run import A2A, EP2, EP4, MXFP8, PP2, TP2, active, job, run, train, write_assets
+from tests.titan_run import A2A, EP2, EP4, MXFP8, PP2, TP2, active, job, run, train
 
 pytestmark = pytest.mark.titan
 
 ON = "--cookbook.row_kernels"
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    return folder
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 37, 64])
@@ -231,7 +224,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    ["TP 2", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("one rank", "PP 2"))],
+)
 def test_losses_are_those_of_the_published_options(
     assets: Path, tmp_path: Path, layout: str
 ) -> None:
