@@ -57,11 +57,6 @@ class MXGroupedMMConverter(QuantizationConverter):
 
         super().__init__(job_config, parallel_dims)
         options: Any = job_config.quantize.grouped_mm.mx
-        if not options.fqns:
-            raise refuse(
-                "model.converters has quantize.grouped_mm.mx, but quantize.grouped_mm.mx.fqns is "
-                "empty; pass --quantize.grouped_mm.mx.fqns=experts"
-            )
         _check_hardware(options.emulate, "quantize.grouped_mm.mx.emulate")
         self.fqns = [options.fqns] if isinstance(options.fqns, str) else list(options.fqns)
         self.recipe_name = options.recipe_name
@@ -101,15 +96,6 @@ class MXLinearConverter(QuantizationConverter):
         super().__init__(job_config, parallel_dims)
         options: Any = job_config.quantize.linear.mx
         _check_hardware(options.emulate, "quantize.linear.mx.emulate")
-        compiled = job_config.compile.enable and "model" in job_config.compile.components
-        if compiled and parallel_dims.tp_enabled and not options.emulate:
-            # TorchAO's SM100 casts are operators of its own, which TorchTitan refuses to compile
-            # under TP. Emulated casts are plain operations on DTensors, and compile.
-            raise refuse(
-                "MXFP8 linear layers under tensor parallelism do not compile with TorchAO 0.16's "
-                "SM100 kernels; leave out --compile.enable, set --compile.components=loss, or use "
-                "--parallelism.tensor_parallel_degree=1"
-            )
         config = MXLinearConfig.from_recipe_name(options.recipe_name)
         if options.emulate:
             # Only the kernels are replaced; the recipe still chooses the scales.
