@@ -39,6 +39,7 @@ def parallel_layer(
         dp_replicate=1, dp_shard=2 // tp, cp=1, tp=tp, pp=1, ep=2, etp=1, world_size=2
     )
     args = MoEArgs(num_experts=EXPERTS, num_shared_experts=1, top_k=TOP_K, use_grouped_mm=False)
+    args.score_before_experts = False
     torch.manual_seed(0)
     layer = build_moe(args, DIM, 16, "deepep").double()
     with torch.no_grad():

@@ -372,6 +372,7 @@ class TestExchange:
         found = rows.exchange_errors(shape, given, layer, None, group, (False, False))
         assert wrong(found) == ["gradient of the experts"]
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize("experts", [1, 2, 4])
     def test_experts_gradients_that_nearly_cancel_refuse_no_job(self, experts: int) -> None:
         # A rank of many GPUs has few experts, and a gradient sums products of either sign.

@@ -117,14 +117,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
             self._logged_at = now
         return is_logged
 
-    def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
-    ) -> None:
+    def log(self, step: int, *values: float, extra_metrics: dict[str, Any] | None = None) -> None:
         """Log TorchTitan's metrics of this step, and the router's load since the last one."""
         if self._load is None:
             model = (self.model_parts, self.model_args, self.parallel_dims)
@@ -134,7 +127,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
         extra = {**(extra_metrics or {}), **load}
         if self.job_config.training.max_skipped_steps:
             extra["skipped_steps"] = skipped_steps()
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
+        super().log(step, *values, extra_metrics=extra)
 
     def _is_metrics_rank(self) -> bool:
         rank = metrics_rank(self.parallel_dims, self.job_config)
