@@ -140,21 +140,3 @@ def test_a_copied_quantized_exchange(copies: Copies) -> None:
     assert (active["precision"], active["ep_backend"]) == ("my-mxfp8", "my-a2a")
     assert (active["grouped_gemms"], active["linear_layers"]) == ("mxfp8", "bf16")
     assert active["dispatch"] == "mxfp8" and active["emulated"] is True
-
-
-def test_what_is_declared_and_not_built_is_refused_before_and_at_the_first_step(
-    copies: Copies,
-) -> None:
-    # One of the debug model's five MoE layers: no option says that the others stay as they are.
-    copies.new("my-part", "mxfp8", "fqns: [experts]", "fqns: [layers.3.moe.experts]")
-    words = ("my-debug", "--precision", "my-part", "--cluster", "my-machine")
-    said = "precision my-part declares grouped_gemms mxfp8, "
-    checked = copies.run("check", *words)
-    assert checked.returncode == 1
-    assert f"{said}and in the model that TorchTitan builds bf16 and mxfp8 is active" in " ".join(
-        checked.stdout.split()
-    )
-    ran = copies.run("run", *words, "--no-check", "--set", "training.steps=2")
-    assert ran.returncode == 1
-    status = copies.run("status").stdout
-    assert f"failed  {said}but bf16 and mxfp8 is active" in re.sub(r"job \d+ +", "", status)

@@ -218,15 +218,6 @@ def test_a_layer_matches_plain_pytorch(moe_impl: str, tp: int, options: dict[str
             assert difference < 2e-6, name
 
 
-def test_dual_pipe_v_hooks_around_experts_are_not_for_deepep() -> None:
-    """Its hooks call dispatch and combine of TorchTitan, which the corrected layer does not have.
-
-    `dual_pipe_v_overlap` in `cookbook/config/validate/pipeline.py` refuses such a cell.
-    """
-    with pytest.raises(AssertionError, match="not enough values to unpack"):
-        run_ranks(partial(run_layer, dual_pipe_v=True), RANKS, "deepep", TP, False, seconds=30)
-
-
 def test_released_torchtitan_does_not() -> None:
     """What the corrections are for; where this fails, TorchTitan has been fixed."""
     expected = reference(False)

@@ -50,9 +50,13 @@ def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        pytest.param(4, (*EP4, *TP2, *DEEPEP, "--deepep.num_chunks=2"), id="deepep, tp 2, chunks"),
+        pytest.param(
+            *(4, (*EP4, *TP2, *DEEPEP, "--deepep.num_chunks=2")),
+            id="deepep, tp 2, chunks",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(2, (*EP2, *DEEPEP, "--deepep.score_activations"), id="deepep, scored"),
-        pytest.param(4, (*EP2, *PP2), id="standard, pp 2"),
+        pytest.param(4, (*EP2, *PP2), id="standard, pp 2", marks=pytest.mark.nightly),
     ],
 )
 def test_losses_are_bit_equal_to_full_recomputation(
@@ -81,7 +85,7 @@ def test_losses_are_bit_equal_to_full_recomputation(
     [
         pytest.param(2, (*EP2, *DEEPEP, "--deepep.score_activations"), SAVE, id="deepep, saved"),
         # Each stage keeps its last layer: with two of them nothing is left of four layers but two.
-        pytest.param(4, (*EP2, *PP2), FULL, id="standard, pp 2"),
+        pytest.param(4, (*EP2, *PP2), FULL, id="standard, pp 2", marks=pytest.mark.nightly),
     ],
 )
 def test_kept_layers_compute_nothing_again_and_losses_stay(

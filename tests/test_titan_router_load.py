@@ -36,7 +36,11 @@ def logged(assets: Path, tmp_path: Path, ranks: int, *options: str, **settings: 
 @pytest.mark.parametrize(
     ("ranks", "options", "sequences"),
     [
-        pytest.param(4, (*EP2, *PP2, *DEEPEP, *FULL), 4, id="deepep, pp 2, full"),
+        pytest.param(
+            *(4, (*EP2, *PP2, *DEEPEP, *FULL), 4),
+            id="deepep, pp 2, full",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(4, (*EP4, *TP2, *SELECTIVE), 4, id="tp 2, selective"),
         pytest.param(2, (*EP2, "--training.global_batch_size=8"), 8, id="accumulation"),
     ],
