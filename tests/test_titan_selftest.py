@@ -50,7 +50,6 @@ pytestmark = [
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 LOSS = "cookbook.titan.selftest.gemms.chunked_cross_entropy"
-ROWS = "cookbook.titan.selftest.rows"
 
 
 def wrong(errors: Iterable[Error]) -> list[str]:
@@ -223,64 +222,6 @@ def test_a_wrong_loss_in_chunks_is_found(fault: Any, expected: list[str] | None)
         found = wrong(gemms.loss_errors(95, 32, 64, 4, None, None, "cpu"))
     everything = ["loss", "gradient of the weight", "gradient of the hidden states"]
     assert found == (everything if expected is None else expected)
-
-
-def absent_from_the_last_row(original: Any) -> Any:
-    """A copy of another rank's has the slot -1."""
-
-    def faulty(outputs: torch.Tensor, scores: Any, plan: Any, base: Any = None) -> torch.Tensor:
-        total: torch.Tensor = original(outputs, scores, plan, base=base)
-        times = (plan.slots < 0).sum(1, keepdim=True)
-        return total + 1e-3 * times * outputs[-1].detach()
-
-    return faulty
-
-
-def fill_read(original: Any) -> Any:
-    """As a kernel that sums whole blocks, with little weight."""
-
-    def faulty(outputs: torch.Tensor, scores: Any, plan: Any, base: Any = None) -> torch.Tensor:
-        total: torch.Tensor = original(outputs, scores, plan, base=base)
-        return total + 1e-3 * outputs[plan.copies < 0].sum(0).detach()
-
-    return faulty
-
-
-def fill_written(original: Any) -> Any:
-    """One number of one row."""
-
-    def faulty(tokens: torch.Tensor, plan: Any, *dtype: Any) -> torch.Tensor:
-        grouped: torch.Tensor = original(tokens, plan, *dtype)
-        return grouped.index_fill(0, (plan.copies < 0).nonzero()[-1], torch.nan)
-
-    return faulty
-
-
-class TestRows:
-    def wrong(self, on_activations: bool) -> list[str]:
-        return wrong(rows.row_errors(rows.RowsShape(60, 32, 8, 3, 16), on_activations, "cpu"))
-
-    @pytest.mark.parametrize("scored", [True, False])
-    def test_those_that_are_read_where_there_is_no_copy_are_found(self, scored: bool) -> None:
-        assert self.wrong(scored) == []
-        for fault in (fill_read, absent_from_the_last_row):
-            with put_in(f"{ROWS}.collect", fault):
-                assert "output" in self.wrong(scored)
-
-    def test_those_that_fill_groups_up_are_zero(self) -> None:
-        with put_in(f"{ROWS}.spread", fill_written), pytest.raises(ValueError, match="not zero"):
-            self.wrong(False)
-
-    @pytest.mark.parametrize(
-        ("fault", "expected"),
-        [
-            (with_result(lambda scores: scores.roll(1, 0)), "output"),
-            (with_gradient(0, lambda grad: grad.roll(1, 0)), "gradient of the scores"),
-        ],
-    )
-    def test_wrong_scores_are_found(self, fault: Any, expected: str) -> None:
-        with put_in(f"{ROWS}.row_scores", fault):
-            assert expected in self.wrong(True)
 
 
 class Layer(nn.Module):
