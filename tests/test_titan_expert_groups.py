@@ -229,7 +229,11 @@ def kernels_against_operations() -> None:
 
 
 def test_triton_kernels_do_what_the_operations_do() -> None:
-    code = "from tests import test_titan_expert_groups as t; t.kernels_against_operations()"
+    code = (
+        "from tests import test_titan_expert_groups, test_titan_row_kernels; "
+        "test_titan_expert_groups.kernels_against_operations(); "
+        "test_titan_row_kernels.interpreted()"
+    )
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300

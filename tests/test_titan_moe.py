@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -181,52 +182,59 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     }
 
 
-def case(tp: int, moe_impl: str = "deepep", **options: Any) -> Any:
-    name = ", ".join([moe_impl, f"TP {tp}", *(f"{key} {value}" for key, value in options.items())])
-    return pytest.param(moe_impl, tp, options, id=name)
+Layer = tuple[str, int, dict[str, Any]]
+LAYERS: list[Layer] = [
+    *((moe_impl, tp, {}) for moe_impl in ("standard", "deepep") for tp in (1, TP)),
+    *((moe_impl, TP, {"compiled": True}) for moe_impl in ("standard", "deepep")),
+    # Parts of 24 or 12 tokens: 5 are not of one length, one of 13 is empty.
+    ("deepep", 1, {"chunks": 5}),
+    ("deepep", TP, {"chunks": 13}),
+    # With several parts each has scores of its own.
+    ("deepep", 1, {"score_activations": True}),
+    ("deepep", TP, {"chunks": 3, "score_activations": True}),
+    # Without EP, and with ETP, TP cuts every expert: a rank has one term of its output.
+    ("standard", TP, {"ep": 1}),
+    ("standard", TP, {"ep": 2, "etp": TP}),
+    ("standard", 1, {"row_kernels": True}),
+    ("standard", TP, {"row_kernels": True, "compiled": True}),
+    ("standard", TP, {"row_kernels": True, "ep": 1}),
+    ("standard", TP, {"row_kernels": True, "ep": 2, "etp": TP}),
+    ("standard", TP, {"dual_pipe_v": True}),
+]
 
 
-@pytest.mark.parametrize(
-    ("moe_impl", "tp", "options"),
-    [
-        *(case(tp, moe_impl) for moe_impl in ("standard", "deepep") for tp in (1, TP)),
-        case(TP, moe_impl="standard", compiled=True),
-        case(TP, compiled=True),
-        # Parts of 24 or 12 tokens: 5 are not of one length, one of 13 is empty.
-        case(1, chunks=5),
-        case(TP, chunks=13),
-        # With several parts each has scores of its own.
-        case(1, score_activations=True),
-        case(TP, chunks=3, score_activations=True),
-        # Without EP, and with ETP, TP cuts every expert: a rank has one term of its output.
-        *(case(TP, moe_impl="standard", ep=ep, etp=etp) for ep, etp in ((1, 1), (2, TP))),
-        case(1, moe_impl="standard", row_kernels=True),
-        case(TP, moe_impl="standard", row_kernels=True, compiled=True),
-        case(TP, moe_impl="standard", row_kernels=True, ep=1),
-        case(TP, moe_impl="standard", row_kernels=True, ep=2, etp=TP),
-        case(TP, moe_impl="standard", dual_pipe_v=True),
-    ],
-)
-def test_a_layer_matches_plain_pytorch(moe_impl: str, tp: int, options: dict[str, Any]) -> None:
-    # Normalized scores too, in half of the layers.
-    normalized = tp == 1
-    expected = reference(normalized)
-    layer = partial(run_layer, **options)
-    for found in run_ranks(layer, RANKS, moe_impl, tp, normalized):
+def run_layers(layers: list[Layer]) -> list[dict[str, torch.Tensor]]:
+    """Run layers one after another; scores are normalized in those without TP."""
+    return [run_layer(moe_impl, tp, tp == 1, **options) for moe_impl, tp, options in layers]
+
+
+@functools.cache
+def found_everywhere() -> list[list[dict[str, torch.Tensor]]]:
+    return run_ranks(run_layers, RANKS, LAYERS, seconds=300)
+
+
+@pytest.mark.parametrize("number", range(len(LAYERS)), ids=map(str, LAYERS))
+def test_a_layer_matches_plain_pytorch(number: int) -> None:
+    expected = reference(LAYERS[number][1] == 1)
+    for rank in found_everywhere():
         # The router computes its scores in float32, and DeepEP carries them so.
-        for name, difference in worst(found, expected).items():
+        for name, difference in worst(rank[number], expected).items():
             assert difference < 2e-6, name
+
+
+def run_released() -> list[dict[str, torch.Tensor]]:
+    cells: list[Layer] = [("deepep", TP, {}), ("standard", TP, {}), ("standard", TP, {"ep": 1})]
+    return [run_layer(name, tp, False, released=True, **ep) for name, tp, ep in cells]
 
 
 def test_released_torchtitan_does_not() -> None:
     """What the corrections are for; where this fails, TorchTitan has been fixed."""
     expected = reference(False)
-    layer = partial(run_layer, released=True)
-    deepep = worst(run_ranks(layer, RANKS, "deepep", TP, False)[0], expected)
+    first, *_ = run_ranks(run_released, RANKS)
+    deepep, standard, experts_cut = (worst(found, expected) for found in first)
     # Each token is sent by both TP ranks: the routed output and the experts' gradients count twice.
     assert deepep["out"] > 0.1
     assert deepep["experts.w1"] == pytest.approx(1)
-    standard = worst(run_ranks(layer, RANKS, "standard", TP, False)[0], expected)
     # Its forward is right; the router's gradient is half of the sum, and the input's loses rows.
     assert standard["out"] < 2e-6
     assert standard["router.gate.weight"] > 0.1
@@ -236,7 +244,5 @@ def test_released_torchtitan_does_not() -> None:
     wrong = 1.0 if is_counted_twice else 0.0
     assert standard["shared_experts.w2.weight"] == pytest.approx(wrong, abs=2e-6)
     # Where TP cuts the experts, the router's gradient is a term of the sum too.
-    cut = partial(run_layer, released=True, ep=1)
-    experts_cut = worst(run_ranks(cut, RANKS, "standard", TP, False)[0], expected)
     assert experts_cut["out"] < 2e-6
     assert experts_cut["router.gate.weight"] > 0.1

@@ -5,8 +5,6 @@ A layer on several ranks against float64 is in `test_titan_moe.py`.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,15 +78,6 @@ def interpreted() -> None:
     weight, joined = torch.randn(3, 30, 200), torch.zeros(3, 60, 200, dtype=torch.float64)
     triton_kernels.cast(weight, joined[:, 30:])
     assert torch.equal(joined, torch.cat([torch.zeros_like(weight), weight], 1).double())
-
-
-def test_the_kernels_do_the_same() -> None:
-    code = "from tests import test_titan_row_kernels as t; t.interpreted()"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_two_weights_are_joined_and_their_gradients_are_apart() -> None:
