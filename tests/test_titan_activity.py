@@ -26,7 +26,6 @@ from tests.titan_run import (
     MXFP8,
     SEQ_LEN,
     STANDARD,
-    TP2,
     active,
     job,
     refused,
@@ -137,11 +136,6 @@ REFUSALS: dict[str, tuple[int, tuple[str, ...], str]] = {
         (*MXFP8, *MINE, "--quantize.grouped_mm.mx.fqns=layers.3.moe.experts"),
         "precision mine declares grouped_gemms mxfp8, but bf16 and mxfp8 is active",
     ),
-    "another recipe": (
-        1,
-        (*MXFP8, *MINE, "--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp"),
-        "precision mine declares grouped_gemms mxfp8, but mxfp8_wgrad_with_hp is active",
-    ),
     "one exchange of two": (
         2,
         (
@@ -149,12 +143,6 @@ REFUSALS: dict[str, tuple[int, tuple[str, ...], str]] = {
             "--parallelism.expert_parallel_a2a_combine_bwd_precision=mxfp8",
         ),
         "EP backend ours declares dispatch mxfp8, but mxfp8 in the combine only is active",
-    ),
-    "two at once, without names": (
-        2,
-        (*EP2, "--cookbook.grouped_gemms=mxfp8", "--cookbook.dispatch=deepep"),
-        "precision declares grouped_gemms mxfp8, but bf16 is active; "
-        "EP backend declares dispatch deepep, but standard is active",
     ),
 }
 
@@ -168,12 +156,6 @@ def test_an_undeclared_option_ends_the_run(case: str, assets: Path, tmp_path: Pa
     # The self-check comes first; environment.json is not written.
     left = {path.name for path in attempt.iterdir()}
     assert "self_check.json" in left and "environment.json" not in left
-
-
-def test_the_dispatch_under_expert_tensor_parallelism_is_seen(assets: Path, tmp_path: Path) -> None:
-    etp = "--parallelism.expert_tensor_parallel_degree=2"
-    found = active(run(assets, tmp_path, 4, *EP2, *TP2, etp, *STANDARD, *BF16, steps=1))
-    assert found["dispatch"] == "standard"
 
 
 def view(
