@@ -16,12 +16,8 @@ def start() -> int:
     """Start again under the Python of VENV where this is another one, else run the command."""
     import os
     import shlex
-    import signal
     from pathlib import Path
 
-    is_second_start = AGAIN in sys._xoptions
-    if is_second_start:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     root = Path(__file__).resolve().parent
     chosen = os.environ.get("VENV")
     venv = Path(chosen or root / ".venv")
@@ -31,11 +27,9 @@ def start() -> int:
     # A link that is there, wherever it leads: its target may be in another user's private home.
     has_python = os.path.lexists(str(python))
     if has_python and Path(sys.prefix).resolve() != venv.resolve():
-        if is_second_start:
+        if AGAIN in sys._xoptions:
             found = f"does not run in this environment, but in {sys.prefix}"
         else:
-            # Until Python has started, an interrupt would end it with a traceback; it waits.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             command = [str(python), "-X", AGAIN, str(root / "submit.py"), *sys.argv[1:]]
             try:
                 os.execv(command[0], command)

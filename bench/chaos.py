@@ -24,7 +24,7 @@ from bench.chaos_faults import FAULTS, SPOILING
 from bench.chaos_run import INTERVAL, Run, chaos_cluster, start_run, until
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
-from cookbook.run.attempts import read_attempt_end
+from cookbook.run.status import read_attempt_end
 
 _ATTEMPT_S = 300.0
 

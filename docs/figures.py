@@ -12,7 +12,7 @@ from bench import convergence, memory, step_times
 from bench.gradient_table import GRADIENTS, worst
 from cookbook.base.figure import BAND, INK, QUIET, draw_figure
 from cookbook.base.paths import ROOT
-from cookbook.results.interval import t_quantile
+from cookbook.results.speed import t_quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,7 @@ from typing import Any
 from cookbook.base.gpus import Gpu, InstalledGpu, NoGpusError
 from cookbook.config.cluster import load_cluster
 from cookbook.config.stack import read_pins
-from cookbook.doctor.check import Answer, Finding, Surroundings
-from cookbook.doctor.checks import diagnose, node_problems
+from cookbook.doctor.check import Answer, Finding, Surroundings, diagnose, node_problems
 from cookbook.doctor.machine import KERNEL_LOG
 from cookbook.doctor.slurm import CONFIG, PARTITIONS
 from tests.submit import ROOT

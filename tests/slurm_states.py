@@ -5,7 +5,6 @@ One run for each state. A shell script stands in for each `train.sh`; all else i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from cookbook.run.states import cancel_run, cell_states
 from cookbook.run.status import read_job
 from tests.made_up_run import metrics_line
 from tests.slurm_cluster import Settings, SlurmCluster
+from tests.waiting import until
 
 LOG_LINE = metrics_line(3).strip()
 # A machine with much to do needs longer than usual to start a job, and to let it say a last word.
@@ -156,7 +156,7 @@ class States:
             conf.write_text(conf.read_text().replace(age, "MinJobAge=2"))
             self.cluster.start_controller()
             ended = {"TIMEOUT", "NODE_FAIL", "CANCELLED", "COMPLETED", "FAILED"}
-            _until(lambda: not ended & set(self._all().values()), self._all)
+            until(lambda: not ended & set(self._all().values()), 240, self._all)
         self.when = when
 
     def _all(self) -> dict[str, str]:
@@ -167,7 +167,7 @@ class States:
 def prepare(cluster: SlurmCluster, cell: Cell) -> States:
     """A run in each state of `PLANS`."""
     states = States(cluster, {name: _started(cell, name, plan) for name, plan in PLANS.items()})
-    _until(lambda: not _silent(states), lambda: _silent(states))
+    until(lambda: not _silent(states), 240, lambda: _silent(states))
     for name, plan in PLANS.items():
         if plan.act is not None:
             plan.act(cluster, states.runs[name], states.job(name))
@@ -177,7 +177,7 @@ def prepare(cluster: SlurmCluster, cell: Cell) -> States:
         said = {name: states.slurm_says(name) for name in PLANS}
         return {name: word for name, word in said.items() if word != PLANS[name].until}
 
-    _until(lambda: not others(), others)
+    until(lambda: not others(), 240, others)
     for name, plan in PLANS.items():
         if plan.is_seen:
             cell_states(states.runs[name])
@@ -211,10 +211,3 @@ def _job(run: Run) -> str:
     job = read_job(run.cells[0])
     assert job is not None
     return job.job_id
-
-
-def _until(condition: Callable[[], bool], left: Callable[[], object], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {left()}"
-        time.sleep(0.2)

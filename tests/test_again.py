@@ -44,7 +44,7 @@ def test_it_is_the_recorded_cell_under_the_name_of_its_folder() -> None:
 
 def test_what_was_asked_last_counts_and_what_is_asked_now_wins() -> None:
     first = asked(debug(), training__steps=10)
-    changed = first.changed(1, replace(asked(debug(), training__steps=20), nodes=2))
+    changed = replace(asked(debug(), training__steps=20), nodes=2)
     assert (again(first).steps, again(changed).steps) == (10, 20)
     assert (again(first).nodes, again(changed).nodes) == (1, 2)
     assert again(changed, training__steps=30).steps == 30
@@ -87,7 +87,7 @@ def test_more_steps_keep_the_schedule_of_the_learning_rate() -> None:
     assert again(first).options[total] is None
     longer = again(first, training__steps=30)
     assert (longer.steps, longer.options[total]) == (30, 10)
-    longest = again(first.changed(1, longer.record()), training__steps=50)
+    longest = again(longer.record(), training__steps=50)
     assert (longest.steps, longest.options[total]) == (50, 10)
     stretched = again(first, training__steps=30, lr_scheduler__total_steps=30)
     assert stretched.options[total] == 30

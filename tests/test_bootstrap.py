@@ -167,23 +167,3 @@ class TestEnvironment:
         done = start([sys.executable, "submit.py", "list"], tmp_path, {"VENV": str(venv)})
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert f"VENV={venv}: its bin/python does not start: " in done.stderr
-
-
-class TestInterrupt:
-    @pytest.mark.parametrize(
-        "module", ["pathlib", "cookbook.cli.main", "argparse", "cookbook.cli.inspect", "yaml"]
-    )
-    def test_while_modules_are_loaded(self, tmp_path: Path, module: str) -> None:
-        program = (
-            "import os, runpy, signal, sys\n"
-            "class Interrupt:\n"
-            "    def find_spec(name, *rest):\n"
-            f"        if name == {module!r}:\n"
-            "            os.kill(os.getpid(), signal.SIGINT)\n"
-            f"sys.modules.pop({module!r}, None)\n"
-            "sys.meta_path.insert(0, Interrupt)\n"
-            "sys.argv = ['submit.py', 'list']\n"
-            "runpy.run_path('submit.py', run_name='__main__')\n"
-        )
-        done = start([sys.executable, "-c", program], tmp_path)
-        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

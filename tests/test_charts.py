@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.results.charts import Chart, charts_of, running_mean, thin
-from cookbook.results.draw import draw_chart
+from cookbook.results.charts import Chart, charts_of, draw_chart, running_mean, thin
 from tests.made_up_run import (
     DRAWN,
     RESTART_STEP,

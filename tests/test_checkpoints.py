@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from cookbook.base.errors import InputError
-from cookbook.base.schema import Unchecked
 from cookbook.config.cell import train_argv
-from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.checkpoints import STATES
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
+from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise.__main__ import CHECKED, main
 from cookbook.supervise.checkpoints import prepare
 from cookbook.supervise.start import Start, start_run
@@ -272,27 +270,21 @@ def test_a_run_that_has_made_its_steps_says_so(cell: Started) -> None:
     assert f"for a run of its own: CELL_DIR={cell.path.parent.parent}/another/{NAME}" in words
 
 
-def test_a_script_started_again_by_hand_keeps_what_was_asked_first(cell: Started) -> None:
+def test_a_script_started_again_by_hand_keeps_the_requests_of_its_attempts(cell: Started) -> None:
     cell.start()
-    first = yaml.safe_load(cell.folder.record.read_text())
-    script = cell.folder.script.read_text()
-    assert "changes" not in first
-    cell.start("--training.steps=30", attempt=1)
-    assert cell.folder.attempt(0).script.read_text() == script != cell.folder.script.read_text()
-    cell.start("--training.steps=30", attempt=2)
-    content = yaml.safe_load(cell.folder.record.read_text())
-    assert content.pop("changes") == [{"attempt": 1, "options": {"training.steps": 30}}]
-    assert content == first and first["options"]["training.steps"] == 20
-
-
-def test_what_the_scripts_add_to_every_job_is_no_change(cell: Started) -> None:
-    """`submit.py` records a cell without the words by which a script starts the cookbook."""
-    asked = Point("debug", "bf16", "standard", "local").cell().record()
-    options = {**asked.options, "checkpoint.enable": True, "training.steps": 20}
-    replace(asked, options=Unchecked(options)).write(cell.folder.record)
-    cell.folder.attempt(0).path.mkdir()
+    record = replace(read_record(cell.folder.record), published_tokens_per_second_per_gpu=9.0)
+    record.write(cell.folder.record)
+    first, script = cell.folder.record.read_text(), cell.folder.script.read_text()
     cell.start(attempt=1)
-    assert read_record(cell.folder.record).changes == ()
+    assert cell.folder.record.read_text() == first
+    assert not any(one.record.exists() for one in cell.folder.attempts())
+    for attempt in (2, 3):
+        cell.start("--training.steps=30", attempt=attempt)
+    assert [one.record.exists() for one in cell.folder.attempts()] == [False, True, False, False]
+    assert cell.folder.attempt(1).record.read_text() == first
+    assert cell.folder.attempt(1).script.read_text() == script != cell.folder.script.read_text()
+    newest = read_record(cell.folder.record)
+    assert (newest.steps, newest.published_tokens_per_second_per_gpu) == (30, None)
 
 
 def test_a_job_that_slurm_restarts_reads_its_record_alone(

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import CANCELLED, QUEUED, RUNNING, Status, write_status
+from cookbook.run.status import (
+    CANCELLED,
+    QUEUED,
+    RUNNING,
+    AttemptEnd,
+    Cause,
+    Status,
+    read_history,
+    write_attempt_end,
+    write_status,
+)
 from cookbook.supervise.exits import (
     RULES,
     Action,

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.observe.failure import cause_of, find_cause, find_reason
-from cookbook.observe.stacks import describe_stacks
-from cookbook.run.attempts import Cause
+from cookbook.observe.failure import cause_of, describe_stacks, find_cause, find_reason
 from cookbook.run.folder import Attempt
+from cookbook.run.status import Cause
 
 LOGS = Path(__file__).parent / "logs"
 TITAN = "[titan] 2026-11-20 18:29:22,279 - root"

@@ -6,6 +6,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -206,44 +207,25 @@ def test_a_cell_without_a_log_or_a_record_is_shown(tmp_path: Path) -> None:
     assert (found.state, found.step, found.total_steps, found.phase) == ("queued", None, None, None)
 
 
-def test_the_time_left_follows_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_the_speeds_and_the_time_left_are_of_the_newest_steps(tmp_path: Path) -> None:
+    def line(step: int, seconds: int, tps: str = "500", rank: int = 0) -> str:
+        when = datetime(2026, 11, 20, tzinfo=UTC) + timedelta(seconds=seconds)
+        return metrics_line(step, rank, tps=tps, when=when)
+
     run = Run(tmp_path)
-    log = run.add("a", metrics_line(1), state="running") / "attempt-1" / "train.log"
+    options = {"training.steps": 100}
+    # The first step holds compilation; from step 13 on a step takes 2 s.
+    early = line(1, 600, "10") + "".join(line(step, 600 + step) for step in range(2, 13))
+    lines = [line(step, 700 + 2 * step) for step in range(13, 33)]
+    cell = run.add("a", early, state="running", options=options)
     watcher = watcher_of(run)
-    # One step tells no pace; the first ones hold compilation anyway.
-    assert looked(watcher).left is None
-    for step, seconds, left in ((3, 4.0, 34.0), (11, 16.0, 18.0), (20, 9.0, 0.0)):
-        now[0] += seconds
-        with log.open("a") as file:
-            file.write(metrics_line(step))
-        assert looked(watcher).left == pytest.approx(left)
+    assert len(looked(watcher).speeds) == 12
+    log = cell / "attempt-1" / "train.log"
+    log.write_text(early + "".join(lines) + line(32, 999, "7", rank=1))
+    found = looked(watcher)
+    assert (found.speeds, found.left) == ((500.0,) * 20, 68 * 2)
     # A new attempt begins with a pace of its own.
-    (log.parent.parent / "attempt-2").mkdir()
-    (log.parent.parent / "attempt-2" / "train.log").write_text(metrics_line(15))
+    (cell / "attempt-2").mkdir()
     assert looked(watcher).left is None
-
-
-def test_who_comes_later_sees_the_last_steps_and_the_time_left(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    options = {
-        "training.steps": 100,
-        "training.seq_len": 1000,
-        "training.local_batch_size": 2,
-        "parallelism.tensor_parallel_degree": 2,
-    }
-    speeds = [10, *[500] * 30, 250]
-    lines = [metrics_line(step, tps=f"{speed}") for step, speed in enumerate(speeds, 1)]
-    other = metrics_line(32, rank=1, tps="7")
-    log = run.add("a", "".join(lines) + other, state="running", options=options)
-    found = looked(watcher_of(run))
-    assert found.speeds == (500.0,) * 19 + (250.0,)
-    # 68 steps of 1,000 tokens for each of two GPUs, at 500 tokens/s.
-    assert found.left == pytest.approx(68 * 1000 / 500)
-    watcher = watcher_of(run)
-    for _ in range(3):
-        assert looked(watcher).speeds == found.speeds
-    with (log / "attempt-1" / "train.log").open("a") as file:
-        file.write(metrics_line(33, tps="600"))
-    assert looked(watcher).speeds == (500.0,) * 18 + (250.0, 600.0)
+    (cell / "attempt-2" / "train.log").write_text("".join(lines[:3]))
+    assert (looked(watcher).step, looked(watcher).left) == (15, None)

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.base.schema import Unchecked
 from cookbook.observe.history import collect_history, longest_save, usual_step_time
-from cookbook.run.attempts import (
+from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.record import CellRecord
+from cookbook.run.status import (
     AttemptEnd,
     Cause,
     Resumption,
     write_attempt_end,
     write_resumption,
 )
-from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.record import CellRecord
 
 _START = 1_700_000_000.0
 
@@ -106,14 +105,14 @@ def test_where_a_checkpoint_was_spoilt_two_attempts_lose_steps(cell: CellFolder)
 
 
 def test_the_usual_time_of_a_step_is_that_of_the_newest_attempt_with_some(cell: CellFolder) -> None:
-    assert usual_step_time(cell, CellRecord(), 9) is None
+    assert usual_step_time(cell.attempts()) is None
     attempt(cell, 0, 10, range(1, 9))
     attempt(cell, 1, 40, range(7, 9))
-    assert usual_step_time(cell, CellRecord(), 9) == pytest.approx(2.0)
+    assert usual_step_time(cell.attempts()) == pytest.approx(2.0)
 
 
 def test_the_longest_save_of_any_attempt_is_known(cell: CellFolder) -> None:
-    assert longest_save(cell, CellRecord(), 9) is None
+    assert longest_save(cell.attempts()) is None
     for number, seconds in enumerate(("3.25", "12.50", "4.00")):
         attempt(cell, number, 10, range(1, 3))
         said = (
@@ -121,29 +120,4 @@ def test_the_longest_save_of_any_attempt_is_known(cell: CellFolder) -> None:
         )
         log = cell.attempts()[number].log
         log.write_text(log.read_text() + line(20, said))
-    assert longest_save(cell, CellRecord(), 9) == 12.5
-
-
-@pytest.mark.parametrize(
-    ("asked", "step_s", "save_s"),
-    [
-        ({"training.steps": 900, "metrics.log_freq": 5}, 2.0, 12.5),
-        ({"training.seq_len": 8192}, None, None),
-        # Two seconds to copy are no measure of a whole save.
-        ({"checkpoint.async_mode": "disabled"}, 2.0, None),
-    ],
-)
-def test_attempts_that_were_asked_for_something_else_are_no_measure(
-    cell: CellFolder, asked: dict[str, object], step_s: float | None, save_s: float | None
-) -> None:
-    options = {"training.seq_len": 64, "checkpoint.async_mode": "async"}
-    first = CellRecord(options=Unchecked(options))
-    record = first.changed(1, CellRecord(options=Unchecked(options | asked)))
-    attempt(cell, 0, 10, range(1, 9))
-    log = cell.attempts()[0].log
-    saved = "Finished saving the checkpoint (or staging if async is enabled)in 12.50 seconds."
-    log.write_text(log.read_text() + line(40, saved))
-    assert (usual_step_time(cell, record, 0), longest_save(cell, record, 0)) == (2.0, 12.5)
-    assert (usual_step_time(cell, record, 1), longest_save(cell, record, 1)) == (step_s, save_s)
-    fewer = first.changed(1, CellRecord(nodes=2, options=Unchecked(options)))
-    assert (usual_step_time(cell, fewer, 1), longest_save(cell, fewer, 1)) == (None, None)
+    assert longest_save(cell.attempts()) == 12.5

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cookbook.install import attention, deepep
-from cookbook.install.attention import FAILED, NOT_NEEDED, TO_DO, main
+from cookbook.install.attention import NOT_NEEDED, main
 from cookbook.install.deepep import (
     CannotBuildError,
     DeepEp,
@@ -22,7 +22,6 @@ from cookbook.install.deepep import (
     is_built,
     make_plan,
 )
-from cookbook.install.packages import find_distribution, package_folder
 
 
 @pytest.mark.parametrize(
@@ -107,20 +106,6 @@ def test_the_toolkit_is_of_torchs_major_version(
         make_plan("10.0")
 
 
-def test_a_package_is_looked_for_where_it_is_asked_for(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    (here / "flash_attn/cute").mkdir(parents=True)
-    (there / "flash_attn").mkdir(parents=True)
-    # A file of that name is no package.
-    (there / "flash_attn/cute").touch()
-    name = "flash_attn.cute"
-    assert package_folder(name, [str(there), str(here)]) == here / "flash_attn/cute"
-    assert package_folder(name, [str(there)]) is None
-    assert package_folder("yaml") is not None and package_folder("yaml", [str(here)]) is None
-    assert find_distribution("PyYAML") is not None
-    assert find_distribution("PyYAML", [str(here)]) is None
-
-
 def gpu(capability: float, driver: str = "580.1") -> Any:
     return SimpleNamespace(model=SimpleNamespace(compute_capability=capability), driver=driver)
 
@@ -183,20 +168,6 @@ def test_kernels_are_for_the_gpus_that_are_asked_for_else_for_those_here(
     assert machine.asked == expected
 
 
-def test_kernels_that_are_there_are_not_compiled_again(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    both = ["--arch", "9.0;10.0"]
-    assert machine.kernels(*both, "--plan") == TO_DO and not machine.asked
-    assert capsys.readouterr().out == "FlashAttention-4's kernels for GPUs 9.0 and 10.0\n"
-    assert machine.kernels("--arch", "9.0") == 0 and machine.asked == ["sm_90"]
-    assert machine.kernels(*both, "--plan") == TO_DO
-    assert capsys.readouterr().out == "FlashAttention-4's kernels for GPUs 10.0\n"
-    assert machine.kernels(*both) == 0 and machine.asked == ["sm_90", "sm_100"]
-    assert machine.kernels(*both, "--plan") == machine.kernels(*both) == 0
-    assert len(machine.asked) == 2
-
-
 @pytest.mark.parametrize("change", ["kernel", "stamp", "cut", "driver", "packages", "python"])
 def test_kernels_made_from_something_else_or_not_whole_are_compiled_anew(
     change: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -219,30 +190,3 @@ def test_kernels_made_from_something_else_or_not_whole_are_compiled_anew(
         case "python":
             monkeypatch.setattr("platform.python_version", lambda: "4.0.0")
     assert machine.kernels() == machine.kernels() == 0 and len(machine.asked) == 2
-
-
-def test_a_failure_is_tried_again_and_stops_no_other_kind(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine.failing = "sm_90"
-    assert machine.kernels("--arch", "9.0;10.0") == FAILED
-    assert capsys.readouterr().err == "no kernels for GPUs 9.0\n"
-    machine.failing = ""
-    assert machine.kernels("--arch", "9.0;10.0") == 0
-    assert machine.asked == ["sm_90", "sm_100", "sm_90"]
-
-
-@pytest.mark.parametrize(
-    ("lacks", "reason"),
-    [
-        (["flash-attn-4 is missing"], "it is not installed at its pins"),
-        ([], "no Hopper or Blackwell GPU here tells for which; pass --arch 10.0 for B200"),
-    ],
-)
-def test_it_says_why_nothing_is_compiled(
-    lacks: list[str], reason: str, machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine.lacks = lacks
-    machine.gpus = (gpu(8.0),)
-    assert machine.kernels() == machine.kernels("--plan") == NOT_NEEDED and not machine.asked
-    assert reason in capsys.readouterr().out

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import psutil
 import pytest
 
 from tests.submit import ROOT, Answer, environment, submit
+from tests.waiting import until
 
 pytestmark = pytest.mark.titan
 
@@ -136,13 +136,6 @@ def _processes_of(folder: Path) -> list[int]:
     ]
 
 
-def _until(condition: Any, seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.3)
-
-
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """A driver whose cell trains for long, once it trains; all of it is gone afterwards."""
@@ -161,10 +154,9 @@ def started(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     )
     try:
         logs = "*/debug-bf16-standard/attempt-0/train.log"
-        _until(
+        until(
             lambda: any("step:" in log.read_text(errors="replace") for log in runs.glob(logs)),
             120,
-            "a first step",
         )
         yield runs, driver
     finally:
@@ -195,7 +187,7 @@ def test_ctrl_c_leaves_the_job_running_and_cancel_stops_it_whole(
     assert again.status == 2 and "is running; wait for its end" in again.stderr
     answer = _submit("cancel", run.name, runs=runs)
     assert (answer.status, answer.stdout) == (0, "cancelled: debug-bf16-standard\n")
-    _until(lambda: not _processes_of(run), 60, "every process gone")
+    until(lambda: not _processes_of(run), 60)
     assert " cancelled" in _submit("status", runs=runs).stdout
     assert _report(runs)["cells"][0]["status"] == "cancelled"
     # What it had reached is still known.

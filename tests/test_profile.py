@@ -116,6 +116,7 @@ def test_of_several_traced_cells_one_is_to_be_named(runs: Path) -> None:
     assert rank["rank"] == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.titan
 def test_a_recipe_is_trained_and_profiled(tmp_path: Path) -> None:
     if not (ROOT / "assets/local/stamp.json").exists():

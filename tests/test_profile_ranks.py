@@ -102,19 +102,6 @@ def test_the_nth_call_is_matched_with_the_nth_of_the_same_step(tmp_path: Path) -
     assert _waited(profile, "ep") == pytest.approx([1, 1.5])
 
 
-def test_a_single_rank_gives_an_upper_limit_of_the_waiting(tmp_path: Path) -> None:
-    trace = TraceFile().step(7, 0, 10_000)
-    for start, duration in ((0, 1_000), (2_000, 1_000), (4_000, 3_000)):
-        trace.collective("all_to_allv", "mesh_ep", start, start + duration, launched=0)
-    # A larger one is no slower call of the same kind.
-    trace.collective("all_to_allv", "mesh_ep", 8_000, 10_000, launched=0, elements=9_999)
-    profile = make_profile("x", [trace.write(tmp_path)])
-    assert profile.waited == (None,)
-    assert profile.ranks[0].beyond_fastest == {"ep": pytest.approx(2)}
-    text = render_text(profile)
-    assert "up to 2.0 beyond the fastest call" in text and "upper limit" in text
-
-
 def test_the_longest_step_fills_the_picture_and_idle_time_is_told_apart(tmp_path: Path) -> None:
     for rank, end in enumerate((10_000, 5_000)):
         trace = TraceFile(rank, 2).step(7, 0, end).kernel(GEMM, 0, 2_000, launched=0)

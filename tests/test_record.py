@@ -39,7 +39,7 @@ def test_all_of_a_cell_is_in_its_record(tmp_path: Path) -> None:
     assert read.ranks_per_node == cell.cluster.ranks_per_node
     assert read.options == cell.options.values and read.options["training.steps"] == cell.steps
     # What only a later attempt or a user's own file brings.
-    empty = {"changes", "files", "published_source", "profile", "too_few_nodes"}
+    empty = {"files", "published_source", "profile", "too_few_nodes"}
     left = {field.name for field in fields(CellRecord) if not getattr(read, field.name)}
     assert left <= empty | {"environment"}
 

@@ -12,9 +12,9 @@ import pytest
 from cookbook.base.paths import ROOT
 from cookbook.base.schema import Unchecked
 from cookbook.results.report import facts, notes
-from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
+from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.submit_lock import take_submit_lock
 from tests.made_up_run import Run, metrics_line
 
@@ -206,17 +206,6 @@ def test_memory_is_the_peak_of_all_attempts(run: Run) -> None:
     assert run.only().memory_gib == 99.5
 
 
-def test_a_published_number_is_only_beside_the_cell_that_was_published(run: Run) -> None:
-    log = metrics_line(1) + metrics_line(2)
-    published: dict[str, Any] = {"published_tokens_per_second_per_gpu": 651.0}
-    run.add("base", log, **published)
-    run.add("fewer nodes", log, **published, changes=[{"attempt": 1, "nodes": 16}])
-    options = {"training.local_batch_size": 4}
-    run.add("another batch", log, **published, changes=[{"attempt": 2, "options": options}])
-    found = [cell.published_tokens_per_second_per_gpu for cell in run.collect().cells]
-    assert found == [651.0, None, None]
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -252,8 +241,8 @@ def _timed(minutes: int) -> str:
 
 def test_gpu_hours_are_those_that_each_attempt_had(run: Run) -> None:
     """Half an hour on 8 GPUs, then 15 minutes on 4."""
-    changes = [{"attempt": 2, "nodes": 2}]
-    run.add("base", _timed(30), _timed(15), nodes=4, changes=changes)
+    folder = run.add("base", _timed(30), _timed(15), nodes=2)
+    (folder / "attempt-1/cell.yaml").write_text("nodes: 4\nranks_per_node: 2\n")
     assert run.only().gpu_hours == pytest.approx(8 * 0.5 + 4 * 0.25)
 
 

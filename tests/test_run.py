@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,18 +23,16 @@ from cookbook.launch.script import render_script
 from cookbook.run import status as run_status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
-from cookbook.run.run import find_run, read_run, run_names
+from cookbook.run.run import find_run, note_new_job, read_run, run_names
 from cookbook.run.states import cell_states
 from cookbook.run.status import (
     FAILED,
     QUEUED,
     REFUSED,
-    RUNNING,
     UNKNOWN,
     Status,
     read_job,
     read_status,
-    write_job,
     write_status,
 )
 from cookbook.supervise.start import job_record
@@ -110,47 +107,12 @@ def test_a_run_that_cannot_be_made_leaves_nothing(
     assert listing(tmp_path) == []
 
 
-def test_the_newest_run_is_the_latest_whatever_its_sweep(tmp_path: Path) -> None:
-    for name in [
-        "matrix-20260101-000000",
-        "a-20260102-000000",
-        "b-20260102-000000-2",
-        "z-20251231-235959",
-    ]:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(
-            json.dumps({"run": name, "scheduler": "local", "cells": []})
-        )
-    (tmp_path / ".z-20270101-000000-77").mkdir()
-    (tmp_path / ".z-20270101-000000-77" / "run.json").write_text("{}")
-    assert run_names()[-1] == "b-20260102-000000-2"
-    assert run_names()[0] == "z-20251231-235959"
-    assert len(run_names()) == 4
-
-
-def test_a_run_of_scripts_by_hand_is_the_newest_by_the_job_that_began_last(tmp_path: Path) -> None:
-    content = '{"run": "a", "scheduler": "slurm", "cells": []}'
-    now = time.time()
-    for name, ago in (("smoke", 300), ("matrix", 100)):
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now - ago))
-        _run_json(tmp_path, content, f"{name}-{stamp}")
-    by_hand = _run_json(tmp_path, content, "16b")
-    other = _run_json(tmp_path, content, "mine-99999999-999999")
-    os.utime(other / "run.json", (now - 400, now - 400))
-    cells = [CellFolder(by_hand / name) for name in ("a", "b", "broken")]
-    for cell, ago in zip(cells, (900, 200, 0), strict=True):
-        cell.path.mkdir()
-        cell.record.touch()
-        write_status(cell, Status(RUNNING, started=now - ago))
-    cells[2].status.write_text("{")
-    order = [name.partition("-")[0] for name in run_names()]
-    assert order == ["mine", "smoke", "16b", "matrix"]
-    # What Slurm requeued started later than the job began.
-    write_job(cells[0], "7")
-    write_status(cells[1], Status(RUNNING, started=now - 350))
-    assert find_run(None).folder == by_hand
-    cells[0].job.write_text(json.dumps({"job_id": "7", "queued": now - 600}))
-    assert [name.partition("-")[0] for name in run_names()][:2] == ["mine", "16b"]
+def test_the_newest_run_is_that_of_the_newest_job(tmp_path: Path) -> None:
+    for name in ("16b", "matrix-20260101-000000", ".z-20270101-000000-77", "a"):
+        note_new_job(_run_json(tmp_path, '{"scheduler": "slurm", "cells": []}', name))
+    assert run_names() == ["16b", "matrix-20260101-000000", "a"]
+    note_new_job(tmp_path / "16b")
+    assert run_names()[-1] == find_run(None).name == "16b"
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

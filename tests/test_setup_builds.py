@@ -210,6 +210,7 @@ class TestFlashAttention:
         write_wheel(Path(flash.environment["PIP_FIND_LINKS"]), "flash-attn-4", "99.2")
         assert "installing FlashAttention-4 99.2" in flash.setup(*OTHERS).stdout
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("gpus", "is_wanted"), [((), False), ((A100,), False), ((B200,), True)]
     )

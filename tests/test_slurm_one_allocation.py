@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
 from cookbook.launch.submit import submit_run
-from cookbook.run.attempts import Cause, read_history
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import cancel_run, cell_states
+from cookbook.run.status import Cause, read_history
 from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -85,13 +84,6 @@ def began(run: Run, number: int) -> Callable[[], bool]:
     return (run.cells[number].path / "began").exists
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.1)
-
-
 def test_each_cell_has_its_own_state_while_one_job_runs_all(
     slurm: SlurmCluster, cell: Cell
 ) -> None:
@@ -147,6 +139,7 @@ def test_a_requeued_job_goes_on_with_the_cells_that_are_left(
     assert [path.name for path in run.cells[0].path.glob("began-*")] in (["began-"], ["began-0"])
 
 
+@pytest.mark.nightly
 def test_a_sweep_trains_in_one_allocation_with_repeats(slurm: SlurmCluster, tmp_path: Path) -> None:
     def submit(*words: str) -> str:
         command = (sys.executable, str(ROOT / "submit.py"), *words)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from tests.gpu_jobs import Jobs
 from tests.gpu_nodes import GpuNodes
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 
@@ -36,18 +36,11 @@ def test_a_controller_that_is_away_while_a_job_begins_costs_no_job(jobs: Jobs) -
     late = jobs.folder / "late.sh"
     late.write_text(text)
     job = jobs.submit("--nodes=2", script=late, COOKBOOK_ROOT=str(jobs.checkout))
-    _until(begun.exists)
+    until(begun.exists)
     jobs.cluster.stop_controller()
     gone.touch()
-    _until(lambda: "preflight: waits for Slurm: scontrol show node: " in jobs.log(job))
+    until(lambda: "preflight: waits for Slurm: scontrol show node: " in jobs.log(job))
     jobs.cluster.start_controller()
     assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
     assert jobs.trained_on() == [(0, "worker-0"), (0, "worker-1")]
     assert jobs.left_out() == {}
-
-
-def _until(condition: Callable[[], bool], timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

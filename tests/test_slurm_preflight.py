@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from tests.gpu_jobs import EP_8, Jobs
 from tests.gpu_nodes import GpuNodes
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -132,17 +132,17 @@ def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) 
         assert reason in jobs.log(job) and "Traceback" not in jobs.log(job)
     else:
         jobs.cluster.wait(job, {"PENDING"})
-        _until(lambda: jobs.cluster.job_field(job, "Restarts") == "1")
+        until(lambda: jobs.cluster.job_field(job, "Restarts") == "1")
         (listed,) = read_excluded(jobs.folder / "runs")
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(listed.until))
-        _until(lambda: jobs.cluster.job_field(job, "StartTime") == start)
+        until(lambda: jobs.cluster.job_field(job, "StartTime") == start)
         assert "waits in the queue until " in jobs.log(job)
         # What the message says to do starts it, when the node is well again.
         jobs.gpus.repair("worker-5")
         (jobs.folder / "runs/excluded.yaml").unlink()
         command = f"scontrol update JobId={job} StartTime=now ExcNodeList="
         assert command in jobs.log(job)
-        _until(lambda: jobs.cluster.job_field(job, "JobState") == "PENDING")
+        until(lambda: jobs.cluster.job_field(job, "JobState") == "PENDING")
         # Slurm keeps a requeued job back until the nodes have forgotten its last start; one that is
         # told to start sooner may fail at once. A user is slower than that.
         time.sleep(jobs.cluster.settings.requeue_delay + 1)
@@ -160,8 +160,8 @@ def test_a_node_that_does_not_answer_is_a_failed_node(jobs: Jobs) -> None:
     jobs.cluster.wait(job, {"RUNNING"})
     os.kill(slurmd, signal.SIGSTOP)
     try:
-        _until(lambda: len(jobs.left_out()) == 2, 60)
-        _until(lambda: jobs.cluster.job_field(job, "Restarts") == "1")
+        until(lambda: len(jobs.left_out()) == 2, 60)
+        until(lambda: jobs.cluster.job_field(job, "Restarts") == "1")
     finally:
         # Slurm 22.05 forgets the GPUs of a job that starts again while such a node still ends it.
         os.kill(slurmd, signal.SIGCONT)
@@ -225,10 +225,3 @@ def test_a_job_that_may_not_be_requeued_says_so(jobs: Jobs) -> None:
     assert jobs.left_out().keys() == {"worker-0"} and jobs.trained_on() == []
     assert f"scontrol requeue {job}: " in jobs.status()["reason"]
     assert jobs.status()["state"] == "failed"
-
-
-def _until(condition: Any, seconds: float = 30, log: Any = str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s\n{log()}"
-        time.sleep(0.1)

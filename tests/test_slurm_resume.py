@@ -13,7 +13,7 @@ import pytest
 from tests.slurm_cluster import SlurmCluster
 from tests.submit import ROOT
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 
 CELL = "debug-bf16-standard"
 CLUSTER = """

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.run.attempts import read_history
-from cookbook.run.folder import CellFolder
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
 
@@ -117,36 +115,21 @@ def by_hand(small: SlurmCluster, checkout: Path, tmp_path: Path) -> ByHand:
     return ByHand(small, checkout, tmp_path)
 
 
-def test_told_to_stop_it_ends_at_a_checkpoint_and_goes_on_in_the_same_folder(
-    by_hand: ByHand,
-) -> None:
-    job = by_hand.submit("stop stop end")
-    for count in (1, 2):
-        by_hand.until_attempts(["stop"] * count)
-        by_hand.slurm.run("scancel", "--batch", "--signal=USR1", job)
-    assert by_hand.slurm.wait(job, {"COMPLETED", "FAILED"}) == "COMPLETED", by_hand.log()
-    assert by_hand.slurm.job_field(job, "Restarts") == "2"
-    assert by_hand.attempts() == ["stop", "stop", "end"]
-    assert "finished" in by_hand.status()
-
-
 @pytest.mark.parametrize(
     ("saved", "state", "attempts"),
     [
         pytest.param("step-1/.metadata", "COMPLETED", ["train", "end"], id="checkpoint"),
         pytest.param("step-1/__0_0.distcp", "RUNNING", ["train"], id="half-written"),
-        pytest.param(None, "RUNNING", ["train"], id="no-checkpoint"),
     ],
 )
 def test_a_step_that_takes_too_long_is_requeued_where_a_checkpoint_is(
-    by_hand: ByHand, saved: str | None, state: str, attempts: list[str]
+    by_hand: ByHand, saved: str, state: str, attempts: list[str]
 ) -> None:
     job = by_hand.submit("train end", late_s="1")
     by_hand.until_attempts(["train"])
-    if saved:
-        file = by_hand.cell / "checkpoint" / saved
-        file.parent.mkdir(parents=True)
-        file.touch()
+    file = by_hand.cell / "checkpoint" / saved
+    file.parent.mkdir(parents=True)
+    file.touch()
     by_hand.slurm.run("scancel", "--batch", "--signal=USR1", job)
     # What must not be requeued has had the time for it.
     time.sleep(5)
@@ -164,36 +147,6 @@ def test_a_job_that_cannot_be_requeued_says_how_to_go_on(by_hand: ByHand) -> Non
     again = by_hand.submit("stop end")
     assert by_hand.slurm.wait(again) == "COMPLETED", by_hand.log()
     assert by_hand.attempts() == ["stop", "end"]
-
-
-@pytest.mark.parametrize(
-    ("does", "attempts", "state"),
-    [
-        ("step-fail fail end", 3, "COMPLETED"),
-        # Two attempts in a row without progress are enough.
-        ("step-fail fail fail end", 3, "FAILED"),
-        ("step-fail " * 4 + "end", 4, "FAILED"),
-    ],
-)
-def test_a_failed_step_starts_again_within_bounds(
-    by_hand: ByHand, does: str, attempts: int, state: str
-) -> None:
-    recipe, script = by_hand.folder / "own.yaml", by_hand.folder / "own.sh"
-    text = (by_hand.checkout / "recipes/deepseek_v3_16b.yaml").read_text()
-    recipe.write_text(text.replace("max_restarts: 10", "max_restarts: 3"))
-    cell = (str(recipe), "--cluster=soperator-b200", "--nodes=1", f"--set={OPTIONS[0][2:]}")
-    program = by_hand.checkout / "submit.py"
-    by_hand.slurm.run(sys.executable, program, "render", *cell, "-o", script)
-    job = by_hand.submit(does, script=script)
-    assert by_hand.slurm.wait(job, timeout=90) == state, by_hand.log()
-    assert by_hand.attempts() == does.split()[:attempts]
-    assert by_hand.slurm.job_field(job, "Restarts") == "0"
-    expected = {"COMPLETED": "0:0", "FAILED": "3:0" if attempts == 3 else "4:0"}[state]
-    assert by_hand.slurm.job_field(job, "ExitCode") == expected
-    ends = read_history(CellFolder(by_hand.cell).attempts())
-    decisions = [f"restarted ({count} of 3)" for count in range(1, attempts)]
-    assert [end.decision for end in ends[:-1]] == decisions
-    assert (ends[-1].decision or "").startswith("stopped: ") == (state == "FAILED")
 
 
 def test_two_jobs_do_not_train_in_one_folder(by_hand: ByHand) -> None:

@@ -18,7 +18,8 @@ from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
 from tests.slurm_states import LOG_LINE, PLANS, SETTINGS, States, prepare, site_configuration
-from tests.test_slurm_truth import CLUSTER, until
+from tests.test_slurm_truth import CLUSTER
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,11 +15,12 @@ import pytest
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
 from cookbook.launch.submit import submit_run
-from cookbook.run.attempts import AttemptEnd, Cause, read_history
 from cookbook.run.run import Run
 from cookbook.run.states import cell_states
+from cookbook.run.status import AttemptEnd, Cause, read_history
 from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -70,13 +69,6 @@ def start(cell: Cell, fault: str) -> tuple[Run, str]:
     run.cells[0].script.write_text(SCRIPT.replace("$FAULT", fault))
     (job,) = submit_run(run, [cell])
     return run, job
-
-
-def until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.1)
 
 
 def ends(run: Run) -> list[AttemptEnd]:

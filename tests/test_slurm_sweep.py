@@ -115,6 +115,7 @@ def test_the_job_runs_the_bytes_that_render_prints(slurm: SlurmCluster, submit: 
     assert slurm.wait(job) == "CANCELLED"
 
 
+@pytest.mark.nightly
 def test_a_failing_cell_says_why_and_ends_with_status_1(
     slurm: SlurmCluster, submit: Any, tmp_path: Path
 ) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.slurm_cluster import SlurmCluster
 from tests.submit import ROOT
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -45,6 +44,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.nightly
 def test_torchtitan_saves_when_slurm_tells_the_job_to_stop(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -73,10 +73,3 @@ def test_torchtitan_saves_when_slurm_tells_the_job_to_stop(
     assert len(steps(0)) < 5 and steps(0) + steps(1) == [1, 2, 3, 4, 5]
     status = submit("status")
     assert "finished" in status and f"attempt 1 continues after step {steps(0)[-1]}" in status
-
-
-def until(condition: Callable[[], Any], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.1)

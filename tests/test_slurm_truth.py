@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,6 +24,7 @@ from cookbook.run.states import CellState, cancel_run, cell_states
 from tests.cells import Point
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 
@@ -78,13 +78,6 @@ def started(cell: Cell, *bodies: str) -> Run:
         one.script.write_text(body)
     submit_run(run, cells)
     return run
-
-
-def until(condition: Callable[[], Any], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.1)
 
 
 def only(run: Run) -> CellState:

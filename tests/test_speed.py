@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import pytest
 
 from cookbook.observe.console import StepMetrics
-from cookbook.results.interval import t_quantile
 from cookbook.results.speed import (
     FASTER,
     NOISE,
@@ -20,6 +19,7 @@ from cookbook.results.speed import (
     paired_speed_up,
     speed_up,
     speeds_of,
+    t_quantile,
 )
 
 DRAWS = 1000

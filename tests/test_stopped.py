@@ -8,10 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,15 +21,9 @@ from cookbook.run.run import Run
 from cookbook.run.states import cancel_run, cell_states
 from tests.cells import Point
 from tests.submit import ROOT
+from tests.waiting import until
 
 CELL = Point("debug", "bf16", "standard", "local")
-
-
-def until(condition: Callable[[], Any], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

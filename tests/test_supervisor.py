@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.schema import Unchecked
-from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.status import (
@@ -23,15 +21,17 @@ from cookbook.run.status import (
     QUEUED,
     REFUSED,
     RUNNING,
+    AttemptEnd,
+    Cause,
     Status,
+    read_history,
     read_status,
+    write_attempt_end,
     write_status,
 )
-from cookbook.supervise.attempt import end_orphan_processes
+from cookbook.supervise.attempt import Timeouts, end_orphan_processes
 from cookbook.supervise.supervisor import Supervisor
-from cookbook.supervise.watchdog import Timeouts
 from tests.started import start_marked
-from tests.submit import ROOT
 
 # Every script begins with it: the number of its attempt, its log, and the steps that it prints.
 HEAD = """
@@ -334,61 +334,6 @@ def test_a_job_reads_its_record_alone(tmp_path: Path) -> None:
     broken.record.write_text("{")
     assert run(broken) == 2
     assert (read_status(broken).state, broken.attempts()) == ("failed", [])
-
-
-_RESPAWN = """
-import os, signal, sys, time
-from pathlib import Path
-from cookbook.supervise import supervisor
-folder = Path(sys.argv[1])
-
-def work():
-    signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(7))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, supervisor._SIGNALS)
-    starts = len(list(folder.glob("start-*")))
-    (folder / f"start-{starts}").touch()
-    if sys.argv[2] == "dies" or (sys.argv[2] == "dies once" and not starts):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[2] == "fails":
-        raise ValueError("no")
-    if sys.argv[2] == "waits":
-        time.sleep(60)
-    return 3
-
-supervisor.run_with_respawn(work)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "status", "starts"),
-    [
-        ("ends", 3, 1),
-        ("fails", 1, 1),
-        ("dies once", 3, 2),
-        ("dies", 128 + signal.SIGKILL, 5),
-        ("waits", 7, 1),
-    ],
-)
-def test_only_a_supervisor_that_was_killed_is_started_again(
-    tmp_path: Path, how: str, status: int, starts: int
-) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", _RESPAWN, str(tmp_path), how],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    if how == "waits":
-        while not (tmp_path / "start-0").exists():
-            time.sleep(0.05)
-        # Signals are handed on.
-        parent.send_signal(signal.SIGUSR1)
-    _, errors = parent.communicate(timeout=30)
-    assert parent.returncode == status
-    assert len(list(tmp_path.glob("start-*"))) == starts
-    assert errors.count("the supervisor was killed") == starts - 1
-    assert ("ValueError: no" in errors) == (how == "fails")
 
 
 def lives(pid: int) -> bool:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from cookbook.cli.main import main
-from cookbook.results.charts import charts_of
+from cookbook.results.charts import charts_of, draw_chart
 from cookbook.results.columns import report_tables
-from cookbook.results.draw import draw_chart
 from cookbook.results.report import notes
 from tests.made_up_run import Run, metrics_line
 

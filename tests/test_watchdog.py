@@ -10,7 +10,7 @@ from cookbook.base.schema import Unchecked
 from cookbook.observe.console import Phase, StepMetrics
 from cookbook.observe.metrics import Newest
 from cookbook.run.record import CellRecord
-from cookbook.supervise.watchdog import EndSigns, StepClock, Timeouts
+from cookbook.supervise.attempt import EndSigns, StepClock, Timeouts
 
 
 def at(step: int | None, phase: Phase = Phase.TRAINING) -> Newest:

@@ -83,9 +83,6 @@ def run_command(name: str, work: Callable[[], int]) -> int:
 
     The status is that of `work`; 2 for wrong input; 1 where the work or the system failed; 130
     after an interrupt; 0 where the reader of standard output has left (`| head`).
-
-    Args:
-        name: begins the line, e.g. "submit.py".
     """
     if sys.stdout is None:
         # The caller has closed it.

@@ -51,11 +51,7 @@ class InstalledGpu:
 
 
 class NoGpusError(Exception):
-    """NVML lists no GPUs; the message says why.
-
-    Args:
-        has_driver: whether there should be some: a driver is loaded, or does not answer.
-    """
+    """NVML lists no GPUs; the message says why."""
 
     def __init__(self, reason: str, has_driver: bool) -> None:
         self.has_driver = has_driver
@@ -145,36 +141,24 @@ def select_visible(
 ) -> tuple[InstalledGpu, ...]:
     """Return those of `installed` that CUDA shows, in its order, for a CUDA_VISIBLE_DEVICES.
 
-    All where it is unset (None). Else it lists indices or beginnings of UUIDs, whichever comes
-    first; an entry that names no GPU or several ends the list, and a GPU that is named twice
-    voids it. Compared with driver 580.159.04 on two H200.
+    All where it is unset (None). Else it lists indices or beginnings of UUIDs; an entry that names
+    no GPU or several ends the list, and a GPU that is named twice voids it.
     """
     if chosen is None:
         return tuple(installed)
-    select = _by_uuid if chosen.startswith("GPU-") else _by_index
-    visible: list[int] = []
-    for entry in chosen.split(","):
-        index = select(installed, entry)
-        if index is None:
+    visible: list[InstalledGpu] = []
+    for entry in map(str.strip, chosen.split(",")):
+        named = [
+            gpu for gpu in installed if entry[:4] == "GPU-" != entry and gpu.uuid.startswith(entry)
+        ]
+        if entry.isdecimal():
+            named = list(installed[int(entry) :][:1])
+        if len(named) != 1:
             break
-        if index in visible:
+        if named[0] in visible:
             return ()
-        visible.append(index)
-    return tuple(installed[index] for index in visible)
-
-
-# CUDA reads an entry as far as it can and ignores the rest: "1b" is GPU 1.
-def _by_uuid(installed: Sequence[InstalledGpu], entry: str) -> int | None:
-    named = re.match(r"GPU-[0-9a-fA-F-]+", entry)
-    beginning = named[0].lower() if named else ""
-    alike = [i for i, gpu in enumerate(installed) if gpu.uuid.lower().startswith(beginning)]
-    return alike[0] if beginning and len(alike) == 1 else None
-
-
-def _by_index(installed: Sequence[InstalledGpu], entry: str) -> int | None:
-    number = re.match(r"\s*[+-]?[0-9]+", entry)
-    index = int(number[0]) if number else -1
-    return index if 0 <= index < len(installed) else None
+        visible += named
+    return tuple(visible)
 
 
 @functools.cache

@@ -16,10 +16,5 @@ def stages_of(schedule: str, rank: int, ranks: int, per_rank: int) -> list[int]:
 
 
 def loss_rank(schedule: str, ranks: int, world: int) -> int:
-    """Return the first global rank of the last pipeline stage, which knows the loss.
-
-    Args:
-        ranks: the pipeline's degree, 1 for none.
-        world: ranks of the job.
-    """
+    """Return the first global rank of the last pipeline stage, which knows the loss."""
     return 0 if is_v_shaped(schedule) else world // ranks * (ranks - 1)

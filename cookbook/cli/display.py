@@ -35,15 +35,7 @@ _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 @dataclass(frozen=True, slots=True)
 class CellProgress:
-    """The progress of one cell; unknown values are None.
-
-    Attributes:
-        elapsed: seconds since the cell started.
-        phase: loading, building, compiling, ... of a running cell that has made no step.
-        left: seconds to the last step, at the pace so far.
-        is_known: False if Slurm does not answer, or the cell runs on another machine.
-        speeds: tokens/s of a GPU, or of a rank on a CPU, in the newest steps, the last one last.
-    """
+    """The progress of one cell; unknown values are None."""
 
     name: str
     state: str
@@ -61,11 +53,7 @@ class CellProgress:
 
 
 class Progress:
-    """Shows progress on a stream: in place on a terminal, else a line for each change.
-
-    Args:
-        every_steps: off a terminal, also write a line when a cell has made this many steps.
-    """
+    """Shows progress on a stream: in place on a terminal, else a line for each change."""
 
     def __init__(self, stream: TextIO, every_steps: int = 10) -> None:
         self._stream, self._every_steps = stream, every_steps

@@ -1,15 +1,11 @@
-"""Follow a run to its end: the verbs `status`, `logs` and `cancel`, and the watch of `run`."""
+"""Follow a run to its results: the verbs `status`, `logs`, `cancel`, `report` and `compare`."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import statistics
 import sys
 import time
-from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from cookbook.base.errors import InputError, JobError
@@ -18,23 +14,28 @@ from cookbook.base.paths import runs_folder
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.display import CellProgress, Progress
-from cookbook.cli.results import print_report
 from cookbook.observe.console import Phase, StepMetrics
 from cookbook.observe.history import collect_history
-from cookbook.observe.metrics import Tail
+from cookbook.observe.metrics import Newest, Tail
+from cookbook.results.collect import collect_results
+from cookbook.results.compare import (
+    compare_runs,
+    compare_with_published,
+    comparison_json,
+    comparison_markdown,
+)
+from cookbook.results.report import render_markdown
+from cookbook.results.result import render_json
 from cookbook.run import slurm
-from cookbook.run.attempts import read_resumptions
 from cookbook.run.excluded import read_excluded
-from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import CellState, cancel_deleted, cancel_run, cell_states
-from cookbook.run.status import ENDED, FAILED, FINISHED, REFUSED, RUNNING
+from cookbook.run.status import ENDED, FAILED, FINISHED, REFUSED, RUNNING, read_resumptions
 
-# As many as the sparkline shows.
-_NUM_SPEEDS = 20
-# The first steps hold compilation.
-_LEAST_SPEEDS = 4
+# Fewer steps show no pace.
+_LEAST_STEPS = 4
 POLL_S = {"local": 1.0, "slurm": 5.0}
 # A watcher waits longer for a busy controller than a person.
 _PATIENCE_S = 20.0
@@ -190,96 +191,56 @@ def cancel(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass
-class _Watched:
-    """State of a cell between two looks.
-
-    `first_seen` is the first step that was seen of an attempt, and when: (attempt, step, time).
-    `speeds` has attempt, step and speed of the newest steps.
-    """
-
-    folder: CellFolder
-    record: CellRecord
-    tails: dict[int, Tail] = field(default_factory=dict)
-    first_seen: tuple[int, int, float] | None = None
-    speeds: deque[tuple[tuple[int, int], float]] = field(
-        default_factory=lambda: deque(maxlen=_NUM_SPEEDS)
-    )
-
-
 class Watcher:
     """Looks at a run's cells; each look reads only the growth of their logs."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._cells = {cell.name: _Watched(cell, _record(cell)) for cell in run.cells}
+        self._records = {cell.name: _record(cell) for cell in run.cells}
+        self._tails: dict[Path, Tail] = {}
 
     def look(self, patience: float = slurm.PATIENCE_S) -> list[tuple[CellState, CellProgress]]:
         """Return the cells as they are now, in the run's order."""
         return [(state, self._progress(state)) for state in cell_states(self.run, patience)]
 
     def _progress(self, state: CellState) -> CellProgress:
-        cell = self._cells[state.cell]
-        attempts = cell.folder.attempts()
-        step, phase, validation_loss = _newest(cell, attempts)
-        is_running = state.state == RUNNING
+        record, attempts = self._records[state.cell], self.run.cell(state.cell).attempts()
+        is_running, found, recent = state.state == RUNNING, list[Newest](), list[StepMetrics]()
+        # A new attempt has no step at first; that of the one before is the newest.
+        for attempt in reversed(attempts):
+            tail = self._tails.setdefault(attempt.path, Tail(attempt, record.loss_rank))
+            found.append(tail.read())
+            if found[-1].step is not None:
+                recent = list(tail.recent)
+                break
+        step, phase = (found[-1].step, found[0].phase) if found else (None, None)
+        losses = (one.validation_loss for one in found)
         return CellProgress(
             name=state.cell,
             state=state.state,
             step=step.step if step else None,
-            total_steps=cell.record.steps,
+            total_steps=record.steps,
             tokens_per_second=step.tokens_per_second if step else None,
             loss=step.loss if step else None,
-            validation_loss=validation_loss,
+            validation_loss=next(filter(None, losses), None),
             elapsed=(state.ended or time.time()) - state.started if state.started else None,
             phase=phase.value if phase and is_running and phase != Phase.TRAINING else None,
             is_known=state.is_known,
-            left=_seconds_left(cell, attempts, step) if is_running else None,
-            emulated=cell.record.emulated,
-            speeds=tuple(speed for _, speed in cell.speeds) if is_running else (),
+            left=_seconds_left(recent, record.steps) if is_running and len(found) == 1 else None,
+            emulated=record.emulated,
+            speeds=tuple(
+                speed for one in recent if is_running and (speed := one.tokens_per_second)
+            ),
         )
 
 
-def _newest(
-    cell: _Watched, attempts: list[Attempt]
-) -> tuple[StepMetrics | None, Phase | None, float | None]:
-    """Return the newest step and validation loss of any attempt, and the phase of the last one."""
-    phase, validation_loss = None, None
-    for attempt in reversed(attempts):
-        rank = cell.record.as_of(attempt.number).loss_rank
-        tail = cell.tails.setdefault(attempt.number, Tail(attempt, rank))
-        newest = tail.read()
-        if attempt is attempts[-1]:
-            phase = newest.phase
-            for step in tail.recent:
-                place, speed = (attempt.number, step.step), step.tokens_per_second
-                is_new = not cell.speeds or place > cell.speeds[-1][0]
-                if is_new and speed is not None and 0 < speed < math.inf:
-                    cell.speeds.append((place, speed))
-        validation_loss = validation_loss or newest.validation_loss
-        if newest.step is not None:
-            return newest.step, phase, validation_loss
-    return None, phase, validation_loss
-
-
-def _seconds_left(
-    cell: _Watched, attempts: list[Attempt], step: StepMetrics | None
-) -> float | None:
-    """Return the seconds to the last step, at the pace since the first step that was seen."""
-    total, now = cell.record.steps, time.monotonic()
-    if step is None or total is None or not attempts:
+def _seconds_left(recent: list[StepMetrics], total: int | None) -> float | None:
+    """Return the seconds to the last step, at the pace of the newest ones."""
+    times = [(one.step, one.time) for one in recent if one.time is not None]
+    if total is None or len(times) < _LEAST_STEPS:
         return None
-    number = attempts[-1].number
-    seen = cell.first_seen
-    if seen is None or seen[0] != number or step.step < seen[1]:
-        seen = cell.first_seen = (number, step.step, now)
-    if steps := step.step - seen[1]:
-        return (total - step.step) * (now - seen[2]) / steps
-    # At the first look the speed of the last steps must do.
-    tokens = cell.record.tokens_per_step_per_gpu
-    if tokens is None or len(cell.speeds) < _LEAST_SPEEDS:
-        return None
-    return (total - step.step) * tokens / statistics.median(speed for _, speed in cell.speeds)
+    (first, began), (last, now) = times[0], times[-1]
+    return (total - last) * (now - began) / (last - first)
 
 
 def _record(cell: CellFolder) -> CellRecord:
@@ -340,3 +301,69 @@ def wait_for(run: Run) -> int:
     for cell in failed:
         print(f"{cell} failed; its log: python submit.py logs {run.name}/{cell}")
     return 0 if set(states.values()) <= {FINISHED, REFUSED} else 1
+
+
+def show_report(arguments: argparse.Namespace) -> int:
+    """Print the results of a run."""
+    print_report(find_run(arguments.run), arguments.format)
+    return 0
+
+
+def print_report(run: Run, form: str) -> dict[str, str]:
+    """Print the results in `form`, keep them as files, and return the cells' states."""
+    # Import lazily: `run --dry-run` and `status` must not wait for NumPy.
+    from cookbook.results.save_report import FIGURES, MARKDOWN, PAGE, save_report
+
+    states = cell_states(run)
+    results = collect_results(run, states)
+    # Before the figures, which take some seconds.
+    if form != "html":
+        text = render_json(results) if form == "json" else render_markdown(results)
+        print(text, end="", flush=True)
+    try:
+        missing = save_report(run, results)
+    except OSError as error:
+        if form == "html":
+            raise
+        # A colleague's run, or a full disk; the results have been printed.
+        path = Path(error.filename or run.folder / MARKDOWN)
+        print(f"submit.py: not kept: {shown_path(path)}: {error.strerror}", file=sys.stderr)
+    else:
+        page = shown_path(run.folder / PAGE)
+        if form == "html":
+            print(page)
+        elif form == "md":
+            beside = MARKDOWN if missing else f"{MARKDOWN} and {FIGURES}/"
+            print(f"\nAs a page: {page}, with {beside} beside it")
+        if missing:
+            print(f"submit.py: {missing}", file=sys.stderr)
+    return {state.cell: state.state for state in states}
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Print the comparison; status 1 if a cell is slower than the tolerance allows."""
+    if not 0 <= arguments.tolerance < 100:
+        raise InputError("--tolerance", f"found {arguments.tolerance:g}, allowed: 0 to 100 percent")
+    names = arguments.runs
+    if len(names) != (1 if arguments.other else 2):
+        raise InputError(
+            f"compare {' '.join(names)}",
+            f"names {len(names)} run{'s' if len(names) > 1 else ''}",
+            "name one run with --with published, else two",
+        )
+    found = [find_run(name) for name in names]
+    first, *others = [collect_results(run, cell_states(run)) for run in found]
+    if arguments.other:
+        comparison = compare_with_published(first, arguments.tolerance)
+    else:
+        comparison = compare_runs(first, others[0], arguments.tolerance)
+    if not comparison.slower and all(row.speed is None for row in comparison.rows):
+        reasons = [row.incomparable for row in comparison.rows if row.incomparable]
+        nothing = "no cell is just what was published" if arguments.other else "no cell is in both"
+        raise InputError(
+            f"compare {' and '.join(run.name for run in found)}",
+            f"there is nothing to compare: {reasons[0] if reasons else nothing}",
+        )
+    text = comparison_json(comparison) if arguments.json else comparison_markdown(comparison)
+    print(text, end="")
+    return 1 if comparison.slower else 0

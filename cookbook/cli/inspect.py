@@ -6,11 +6,13 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.paths import RECIPES
+from cookbook.base.schema import Unchecked
 from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.request import requested_cell, write_output
@@ -19,7 +21,6 @@ from cookbook.config.names import KINDS, check_name, find_file, names_in
 from cookbook.config.overlay import Kind, load_overlay
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sweep import load_sweep
-from cookbook.run.record import shown_with_places
 
 # Top-level keys that only the original may have; they go with the comment above them.
 _LEFT_OUT = {"": "published", "precision": "synonyms", "ep_backend": "synonyms"}
@@ -83,8 +84,9 @@ def show_cell(arguments: argparse.Namespace) -> int:
     cell = requested_cell(arguments)
     record = cell.record()
     if arguments.origins:
-        places = {name: setting.origin for name, setting in cell.options.settings.items()}
-        record = shown_with_places(record, places)
+        settings = cell.options.settings.items()
+        places = {name: {"value": one.value, "from": one.origin} for name, one in settings}
+        record = replace(record, options=Unchecked(places))
     print(record.as_yaml(), end="")
     return 0
 

@@ -31,16 +31,6 @@ examples:
 _PRINT_A_FILE = frozenset({"show", "render"})
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Leaves room for the longest verb, whose indentation argparse forgets."""
-
-    def add_argument(self, action: argparse.Action) -> None:
-        super().add_argument(action)
-        for verb in self._iter_indented_subactions(action):
-            width = self._current_indent + len(self._format_action_invocation(verb))
-            self._action_max_length = max(self._action_max_length, width)
-
-
 class _Parser(argparse.ArgumentParser):
     """Ends with one line, as every other error; the usage is in --help."""
 
@@ -58,7 +48,10 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs; each has a `handler` that takes the parsed arguments."""
     parser = _Parser(
-        prog="submit.py", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=_Help
+        prog="submit.py",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
@@ -80,9 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = ("recipe", "precision", "ep-backend", "cluster", "sweep")
     new.add_argument("--kind", choices=kinds, help="of what; by default what has that name")
 
-    check = verb(
-        "check", "say whether each cell can run, why not, and what it needs", "check:check"
-    )
+    check = verb("check", "say whether each cell can run, why not, and what it needs", "run:check")
     check.add_argument("recipe", metavar="RECIPE-or-SWEEP")
     check.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     check.add_argument(
@@ -152,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
     cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
-    report = verb("report", "print the results of a run, and make its page", "results:show_report")
+    report = verb("report", "print the results of a run, and make its page", "follow:show_report")
     for followed in (status, cancel, report):
         followed.add_argument("run", metavar="RUN", nargs="?", help="by default the newest")
     report.add_argument("--format", choices=("md", "json", "html"), default="md")
@@ -172,7 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--text-key", metavar="KEY", default="text")
     data.add_argument("--seq-len", metavar="N", type=int, default=8192)
     compare = verb(
-        "compare", "compare two runs; status 1 where a cell got slower", "results:compare"
+        "compare", "compare two runs; status 1 where a cell got slower", "follow:compare"
     )
     compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
     compare.add_argument(

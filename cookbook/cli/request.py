@@ -64,11 +64,7 @@ def _request(arguments: argparse.Namespace) -> CellRequest:
 
 
 def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644) -> None:
-    """Write to the file that `option` names, whole; a device or a pipe is written in place.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """Write to the file that `option` names, whole; a device or a pipe is written in place."""
     path = Path(name)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():

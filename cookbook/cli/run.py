@@ -1,4 +1,4 @@
-"""The verbs `run` and `sweep`: cells submitted, watched until they end, and their report.
+"""The verbs `check`, `run` and `sweep`: cells checked, submitted, watched, and their report.
 
 `run --resume` makes the next attempt of cells that have ended.
 """
@@ -9,17 +9,21 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, unknown_name
 from cookbook.base.tables import terminal_width, text_table
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.check import judged_cells
+from cookbook.check.check import check_cells
+from cookbook.check.report import render_json, render_text
 from cookbook.cli.follow import wait_for
 from cookbook.cli.request import requested_cell, requested_sweep
 from cookbook.config.cell import Cell
+from cookbook.config.finding import WARNING
+from cookbook.config.names import names_in
 from cookbook.config.options import command_line_settings
 from cookbook.config.resolve import cell_from_record
-from cookbook.config.sweep import in_rounds
+from cookbook.config.sweep import in_rounds, is_sweep
 from cookbook.launch.create import create_run
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
@@ -29,6 +33,51 @@ from cookbook.run.states import cell_states
 from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
 from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
 from cookbook.supervise.checkpoints import Found, find_checkpoint
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Print the findings; 0 if every cell may run, else 1."""
+    if is_sweep(arguments.recipe):
+        arguments.sweep = arguments.recipe
+        sweep, cells = requested_sweep(arguments)
+        name = sweep.name
+    elif "." not in arguments.recipe and arguments.recipe not in names_in(""):
+        known = [*names_in(""), *names_in("sweep")]
+        raise unknown_name("check", "recipe or sweep", arguments.recipe, known)
+    else:
+        cell = requested_cell(arguments)
+        name, cells = cell.recipe.short_name, [cell]
+    checks = check_cells(cells, build=not arguments.rules_only)
+    if arguments.json:
+        print(render_json(checks), end="")
+    else:
+        print(render_text(name, checks, terminal_width()), end="")
+    return 0 if all(one.may_run for one in checks) else 1
+
+
+def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[list[Cell], str]:
+    """Return the cells with the reason of refused ones, and a line on the parts that were checked.
+
+    Warnings go to stderr. Only cells that would wait in a queue are built: a dry run answers at
+    once, and a job on this machine shows at once what TorchTitan refuses.
+    """
+    cluster, is_checked = cells[0].cluster, not arguments.no_check
+    gpus = sum(cell.world for cell in cells if cell.cluster.gpu and not cell.refused)
+    build = is_checked and not arguments.dry_run and gpus > 0 and cluster.scheduler == "slurm"
+    if build:
+        print(
+            f"checking {len(cells)} cell(s) before {gpus} GPUs are asked for "
+            "(--no-check skips this) ...",
+            file=sys.stderr,
+            flush=True,
+        )
+    checks = check_cells(cells, build=build, is_submitted=not arguments.dry_run)
+    findings = [finding for one in checks for finding in one.findings if is_checked]
+    for text in dict.fromkeys(str(one) for one in findings if one.level == WARNING):
+        print(f"warning: {text}", file=sys.stderr)
+    judged = [replace(one.cell, refused=one.judged.refused) for one in checks]
+    seen = [one.judged for one in checks if not one.judged.rules] or [checks[0].judged]
+    return judged, seen[0].parts
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,11 +117,7 @@ def start_run(
     num_repeats: int = 1,
     one_allocation: bool = False,
 ) -> Run | int:
-    """Show the plan and submit the cells; return the run, or the exit status if nobody waits.
-
-    Args:
-        arguments: with `dry_run`, `no_check` and `detach`.
-    """
+    """Show the plan and submit the cells; return the run, or the exit status if nobody waits."""
     cells, parts = judged_cells(cells, arguments)
     print(describe_plan(name, cells, terminal_width()))
     print(f"  {parts}")

@@ -23,7 +23,7 @@ from cookbook.run.record import read_record
 def export_weights(arguments: argparse.Namespace) -> int:
     """Write a cell's newest whole checkpoint, or that of `--step`, as safetensors files."""
     run, cell = named_cell(arguments.cell)
-    record, stack = read_record(cell.record).newest, load_stack()
+    record, stack = read_record(cell.record), load_stack()
 
     def option(name: str) -> Any:
         return record.options.get(name, stack.options[name].default)

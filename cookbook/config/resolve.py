@@ -187,7 +187,7 @@ def cell_from_record(
     Raises:
         InputError: the record names nothing that is here, or the cell cannot run.
     """
-    newest, stack = record.newest, load_stack()
+    stack = load_stack()
     parts = []
     for key in ("recipe", "precision", "ep_backend", "cluster"):
         part = record.files.get(key) or getattr(record, key)
@@ -199,12 +199,12 @@ def cell_from_record(
         raise InputError(f"{place}: stack", found, "start a new run")
     settings = {
         option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
-        for option, value in newest.asked_options.items()
+        for option, value in record.asked_options.items()
     }
     total = "lr_scheduler.total_steps"
-    if "training.steps" in overrides and total not in settings and newest.steps is not None:
+    if "training.steps" in overrides and total not in settings and record.steps is not None:
         # Another number of steps must not bend the learning rate.
-        settings[total] = Setting(newest.steps, f"{place}: training.steps")
+        settings[total] = Setting(record.steps, f"{place}: training.steps")
     with named_at(place):
         recipe, cluster = load_recipe(parts[0]), load_cluster(parts[3])
         precision, ep_backend = load_precision(parts[1]), load_ep_backend(parts[2])
@@ -218,7 +218,7 @@ def cell_from_record(
         precision=precision,
         ep_backend=ep_backend,
         cluster=cluster,
-        nodes=_nodes(recipe, cluster, nodes or newest.nodes),
+        nodes=_nodes(recipe, cluster, nodes or record.nodes),
         options=Options(stack, settings).override(overrides),
         hooks=stack.hooks,
         emulated=record.emulated,

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cookbook.base.errors import named_at, run_command
-from cookbook.doctor.check import Surroundings
-from cookbook.doctor.checks import diagnose, is_ready, render_findings
+from cookbook.doctor.check import Surroundings, diagnose, is_ready, render_findings
 from cookbook.install.packages import explain_missing
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        print(render_findings(findings, colour=sys.stdout.isatty()))
+        print(render_findings(findings))
     return 0 if is_ready(findings) else 1
 
 

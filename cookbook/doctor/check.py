@@ -1,4 +1,4 @@
-"""What a check of the doctor is, and the machine that it looks at."""
+"""The doctor's checks: the machine that they look at, and their findings as text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from cookbook.base.gpus import InstalledGpu, NoGpusError, read_gpus, select_visible
 from cookbook.base.paths import ROOT
+from cookbook.base.tables import text_table
 
 if TYPE_CHECKING:
     from cookbook.config.cluster import Cluster
@@ -52,20 +54,7 @@ def ask(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The machine as the checks see it; tests put stand-ins for each part.
-
-    Args:
-        cluster: the profile to check for; None for none in particular.
-        local: leave out what only runs on a cluster need.
-        partition: the Slurm partition to check, if not the profile's or Slurm's default one.
-        repository: the checkout that is diagnosed.
-        root: where /proc, /sys and /etc are.
-        site: where Python packages are looked for.
-        read_gpus: lists the machine's GPUs, or raises NoGpusError.
-        run: answers a command; `which` finds an installed one.
-        job_folder: what a job on this node writes to; None outside a job.
-        deepep_between_nodes: the job sends tokens to other nodes by DeepEP.
-    """
+    """The machine as the checks see it; tests put stand-ins for each part."""
 
     cluster: Cluster | None = None
     local: bool = False
@@ -184,8 +173,59 @@ class Check:
         return Finding(self.name, *verdict) if verdict else None
 
 
+CHECKS: list[Check] = []
+"""All checks in reading order: that of the topics in `doctor/__init__.py` and of their lines."""
+
+
 def check(
     name: str, *, local: bool = False, node_hours: float | None = None
 ) -> Callable[[Callable[[Surroundings], Verdict]], Check]:
-    """Make a function a check. Defined in a topic of `checks.TOPICS`, it is part of the doctor."""
-    return lambda look: Check(name, look, local, node_hours)
+    """Make a function a check of the doctor."""
+
+    def add(look: Callable[[Surroundings], Verdict]) -> Check:
+        CHECKS.append(Check(name, look, local, node_hours))
+        return CHECKS[-1]
+
+    return add
+
+
+_WIDTH = 100
+
+
+def diagnose(here: Surroundings) -> list[Finding]:
+    """Return the findings of every check, in reading order."""
+    looked = [one.finding(here) for one in CHECKS if one.is_for_local or not here.local]
+    return [finding for finding in looked if finding]
+
+
+def node_problems(here: Surroundings) -> dict[str, tuple[str, float]]:
+    """Return why a job cannot train on this node: by check, the reason and the hours to exclude it.
+
+    Warnings do not count.
+    """
+    problems = {}
+    for one in CHECKS:
+        if one.node_hours is not None:
+            finding = one.finding(here)
+            if finding and finding.state == "problem":
+                problems[one.name] = (finding.found, one.node_hours)
+    return problems
+
+
+def is_ready(findings: Sequence[Finding]) -> bool:
+    """Return whether nothing stands in the way; warnings do not."""
+    return all(finding.state != "problem" for finding in findings)
+
+
+def render_findings(findings: Sequence[Finding]) -> str:
+    """Return a line for each finding, its remedy below it, and the counts at the end."""
+    rows = []
+    for finding in findings:
+        rows.append([finding.name, finding.state, finding.found])
+        if finding.remedy:
+            rows.append(["", "", f"-> {finding.remedy}"])
+    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    counts = Counter[str](finding.state for finding in findings)
+    summary = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
+    verdict = "ready" if is_ready(findings) else "not ready"
+    return f"{text_table(rows, width=width)}\n\n{verdict}: {summary}"

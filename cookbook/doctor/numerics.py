@@ -49,9 +49,6 @@ class Candidate:
 def prove(cluster: Cluster | None, output: Path | None) -> int:
     """Prove the kernels of this machine, or as a job those of a cluster's node.
 
-    Args:
-        output: where the proofs are written as JSON, besides the lines that are printed.
-
     Returns:
         The exit status: 0 where no kernel is wrong.
     """

@@ -76,11 +76,7 @@ def _capabilities_here() -> list[float]:
 
 
 def install(local: bool, plan: bool) -> int:
-    """Install the packages, or only say what would be done.
-
-    Args:
-        local: only this machine trains; a login node's GPUs are elsewhere.
-    """
+    """Install the packages, or only say what would be done."""
     pins = flash_attention_pins()
     version = next(pin.value for pin in pins if pin.name == PACKAGE)
     if not differences(pins):
@@ -108,12 +104,7 @@ def install(local: bool, plan: bool) -> int:
 
 
 def compile_missing(arch: str, plan: bool, into: Path) -> int:
-    """Compile the kernels, or only say what would be done.
-
-    Args:
-        arch: GPUs as for DeepEP, "9.0;10.0"; empty for those of this machine.
-        into: the folder of the kernels of all kinds of GPUs.
-    """
+    """Compile the kernels, or only say what would be done."""
     if differences(flash_attention_pins()):
         print("FlashAttention-4's kernels are not compiled: it is not installed at its pins")
         return NOT_NEEDED

@@ -31,7 +31,7 @@ from cookbook.run.run import Run
 from cookbook.run.slurm import partition_nodes, sbatch
 from cookbook.run.status import FAILED, QUEUED, Status, write_job, write_status
 from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
-from cookbook.supervise.start import job_record, keep_script, note_change
+from cookbook.supervise.start import job_record, keep_request
 from cookbook.supervise.supervisor import Supervisor
 
 _VERSIONS = "1.5."
@@ -211,8 +211,7 @@ def _prepare(folder: CellFolder, cell: Cell) -> None:
     # Without a job, `queued` is believed.
     folder.job.unlink(missing_ok=True)
     write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
-    note_change(folder, job_record(cell)).write(folder.record)
-    keep_script(folder, render_script(cell))
+    keep_request(folder, job_record(cell), render_script(cell))
 
 
 def leave_out(cell: Cell) -> Choice:

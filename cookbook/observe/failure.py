@@ -1,7 +1,8 @@
 """Find why an attempt ended: the earliest `error.json`, else the console line that says most.
 
 torchrun writes `error.json` for every rank that raised. Kills, aborts, and a step that Slurm ended
-leave none; the console has a line about them.
+leave none; the console has a line about them. A rank that makes no step for long writes its stack
+to `stacks/rank-<r>.txt`; one without it has stopped, is gone, or still makes steps.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cookbook.observe.console import COLOURS, RANK
-from cookbook.run.attempts import Cause
+from cookbook.run.folder import Attempt
+from cookbook.run.status import Cause
 
 _MAX_CHARACTERS = 240
 # The first pattern in a reason decides. "Connection closed" shows a dead rank, whatever killed it.
@@ -116,12 +119,7 @@ class Failure:
 
 
 def find_cause(attempt: Path, exit_code: int | None = None) -> Failure | None:
-    """Return why an attempt failed; None where neither its files nor `exit_code` say.
-
-    Args:
-        attempt: its folder, or the log of a job that ended before it made one.
-        exit_code: of the script, negative for a signal.
-    """
+    """Return why an attempt failed; None where neither its files nor `exit_code` say."""
     reason, is_refusal = _find_reason(attempt)
     if exit_code and reason is None:
         ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
@@ -267,3 +265,49 @@ def _ranks_missing_from_collective(attempt: Path) -> list[int]:
     missing = sorted(set(range(len(folders))) - reported)
     # More are rather ranks that were ended before they could print.
     return missing if len(missing) <= min(8, len(reported)) else []
+
+
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>[0-9]+) in (?P<function>\S+)')
+_MOST_NAMED = 8
+
+
+def describe_stacks(attempt: Attempt, world: int) -> str | None:
+    """Return the ranks to blame and the place where the others wait; None without any stack."""
+    places = {
+        rank: place
+        for rank in range(world)
+        if (place := _place(attempt.stacks / f"rank-{rank}.txt"))
+    }
+    if not places:
+        return None
+    missing = [rank for rank in range(world) if rank not in places]
+    (usual, count), *_ = Counter(places.values()).most_common(1)
+    others = "the other one" if count == 1 else f"the other {count}"
+    if missing:
+        return f"{_ranks(missing)} not heard of (stopped, or gone); {others} in {usual}"
+    odd = {rank: place for rank, place in places.items() if place != usual}
+    if not odd or len(odd) > world // 4 + 1:
+        return f"{count} of {world} ranks in {usual}"
+    return f"{_ranks([*odd])} in {', '.join(dict.fromkeys(odd.values()))}; {others} in {usual}"
+
+
+def _place(path: Path) -> str | None:
+    """Return the innermost frame of the main thread outside torch: `name (file.py:12)`."""
+    try:
+        text = path.read_text("utf-8", "replace")
+    except OSError:
+        return None
+    # faulthandler prints the main thread last, and of each thread the innermost frame first.
+    thread = re.split(r"^(?:Current t|T)hread 0x.*$", text, flags=re.MULTILINE)[-1]
+    frames = [found for line in thread.splitlines() if (found := _FRAME.match(line))]
+    if not frames:
+        return None
+    own = next((one for one in frames if "/torch/" not in one["file"]), frames[0])
+    words = f"{own['function']} ({Path(own['file']).name}:{own['line']})"
+    return words if own is frames[0] else f"{frames[0]['function']} < {words}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

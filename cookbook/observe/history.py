@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
 
 from cookbook.observe.console import save_seconds, seconds_to_first_step
 from cookbook.observe.metrics import read_steps
-from cookbook.run.attempts import AttemptEnd, Cause, read_attempt_end, read_resumptions
 from cookbook.run.checkpoints import saved_steps
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
+from cookbook.run.status import AttemptEnd, Cause, read_attempt_end, read_resumptions
 
 # The fewest steps that give a usual step time.
 _FEWEST = 3
-# Options that change neither the time of a step nor how a checkpoint is saved. A resumed run may
-# change others, such as the sequence length, and then its earlier attempts are no measure.
-_NOT_OF_SAVES = ("training.steps", "metrics.", "job.", "validation.", "profiling.")
-_NOT_OF_STEPS = (*_NOT_OF_SAVES, "checkpoint.")
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptSummary:
-    """One attempt; an unknown value is None.
-
-    Attributes:
-        seconds: from its start to its end.
-        steps_lost: its steps that a later attempt made again, or will have to.
-        effective_seconds: spent on the steps that were kept.
-    """
+    """One attempt; an unknown value is None."""
 
     attempt: int
     first_step: int | None
@@ -104,7 +94,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     for position, (attempt, end) in enumerate(zip(attempts, ends, strict=True)):
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
-            kept = _last_saved(cell, record.newest)
+            kept = _last_saved(cell, record)
         summaries.append(_summary(attempt, end, times[position], kept))
     started = ends[0].started if ends[0] else None
     if started is None and times[0]:
@@ -121,39 +111,21 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     )
 
 
-def usual_step_time(cell: CellFolder, record: CellRecord, number: int) -> float | None:
-    """Return the median step time of the latest attempt with logged steps, else None.
-
-    Args:
-        number: the attempt that asks; attempts with other options are no measure for it.
-    """
-    for attempt in reversed(_alike(cell, record, number, _NOT_OF_STEPS)):
-        steps = _step_times(attempt, record)
-        pairs = [(one, other) for one, other in pairwise(steps) if 0 < one[0] < other[0]]
-        seconds = [(then - at) / (later - step) for (step, at), (later, then) in pairs]
+def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
+    """Return the median step time of the latest attempt with logged steps, else None."""
+    for attempt in reversed(attempts):
+        pairs = [(one, other) for one, other in pairwise(_step_times(attempt)) if one[0] > 0]
+        seconds = [
+            (then - at) / (later - step) for (step, at), (later, then) in pairs if later > step
+        ]
         if len(seconds) >= _FEWEST:
             return statistics.median(seconds)
     return None
 
 
-def longest_save(cell: CellFolder, record: CellRecord, number: int) -> float | None:
-    """Return the most seconds that saving a checkpoint took, else None; `number` as above."""
-    alike = _alike(cell, record, number, _NOT_OF_SAVES)
-    seconds = [found for attempt in alike for found in save_seconds(attempt.log)]
-    return max(seconds, default=None)
-
-
-def _alike(
-    cell: CellFolder, record: CellRecord, number: int, apart_from: tuple[str, ...]
-) -> list[Attempt]:
-    """Return the attempts with the nodes and options of attempt `number`, but for some options."""
-
-    def asked(attempt: int) -> tuple[int, dict[str, Any]]:
-        then = record.as_of(attempt)
-        options = then.options.items()
-        return then.nodes, {name: v for name, v in options if not name.startswith(apart_from)}
-
-    return [one for one in cell.attempts() if asked(one.number) == asked(number)]
+def longest_save(attempts: Iterable[Attempt]) -> float | None:
+    """Return the most seconds that saving a checkpoint took, else None."""
+    return max((found for one in attempts for found in save_seconds(one.log)), default=None)
 
 
 def _summary(
@@ -191,7 +163,7 @@ def _last_saved(cell: CellFolder, record: CellRecord) -> int:
     return next((step for step, path in saved if (path / ".metadata").is_file()), 0)
 
 
-def _step_times(attempt: Attempt, record: CellRecord) -> list[tuple[int, float]]:
+def _step_times(attempt: Attempt, record: CellRecord | None = None) -> list[tuple[int, float]]:
     """Return the logged steps and when, in seconds; step 0 is the start of training."""
     times = [(one.step, one.time) for one in read_steps(attempt, record) if one.time is not None]
     before = seconds_to_first_step(attempt.log)

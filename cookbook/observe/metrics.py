@@ -29,11 +29,7 @@ _FIGURES = (
 
 
 def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepMetrics]:
-    """Return the logged steps of the rank that has the loss, in order.
-
-    Args:
-        record: the cell's, to find that rank's lines on the console of a run without our hooks.
-    """
+    """Return the logged steps of the rank that has the loss, in order."""
     steps: list[StepMetrics] = []
     for metrics in filter(None, map(_parse, _lines(attempt.metrics))):
         if metrics.loss is not None:
@@ -43,7 +39,7 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
     if steps:
         return steps
     shown = list(read_console(attempt.log))
-    rank = (record or CellRecord()).as_of(attempt.number).loss_rank
+    rank = (record or CellRecord()).loss_rank
     own = [one for one in shown if one.rank == rank]
     # Where the console hides that rank; ranks outside the last PP stage print a negative loss.
     own = own or [one for one in shown if one.rank == shown[0].rank]

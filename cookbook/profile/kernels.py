@@ -16,12 +16,7 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 
 @dataclass(frozen=True)
 class Category:
-    """What a moment of a step is counted as.
-
-    Attributes:
-        kind: `compute` or `communication`.
-        colour: of its part in a picture.
-    """
+    """What a moment of a step is counted as."""
 
     name: str
     title: str

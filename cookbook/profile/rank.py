@@ -15,17 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cookbook.base.gpus import peak_tflops
-from cookbook.profile.events import Host, kernels_of
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION, GEMMS
-from cookbook.profile.trace import NOTHING, Column, Trace, read_trace
+from cookbook.profile.trace import NOTHING, Column, Host, Trace, kernels_of, read_trace
 
 PYTHON = "Python, in no operation"
 # A first kernel that waited longer in its queue found the device busy with the step before.
 _QUEUED_US = 1000.0
 _MOST_KERNELS = 25
 _MOST_CAUSES = 8
-# Fewer calls do not show how long an undisturbed one takes.
-_FEWEST_CALLS = 3
 _BLOCKED = re.compile(r"Synchronize|Memcpy")
 # Modules, numbers of regions and the hashes of graphs would make each cause a different one.
 _PARTICULAR = re.compile(r"\s+\(.*\)|\s+for \S+|(?<=[\w)])#.*|:?\s*\d+/\d+|\bf[0-9a-z]{20,}|#+")
@@ -51,7 +48,6 @@ class Call(NamedTuple):
     category: str
     step: int
     key: tuple[str, ...]
-    elements: tuple[int, ...]
     duration: float
 
 
@@ -65,8 +61,6 @@ class RankProfile:
         counted: by category; with `idle_host_ms` and `idle_queued_ms` they add up to the step.
         busy: by category, also while something else ran.
         causes: host activity while the device waited for the next launch.
-        beyond_fastest: of exposed communication by category, the time beyond the fastest call of
-            its kind: waiting for other ranks, or a slower network.
         longest: names, categories and times of the longest kernels; `unknown`: of those in `other`.
     """
 
@@ -83,7 +77,6 @@ class RankProfile:
     idle_host_ms: float
     idle_queued_ms: float
     causes: Mapping[str, float]
-    beyond_fastest: Mapping[str, float]
     gemms: Mapping[str, GemmRate]
     longest: tuple[tuple[str, str, float], ...]
     unknown: tuple[tuple[str, str, float], ...]
@@ -150,7 +143,6 @@ def profile_rank(path: Path) -> RankProfile:
         idle_host_ms=idle_host / count / 1000,
         idle_queued_ms=idle_queued / count / 1000,
         causes=_largest(per_step(causes), _MOST_CAUSES),
-        beyond_fastest=per_step(_beyond_fastest(calls, counted)),
         gemms=_gemm_rates(trace, host, kernels, count),
         longest=tuple(longest[:_MOST_KERNELS]),
         unknown=tuple([one for one in longest if one[1] == "other"][:_MOST_KERNELS]),
@@ -273,33 +265,11 @@ def _calls(trace: Trace, kernels: Column, windows: list[float]) -> list[Call]:
         # DeepEP's kernels name no group.
         name = trace.names[kernel.name].split("<")[0].split("(")[0]
         key: tuple[str, ...] = name, ep_ranks
-        elements: tuple[int, ...] = ()
         if kernel.collective != NOTHING:
-            *key_, elements = trace.collectives[kernel.collective]
-            key = tuple(map(str, key_))
+            key = tuple(map(str, trace.collectives[kernel.collective]))
         category, duration = CATEGORIES[kernel.category].name, float(kernel.end - kernel.start)
-        calls.append(Call(category, step, key, elements, duration))
+        calls.append(Call(category, step, key, duration))
     return calls
-
-
-def _beyond_fastest(calls: list[Call], counted: Mapping[str, float]) -> dict[str, float]:
-    """Return, of the exposed communication, the time beyond the fastest call of the same size."""
-    alike: dict[tuple[object, ...], list[float]] = {}
-    totals: dict[str, float] = {}
-    for call in calls:
-        alike.setdefault((call.category, call.key, call.elements), []).append(call.duration)
-        totals[call.category] = totals.get(call.category, 0.0) + call.duration
-    beyond: dict[str, float] = {}
-    for (category, *_), durations in alike.items():
-        if len(durations) >= _FEWEST_CALLS:
-            slow, name = sum(durations) - min(durations) * len(durations), str(category)
-            beyond[name] = beyond.get(name, 0.0) + slow
-    # As much of it is exposed as of the communication as a whole.
-    return {
-        name: counted.get(name, 0.0) * slow / totals[name]
-        for name, slow in beyond.items()
-        if totals[name]
-    }
 
 
 def _gemm_rates(trace: Trace, host: Host, kernels: Column, count: int) -> dict[str, GemmRate]:

@@ -78,8 +78,6 @@ def _details(profile: Profile, width: int | None) -> Iterator[str]:
             waiting = "not known"
             if kind in waited:
                 waiting = f"{waited[kind]:,.1f} for other ranks"
-            elif kind in rank.beyond_fastest:
-                waiting = f"up to {rank.beyond_fastest[kind]:,.1f} beyond the fastest call"
             times = [f"{ms:,.1f}" for ms in (busy, rank.hidden[kind], rank.counted[kind])]
             communication.append([f"{BY_NAME[kind].title}, {name}", *times, waiting])
         for kind, rate in rank.gemms.items():
@@ -120,8 +118,8 @@ def _notes(profile: Profile) -> Iterator[str]:
             )
         else:
             yield (
-                "one rank's trace cannot tell waiting for other ranks from a slow network: 'beyond "
-                "the fastest call' of the same size is an upper limit; name more with --ranks"
+                "one rank's trace cannot tell waiting for other ranks from a slow network; name "
+                "more with --ranks"
             )
     yield "the profiler slows the host down: take speeds from a run without it"
 
@@ -166,7 +164,6 @@ def _rank_json(rank: RankProfile, waited: Mapping[str, float] | None) -> dict[st
             "causes_ms": rank.causes,
         },
         "waiting_for_other_ranks_ms": waited,
-        "beyond_fastest_call_ms": rank.beyond_fastest,
         "gemms": {name: asdict(rate) for name, rate in rank.gemms.items()},
         "longest_kernels": [
             {"name": name, "category": category, "ms": ms} for name, category, ms in rank.longest

@@ -23,16 +23,15 @@ from cookbook.observe.failure import find_reason
 from cookbook.observe.history import collect_history
 from cookbook.observe.metrics import LoadStep, collect_router_load, collect_steps
 from cookbook.predict.step import StepTime, predict_step
-from cookbook.results.baseline import against_baseline
+from cookbook.results.compare import against_baseline
 from cookbook.results.result import LoadSummary, Result, RunResults
 from cookbook.results.run_differences import asked_facts, seen_facts
 from cookbook.results.speed import Throughput, measure, measured_steps, median_of
-from cookbook.run.attempts import read_resumptions
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run
 from cookbook.run.states import CellState
-from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json
+from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resumptions
 
 _EMULATED_REASON = "emulated numerics: the throughput says nothing about real MXFP8"
 _REFERENCE_REASON = "attention by a reference: the throughput says nothing about FlashAttention-4"
@@ -91,10 +90,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
             (one.validation_loss for one in reversed(curve) if one.validation_loss is not None),
             None,
         ),
-        # The published number is for the cell as it was first asked for.
-        published_tokens_per_second_per_gpu=None
-        if record.changes
-        else record.published_tokens_per_second_per_gpu,
+        published_tokens_per_second_per_gpu=record.published_tokens_per_second_per_gpu,
         attention=attention,
         mean_attended_length=active.get("mean_attended_length") or None,
         emulated=is_low_precision_emulated or by_reference,
@@ -110,10 +106,10 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         predicted_largest=expected.largest if expected else None,
         router_load=summarize_load(loads),
         # An sbatch line may have turned it on after the script's name.
-        profiled=any(
-            record.as_of(attempt.number).options.get("profiling.enable_profiling") is True
-            or attempt.traces.is_dir()
-            for attempt in attempts
+        profiled=bool(attempts)
+        and (
+            record.options.get("profiling.enable_profiling") is True
+            or any(attempt.traces.is_dir() for attempt in attempts)
         ),
         total_steps=record.steps,
         device=record.device,
@@ -125,7 +121,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         world=record.world,
         routing=_routing(record),
         repeat_of=record.repeat_of,
-        asked=asked_facts(record.newest),
+        asked=asked_facts(record),
         seen=seen_facts(active),
         curve=curve,
         loads=loads,
@@ -143,7 +139,7 @@ def _routing(record: CellRecord) -> str | None:
     """Return the routing of the newest attempt; None where no record was read."""
     if record.name is None and record.recipe is None:
         return None
-    options = record.newest.options
+    options = record.options
     is_forced = options.get("debug.moe_force_load_balance") is True
     return str(options.get("debug.moe_routing") or ("round_robin" if is_forced else "trained"))
 
@@ -166,9 +162,10 @@ def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
     if record.device == "cpu":
         return None
     hours = 0.0
-    for attempt in folder.attempts():
-        seconds = logged_seconds(attempt.log)
-        hours += (seconds or 0.0) / 3600 * record.as_of(attempt.number).world
+    for attempt in reversed(folder.attempts()):
+        # Those before a change of the request have another one.
+        record = read_record(attempt.record) if attempt.record.exists() else record
+        hours += (logged_seconds(attempt.log) or 0.0) / 3600 * record.world
     return hours or None
 
 

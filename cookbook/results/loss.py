@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cookbook.observe.console import StepMetrics
-from cookbook.results.interval import LEAST_VALUES, Spread, batch_spread, batches, correlation
+from cookbook.results.speed import LEAST_VALUES, Spread, batch_spread, batches, correlation
 
 # DeepSeek-V3 (arXiv:2412.19437, section 3.3) holds FP8 training to BF16 by this relative distance.
 MARGIN = 0.0025

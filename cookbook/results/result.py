@@ -12,8 +12,8 @@ from cookbook.observe.history import History
 from cookbook.observe.metrics import LoadStep
 from cookbook.results.loss import LossVerdict
 from cookbook.results.speed import SpeedUp, Throughput
-from cookbook.run.attempts import Resumption
 from cookbook.run.run import RunRecord
+from cookbook.run.status import Resumption
 
 # Batches of one corpus differ by less; beyond this factor the masks differ.
 SAME_MASK = 1.25

@@ -17,9 +17,8 @@ from markupsafe import Markup
 
 from cookbook.base.files import write_whole
 from cookbook.base.paths import TEMPLATES
-from cookbook.results.charts import COLOURS, NAMES, Chart, charts_of
+from cookbook.results.charts import COLOURS, NAMES, Chart, charts_of, draw_chart
 from cookbook.results.columns import CELLS, LEGENDS, TITLES, Table, report_tables
-from cookbook.results.draw import draw_chart
 from cookbook.results.report import facts, headlines, notes, partly_finished, render_markdown
 from cookbook.results.result import RunResults
 from cookbook.results.run_differences import Conditions, configuration, environment

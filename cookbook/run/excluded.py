@@ -53,14 +53,7 @@ def excluded_file(runs: Path | None = None) -> Path:
 
 
 def read_excluded(runs: Path | None = None) -> list[Excluded]:
-    """Read the nodes to leave out now.
-
-    Args:
-        runs: the folder of runs, by default this checkout's.
-
-    Raises:
-        InputError: there is a mistake in the list.
-    """
+    """Read the nodes to leave out now."""
     path = excluded_file(runs)
     if not path.exists():
         return []
@@ -84,11 +77,7 @@ def read_excluded(runs: Path | None = None) -> list[Excluded]:
 
 
 def exclude_nodes(reasons: Mapping[str, str], hours: float) -> list[Excluded]:
-    """Leave these nodes out for `hours` from now, and not shorter than they are already.
-
-    Raises:
-        InputError: the list holds a mistake, so it is not written.
-    """
+    """Leave these nodes out for `hours` from now, and not shorter than they are already."""
     until = time.time() + hours * 3600
     path = excluded_file()
     with _locked(path):

@@ -1,9 +1,9 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
 <cell>/cell.yaml, train.sh, status.json, job.json, end.json, job/, checkpoint/, checkpoint-damaged/
-       attempt-<k>/metrics.jsonl, train.log, train.sh, environment.json, router_load.jsonl,
-                   resume.json, preflight.json, stop, stopped, end.json, ranks/, stacks/, tb/,
-                   comm_traces/, profile_traces/
+       attempt-<k>/metrics.jsonl, train.log, train.sh, cell.yaml, environment.json,
+                   router_load.jsonl, resume.json, preflight.json, stop, stopped, end.json, ranks/,
+                   stacks/, tb/, comm_traces/, profile_traces/
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class Attempt:
 
     # torchrun's output: the lines of the shown ranks of every node.
     log = _Below("train.log")
-    # The script that ran, if later attempts run another one.
+    # The script and the request of this attempt, if later attempts have others.
     script = _Below("train.sh")
+    record = _Below("cell.yaml")
     # Versions, GPUs, nodes and active features, as the training process reports them.
     environment = _Below("environment.json")
     # A JSON object for each logged step, written by our hooks on the rank that has the loss.
     metrics = _Below("metrics.jsonl")
     # Tokens by layer and expert at the logged steps.
     router_load = _Below("router_load.jsonl")
-    # Where the attempt continued (`run.attempts`).
+    # Where the attempt continued (`run.status`).
     resumption = _Below("resume.json")
     # What the node checks before training found.
     preflight = _Below("preflight.json")
@@ -50,7 +51,7 @@ class Attempt:
     stop = _Below("stop")
     # The ranks' answer: the job's id and the saved step.
     stopped = _Below("stopped")
-    # How the attempt ended (`run.attempts`).
+    # How the attempt ended (`run.status`).
     end = _Below("end.json")
     # Stack traces of ranks that made no step for long, a file each.
     stacks = _Below("stacks")
@@ -80,7 +81,7 @@ class CellFolder:
 
     path: Path
 
-    # The cell as asked for (`run.record`).
+    # The newest request for the cell (`run.record`).
     record = _Below("cell.yaml")
     # The script that the job runs, the same bytes that `render` prints.
     script = _Below("train.sh")

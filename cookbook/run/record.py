@@ -1,4 +1,4 @@
-"""The record of a cell, `cell.yaml`: the request, kept in its folder."""
+"""The record of a cell, `cell.yaml`: its newest request, kept in its folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from cookbook.base.pipelines import loss_rank
 from cookbook.base.schema import (
     Count,
     Flag,
-    Mappings,
     Natural,
     Number,
     Text,
@@ -43,8 +42,6 @@ class CellRecord:
         options: TorchTitan's options that are set, by dotted name.
         files: paths of the user's own YAML files, by `recipe`, `precision`, `ep_backend` and
             `cluster`; others are in `recipes/` under their names.
-        changes: how later attempts differ from the request above, in order: the first `attempt`
-            that does, its `nodes`, and its `options`, null for one that is no longer set.
         max_restarts: how often a job may restart the cell.
         too_few_nodes: `wait` in the queue or `stop` if too few healthy nodes are left.
         profile: the content of the cluster's YAML file; a job never reads the file again.
@@ -71,82 +68,43 @@ class CellRecord:
     environment: Words = field(default_factory=Words)
     options: Unchecked = field(default_factory=Unchecked)
     files: Words = field(default_factory=Words)
-    changes: Mappings = ()
     too_few_nodes: Text | None = None
     profile: Unchecked = field(default_factory=Unchecked)
 
     @property
     def world(self) -> int:
-        """Ranks of the newest attempt."""
-        newest = self.newest
-        return newest.nodes * newest.ranks_per_node
+        """Ranks that train."""
+        return self.nodes * self.ranks_per_node
 
     @property
     def steps(self) -> int | None:
-        """Training steps that the newest attempt is to reach."""
-        return self.newest._count("training.steps")
+        """Training steps to reach."""
+        return self._count("training.steps")
 
     @property
     def log_freq(self) -> int | None:
         """Steps between two logged ones, None for TorchTitan's default."""
-        return self.newest._count("metrics.log_freq")
+        return self._count("metrics.log_freq")
 
     @property
     def loss_rank(self) -> int:
         """The global rank that prints the real loss: the first of the last pipeline stage."""
-        newest = self.newest
-        degree = newest._count("parallelism.pipeline_parallel_degree") or 1
-        schedule = str(newest.options.get("parallelism.pipeline_parallel_schedule", ""))
-        return loss_rank(schedule, degree, newest.world)
+        degree = self._count("parallelism.pipeline_parallel_degree") or 1
+        schedule = str(self.options.get("parallelism.pipeline_parallel_schedule", ""))
+        return loss_rank(schedule, degree, self.world)
 
     @property
     def tokens_per_step_per_gpu(self) -> float | None:
         """Tokens of a step as TorchTitan's `tps` counts them: shared among TP, CP and PP ranks."""
-        newest = self.newest
-        length = newest._count("training.seq_len")
-        local = newest._count("training.local_batch_size")
-        total = newest._count("training.global_batch_size")
+        length = self._count("training.seq_len")
+        local = self._count("training.local_batch_size")
+        total = self._count("training.global_batch_size")
         if length is not None and total is not None:
-            return total * length / newest.world
+            return total * length / self.world
         if length is None or local is None:
             return None
-        degrees = [newest._count(f"parallelism.{name}_parallel_degree") or 1 for name in _SHARING]
+        degrees = [self._count(f"parallelism.{name}_parallel_degree") or 1 for name in _SHARING]
         return local * length / math.prod(degrees)
-
-    @property
-    def newest(self) -> CellRecord:
-        """The record with all changes applied."""
-        return self.as_of(None) if self.changes else self
-
-    def as_of(self, attempt: int | None) -> CellRecord:
-        """Return the record as it was for `attempt` (None: the newest), with changes applied."""
-        nodes, options = self.nodes, dict(self.options)
-        for change in self.changes:
-            if attempt is None or change["attempt"] <= attempt:
-                nodes = change.get("nodes", nodes)
-                options |= change.get("options", {})
-        kept = {name: value for name, value in options.items() if value is not None}
-        return dataclasses.replace(self, nodes=nodes, options=Unchecked(kept), changes=())
-
-    def changed(self, attempt: int, asked: CellRecord) -> CellRecord:
-        """Return this record with the change by which `asked`, for `attempt`, differs."""
-        before = self.as_of(attempt - 1)
-        change: dict[str, Any] = {}
-        if asked.nodes != before.nodes:
-            change["nodes"] = asked.nodes
-        names = {**before.asked_options, **asked.asked_options}
-        options = {
-            name: asked.options.get(name)
-            for name in names
-            if asked.options.get(name) != before.options.get(name)
-        }
-        if options:
-            change["options"] = options
-        # An earlier change for this attempt was never tried.
-        kept = [one for one in self.changes if one["attempt"] < attempt]
-        if change:
-            kept.append(Unchecked(attempt=attempt, **change))
-        return dataclasses.replace(self, changes=tuple(kept))
 
     @property
     def asked_options(self) -> dict[str, Any]:
@@ -163,8 +121,7 @@ class CellRecord:
             name: dict(value) if isinstance(value, dict) else value
             for name, value in dataclasses.asdict(self).items()
         }
-        content["changes"] = [dict(change) for change in self.changes]
-        for name in ("files", "changes", "too_few_nodes", "profile"):
+        for name in ("files", "too_few_nodes", "profile"):
             if not content[name]:
                 del content[name]
         text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
@@ -182,18 +139,6 @@ class CellRecord:
 
 
 def read_record(path: Path) -> CellRecord:
-    """Read the record at `path`; unknown keys are another version's, and left out.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Read the record at `path`; unknown keys are another version's, and left out."""
     file = read_yaml(path)
     return fill(CellRecord, file, beside=[key.partition(".")[0] for key in file.content])
-
-
-def shown_with_places(record: CellRecord, places: dict[str, str]) -> CellRecord:
-    """Return the record with each option as its value and the place that set it."""
-    options: dict[str, Any] = {
-        name: {"value": value, "from": places[name]} for name, value in record.options.items()
-    }
-    return dataclasses.replace(record, options=Unchecked(options))

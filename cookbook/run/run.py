@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from cookbook.base.errors import InputError, unknown_name
 from cookbook.base.paths import ROOT, runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.run.folder import CellFolder
-from cookbook.run.status import FAILED, REFUSED, read_job, read_json_as, read_status, write_json
+from cookbook.run.status import FAILED, REFUSED, read_json_as, read_status, write_json
 
 _FILE = "run.json"
 
@@ -118,6 +117,7 @@ def new_record(
 def write_run(folder: Path, record: RunRecord) -> None:
     """Write `run.json`."""
     write_json(folder / _FILE, record)
+    note_new_job(folder)
 
 
 def is_run(folder: Path) -> bool:
@@ -175,30 +175,16 @@ def _was_refused(run: Run) -> bool:
 
 
 def run_names() -> list[str]:
-    """Return the names of all runs, the newest last."""
-    folders = [path.parent for path in runs_folder().glob(f"[!.]*/{_FILE}")]
-    return [path.name for path in sorted(folders, key=lambda path: (*_time_of(path), path.name))]
+    """Return the names of all runs by their newest job, the newest last."""
+    files = [(path.stat().st_mtime_ns, path) for path in runs_folder().glob(f"[!.]*/{_FILE}")]
+    return [path.parent.name for _, path in sorted(files)]
 
 
-def _time_of(folder: Path) -> tuple[float, str]:
-    """Return when a run was made, in seconds since the epoch, and the stamp in its name."""
-    match = re.search(r"-(([0-9]{8}-[0-9]{6})(?:-[0-9]+)?)$", folder.name)
-    # A number that is no date is part of a user's own name.
-    with contextlib.suppress(ValueError, OverflowError):
-        if match:
-            return time.mktime(time.strptime(match[2], "%Y%m%d-%H%M%S")), match[1]
-    return _began(folder), ""
-
-
-def _began(folder: Path) -> float:
-    """Return when the newest job began in a folder that plain sbatch shares, as `runs/16b`."""
-    times = []
-    for path in folder.glob("[!.]*/cell.yaml"):
-        cell = CellFolder(path.parent)
-        with contextlib.suppress(InputError):
-            job = read_job(cell)
-            times.append(job.queued if job else read_status(cell).started or 0.0)
-    return max(times, default=0.0) or (folder / _FILE).stat().st_mtime
+def note_new_job(folder: Path) -> None:
+    """Make the run the newest: plain sbatch starts jobs in a folder that exists, as `runs/16b`."""
+    # The kernel's own stamps may be milliseconds old.
+    now = time.time_ns()
+    os.utime(folder / _FILE, ns=(now, now))
 
 
 def commit() -> str | None:

@@ -111,10 +111,6 @@ def requeue(
 
     Slurm takes new nodes to leave out only for a waiting job, so that comes second: a caller that
     wants it must outlast Slurm's signal.
-
-    Args:
-        leave_out: these nodes and no others; None to change nothing.
-        begin: the earliest start, in seconds since the epoch.
     """
     _output_of(["scontrol", "requeue", job_id])
     changes = []

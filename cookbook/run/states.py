@@ -281,9 +281,6 @@ def cancel_run(run: Run, report: Callable[[int], None] = lambda num_jobs: None) 
 
     A job that is ending is cancelled too, since Slurm may requeue it.
 
-    Args:
-        report: called with the number of jobs, before any is stopped.
-
     Raises:
         JobError: Slurm does not answer, or the processes are another machine's.
     """

@@ -6,26 +6,20 @@ nobody.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
-import time
 from pathlib import Path
 
 from cookbook.base.errors import InputError
 
 _FILE = "submit.lock"
-# On a file system without locks only the age of the note is known.
-_LONGEST_S = 600.0
 _held: dict[tuple[int, int], int] = {}
 
 
 def take_submit_lock(folder: Path) -> None:
-    """Keep others from submitting cells of the run in `folder`; a second call changes nothing.
-
-    Raises:
-        InputError: another process holds it.
-    """
+    """Keep others from submitting cells of the run in `folder`; a second call changes nothing."""
     path = folder / _FILE
     if path.exists() and _key(path.stat()) in _held:
         return
@@ -38,9 +32,10 @@ def take_submit_lock(folder: Path) -> None:
         raise InputError(
             folder.name, f"{holder or 'another process'} submits its cells", "wait until it has"
         ) from None
-    except OSError:
-        # A file system without locks.
-        pass
+    except OSError as error:
+        # Some file systems have no locks.
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     _held[_key(os.fstat(handle))] = handle
@@ -67,7 +62,7 @@ def is_submit_locked(folder: Path) -> bool:
             except BlockingIOError:
                 return True
             except OSError:
-                return state.st_size > 0 and time.time() - state.st_mtime < _LONGEST_S
+                return False
     except OSError:
         return False
     return False

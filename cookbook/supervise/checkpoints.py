@@ -17,10 +17,10 @@ from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.options import Options, Setting, layout_of
 from cookbook.config.stack import load_stack
-from cookbook.run.attempts import Cause, PassedOver, Resumption, read_attempt_end, write_resumption
 from cookbook.run.checkpoints import STATES, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
+from cookbook.run.status import Cause, PassedOver, Resumption, read_attempt_end, write_resumption
 
 _LOAD_STEP = "checkpoint.load_step"
 _EXCLUDED = "checkpoint.exclude_from_loading"
@@ -35,12 +35,7 @@ class Found:
 
 
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
-    """Return the checkpoint that TorchTitan is to load; nothing is moved.
-
-    Raises:
-        InputError: training cannot continue from it.
-    """
-    record = record.newest
+    """Return the checkpoint that TorchTitan is to load; nothing is moved."""
     options = _options_of(record)
     if not options["checkpoint.enable"]:
         return Found(None)
@@ -129,13 +124,9 @@ def _check_readers(checkpoint: Checkpoint, record: CellRecord, options: Options)
 
 
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
-    """Move the damaged checkpoints aside, and note where the attempt resumes.
-
-    Raises:
-        InputError: training cannot continue from the checkpoint.
-    """
+    """Move the damaged checkpoints aside, and note where the attempt resumes."""
     found = find_checkpoint(folder, record)
-    options = _options_of(record.newest)
+    options = _options_of(record)
     saved, steps = _folder(folder, options), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
     passed = tuple(_move_aside(one, saved) for one in found.damaged)

@@ -19,10 +19,19 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.observe.failure import cause_of, find_cause, remedy_for
 from cookbook.observe.metrics import read_steps
-from cookbook.run.attempts import AttemptEnd, Cause, write_attempt_end
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import CANCELLED, FAILED, OPEN, QUEUED, read_json, read_status
+from cookbook.run.status import (
+    CANCELLED,
+    FAILED,
+    OPEN,
+    QUEUED,
+    AttemptEnd,
+    Cause,
+    read_json,
+    read_status,
+    write_attempt_end,
+)
 
 GO_ON = "python submit.py run --resume RUN"
 
@@ -38,13 +47,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What follows from a cause.
-
-    Attributes:
-        is_counted: whether it counts towards `max_restarts`.
-        most_idle: restarts in a row without progress; an error in the run itself happens again at
-            the same step.
-    """
+    """What follows from a cause."""
 
     action: Action
     is_counted: bool = True
@@ -143,12 +146,7 @@ _FULL_DISK_BYTES = 8 << 20
 def classify_exit(
     cell: CellFolder, attempt: Attempt, record: CellRecord, started: float, code: int | None
 ) -> AttemptEnd:
-    """Return how an attempt ended that nobody stopped.
-
-    Args:
-        record: as of this attempt.
-        code: the script's exit status, negative for a signal; None while it runs.
-    """
+    """Return how an attempt ended that nobody stopped."""
     end = _with_steps(
         AttemptEnd(
             attempt.number,
@@ -335,4 +333,4 @@ def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
     by_slurm, _ = stopped_end(end, "")
     if by_slurm.reason:
         end = replace(by_slurm, decision="started again by Slurm")
-    write_attempt_end(attempt, _with_steps(end, attempt, record.as_of(attempt.number)))
+    write_attempt_end(attempt, _with_steps(end, attempt, record))

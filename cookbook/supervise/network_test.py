@@ -38,11 +38,7 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The ranks to test.
-
-    Attributes:
-        expert_parallel: ranks of an all-to-all group, each `stride` from the next.
-    """
+    """The ranks to test."""
 
     ranks_per_node: int
     device: str
@@ -65,13 +61,7 @@ class RankGroups:
 
 @dataclass
 class Outcome:
-    """The results of a test of some teams of nodes.
-
-    Attributes:
-        slowest: GB/s of each collective, over all teams.
-        faults: why a team failed, by its number.
-        is_slow: the numbers of teams that ran below the floor.
-    """
+    """The results of a test of some teams of nodes."""
 
     slowest: dict[str, float] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
@@ -146,15 +136,7 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> tuple[dict[str, str], b
 
 @dataclass(frozen=True)
 class Question:
-    """What the nodes of a test do.
-
-    Attributes:
-        teams: nodes in the order of their ranks; each team is a world of its own.
-        addresses: of the first node of each team.
-        ports: of each team's store.
-        plan: a rank's work (`collectives.Plan`).
-        limit_s: for all of it.
-    """
+    """What the nodes of a test do."""
 
     teams: list[list[str]]
     addresses: list[str]

@@ -26,8 +26,7 @@ from cookbook.base.paths import ROOT
 from cookbook.base.schema import Unchecked
 from cookbook.config.cluster import cluster_from_record
 from cookbook.config.stack import read_pins
-from cookbook.doctor.check import Surroundings, ask
-from cookbook.doctor.checks import node_problems
+from cookbook.doctor.check import Surroundings, ask, node_problems
 from cookbook.install.packages import find_distribution
 from cookbook.run.record import CellRecord
 
@@ -58,13 +57,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Report:
-    """The state of a node.
-
-    Attributes:
-        clock: its time of the report, in seconds since the epoch.
-        problems: by check, why it cannot train and the hours to exclude it.
-        facts: values that must be the same on all nodes.
-    """
+    """The state of a node."""
 
     node: str
     clock: float

@@ -242,11 +242,7 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
 
 
 def skewed(reports: Sequence[Report], received: Mapping[str, float]) -> dict[str, Fault]:
-    """Return the nodes whose clock differs from the others'.
-
-    Args:
-        received: arrival times of the reports, by the clock of the script's node.
-    """
+    """Return the nodes whose clock differs from the others'."""
     offsets = {report.node: report.clock - received[report.node] for report in reports}
     middle = statistics.median(offsets.values()) if offsets else 0.0
     return {

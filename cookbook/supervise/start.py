@@ -30,7 +30,7 @@ from cookbook.config.stack import load_stack
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
-from cookbook.run.run import is_run, new_record, read_run, write_run
+from cookbook.run.run import is_run, new_record, note_new_job, read_run, write_run
 from cookbook.run.status import (
     OPEN,
     RUNNING,
@@ -70,11 +70,7 @@ class Start:
 
 
 def validate(start: Start) -> Cell:
-    """Return the cell that the script would train.
-
-    Raises:
-        InputError: it cannot.
-    """
+    """Return the cell that the script would train."""
     if start.nodes <= start.spare_nodes:
         raise InputError(f"--nodes={start.nodes}", "all would be spare", "ask for more")
     stack = load_stack()
@@ -148,11 +144,7 @@ def _read_first(folder: CellFolder) -> CellRecord | None:
 
 
 def start_run(start: Start) -> None:
-    """Validate the script and note its run; a restart by Slurm finds that done.
-
-    Raises:
-        InputError: the script must not train here; nothing was written.
-    """
+    """Validate the script and note its run; a restart by Slurm finds that done."""
     folder, job_id = start.folder, os.environ.get("SLURM_JOB_ID")
     if restarts() and folder.record.exists() and _job_of(folder) == job_id:
         return
@@ -160,15 +152,16 @@ def start_run(start: Start) -> None:
     with _locked(folder):
         _refuse_another_job(folder)
         number = folder.next_attempt().number
-        note_change(folder, job_record(cell)).write(folder.record)
-        keep_script(folder, start.script.read_text(encoding="utf-8"))
+        keep_request(folder, job_record(cell), start.script.read_text(encoding="utf-8"))
         write_status(folder, Status(RUNNING, number, started=time.time(), restarts=restarts()))
         if job_id:
             write_job(folder, job_id)
         else:
             folder.job.unlink(missing_ok=True)
         run = folder.path.parent
-        if not is_run(run):
+        if is_run(run):
+            note_new_job(run)
+        else:
             record_of_run = new_record(
                 run.name,
                 cluster=cell.cluster.name,
@@ -188,27 +181,29 @@ def job_record(cell: Cell) -> CellRecord:
     )
 
 
-def note_change(folder: CellFolder, asked: CellRecord) -> CellRecord:
-    """Return the folder's record, with the changes that its next attempt is `asked` to make."""
-    first, number = _read_first(folder), folder.next_attempt().number
-    if first is None or number == 0 or first.cluster != asked.cluster:
-        return asked
-    return replace(
-        first.changed(number, asked),
-        max_restarts=asked.max_restarts,
-        too_few_nodes=asked.too_few_nodes,
-        profile=asked.profile,
-    )
-
-
-def keep_script(folder: CellFolder, text: str) -> None:
-    """Write the script of the next attempt; that of the last one moves to its folder."""
-    attempts = folder.attempts()
-    if attempts and folder.script.exists() and not attempts[-1].script.exists():
-        before = folder.script.read_text(encoding="utf-8")
-        if before != text:
-            write_whole(attempts[-1].script, before, mode=0o755)
-    write_whole(folder.script, text, mode=0o755)
+def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
+    """Write the record and the script of the next attempt; those of the last go to its folder."""
+    first, attempts = _read_first(folder), folder.attempts()
+    record = asked
+    if first and attempts and first.cluster == asked.cluster:
+        is_same = (first.nodes, first.asked_options) == (asked.nodes, asked.asked_options)
+        published = first.published_tokens_per_second_per_gpu
+        record = replace(
+            first,
+            nodes=asked.nodes,
+            options=first.options if is_same else asked.options,
+            published_tokens_per_second_per_gpu=published if is_same else None,
+            max_restarts=asked.max_restarts,
+            too_few_nodes=asked.too_few_nodes,
+            profile=asked.profile,
+        )
+    for name, text in (("record", record.as_yaml()), ("script", script)):
+        path: Path = getattr(folder, name)
+        before = path.read_text(encoding="utf-8") if attempts and path.exists() else text
+        if before != text and not (kept := getattr(attempts[-1], name)).exists():
+            write_whole(kept, before, mode=path.stat().st_mode & 0o777)
+    record.write(folder.record)
+    write_whole(folder.script, script, mode=0o755)
 
 
 @contextlib.contextmanager

@@ -29,13 +29,7 @@ _GRACE_S = 3.0
 
 @dataclass(frozen=True)
 class StepEnd:
-    """How a step ended.
-
-    Attributes:
-        seconds: since its first task started.
-        not_launched: nodes on which no task could be started, and Slurm's reason.
-        errors: the standard error of srun and of the tasks.
-    """
+    """How a step ended."""
 
     seconds: float
     is_late: bool
@@ -71,10 +65,6 @@ def run_step(
     is_enough: Callable[[], bool] = lambda: False,
 ) -> StepEnd:
     """Run `python -m module question` on each node, for `limit_s` from its first task's start.
-
-    Args:
-        on_line: gets each line of standard output, and its time of arrival.
-        is_enough: whether the output so far suffices.
 
     Raises:
         JobError: Slurm starts no step.

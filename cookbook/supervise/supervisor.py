@@ -25,7 +25,6 @@ from cookbook.base.files import write_whole
 from cookbook.config.cluster import cluster_from_record
 from cookbook.observe.history import usual_step_time
 from cookbook.run import slurm
-from cookbook.run.attempts import AttemptEnd, Cause, read_history, write_attempt_end
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.processes import process_job
 from cookbook.run.record import CellRecord, read_record
@@ -36,12 +35,16 @@ from cookbook.run.status import (
     QUEUED,
     REFUSED,
     RUNNING,
+    AttemptEnd,
+    Cause,
     Status,
+    read_history,
     read_status,
+    write_attempt_end,
     write_job,
     write_status,
 )
-from cookbook.supervise.attempt import RunningAttempt, end_orphan_step
+from cookbook.supervise.attempt import RunningAttempt, Timeouts, end_orphan_step
 from cookbook.supervise.checkpoints import prepare
 from cookbook.supervise.exits import (
     GO_ON,
@@ -57,7 +60,6 @@ from cookbook.supervise.exits import (
     stopped_end,
 )
 from cookbook.supervise.preflight import RequeueNeededError, head_address, preflight
-from cookbook.supervise.watchdog import Timeouts
 
 _POLL_S = 2.0
 # Slurm ends a job that it requeues at once.
@@ -75,9 +77,6 @@ class Supervisor:
 
     A finished cell is not run again. One that failed or was cut short is, as its next attempt,
     since a job that Slurm requeues starts from the top.
-
-    Args:
-        arguments: the TorchTitan options at the end of a script's sbatch line.
     """
 
     timeouts = Timeouts()
@@ -90,6 +89,7 @@ class Supervisor:
         self.is_time_over = False
         self._is_preparing = False
         self._usual: float | None = None
+        self._earlier: list[Attempt] = []
         # Seconds for a checkpoint from Slurm's warning on; 0 for no limit.
         self._late_s = 0.0
 
@@ -164,7 +164,9 @@ class Supervisor:
         job_id = own_job()
         # A requeued job has attempts from before.
         ends = [end for end in read_history(cell.attempts()) if job_id and end.job_id == job_id]
-        self._usual = usual_step_time(cell, record, cell.next_attempt().number)
+        # Another job may train with other options.
+        self._earlier = [cell.attempt(end.attempt) for end in ends]
+        self._usual = usual_step_time(self._earlier)
         while True:
             end, decision = self._attempt(cell, record)
             if decision is not None and decision.action is Action.REQUEUE:
@@ -221,8 +223,16 @@ class Supervisor:
                 is_of_nodes = isinstance(error, JobError)
                 return refused_end(attempt, f"{'preflight: ' * is_of_nodes}{error}"), None
             self.running = RunningAttempt(
-                cell, attempt, record, environment, self.arguments, self.timeouts, self._usual
+                cell,
+                attempt,
+                record,
+                environment,
+                self.arguments,
+                self.timeouts,
+                self._usual,
+                self._earlier,
             )
+            self._earlier = [*self._earlier, attempt]
             if self.is_time_over:
                 self._ask_to_stop(signal.SIGUSR1, None)
             if self.signal_number:
@@ -235,7 +245,6 @@ class Supervisor:
 
     def _prepare(self, cell: CellFolder, attempt: Attempt, record: CellRecord) -> dict[str, str]:
         """Choose the attempt's checkpoint and nodes; return the variables that its script reads."""
-        record = record.as_of(attempt.number)
         prepare(cell, attempt, record)
         ranks = sorted({0, record.loss_rank})
         local_ranks = sorted({rank % record.ranks_per_node for rank in ranks})
@@ -287,12 +296,7 @@ class Supervisor:
         exclude: Sequence[str] | None = None,
         begin: float | None = None,
     ) -> Decision:
-        """Requeue this job, which ends this process; where Slurm refuses, stop the cell.
-
-        Args:
-            exclude: nodes that the job must not get; None leaves its list as it is.
-            begin: its earliest start, in seconds since the epoch.
-        """
+        """Requeue this job, which ends this process; where Slurm refuses, stop the cell."""
         job_id = slurm_job()
         if job_id is None:
             return Decision(Action.STOP, f"stopped; to go on: {GO_ON}")
