@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torchtitan.models.moe.utils as moe_utils
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torchtitan.distributed.expert_parallel import ReordererSequenceParallel
 from torchtitan.models.llama4.infra import parallelize as released
+from torchtitan.models.moe.moe import GroupedExperts
 
+from cookbook.titan.common.expert_groups import collect, plan_groups, row_scores, spread
 from cookbook.titan.common.token_shard import gather_sequence, reduce_scatter_sequence
 from tests.self_check_fault import instead, put_in, with_result
 from tests.self_check_faults import FAULTS as OF_KERNELS
@@ -66,12 +69,12 @@ def _scores_squared(sent: tuple[Any, ...]) -> tuple[Any, ...]:
     return received, experts, scores * scores, counts
 
 
-def _scores_at_the_other_end(compute: Any) -> Any:
-    def faulty(experts: Any, *arrived: Any) -> Any:
-        experts.cookbook_score_before_experts = True
-        return compute(experts, *arrived)
-
-    return faulty
+def _scores_at_the_other_end(
+    experts: Any, rows: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor, counts: list[int]
+) -> torch.Tensor:
+    plan = plan_groups(chosen, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
+    grouped = (spread(rows, plan) * row_scores(scores, plan)).to(rows.dtype)
+    return collect(GroupedExperts.forward(experts, grouped, plan.sizes), None, plan)
 
 
 FAULTS: dict[str, Patch] = {
@@ -112,7 +115,7 @@ FAULTS: dict[str, Patch] = {
     "scores are applied twice": (f"{_STACK}.deepep.dispatch", with_result(_scores_squared)),
     "scores are applied before the experts": (
         f"{_STACK}.deepep.SendingExperts._compute",
-        _scores_at_the_other_end,
+        instead(_scores_at_the_other_end),
     ),
 }
 

@@ -59,6 +59,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SLURM_WORKERS = 3
 
 
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of letters and texts for TorchTitan's Trainer."""
+    from tests.titan_run import write_assets
+
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    return folder
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order and group the tests for several workers (`make test`).

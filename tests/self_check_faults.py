@@ -49,9 +49,35 @@ GROUPS = "cookbook.titan.common.expert_groups"
 LOSS = "cookbook.titan.common.chunked_loss"
 AO = "torchao.prototype.moe_training.scaled_grouped_mm"
 STACK = "cookbook.titan.tt_0_2_2"
-_TITAN = "torchtitan.distributed.expert_parallel"
+ROWS = "cookbook.titan.selftest.rows"
+_EP = "torchtitan.distributed.expert_parallel"
 _OPERATOR = "cookbook.titan.common.varlen_attention.varlen_attention"
-_GROUPED = "torch._grouped_mm"
+_GROUPED, _LINEAR = "torch._grouped_mm", "torch.nn.Linear.forward"
+_MASK = f"{STACK}.selftest_cases.get_document_mask_mod"
+_SDPA = "torchtitan.models.attention.ScaledDotProductAttentionWrapper.forward"
+_WGRAD, _CAST = f"{STACK}.mxfp8.emulated_weight_gradient", f"{STACK}.mxfp8._cast_with_operations"
+_QUANTIZED = "torchao.prototype.moe_training.tensor._quantize_then_scaled_grouped_mm"
+_RECIPE = f"{AO}._to_mxfp8_then_scaled_grouped_mm"
+_TO_MX = "torchao.prototype.mx_formats.mx_tensor.to_mx"
+_FP8_SCALES = f"{AO}.triton_fp8_per_group_colwise_scales"
+_ROUTER = f"{STACK}.parallelize.sum_gradient_over_tp"
+_DISPATCH = "torchao.prototype.moe_training.ep.a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward"
+
+_row_lost = with_result(scaled(0, at=-9))
+_reversed = with_result(lambda parts: parts[::-1])
+_next_groups_scales = with_result(lambda made: (made[0], made[1].roll(1, 0)))
+
+
+def _causal_mask(*batch: Any) -> Any:
+    return lambda b, h, q, k: q >= k
+
+
+def _own_statistics(chunks: Any, statistics: torch.Tensor) -> torch.Tensor:
+    return statistics
+
+
+def _neighbours_cast(made: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    return neighbours_scales(made[::-1])[::-1]
 
 
 def without_last_rows(count: int) -> Any:
@@ -141,8 +167,8 @@ def folded_share(folded: torch.Tensor, share: Any) -> torch.Tensor:
 
 
 def _fill_unwritten(original: Any) -> Wrapper:
-    def faulty(tokens: Any, scores: Any, copies: Any, slots: Any) -> Any:
-        grouped = original(tokens, scores, copies, slots)
+    def faulty(tokens: Any, scores: Any, copies: Any, *rest: Any) -> Any:
+        grouped = original(tokens, scores, copies, *rest)
         grouped[copies < 0] = 0.5
         return grouped
 
@@ -165,8 +191,7 @@ def _of(
 
 FAULTS = (
     *_of(
-        "flash_attention_4",
-        FLASH,
+        *("flash_attention_4", FLASH),
         ("scale of the scores off by 10%", _OPERATOR, with_argument(5, lambda scale: scale * 1.1)),
         ("two documents taken for one", _OPERATOR, with_argument(3, without_one_document)),
         ("one sequence's keys read for another's", _OPERATOR, with_argument(1, halves_swapped)),
@@ -175,161 +200,76 @@ FAULTS = (
         ("dv of another head", _OPERATOR, with_gradient(2, neighbours(1))),
         ("output holds NaN", _OPERATOR, with_result(row_of_nan)),
     ),
+    *_of("flex", FLEX, ("documents not masked", _MASK, instead(_causal_mask))),
+    *_of("sdpa", (), ("later tokens not masked", _SDPA, _with(is_causal=False))),
+    *_of("linear layer bf16", (), ("a linear layer's output row lost", _LINEAR, _row_lost)),
     *_of(
-        "flex",
-        FLEX,
-        (
-            "documents not masked",
-            f"{STACK}.selftest_cases.get_document_mask_mod",
-            instead(lambda *batch: lambda b, h, q, k: q >= k),
-        ),
-    ),
-    *_of(
-        "sdpa",
-        (),
-        (
-            "later tokens not masked",
-            "torchtitan.models.attention.ScaledDotProductAttentionWrapper.forward",
-            _with(is_causal=False),
-        ),
-    ),
-    *_of(
-        "linear layer bf16",
-        (),
-        (
-            "a linear layer's output row lost",
-            "torch.nn.Linear.forward",
-            with_result(scaled(0, at=-9)),
-        ),
-    ),
-    *_of(
-        "grouped GEMM bf16",
-        (),
-        ("an output row lost", _GROUPED, with_result(scaled(0, at=-9))),
+        *("grouped GEMM bf16", ()),
+        ("an output row lost", _GROUPED, _row_lost),
         ("an input gradient's row lost", _GROUPED, with_gradient(0, scaled(0, at=-9))),
         ("the weight of the next expert", _GROUPED, with_argument(1, neighbours(0))),
         ("an expert's weight gradient halved", _GROUPED, with_gradient(1, scaled(0.5, at=-1))),
     ),
     *_of(
-        "grouped GEMM mxfp8",
-        MXFP8,
+        *("grouped GEMM mxfp8", MXFP8),
         ("scale of one block doubled", f"{AO}.to_mx", with_result(first_scale_doubled)),
         ("scale of the neighbouring block", f"{AO}.to_mx", with_result(neighbours_scales)),
-        (
-            "weight gradients of the next expert",
-            f"{STACK}.mxfp8.emulated_weight_gradient",
-            with_result(neighbours(0)),
-        ),
-        (
-            "nothing quantized",
-            "torchao.prototype.moe_training.tensor._quantize_then_scaled_grouped_mm",
-            instead(_high_precision),
-        ),
+        ("weight gradients of the next expert", _WGRAD, with_result(neighbours(0))),
+        ("nothing quantized", _QUANTIZED, instead(_high_precision)),
     ),
     *_of(
-        "grouped GEMM mxfp8_wgrad_with_hp",
-        WGRAD_HP,
-        (
-            "the weight gradient's recipe ignored",
-            f"{AO}._to_mxfp8_then_scaled_grouped_mm",
-            _with(wgrad_with_hp=False),
-        ),
+        *("grouped GEMM mxfp8_wgrad_with_hp", WGRAD_HP),
+        ("the weight gradient's recipe ignored", _RECIPE, _with(wgrad_with_hp=False)),
     ),
     *_of(
-        "linear layer mx",
-        MXFP8,
-        (
-            "scale of one block doubled in linear layers",
-            "torchao.prototype.mx_formats.mx_tensor.to_mx",
-            with_result(first_scale_doubled),
-        ),
+        *("linear layer mx", MXFP8),
+        ("scale of one block doubled in linear layers", _TO_MX, with_result(first_scale_doubled)),
     ),
     *_of(
-        "loss in chunks",
-        CHUNKS,
+        *("loss in chunks", CHUNKS),
         ("chunks' weight gradients not summed", f"{LOSS}._multiply", _never_added),
         ("ignored labels get a gradient", f"{LOSS}._passes", with_result(ignored_counted)),
     ),
     *_of(
-        "loss in chunks",
-        (*CHUNKS, *TP2, *EP2),
-        (
-            "one TP rank's words alone",
-            f"{LOSS}._Chunks._over_ranks",
-            instead(lambda chunks, statistics: statistics),
-        ),
+        *("loss in chunks", (*CHUNKS, *TP2, *EP2)),
+        ("one TP rank's words alone", f"{LOSS}._Chunks._over_ranks", instead(_own_statistics)),
     ),
     *_of(
-        "grouped GEMM fp8_rowwise",
-        FLOAT8,
+        *("grouped GEMM fp8_rowwise", FLOAT8),
         ("scales of the next row in FP8", f"{AO}.tensor_to_scale", with_result(neighbours(0))),
-        (
-            "a weight gradient's scales of the next group in FP8",
-            f"{AO}.triton_fp8_per_group_colwise_scales",
-            with_result(lambda made: (made[0], made[1].roll(1, 0))),
-        ),
+        ("a weight gradient's scales of the next group in FP8", _FP8_SCALES, _next_groups_scales),
         gpu_only=True,
     ),
     *_of(
-        "rows to expert groups and back",
-        DEEPEP,
-        (
-            "a copy of a token lost",
-            "cookbook.titan.selftest.rows.plan_groups",
-            with_result(one_slot_lost),
-        ),
+        *("rows to expert groups and back", DEEPEP),
+        ("a copy of a token lost", f"{ROWS}.plan_groups", with_result(one_slot_lost)),
         ("scores left out", f"{GROUPS}._collect", with_argument(1, lambda scores: None)),
         ("rows that fill groups up not zero", f"{GROUPS}._spread", _fill_unwritten),
         ("scores' gradients of other copies", f"{GROUPS}._dot", with_result(neighbours(1))),
     ),
     *_of(
-        "dispatch and combine deepep",
-        DEEPEP,
+        *("dispatch and combine deepep", DEEPEP),
         ("rows of the next expert", f"{STACK}.deepep.spread", _next_experts_rows),
         ("a token's sum halved", f"{STACK}.deepep.arrive", with_result(scaled(0.5, at=5))),
     ),
     *_of(
-        "dispatch and combine deepep",
-        (*DEEPEP, "--deepep.num_chunks=2"),
-        (
-            "parts of the tokens in another order",
-            f"{STACK}.deepep.cut",
-            with_result(lambda parts: parts[::-1]),
-        ),
+        *("dispatch and combine deepep", (*DEEPEP, "--deepep.num_chunks=2")),
+        ("parts of the tokens in another order", f"{STACK}.deepep.cut", _reversed),
     ),
     *_of(
-        "dispatch and combine standard",
-        EP2,
-        (
-            "the last row not brought back",
-            f"{_TITAN}._unpermute",
-            with_result(without_last_rows(1)),
-        ),
-        ("received rows in another order", f"{_TITAN}._permute", with_argument(0, neighbours(0))),
+        *("dispatch and combine standard", EP2),
+        ("the last row not brought back", f"{_EP}._unpermute", with_result(without_last_rows(1))),
+        ("received rows in another order", f"{_EP}._permute", with_argument(0, neighbours(0))),
     ),
     *_of(
-        "dispatch and combine standard",
-        (*EP2, *TP2),
+        *("dispatch and combine standard", (*EP2, *TP2)),
         ("sequences cut as one", f"{STACK}.parallelize.shard_tokens", instead(folded_share)),
-        (
-            "the router's gradient not summed over TP",
-            f"{STACK}.parallelize.sum_gradient_over_tp",
-            instead(lambda scores, mesh: scores),
-        ),
+        ("the router's gradient not summed over TP", _ROUTER, instead(lambda scores, mesh: scores)),
     ),
     *_of(
-        "dispatch and combine mxfp8_a2a",
-        A2A,
-        (
-            "one exchange of two not quantized",
-            "torchao.prototype.moe_training.ep.a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward",
-            instead(staticmethod(plain_send)),
-        ),
-        (
-            "scales of the neighbouring block sent",
-            f"{STACK}.mxfp8._cast_with_operations",
-            with_result(lambda made: neighbours_scales(made[::-1])[::-1]),
-        ),
+        *("dispatch and combine mxfp8_a2a", A2A),
+        ("one exchange of two not quantized", _DISPATCH, instead(staticmethod(plain_send))),
+        ("scales of the neighbouring block sent", _CAST, with_result(_neighbours_cast)),
     ),
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.nn.functional import cross_entropy
 
 from tests.titan_ranks import run_ranks
-from tests.titan_run import EP2, EP4, PP2, TP2, active, job, refused, train, write_assets
+from tests.titan_run import EP2, EP4, PP2, TP2, active, job, refused, train
 
 pytestmark = pytest.mark.titan
 
@@ -26,13 +26,6 @@ NO_LOSS_PARALLEL = ("--parallelism.disable_loss_parallel",)
 COMPILED = ("--compile.enable", "--compile.components=loss", "--compile.backend=aot_eager")
 FLOAT32 = ("--training.mixed_precision_param=float32",)
 ALWAYS = ("--parallelism.fsdp_reshard_after_forward=always",)
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    yield folder
 
 
 def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any]:
@@ -51,9 +44,15 @@ def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any
             4, (*EP4, *TP2, *FLOAT32, *ACCUMULATE, *ALWAYS), 5e-6, id="tp 2, accumulated, resharded"
         ),
         pytest.param(
-            4, (*EP4, *TP2, *FLOAT32, *NO_LOSS_PARALLEL), 5e-6, id="tp 2, loss replicated"
+            *(4, (*EP4, *TP2, *FLOAT32, *NO_LOSS_PARALLEL), 5e-6),
+            id="tp 2, loss replicated",
+            marks=pytest.mark.nightly,
         ),
-        pytest.param(4, (*TP2, *PP2, *FLOAT32, *COMPILED), 5e-6, id="tp 2, pp 2, compiled"),
+        pytest.param(
+            *(4, (*TP2, *PP2, *FLOAT32, *COMPILED), 5e-6),
+            id="tp 2, pp 2, compiled",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_losses_are_those_of_whole_logits(

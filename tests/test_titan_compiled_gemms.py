@@ -93,21 +93,6 @@ def test_what_is_saved_is_computed_once_and_right() -> None:
     assert calls[WRITTEN] == fewer[WRITTEN] > 2
 
 
-def test_other_code_is_compiled_where_other_gemms_are_shown(tmp_path: Path) -> None:
-    from torch._inductor.utils import fresh_cache
-
-    from cookbook.titan.tt_0_2_2.recomputation import show_gemms
-
-    shown = []
-    with fresh_cache(dir=str(tmp_path)):
-        # The last takes the first one's code from the cache.
-        for least_inner in (HIDDEN, INNER, HIDDEN):
-            torch._dynamo.reset()
-            show_gemms(least_inner)
-            shown.append(step(compiled=True, save=True)[1][MM])
-    assert shown == [3, 4, 3]
-
-
 def train_and_count(argv: list[str]) -> dict[str, Any]:
     """What a rank trains, and by the weights' shape how often the operator multiplied with them.
 

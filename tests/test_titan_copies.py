@@ -23,8 +23,7 @@ from tests.submit import environment
 
 pytestmark = [pytest.mark.titan, pytest.mark.nightly]
 
-# What the precisions that train here turn on: (grouped GEMMs, linear layers). MXFP8 trains with the
-# quantized exchange, and `check` builds the model of all.
+# What the precisions that train here turn on: (grouped GEMMs, linear layers).
 TURNED_ON = {
     "bf16": ("bf16", "bf16"),
     "mxfp8_wgrad_hp": ("mxfp8_wgrad_with_hp", "bf16"),
@@ -47,7 +46,6 @@ class Copies:
         for name in PRECISIONS:
             self.new(f"my-{name}", name, "description:", "optimizer: {lr: 4e-4}\ndescription:")
         self.new("my-exchange", "standard", "description:", "optimizer: {eps: 1e-7}\ndescription:")
-        self.new("my-a2a", "mxfp8_a2a", "description:", "optimizer: {eps: 1e-7}\ndescription:")
         self.sweep("all-of-mine", PRECISIONS)
         self.sweep("some-of-mine", TRAINED)
 
@@ -96,7 +94,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Copies:
 
 def test_copies_are_listed_and_shown(copies: Copies) -> None:
     listed = copies.run("list").stdout
-    for name in ("my-debug", "my-machine", "my-exchange", "my-a2a", "all-of-mine"):
+    for name in ("my-debug", "my-machine", "my-exchange", "all-of-mine"):
         assert re.search(rf"(?m)^  {name} ", listed), listed
     words = ("my-debug", "--precision", "my-float8", "--ep-backend", "my-exchange")
     shown = copies.run("show", *words, "--cluster", "my-machine", "--origins")
@@ -129,32 +127,3 @@ def test_copies_train_and_are_reported_under_their_own_names(copies: Copies) -> 
         assert (active["grouped_gemms"], active["linear_layers"]) == TURNED_ON[name]
         assert active["dispatch"] == "standard"
         assert active["emulated"] is (name != "bf16")
-
-
-def test_a_copied_quantized_exchange(copies: Copies) -> None:
-    words = ("--precision", "my-mxfp8", "--ep-backend", "my-a2a")
-    small = ("--set", "training.steps=1", "--set", "training.seq_len=64")
-    (cell,) = copies.trained("run", "my-debug", *words, *small, "--no-check")
-    assert (cell["status"], cell["ep_backend"]) == ("finished", "my-a2a")
-    active = cell["active"]
-    assert (active["precision"], active["ep_backend"]) == ("my-mxfp8", "my-a2a")
-    assert (active["grouped_gemms"], active["linear_layers"]) == ("mxfp8", "bf16")
-    assert active["dispatch"] == "mxfp8" and active["emulated"] is True
-
-
-def test_what_is_declared_and_not_built_is_refused_before_and_at_the_first_step(
-    copies: Copies,
-) -> None:
-    # One of the debug model's five MoE layers: no option says that the others stay as they are.
-    copies.new("my-part", "mxfp8", "fqns: [experts]", "fqns: [layers.3.moe.experts]")
-    words = ("my-debug", "--precision", "my-part", "--cluster", "my-machine")
-    said = "precision my-part declares grouped_gemms mxfp8, "
-    checked = copies.run("check", *words)
-    assert checked.returncode == 1
-    assert f"{said}and in the model that TorchTitan builds bf16 and mxfp8 is active" in " ".join(
-        checked.stdout.split()
-    )
-    ran = copies.run("run", *words, "--no-check", "--set", "training.steps=2")
-    assert ran.returncode == 1
-    status = copies.run("status").stdout
-    assert f"failed  {said}but bf16 and mxfp8 is active" in re.sub(r"job \d+ +", "", status)

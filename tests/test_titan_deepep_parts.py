@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +20,8 @@ pytestmark = pytest.mark.titan
 DIM, EXPERTS, TOP_K, TOKENS = 32, 4, 2, 12
 
 
-def parallel_layer(
-    tp: int, chunks: int = 1, change: Callable[[Any], None] = lambda layer: None
-) -> Any:
-    """A DeepEP layer over two ranks, by TorchTitan's plan and the cookbook's.
-
-    Args:
-        change: what is done to the layer before, as TorchTitan's converters do it.
-    """
+def parallel_layer(tp: int, chunks: int = 1) -> Any:
+    """A DeepEP layer over two ranks, by TorchTitan's plan and the cookbook's."""
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.moe.moe import MoEArgs, build_moe
 
@@ -39,6 +32,7 @@ def parallel_layer(
         dp_replicate=1, dp_shard=2 // tp, cp=1, tp=tp, pp=1, ep=2, etp=1, world_size=2
     )
     args = MoEArgs(num_experts=EXPERTS, num_shared_experts=1, top_k=TOP_K, use_grouped_mm=False)
+    args.score_before_experts = False
     torch.manual_seed(0)
     layer = build_moe(args, DIM, 16, "deepep").double()
     with torch.no_grad():
@@ -46,16 +40,11 @@ def parallel_layer(
             parameter.normal_(std=0.3)
     layer.expert_bias = torch.zeros(EXPERTS, dtype=torch.float64)
     layer.tokens_per_expert = torch.zeros(EXPERTS, dtype=torch.float64)
-    change(layer)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
     model: Any = SimpleNamespace(layers={"0": block})
-    meshes = {
-        "tp_mesh": dims.get_optional_mesh("tp"),
-        "ep_mesh": dims.get_optional_mesh("ep"),
-        "etp_mesh": None,
-        "ep_etp_mesh": None,
-    }
+    meshes = {f"{name}_mesh": dims.get_optional_mesh(name) for name in ("tp", "ep", "etp")}
+    meshes["ep_etp_mesh"] = None
     apply_moe_ep_tp(Precisions(False, False), model, chunks=chunks, use_deepep=True, **meshes)
     return layer
 
@@ -269,20 +258,16 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def drop_shared_experts(layer: Any) -> None:
-    layer.shared_experts = None
-
-
 def whole_input() -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(BATCH, TOKENS, DIM, dtype=torch.float64, generator=generator)
 
 
-def sent_in_backward(compiled: bool, change: Any = None) -> tuple[Collectives, list[str]]:
+def sent_in_backward(compiled: bool) -> tuple[Collectives, list[str]]:
     """The collectives of one backward, and the order of what was sent and waited for."""
     done: list[str] = []
     note_exchanges(done)
-    layer = parallel_layer(TP, **({"change": change} if change else {}))
+    layer = parallel_layer(TP)
     for name in ("router", "shared_experts") if compiled else ():
         # As TorchTitan's apply_compile: every child but the experts, as one graph each.
         child = torch.compile(getattr(layer, name), backend="aot_eager", fullgraph=True)
@@ -311,8 +296,3 @@ def test_backward_sums_the_whole_once_and_while_rows_are_on_their_way(compiled: 
         # waits for it before that.
         behind = order[order.index("combine") :]
         assert behind[:4] == ["combine", "reduce_scatter_tensor", "wait", "wait_tensor"]
-
-
-def test_a_layer_without_shared_experts_sums_scores_alone() -> None:
-    for collectives, _ in run_ranks(sent_in_backward, TP, False, drop_shared_experts):
-        assert collectives == {("all_reduce", SCORES): 1}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from tests.titan_names import names, replaced
 from tests.titan_ranks import run_ranks
-from tests.titan_run import A2A, EP2, MXFP8, job, refused, train, write_assets
+from tests.titan_run import A2A, EP2, MXFP8, job, refused, train
 
 pytestmark = pytest.mark.titan
 
@@ -39,22 +38,8 @@ CPU_NAMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    yield folder
-
-
-def in_fresh_process(code: str) -> Any:
-    """What `code` prints as JSON."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 IMPORT_THE_STACK = """
-import importlib, json, sys, torch
+import importlib, json, os, sys, torch
 import torchtitan.train
 # Whatever the stack touches, or ever touched.
 for module in ("torchtitan.models.llama3", "torchtitan.models.llama4",
@@ -66,20 +51,52 @@ for module in ("torchtitan.models.llama3", "torchtitan.models.llama4",
                "torchao.prototype.moe_training.ep.a2a_combine",
                "torchao.prototype.mx_formats.mx_linear", "torchao.float8.float8_linear"):
     importlib.import_module(module)
-torch.cuda.is_available = lambda: {gpu}
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from tests.titan_names import names, replaced
-before = names()
-import cookbook.titan.tt_0_2_2.job_config
-assert "cookbook.titan.tt_0_2_2.mxfp8" in sys.modules
-print(json.dumps(sorted(replaced(before))))
+
+def replaced_names(is_gpu):
+    torch.cuda.is_available = lambda: is_gpu
+    before = names()
+    import cookbook.titan.tt_0_2_2.job_config
+    assert "cookbook.titan.tt_0_2_2.mxfp8" in sys.modules
+    return sorted(replaced(before))
+
+def refused(_):
+    register_train_spec("deepseek_v3", get_train_spec("llama3"))
+    try:
+        import cookbook.titan.tt_0_2_2
+    except SystemExit as error:
+        return error.code
+
+for call, argument in ((replaced_names, True), (replaced_names, False), (refused, None)):
+    if not os.fork():
+        print(json.dumps(call(argument)), flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
-@pytest.mark.parametrize(("gpu", "expected"), [(True, set()), (False, CPU_NAMES)])
+@pytest.fixture(scope="module")
+def imported() -> tuple[list[Any], str]:
+    """The answers of three processes that import the stack, and what they said."""
+    command = [sys.executable, "-c", IMPORT_THE_STACK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()[-3:]], done.stderr
+
+
 def test_importing_the_stack_replaces_no_name_but_the_devices(
-    gpu: bool, expected: set[str]
+    imported: tuple[list[Any], str],
 ) -> None:
-    assert set(in_fresh_process(IMPORT_THE_STACK.format(gpu=gpu))) == expected
+    on_gpu, on_cpu, _ = imported[0]
+    assert (set(on_gpu), set(on_cpu)) == (set(), CPU_NAMES)
+
+
+def test_another_modules_spec_of_the_same_name_is_refused(imported: tuple[list[Any], str]) -> None:
+    answers, said = imported
+    assert answers[-1] == 1
+    refusal = "cookbook refuses: another module has registered its own deepseek_v3"
+    assert said.splitlines()[-1].startswith(refusal)
 
 
 # Replaced by these tests' runner, and by PyTorch for every optimizer.
@@ -170,29 +187,3 @@ def test_the_spec_is_torchtitans_but_for_its_doors() -> None:
         assert vars(spec.model_args[name]) == vars(args)
         assert spec.model_args[name].moe_args is not args.moe_args
     assert get_train_spec("llama3") is not get_train_spec("llama3")
-
-
-REGISTER = """
-import json, torchtitan.train
-from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
-{before}
-import importlib, sys
-import cookbook.titan.tt_0_2_2
-spec = get_train_spec("deepseek_v3")
-for name in [name for name in sys.modules if name.startswith("cookbook.")]:
-    del sys.modules[name]
-import cookbook.titan.tt_0_2_2.job_config
-print(json.dumps(get_train_spec("deepseek_v3") is spec))
-"""
-
-
-def test_a_second_import_registers_nothing() -> None:
-    assert in_fresh_process(REGISTER.format(before="")) is True
-
-
-def test_another_modules_spec_of_the_same_name_is_refused() -> None:
-    code = REGISTER.format(before="register_train_spec('deepseek_v3', get_train_spec('llama3'))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    refusal = done.stderr.splitlines()[-1]
-    assert refusal.startswith("cookbook refuses: another module has registered its own deepseek_v3")

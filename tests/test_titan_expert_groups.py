@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,16 +76,14 @@ def reference(
     experts: torch.Tensor,
     counts: list[int],
     weights: torch.Tensor,
-    before: torch.Tensor | None,
-    after: torch.Tensor | None,
+    scores: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Every expert on every token, one by one: sum of after * expert(before * token)."""
+    """Every expert on every token, one by one: sum of score * expert(token)."""
     total = tokens * 0
     for expert in range(len(counts)):
         for token, k in (experts == expert).nonzero().tolist():
-            value = tokens[token] if before is None else tokens[token] * before[token, k]
-            value = torch.tanh(value @ weights[expert])
-            value = value if after is None else value * after[token, k]
+            value = torch.tanh(tokens[token] @ weights[expert])
+            value = value if scores is None else value * scores[token, k]
             total = total + torch.zeros_like(total).index_put((torch.tensor(token),), value)
     return total
 
@@ -93,15 +92,14 @@ def grouped(
     tokens: torch.Tensor,
     plan: GroupPlan,
     weights: torch.Tensor,
-    before: torch.Tensor | None,
-    after: torch.Tensor | None,
+    scores: torch.Tensor | None,
 ) -> torch.Tensor:
-    rows = spread(tokens, before, plan)
+    rows = spread(tokens, plan)
     groups = rows.split(plan.sizes.tolist())
     outputs = [torch.tanh(group @ weights[expert]) for expert, group in enumerate(groups)]
     # What experts make of padding must not reach a token: here it is far from zero.
     padding = (plan.copies < 0).unsqueeze(1)
-    return collect(torch.cat(outputs).masked_fill(padding, 1e6), after, plan)
+    return collect(torch.cat(outputs).masked_fill(padding, 1e6), scores, plan)
 
 
 def test_more_experts_than_a_byte_counts() -> None:
@@ -129,9 +127,9 @@ def test_a_tokens_rows_are_summed_in_float32() -> None:
     assert collect(grouped, None, plan).tolist() == [[260.0] * 4]
 
 
-@pytest.mark.parametrize("scored", ["before", "after", "not"])
+@pytest.mark.parametrize("scored", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_forward_and_gradients_match_plain_pytorch(case: str, scored: str) -> None:
+def test_forward_and_gradients_match_plain_pytorch(case: str, scored: bool) -> None:
     experts, counts = CASES[case]
     torch.manual_seed(3)
     tokens = torch.randn(experts.shape[0], 16, dtype=torch.float64)
@@ -142,11 +140,10 @@ def test_forward_and_gradients_match_plain_pytorch(case: str, scored: str) -> No
     for compute in (reference, grouped):
         leaves = [leaf.clone().requires_grad_() for leaf in (tokens, weights, scores)]
         x, w, s = leaves
-        before, after = (s if scored == "before" else None), (s if scored == "after" else None)
         if compute is reference:
-            out = reference(x, experts, counts, w, before, after)
+            out = reference(x, experts, counts, w, s if scored else None)
         else:
-            out = grouped(x, plan_groups(experts, counts, 32), w, before, after)
+            out = grouped(x, plan_groups(experts, counts, 32), w, s if scored else None)
         grads = torch.autograd.grad(out, leaves, upstream, allow_unused=True)
         zeros = [torch.zeros_like(leaf) for leaf in leaves]
         results.append(
@@ -160,7 +157,7 @@ def test_padding_rows_are_zero_in_the_forward_and_in_the_backward() -> None:
     experts, counts = CASES["uneven"]
     plan = plan_groups(experts, counts, 32)
     tokens = torch.randn(experts.shape[0], 8, dtype=torch.float64, requires_grad=True)
-    rows = spread(tokens, None, plan)
+    rows = spread(tokens, plan)
     assert not rows[plan.copies < 0].any()
     rows.retain_grad()
     collect(rows, None, plan).sum().backward()
@@ -180,8 +177,12 @@ def test_nothing_but_the_plan_is_kept_without_scores() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         tokens = torch.randn(experts.shape[0], 8, requires_grad=True)
-        collect(spread(tokens, None, plan), None, plan)
+        collect(spread(tokens, plan), None, plan)
     assert kept and all(not tensor.is_floating_point() for tensor in kept)
+
+
+# With the relative and absolute differences that are allowed.
+TYPES = ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 1e-3))
 
 
 def kernels_against_operations() -> None:
@@ -199,46 +200,26 @@ def kernels_against_operations() -> None:
         assert (copies.dtype, slots.dtype) == (plan.copies.dtype, plan.slots.dtype)
         # The kernels take 2048 and 1024 features at a time: once more than both, ragged.
         for features in (40, 2100) if case == "empty experts" else (40,):
-            for dtype, rtol, atol in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 1e-3)):
+            for dtype, rtol, atol in TYPES if case == "uneven" else TYPES[:1]:
                 torch.manual_seed(4)
                 tokens = torch.randn(experts.shape[0], features).to(dtype)
                 rows = torch.randn(plan.copies.numel(), features).to(dtype)
                 scores = torch.rand(experts.shape)
-                pairs = [
-                    (
-                        triton_kernels.dot(tokens, rows, plan.slots),
-                        expert_groups._dot(tokens, rows, plan.slots),
-                    ),
-                    (
-                        triton_kernels.take(scores, plan.copies),
-                        expert_groups._at(scores, plan.copies),
-                    ),
-                    (
-                        triton_kernels.take(rows[:, :1], plan.slots),
-                        expert_groups._at(rows[:, :1], plan.slots),
-                    ),
-                ]
+                same = partial(torch.testing.assert_close, rtol=rtol, atol=atol)
+                dot, take = (tokens, rows, plan.slots), (rows[:, :1], plan.slots)
+                same(triton_kernels.dot(*dot), expert_groups._dot(*dot))
+                same(triton_kernels.take(*take), expert_groups._at(*take))
+                same(
+                    triton_kernels.take(scores, plan.copies), expert_groups._at(scores, plan.copies)
+                )
                 for weights, base in ((scores, tokens.float()), (None, tokens), (None, None)):
                     other = torch.float32 if base is None else dtype
-                    pairs += [
-                        (
-                            triton_kernels.spread(tokens, weights, plan.copies, plan.slots, other),
-                            expert_groups._spread(tokens, weights, plan.copies, plan.slots, other),
-                        ),
-                        (
-                            triton_kernels.collect(rows, weights, plan.slots, other, base),
-                            expert_groups._collect(
-                                rows, weights, plan.copies, plan.slots, other, base
-                            ),
-                        ),
-                    ]
-                for found, expected in pairs:
-                    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
-
-
-def sums_of_the_kernel() -> None:
-    """As above, in a process that interprets kernels."""
-    from cookbook.titan.common import triton_kernels
+                    given = (tokens, weights, plan.copies, plan.slots, other)
+                    same(triton_kernels.spread(*given), expert_groups._spread(*given))
+                    same(
+                        triton_kernels.collect(rows, weights, plan.slots, other, base),
+                        expert_groups._collect(rows, *given[1:], base),
+                    )
 
     plan, grouped = eight_rows()
     for scores in (None, torch.ones(1, 8)):
@@ -249,8 +230,9 @@ def sums_of_the_kernel() -> None:
 
 def test_triton_kernels_do_what_the_operations_do() -> None:
     code = (
-        "from tests import test_titan_expert_groups as t; "
-        "t.kernels_against_operations(); t.sums_of_the_kernel()"
+        "from tests import test_titan_expert_groups, test_titan_row_kernels; "
+        "test_titan_expert_groups.kernels_against_operations(); "
+        "test_titan_row_kernels.interpreted()"
     )
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -8,9 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from cookbook.titan.dry_build import __main__ as dry_build
+from cookbook.titan.dry_build.schedules import in_flight, rank_actions
 
 pytestmark = pytest.mark.titan
 
@@ -122,8 +126,6 @@ def killed(*_: Any) -> None:
 
 def build_cell(world: int, pp: int) -> list[dict[str, Any]]:
     """The answers of a cell whose ranks a test builds itself."""
-    from cookbook.titan.dry_build import __main__ as dry_build
-
     ranks: list[dict[str, Any]] = dry_build.build_cell({"world": world, "pp": pp}, dict)["ranks"]
     return ranks
 
@@ -139,8 +141,6 @@ def build_cell(world: int, pp: int) -> list[dict[str, Any]]:
 def test_a_rank_without_an_answer_is_told(
     build: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cookbook.titan.dry_build import __main__ as dry_build
-
     monkeypatch.setattr(dry_build, "_build_rank", build)
     monkeypatch.setattr(dry_build, "_LIMIT_S", 1.0)
     (first, *_) = build_cell(8, 1)
@@ -148,8 +148,6 @@ def test_a_rank_without_an_answer_is_told(
 
 
 def test_the_first_rank_of_every_stage_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.dry_build import __main__ as dry_build
-
     monkeypatch.setattr(dry_build, "_build_rank", lambda request, rank, *_: {"rank": rank})
     assert [view["rank"] for view in build_cell(12, 3)] == [0, 4, 8]
 
@@ -167,3 +165,39 @@ def test_the_jobs_refusals_are_quoted(answers: dict[str, Any]) -> None:
     (view,) = answers["refused"]["ranks"]
     assert view["kind"] == "SystemExit"
     assert view["error"].startswith("MXFP8 needs a GPU of SM100 (B200) or later")
+
+
+def actions(*words: str) -> list[Any]:
+    """`F0` is a forward of stage 0; B a whole backward, I and W its halves."""
+    kinds = {"F": "FORWARD", "B": "FULL_BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
+    return [
+        SimpleNamespace(
+            sub_actions=None,
+            stage_index=int(word[1]),
+            computation_type=SimpleNamespace(name=kinds[word[0]]),
+            microbatch_index=place,
+        )
+        for place, word in enumerate(words)
+    ]
+
+
+def test_microbatches_in_flight_end_with_the_gradients_of_the_weights() -> None:
+    def counts(stages: list[int], *words: str) -> list[list[int]]:
+        return in_flight(rank_actions(actions(*words), is_single=True), stages)
+
+    assert counts([0], "F0", "B0", "F0", "B0") == [[1]]
+    assert counts([0], "F0", "F0", "B0", "F0", "B0", "B0") == [[2]]
+    # What the weights need is kept until then.
+    assert counts([0], "F0", "I0", "F0", "W0", "I0", "W0") == [[2]]
+    # Two of one stage at a time, and two of the other at another.
+    order = ("F0", "F0", "B0", "F1", "B0", "F1", "B1", "B1")
+    assert counts([0, 1], *order) == [[0, 2], [1, 1], [2, 0]]
+
+
+def test_a_ranks_actions_are_in_its_own_order() -> None:
+    order = actions("F0", "F0", "B0", "I0", "W0")
+    kinds = [kind for _, kind, _ in rank_actions(order, is_single=False)]
+    assert kinds == ["F", "F", "B", "I", "W"]
+    assert [number for *_, number in rank_actions(order, is_single=False)] == [0, 1, 2, 3, 4]
+    # Of a rank with one stage each kind is counted by itself.
+    assert [number for *_, number in rank_actions(order, is_single=True)] == [0, 1, 0, 0, 0]

@@ -93,6 +93,7 @@ def train_with_another_choice(argv: list[str], compared: dict[str, Any]) -> None
     train_in_rank(argv, compared)
 
 
+@pytest.mark.nightly
 def test_a_token_that_takes_another_expert_is_counted(tmp_path: Path) -> None:
     write_assets(tmp_path)
     (tmp_path / "corpus").symlink_to("varied")

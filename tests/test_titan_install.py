@@ -45,22 +45,6 @@ def test_a_build_of_the_known_version_is_taken(monkeypatch: pytest.MonkeyPatch) 
     assert found["torch"] == torch.__version__ and found["torchao"] == "0.16.0+cu128"
 
 
-def test_options_of_the_published_script_are_understood() -> None:
-    config = parse(
-        "--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp",
-        "--quantize.grouped_mm.mx.fqns=experts",
-        "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8",
-        "--parallelism.expert_parallel_a2a_combine_bwd_precision=mxfp8",
-        "--cookbook.emulated",
-    )
-    assert config.quantize.grouped_mm.mx.recipe_name == "mxfp8_wgrad_with_hp"
-    assert config.quantize.grouped_mm.mx.fqns == ["experts"]
-    assert config.quantize.grouped_mm.mx.emulate is False
-    assert config.parallelism.expert_parallel_a2a_combine_bwd_precision == "mxfp8"
-    assert config.parallelism.tensor_parallel_degree == 1
-    assert config.cookbook.emulated is True
-
-
 A2A = "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ BATCH, LENGTH = 2, 12
 RANKS, TP = 4, 2
 
 
-def build_layer(moe_impl: str, score_before_experts: bool, route_norm: bool) -> Any:
+def build_layer(moe_impl: str, route_norm: bool) -> Any:
     from torchtitan.models.moe.moe import MoEArgs, build_moe
 
     torch.manual_seed(0)
@@ -29,7 +30,7 @@ def build_layer(moe_impl: str, score_before_experts: bool, route_norm: bool) -> 
         num_experts=EXPERTS,
         num_shared_experts=1,
         top_k=TOP_K,
-        score_before_experts=score_before_experts,
+        score_before_experts=False,
         route_norm=route_norm,
         use_grouped_mm=False,  # the grouped GEMM computes in bfloat16
     )
@@ -54,9 +55,9 @@ def batches() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def reference(score_before_experts: bool, route_norm: bool) -> dict[str, torch.Tensor]:
+def reference(route_norm: bool) -> dict[str, torch.Tensor]:
     """Every expert on every token with plain operations; no TorchTitan forward takes part."""
-    layer = build_layer("standard", score_before_experts, route_norm)
+    layer = build_layer("standard", route_norm)
     inputs, upstream = batches()
     x = inputs.reshape(-1, DIM).requires_grad_()
     probabilities = torch.sigmoid((x @ layer.router.gate.weight.T).float()).double()
@@ -73,12 +74,7 @@ def reference(score_before_experts: bool, route_norm: bool) -> dict[str, torch.T
     out = feed_forward(x, shared.w1.weight, shared.w2.weight, shared.w3.weight)
     for expert in range(EXPERTS):
         weights = experts.w1[expert], experts.w2[expert], experts.w3[expert]
-        score = gate[:, expert : expert + 1]
-        if score_before_experts:
-            routed = feed_forward(x * score, *weights) * (score != 0)
-        else:
-            routed = feed_forward(x, *weights) * score
-        out = out + routed
+        out = out + feed_forward(x, *weights) * gate[:, expert : expert + 1]
     out.backward(upstream.reshape(-1, DIM))
     assert x.grad is not None
     counts = torch.bincount(chosen.reshape(-1), minlength=EXPERTS)
@@ -92,7 +88,6 @@ def reference(score_before_experts: bool, route_norm: bool) -> dict[str, torch.T
 def run_layer(
     moe_impl: str,
     tp: int,
-    score_before_experts: bool,
     route_norm: bool,
     *,
     released: bool = False,
@@ -124,7 +119,7 @@ def run_layer(
         dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=ep, etp=etp, world_size=RANKS
     )
     dims.build_mesh()
-    layer = build_layer(moe_impl, score_before_experts, route_norm)
+    layer = build_layer(moe_impl, route_norm)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
     model = SimpleNamespace(layers={"0": block})
@@ -187,73 +182,59 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     }
 
 
-def case(tp: int, before: bool = False, moe_impl: str = "deepep", **options: Any) -> Any:
-    name = ", ".join([moe_impl, f"TP {tp}", *(f"{key} {value}" for key, value in options.items())])
-    return pytest.param(moe_impl, tp, before, options, id=f"{name}, before" if before else name)
+Layer = tuple[str, int, dict[str, Any]]
+LAYERS: list[Layer] = [
+    *((moe_impl, tp, {}) for moe_impl in ("standard", "deepep") for tp in (1, TP)),
+    *((moe_impl, TP, {"compiled": True}) for moe_impl in ("standard", "deepep")),
+    # Parts of 24 or 12 tokens: 5 are not of one length, one of 13 is empty.
+    ("deepep", 1, {"chunks": 5}),
+    ("deepep", TP, {"chunks": 13}),
+    # With several parts each has scores of its own.
+    ("deepep", 1, {"score_activations": True}),
+    ("deepep", TP, {"chunks": 3, "score_activations": True}),
+    # Without EP, and with ETP, TP cuts every expert: a rank has one term of its output.
+    ("standard", TP, {"ep": 1}),
+    ("standard", TP, {"ep": 2, "etp": TP}),
+    ("standard", 1, {"row_kernels": True}),
+    ("standard", TP, {"row_kernels": True, "compiled": True}),
+    ("standard", TP, {"row_kernels": True, "ep": 1}),
+    ("standard", TP, {"row_kernels": True, "ep": 2, "etp": TP}),
+    ("standard", TP, {"dual_pipe_v": True}),
+]
 
 
-@pytest.mark.parametrize(
-    ("moe_impl", "tp", "before", "options"),
-    [
-        *(
-            case(tp, before, moe_impl)
-            for moe_impl in ("standard", "deepep")
-            for tp in (1, TP)
-            for before in (False, True)
-        ),
-        case(TP, moe_impl="standard", compiled=True),
-        case(TP, compiled=True),
-        # Parts of 24 or 12 tokens: 5 are not of one length, one of 13 is empty.
-        case(1, chunks=5),
-        case(TP, chunks=13),
-        # With several parts each has scores of its own.
-        case(1, score_activations=True),
-        case(TP, chunks=3, score_activations=True),
-        # Without EP, and with ETP, TP cuts every expert: a rank has one term of its output.
-        *(
-            case(TP, before, moe_impl="standard", ep=ep, etp=etp)
-            for ep, etp in ((1, 1), (2, TP))
-            for before in (False, True)
-        ),
-        case(1, moe_impl="standard", row_kernels=True),
-        case(TP, moe_impl="standard", row_kernels=True, compiled=True),
-        case(TP, moe_impl="standard", row_kernels=True, ep=1),
-        case(TP, moe_impl="standard", row_kernels=True, ep=2, etp=TP),
-        case(TP, moe_impl="standard", dual_pipe_v=True),
-    ],
-)
-def test_a_layer_matches_plain_pytorch(
-    moe_impl: str, tp: int, before: bool, options: dict[str, Any]
-) -> None:
-    # Normalized scores too, in half of the layers.
-    expected = reference(before, route_norm=before)
-    layer = partial(run_layer, **options)
-    for found in run_ranks(layer, RANKS, moe_impl, tp, before, before):
+def run_layers(layers: list[Layer]) -> list[dict[str, torch.Tensor]]:
+    """Run layers one after another; scores are normalized in those without TP."""
+    return [run_layer(moe_impl, tp, tp == 1, **options) for moe_impl, tp, options in layers]
+
+
+@functools.cache
+def found_everywhere() -> list[list[dict[str, torch.Tensor]]]:
+    return run_ranks(run_layers, RANKS, LAYERS, seconds=300)
+
+
+@pytest.mark.parametrize("number", range(len(LAYERS)), ids=map(str, LAYERS))
+def test_a_layer_matches_plain_pytorch(number: int) -> None:
+    expected = reference(LAYERS[number][1] == 1)
+    for rank in found_everywhere():
         # The router computes its scores in float32, and DeepEP carries them so.
-        for name, difference in worst(found, expected).items():
+        for name, difference in worst(rank[number], expected).items():
             assert difference < 2e-6, name
 
 
-def test_dual_pipe_v_hooks_around_experts_are_not_for_deepep() -> None:
-    """Its hooks call dispatch and combine of TorchTitan, which the corrected layer does not have.
-
-    `dual_pipe_v_overlap` in `cookbook/config/validate/pipeline.py` refuses such a cell.
-    """
-    with pytest.raises(AssertionError, match="not enough values to unpack"):
-        run_ranks(
-            partial(run_layer, dual_pipe_v=True), RANKS, "deepep", TP, False, False, seconds=30
-        )
+def run_released() -> list[dict[str, torch.Tensor]]:
+    cells: list[Layer] = [("deepep", TP, {}), ("standard", TP, {}), ("standard", TP, {"ep": 1})]
+    return [run_layer(name, tp, False, released=True, **ep) for name, tp, ep in cells]
 
 
 def test_released_torchtitan_does_not() -> None:
     """What the corrections are for; where this fails, TorchTitan has been fixed."""
-    expected = reference(False, False)
-    layer = partial(run_layer, released=True)
-    deepep = worst(run_ranks(layer, RANKS, "deepep", TP, False, False)[0], expected)
+    expected = reference(False)
+    first, *_ = run_ranks(run_released, RANKS)
+    deepep, standard, experts_cut = (worst(found, expected) for found in first)
     # Each token is sent by both TP ranks: the routed output and the experts' gradients count twice.
     assert deepep["out"] > 0.1
     assert deepep["experts.w1"] == pytest.approx(1)
-    standard = worst(run_ranks(layer, RANKS, "standard", TP, False, False)[0], expected)
     # Its forward is right; the router's gradient is half of the sum, and the input's loses rows.
     assert standard["out"] < 2e-6
     assert standard["router.gate.weight"] > 0.1
@@ -263,7 +244,5 @@ def test_released_torchtitan_does_not() -> None:
     wrong = 1.0 if is_counted_twice else 0.0
     assert standard["shared_experts.w2.weight"] == pytest.approx(wrong, abs=2e-6)
     # Where TP cuts the experts, the router's gradient is a term of the sum too.
-    cut = partial(run_layer, released=True, ep=1)
-    experts_cut = worst(run_ranks(cut, RANKS, "standard", TP, False, False)[0], expected)
     assert experts_cut["out"] < 2e-6
     assert experts_cut["router.gate.weight"] > 0.1

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from tests.titan_ranks import run_ranks
 from tests.titan_refusal import refusal
-from tests.titan_run import BF16, DEEPEP, EP2, MXFP8, STANDARD, TP2, job, run, train, write_assets
+from tests.titan_run import BF16, DEEPEP, EP2, MXFP8, STANDARD, TP2, job, run, train
 
 pytestmark = pytest.mark.titan
 
@@ -80,13 +80,6 @@ def test_contradicting_options_are_refused(caplog: pytest.LogCaptureFixture) -> 
 
 
 RANDOM = ("--debug.moe_routing=random",)
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    return folder
 
 
 def test_cells_agree_with_one_another_and_recomputation_is_exact(

@@ -226,9 +226,6 @@ def test_quantized_all_to_all_rounds_what_it_sends_and_nothing_else() -> None:
         assert torch.equal(quantized["back"], rounded(plain["back"], 1).bfloat16())
 
 
-CONVERTERS = ("grouped_mm", "linear")
-
-
 def convert(kind: str, emulate: bool) -> Any:
     from cookbook.titan.tt_0_2_2 import mxfp8
 
@@ -267,33 +264,24 @@ def alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_grouped_mm, name, getattr(scaled_grouped_mm, name))
 
 
-@pytest.mark.parametrize("kind", CONVERTERS)
-@pytest.mark.parametrize("capability", [(9, 0)])
+@pytest.mark.parametrize("kind", ["grouped_mm", "linear"])
 def test_gpus_before_blackwell_are_refused_without_emulation(
-    kind: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: Any
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    pretend(capability, monkeypatch)
+    pretend((9, 0), monkeypatch)
     reason = refusal(lambda: convert(kind, emulate=False), caplog)
     # The option is that of this converter.
     assert reason.startswith("MXFP8 needs a GPU of SM100 (B200) or later")
     assert reason.endswith(f"--quantize.{kind}.mx.emulate")
-    config: Any = getattr(convert(kind, emulate=True), "config", None)
+    emulated = convert(kind, emulate=True)
+    pretend((10, 3), monkeypatch)
+    assert convert(kind, emulate=False).emulate is False
     if kind == "linear":
         # Emulated layers use no kernel.
-        assert config.kernel_preference.name == "EMULATED"
-        assert config.mxfp8_dim1_cast_kernel_choice.name == "TORCH"
-
-
-@pytest.mark.parametrize("kind", CONVERTERS)
-@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
-def test_blackwell_is_taken(
-    kind: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend(capability, monkeypatch)
-    converter = convert(kind, emulate=False)
-    assert converter.emulate is False
-    if kind == "linear":
-        assert converter.config.mxfp8_dim1_cast_kernel_choice.name == "CUDA"
+        assert emulated.config.kernel_preference.name == "EMULATED"
+        assert emulated.config.mxfp8_dim1_cast_kernel_choice.name == "TORCH"
+        config = convert(kind, emulate=False).config
+        assert config.mxfp8_dim1_cast_kernel_choice.name == "CUDA"
 
 
 @pytest.mark.parametrize(("capability", "emulates"), [((9, 0), True), ((10, 0), False)])

@@ -141,7 +141,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(assets: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def train(assets: Path, out: Path) -> subprocess.CompletedProcess[str]:
     """One rank of `python -m torchtitan.train`, which aborts when its interpreter shuts down."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -160,7 +160,6 @@ def train(assets: Path, out: Path, *options: str) -> subprocess.CompletedProcess
             *("--training.seq_len=32", "--training.local_batch_size=1", "--training.steps=1"),
             *("--activation_checkpoint.mode=none", "--metrics.log_freq=1"),
             *("--metrics.enable_tensorboard", "--comm.trace_buf_size=0"),
-            *options,
         ],
         cwd=ROOT,
         env=os.environ | place,
@@ -179,13 +178,6 @@ def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_pat
     (events,) = tmp_path.glob("tb/**/events.*")
     written = EventAccumulator(str(events)).Reload().Scalars("loss_metrics/global_avg_loss")
     assert [scalar.step for scalar in written] == [1]
-
-
-def test_a_run_that_fails_is_torn_down_by_python(assets: Path, tmp_path: Path) -> None:
-    # Without the early exit the stand-in does abort, here after the error was printed.
-    ended = train(assets, tmp_path, "--training.dataset_path=/missing")
-    assert ended.returncode < 0
-    assert "/missing" in ended.stderr
 
 
 # Ends as a job or as another program, without a model.

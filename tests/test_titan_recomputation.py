@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.titan_ranks import run_ranks
-from tests.titan_run import DEEPEP, EP2, EP4, PP2, TP2, active, job, train, write_assets
+from tests.titan_run import DEEPEP, EP2, EP4, PP2, TP2, active, job, train
 
 pytestmark = pytest.mark.titan
 
@@ -24,13 +24,6 @@ SELECTIVE = (
     "--activation_checkpoint.selective_ac_option=op",
 )
 SAVE = (*SELECTIVE, "--activation_checkpoint.op_sac_save_list=attention,communication,grouped_mm")
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    yield folder
 
 
 def count_and_train(argv: list[str]) -> dict[str, Any]:
@@ -57,9 +50,13 @@ def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        pytest.param(4, (*EP4, *TP2, *DEEPEP, "--deepep.num_chunks=2"), id="deepep, tp 2, chunks"),
+        pytest.param(
+            *(4, (*EP4, *TP2, *DEEPEP, "--deepep.num_chunks=2")),
+            id="deepep, tp 2, chunks",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(2, (*EP2, *DEEPEP, "--deepep.score_activations"), id="deepep, scored"),
-        pytest.param(4, (*EP2, *PP2), id="standard, pp 2"),
+        pytest.param(4, (*EP2, *PP2), id="standard, pp 2", marks=pytest.mark.nightly),
     ],
 )
 def test_losses_are_bit_equal_to_full_recomputation(
@@ -88,7 +85,7 @@ def test_losses_are_bit_equal_to_full_recomputation(
     [
         pytest.param(2, (*EP2, *DEEPEP, "--deepep.score_activations"), SAVE, id="deepep, saved"),
         # Each stage keeps its last layer: with two of them nothing is left of four layers but two.
-        pytest.param(4, (*EP2, *PP2), FULL, id="standard, pp 2"),
+        pytest.param(4, (*EP2, *PP2), FULL, id="standard, pp 2", marks=pytest.mark.nightly),
     ],
 )
 def test_kept_layers_compute_nothing_again_and_losses_stay(

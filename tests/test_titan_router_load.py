@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.nn as nn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.titan_run import DEEPEP, EP2, EP4, NUM_LAYERS, PP2, SEQ_LEN, TP2, run, write_assets
+from tests.titan_run import DEEPEP, EP2, EP4, NUM_LAYERS, PP2, SEQ_LEN, TP2, run
 
 pytestmark = pytest.mark.titan
 
@@ -24,13 +23,6 @@ SELECTIVE = (
 )
 # The first layer is dense.
 LAYERS, EXPERTS, TOP_K = list(range(1, NUM_LAYERS)), 8, 3
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    yield folder
 
 
 def logged(assets: Path, tmp_path: Path, ranks: int, *options: str, **settings: Any) -> Any:
@@ -44,7 +36,11 @@ def logged(assets: Path, tmp_path: Path, ranks: int, *options: str, **settings: 
 @pytest.mark.parametrize(
     ("ranks", "options", "sequences"),
     [
-        pytest.param(4, (*EP2, *PP2, *DEEPEP, *FULL), 4, id="deepep, pp 2, full"),
+        pytest.param(
+            *(4, (*EP2, *PP2, *DEEPEP, *FULL), 4),
+            id="deepep, pp 2, full",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(4, (*EP4, *TP2, *SELECTIVE), 4, id="tp 2, selective"),
         pytest.param(2, (*EP2, "--training.global_batch_size=8"), 8, id="accumulation"),
     ],

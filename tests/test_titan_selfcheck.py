@@ -7,7 +7,6 @@ import io
 import json
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,9 @@ from tests.self_check_fault import A2A, CHUNKS, DEEPEP, FLASH, FLEX, JOB, MXFP8,
 from tests.self_check_faults import FAULTS, try_faults
 from tests.self_check_faults import proofs as prove
 from tests.titan_ranks import run_ranks
-from tests.titan_run import EP2, STANDARD, active, job, run, train, write_assets
+from tests.titan_run import EP2, STANDARD, active, job, run, train
 
 pytestmark = pytest.mark.titan
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    yield folder
 
 
 def train_with_fault(name: str, rank: int, argv: list[str], attempt: Path) -> dict[str, Any]:

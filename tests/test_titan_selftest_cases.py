@@ -42,25 +42,6 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
             ],
         },
     ),
-    "671B, PP 2, EP 8, on GPUs": (
-        ("--model.flavor=671B", *LONG, *degrees(pipeline=2, expert=8)),
-        *(16, "cuda"),
-        {
-            # A microbatch of one sequence, and one that has no room.
-            "flex": [
-                "1 x 8,192 tokens, 128 heads of 192/128, documents: edges, values as trained",
-                "1 x 8,192 tokens, 128 heads of 192/128, documents: whole, random values",
-            ],
-            "grouped GEMM bf16": [
-                "32 experts of 2048 x 7168, about 16,384 rows",
-                "32 experts of 7168 x 2048, about 16,384 rows",
-                "9 experts of 384 x 256, about 700 rows",
-            ],
-            "dispatch and combine standard": [
-                "3 x 2,730 tokens of 7168 a rank, 256 experts over 8 ranks, top 8, TP 1"
-            ],
-        },
-    ),
     "FlashAttention-4, long sequences, on GPUs": (
         ("--model.flavor=16B", FLASH, "--training.seq_len=32768", "--training.local_batch_size=4"),
         *(1, "cuda"),
@@ -115,8 +96,6 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
                 "4 experts of 256 x 256, about 384 rows",
             ],
             "rows to expert groups and back": [
-                "96 tokens of 256, 4 experts, top 3, scores before the experts",
-                "96 tokens of 256, 4 experts, top 3, scores after the experts",
                 "96 tokens of 256, 4 experts, top 3, scores on the activations",
             ],
             "dispatch and combine deepep": [

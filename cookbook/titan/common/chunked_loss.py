@@ -1,10 +1,8 @@
 """The cross-entropy of an output layer, computed for a chunk of tokens at a time.
 
-The logits of a batch, tokens x vocabulary, are the largest tensor of a training step, and their
-gradient is as large. Here they exist for one chunk only. A chunk's gradients are taken while its
-logits are there; the backward of the loss merely scales them. Liger-Kernel's fused linear
-cross-entropy and later TorchTitan's `ChunkedLossWrapper` work the same way. The products are
-cuBLAS's; torch.compile fuses the two passes over the logits between them.
+The logits of a batch, tokens x vocabulary, are the largest tensor of a training step. Here they
+exist for one chunk only. A chunk's gradients are taken while its logits are there; the backward of
+the loss merely scales them, as in Liger-Kernel's fused linear cross-entropy.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ def chunked_cross_entropy(
             term of a sum over them.
         weight: (vocabulary, dim), of the same type as `hidden`; under TP this rank's rows.
         labels: (batch, length); tokens with the label -100 are ignored.
-        num_chunks: the number of chunks; the last may be shorter.
         shard: where the vocabulary is cut over TP ranks.
         backend: of torch.compile, for the passes over the logits; None runs them eagerly.
 
@@ -118,11 +115,7 @@ class _Chunks:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        chunks: _Chunks,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunks: _Chunks
     ) -> torch.Tensor:
         # In float32 until they are scaled, so that they are rounded once.
         grads = [
@@ -173,9 +166,8 @@ def _passes(backend: str | None) -> tuple[Callable[..., torch.Tensor], Callable[
     """Return both passes, compiled for each shape; chunks have one or two shapes."""
     if backend is None:
         return _statistics, _turn_into_gradient
-    first: Callable[..., torch.Tensor] = torch.compile(_statistics, backend=backend, dynamic=False)
-    second: Callable[..., None] = torch.compile(_turn_into_gradient, backend=backend, dynamic=False)
-    return first, second
+    compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
+    return compiled(_statistics), compiled(_turn_into_gradient)
 
 
 def _multiply(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool) -> None:

@@ -1,8 +1,7 @@
 """Compiles FlashAttention-4's kernels of the recipes, on a machine that may have no GPU.
 
-Those are causal attention of documents with heads of 192/128 in BF16, forward and backward, for few
-documents and for many. The environment says for which GPU and into which cache
-(`cookbook.install.attention`). Prints the kernels and the compiler's CUDA major version as JSON.
+The environment says for which GPU and into which cache (`cookbook.install.attention`). Prints the
+kernels and the compiler's CUDA major version as JSON.
 """
 
 from __future__ import annotations
@@ -44,13 +43,9 @@ def kept_kernels(interface: Any) -> list[Path]:
     Raises:
         RuntimeError: one has no file, which FlashAttention-4 passes over.
     """
-    caches = [getattr(found, "compile_cache", None) for found in vars(interface).values()]
-    files = [
-        cache.cache_path / f"{cache._key_to_hash(key)}.o"
-        for cache in caches
-        if cache is not None
-        for key in cache.cache
-    ]
+    caches = filter(None, (getattr(one, "compile_cache", None) for one in vars(interface).values()))
+    keys = ((cache, key) for cache in caches for key in cache.cache)
+    files = [cache.cache_path / f"{cache._key_to_hash(key)}.o" for cache, key in keys]
     lost = [str(file) for file in files if not file.is_file()]
     if lost or not files:
         raise RuntimeError(f"FlashAttention-4 kept {len(files) - len(lost)} kernels, not {lost}")

@@ -4,15 +4,15 @@ A grouped GEMM reads one group of rows per expert. MXFP8 scales run over 32 elem
 gradient contracts over a group's rows. So every group, also an empty one, is filled with zero rows
 up to a multiple of 32 (of 8 for BF16, as in TorchTitan's standard path).
 
-Nothing here waits for the device. Moving rows to their groups and back is one pass over the data
-each; the same pass applies the routing score and sums in float32. On a GPU these are the kernels of
-`triton_kernels.py`, on a CPU PyTorch operations.
+Nothing here waits for the device. Rows move to their groups and back in one pass each. On a GPU
+these are the kernels of `triton_kernels.py`, on a CPU PyTorch operations.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -39,9 +39,7 @@ class GroupPlan:
 
 def _triton() -> Any:
     """Import the kernels where a GPU needs them; on a CPU there may be no Triton."""
-    from cookbook.titan.common import triton_kernels
-
-    return triton_kernels
+    return import_module("cookbook.titan.common.triton_kernels")
 
 
 def padded_sizes(counts: list[int], alignment: int) -> list[int]:
@@ -80,9 +78,8 @@ def _place(
     """Return the copies and slots of a plan; `sums` are counts that a GPU has made already."""
     if experts.is_cuda:
         sums = _triton().count(experts, len(sizes)) if sums is None else sums
-        found: tuple[torch.Tensor, torch.Tensor]
-        found = _triton().place(experts, sums, sizes, ends, num_rows)
-        return found
+        copies, slots = _triton().place(experts, sums, sizes, ends, num_rows)
+        return copies, slots
     chosen, order = experts.reshape(-1).sort(stable=True)
     order, chosen = order[chosen >= 0], chosen[chosen >= 0]
     here = torch.bincount(chosen, minlength=len(sizes))
@@ -96,9 +93,7 @@ def _place(
 
 
 def plan_on_device(experts: torch.Tensor, num_experts: int, alignment: int) -> GroupPlan:
-    """Plan groups of copies that were not counted on the host, without waiting for the device.
-
-    There are as many rows as the groups can need; rows behind the last group belong to none.
+    """Plan groups of copies that were not counted on the host; rows behind the last belong to none.
 
     Args:
         experts: (tokens, top k) int.
@@ -151,7 +146,7 @@ def _collect(
     if grouped.is_cuda:
         return _triton().collect(grouped, scores, slots, dtype, base)
     real = copies >= 0
-    values = grouped[real].to(torch.promote_types(grouped.dtype, torch.float32))
+    values = _exact(grouped[real])
     if scores is not None:
         values = values * _at(scores, copies[real]).unsqueeze(1)
     tokens = values.new_zeros(slots.shape[0], grouped.shape[1])
@@ -165,9 +160,8 @@ def _dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> to
     """Multiply each token with its copies' rows, (tokens, top k); 0 for experts elsewhere."""
     if tokens.is_cuda:
         return _triton().dot(tokens, grouped, slots)
-    exact = torch.promote_types(grouped.dtype, torch.float32)
-    copies = grouped[slots.clamp_min(0).long()].to(exact)
-    products = (copies * tokens.to(exact).unsqueeze(1)).sum(-1)
+    copies = _exact(grouped[slots.clamp_min(0).long()])
+    products = (copies * tokens.to(copies.dtype).unsqueeze(1)).sum(-1)
     return products.masked_fill(slots < 0, 0)
 
 
@@ -182,27 +176,16 @@ def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        tokens: torch.Tensor,
-        scores: torch.Tensor | None,
-        copies: torch.Tensor,
-        slots: torch.Tensor,
-        dtype: torch.dtype,
+        ctx: Any, tokens: torch.Tensor, copies: torch.Tensor, slots: torch.Tensor, dtype: Any
     ) -> torch.Tensor:
-        # Without scores the backward needs no token.
-        ctx.save_for_backward(copies, slots, *(() if scores is None else (tokens, scores)))
+        ctx.save_for_backward(copies, slots)
         ctx.dtype = tokens.dtype
-        return _spread(tokens, scores, copies, slots, dtype)
+        return _spread(tokens, None, copies, slots, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        copies, slots, *weighted = ctx.saved_tensors
-        grad = grad.contiguous()
-        if not weighted:
-            return _collect(grad, None, copies, slots, ctx.dtype), None, None, None, None
-        tokens, scores = weighted
-        grad_tokens = _collect(grad, scores, copies, slots, ctx.dtype)
-        return grad_tokens, _dot(tokens, grad, slots), None, None, None
+        copies, slots = ctx.saved_tensors
+        return _collect(grad.contiguous(), None, copies, slots, ctx.dtype), None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -250,20 +233,13 @@ class _RowScores(torch.autograd.Function):
         return _at(grad, slots), None, None
 
 
-def spread(
-    tokens: torch.Tensor,
-    scores: torch.Tensor | None,
-    plan: GroupPlan,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+def spread(tokens: torch.Tensor, plan: GroupPlan, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Copy tokens (received, features) to padded groups (rows, features), differentiable.
 
     Args:
-        scores: (received, top k) float32 to multiply with, or None.
         dtype: of the rows; the tokens' own by default.
     """
-    dtype = dtype or tokens.dtype
-    return _Spread.apply(tokens, scores, plan.copies, plan.slots, dtype)
+    return _Spread.apply(tokens, plan.copies, plan.slots, dtype or tokens.dtype)
 
 
 def collect(
@@ -277,6 +253,7 @@ def collect(
     """Sum padded groups (rows, features) into tokens (received, features), differentiable.
 
     Args:
+        scores: (received, top k) float32 to multiply with, or None.
         is_needed: whether the sums are needed; otherwise they are uninitialized memory.
         base: (received, features), added to the sums before they are rounded.
         dtype: of the sums; that of the groups by default.
@@ -287,15 +264,18 @@ def collect(
 
 def row_scores(scores: torch.Tensor, plan: GroupPlan) -> torch.Tensor:
     """Order scores (received, top k) by row of the padded groups, (rows, 1); 0 for padding."""
-    by_row: torch.Tensor = _RowScores.apply(scores, plan.copies, plan.slots)
-    return by_row
+    return _RowScores.apply(scores, plan.copies, plan.slots)
+
+
+def _exact(values: torch.Tensor) -> torch.Tensor:
+    """Return the values in float32, or in float64 as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _activate(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     if gate_up.is_cuda:
         return _triton().activate(gate_up, scores)
-    exact = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(exact).chunk(2, dim=1)
+    gate, up = _exact(gate_up).chunk(2, dim=1)
     return (torch.nn.functional.silu(gate) * up * scores).to(gate_up.dtype)
 
 
@@ -304,9 +284,8 @@ def _activation_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if gate_up.is_cuda:
         return _triton().gradient(grad, gate_up, scores)
-    exact = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(exact).chunk(2, dim=1)
-    grad = grad.to(exact)
+    gate, up = _exact(gate_up).chunk(2, dim=1)
+    grad = _exact(grad)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     by_gate = grad * scores * up * sigmoid * (1 + gate * (1 - sigmoid))
@@ -333,8 +312,7 @@ def scored_swiglu(gate_up: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         gate_up: (rows, 2 * hidden), gate and up projection beside each other.
         scores: (rows, 1) float32.
     """
-    activations: torch.Tensor = _ScoredSwiGLU.apply(gate_up, scores)
-    return activations
+    return _ScoredSwiGLU.apply(gate_up, scores)
 
 
 class _Joined(torch.autograd.Function):
@@ -349,13 +327,11 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        grads = []
-        for dtype, part in zip(
-            ctx.dtypes, grad.contiguous().chunk(len(ctx.dtypes), 1), strict=True
-        ):
-            # A copy, even of the same type: half of a gradient would keep all of its memory.
-            grads.append(torch.empty(part.shape, dtype=dtype, device=part.device))
-            _cast(part, grads[-1])
+        parts = grad.contiguous().chunk(len(ctx.dtypes), 1)
+        # Copies, even of the same type: half of a gradient would keep all of its memory.
+        grads = [x.new_empty(x.shape, dtype=y) for x, y in zip(parts, ctx.dtypes, strict=True)]
+        for part, copy in zip(parts, grads, strict=True):
+            _cast(part, copy)
         return None, *grads
 
 
@@ -371,5 +347,4 @@ def join(dtype: torch.dtype, *weights: torch.Tensor) -> torch.Tensor:
 
     One GEMM then computes gate and up projection, and one the gradient of their input.
     """
-    joined: torch.Tensor = _Joined.apply(dtype, *weights)
-    return joined
+    return _Joined.apply(dtype, *weights)

@@ -31,8 +31,6 @@ _INSTRUCTIONS = (
 def folder_of(capability: int, cuda: int, compiled: Path | None = None) -> Path:
     """Return the folder of the kernels for one kind of GPU, by one compiler.
 
-    FlashAttention-4's own cache tells apart neither for all of its kernels.
-
     Args:
         capability: 90 for SM90 (H100, H200), 100 for SM100 (B200).
         cuda: the CUDA major version of the compiler; a driver of CUDA 12 cannot load kernels of 13.
@@ -55,8 +53,8 @@ def cpu_features() -> frozenset[str]:
 def take_over(folder: Path, cache: Path) -> int:
     """Copy the kernels of `folder` that `cache` lacks; return how many.
 
-    None where set-up compiled none, or on a CPU with instructions that this one lacks: a kernel
-    comes with the code that starts it. Where the cache cannot be written, they are compiled anew.
+    None where set-up compiled none, or on a CPU with instructions that this one lacks. Where the
+    cache cannot be written, FlashAttention-4 compiles them anew.
     """
     copied = 0
     try:

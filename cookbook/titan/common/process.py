@@ -5,9 +5,8 @@
 - A rank that hangs in a collective cannot be asked. So each rank sets an alarm at every step:
   faulthandler's thread, which needs no GIL, writes the stacks; a Python thread writes torch's
   flight recorder. The supervisor decides whether it is a hang.
-- Threads of PyArrow and gloo outlive the training. One that takes the GIL during interpreter
-  shutdown can abort the process, and a finished job counts as failed (huggingface/datasets#7566,
-  apache/arrow#45214, pytorch/pytorch#179291; seen here once, on a CPU).
+- A thread of PyArrow or gloo that takes the GIL during interpreter shutdown can abort the process,
+  and a finished job counts as failed (huggingface/datasets#7566, pytorch/pytorch#179291).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Each TP rank's shard of an MoE layer's tokens, so that each token reaches the experts once.
 
 Under TP the input of an MoE layer is gathered along the sequence, and its output is summed over the
-TP ranks. So each rank sends only its shard, cut along the sequence, not along the folded batch x
-sequence. It then holds exactly the positions whose gradient the rank keeps when the gather is
-undone, and no exchange is needed.
+TP ranks. So each rank sends only its shard of every sequence: exactly the positions whose gradient
+it keeps when the gather is undone.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def with_partial_gradient(
     """Prepare `whole`, gathered from `mine`, for linear layers whose weights are cut by columns.
 
     Each TP rank has one term of the gradient of such a layer's input. Given a plain tensor, every
-    layer sums its terms by an all-reduce, and the gather drops all positions but this rank's. Here
-    the terms of all layers are added first, and one reduce-scatter sums them.
+    layer sums its terms by an all-reduce. Here one reduce-scatter sums those of all layers.
 
     Returns:
         A DTensor (batch, length, features), the same on all TP ranks; its gradient goes to `mine`.
@@ -118,10 +116,9 @@ class _SumGradient(torch.autograd.Function):
 def sum_gradient_over_tp(scores: torch.Tensor, tp_mesh: DeviceMesh) -> torch.Tensor:
     """Return the same `scores`, with their gradient summed over TP.
 
-    Every TP rank scores every token with the same gate, but uses the scores of its own shard only
-    or, where TP cuts the experts, for its own term of their output. Its gradient of the gate is
-    therefore one term of a sum. Released TorchTitan 0.2.2 uses the term as the sum, and the gates
-    of the TP ranks drift apart (fixed later for shards, pytorch/torchtitan#2416). The sum is taken
-    here, where it is smallest: tokens x top k.
+    Every TP rank scores every token, but uses the scores of its own shard only or, where TP cuts
+    the experts, for its own term of their output: its gradient is one term of a sum. Released
+    TorchTitan 0.2.2 uses the term as the sum, and the gates of the TP ranks drift apart
+    (pytorch/torchtitan#2416).
     """
     return _SumGradient.apply(scores, tp_mesh)

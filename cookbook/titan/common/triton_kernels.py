@@ -169,6 +169,10 @@ def _block(features: int, limit: int) -> int:
     return min(int(triton.next_power_of_2(features)), limit)
 
 
+def _dense(scores: torch.Tensor | None) -> torch.Tensor | None:
+    return None if scores is None else scores.float().contiguous()
+
+
 def count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Count the copies of each expert up to the end of each part, (experts, parts) int32.
 
@@ -195,10 +199,8 @@ def place(
     These are 4 launches where a sort takes some 20, for which the whole GPU would wait here.
 
     Args:
-        experts: (tokens, top k) int, -1 for an expert on another rank.
-        sums: the result of `count` for them.
-        sizes: (local experts,) int32, rows of each group.
-        ends: (local experts,) int32, where each group ends.
+        experts, sizes, ends: as in a `GroupPlan`.
+        sums: the result of `count`.
     """
     num_copies, num_experts = experts.numel(), len(sizes)
     copies = torch.full((num_rows,), -1, dtype=torch.int32, device=experts.device)
@@ -238,16 +240,9 @@ def spread(
         return grouped
     block = _block(features, 2048)
     if num_tokens:
-        _spread_kernel[(num_tokens, triton.cdiv(features, block))](
-            tokens.contiguous(),
-            slots,
-            None if scores is None else scores.float().contiguous(),
-            grouped,
-            features,
-            scores is not None,
-            top_k,
-            block,
-        )
+        given = tokens.contiguous(), slots, _dense(scores), grouped
+        grid = num_tokens, triton.cdiv(features, block)
+        _spread_kernel[grid](*given, features, scores is not None, top_k, block)
     parts = (triton.cdiv(num_rows, _ROWS),)
     _fill_kernel[parts](copies, grouped, num_rows, features, _ROWS, block)
     return grouped
@@ -267,17 +262,11 @@ def collect(
     if not tokens.numel():
         return tokens
     block = _block(features, 2048)
+    added = None if base is None else base.contiguous()
+    given = grouped.contiguous(), slots, _dense(scores), added, tokens
+    has = scores is not None, base is not None
     _collect_kernel[(num_tokens, triton.cdiv(features, block))](
-        grouped.contiguous(),
-        slots,
-        None if scores is None else scores.float().contiguous(),
-        None if base is None else base.contiguous(),
-        tokens,
-        features,
-        scores is not None,
-        base is not None,
-        top_k,
-        block,
+        *given, features, *has, top_k, block
     )
     return tokens
 
@@ -289,15 +278,8 @@ def dot(tokens: torch.Tensor, grouped: torch.Tensor, slots: torch.Tensor) -> tor
     if not products.numel():
         return products
     features = tokens.shape[1]
-    _dot_kernel[(num_tokens,)](
-        tokens.contiguous(),
-        grouped.contiguous(),
-        slots,
-        products,
-        features,
-        top_k,
-        _block(features, 1024),
-    )
+    given = tokens.contiguous(), grouped.contiguous(), slots, products
+    _dot_kernel[(num_tokens,)](*given, features, top_k, _block(features, 1024))
     return products
 
 

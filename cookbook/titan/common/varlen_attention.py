@@ -67,9 +67,8 @@ def varlen_attention(
     Args:
         q, k: (tokens, heads, head_dim); BF16 on a GPU, any floating-point type on the CPU.
         v: (tokens, heads, v_head_dim).
-        cu_seqlens: (documents + 1,) int32, ascending from 0 to `tokens`. Documents may be empty, so
-            that the number of entries can stay the same from batch to batch.
-        max_seqlen: no document is longer. A bound, so that no number has to come from the GPU.
+        cu_seqlens: (documents + 1,) int32, ascending from 0 to `tokens`; documents may be empty.
+        max_seqlen: no document is longer.
         scale: factor of the scores before the softmax.
 
     Returns:
@@ -223,12 +222,7 @@ def _backward_flops(grad_out: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any)
 def reference_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the operator in plain PyTorch, by document, in float32 or, for float64, in float64.
-
-    Returns:
-        The output in the type of `q`, (tokens, heads, v_head_dim), and the logsumexp of each
-        token's scores, (heads, tokens).
-    """
+    """Compute `forward` in plain PyTorch, by document, in float32 or, for float64, in float64."""
     precise = _lse_dtype(q)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=precise)
@@ -307,14 +301,14 @@ class AttendedLength:
 
 
 def document_ends(tokens: torch.Tensor, eos_id: int | None) -> torch.Tensor:
-    """Mark the last token of each document.
+    """Mark the last token of each document; the last one of a sequence always ends a document.
 
     Args:
         tokens: (batch, length), token numbers.
         eos_id: the token that ends a document; None where a sequence is one document.
 
     Returns:
-        (batch, length), bool. The last position of a sequence always ends a document.
+        (batch, length), bool.
     """
     ends = torch.zeros_like(tokens, dtype=torch.bool) if eos_id is None else tokens == eos_id
     ends[:, -1] = True
@@ -332,9 +326,8 @@ def attended_keys(ends: torch.Tensor) -> torch.Tensor:
 def bounds_capacity(documents: int, length: int) -> int:
     """Return the room for documents in a sequence of `length`, a power of two.
 
-    Every batch should get the same, since code and kernels are compiled for one shape. No corpus
-    of text has documents below 128 tokens on average over a whole sequence; a batch with more
-    `documents` in one of its sequences gets the next power of two.
+    Code and kernels are compiled for one shape: batches whose documents have 128 tokens or more on
+    average get the same room, others the next power of two.
     """
     least = max(documents, length // 128, min(length, 16))
     return 1 << (least - 1).bit_length()
@@ -344,7 +337,7 @@ def document_bounds(ends: torch.Tensor, capacity: int) -> torch.Tensor:
     """Return the ends of each sequence's documents; one row a sequence, so that a batch can split.
 
     Args:
-        ends: (batch, length), bool, from `document_ends`.
+        ends: (batch, length), bool.
         capacity: no sequence has more documents.
 
     Returns:
@@ -358,9 +351,6 @@ def document_bounds(ends: torch.Tensor, capacity: int) -> torch.Tensor:
 
 def cumulative_lengths(bounds: torch.Tensor) -> torch.Tensor:
     """Return the bounds of all sequences of a batch in their folded row of tokens.
-
-    Args:
-        bounds: (batch, capacity), int32, from `document_bounds`.
 
     Returns:
         (batch * capacity + 1,), int32, ascending from 0 to batch * length; unused capacity becomes

@@ -5,8 +5,7 @@
 STACK is the package that the cells' jobs import, `cookbook.titan.tt_0_2_2` for one.
 It answers each JSON line on standard input, a cell, with one line. TorchTitan's own Trainer is made
 from the cell's own argv, in a fake world of the cell's size, for the first rank of every pipeline
-stage. Parameters stay on the meta device, so 671B fits anywhere. Each rank is built in a forked
-child, which inherits all imports and leaves nothing to the next one.
+stage. Each rank is built in a forked child, which inherits all imports.
 """
 
 from __future__ import annotations

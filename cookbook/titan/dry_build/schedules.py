@@ -19,12 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from cookbook.base.pipelines import stages_of
 
-_KINDS = {
-    "FORWARD": "F",
-    "FULL_BACKWARD": "B",
-    "BACKWARD_INPUT": "I",
-    "BACKWARD_WEIGHT": "W",
-}
+_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dict[str, Any]:
@@ -64,9 +59,8 @@ def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
     """Return a rank's computations in order: [stage, kind, microbatch].
 
     Args:
-        is_single: a rank has one stage. It takes microbatches in order, but torch 2.10's
-            `Schedule1F1B._get_pipeline_order` counts the last rank's forwards from 1, which would
-            make it wait for one that never comes: they are counted anew.
+        is_single: a rank has one stage. Count its microbatches anew: torch 2.10's
+            `Schedule1F1B._get_pipeline_order` counts the last rank's forwards from 1.
     """
     counts = dict.fromkeys(_KINDS.values(), 0)
     found: list[list[Any]] = []

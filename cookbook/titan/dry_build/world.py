@@ -1,8 +1,6 @@
 """Builds TorchTitan's Trainer for one rank of a cell, with its parameters on the meta device.
 
-All replacements are made in a process that builds one rank and ends. The model's spec is the
-registered one, or TorchTitan's own, without tokenizer and data loader; the other replacements have
-no door: they are PyTorch's, or are not looked up in the spec.
+All replacements are made in a process that builds one rank and ends.
 """
 
 from __future__ import annotations
@@ -37,26 +35,17 @@ class Build:
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return the answer for one rank; `active` is what the first step of the job would find on it.
-
-    `grouped_gemms` is null where the rank holds no routed experts, `linear_layers` is `bf16` where
-    it holds no quantized layer.
-    """
+    """Return the answer for one rank; `active` as the first step of the job finds it."""
     # The job's own modules.
-    activity, attention = (
-        importlib.import_module(f"{stack}.{name}") for name in ("activity", "attention")
-    )
+    activity = importlib.import_module(f"{stack}.activity")
+    attention = importlib.import_module(f"{stack}.attention")
     parts = build.trainer.model_parts
     found = activity.observe_model(parts)
-    return {
-        "active": {
-            "grouped_gemms": activity.words(found.grouped_gemms),
-            "linear_layers": activity.words(found.linear_layers),
-            "attention": activity.words(attention.chosen_attention(parts)),
-        },
-        "warnings": build.warnings,
-        "not_exercised": build.not_exercised,
-    }
+    kinds = {"grouped_gemms": found.grouped_gemms, "linear_layers": found.linear_layers}
+    kinds["attention"] = attention.chosen_attention(parts)
+    active = {name: activity.words(one) for name, one in kinds.items()}
+    notes = {"warnings": build.warnings, "not_exercised": build.not_exercised}
+    return {"active": active, **notes}
 
 
 def warm_up(stack: str) -> None:
@@ -91,12 +80,8 @@ def warm_up(stack: str) -> None:
 def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     """Run `Trainer.__init__` as rank `rank` of the cell would; its errors pass."""
     world = request["world"]
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank % request["ranks_per_node"]),
-        WORLD_SIZE=str(world),
-        NGPU=str(world),
-    )
+    place = {"RANK": rank, "LOCAL_RANK": rank % request["ranks_per_node"], "WORLD_SIZE": world}
+    os.environ.update({name: str(number) for name, number in place.items()}, NGPU=str(world))
     notes = ["kernels, collectives, torch.compile, weights and optimizer steps: none ran"]
     warnings = _Warnings()
     logging.getLogger().addHandler(warnings)
@@ -189,22 +174,21 @@ def _pretend_capability(capability: float) -> None:
 
 def _stand_in_for_deep_ep() -> None:
     """TorchTitan imports these names for its operations, which nothing calls here."""
-    package = ModuleType("deep_ep")
-    package.__spec__ = importlib.machinery.ModuleSpec("deep_ep", None, is_package=True)
-    package.__path__ = []
-    package.Buffer = type("Buffer", (), {})  # type: ignore[attr-defined]
-    parts = ModuleType("deep_ep.utils")
-    parts.__spec__ = importlib.machinery.ModuleSpec("deep_ep.utils", None)
-    for name in ("EventHandle", "EventOverlap"):
-        setattr(parts, name, type(name, (), {}))
-    sys.modules.update({"deep_ep": package, "deep_ep.utils": parts})
+    for module, names in (
+        ("deep_ep", ["Buffer"]),
+        ("deep_ep.utils", ["EventHandle", "EventOverlap"]),
+    ):
+        package = sys.modules[module] = ModuleType(module)
+        package.__spec__ = importlib.machinery.ModuleSpec(module, None, is_package=True)
+        package.__path__ = []
+        for name in names:
+            setattr(package, name, type(name, (), {}))
 
 
 def _leave_out_data(model_name: str) -> None:
     """Leave tokenizer and data loader out of the model's spec."""
     spec = get_train_spec(model_name)
-    spec.build_tokenizer_fn = None
-    spec.build_dataloader_fn = None
+    spec.build_tokenizer_fn = spec.build_dataloader_fn = None
     if get_train_spec(model_name) is not spec:
         # A built-in spec is made anew for every call; a registered one is kept.
         register_train_spec(model_name, spec)

@@ -1,8 +1,8 @@
 """Attention's errors: of the output and the gradients of q, k and v, by document and head.
 
-The reference is plain PyTorch in float32, some heads at a time. FlashAttention-4 has had right
-outputs with wrong gradients, for several sequences alone and for activations as trained models have
-them (NVIDIA/TransformerEngine#3216). So inputs come in both kinds, and documents in all packings.
+The reference is plain PyTorch in float32. FlashAttention-4 has had right outputs with wrong
+gradients, for several sequences alone and for the activations of trained models alone
+(NVIDIA/TransformerEngine#3216): inputs come in both kinds, and documents in all packings.
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ from itertools import cycle
 import torch
 
 from cookbook.titan.common import varlen_attention as varlen
-from cookbook.titan.common.varlen_attention import (
-    bounds_capacity,
-    cumulative_lengths,
-    document_bounds,
-)
 from cookbook.titan.selftest.cases import Bound, Error, generator
 
 RANDOM = Bound(0.01, 0.05)
@@ -43,12 +38,9 @@ Tensors = list[torch.Tensor]
 class AttentionShape:
     """The shape of one rank's attention; heads are those of one TP rank.
 
-    FlashAttention-4 compiles by what training declares of a batch, whatever documents it has:
-    beyond 256 documents it is another kernel.
-
     Attributes:
-        max_documents: declared of all sequences together, empty ones included; None as training
-            does for a batch of this very shape.
+        max_documents: declared to FlashAttention-4 for all sequences together, empty ones included:
+            beyond 256 it has another kernel. None declares as training does for this very shape.
         max_length: declared of a document; None for the length of a sequence.
     """
 
@@ -95,23 +87,25 @@ def document_ends(packing: str, batch: int, length: int, most: int | None = None
     return ends
 
 
-def random_inputs(shape: AttentionShape, device: str) -> Tensors:
-    """Return q, k, v and the gradient of the output, (tokens, heads, head_dim), BF16."""
+def attention_inputs(shape: AttentionShape, like_trained: bool, device: str) -> Tensors:
+    """Return q, k, v and the gradient of the output, (tokens, heads, head_dim), BF16.
+
+    Args:
+        like_trained: channels with an offset and peaked scores, as in a trained model.
+    """
     source = generator(device, 0)
     rows = (shape.batch * shape.length, shape.heads)
     dims = (shape.head_dim, shape.head_dim, shape.v_head_dim, shape.v_head_dim)
-    return [torch.randn(*rows, dim, device=device, generator=source).bfloat16() for dim in dims]
-
-
-def trained_inputs(shape: AttentionShape, device: str) -> Tensors:
-    """Return inputs of a trained model's kind: channels with an offset, and peaked scores."""
-    q, k, v, grad = random_inputs(shape, device)
-    q[..., ::17] += 2
-    k[..., ::17] += 3
-    k[..., 5] *= 4
-    # A few tokens of large value that many others attend to, and gradients of unequal size.
-    v[:: shape.length // 4 + 1] *= 8
-    grad[1::3] *= 0.125
+    q, k, v, grad = (
+        torch.randn(*rows, d, device=device, generator=source).bfloat16() for d in dims
+    )
+    if like_trained:
+        q[..., ::17] += 2
+        k[..., ::17] += 3
+        k[..., 5] *= 4
+        # A few tokens of large value that many others attend to, and gradients of unequal size.
+        v[:: shape.length // 4 + 1] *= 8
+        grad[1::3] *= 0.125
     return [q, k, v, grad]
 
 
@@ -125,11 +119,11 @@ def attention_errors(
     """Compare one packing of documents.
 
     Args:
-        attend_by: makes the attention for a shape and the documents' ends, (batch, length), bool.
+        attend_by: makes the attention for a shape and its documents' ends, (batch, length), bool.
     """
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
-    *leaves, grad = (trained_inputs if like_trained else random_inputs)(shape, device)
+    *leaves, grad = attention_inputs(shape, like_trained, device)
     leaves = [x.requires_grad_() for x in leaves]
     out = attend_by(shape, ends)(*leaves)
     found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
@@ -151,7 +145,7 @@ def attention_errors(
             parts.append(by_document.index_add_(0, document, both))
     for name, parts in sums.items():
         wrong, right = torch.cat(parts, dim=1).unbind(-1)
-        # The gradient of q and k in a document of one token is zero: such a part is measured by the
+        # The gradient of q and k in a document of one token is zero: measure such a part by the
         # root mean square of the whole tensor.
         mean = right.sum() / (lengths.sum() * right.shape[1])
         part = wrong / torch.maximum(right, lengths[:, None] * mean)
@@ -161,16 +155,16 @@ def attention_errors(
 
 
 def padded_lengths(ends: torch.Tensor, documents: int | None = None) -> torch.Tensor:
-    """Return cumulative lengths as training makes them, with empty documents; `ends` as above.
+    """Return cumulative lengths of `ends` as training makes them, with empty documents.
 
     Args:
-        documents: of all sequences together, none with more than its share; None for what training
-            declares of a batch of this very shape.
+        documents: `AttentionShape.max_documents`.
     """
     if documents is None:
         most = int(ends.sum(dim=1).max())
-        documents = len(ends) * bounds_capacity(most, ends.shape[1])
-    lengths = cumulative_lengths(document_bounds(ends, documents // len(ends)))
+        documents = len(ends) * varlen.bounds_capacity(most, ends.shape[1])
+    bounds = varlen.document_bounds(ends, documents // len(ends))
+    lengths = varlen.cumulative_lengths(bounds)
     missing = documents + 1 - len(lengths)
     return torch.nn.functional.pad(lengths, (0, missing), value=ends.numel())
 
@@ -179,8 +173,4 @@ def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
     """Return the operator that training calls; on a CPU it has an implementation of its own."""
     cu_seqlens = padded_lengths(ends, shape.max_documents)
     longest = shape.max_length or shape.length
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return varlen.varlen_attention(q, k, v, cu_seqlens, longest, shape.scale)
-
-    return attend
+    return lambda q, k, v: varlen.varlen_attention(q, k, v, cu_seqlens, longest, shape.scale)

@@ -1,8 +1,7 @@
 """A kernel's test case: its errors against a reference in higher precision, and their bounds.
 
-An error is a norm of differences over a norm of the reference. It is taken of each whole tensor and
-of every part of it (each row, each column of a group, ...), so that one lost row of many is as
-large as a wrong tensor.
+An error is a norm of differences over a norm of the reference, of each whole tensor and of every
+part of it (a row, a column of a group, ...): one lost row of many is as large as a wrong tensor.
 """
 
 from __future__ import annotations
@@ -55,15 +54,14 @@ class Error:
 
     @property
     def fault(self) -> str | None:
-        if self.whole < self.bound.least:
-            return (
-                f"{self.tensor} is off by {self.whole:.2g}, and its format alone would make "
-                f"{self.bound.least:g} or more: nothing was quantized"
-            )
-        if self.whole > self.bound.whole:
-            return f"{self.tensor} is off by {self.whole:.2g}, allowed {self.bound.whole:g}"
-        if self.part > self.bound.part:
-            return f"a part of {self.tensor} is off by {self.part:.2g}, allowed {self.bound.part:g}"
+        """Why the tensor is wrong; None where it is right."""
+        bound, off = self.bound, f"{self.tensor} is off by {self.whole:.2g}"
+        if self.whole < bound.least:
+            return f"{off}, its format alone makes {bound.least:g} or more: nothing was quantized"
+        if self.whole > bound.whole:
+            return f"{off}, allowed {bound.whole:g}"
+        if self.part > bound.part:
+            return f"a part of {self.tensor} is off by {self.part:.2g}, allowed {bound.part:g}"
         return None
 
 
@@ -144,9 +142,9 @@ def error_of(
 
     Args:
         parts: each cuts the tensor into parts, by the dimensions that a part has for itself.
-        floor: squares of a part below this share of their mean, over the last of its dimensions,
-            are measured by that share. A part that is zero in the reference must be zero.
-        sizes: what errors are measured by instead of `expected`, where that may cancel to nothing.
+        floor: the least size of a part, in units of the parts' mean over the last dimension. A part
+            that is zero in the reference must be zero.
+        sizes: measure errors by these instead of `expected`, which may cancel to nothing.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
@@ -158,7 +156,7 @@ def error_of(
         others = [dim for dim in range(right.dim()) if dim not in cut]
         squares = [wrong, right]
         if cut == (1,):
-            # In a column all rows weigh the same, or a few large ones would decide.
+            # All rows of a column weigh the same, or a few large ones would decide.
             rows = right.sum(1, keepdim=True).clamp_min(1e-30)
             squares = [wrong / rows, right / rows]
         one, other = (x.sum(others) if others else x for x in squares)
@@ -176,8 +174,8 @@ def _root_of_ratio(wrong: float, right: float) -> float:
     return math.sqrt(wrong / right)
 
 
-# --- Inputs that make faults visible: sizes that differ, uneven groups, empty experts. They come
-# from generators of their own, since a case must not move the random numbers of a training.
+# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each has a generator
+# of its own, since a case must not move the random numbers of a training.
 
 
 def generator(device: str, seed: int) -> torch.Generator:
@@ -186,14 +184,13 @@ def generator(device: str, seed: int) -> torch.Generator:
 
 def random_rows(rows: int, columns: int, device: str, seed: int) -> torch.Tensor:
     """Return (rows, columns), BF16, all of one size."""
-    values = torch.randn(rows, columns, device=device, generator=generator(device, seed))
-    return values.bfloat16()
+    return torch.randn(rows, columns, device=device, generator=generator(device, seed)).bfloat16()
 
 
 def uneven_values(rows: int, columns: int, device: str, seed: int) -> torch.Tensor:
     """Return (rows, columns), BF16; rows and blocks of 32 columns differ by powers of two.
 
-    A scale that is applied to another row or block than its own then makes a large error.
+    So the scale of another row or block makes a large error.
     """
     random = generator(device, seed)
     values = torch.randn(rows, columns, device=device, generator=random)
@@ -206,7 +203,7 @@ def uneven_values(rows: int, columns: int, device: str, seed: int) -> torch.Tens
 def uneven_counts(experts: int, rows: int) -> list[int]:
     """Return rows of each expert, about `rows` in all; some have none, one, or one beyond a tile.
 
-    The first expert is unusual. The last one has rows, so that a kernel which stops early is seen.
+    The last expert has rows, so that a kernel which stops early is seen.
     """
     unusual = (0, 1, 31, 33, 129, 7)
     counts = [max(1, rows // experts)] * experts

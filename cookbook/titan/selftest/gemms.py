@@ -1,7 +1,7 @@
 """Errors of matrix products and their gradients: linear layers, experts, the loss in chunks.
 
-The reference multiplies the same BF16 operands in float32. Every product is compared row by row and
-column by column, a weight gradient group by group besides.
+The reference multiplies the same BF16 operands in float32. Every product is compared by rows and by
+columns, the weight gradient of experts by groups too.
 """
 
 from __future__ import annotations
@@ -78,21 +78,17 @@ def grouped_errors(
         # As in training: what fills a group up is zero, in the forward and in the backward.
         x[start + count : start + size] = 0
         grad[start + count : start + size] = 0
-    weight = torch.stack(
-        [uneven_values(shape.n, shape.k, device, 100 + e) for e in range(shape.experts)]
-    )
+    by_expert = [uneven_values(shape.n, shape.k, device, 100 + e) for e in range(shape.experts)]
+    weight = torch.stack(by_expert)
     offsets = torch.tensor(starts[1:], dtype=torch.int32, device=device)
-    out, dx, dw = multiply(x, weight, offsets, grad)
-    bounds, parts = BOUNDS[kind], [(0,), (1,)]
-    groups = [*pairwise(starts)]
-    expected = torch.empty(out.shape, device=device)
-    for (start, stop), one in zip(groups, weight, strict=True):
-        torch.mm(x[start:stop].float(), one.float().t(), out=expected[start:stop])
-    yield error_of(NAMES[0], out, expected, bounds[0], parts)
-    expected = torch.empty(dx.shape, device=device)
-    for (start, stop), one in zip(groups, weight, strict=True):
-        torch.mm(grad[start:stop].float(), one.float(), out=expected[start:stop])
-    yield error_of(NAMES[1], dx, expected, bounds[1], parts)
+    *rows, dw = multiply(x, weight, offsets, grad)
+    groups, bounds = [*pairwise(starts)], BOUNDS[kind]
+    by_row = zip(NAMES, rows, (x, grad), (weight.mT, weight), bounds, strict=False)
+    for name, found, left, right, bound in by_row:
+        expected = torch.empty(found.shape, device=device)
+        for (start, stop), one in zip(groups, right, strict=True):
+            torch.mm(left[start:stop].float(), one.float(), out=expected[start:stop])
+        yield error_of(name, found, expected, bound, [(0,), (1,)])
     expected = torch.stack([grad[a:b].float().t() @ x[a:b].float() for a, b in groups])
     yield error_of(NAMES[2], dw, expected, bounds[2], [(0, 1), (0, 2)], floor=0.01)
 
@@ -124,8 +120,6 @@ def loss_errors(
 ) -> Iterator[Error]:
     """Compare the loss in chunks and its gradients with the cross-entropy of whole logits.
 
-    Some labels are to be ignored, and the chunks do not divide the tokens.
-
     Args:
         group: of the TP ranks that the vocabulary is cut over; all of them get the same inputs.
     """
@@ -154,7 +148,6 @@ def loss_errors(
     yield error_of("gradient of the weight", dw, wanted_dw[words], GRADIENT, [(0,)], floor=0.1)
     if group is not None:
         # Each rank's is a term of a sum over them.
-        total = dx.float()
-        dist.all_reduce(total, group=group)
-        dx = total
+        dx = dx.float()
+        dist.all_reduce(dx, group=group)
     yield error_of("gradient of the hidden states", dx, wanted_dx, GRADIENT)

@@ -1,14 +1,14 @@
 """Errors of moving tokens' rows: to their experts' groups, weighted and back, and between ranks.
 
-Each expert multiplies its rows by a factor, which tells the experts apart. Nothing else happens to
-a row, so the reference is a sum over a token's experts and needs no communication.
+Each expert multiplies its rows by a factor of its own. So the reference is a sum over a token's
+experts and needs no communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,13 @@ from cookbook.titan.selftest.cases import (
     uneven_values,
 )
 
-# A token's row is rounded to BF16 at every hand: three or four times there, and three times back.
+# A token's row is rounded to BF16 three or four times on its way there, and three times back.
 MOVED = Bound(0.006, 0.012)
 # Products of two rows, which nearly cancel: of the mean product. From rows sent in FP8.
 SCORES = Bound(0.012, 0.04)
 SCORES_FP8 = Bound(0.06, 0.25)
 # Of an expert's factor: a sum of products of either sign over its rows. On a rank with one expert
-# the error is one random number, which may be some times as large as usual; so the bound of the
-# whole is six times 0.0025, of rows that were sent in FP8 six times 0.05, and a third more.
+# the error is one random number: the bound is eight times the usual 0.0025, or 0.05 in FP8.
 FACTOR = Bound(0.02, 0.04)
 FACTOR_FP8 = Bound(0.4, 0.6)
 _POISON = 1e4
@@ -72,20 +71,16 @@ def expert_factors(experts: int, device: str) -> torch.Tensor:
 
 
 def row_errors(
-    shape: RowsShape,
-    scored: Literal["before", "between", "after"],
-    device: str,
-    counted: bool = True,
+    shape: RowsShape, on_activations: bool, device: str, counted: bool = True
 ) -> Iterator[Error]:
-    """Compare a round trip with scores: tokens to groups, each group's factor, and back.
+    """Compare a round trip: tokens to groups, times each group's factor, and back.
 
-    The scores weight rows on their way to the groups, in these, or on their way back. The rows that
-    fill groups up are poisoned in between, where nothing of them may reach a token.
+    The rows that fill groups up are poisoned in between: nothing of them may reach a token.
 
     Args:
-        counted: the host knows how many copies each expert gets, as it does of DeepEP's, and a
-            third of the copies belong to experts of other ranks; else all experts are this rank's,
-            and the tokens are in float32.
+        on_activations: whether the scores weight rows of the groups, or those on their way back.
+        counted: as for DeepEP: the host knows the counts, and a third of the copies belong to
+            experts of other ranks. Otherwise all experts are this rank's, the tokens float32.
     """
     others = shape.experts // 2 + 1 if counted else 0
     experts, scores = random_routing(shape.tokens, shape.experts + others, shape.top_k, device, 11)
@@ -100,24 +95,21 @@ def row_errors(
         plan = plan_groups(experts, counts, shape.alignment)
     else:
         plan = plan_on_device(experts, shape.experts, shape.alignment)
-    grouped = spread(x, scores if scored == "before" else None, plan, torch.bfloat16)
+    grouped = spread(x, plan, torch.bfloat16)
     factors = expert_factors(shape.experts, device)
     by_row = factors.repeat_interleave(plan.sizes.long())[:, None]
-    fill = torch.cat(
-        [
-            torch.arange(size, device=device) >= count
-            for size, count in zip(plan.sizes.tolist(), counts, strict=True)
-        ]
-    )[:, None]
+    sizes = zip(plan.sizes.tolist(), counts, strict=True)
+    is_fill = [torch.arange(size, device=device) >= count for size, count in sizes]
+    fill = torch.cat(is_fill)[:, None]
     # Rows behind the last group belong to nobody.
     behind = len(grouped) - len(by_row)
     by_row, fill = (nn.functional.pad(one, (0, 0, 0, behind), value=1) for one in (by_row, fill))
     outputs = grouped.float() * by_row
-    if scored == "between":
+    if on_activations:
         outputs = outputs * row_scores(scores, plan)
     outputs = outputs.bfloat16().masked_fill(fill, _POISON)
     base = None if counted else random_rows(shape.tokens, shape.features, device, 14)
-    out = collect(outputs, scores if scored == "after" else None, plan, base=base)
+    out = collect(outputs, None if on_activations else scores, plan, base=base)
     dx, ds = torch.autograd.grad(out, [x, scores], grad)
 
     filled = grouped.detach()[fill.squeeze(1)].float()
@@ -152,13 +144,9 @@ def swiglu_errors(rows: int, hidden: int, device: str) -> Iterator[Error]:
 
 def join_errors(experts: int, hidden: int, features: int, device: str) -> Iterator[Error]:
     """Compare two weights side by side, and their gradients, with PyTorch's own."""
-    shape = (experts, hidden, features)
-    weights = [
-        (uneven_values(experts * hidden, features, device, seed).view(shape).float() * 1.001)
-        for seed in (24, 25)
-    ]
-    for weight in weights:
-        weight.requires_grad_()
+    rows, shape = experts * hidden, (experts, hidden, features)
+    values = [uneven_values(rows, features, device, seed).view(shape) for seed in (24, 25)]
+    weights = [(value.float() * 1.001).requires_grad_() for value in values]
     joined = join(torch.bfloat16, *weights)
     grad = uneven_values(experts * 2 * hidden, features, device, 26).view(joined.shape)
     grads = torch.autograd.grad(joined, weights, grad)
@@ -236,12 +224,8 @@ def inputs_of(shape: ExchangeShape, dp_rank: int, device: str) -> Exchanged:
     """Return all tokens of a data-parallel rank, the same on all its TP ranks."""
     tokens = shape.batch * shape.length
     experts, scores = random_routing(tokens, shape.experts, shape.top_k, device, 31 + 10 * dp_rank)
-    return Exchanged(
-        random_rows(tokens, shape.features, device, 32 + 10 * dp_rank),
-        random_rows(tokens, shape.features, device, 33 + 10 * dp_rank),
-        scores.requires_grad_(),
-        experts,
-    )
+    x, grad = (random_rows(tokens, shape.features, device, 10 * dp_rank + n) for n in (32, 33))
+    return Exchanged(x, grad, scores.requires_grad_(), experts)
 
 
 def exchange_errors(
@@ -281,23 +265,17 @@ def exchange_errors(
     wanted, wanted_dx, by_copy, experts = mine(
         given.x.float() * weights, given.grad.float() * weights, scores * products, given.experts
     )
-    # Of each expert its products' sum and, as that is often close to zero, the root of the sum of
-    # their squares, by which the error of the sum is measured.
+    # An expert's sum of products is often close to zero: measure its error by the root of the sum
+    # of their squares.
     of_experts = torch.zeros(shape.experts, 2, device=device)
     by_copy = by_copy.flatten()
     of_experts.index_add_(0, experts.flatten(), torch.stack([by_copy, by_copy.square()], 1))
     dist.all_reduce(of_experts, group=group)
     wanted_df, squares = of_experts.chunk(shape.ep)[dist.get_rank(group)].unbind(1)
-    sent, returned = quantized
-    scores_bound, factor_bound = (SCORES_FP8, FACTOR_FP8) if any(quantized) else (SCORES, FACTOR)
-    rows = x.shape[0] * x.shape[1], shape.features
-    yield error_of("output", out.detach().reshape(rows), wanted, FP8_ONCE if sent else MOVED)
-    yield error_of(
-        "gradient of the tokens", dx.reshape(rows), wanted_dx, FP8_ONCE if returned else MOVED
-    )
-    yield error_of("gradient of the scores", ds, products * factors, scores_bound, floor=1.0)
-    yield error_of(
-        *("gradient of the experts", local(df), wanted_df, factor_bound),
-        floor=1.0,
-        sizes=squares.sqrt(),
-    )
+    sent, returned = (FP8_ONCE if is_quantized else MOVED for is_quantized in quantized)
+    of_scores, of_factor = (SCORES_FP8, FACTOR_FP8) if any(quantized) else (SCORES, FACTOR)
+    out, dx, df, sizes = out.detach().flatten(0, 1), dx.flatten(0, 1), local(df), squares.sqrt()
+    yield error_of("output", out, wanted, sent)
+    yield error_of("gradient of the tokens", dx, wanted_dx, returned)
+    yield error_of("gradient of the scores", ds, products * factors, of_scores, floor=1.0)
+    yield error_of("gradient of the experts", df, wanted_df, of_factor, floor=1.0, sizes=sizes)

@@ -1,8 +1,8 @@
 """The options in force: each rank's observation, merged over ranks and held to the declaration.
 
-The model's own weights and layers say how GEMMs quantize. Running code notes the rest here.
-Terms are TorchAO's and TorchTitan's: a scaling type of the routed experts' grouped GEMMs (`mxfp8`,
-`mxfp8_wgrad_with_hp`, `fp8_rowwise`), a kind of linear layers (`mx`, `float8`), or `bf16`.
+The model's own weights and layers say how GEMMs quantize: a scaling type of TorchAO for the routed
+experts (`mxfp8`, ...), a kind of linear layers (`mx`, `float8`), or `bf16`. Running code notes the
+rest here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ saved: set[str] = set()
 patches_applied: set[str] = set()
 
 # Aspects that may be declared, and by which overlay.
-_ASPECTS = {"grouped_gemms": "precision", "linear_layers": "precision", "dispatch": "ep_backend"}
+_ASPECTS = dict.fromkeys(("grouped_gemms", "linear_layers", "emulated"), "precision")
+_ASPECTS["dispatch"] = "ep_backend"
 KINDS = {"precision": "precision", "ep_backend": "EP backend"}
 
 
@@ -56,32 +57,20 @@ class ModelActivity:
 
 
 @dataclass(frozen=True)
-class AttentionActivity:
-    """The attention of one rank, and how many tokens a token attended to on average.
+class RankActivity:
+    """One rank's observations in its first step.
 
     Attributes:
-        kinds: `flash_attention_4` (on the CPU `flash_attention_4_reference`), `flex` or `sdpa`.
-        mean_attended_length: over the first step's batches; None where the rank saw no mask.
+        stage: its place in the pipeline.
+        found: the words for each aspect of the report, such as `dispatch` or `attention`.
+        mean_attended_length: tokens to which a token attended, over the first step's batches; None
+            where the rank saw no mask.
     """
 
-    kinds: frozenset[str]
-    mean_attended_length: float | None
-
-
-@dataclass(frozen=True)
-class RankActivity:
-    """One rank's observations in its first step; `stage` is its place in the pipeline."""
-
     stage: int
-    model: ModelActivity
-    attention: AttentionActivity
-    dispatch: frozenset[str]
-    rows: frozenset[str]
-    loss: frozenset[str]
-    recomputation: frozenset[str]
-    saved: frozenset[str]
-    moe_routing: frozenset[str]
+    found: dict[str, frozenset[str]]
     emulated: bool
+    mean_attended_length: float | None
     patches_applied: frozenset[str]
     node: str
 
@@ -142,30 +131,25 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
     """Merge the ranks' observations; values on which ranks differ are joined, `a and b`.
 
     Returns:
-        `grouped_gemms`, `linear_layers`, `dispatch`, `rows`, `loss`, `recomputation`, `saved`,
-        `moe_routing`,
-        `attention`, `mean_attended_length` in tokens (each null where no rank has any), `emulated`.
+        Each aspect, null where no rank has any; `mean_attended_length` in tokens; `emulated`.
     """
 
-    def joined(name: str) -> str | None:
-        return words(frozenset().union(*(getattr(view, name) for view in views)))
+    def joined(name: str) -> frozenset[str]:
+        return frozenset().union(*(view.found[name] for view in views))
 
+    linear = joined("linear_layers")
     # A filter may leave no layer to quantize on one stage of a pipeline. Ranks of one stage hold
     # the same layers and must agree: `bf16` counts only where nothing is quantized, or they differ.
-    linear: frozenset[str] = frozenset().union(*(view.model.linear_layers for view in views))
-    by_stage = {(view.stage, view.model.linear_layers) for view in views}
+    by_stage = {(view.stage, view.found["linear_layers"]) for view in views}
     if len(by_stage) == len({view.stage for view in views}):
         linear = linear - {"bf16"} or linear
     # Ranks have batches of one size, so the mean of their means is that of all tokens.
-    lengths = [view.attention.mean_attended_length for view in views]
+    lengths = [view.mean_attended_length for view in views]
     means = [length for length in lengths if length is not None]
-    joint = ("dispatch", "rows", "loss", "recomputation", "saved", "moe_routing")
     return {
-        "grouped_gemms": words(frozenset().union(*(view.model.grouped_gemms for view in views))),
+        **{name: words(joined(name)) for name in views[0].found},
         "linear_layers": words(linear),
-        **{name: joined(name) for name in joint},
         "emulated": any(view.emulated for view in views),
-        "attention": words(frozenset().union(*(view.attention.kinds for view in views))),
         "mean_attended_length": round(fmean(means), 1) if means else None,
     }
 
@@ -173,28 +157,24 @@ def merge(views: Sequence[RankActivity]) -> dict[str, Any]:
 def check(job_config: Any, found: dict[str, Any]) -> None:
     """End this rank where `found`, from `merge`, differs from the declaration of the overlays.
 
-    `--cookbook.grouped_gemms`, `.linear_layers` and `.dispatch` declare; empty ones declare
-    nothing. The dispatch is not checked at one EP rank, where no token is sent.
+    Empty options declare nothing. At one EP rank, where no token is sent, the dispatch is ignored.
     """
     options = job_config.cookbook
-    declared = {aspect: value for aspect in _ASPECTS if (value := getattr(options, aspect))}
+    names = ("grouped_gemms", "linear_layers", "dispatch")
+    declared: dict[str, Any] = {name: one for name in names if (one := getattr(options, name))}
     if not declared:
         return
     if job_config.parallelism.expert_parallel_degree == 1:
         declared.pop("dispatch", None)
-    differences = [
-        (_ASPECTS[aspect], aspect, value, found[aspect] or "none")
-        for aspect, value in declared.items()
-        if found[aspect] != value
-    ]
-    emulated = options.emulated
-    if emulated != found["emulated"]:
-        truth = (str(emulated).lower(), str(found["emulated"]).lower())
-        differences.append(("precision", "emulated", *truth))
-    if differences:
-        texts = [
-            f"{f'{KINDS[kind]} {getattr(options, kind)}'.rstrip()} declares {aspect} {value}, "
-            f"but {active} is active"
-            for kind, aspect, value, active in differences
-        ]
+    declared["emulated"] = options.emulated
+    texts = []
+    for aspect, value in declared.items():
+        if value != found[aspect]:
+            kind = _ASPECTS[aspect]
+            overlay = f"{KINDS[kind]} {getattr(options, kind)}".rstrip()
+            wanted, active = (
+                str(one).lower() if aspect == "emulated" else one for one in (value, found[aspect])
+            )
+            texts.append(f"{overlay} declares {aspect} {wanted}, but {active or 'none'} is active")
+    if texts:
         raise refuse("; ".join([*texts, "correct the overlay's `expect` or its options"]))

@@ -23,7 +23,6 @@ from cookbook.titan.common.varlen_attention import (
     document_bounds,
     document_ends,
 )
-from cookbook.titan.tt_0_2_2.activity import AttentionActivity
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 FLAVOR = "flavor"
@@ -41,9 +40,12 @@ _ran: set[str] = set()
 _attended = AttendedLength()
 
 
-def observe_attention() -> AttentionActivity:
-    """Return this rank's attention in its first step, waiting for the GPU; stop counting."""
-    return AttentionActivity(frozenset(_ran | varlen_attention.ran), _attended.close())
+def observe_attention() -> tuple[frozenset[str], float | None]:
+    """Return the kinds of attention in this rank's first step, and the mean attended length.
+
+    Wait for the GPU, and stop counting.
+    """
+    return frozenset(_ran | varlen_attention.ran), _attended.close()
 
 
 def chosen_attention(model_parts: Iterable[nn.Module]) -> frozenset[str]:

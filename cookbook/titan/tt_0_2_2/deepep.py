@@ -1,7 +1,6 @@
 """The MoE layer and the expert parallelism of the EP backend `deepep`, corrected and overlapped.
 
-Each class says how it differs from TorchTitan's. Like TorchTitan's modules, this one raises where
-DeepEP is not installed.
+Importable only where DeepEP is installed.
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ class SendingExperts(nn.Module):
 
     A layer's tokens come in one or more parts. While the experts compute one part, the next is on
     its way to them and the previous one on its way back. One call takes all parts, so that FSDP
-    gathers the weights once. No input is a tensor that FSDP would cast, and DeepEP wait for.
-    Expert groups are padded for the grouped GEMMs.
+    gathers the weights once.
     """
 
     cookbook_group: ProcessGroup
-    cookbook_score_before_experts: bool
     cookbook_score_activations: bool
 
     def forward(
@@ -63,12 +60,8 @@ class SendingExperts(nn.Module):
         assert computed is not None
         return *returned, self._combine(computed, routings[-1])
 
-    @property
-    def _scores_activations(self) -> bool:
-        return self.cookbook_score_activations and not self.cookbook_score_before_experts
-
     def _combine(self, computed: torch.Tensor, routing: Routing) -> torch.Tensor:
-        if not self._scores_activations:
+        if not self.cookbook_score_activations:
             return combine(computed, routing)
         with not_saved():
             return combine(computed, routing, is_needed=not in_recompute())
@@ -79,15 +72,11 @@ class SendingExperts(nn.Module):
         """Compute the experts' outputs, summed for each row over its local experts."""
         plan = plan_groups(experts, counts, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         activity.patches_applied.add("deepep-padded-groups")
-        if self._scores_activations:
-            grouped = spread(rows, None, plan)
-            out = experts_with_probs(self, grouped, row_scores(scores, plan), plan.ends)
-            return collect(out, None, plan, is_needed=not in_recompute())
-        before, after = scores, None
-        if not self.cookbook_score_before_experts:
-            before, after = after, before
-        out = super().forward(spread(rows, before, plan), plan.sizes)
-        return collect(out, after, plan)
+        grouped = spread(rows, plan)
+        if not self.cookbook_score_activations:
+            return collect(super().forward(grouped, plan.sizes), scores, plan)
+        out = experts_with_probs(self, grouped, row_scores(scores, plan), plan.ends)
+        return collect(out, None, plan, is_needed=not in_recompute())
 
 
 class ChunkedExpertParallel(DeepEPExpertParallel):
@@ -96,7 +85,6 @@ class ChunkedExpertParallel(DeepEPExpertParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module
         experts.cookbook_group = device_mesh.get_group()
-        experts.cookbook_score_before_experts = self.score_before_experts
         return distribute_module(module, device_mesh, partition_fn=self._partition_fn)
 
 
@@ -136,10 +124,8 @@ class SplitMoE(DeepEPMoE):
         """Return the layer's output for this rank's tokens.
 
         Under TP, `x` and the output are this rank's shard of every sequence, (batch, length / TP,
-        features). The experts get the shard itself, before any gather, and their output is added
-        after the shared experts' output has been summed over TP: the split copies nothing. The
-        shared experts' gradient of the whole is summed over TP once, while the gradients of the
-        rows are on their way.
+        features). The experts get the shard itself, before any gather. The shared experts' gradient
+        of the whole is summed over TP once, while the gradients of the rows are on their way.
         """
         tp_mesh = getattr(self, "cookbook_tp_mesh", None)
         mine = x.to_local() if isinstance(x, DTensor) else x
@@ -148,8 +134,7 @@ class SplitMoE(DeepEPMoE):
 
         tokens = whole.view(-1, features)
         top_scores, experts, counts = self.router(tokens, self.expert_bias)
-        # All tokens are counted, the same on every TP rank: the sum for the expert bias is taken
-        # over other ranks only.
+        # Count all tokens on every TP rank: the sum for the expert bias is over other ranks only.
         if self.load_balance_coeff is not None:
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts)
@@ -189,8 +174,7 @@ def use_split_moe(moe: Any, chunks: int, score_activations: bool) -> None:
     """Change the classes of a layer, its experts and shared experts; the instances alone, as FSDP.
 
     Args:
-        chunks: the number of parts into which the layer cuts its tokens.
-        score_activations: whether the experts' activations are scored, not their outputs.
+        chunks, score_activations: the options of the section `deepep`.
     """
     moe.__class__ = SplitMoE
     moe.cookbook_chunks = chunks

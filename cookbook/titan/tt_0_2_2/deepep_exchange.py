@@ -13,9 +13,8 @@ exchange and the wait for it are separate autograd nodes, with half of the share
     arrive      waits for the rows               starts to send their gradients
 
 The first half is in the GPU's queue before the host waits for DeepEP's counts. In the backward
-autograd runs the latest node first, which is this order from below. Another order would cost time
-and nothing else: each reader waits for the data that it reads. Where the tokens are cut into parts,
-each part has its own exchange, with the experts between: `deepep.py` has that order.
+autograd runs the latest node first, which is this order from below. Another order would only cost
+time: each reader waits for the data that it reads. Each part of the tokens has its own exchange.
 """
 
 from __future__ import annotations

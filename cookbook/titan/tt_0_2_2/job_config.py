@@ -1,8 +1,8 @@
 """The options that the cookbook adds to TorchTitan's own `JobConfig`.
 
 `--job.custom_config_module` names this module. TorchTitan merges these dataclasses, section by
-section and field by field, into its own, so only additions and widened choices are here. There is
-no `from __future__ import annotations`, since TorchTitan and tyro read the types at run time.
+section and field by field, into its own. Both read the types at run time, so there is no
+`from __future__ import annotations`.
 """
 
 from dataclasses import dataclass, field

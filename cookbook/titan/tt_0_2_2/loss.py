@@ -1,12 +1,11 @@
 """The loss: per-token gradients in a pipeline too, and optionally no whole logits.
 
-Without a pipeline, TorchTitan divides the summed loss by the tokens of the global batch before the
-backward. A pipeline schedule runs the backward inside, before that division. In 0.2.2 its gradients
-are therefore larger by the number of tokens, and every step is clipped (pytorch/torchtitan#2972).
+TorchTitan divides the summed loss by the tokens of the global batch. A pipeline schedule runs the
+backward before that: in 0.2.2 its gradients are larger by the number of tokens, and every step is
+clipped (pytorch/torchtitan#2972).
 
 With `loss.num_chunks` the output layer returns its input, with its weight beside it, and the loss
-function multiplies (`common/chunked_loss.py`). A pipeline's last stage and gradient accumulation
-call both as before.
+function multiplies (`common/chunked_loss.py`).
 """
 
 from __future__ import annotations
@@ -74,10 +73,7 @@ class HandingOn(nn.Linear):
 
 
 def hand_on(model: nn.Module) -> None:
-    """Let the output layer of `model` hand its input on; call before parallelizing.
-
-    Only one stage of a pipeline has an output layer.
-    """
+    """Let the output layer of `model`, if there is one, hand its input on, before parallelizing."""
     output = model.output
     if output is None:
         return
@@ -100,18 +96,16 @@ def keep_gathered(model: nn.Module) -> None:
 class HandingOnColwiseParallel(ColwiseParallel):
     """TorchTitan's plan for the output layer: the vocabulary is cut over the TP ranks.
 
-    An output layer that hands on gets the hidden states of all ranks as a plain tensor, with or
-    without `parallelism.disable_loss_parallel`.
+    An output layer that hands on gets the hidden states of all ranks as a plain tensor.
     """
 
     @staticmethod
     def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
+        input_layouts: Any, desired_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
     ) -> Any:
         if not isinstance(mod, HandingOn):
-            return ColwiseParallel._prepare_input_fn(
-                input_layouts, desired_input_layouts, mod, inputs, device_mesh
-            )
+            layouts = (input_layouts, desired_layouts)
+            return ColwiseParallel._prepare_input_fn(*layouts, mod, inputs, device_mesh)
         (hidden,) = inputs
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, device_mesh, input_layouts, run_check=False)
@@ -119,14 +113,10 @@ class HandingOnColwiseParallel(ColwiseParallel):
         return hidden.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
 
     @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
-    ) -> Any:
+    def _prepare_output_fn(layouts: Any, to_local: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
         if isinstance(mod, HandingOn):
             return outputs
-        return ColwiseParallel._prepare_output_fn(
-            output_layouts, use_local_output, mod, outputs, device_mesh
-        )
+        return ColwiseParallel._prepare_output_fn(layouts, to_local, mod, outputs, mesh)
 
 
 def build_chunked_loss(job_config: Any) -> LossFunction:

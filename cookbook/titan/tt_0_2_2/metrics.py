@@ -1,8 +1,7 @@
 """TorchTitan's metrics, with metrics.jsonl, the router's load and a report of the first step.
 
 After the first optimizer step the ranks' observations are merged and compared with the overlays'
-declaration (`activity.py`). A difference ends the run with one line; otherwise one line of the log
-and `environment.json` say what is in force.
+declaration (`activity.py`); one line of the log and `environment.json` say what is in force.
 
 `attempt-<k>/metrics.jsonl` has one JSON object for each logged step. `cookbook.observe.metrics`
 reads it, and so does any notebook: `pandas.read_json("metrics.jsonl", lines=True)`.
@@ -118,30 +117,17 @@ class CookbookMetrics(metrics.MetricsProcessor):
             self._logged_at = now
         return is_logged
 
-    def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
-    ) -> None:
+    def log(self, step: int, *values: float, extra_metrics: dict[str, Any] | None = None) -> None:
         """Log TorchTitan's metrics of this step, and the router's load since the last one."""
         if self._load is None:
-            assert self.model_parts is not None
-            self._load = RouterLoad(
-                self.model_parts,
-                self.model_args,
-                self.parallel_dims,
-                self.job_config,
-                self._is_metrics_rank(),
-            )
+            model = (self.model_parts, self.model_args, self.parallel_dims)
+            self._load = RouterLoad(*model, self.job_config, self._is_metrics_rank())
         load = self._load.log(self._first_unlogged or step, step)
         self._first_unlogged = None
         extra = {**(extra_metrics or {}), **load}
         if self.job_config.training.max_skipped_steps:
             extra["skipped_steps"] = skipped_steps()
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
+        super().log(step, *values, extra_metrics=extra)
 
     def _is_metrics_rank(self) -> bool:
         rank = metrics_rank(self.parallel_dims, self.job_config)
@@ -186,18 +172,24 @@ class CookbookMetrics(metrics.MetricsProcessor):
     def _observe(self) -> activity.RankActivity:
         assert self.model_parts is not None
         model = activity.observe_model(self.model_parts)
+        attention, mean_attended_length = observe_attention()
+        found = {
+            "grouped_gemms": model.grouped_gemms,
+            "linear_layers": model.linear_layers,
+            "dispatch": activity.observe_dispatch(),
+            "rows": frozenset(activity.rows),
+            "loss": frozenset(activity.losses),
+            "recomputation": observe_recomputation(self.model_parts),
+            "saved": frozenset(activity.saved),
+            "moe_routing": observe_routing(self.model_parts),
+            "attention": attention,
+        }
         pp_mesh = self.parallel_dims.get_optional_mesh("pp")
         return activity.RankActivity(
             stage=0 if pp_mesh is None else pp_mesh.get_local_rank(),
-            model=model,
-            attention=observe_attention(),
-            dispatch=activity.observe_dispatch(),
-            rows=frozenset(activity.rows),
-            loss=frozenset(activity.losses),
-            recomputation=observe_recomputation(self.model_parts),
-            saved=frozenset(activity.saved),
-            moe_routing=observe_routing(self.model_parts),
+            found=found,
             emulated=model.emulated or activity.casts_are_emulated(),
+            mean_attended_length=mean_attended_length,
             patches_applied=frozenset(activity.patches_applied),
             node=socket.gethostname(),
         )
@@ -206,8 +198,7 @@ class CookbookMetrics(metrics.MetricsProcessor):
 def metrics_rank(parallel_dims: Any, job_config: Any) -> int:
     """Return the rank that knows the loss, and so reports.
 
-    TorchTitan knows one V-shaped schedule, in one spelling; for the others it would log the
-    negative loss of another rank.
+    TorchTitan knows one of the V-shaped schedules; for others it logs another rank's negative loss.
     """
     schedule = job_config.parallelism.pipeline_parallel_schedule
     return loss_rank(schedule, parallel_dims.pp, parallel_dims.world_size)
@@ -218,8 +209,7 @@ def build_metrics_processor(
 ) -> CookbookMetrics:
     """Check the kernels and build the metrics, as TorchTitan's function of this name.
 
-    It is called once, after the converters and before the model has memory: kernels can be checked
-    as the job will call them.
+    It is called once, after the converters and before the model has memory.
     """
     start_compile_workers(job_config)
     self_check = check_kernels(job_config, parallel_dims, model_args)
@@ -238,9 +228,9 @@ def build_metrics_processor(
 
 
 def start_compile_workers(job_config: Any) -> None:
-    """Start the processes that compile Triton kernels, without waiting for them.
+    """Start the processes that compile Triton kernels, which import torch for seconds.
 
-    They import torch for seconds, and torch starts them only when it compiles the first function.
+    Torch starts them only when it compiles the first function.
     """
     if not torch.cuda.is_available() or job_config.comm.mode != "default":
         return

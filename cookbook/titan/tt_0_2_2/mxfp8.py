@@ -5,8 +5,7 @@ the grouped GEMMs, and refuse GPUs below SM100, although TorchAO has the recipe 
 
 `mxfp8_a2a` is TorchTitan's standard backend with TorchAO's quantized all-to-all. The dispatch sends
 MXFP8 in the forward and BF16 in the backward, the combine the other way around. The receiver
-dequantizes at once, so the grouped GEMMs may have any precision. MXFP8 ones lose nothing: a value
-that was rounded to its block's scale is rounded to itself again.
+dequantizes at once, so the grouped GEMMs may have any precision.
 """
 
 from __future__ import annotations
@@ -44,24 +43,20 @@ BLOCK = 32
 _EMULATED = " (EMULATED: numerics only)"
 
 
-class _DynamicConverter(QuantizationConverter):
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Do nothing: nothing is kept from step to step."""
+def _keep_nothing(self: Any, model: nn.Module | list[nn.Module]) -> None:
+    """Implement TorchTitan's hook: both converters quantize anew in each forward."""
 
 
-class MXGroupedMMConverter(_DynamicConverter):
+class MXGroupedMMConverter(QuantizationConverter):
     """Replaces the experts' weights, so that their grouped GEMMs quantize operands to MXFP8."""
+
+    post_optimizer_hook = _keep_nothing
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         from torchao.prototype.moe_training import scaled_grouped_mm
 
         super().__init__(job_config, parallel_dims)
         options: Any = job_config.quantize.grouped_mm.mx
-        if not options.fqns:
-            raise refuse(
-                "model.converters has quantize.grouped_mm.mx, but quantize.grouped_mm.mx.fqns is "
-                "empty; pass --quantize.grouped_mm.mx.fqns=experts"
-            )
         _check_hardware(options.emulate, "quantize.grouped_mm.mx.emulate")
         self.fqns = [options.fqns] if isinstance(options.fqns, str) else list(options.fqns)
         self.recipe_name = options.recipe_name
@@ -80,23 +75,19 @@ class MXGroupedMMConverter(_DynamicConverter):
         from torchao.quantization.quant_api import quantize_
         from torchao.quantization.quantize_.common import KernelPreference
 
+        preference = KernelPreference.EMULATED if self.emulate else KernelPreference.AUTO
         config = MoETrainingConfig(
-            scaling_type=MoEScalingType(self.recipe_name),
-            kernel_preference=(
-                KernelPreference.EMULATED if self.emulate else KernelPreference.AUTO
-            ),
+            scaling_type=MoEScalingType(self.recipe_name), kernel_preference=preference
         )
-
-        def is_target(module: nn.Module, fqn: str) -> bool:
-            return any(target in fqn for target in self.fqns)
-
-        quantize_(model, config=config, filter_fn=is_target)
+        quantize_(model, config, lambda _, fqn: any(target in fqn for target in self.fqns))
         note = _EMULATED if self.emulate else ""
         logger.info(f"Grouped GEMMs of modules matching {self.fqns} use {self.recipe_name}{note}")
 
 
-class MXLinearConverter(_DynamicConverter):
+class MXLinearConverter(QuantizationConverter):
     """Turns the linear layers that `filter_fqns` leaves into TorchAO's MXLinear."""
+
+    post_optimizer_hook = _keep_nothing
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         from torchao.prototype.mx_formats.config import MXFP8Dim1CastKernelChoice, MXLinearConfig
@@ -105,15 +96,6 @@ class MXLinearConverter(_DynamicConverter):
         super().__init__(job_config, parallel_dims)
         options: Any = job_config.quantize.linear.mx
         _check_hardware(options.emulate, "quantize.linear.mx.emulate")
-        compiled = job_config.compile.enable and "model" in job_config.compile.components
-        if compiled and parallel_dims.tp_enabled and not options.emulate:
-            # TorchAO's SM100 casts are operators of its own, which TorchTitan refuses to compile
-            # under TP. Emulated casts are plain operations on DTensors, and compile.
-            raise refuse(
-                "MXFP8 linear layers under tensor parallelism do not compile with TorchAO 0.16's "
-                "SM100 kernels; leave out --compile.enable, set --compile.components=loss, or use "
-                "--parallelism.tensor_parallel_degree=1"
-            )
         config = MXLinearConfig.from_recipe_name(options.recipe_name)
         if options.emulate:
             # Only the kernels are replaced; the recipe still chooses the scales.
@@ -148,9 +130,8 @@ def emulated_weight_gradient(
 ) -> torch.Tensor:
     """Dequantize both operands and multiply in BF16, group by group along the contraction.
 
-    TorchAO's function of the same signature loops over the groups on the host: each call waits for
-    the device, and it does not compile. Here groups are whole blocks, so that no scale belongs to
-    two groups and the operands are dequantized at once.
+    TorchAO's function of the same signature loops over the groups on the host, which does not
+    compile. Here groups are whole blocks: no scale belongs to two.
 
     Args:
         a_data: (N, M) float8, its scales (N, M / block) along the rows of all groups.
@@ -177,28 +158,19 @@ def _check_hardware(emulate: bool, option: str) -> None:
 def replace_mx_converters() -> None:
     """Put both classes where TorchTitan looks converters up.
 
-    No door: `register_model_converter` refuses a name that is taken, and recipes use TorchTitan's
-    names. Jobs of other model families never call this.
+    No door: `register_model_converter` refuses a name that is taken.
     """
     registry: dict[str, Any] = model_converter._registry_model_converter_cls
-    for name, converter in (
-        ("quantize.grouped_mm.mx", MXGroupedMMConverter),
-        ("quantize.linear.mx", MXLinearConverter),
-    ):
-        assert name in registry, name
-        registry[name] = converter
+    registry["quantize.grouped_mm.mx"] = MXGroupedMMConverter
+    registry["quantize.linear.mx"] = MXLinearConverter
 
 
 def _cast_with_operations(
     values: torch.Tensor, inner_block_size: int, scaling_mode: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast as TorchAO's SM100 kernel does, by PyTorch operations for any device."""
-    scales, data = to_mx(
-        values.contiguous(),
-        torch.float8_e4m3fn,
-        inner_block_size,
-        ScaleCalculationMode(scaling_mode),
-    )
+    mode = ScaleCalculationMode(scaling_mode)
+    scales, data = to_mx(values.contiguous(), torch.float8_e4m3fn, inner_block_size, mode)
     return data, scales
 
 
@@ -223,12 +195,8 @@ def emulated() -> bool:
 
 class _Dispatch(a2a_dispatch._A2ADispatchMXFP8FwdHPBwd):
     @staticmethod
-    def forward(
-        ctx: Any, tokens: torch.Tensor, output_splits: Any, input_splits: Any, group: Any
-    ) -> torch.Tensor:
-        received = a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward(
-            ctx, tokens, output_splits, input_splits, group
-        )
+    def forward(ctx: Any, tokens: torch.Tensor, *splits: Any) -> torch.Tensor:
+        received = a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward(ctx, tokens, *splits)
         activity.dispatches.add(activity.MXFP8_DISPATCH)
         return _dequantized(received)
 
@@ -240,12 +208,8 @@ class _Dispatch(a2a_dispatch._A2ADispatchMXFP8FwdHPBwd):
 
 class _Combine(a2a_combine._A2ACombineHPFwdMXFP8Bwd):
     @staticmethod
-    def forward(
-        ctx: Any, tokens: torch.Tensor, output_splits: Any, input_splits: Any, group: Any
-    ) -> torch.Tensor:
-        return a2a_combine._A2ACombineHPFwdMXFP8Bwd.forward(
-            ctx, tokens.contiguous(), output_splits, input_splits, group
-        )
+    def forward(ctx: Any, tokens: torch.Tensor, *splits: Any) -> torch.Tensor:
+        return a2a_combine._A2ACombineHPFwdMXFP8Bwd.forward(ctx, tokens.contiguous(), *splits)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -272,6 +236,22 @@ class Precisions:
     @property
     def any(self) -> bool:
         return self.dispatch_forward or self.combine_backward
+
+
+@torch.no_grad()
+def exchange_counts(
+    counts: torch.Tensor, group: Any, ranks: int
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """Return the tokens that this rank receives, (ranks * local experts,), and both splits.
+
+    Args:
+        counts: (experts,), the tokens that this rank sends.
+    """
+    received = all_to_all_single(counts, None, None, group=group)
+    received = torch.ops._c10d_functional.wait_tensor(received)
+    # The one wait for the device: the host must know the splits.
+    splits = [sizes.view(ranks, -1).sum(1) for sizes in (counts, received)]
+    return received, torch.stack(splits).tolist()
 
 
 def send(
@@ -302,14 +282,8 @@ class QuantizedExpertParallel(ExpertParallel):
     def _token_dispatch(self, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
         tokens, counts = inputs
         group, ranks = device_mesh.get_group(), device_mesh.size()
-        with torch.no_grad():
-            received_counts = all_to_all_single(counts, None, None, group=group)
-            received_counts = torch.ops._c10d_functional.wait_tensor(received_counts)
-            # The one wait for the device: the host must know the splits.
-            splits = torch.stack(
-                [sizes.view(ranks, -1).sum(1) for sizes in (counts, received_counts)]
-            ).tolist()
-            self.input_splits, self.output_splits = splits
+        received_counts, splits = exchange_counts(counts, group, ranks)
+        self.input_splits, self.output_splits = splits
         received = send(self.precisions, tokens, self.output_splits, self.input_splits, group)
         self.input_shape, grouped, self.permuted_indices, sizes = _permute(
             received, received_counts, ranks, counts.shape[0] // ranks
@@ -326,10 +300,7 @@ class QuantizedExpertParallel(ExpertParallel):
 
 
 def prepare_quantized_a2a() -> None:
-    """Replace the cast and the exchange of TorchAO where this machine lacks them.
-
-    No door: TorchAO's functions call both by name.
-    """
+    """Replace TorchAO's cast and exchange where this machine lacks them; there is no door."""
     for module in (a2a_dispatch, a2a_combine):
         if emulated():
             module.triton_to_mxfp8_dim0 = _cast_with_operations

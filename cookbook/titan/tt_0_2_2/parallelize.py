@@ -189,16 +189,6 @@ def _router_hook(tp_mesh: DeviceMesh, router: nn.Module, inputs: Any, outputs: A
     return sum_gradient_over_tp(top_scores, tp_mesh), experts, counts
 
 
-def _has_term_of_scores(moe: Any, is_sharded: bool) -> bool:
-    """Return whether a TP rank's gradient of the router's scores is one term of a sum over TP.
-
-    It is where the rank sends only its shard of the tokens. Elsewhere TP cuts every expert, and a
-    rank has one term of its output, and so of the gradient of the scores that multiply it. Scores
-    that multiply the experts' input get the gradient of that, which TorchTitan sums.
-    """
-    return is_sharded or not moe.score_before_experts
-
-
 def apply_moe_ep_tp(
     precisions: Precisions,
     model: nn.Module,
@@ -219,6 +209,8 @@ def apply_moe_ep_tp(
         options: TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on.
     """
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
+    if any(moe.score_before_experts for moe in layers):
+        raise ValueError("the experts' outputs must be scored, not their inputs")
     names: dict[str, Any] = {
         "PrepareModuleInputOutput": PrepareMoE,
         "ReordererSequenceParallel": SequenceShardReorderer,
@@ -253,9 +245,10 @@ def apply_moe_ep_tp(
     # EP borrows the TP ranks, each of which then sends its shard of the tokens.
     is_sharded = ep_mesh is not None and etp_mesh is None
     for moe in layers:
-        if _has_term_of_scores(moe, is_sharded):
-            moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
-            activity.patches_applied.add("router-gradients-summed-over-tp")
+        # A rank sends only its shard of the tokens or, where TP cuts every expert, has one term of
+        # the output: its gradient of the scores is one term of a sum over TP.
+        moe.router.register_forward_hook(partial(_router_hook, tp_mesh))
+        activity.patches_applied.add("router-gradients-summed-over-tp")
         if moe.shared_experts is not None:
             activity.patches_applied.add("shared-expert-gradients-not-summed-over-tp")
         if is_sharded and moe.reorderer is not None:

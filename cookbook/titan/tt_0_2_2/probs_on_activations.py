@@ -2,8 +2,7 @@
 
 An expert's output is linear in its activation: the sum over a token's experts is the same but for
 rounding. No gradient needs the outputs then: they are not kept, and recomputation stops before the
-last product. Only the residual sum may follow them in the recomputed region, as in TorchTitan's
-layers. Megatron Core applies "probs on activations" since v0.13.
+last product. Megatron Core applies "probs on activations" since v0.13.
 """
 
 from __future__ import annotations

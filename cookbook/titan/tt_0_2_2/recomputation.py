@@ -1,12 +1,9 @@
 """Selective recomputation with a recipe's own list of operators to save.
 
 TorchTitan's `selective_ac_option=op` looks every operator up in a fixed list, which lacks grouped
-GEMMs. The list sees an operator in a compiled region too if Inductor calls it: grouped GEMMs,
-DeepEP's dispatch and combine, FlashAttention-4, and dense GEMMs where they are named. It does not
-see kernels that Inductor generates, such as FlexAttention.
-
-Inductor gives a dense GEMM a buffer to write to, while a list of operators knows those only that
-return their result. Where the list names dense GEMMs, a forward's become calls of `cookbook::mm`.
+GEMMs. In a compiled region it sees operators that Inductor calls, and no kernels that Inductor
+generates, such as FlexAttention. Inductor calls a dense GEMM with a buffer to write to, which no
+list can save. Where the list names dense GEMMs, a forward's become calls of `cookbook::mm`.
 """
 
 from __future__ import annotations
@@ -61,8 +58,7 @@ _is_needless = False
 
 
 def in_recompute() -> bool:
-    """Return whether this forward recomputes activations in the backward."""
-    # It runs within a task of autograd's engine.
+    """Return whether this forward recomputes activations, in a task of autograd's engine."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -70,8 +66,7 @@ def operators_of(names: Iterable[str]) -> Iterator[Any]:
     """Yield the operators of these names that are installed."""
     for name in names:
         namespace, _, operator = name.partition(".")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        if packet is not None:
+        if packet := getattr(getattr(torch.ops, namespace), operator, None):
             yield packet.default
 
 
@@ -104,7 +99,7 @@ def last_product() -> Iterator[None]:
 class _Unmultiplied(TorchDispatchMode):
     """Let GEMMs return uninitialized memory; autograd records their operands all the same.
 
-    GEMMs of aten do compute: TorchTitan counts them, to save every second one.
+    `aten::mm` does compute: TorchTitan counts its calls, to save every second one.
     """
 
     def __init__(self) -> None:
@@ -176,16 +171,14 @@ def observe_recomputation(model_parts: Iterable[nn.Module]) -> frozenset[str]:
     """Return how the layers of this rank are recomputed: `none`, `full`, `selective`."""
     if (budget := torch._functorch.config.activation_memory_budget) < 1:
         return frozenset({f"memory_budget {budget:g}"})
-    layers = [layer for part in model_parts for layer in part.get_submodule("layers").children()]
-    return frozenset(_recomputation(layer) for layer in layers)
-
-
-def _recomputation(layer: nn.Module) -> str:
-    for module in layer.modules():
-        if isinstance(module, CheckpointWrapper):
+    found = set()
+    for part in model_parts:
+        for layer in part.get_submodule("layers").children():
+            wrappers = [one for one in layer.modules() if isinstance(one, CheckpointWrapper)]
             # A functools.partial; the function gets no context where everything is recomputed.
-            return "selective" if "context_fn" in module.checkpoint_fn.keywords else "full"
-    return "none"
+            is_selective = wrappers and "context_fn" in wrappers[0].checkpoint_fn.keywords
+            found.add("selective" if is_selective else "full" if wrappers else "none")
+    return frozenset(found)
 
 
 @torch.library.custom_op("cookbook::mm", mutates_args=())
@@ -231,11 +224,7 @@ def show_gemms(least_inner: int) -> None:
 
 @functools.cache
 def _protect_results() -> None:
-    """Forbid Inductor to write over the operator's results.
-
-    Often the save list alone keeps them: the rotary embedding's backward does not need the queries
-    that it was given.
-    """
+    """Forbid Inductor to write over the operator's results, which only the save list may keep."""
     from torch._inductor.lowering import fallback_handler, register_lowering
     from torch._inductor.virtualized import V
 

@@ -1,14 +1,11 @@
 """Counts of the router's tokens for each expert: logged, and of training's forwards alone.
 
 TorchTitan counts in each MoE layer (`tokens_per_expert`), for the expert bias, and 0.2.2 counts
-every forward. Not every forward trains: a pipeline first computes each stage once for zeros, to
-learn shapes (`_shape_inference` in PyTorch's `stage.py`), and validation computes losses. Their
-tokens moved the bias, and with it the routing, so they are taken out.
+every forward, also those of validation and of a pipeline's shape inference over zeros. Their tokens
+moved the bias, and with it the routing, so they are taken out.
 
 That count cannot be logged: recomputation adds to it again, and the optimizer resets it. So each
-layer keeps a second count. Between logged steps it costs two additions of a few numbers on the
-device for each forward of a layer. At a logged step the ranks sum their counts, and one of them
-copies the sum to the host.
+layer keeps a second count, at the cost of two small additions on the device for each forward.
 """
 
 from __future__ import annotations
@@ -88,8 +85,6 @@ class RouterLoad:
     """The load of every expert of the whole model since the metrics were last logged.
 
     Args:
-        model_parts: this rank's part of the model.
-        model_args: of the whole model.
         writes: whether this rank writes; one does.
     """
 
@@ -134,22 +129,15 @@ class RouterLoad:
         share = counts[layers] / counts[layers].mean(1, keepdim=True)
         busiest = [round(value, 4) for value in share.amax(1).tolist()]
         starved = (share < STARVED).sum(1).tolist()
-        line = {
-            "first_step": first_step,
-            "step": step,
-            "forced": self._forced,
-            "layers": layers,
-            "busiest_over_mean": busiest,
-            "starved_experts": starved,
-        }
+        line = {"first_step": first_step, "step": step, "forced": self._forced, "layers": layers}
+        line |= {"busiest_over_mean": busiest, "starved_experts": starved}
         self._write(line | self._due_counts(counts, layers, first_step))
+        name = "router_load/busiest_over_mean"
+        by_layer = zip(layers, busiest, strict=True)
         return {
-            "router_load/busiest_over_mean": max(busiest),
+            name: max(busiest),
             "router_load/starved_experts": float(sum(starved)),
-            **{
-                f"router_load/busiest_over_mean/layer_{layer:02}": value
-                for layer, value in zip(layers, busiest, strict=True)
-            },
+            **{f"{name}/layer_{layer:02}": value for layer, value in by_layer},
         }
 
     def take_counts(self) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """MoE layers of the EP backends `standard` and `mxfp8_a2a` with `cookbook.row_kernels`.
 
 TorchTitan orders rows by an index, weights the experts' outputs by a batched GEMM in float32 and
-writes them back by another index; the backward of each is slower still. Here rows are ordered and
-brought back in one pass each, and the scores weight the activations (`probs_on_activations.py`).
+writes them back by another index. Here rows are ordered and brought back in one pass each, and the
+scores weight the activations (`probs_on_activations.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
-from torch.distributed._functional_collectives import (
-    all_to_all_single,
-    all_to_all_single_autograd,
-)
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_module
 from torchtitan.distributed.expert_parallel import (
@@ -37,7 +34,7 @@ from cookbook.titan.common.expert_groups import (
 )
 from cookbook.titan.common.token_shard import TokenShard, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, receive, send
+from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts, receive, send
 from cookbook.titan.tt_0_2_2.probs_on_activations import group_products
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 
@@ -75,20 +72,16 @@ class RowExperts(nn.Module):
         if not self.cookbook_precisions.any:
             activity.dispatches.add("standard")
         with torch.no_grad():
-            received = all_to_all_single(groups.sizes, None, None, group=group)
-            received = torch.ops._c10d_functional.wait_tensor(received).view(ranks, -1)
-            # The one wait for the device: the host must know the splits.
-            splits = [groups.sizes.view(ranks, -1).sum(1), received.sum(1)]
-            there, here = torch.stack(splits).tolist()
+            received, (there, here) = exchange_counts(groups.sizes, group, ranks)
             # Rows arrive by rank, and of each rank by expert.
-            num_local = received.shape[1]
+            num_local = len(received) // ranks
             experts = torch.arange(num_local, device=rows.device).repeat(ranks)
-            experts = experts.repeat_interleave(received.flatten(), output_size=sum(here))
+            experts = experts.repeat_interleave(received, output_size=sum(here))
             plan = plan_on_device(experts[:, None], num_local, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         arrived = send(self.cookbook_precisions, rows, here, there, group)
         scores = all_to_all_single_autograd(groups.scores, here, there, group)
         own = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
-        out = self._compute(spread(arrived, None, plan), own)
+        out = self._compute(spread(arrived, plan), own)
         with not_saved():
             out = collect(out, None, plan, is_needed=not in_recompute())
             if in_recompute():
@@ -152,7 +145,7 @@ class RowMoE(MoE):
         plan = plan_on_device(chosen, self.router.num_experts, alignment)
         dtype = torch.bfloat16 if getattr(experts, "use_grouped_mm", True) else x.dtype
         groups = Groups(row_scores(scores, plan), plan.sizes, plan.ends)
-        routed = experts(spread(mine, None, plan, dtype), groups)
+        routed = experts(spread(mine, plan, dtype), groups)
         # Before anything waits for the rows.
         out = None if self.shared_experts is None else self.shared_experts(tokens)
         activity.rows.add("kernels")
@@ -173,8 +166,6 @@ def _with_rows(experts: type[nn.Module]) -> type[nn.Module]:
 
 def use_row_kernels(moe: Any) -> None:
     """Change the classes of a layer and its experts; the instances alone, as FSDP does."""
-    if moe.score_before_experts:
-        raise ValueError("cookbook.row_kernels scores activations; score_before_experts is on")
     moe.__class__ = RowMoE
     kind: Any = type(moe.experts)
     moe.experts.__class__ = _with_rows(kind)

@@ -1,7 +1,7 @@
-"""Runs the test cases of every kernel that a cell uses, on the GPU that it is about to use it on.
+"""Compares every kernel that a job uses with a reference, on its own GPU, before the first step.
 
-Kernels have been wrong in silence, on one generation of GPUs or in the backward alone. So a job
-compares them with a reference before its first step; a wrong one refuses the cell.
+Kernels have been wrong in silence, on one generation of GPUs or in the backward alone. A wrong one
+ends the job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
 from cookbook.titan.common import varlen_attention
-from cookbook.titan.selftest.cases import CaseResult, KernelCase, run_case
+from cookbook.titan.selftest.cases import CaseResult, run_case
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.selftest_cases import Cell, kernel_cases
 from cookbook.titan.tt_0_2_2.versions import refuse, versions
@@ -67,19 +67,17 @@ def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[
 
 
 def check_nvshmem(maps: str) -> None:
-    """Log the NVSHMEM that this process maps; refuse one that DeepEP was not linked with.
+    """Log the NVSHMEM that this process maps; refuse another than torch's wheel.
 
-    That is torch's wheel. The loader takes a library in LD_LIBRARY_PATH first, and DeepEP then
+    DeepEP was linked with that one. With another, which the loader takes from LD_LIBRARY_PATH, it
     hangs or fails between nodes.
 
     Args:
         maps: the content of /proc/self/maps.
     """
     spec = find_spec("nvidia.nvshmem") if find_spec("nvidia") else None
-    wheels = [
-        Path(one, "lib").resolve()
-        for one in (spec.submodule_search_locations if spec else None) or ()
-    ]
+    folders = (spec and spec.submodule_search_locations) or ()
+    wheels = [Path(folder, "lib").resolve() for folder in folders]
     for library in sorted(set(re.findall(r"/\S*libnvshmem_host\S*", maps))):
         logger.info(f"DeepEP's NVSHMEM: {library}")
         folder = Path(library).parent
@@ -93,19 +91,19 @@ def check_nvshmem(maps: str) -> None:
 def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
     """Return the results of a cell's cases, of each the worst of all ranks, on every rank.
 
-    Cases that need several ranks are left out where a kernel of one rank has failed: they would
-    wait.
+    Leave out collective cases, which would wait, once a kernel of one rank has failed.
 
     Args:
         skip: kernels and shapes that are known already.
     """
-    known = set(skip)
+    known, found = set(skip), list[CaseResult]()
     with _without_traces(cell.device):
         by_name = {(case.kernel, case.shape): case for case in kernel_cases(cell)}
         cases = [case for name, case in by_name.items() if name not in known]
-        found = _run_everywhere([case for case in cases if not case.collective], cell.device)
-        if not any(result.fault for result in found):
-            found += _run_everywhere([case for case in cases if case.collective], cell.device)
+        for collective in (False, True):
+            if not any(result.fault for result in found):
+                chosen = [case for case in cases if case.collective == collective]
+                found += worst_of_ranks([run_case(case, cell.device) for case in chosen])
     return found
 
 
@@ -120,10 +118,6 @@ def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
         "proofs": [result.as_json() for result in found],
     }
     return json.dumps(content, indent=1) + "\n"
-
-
-def _run_everywhere(cases: Iterable[KernelCase], device: str) -> list[CaseResult]:
-    return worst_of_ranks([run_case(case, device) for case in cases])
 
 
 def worst_of_ranks(own: list[CaseResult]) -> list[CaseResult]:
@@ -141,14 +135,8 @@ def worst_of_ranks(own: list[CaseResult]) -> list[CaseResult]:
 @contextmanager
 def _without_traces(device: str) -> Iterator[None]:
     """Leave nothing in the process: no notes of what ran, no settings, no memory, no log lines."""
-    noted = [
-        varlen_attention.ran,
-        activity.dispatches,
-        activity.rows,
-        activity.losses,
-        activity.saved,
-        activity.patches_applied,
-    ]
+    noted = [varlen_attention.ran, activity.dispatches, activity.rows, activity.losses]
+    noted += [activity.saved, activity.patches_applied]
     before = [set(notes) for notes in noted]
     precision = torch.get_float32_matmul_precision()
     # The references are in float32, and TF32 has no more bits than BF16.

@@ -1,8 +1,7 @@
 """The kernels that a cell uses on a rank, as test cases at the cell's own shapes.
 
-A GPU takes the cell's own widths, heads and experts. Of tokens it takes as many as keep all cases
-within some seconds: kernels cut tokens into tiles, and every kind of tile is there. A CPU takes
-fewer, since there the cases are for the code around the kernels.
+A GPU takes the cell's own widths, heads and experts, and as many tokens as keep all cases within
+some seconds. A CPU takes less: there the cases are for the code around the kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -30,6 +29,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 
 from cookbook.titan.common.token_shard import TokenShard
 from cookbook.titan.common.varlen_attention import bounds_capacity
+from cookbook.titan.selftest import gemms, rows
 from cookbook.titan.selftest.attention import (
     Attend,
     AttentionShape,
@@ -37,24 +37,6 @@ from cookbook.titan.selftest.attention import (
     flash_attention_4,
 )
 from cookbook.titan.selftest.cases import Error, KernelCase
-from cookbook.titan.selftest.gemms import (
-    GroupedShape,
-    Products,
-    grouped_errors,
-    linear_errors,
-    loss_errors,
-)
-from cookbook.titan.selftest.rows import (
-    ExchangeShape,
-    FactorExperts,
-    FixedRouter,
-    RowsShape,
-    exchange_errors,
-    inputs_of,
-    join_errors,
-    row_errors,
-    swiglu_errors,
-)
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.attention import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2.families import FAMILIES
@@ -184,11 +166,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
 
 
 def flex(shape: AttentionShape, ends: torch.Tensor) -> Attend:
-    """Return FlexAttention with TorchTitan's mask and options; on a CPU it is not compiled.
-
-    Args:
-        ends: (batch, length), bool, the last token of each document.
-    """
+    """Return FlexAttention with TorchTitan's mask and options; on a CPU it is not compiled."""
     mask = and_masks(get_causal_mask_mod(), get_document_mask_mod(ends.int(), 1))
     device = ends.device.type
     blocks = create_block_mask(mask, shape.batch, None, shape.length, shape.length, device=device)
@@ -219,12 +197,12 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     probe = _experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))
     (kind,) = observe_model([probe]).grouped_gemms
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
-    rows = min(cell.limits.rows, 512 * cell.local_experts)
-    own = GroupedShape(cell.local_experts, rows, cell.expert_hidden, args.dim, alignment)
+    num_rows = min(cell.limits.rows, 512 * cell.local_experts)
+    own = gemms.GroupedShape(cell.local_experts, num_rows, cell.expert_hidden, args.dim, alignment)
     shapes = [own, replace(own, n=own.k, k=own.n)]
     if cell.device == "cuda":
         # Short sums, where one wrong scale of a block is a large part.
-        shapes.append(GroupedShape(9, 700, 384, 256, alignment))
+        shapes.append(gemms.GroupedShape(9, 700, 384, 256, alignment))
     else:
         shapes = [replace(one, experts=min(one.experts, 8)) for one in shapes]
     kernel = f"grouped GEMM {kind}"
@@ -232,7 +210,7 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
         yield KernelCase(
             kernel,
             str(shape),
-            partial(grouped_errors, shape, kind, partial(_multiply, cell), cell.device),
+            partial(gemms.grouped_errors, shape, kind, partial(_multiply, cell), cell.device),
             _AVOID.get(kernel, "precision bf16 does without it"),
         )
 
@@ -251,7 +229,7 @@ def _experts(cell: Cell, weight: torch.Tensor) -> nn.Module:
 
 def _multiply(
     cell: Cell, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor
-) -> Products:
+) -> gemms.Products:
     """Return the three products by the path that the cell's experts take."""
     leaf: Any = _experts(cell, weight.clone()).w1
     x = x.clone().requires_grad_()
@@ -280,16 +258,16 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
     if cell.device == "cpu":
         # The smallest of each kind.
         by_size = list({key[0]: (key, layer) for key, layer in reversed(by_size)}.values())
-    rows = cell.limits.linear_rows
+    num_rows = cell.limits.linear_rows
     for (kind, n, k), layer in by_size:
 
         def run(layer: nn.Linear = layer, kind: str = kind) -> Iterator[Error]:
             own = layer.to_empty(device=cell.device).bfloat16()
-            return linear_errors(own, rows, kind, cell.device)
+            return gemms.linear_errors(own, num_rows, kind, cell.device)
 
         kernel = f"linear layer {kind}"
         avoid = _AVOID.get(kernel, _NO_OPTION)
-        yield KernelCase(kernel, f"{rows:,} rows, {n} x {k}", run, avoid)
+        yield KernelCase(kernel, f"{num_rows:,} rows, {n} x {k}", run, avoid)
 
 
 def _rows(cell: Cell) -> Iterator[KernelCase]:
@@ -300,38 +278,20 @@ def _rows(cell: Cell) -> Iterator[KernelCase]:
     args, limits = cell.model_args, cell.limits
     experts = cell.local_experts if deepep else args.moe_args.num_experts
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
-    shape = RowsShape(limits.tokens, args.dim, experts, args.moe_args.top_k, alignment)
-    places: dict[Literal["before", "between", "after"], str] = {
-        "before": "scores before the experts",
-        "after": "scores after the experts",
-        "between": "scores on the activations",
-    }
-    if not deepep:
-        places = {"between": places["between"]}
-    elif not cell.job_config.deepep.score_activations:
-        del places["between"]
+    shape = rows.RowsShape(limits.tokens, args.dim, experts, args.moe_args.top_k, alignment)
+    on_activations = not deepep or cell.job_config.deepep.score_activations
+    place = "on the activations" if on_activations else "after the experts"
     avoid = "EP backend standard does without it" if deepep else "leave out cookbook.row_kernels"
-    for scored, place in places.items():
-        yield KernelCase(
-            "rows to expert groups and back",
-            f"{shape}, {place}",
-            partial(row_errors, shape, scored, cell.device, counted=deepep),
-            avoid,
-        )
+    run = partial(rows.row_errors, shape, on_activations, cell.device, counted=deepep)
+    yield KernelCase("rows to expert groups and back", f"{shape}, scores {place}", run, avoid)
     if not deepep:
         hidden, few = cell.expert_hidden, min(cell.local_experts, 8)
-        yield KernelCase(
-            "scored SwiGLU",
-            f"{limits.linear_rows:,} rows, hidden size {hidden}",
-            partial(swiglu_errors, limits.linear_rows, hidden, cell.device),
-            avoid,
-        )
-        yield KernelCase(
-            "experts' weights side by side",
-            f"{few} experts of {hidden} x {args.dim}",
-            partial(join_errors, few, hidden, args.dim, cell.device),
-            avoid,
-        )
+        swiglu = partial(rows.swiglu_errors, limits.linear_rows, hidden, cell.device)
+        size = f"{limits.linear_rows:,} rows, hidden size {hidden}"
+        yield KernelCase("scored SwiGLU", size, swiglu, avoid)
+        join = partial(rows.join_errors, few, hidden, args.dim, cell.device)
+        size = f"{few} experts of {hidden} x {args.dim}"
+        yield KernelCase("experts' weights side by side", size, join, avoid)
 
 
 def _loss(cell: Cell) -> Iterator[KernelCase]:
@@ -347,21 +307,21 @@ def _loss(cell: Cell) -> Iterator[KernelCase]:
     yield KernelCase(
         "loss in chunks",
         f"{tokens:,} tokens of {args.dim}, {args.vocab_size:,} words, {num_chunks} chunks",
-        partial(loss_errors, *shape, group, backend, cell.device),
+        partial(gemms.loss_errors, *shape, group, backend, cell.device),
         _AVOID["loss in chunks"],
         collective=group is not None,
     )
 
 
 def _exchange(cell: Cell) -> Iterator[KernelCase]:
-    """Dispatch and combine; none where no token is sent, or an expert is cut over TP ranks."""
+    """Dispatch and combine; none where no token is sent, or ETP cuts the experts."""
     dims, args = cell.dims, cell.model_args
     if dims.ep == 1 or dims.etp > 1:
         return
     # Several sequences, each a multiple of TP.
     length = max(cell.limits.tokens // 3 // dims.tp, 1) * dims.tp
     experts, top_k = args.moe_args.num_experts, args.moe_args.top_k
-    shape = ExchangeShape(3, length, args.dim, experts, top_k, ep=dims.ep, tp=dims.tp)
+    shape = rows.ExchangeShape(3, length, args.dim, experts, top_k, ep=dims.ep, tp=dims.tp)
     precisions = Precisions.of(cell.job_config)
     backend = "mxfp8_a2a" if precisions.any else args.moe_impl
     yield KernelCase(
@@ -373,17 +333,19 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
     )
 
 
-def _exchange_errors(cell: Cell, shape: ExchangeShape, precisions: Precisions) -> Iterator[Error]:
+def _exchange_errors(
+    cell: Cell, shape: rows.ExchangeShape, precisions: Precisions
+) -> Iterator[Error]:
     """Compare the cell's MoE layer without shared experts, parallelized as in training."""
     dims, args = cell.dims, cell.model_args
     tp_mesh, ep_mesh = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     assert ep_mesh is not None
-    given = inputs_of(shape, torch.distributed.get_rank() // dims.tp, cell.device)
+    given = rows.inputs_of(shape, torch.distributed.get_rank() // dims.tp, cell.device)
     moe_args = replace(args.moe_args, num_shared_experts=0, load_balance_coeff=None)
     with torch.device("meta"):
         layer: Any = build_moe(moe_args, args.dim, args.moe_inter_dim, args.moe_impl)
-    layer.router = FixedRouter(given.scores, given.experts, shape.experts)
-    layer.experts = FactorExperts(shape.experts, cell.device)
+    layer.router = rows.FixedRouter(given.scores, given.experts, shape.experts)
+    layer.experts = rows.FactorExperts(shape.experts, cell.device)
     layer.tokens_per_expert = torch.zeros(shape.experts, device=cell.device)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
@@ -400,4 +362,4 @@ def _exchange_errors(cell: Cell, shape: ExchangeShape, precisions: Precisions) -
     )
     share = None if tp_mesh is None else TokenShard.of_mesh(shape.length, tp_mesh)
     quantized = (precisions.dispatch_forward, precisions.combine_backward)
-    return exchange_errors(shape, given, layer, share, ep_mesh.get_group(), quantized)
+    return rows.exchange_errors(shape, given, layer, share, ep_mesh.get_group(), quantized)

@@ -2,9 +2,8 @@
 
     torchrun --standalone --nproc-per-node=N -m cookbook.titan.tt_0_2_2.selftest_main CELLS -o FILE
 
-CELLS is a JSON file, a list of `[name, TorchTitan's options]`; each cell is laid out on these
-ranks. A case that two cells share runs once. Each result is a line on standard output. Ends with
-status 1 where a kernel is wrong.
+CELLS is a JSON file, a list of `[name, TorchTitan's options]`. A case that two cells share runs
+once. Each result is a line on standard output. Ends with status 1 where a kernel is wrong.
 """
 
 from __future__ import annotations
@@ -68,19 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = [(result.kernel, result.shape) for result in found]
         for result in run_cases(cell_of(words, device), known):
             found.append(result)
+            line = f"WRONG  {name}: {result.fault}; {result.avoid}"
+            if not result.fault:
+                share = f"{result.share:.0%} of the bound"
+                line = f"ok     {result.kernel}: {result.shape}: {share}, {result.seconds:.1f} s"
             if dist.get_rank() == 0:
-                print(_line(name, result), flush=True)
+                print(line, flush=True)
     if dist.get_rank() == 0:
         write_whole(parsed.output, as_json(found, device, round(time.perf_counter() - began, 1)))
     dist.destroy_process_group()
     return 1 if any(result.fault for result in found) else 0
-
-
-def _line(cell: str, result: CaseResult) -> str:
-    if result.fault:
-        return f"WRONG  {cell}: {result.fault}; {result.avoid}"
-    share = f"{result.share:.0%} of the bound"
-    return f"ok     {result.kernel}: {result.shape}: {share}, {result.seconds:.1f} s"
 
 
 if __name__ == "__main__":
