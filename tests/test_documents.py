@@ -1,15 +1,20 @@
-"""What the documents name is there."""
+"""The documents' paths and links lead somewhere, and their commands and messages are real."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cookbook.base.paths import ROOT
+from cookbook.config.options import DEGREES
 from tests.cells import walked
-from tests.submit import submit
+from tests.checkout import copy_checkout
+from tests.submit import environment, submit
 
 DOCUMENTS = walked(
     [
@@ -22,7 +27,14 @@ _PATH = re.compile(
     # A script that is gone is named with the commit that has it.
     r"(?! \(at [0-9a-f]{7}\))"
 )
-_LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+_LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them, and its own."""
+    text = path.read_text(encoding="utf-8")
+    titles = [re.sub(r"[^\w\s-]", "", title.lower()) for title in re.findall("(?m)^#+ (.*)$", text)]
+    return {re.sub(r"\s", "-", title) for title in titles} | set(re.findall('name="(.*?)"', text))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -30,24 +42,76 @@ def test_paths_and_links_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for name in _PATH.findall(text):
         assert (ROOT / name).exists(), name
-    for name in _LINK.findall(text):
-        assert (path.parent / name).exists(), name
+    for name, anchor in _LINK.findall(text):
+        target = path.parent / name if name else path
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
 
 
-def commands() -> list[list[str]]:
-    """The `python submit.py` lines of the README, as words."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+# The commands of first-hour.md run in tests/test_first_hour.py.
+GUIDE = walked(
+    [
+        ROOT / "README.md",
+        *(path for path in sorted(ROOT.glob("docs/guide/*.md")) if path.stem != "first-hour"),
+    ]
+)
+# `make demo` trains for minutes; `doctor` has tests of its own, and may find faults here.
+_ELSEWHERE = re.compile(r"make demo|export COOKBOOK_CLUSTER=|python submit\.py doctor")
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda path: path.stem)
+def test_every_command_of_the_guide_runs_or_names_what_it_needs(page: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    folder = copy_checkout(tmp_path / "checkout", assets=True)
+    for line in lines:
+        if re.search("# needs ", line) or _ELSEWHERE.match(line):
+            continue
+        words = shlex.split(line, comments=True)
+        assert words[:2] == ["python", "submit.py"], f"{line}: say `# needs ...`"
+        # The quick form: rules alone, nothing that trains, layouts without a pipeline.
+        words += {"check": ["--rules-only"], "plan": ["--set", f"{DEGREES['pp']}=1"]}.get(
+            words[2], []
+        )
+        if words[2] in ("run", "sweep", "profile") and "--dry-run" not in words:
+            words.append("--dry-run")
+        done = subprocess.run(
+            [sys.executable, *words[1:]],
+            cwd=folder,
+            env=environment(folder / "runs"),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+def shown_commands() -> list[list[str]]:
+    """The `python submit.py` lines of the guide, in tables and text too, as words."""
+    text = "".join(path.read_text(encoding="utf-8") for path in GUIDE)
     lines = re.findall(r"(?:^(?:    \$ )?|`)python submit\.py ([^#`\n]+)", text, re.M)
-    return walked([line.split() for line in lines])
+    return [line.split() for line in dict.fromkeys(line.strip() for line in lines)]
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_every_verb_of_the_readme_exists(words: list[str], tmp_path: Path) -> None:
-    answer = submit(words[0], "--help", runs=tmp_path)
-    assert answer.status == 0
-    for option in (word for word in words[1:] if word.startswith("--")):
-        if words[0] != "check-line":
-            assert option in answer.stdout, option
+def test_every_verb_and_option_of_the_guide_exists(tmp_path: Path) -> None:
+    known: dict[str, str] = {}
+    for verb, *words in walked(shown_commands()):
+        if verb not in known:
+            known[verb] = submit(verb, "--help", runs=tmp_path).stdout
+        options = [word for word in words if word.startswith("-")]
+        assert verb == "check-line" or all(option in known[verb] for option in options), words
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
+    code = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("cookbook/**/*.py"))
+    # A message in two parts: `"... " f"..."`.
+    code = re.sub(r'"\s*\n\s*f?"', "", code)
+    for row in walked(re.findall(r"(?m)^\| (`.*?) \|", page)):
+        for message in re.findall("`(.*?)`", row):
+            # Some words in a row; values stand between others.
+            words = message.split()
+            parts = [" ".join(words[start : start + 2]) for start in range(max(1, len(words) - 1))]
+            assert any(part in code for part in parts), message
 
 
 def test_contributing_lists_every_benchmark_and_no_other() -> None:
