@@ -41,7 +41,7 @@ def candidate(
 ) -> Candidate:
     """A layout of that many tokens/s/GPU; of its step's 100 ms half is dense GEMMs."""
     shares = {"dense GEMMs": 50.0, "EP, exposed": 30.0, "pipeline bubble": 20.0}
-    step = StepTime(0, shares, 0.0, tokens_per_gpu=speed / 10)
+    step = StepTime(0, shares, 0.0, tokens_per_gpu=speed / 10, documents=C4)
     memory = StageMemory(0, "the loss", {"activations": gib - 1, "parameters": 1.0}, 0.0)
     return Candidate(cell, memory, verdict, step if verdict == FITS else None, unknown)
 

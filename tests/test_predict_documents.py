@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
+from cookbook.cli.main import main
 from cookbook.predict.documents import (
     C4,
     LOCAL,
@@ -62,6 +67,48 @@ def test_the_documents_of_a_cell() -> None:
     other = {"training.dataset": "c4_test", "training.dataset_path": "/texts"}
     with pytest.raises(InputError, match=r"documents of /texts .* --documents MEAN:MEDIAN"):
         documents_of(with_options(cell, other))
+
+
+def test_texts_have_the_lengths_that_the_verb_data_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    words = Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    for name, lengths in {"short": [2, 4, 6], "long": [98, 198]}.items():
+        lines = [json.dumps({"text": "a " * (length - 2)}) + "\n" for length in lengths]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+
+    def documents(*files: str) -> Documents:
+        options = {"training.dataset": "text", "data.files": [*files]}
+        options |= {"model.hf_assets_path": str(tmp_path)}
+        return documents_of(with_options(cell_of("deepseek_v3_16b"), options))
+
+    both = f"{tmp_path}/*.jsonl"
+    command = ["data", both, "--tokenizer", str(tmp_path)]
+    with pytest.raises(InputError) as caught:
+        documents(both)
+    assert f"run: python submit.py {shlex.join(command)}" in str(caught.value)
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "documents  5\ntokens     308\nlength     mean 62, median 6, longest 198" in said
+    found = documents(f"{tmp_path}/short.jsonl", f"{tmp_path}/long.jsonl")
+    assert (found.mean_tokens, found.median_tokens) == (pytest.approx(61.6), 6)
+    # Half of the tokens of each: 37 short documents are read for each long one.
+    weighted = [f"0.5:{tmp_path}/short.jsonl", f"0.5:{tmp_path}/long.jsonl"]
+    assert main(["data", *weighted, "--tokenizer", str(tmp_path)]) == 0
+    found = documents(*weighted)
+    assert found.mean_tokens == pytest.approx(1 / (0.5 / 4 + 0.5 / 148)) and found.sigma > 0
+    assert found.median_tokens == 4
+    with (tmp_path / "long.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "a"}) + "\n")
+    with pytest.raises(InputError, match="was not counted"):
+        documents(both)
 
 
 def test_documents_are_named_by_mean_and_median() -> None:

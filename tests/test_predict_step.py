@@ -9,7 +9,7 @@ import pytest
 
 from cookbook.config.cell import Cell
 from cookbook.predict import rank
-from cookbook.predict.documents import LOCAL, Documents
+from cookbook.predict.documents import C4, LOCAL, Documents
 from cookbook.predict.documents import slowest_attended_tokens as slowest
 from cookbook.predict.hardware import Hardware
 from cookbook.predict.pipeline_schedule import Actions
@@ -30,7 +30,7 @@ def terms(cell: Cell, hardware: Hardware, documents: Documents = LOCAL) -> dict[
 
 def test_the_terms_of_a_step_say_what_is_exposed() -> None:
     named = {"EP, exposed": 1.0, "dense GEMMs": 64.0, "TP, exposed": 2.0, "FSDP, exposed": 4.0}
-    step = StepTime(0, named, 3.0, tokens_per_gpu=142.0)
+    step = StepTime(0, named, 3.0, tokens_per_gpu=142.0, documents=C4)
     assert (step.exposed_ms, step.step_ms, step.largest) == (7.0, 71.0, "dense GEMMs")
     assert step.tokens_per_second_per_gpu == 2000.0
     assert step.as_mapping()["recompute_ms"] == 3.0

@@ -182,6 +182,11 @@ def _step(check: CellCheck) -> Iterator[str]:
         if check.no_step:
             yield f"  time: not predicted: {check.no_step}"
         return
+    documents = step.documents
+    yield (
+        f"  attention: documents of {documents.mean_tokens:,.0f} tokens on average "
+        f"({documents.source})"
+    )
     yield (
         f"  time, predicted (docs/evidence/prediction.md): {step.step_ms:,.0f} ms a step, "
         f"{step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU; milliseconds of rank {step.rank}:"

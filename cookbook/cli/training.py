@@ -18,6 +18,7 @@ from cookbook.cli.follow import named_cell
 from cookbook.config.stack import load_stack
 from cookbook.run.checkpoints import read_checkpoint, saved_steps
 from cookbook.run.record import read_record
+from cookbook.run.texts import write_lengths
 
 
 def export_weights(arguments: argparse.Namespace) -> int:
@@ -64,26 +65,43 @@ def count_texts(arguments: argparse.Namespace) -> int:
     import numpy
     from tokenizers import Tokenizer
 
+    if arguments.seq_len < 1:
+        raise InputError("--seq-len", f"found {arguments.seq_len}, allowed: 1 and up")
     path = Path(arguments.tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path
+    remedy = "name a folder with tokenizer.json"
     if not path.is_file():
-        raise InputError("--tokenizer", f"{path} is not there", "name a folder with tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path))
+        raise InputError("--tokenizer", f"{path} is not there", remedy)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        # The package raises nothing more precise.
+        raise InputError("--tokenizer", f"{path} is no tokenizer ({error})", remedy) from None
+    sources, key = find_sources(arguments.files), arguments.text_key
     lengths: list[int] = []
-    for source in find_sources(arguments.files):
+    # How often a document of each source is read: a source's weight is its share of the tokens.
+    weights: list[float] = []
+    for source in sources:
+        first = len(lengths)
         for file in source.files:
-            for window in read_windows(file, arguments.text_key):
-                texts = [document.text(arguments.text_key) for document in window]
+            for window in read_windows(file, key):
+                texts = [document.text(key) for document in window]
                 # TorchTitan adds one token before and one behind each document.
                 lengths += [len(found.ids) + 2 for found in tokenizer.encode_batch(texts)]
-    counts = numpy.array(lengths)
-    mean, median = round(counts.mean()), round(float(numpy.median(counts)))
-    long = counts[counts > arguments.seq_len].sum() / counts.sum()
+        if first == len(lengths):
+            raise InputError(source.pattern, "has no documents", "remove it")
+        weights += [source.weight / sum(lengths[first:])] * (len(lengths) - first)
+    counts, order = numpy.array(lengths), numpy.argsort(lengths)
+    middle = numpy.searchsorted(numpy.cumsum(numpy.array(weights)[order]), sum(weights) / 2)
+    mean, median = numpy.average(counts, weights=weights), counts[order][middle]
+    long = numpy.average(counts > arguments.seq_len, weights=counts * weights)
+    write_lengths(sources, key, path, float(mean), float(median))
+    mixed = " (as the weights mix them)" if len(sources) > 1 else ""
     print(
         f"documents  {len(counts):,}\n"
         f"tokens     {counts.sum():,}\n"
-        f"length     mean {mean:,}, median {median:,}, longest {counts.max():,} tokens\n"
+        f"length     mean {mean:,.0f}, median {median:,}{mixed}, longest {counts.max():,} tokens\n"
         f"           {long:.0%} of the tokens are in documents longer than {arguments.seq_len:,}\n"
-        f"predict with them: python submit.py plan RECIPE --documents {mean}:{median}"
+        "check and plan use these lengths for recipes that train on these files"
     )
     return 0

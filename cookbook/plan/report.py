@@ -124,7 +124,7 @@ def render_text(
         f"{base.recipe.short_name} on {base.nodes} node(s) x {base.cluster.ranks}: "
         f"{counts['looked_at']:,} of {total:,} layouts{cut}; {counts['fit']:,} fit, "
         f"{counts['tight']:,} are tight, {counts['too_large']:,} do not fit",
-        f"documents of {documents.mean_tokens:,.0f} tokens on average; "
+        f"documents of {documents.mean_tokens:,.0f} tokens on average ({documents.source})",
         "predicted, not measured (docs/evidence/prediction.md)",
         "",
         text_table(rows, align="rrrlrllrrrl"),

@@ -9,11 +9,15 @@ from __future__ import annotations
 import functools
 import math
 import random
+import shlex
 import statistics
 from dataclasses import dataclass
 
 from cookbook.base.errors import InputError
+from cookbook.base.paths import ROOT
+from cookbook.base.text_files import find_sources
 from cookbook.config.cell import Cell
+from cookbook.run.texts import read_lengths
 
 _SEED = 42
 # Sequences that the distribution is drawn from, and how often ranks are drawn from these.
@@ -49,6 +53,8 @@ def documents_of(cell: Cell) -> Documents:
         InputError: a dataset whose documents are not known here.
     """
     name, path = cell.options["training.dataset"], cell.options["training.dataset_path"]
+    if name == "text":
+        return _counted(cell)
     if name == "c4" or (name == "c4_test" and not path):
         return C4
     if path and path.rstrip("/").endswith("assets/local/corpus"):
@@ -58,6 +64,24 @@ def documents_of(cell: Cell) -> Documents:
         f"how long the documents of {path or name} are is not known, and attention depends on it",
         "say it: --documents MEAN:MEDIAN, in tokens",
     )
+
+
+def _counted(cell: Cell) -> Documents:
+    files, key = cell.options["data.files"], cell.options["data.text_key"]
+    assets = cell.options["model.hf_assets_path"] or ""
+    tokenizer, lengths = ROOT / assets / "tokenizer.json", None
+    if tokenizer.is_file():
+        lengths = read_lengths(find_sources(files, ROOT), key, tokenizer)
+    if lengths is None:
+        words = ["data", *files, "--tokenizer", assets]
+        words += ["--text-key", key] if key != "text" else []
+        raise InputError(
+            cell.options.origin("data.files"),
+            "how long their documents are was not counted, and attention depends on it",
+            f"run: python submit.py {shlex.join(words)}",
+        )
+    mean, median = lengths
+    return Documents(mean, min(mean, median), "counted by submit.py data")
 
 
 def parse_documents(place: str, text: str) -> Documents:

@@ -34,12 +34,14 @@ class StepTime:
     Attributes:
         terms_ms: by cause; they add up to the step.
         recompute_ms: the part of them that computes or sends again.
+        documents: of the texts.
     """
 
     rank: int
     terms_ms: Mapping[str, float]
     recompute_ms: float
     tokens_per_gpu: float
+    documents: Documents
 
     @property
     def step_ms(self) -> float:
@@ -139,6 +141,7 @@ def predict_step(
         terms_ms={name: time for name, time in terms.items() if time > 0},
         recompute_ms=microbatches * sum(map(times.recompute_ms, busiest.parts)),
         tokens_per_gpu=tokens * layout.dp_replicate * layout.dp_shard / layout.world,
+        documents=documents,
     )
 
 
