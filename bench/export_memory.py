@@ -13,20 +13,21 @@ import multiprocessing
 import re
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
 from cookbook.titan.tt_0_2_2 import export
-from cookbook.titan.tt_0_2_2.model_args import flavors
+from cookbook.titan.tt_0_2_2.families import FAMILIES
+from cookbook.titan.tt_0_2_2.families.deepseek_v3 import DEEPSEEK_V3
 
 
 def cut_flavor(layers: int) -> Any:
     """Return the arguments of the 16B with fewer layers."""
-    args: Any = flavors()["16B"]
+    args = DEEPSEEK_V3.flavors()["16B"]
     args.n_layers, args.moe_impl = layers, "standard"
     return args
 
@@ -34,7 +35,7 @@ def cut_flavor(layers: int) -> Any:
 def save_random(folder: Path, layers: int) -> float:
     """Save a native checkpoint; return its GB. The weights lie in files, to save this one's RAM."""
     with torch.device("meta"):
-        state = DeepSeekV3Model(cut_flavor(layers)).state_dict()
+        state = DEEPSEEK_V3.model(cut_flavor(layers)).state_dict()
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         for number, (name, tensor) in enumerate(state.items()):
             size = tensor.numel()
@@ -52,7 +53,8 @@ def peak_gb() -> float:
 
 def export_alone(request: export.Request, layers: int, peaks: Any) -> None:
     """Export in this process; put the peaks of its imports and of all into `peaks`."""
-    export.flavors = lambda: {"cut": cut_flavor(layers)}
+    cut = replace(DEEPSEEK_V3, flavors=lambda: {"cut": cut_flavor(layers)})
+    FAMILIES[cut.name] = cut
     imports = peak_gb()
     export.export(request)
     peaks.put((imports, peak_gb()))
@@ -68,7 +70,8 @@ def main() -> None:
         folder = options.out / f"{layers}-layers"
         folder.mkdir(parents=True)
         saved = save_random(folder / "step-1", layers)
-        request = export.Request(str(folder / "step-1"), str(folder / "hf"), "cut", 8192)
+        paths = str(folder / "step-1"), str(folder / "hf")
+        request = export.Request(*paths, DEEPSEEK_V3.name, "cut", 8192)
         peaks = spawn.SimpleQueue()
         process = spawn.Process(target=export_alone, args=(request, layers, peaks))
         process.start()
