@@ -49,9 +49,7 @@ class Built:
 
 
 @contextlib.contextmanager
-def dry_run(
-    module: str = "cookbook.titan.dry_build",
-) -> Iterator[Callable[[Cell], Built]]:
+def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell], Built]]:
     """Start the subprocess; the function builds one cell."""
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # A reader that is gone must not cost the answer, so errors go to a file and not a pipe.

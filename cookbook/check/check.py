@@ -10,7 +10,7 @@ from cookbook.base.errors import InputError
 from cookbook.check.build import Built, build_cells
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, WARNING, Finding, Rule, Verdict
+from cookbook.config.finding import ERROR, WARNING, Finding, Verdict
 from cookbook.config.overlay import OF_PRECISION
 from cookbook.config.validate import judge
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict
@@ -18,7 +18,7 @@ from cookbook.predict.rank import Rank, describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.predict.traffic import Work, count_work
 
-_TRAINER = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
+_TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
 # Warnings of TorchTitan's that say nothing about whether and how the cell runs.
 _ROUTINE = (
@@ -67,7 +67,7 @@ class CellCheck:
     @property
     def is_built(self) -> bool:
         """Whether TorchTitan built it."""
-        return self.built is not None and bool(self.built.ranks)
+        return bool(self.built and self.built.ranks)
 
     @property
     def active(self) -> dict[str, str]:
@@ -105,12 +105,13 @@ def check_cells(
 
     A cell that the rules refuse is not built; one that only lacks something here is.
     """
-    judged = [judge(cell, is_submitted=is_submitted) for cell in cells]
-    # A layout that does not divide would get advice about something else.
-    checks = [
-        CellCheck(cell, one, () if any(f.is_input for f in one.rules) else _advice(ADVICE, cell))
-        for cell, one in zip(cells, judged, strict=True)
-    ]
+    checks = []
+    for cell in cells:
+        judged = judge(cell, is_submitted=is_submitted)
+        # A layout that does not divide would get advice about something else.
+        is_divided = not any(finding.is_input for finding in judged.rules)
+        advice = tuple(found for rule in ADVICE for found in rule(cell)) if is_divided else ()
+        checks.append(CellCheck(cell, judged, advice))
     wanted = [one.cell for one in checks if build and not one.judged.rules]
     names = [cell.name for cell in wanted]
     built = dict(zip(names, build_cells(wanted) if wanted else (), strict=True))
@@ -119,119 +120,74 @@ def check_cells(
     ]
 
 
-def _advice(rules: Sequence[Rule], *known: Any) -> tuple[Finding, ...]:
-    return tuple(finding for rule in rules for finding in rule(*known))
-
-
 def _with_build(check: CellCheck, built: Built) -> CellCheck:
-    check, found = replace(check, built=built), list[Finding]()
-    if built.unavailable:
-        found.append(
-            Finding(
-                WARNING,
-                "not_built",
-                "",
-                f"TorchTitan could not be asked: {built.unavailable}",
-                "run: bash setup.sh; until then only the rules were applied",
-                f"{_TRAINER}/torchtitan/train.py",
-            )
-        )
-        return replace(check, advice=(*check.advice, *found))
-    if built.failure is not None:
-        found.append(_refusal(check.cell, built.failure))
-    else:
-        check = _predicted(check)
-        found += [*_shortage(check), *_torchtitan_warnings(built)]
-        if check.ranks:
-            found += _advice(BUILT_ADVICE, check.cell, check.ranks)
-        found += _unexpected(check.cell, built)
-    errors = tuple(finding for finding in found if finding.level == ERROR)
+    cell, check = check.cell, replace(check, built=built)
+    if built.ranks:
+        try:
+            ranks = describe_ranks(cell)
+            stages = tuple(predict_memory(cell, rank) for rank in ranks)
+            check = replace(check, ranks=ranks, stages=stages, work=count_work(cell, ranks))
+            check = replace(check, step=predict_step(cell, ranks))
+        except InputError as error:
+            check = replace(check, no_step=str(error))
+    found = [*_build_findings(check, built)]
     others = tuple(finding for finding in found if finding.level != ERROR)
-    judged = replace(check.judged, built=errors)
-    return replace(check, judged=judged, advice=(*check.advice, *others))
+    check = replace(check, advice=(*check.advice, *others))
+    if built.unavailable:
+        return check
+    errors = tuple(finding for finding in found if finding.level == ERROR)
+    return replace(check, judged=replace(check.judged, built=errors))
 
 
-def _predicted(check: CellCheck) -> CellCheck:
-    cell = check.cell
-    try:
-        ranks = describe_ranks(cell)
-        check = replace(
-            check,
-            ranks=ranks,
-            stages=tuple(predict_memory(cell, rank) for rank in ranks),
-            work=count_work(cell, ranks),
-        )
-        return replace(check, step=predict_step(cell, ranks))
-    except InputError as error:
-        return replace(check, no_step=str(error))
+def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
+    cell, trainer = check.cell, f"{_TORCHTITAN}/torchtitan/train.py"
+    if built.unavailable:
+        reason = f"TorchTitan could not be asked: {built.unavailable}"
+        remedy = "run: bash setup.sh; until then only the rules were applied"
+        yield Finding(WARNING, "not_built", "", reason, remedy, trainer)
+        return
+    if built.failure is not None:
+        yield _refusal(cell, built.failure)
+        return
+    peak, gpu = check.peak, cell.cluster.gpu
+    if peak and gpu and check.verdict != "fits":
+        level = WARNING if check.verdict == "tight" else ERROR
+        reason = f"needs about {peak.total:.0f} GiB of a {gpu.name}'s {gpu.memory_gib:g} "
+        reason += f"(rank {peak.rank}, at {peak.moment}); most of it: {peak.largest} "
+        reason += f"({peak.terms[peak.largest]:.0f} GiB)"
+        yield Finding(level, "memory", "", reason, _remedy(check, peak.largest), _MEMORY)
+    for text in built.noted("warnings"):
+        if not text.startswith(_ROUTINE):
+            yield Finding(WARNING, "torchtitan", "", f"TorchTitan warns: {text}", "", trainer)
+    if check.ranks:
+        yield from (found for rule in BUILT_ADVICE for found in rule(cell, check.ranks))
+    # A filter that leaves no layer, or a GPU for which TorchTitan takes another kernel, shows in
+    # the model alone.
+    for key in OF_PRECISION:
+        words, precision = built.active(key), cell.precision
+        # A stage without a layer to quantize has no say.
+        if key == "linear_layers":
+            words = words - {"bf16"} or words
+        expected, active = precision.expects(key), " and ".join(sorted(words)) or "none"
+        if expected != active:
+            reason = f"precision {precision.name} expects {key} {expected}, and {active} is active "
+            reason += "in the model that TorchTitan builds: the job would stop at its first step"
+            remedy = f"correct the options, or `expect` in {precision.path.name}"
+            reference = f"{_TORCHTITAN}/torchtitan/components/quantization"
+            yield Finding(ERROR, "expectation", "", reason, remedy, reference)
 
 
 def _refusal(cell: Cell, failure: Mapping[str, Any]) -> Finding:
     """Quote TorchTitan, at the option that it names."""
     message, place = failure["error"], failure["place"]
-    named = [
-        name
-        for name in cell.options.settings
-        if name in message or name.rpartition(".")[2] in message
-    ]
-    file = place.rpartition(":")[0]
-    return Finding(
-        ERROR,
-        "torchtitan",
-        max(named, key=len, default=""),
-        f"TorchTitan {cell.options.stack.pins['torchtitan']} refuses it: {message} "
-        f"(rank {failure['rank']}, {place or failure['kind']})",
-        "",
-        f"{_TRAINER}/{file if file.startswith('torchtitan/') else 'torchtitan/train.py'}",
-    )
-
-
-def _torchtitan_warnings(built: Built) -> Iterator[Finding]:
-    for text in built.noted("warnings"):
-        if not text.startswith(_ROUTINE):
-            reason = f"TorchTitan warns: {text}"
-            yield Finding(WARNING, "torchtitan", "", reason, "", f"{_TRAINER}/torchtitan/train.py")
-
-
-def _unexpected(cell: Cell, built: Built) -> Iterator[Finding]:
-    """Return an error for each difference that the job's first step would stop at.
-
-    The options have been compared already; a filter that leaves no layer, or a GPU for which
-    TorchTitan takes another kernel, shows in the model alone.
-    """
-    for key in OF_PRECISION:
-        words = built.active(key)
-        # A stage without a layer to quantize has no say.
-        if key == "linear_layers":
-            words = words - {"bf16"} or words
-        expected, found = cell.precision.expects(key), " and ".join(sorted(words)) or "none"
-        if expected != found:
-            yield Finding(
-                ERROR,
-                "expectation",
-                "",
-                f"precision {cell.precision.name} expects {key} {expected}, and in the model that "
-                f"TorchTitan builds {found} is active: the job would stop at its first "
-                "step",
-                f"correct the options, or `expect` in {cell.precision.path.name}",
-                f"{_TRAINER}/torchtitan/components/quantization",
-            )
-
-
-def _shortage(check: CellCheck) -> Iterator[Finding]:
-    peak, gpu = check.peak, check.cell.cluster.gpu
-    if peak is None or gpu is None or check.verdict == "fits":
-        return
-    yield Finding(
-        WARNING if check.verdict == "tight" else ERROR,
-        "memory",
-        "",
-        f"needs about {peak.total:.0f} GiB of a {gpu.name}'s {gpu.memory_gib:g} "
-        f"(rank {peak.rank}, at {peak.moment}); most of it: "
-        f"{peak.largest} ({peak.terms[peak.largest]:.0f} GiB)",
-        _remedy(check, peak.largest),
-        _MEMORY,
-    )
+    # The last word of an option's name is part of the whole.
+    named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
+    version, file = cell.options.stack.pins["torchtitan"], place.rpartition(":")[0]
+    reason = f"TorchTitan {version} refuses it: {message} (rank {failure['rank']}, "
+    reason += f"{place or failure['kind']})"
+    file = file if file.startswith("torchtitan/") else "torchtitan/train.py"
+    option = max(named, key=len, default="")
+    return Finding(ERROR, "torchtitan", option, reason, "", f"{_TORCHTITAN}/{file}")
 
 
 def _remedy(check: CellCheck, largest: str) -> str:

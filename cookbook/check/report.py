@@ -11,8 +11,6 @@ from cookbook.config.finding import Finding
 from cookbook.predict.memory import state_gib
 from cookbook.predict.traffic import EP_BACKENDS
 
-_GIB = 2**30
-
 
 def render_json(checks: Sequence[CellCheck]) -> str:
     """`{"may_run", "cells": [...]}`; what is not known is null."""
@@ -87,29 +85,30 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
         text_table(verdicts, width=width, indent=2),
         *(f"  {parts}" for parts in dict.fromkeys(check.judged.parts for check in checks)),
     ]
-    shared = [
-        finding
-        for finding in checks[0].findings
-        if all(finding in check.findings for check in checks)
-    ]
-    if len(checks) > 1 and shared:
+    everywhere = [one for one in checks[0].findings if all(one in c.findings for c in checks)]
+    shared = everywhere if len(checks) > 1 else []
+    if shared:
         lines += ["", "every cell", _findings(shared, width)]
     figures: dict[tuple[str, ...], str] = {}
     for check in checks:
-        own = [finding for finding in check.findings if len(checks) == 1 or finding not in shared]
+        own = [finding for finding in check.findings if finding not in shared]
         block = (*_memory(check), *_work(check), *_step(check))
-        active = [*_active(check)]
+        active = [f"{key.replace('_', ' ')} {kind}" for key, kind in check.active.items()]
         if own or active or block:
             lines += ["", check.cell.name]
         if own:
             lines.append(_findings(own, width))
-        lines += active
+        if active:
+            lines.append(f"  active: {', '.join(active)}")
         if block and block in figures:
             lines.append(f"  memory, work and time: as {figures[block]}")
         else:
             figures[block] = check.cell.name
             lines += block
-        lines += _limits(check)
+        if check.built and check.is_built:
+            version = check.cell.options.stack.pins["torchtitan"]
+            lines.append(f"  built by TorchTitan {version} in a fake world; not exercised:")
+            lines += [f"    {note}" for note in check.built.noted("not_exercised")]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -118,26 +117,19 @@ def _findings(findings: Iterable[Finding], width: int | None) -> str:
     return text_table(rows, width=width, indent=2)
 
 
-def _active(check: CellCheck) -> Iterator[str]:
-    if check.active:
-        words = (f"{key.replace('_', ' ')} {kind}" for key, kind in check.active.items())
-        yield f"  active: {', '.join(words)}"
-
-
 def _memory(check: CellCheck) -> Iterator[str]:
-    if not check.stages or check.peak is None:
+    if check.peak is None:
         return
-    names = {name: None for stage in check.stages for name in stage.terms}
-    rows = [["memory, GiB a GPU", *(f"rank {stage.rank}" for stage in check.stages), ""]]
-    for name in names:
-        sizes = [stage.terms.get(name, 0.0) for stage in check.stages]
-        rows.append(_row(f"  {name}", sizes, "largest" if name == check.peak.largest else ""))
-    rows += [
-        _row("  reserved (`memory` in the log)", [stage.reserved for stage in check.stages]),
-        _row("  CUDA, NCCL, DeepEP", [stage.outside for stage in check.stages]),
-        _row("  total", [stage.total for stage in check.stages]),
-    ]
-    yield text_table(rows, align="l" + "r" * len(check.stages), indent=2)
+    terms = {name: None for stage in check.stages for name in stage.terms}
+    rows = {name: [stage.terms.get(name, 0.0) for stage in check.stages] for name in terms}
+    rows["reserved (`memory` in the log)"] = [stage.reserved for stage in check.stages]
+    rows["CUDA, NCCL, DeepEP"] = [stage.outside for stage in check.stages]
+    rows["total"] = [stage.total for stage in check.stages]
+    table = [["memory, GiB a GPU", *(f"rank {stage.rank}" for stage in check.stages), ""]]
+    for name, sizes in rows.items():
+        mark = "largest" if name == check.peak.largest else ""
+        table.append([f"  {name}", *(f"{size:.1f}" for size in sizes), mark])
+    yield text_table(table, align="l" + "r" * len(check.stages), indent=2)
     gpu = check.cell.cluster.gpu
     moments = {stage.moment: None for stage in check.stages}
     of = f"{check.verdict} in {gpu.memory_gib:g}" if gpu else "no GPU to fit into"
@@ -145,10 +137,6 @@ def _memory(check: CellCheck) -> Iterator[str]:
     for rank in check.ranks:
         state = f"{state_gib(rank):.1f} GiB with gradients and Adam"
         yield f"    rank {rank.rank}: {rank.local_parameters / 1e9:.3f} B parameters, {state}"
-
-
-def _row(title: str, sizes: Iterable[float], mark: str = "") -> list[str]:
-    return [title, *(f"{size:.1f}" for size in sizes), mark]
 
 
 def _work(check: CellCheck) -> Iterator[str]:
@@ -164,15 +152,13 @@ def _work(check: CellCheck) -> Iterator[str]:
         f"    {work.tokens_per_step:,} tokens and {work.flops_per_gpu_step / 1e12:,.0f} TFLOP a "
         "GPU in a step, which sends, in GiB:"
     )
-    active = f"ep/{check.cell.ep_backend.name}"
-    titles = {"fsdp": "FSDP", "tp": "TP", "pp": "PP"} | {
-        f"ep/{name}": f"EP {name}" for name in EP_BACKENDS
-    }
+    titles = {"fsdp": "FSDP", "tp": "TP", "pp": "PP"}
+    titles |= {f"ep/{name}": f"EP {name}" for name in EP_BACKENDS}
     rows = [["", "NVLink", "InfiniBand", ""]]
     for kind, title in titles.items():
-        sent = work.traffic[kind]
-        sizes = [sent.nvlink / _GIB, sent.infiniband / _GIB]
-        rows.append(_row(title, sizes, "this cell" if kind == active else ""))
+        sizes = (work.traffic[kind].nvlink, work.traffic[kind].infiniband)
+        mark = "this cell" if kind == f"ep/{check.cell.ep_backend.name}" else ""
+        rows.append([title, *(f"{size / 2**30:.1f}" for size in sizes), mark])
     yield text_table(rows, align="lrr", indent=4)
 
 
@@ -195,11 +181,3 @@ def _step(check: CellCheck) -> Iterator[str]:
     rows = [[name, f"{time_ms:,.0f}", f"{time_ms / step.step_ms:.0%}"] for name, time_ms in terms]
     rows.append(["of these computed or sent again", f"{step.recompute_ms:,.0f}", ""])
     yield text_table(rows, align="lrr", indent=4)
-
-
-def _limits(check: CellCheck) -> Iterator[str]:
-    if check.built and check.is_built:
-        version = check.cell.options.stack.pins["torchtitan"]
-        yield f"  built by TorchTitan {version} in a fake world; not exercised:"
-        for note in check.built.noted("not_exercised"):
-            yield f"    {note}"

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from cookbook.base.paths import ROOT
-from cookbook.base.pipelines import is_v_shaped
 from cookbook.config.cell import ATTENTION, Cell
 from cookbook.config.cluster import seconds_of
 from cookbook.config.finding import (
@@ -21,6 +20,8 @@ from cookbook.config.finding import (
     rule,
 )
 from cookbook.config.options import DEGREES
+from cookbook.config.overlay import COMM_BACKEND
+from cookbook.config.validate.kernels import CUSTOM_IMPORT
 from cookbook.config.validate.layout import microbatches
 from cookbook.predict.rank import Rank
 from cookbook.predict.shapes import destinations, routing_of
@@ -31,7 +32,7 @@ BUILT_ADVICE: list[Rule] = []
 
 # Throughput runs are short; a longer run is there to learn something.
 _LONG_RUN = 200
-_CUSTOM_IMPORT = "experimental.custom_import"
+_BATCH = "training.local_batch_size"
 _CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
 _BLOG = (
     "https://pytorch.org/blog/enabling-up-to-41-faster-pre-training-mxfp8-and-deepep-"
@@ -54,19 +55,13 @@ def fewer_nodes(cell: Cell) -> Problems:
     wanted, layout = cell.recipe.nodes, cell.layout
     if cell.nodes >= wanted or cell.stand_in_for is not None or cell.cluster.scheduler == "local":
         return
-    consequence = ""
+    reason = f"{cell.recipe.name} is made for {wanted} nodes and runs on {cell.nodes}"
     if cell.options["training.global_batch_size"] < 0:
         local = cell.options["training.local_batch_size"]
         replicas = layout.dp_replicate * layout.dp_shard
-        consequence = (
-            f", and a step trains {local * replicas:,} sequences "
-            f"(local batch {local} x {replicas} data-parallel ranks)"
-        )
-    yield (
-        "",
-        f"{cell.recipe.name} is made for {wanted} nodes and runs on {cell.nodes}{consequence}",
-        "set training.global_batch_size to keep the batch",
-    )
+        reason += f", and a step trains {local * replicas:,} sequences (local batch {local} x "
+        reason += f"{replicas} data-parallel ranks)"
+    yield "", reason, "set training.global_batch_size to keep the batch"
 
 
 @rule(ADVICE, level=HINT)
@@ -86,15 +81,14 @@ def short_time_limit(cell: Cell) -> Problems:
 
 
 @rule(ADVICE, level=WARNING, reference="https://github.com/pytorch/torchtitan/pull/2416")
-def router_gradient(cell: Cell) -> Problems:
-    """Released TorchTitan takes a TP rank's part of the router's gradient for the whole."""
+def released_torchtitan(cell: Cell) -> Problems:
+    """Released TorchTitan sums a part of the router's gradient, and may look for loss elsewhere."""
     hooks = cell.options.stack.hooks
-    if cell.hooks != hooks and cell.layout.tp > 1:
-        yield (
-            _CUSTOM_IMPORT,
-            "under TP the router's gradient, uncorrected, is only a part of the sum",
-            f"leave {_CUSTOM_IMPORT} alone, or import {hooks} in {cell.hooks or 'a module'!r}",
+    if cell.hooks != hooks:
+        reason = (
+            "without the cookbook's hooks the router's gradient is wrong under TP, and V-shaped"
         )
+        yield CUSTOM_IMPORT, f"{reason} schedules log no loss", f"set it to {hooks}"
 
 
 @rule(ADVICE, level=WARNING, reference=PIPELINING)
@@ -104,7 +98,7 @@ def starved_pipeline(cell: Cell) -> Problems:
     if count is not None and count < ranks:
         size = cell.options["parallelism.pipeline_parallel_microbatch_size"]
         reason = f"{count} microbatches cannot keep {ranks} pipeline ranks busy"
-        yield "training.local_batch_size", reason, f"raise it to {4 * ranks * size} or more"
+        yield _BATCH, reason, f"raise it to {4 * ranks * size} or more"
 
 
 @rule(ADVICE, level=HINT, reference=PIPELINING)
@@ -112,32 +106,9 @@ def pipeline_bubble(cell: Cell) -> Problems:
     """Few microbatches leave pipeline ranks idle."""
     count, ranks = microbatches(cell), cell.layout.pp
     if count is not None and ranks <= count < 4 * ranks:
-        idle = (ranks - 1) / (count + ranks - 1)
-        yield (
-            "training.local_batch_size",
-            f"with {count} microbatches for {ranks} pipeline ranks about {idle:.0%} of the time is "
-            "bubble (less with an interleaved schedule)",
-            "raise it where memory allows",
-        )
-
-
-@rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/components/metrics.py")
-def loss_is_logged(cell: Cell) -> Problems:
-    """Released TorchTitan knows of one V-shaped schedule, spelt in one way, where its loss is."""
-    options, hooks = cell.options, cell.options.stack.hooks
-    option = "parallelism.pipeline_parallel_schedule"
-    schedule = options[option]
-    is_written = options["metrics.enable_tensorboard"] or options["metrics.enable_wandb"]
-    if cell.hooks == hooks or not is_written or options["metrics.save_for_all_ranks"]:
-        return
-    if cell.layout.pp > 1 and is_v_shaped(schedule) and schedule != "ZBVZeroBubble":
-        yield (
-            option,
-            "without the cookbook's hooks TensorBoard and Weights & Biases get no loss: "
-            f"TorchTitan writes that of the last pipeline rank, and {schedule} has it on the first",
-            f"leave {_CUSTOM_IMPORT} alone, or import {hooks} in {cell.hooks or 'a module'!r}, or "
-            "set metrics.save_for_all_ranks",
-        )
+        idle = f"{(ranks - 1) / (count + ranks - 1):.0%} of the time is bubble"
+        reason = f"with {count} microbatches for {ranks} pipeline ranks about {idle} (less with an"
+        yield _BATCH, f"{reason} interleaved schedule)", "raise it where memory allows"
 
 
 @rule(ADVICE, level=WARNING, reference=_CHECKPOINT)
@@ -150,11 +121,8 @@ def checkpoints_resume(cell: Cell) -> Problems:
             yield f"{section}.enable", reason, "set checkpoint.enable true"
         return
     if options[f"{section}.last_save_model_only"]:
-        yield (
-            f"{section}.last_save_model_only",
-            "the last step is saved without optimizer and cannot be resumed",
-            "set it to false where the run may be continued",
-        )
+        reason = "the last step is saved without optimizer and cannot be resumed"
+        yield f"{section}.last_save_model_only", reason, "set it to false to be able to continue"
     interval = options[f"{section}.interval"]
     if interval > steps and not options[f"{section}.interval_minutes"]:
         reason = f"{interval} is beyond the last step ({steps}): nothing is saved before the end"
@@ -162,15 +130,11 @@ def checkpoints_resume(cell: Cell) -> Problems:
     if options[f"{section}.load_only"]:
         reason = "nothing is saved: a requeued job begins where this one did"
         yield f"{section}.load_only", reason, "set it to false"
-    left_out = {"optimizer", "lr_scheduler", "dataloader", "train_state"} & set(
-        options[f"{section}.exclude_from_loading"]
-    )
+    left_out = sorted({*options[f"{section}.exclude_from_loading"]} - {"model"})
     if left_out:
-        yield (
-            f"{section}.exclude_from_loading",
-            f"{', '.join(sorted(left_out))} would start anew after every restart",
-            "use it for the first start of a fine-tuning only",
-        )
+        reason = f"{', '.join(left_out)} would start anew after every restart"
+        remedy = "use it for the first start of a fine-tuning only"
+        yield f"{section}.exclude_from_loading", reason, remedy
 
 
 def _routing_option(cell: Cell) -> str:
@@ -212,12 +176,9 @@ def balance_is_real(cell: Cell) -> Problems:
     if routing != "trained" and cell.steps > _LONG_RUN:
         how = "round-robin" if routing == "round_robin" else "at random"
         option = _routing_option(cell)
-        yield (
-            option,
-            f"experts are dealt out {how} for {cell.steps} steps: the loss says nothing about "
-            "convergence",
-            f"set it to {'false' if 'force' in option else 'trained'} for a run whose loss matters",
-        )
+        reason = f"experts are dealt out {how} for {cell.steps} steps, and the loss says nothing"
+        value = "false" if "force" in option else "trained"
+        yield option, f"{reason} about convergence", f"set it to {value} where the loss matters"
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/utils.py")
@@ -225,11 +186,8 @@ def parameters_are_sharded(cell: Cell) -> Problems:
     """Without FSDP, TorchTitan trains TP and PP models in FP32."""
     layout = cell.layout
     if layout.dp_shard * layout.cp == 1 and layout.ep == 1 and layout.tp * layout.pp > 1:
-        yield (
-            DEGREES["dp_shard"],
-            "TP or PP without FSDP computes in FP32: mixed precision comes with FSDP",
-            "leave at least 2 ranks to data-parallel shards",
-        )
+        reason = "TP or PP without FSDP computes in FP32: mixed precision comes with FSDP"
+        yield DEGREES["dp_shard"], reason, "leave at least 2 ranks to data-parallel shards"
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/llama3/infra/parallelize.py")
@@ -237,14 +195,10 @@ def replicas_are_summed(cell: Cell) -> Problems:
     """Replicas without shards are DDP's, which averages what FSDP, told so, sums."""
     layout = cell.layout
     if layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1 and layout.ep == 1:
-        replicas = layout.dp_replicate
-        yield (
-            DEGREES["dp_replicate"],
-            f"without shards TorchTitan takes DDP, which averages the gradients of {replicas} "
-            "replicas; the loss is divided by the tokens of all replicas already, so gradients are "
-            f"{replicas} times too small where they are clipped",
-            f"set it to 1 and {DEGREES['dp_shard']} to -1: FSDP sums",
-        )
+        reason = "without shards DDP averages gradients that are divided by all replicas' tokens"
+        reason += f" already: they are {layout.dp_replicate} times too small where they are clipped"
+        remedy = f"set it to 1 and {DEGREES['dp_shard']} to -1: FSDP sums"
+        yield DEGREES["dp_replicate"], reason, remedy
 
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/parallel_dims.py")
@@ -261,12 +215,8 @@ def exchange_within_a_node(cell: Cell) -> Problems:
     """An exchange made for InfiniBand gains most between nodes."""
     exchange, ep = cell.exchange, cell.layout.ep
     if exchange.sends_once_per_rank and 1 < ep <= exchange.ranks_per_node:
-        yield (
-            "parallelism.expert_parallel_comm_backend",
-            f"at EP {ep} {exchange.title} may gain little over the all-to-all, or lose to it: "
-            "tokens travel over NVLink alone",
-            "measure both",
-        )
+        reason = f"at EP {ep} {exchange.title} may gain little over the all-to-all, or lose to it:"
+        yield COMM_BACKEND, f"{reason} tokens travel over NVLink alone", "measure both"
 
 
 @rule(ADVICE, level=HINT, reference=f"{TORCHAO}/prototype/moe_training/README.md")
@@ -281,12 +231,8 @@ def emulated_has_no_speed(cell: Cell) -> Problems:
 def reference_has_no_speed(cell: Cell) -> Problems:
     """On the CPU plain PyTorch stands in for FlashAttention-4."""
     if cell.attends_by_reference:
-        yield (
-            ATTENTION,
-            "a reference computes attention on the CPU, document by document: its numerics are "
-            "right, its speed means nothing",
-            "",
-        )
+        reason = "a reference computes attention on the CPU, document by document: its numerics are"
+        yield ATTENTION, f"{reason} right, its speed means nothing", ""
 
 
 @rule(BUILT_ADVICE, level=HINT, reference=_BLOG)
@@ -294,13 +240,9 @@ def small_experts(cell: Cell, ranks: Sequence[Rank]) -> Problems:
     """Quantizing costs the same for small experts, whose GEMMs gain less."""
     hidden = ranks[0].model.expert_hidden
     if cell.options["model.converters"] and not cell.emulated and hidden < 2048:
-        yield (
-            "model.converters",
-            f"experts of hidden size {hidden} are small: quantizing may cost more than the "
-            "faster GEMMs bring (published for 671B, whose experts have 2048; not gained on the "
-            "16B)",
-            "compare with --precision bf16",
-        )
+        reason = f"for experts of hidden size {hidden} quantizing may cost more than faster GEMMs"
+        reason += " bring (published for 2,048, of the 671B; not gained on the 16B)"
+        yield "model.converters", reason, "compare with --precision bf16"
 
 
 @rule(BUILT_ADVICE, level=HINT, reference=f"{TORCHTITAN}/models/moe/moe.py")
@@ -311,13 +253,9 @@ def forced_balance_flatters(cell: Cell, ranks: Sequence[Rank]) -> Problems:
         return
     dealt, routed = (destinations(ranks[0].model, ep, one) for one in ("round_robin", "random"))
     if dealt < 0.8 * routed:
-        yield (
-            _routing_option(cell),
-            f"dealt out round-robin, a token's experts live on {dealt:.1f} of {ep} ranks; real "
-            f"routing reaches {routed:.1f}: {exchange.title} sends a token once a rank and looks "
-            "faster than it will be",
-            "measure with real routing as well",
-        )
+        reason = f"dealt out round-robin, a token's experts live on {dealt:.1f} of {ep} ranks, with"
+        reason += f" real routing on {routed:.1f}: {exchange.title} looks faster than it will be"
+        yield _routing_option(cell), reason, "measure with real routing as well"
 
 
 @rule(BUILT_ADVICE, level=HINT, reference="https://doi.org/10.1016/j.future.2004.11.016")
@@ -342,10 +280,8 @@ def saving(cell: Cell, ranks: Sequence[Rank]) -> Problems:
     if found_s and best_s / _NEAR <= found_s <= best_s * _NEAR:
         return
     found = f"every {found_s / 60:g} minutes" if found_s else "by steps, not by minutes"
-    yield (
-        "checkpoint.interval_minutes",
-        f"saved {found}; a save of {size / 1e9:,.0f} GB keeps training waiting for about "
-        f"{waits_s:.2g} s, and one of {cell.nodes} nodes fails about every "
-        f"{between_s / 86_400:.2g} days",
-        f"set it to about {max(1, round(best_s / 60))} (Young and Daly)",
-    )
+    reason = f"saved {found}; a save of {size / 1e9:,.0f} GB keeps training waiting for about "
+    reason += f"{waits_s:.2g} s, and one of {cell.nodes} nodes fails about every "
+    reason += f"{between_s / 86_400:.2g} days"
+    remedy = f"set it to about {max(1, round(best_s / 60))} (Young and Daly)"
+    yield "checkpoint.interval_minutes", reason, remedy

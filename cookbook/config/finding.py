@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from cookbook.base.errors import nearest
 
 ERROR, WARNING, HINT = "error", "warning", "hint"
 
@@ -38,9 +40,8 @@ class Finding:
     is_input: bool = False
 
     def as_mapping(self) -> dict[str, str]:
-        """For JSON."""
-        keys = ("level", "rule", "option", "reason", "remedy", "reference")
-        return {key: getattr(self, key) for key in keys}
+        """Return it for JSON."""
+        return {key: value for key, value in asdict(self).items() if key != "is_input"}
 
     def __str__(self) -> str:
         place = f"{self.option}: " if self.option else ""
@@ -71,6 +72,13 @@ def rule(
         return findings
 
     return register
+
+
+def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, str]:
+    """Return the problem of a value that is none of the `known` names."""
+    close = nearest(found.upper(), known) or nearest(found, known)
+    remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
+    return option, f"found {found!r}, allowed: {', '.join(known)}", remedy
 
 
 @dataclass(frozen=True)

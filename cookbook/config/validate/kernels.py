@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cookbook.config.cell import (
     ATTENTION,
     EP_CHUNKS,
@@ -18,7 +16,7 @@ from cookbook.config.options import DEGREES
 from cookbook.config.overlay import implied
 
 RULES: list[Rule] = []
-_CUSTOM_IMPORT = "experimental.custom_import"
+CUSTOM_IMPORT = "experimental.custom_import"
 MX = frozenset({"quantize.grouped_mm.mx", "quantize.linear.mx"})
 _PARALLELIZE = f"{TORCHTITAN}/models/llama4/infra/parallelize.py"
 _MX = f"{TORCHTITAN}/components/quantization/mx.py"
@@ -66,12 +64,12 @@ def declaration(cell: Cell) -> Problems:
             # With one EP rank nothing is dispatched.
             if found[key] == setting.value or (key == "dispatch" and cell.layout.ep == 1):
                 continue
-            yield (
-                "model.converters" if what == "precision" else "",
+            reason = (
                 f"{what} {overlay.name} expects {key} {setting.value}, and the options turn on "
-                f"{found[key]}: the job would stop at its first step",
-                f"correct the options, or `expect` in {overlay.path.name}",
             )
+            reason += f"{found[key]}: the job would stop at its first step"
+            remedy = f"correct the options, or `expect` in {overlay.path.name}"
+            yield "model.converters" if what == "precision" else "", reason, remedy
 
 
 @rule(RULES, reference=_PARALLELIZE)
@@ -89,12 +87,11 @@ def ep_size(cell: Cell) -> Problems:
         reason = f"{exchange.title} has no configuration for EP {degree}; it has {sizes}"
         yield option, reason, f"try {best}"
     elif degree > per_node and exchange.ranks_per_node not in (0, per_node):
-        yield (
-            option,
-            f"EP {degree} leaves the node, and {exchange.title} between nodes takes them to have "
-            f"{exchange.ranks_per_node} GPUs, not {per_node}",
-            f"set it to at most {per_node}, or take the standard backend",
+        reason = (
+            f"EP {degree} leaves the node, and {exchange.title} between nodes takes them to have"
         )
+        remedy = f"set it to at most {per_node}, or take the standard backend"
+        yield option, f"{reason} {exchange.ranks_per_node} GPUs, not {per_node}", remedy
 
 
 @rule(RULES, reference=_PARALLELIZE)
@@ -111,24 +108,14 @@ def hooks_are_on(cell: Cell) -> Problems:
     hooks = cell.options.stack.hooks
     if cell.hooks == hooks:
         return
-    title, has_own_layer = cell.exchange.title, cell.exchange.has_own_layer
-    from_hooks = "from the cookbook's hooks alone"
-    remedy = f"leave {_CUSTOM_IMPORT} alone, or import {hooks} in {cell.hooks or 'a module'!r}"
-    if has_own_layer and cell.layout.tp > 1:
-        reason = f"{title} under TP counts every token once for each TP rank where it is not"
-        yield _CUSTOM_IMPORT, f"{reason} corrected", remedy
-    own: dict[str, Any] = {NUM_CHUNKS: 0, EP_CHUNKS: 1, LAYERS_KEPT: 0, SAVE_LIST: []}
-    own[SCORE_ACTIVATIONS] = False
-    for name, default in own.items():
-        if cell.options[name] != default:
-            reason = f"TorchTitan takes this option {from_hooks}"
-            yield name, reason, f"{remedy}, or leave the option out"
-    if cell.uses_flash_attention:
-        reason = f"TorchTitan takes FlashAttention-4 {from_hooks}"
-        yield ATTENTION, reason, f"{remedy}, or set {ATTENTION}=flavor"
-    if has_own_layer and MX & set(cell.options["model.converters"]):
-        reason = f"MXFP8 needs expert groups padded to 32 rows, which {title}'s path lacks"
-        yield _CUSTOM_IMPORT, f"{reason} uncorrected", remedy
+    title, remedy = cell.exchange.title, f"set {CUSTOM_IMPORT} to {hooks}"
+    uses_mx = MX & set(cell.options["model.converters"])
+    if cell.exchange.has_own_layer and (cell.layout.tp > 1 or uses_mx):
+        reason = f"without the hooks {title} counts tokens once a TP rank, and pads no MXFP8 groups"
+        yield CUSTOM_IMPORT, reason, remedy
+    for name in (NUM_CHUNKS, EP_CHUNKS, LAYERS_KEPT, SAVE_LIST, SCORE_ACTIVATIONS, ATTENTION):
+        if cell.options[name] != cell.options.stack.options[name].default:
+            yield name, "only the cookbook's hooks have this option", remedy
 
 
 @rule(RULES, reference=_MX)
@@ -157,33 +144,21 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
 
 
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
-def flash_attention_gpu(cell: Cell) -> Problems:
-    """FlashAttention-4 is for two generations of GPUs; on the CPU its reference runs."""
-    gpu = cell.cluster.gpu
-    if cell.uses_flash_attention and gpu and int(gpu.compute_capability) not in _FLASH_GENERATIONS:
-        yield (
-            ATTENTION,
-            "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x (B200), "
-            f"{gpu.name} has {gpu.compute_capability}",
-            f"set {ATTENTION}=flavor",
-        )
-
-
-@rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
-def flash_attention_heads(cell: Cell) -> Problems:
-    """Only DeepSeek-V3's own heads were checked."""
-    model = cell.options.model
-    if model is None or not cell.uses_flash_attention:
+def flash_attention(cell: Cell) -> Problems:
+    """It has kernels for two generations of GPUs, and only DeepSeek-V3's own heads were checked."""
+    gpu, model, remedy = cell.cluster.gpu, cell.options.model, f"set {ATTENTION}=flavor"
+    if not cell.uses_flash_attention:
         return
-    if model.head_dims != _FLASH_HEAD_DIMS:
-        both = (_FLASH_HEAD_DIMS, model.head_dims)
-        allowed, have = ("/".join(map(str, dims)) for dims in both)
-        yield (
-            ATTENTION,
-            f"FlashAttention-4 is for heads of {allowed} (queries and keys/values), flavor "
-            f"{cell.options['model.flavor']} has {have}",
-            f"set {ATTENTION}=flavor",
+    # On the CPU its reference runs.
+    if gpu and int(gpu.compute_capability) not in _FLASH_GENERATIONS:
+        reason = (
+            "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x (B200)"
         )
+        yield ATTENTION, f"{reason}, {gpu.name} has {gpu.compute_capability}", remedy
+    if model and model.head_dims != _FLASH_HEAD_DIMS:
+        allowed, have = ("/".join(map(str, x)) for x in (_FLASH_HEAD_DIMS, model.head_dims))
+        reason = f"FlashAttention-4 is for heads of {allowed} (queries and keys/values), flavor"
+        yield ATTENTION, f"{reason} {cell.options['model.flavor']} has {have}", remedy
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
@@ -195,9 +170,7 @@ def context_parallel_attention(cell: Cell) -> Problems:
         return
     reason = f"TorchTitan has context parallelism for SDPA only, and flavor {flavor} has {own}"
     if cell.uses_flash_attention:
-        reason = (
-            "FlashAttention-4 computes each document on one rank, and context parallelism "
-            f"({cell.layout.cp}) cuts documents over several"
-        )
+        reason = "FlashAttention-4 computes each document on one rank, and context parallelism "
+        reason += f"({cell.layout.cp}) cuts documents over several"
     remedy = f"set it to 1, or set {ATTENTION}=flavor" if own == _SDPA else "set it to 1"
     yield DEGREES["cp"], reason, remedy

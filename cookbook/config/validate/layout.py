@@ -9,10 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from cookbook.base.errors import nearest
 from cookbook.base.pipelines import is_v_shaped
 from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, PIPELINING, TORCHTITAN, Finding, Problems, Rule, rule
+from cookbook.config.finding import (
+    ERROR,
+    PIPELINING,
+    TORCHTITAN,
+    Finding,
+    Problems,
+    Rule,
+    rule,
+    unknown,
+)
 from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
 from cookbook.config.overlay import COMM_BACKEND, EXCHANGES, STANDARD
 
@@ -41,10 +49,8 @@ _SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 def layout_findings(options: Options, world: int) -> list[Finding]:
     """Return all that does not divide in a job of `world` ranks, the outermost degree first."""
     return [
-        _finding(option, found, remedy or _suggestion(option, [], options, world))
-        if isinstance(remedy, str)
-        else _finding(option, found, _suggestion(option, remedy, options, world))
-        for option, found, remedy in _problems(options, world)
+        _finding(option, reason, _suggestion(option, remedy, options, world))
+        for option, reason, remedy in _problems(options, world)
     ]
 
 
@@ -58,23 +64,25 @@ def _finding(option: str, found: str, remedy: str) -> Finding:
     return Finding(ERROR, "layout", option, found, remedy, reference, is_input=True)
 
 
-def _suggestion(name: str, candidates: list[int], options: Options, world: int) -> str:
-    """Name the candidate nearest to the value that leaves no problem, or not this one."""
+def _suggestion(name: str, remedy: str | list[int], options: Options, world: int) -> str:
+    """Name the value nearest to the one found that leaves no problem, or not this one."""
+    if isinstance(remedy, str):
+        return remedy
     sizes = EXCHANGES.get(options[COMM_BACKEND], STANDARD).sizes
     if name == DEGREES["ep"] and sizes:
-        candidates = [value for value in candidates if value in (1, *sizes)]
+        remedy = [value for value in remedy if value in (1, *sizes)]
     # Of two that are as near, the smaller needs less.
     left = {
         value: [one[0] for one in _problems(options.override({name: Setting(value, name)}), world)]
-        for value in sorted(candidates, key=lambda value: (abs(value - options[name]), value))
+        for value in sorted(remedy, key=lambda value: (abs(value - options[name]), value))
     }
-    without_any = [value for value, problems in left.items() if not problems]
-    without_this = [value for value, problems in left.items() if name not in problems]
-    for value in without_any or without_this:
-        # A value in a file is easiest tried on the command line.
-        is_in_file = name in options and ".y" in options.origin(name)
-        return f"try {value}: --set {name}={value}" if is_in_file else f"try {value}"
-    return ""
+    nearest_first = sorted(left, key=lambda value: bool(left[value]))
+    best = next((value for value in nearest_first if name not in left[value]), None)
+    if best is None:
+        return ""
+    # A value in a file is easiest tried on the command line.
+    is_in_file = name in options and ".y" in options.origin(name)
+    return f"try {best}: --set {name}={best}" if is_in_file else f"try {best}"
 
 
 def _problems(options: Options, world: int) -> list[_Problem]:
@@ -97,9 +105,7 @@ def _impossible(options: Options) -> Iterator[_Problem]:
         found = options[option]
         # TorchTitan alone knows the flavors of a model that is not in the table.
         if names and found not in names:
-            close = nearest(found.upper(), names) or nearest(found, names)
-            remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
-            yield option, f"found {found!r}, allowed: {', '.join(names)}", remedy
+            yield unknown(option, found, names)
     for option in (*DEGREES.values(), _BATCH):
         is_auto = option == DEGREES["dp_shard"]
         if options[option] < 1 and not (is_auto and options[option] == -1):
@@ -120,15 +126,17 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
     ranks = layout.dp_shard * layout.cp * layout.tp
     if product != layout.world:
         for short in ("pp", "tp", "cp", "dp_replicate"):
-            if problems := _undivided(short, getattr(layout, short), layout.world, "ranks"):
-                yield from problems
+            if layout.world % (degree := getattr(layout, short)):
+                yield from _undivided(short, degree, layout.world, "ranks")
                 return
-        yield (
-            DEGREES["dp_shard"],
-            f"PP {layout.pp} x DP replicate {layout.dp_replicate} x DP shard {layout.dp_shard} x "
-            f"CP {layout.cp} x TP {layout.tp} is {product} ranks, the job has {layout.world}",
-            "set it to -1 (all ranks that are left), or change another degree",
+        reason = (
+            f"PP {layout.pp} x DP replicate {layout.dp_replicate} x DP shard {layout.dp_shard} "
         )
+        reason += (
+            f"x CP {layout.cp} x TP {layout.tp} is {product} ranks, the job has {layout.world}"
+        )
+        remedy = "set it to -1 (all ranks that are left), or change another degree"
+        yield DEGREES["dp_shard"], reason, remedy
     elif layout.ep > 1 and layout.etp not in (1, layout.tp):
         found = f"found {layout.etp}, allowed: 1 or the tensor parallel degree ({layout.tp})"
         yield DEGREES["etp"], found, [1]
@@ -139,11 +147,8 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
         yield from problems
     elif layout.ep > 1 and layout.dp_shard * layout.cp == 1:
         # apply_fsdp asks for the dense layers' FSDP mesh as soon as there is EP.
-        yield (
-            DEGREES["dp_shard"],
-            f"comes to {layout.dp_shard} with CP 1, allowed with EP above 1: 2 and up",
-            f"use fewer TP or PP ranks, or set {DEGREES['ep']} 1",
-        )
+        reason = f"comes to {layout.dp_shard} with CP 1, allowed with EP above 1: 2 and up"
+        yield DEGREES["dp_shard"], reason, f"use fewer TP or PP ranks, or set {DEGREES['ep']} 1"
 
 
 def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Problem]:
@@ -155,9 +160,7 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
     schedule = options[_SCHEDULE]
     known = {name.lower(): count for name, count in STAGES_PER_RANK.items()}
     if schedule.lower() not in known:
-        close = nearest(schedule, STAGES_PER_RANK)
-        remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
-        yield _SCHEDULE, f"found {schedule!r}, allowed: {', '.join(STAGES_PER_RANK)}", remedy
+        yield unknown(_SCHEDULE, schedule, STAGES_PER_RANK)
         return
     first, last = less_layers(options)
     per_stage, at_least = options[_PER_STAGE], known[schedule.lower()]
@@ -166,20 +169,16 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
         stages = math.ceil(layers / per_stage) if per_stage > 0 else 0
         per_rank, left = divmod(stages, layout.pp)
         if left or per_rank < at_least or (at_least == 1 and per_rank != 1):
-            yield (
-                _PER_STAGE,
-                f"{per_stage} layers a stage make {stages} stages of {num_layers} layers, which "
-                f"{schedule} cannot divide among {layout.pp} pipeline ranks",
-                f"try {math.ceil(layers / (layout.pp * at_least))}",
+            reason = (
+                f"{per_stage} layers a stage make {stages} stages of {num_layers} layers, which"
             )
+            reason += f" {schedule} cannot divide among {layout.pp} pipeline ranks"
+            yield _PER_STAGE, reason, f"try {math.ceil(layers / (layout.pp * at_least))}"
             return
     if max(first, last, 1) > layers // stages:
-        yield (
-            DEGREES["pp"],
-            f"{layout.pp} pipeline ranks ({stages} stages of {schedule}) are too many for "
-            f"{num_layers} layers",
-            [degree for degree in _divisors(layout.world) if degree < layout.pp],
-        )
+        reason = f"{layout.pp} pipeline ranks ({stages} stages of {schedule}) are too many for "
+        fewer = [degree for degree in _divisors(layout.world) if degree < layout.pp]
+        yield DEGREES["pp"], f"{reason}{num_layers} layers", fewer
 
 
 def less_layers(options: Options) -> tuple[int, int]:
@@ -198,11 +197,9 @@ def _batch(options: Options, layout: Layout) -> Iterator[_Problem]:
     replicas = layout.dp_replicate * layout.dp_shard
     total = options["training.global_batch_size"]
     if total >= 0 and (total == 0 or total % (local * replicas)):
-        yield (
-            "training.global_batch_size",
-            f"{total} is not a multiple of local batch {local} x {replicas} data-parallel ranks",
-            f"try {max(total // (local * replicas), 1) * local * replicas}",
-        )
+        found = f"{total} is not a multiple of local batch {local} x {replicas} data-parallel ranks"
+        remedy = f"try {max(total // (local * replicas), 1) * local * replicas}"
+        yield "training.global_batch_size", found, remedy
     microbatch = options[_MICROBATCH]
     if layout.pp > 1 and (microbatch < 1 or local % microbatch):
         found = f"{microbatch} does not divide the local batch of {local}"
@@ -260,12 +257,8 @@ def two_stages(cell: Cell) -> Problems:
     layers = model.n_layers + sum(less_layers(cell.options))
     stages = math.ceil(layers / per_stage)
     if stages != 2 * ranks:
-        yield (
-            _PER_STAGE,
-            f"{per_stage} layers a stage make {stages} stages; {schedule} "
-            f"needs two on each of {ranks} ranks",
-            f"try {math.ceil(layers / (2 * ranks))}",
-        )
+        reason = f"{per_stage} layers a stage make {stages} stages; {schedule} needs two on each of"
+        yield _PER_STAGE, f"{reason} {ranks} ranks", f"try {math.ceil(layers / (2 * ranks))}"
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
@@ -275,12 +268,8 @@ def dual_pipe_v_overlap(cell: Cell) -> Problems:
     They fit the standard backend and `mxfp8_a2a`, whose classes have both. TorchTitan builds such a
     cell, and it stops in its first step.
     """
-    is_own = cell.exchange.has_own_layer and cell.hooks == cell.options.stack.hooks
     is_overlapped = cell.options[_OVERLAP] and cell.options[_SCHEDULE].lower() == "dualpipev"
-    if is_own and is_overlapped and cell.layout.pp > 1 and cell.layout.ep > 1:
-        yield (
-            _OVERLAP,
-            "DualPipeV overlaps the exchanges of the standard backend, not those of "
-            f"{cell.exchange.title}, which overlap with the shared experts already",
-            "set it to false, or take EP backend standard",
-        )
+    if cell.exchange.has_own_layer and is_overlapped and cell.layout.pp > 1 and cell.layout.ep > 1:
+        reason = "DualPipeV overlaps the exchanges of the standard backend, not those of "
+        reason += f"{cell.exchange.title}, which overlap with the shared experts already"
+        yield _OVERLAP, reason, "set it to false, or take EP backend standard"

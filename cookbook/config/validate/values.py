@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
 
 from cookbook.base.errors import nearest
 from cookbook.config.cell import LAYERS_KEPT, SAVE_LIST, SAVED_OPERATORS, Cell
-from cookbook.config.finding import TORCHTITAN, Problems, Rule, rule
+from cookbook.config.finding import TORCHTITAN, Problems, Rule, rule, unknown
 
 RULES: list[Rule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
@@ -43,12 +42,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, str]:
-    close = nearest(found, known)
-    remedy = f"did you mean {close[0]!r}?" if close else ""
-    return option, f"found {found!r}, allowed: {', '.join(known)}", remedy
-
-
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def bounds(cell: Cell) -> Problems:
     """Numbers outside the sensible range."""
@@ -61,19 +54,13 @@ def bounds(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def names(cell: Cell) -> Problems:
-    """Names in lists; TorchTitan ignores a wrong component and ends at another wrong state."""
-    for option, known in _NAMES.items():
-        for name in cell.options[option]:
+    """TorchTitan ignores a wrong component, and ends at other names once all ranks have started."""
+    dataset = {"training.dataset": cell.options.stack.datasets}
+    for option, known in (_NAMES | dataset).items():
+        value = cell.options[option]
+        for name in [value] if isinstance(value, str) else value:
             if name not in known:
-                yield _unknown(option, name, known)
-
-
-@rule(RULES, reference=_REFERENCE, is_input=True)
-def dataset(cell: Cell) -> Problems:
-    """TorchTitan looks the data set up by name after every rank has started."""
-    name, known = cell.options["training.dataset"], cell.options.stack.datasets
-    if name not in known:
-        yield _unknown("training.dataset", name, known)
+                yield unknown(option, name, known)
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/tools/profiling.py", is_input=True)
@@ -91,11 +78,8 @@ def profiled_steps(cell: Cell) -> Problems:
 def kept_checkpoints(cell: Cell) -> Problems:
     """TorchTitan refuses to keep one, on every rank."""
     if cell.options["checkpoint.enable"] and cell.options["checkpoint.keep_latest_k"] == 1:
-        yield (
-            "checkpoint.keep_latest_k",
-            "1 would leave none while the next is being written, and TorchTitan refuses it",
-            "set it to 2, or to 0 to keep all",
-        )
+        reason = "1 would leave none while the next is being written, and TorchTitan refuses it"
+        yield "checkpoint.keep_latest_k", reason, "set it to 2, or to 0 to keep all"
 
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
@@ -126,25 +110,16 @@ def selected(cell: Cell) -> Problems:
 
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
-def save_list(cell: Cell) -> Problems:
-    """Only one mode looks at operators."""
+def unused(cell: Cell) -> Problems:
+    """Options that the mode of recomputation does not look at."""
+    mode = cell.options["activation_checkpoint.mode"]
     if cell.options[SAVE_LIST] and not cell.saves:
-        mode = cell.options["activation_checkpoint.mode"]
+        remedy = "set activation_checkpoint.mode=selective and selective_ac_option=op"
         yield (
             SAVE_LIST,
             f"activation_checkpoint.mode {mode} has no use for a list of operators",
-            "set activation_checkpoint.mode=selective and "
-            "activation_checkpoint.selective_ac_option=op, or leave the list out",
+            remedy,
         )
-
-
-@rule(RULES, reference=_RECOMPUTATION, is_input=True)
-def layers_kept(cell: Cell) -> Problems:
-    """Layers are kept where a mode would recompute them."""
-    mode = cell.options["activation_checkpoint.mode"]
     if cell.options[LAYERS_KEPT] and mode not in ("full", "selective"):
-        yield (
-            LAYERS_KEPT,
-            f"activation_checkpoint.mode {mode} recomputes no layer as a whole",
-            "set activation_checkpoint.mode=selective or full, or leave the number out",
-        )
+        reason = f"activation_checkpoint.mode {mode} recomputes no layer as a whole"
+        yield LAYERS_KEPT, reason, "set activation_checkpoint.mode=selective or full"
