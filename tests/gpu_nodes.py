@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.programs import write_program
 from tests.recording_torchrun import install_recording_torchrun
 from tests.stand_in_gpus import B200, FOLDER, write_gpus
 
@@ -33,8 +34,7 @@ class GpuNodes:
         nodes = cls(folder)
         write_gpus(folder / "all/gpus.json", [B200] * 8)
         program = binaries / "python"
-        program.write_text(_PYTHON.format(folder=folder, nvml=FOLDER, python=sys.executable))
-        program.chmod(0o755)
+        write_program(program, _PYTHON.format(folder=folder, nvml=FOLDER, python=sys.executable))
         return nodes
 
     def ecc_error(self, node: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from cookbook.install.attention import flash_attention_pins
 from tests.checkout import copy_checkout
+from tests.programs import write_program
 from tests.stand_in_gpus import FOLDER, write_gpus
 
 
@@ -128,7 +129,6 @@ def copy_for_setup(tmp_path: Path) -> Checkout:
         write_wheel(wheels, pin.name, pin.value, WHEEL_FILES.get(pin.name, ()))
     python = tmp_path / "python"
     packages = sysconfig.get_path("purelib")
-    python.write_text(PYTHON.format(real=sys.executable, packages=packages, nvml=FOLDER))
-    python.chmod(0o755)
+    write_program(python, PYTHON.format(real=sys.executable, packages=packages, nvml=FOLDER))
     folder = copy_checkout(tmp_path / "check out")
     return Checkout(folder, python, {"PIP_FIND_LINKS": str(wheels)})

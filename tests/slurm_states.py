@@ -17,6 +17,7 @@ from cookbook.run.run import Run
 from cookbook.run.states import cancel_run, cell_states
 from cookbook.run.status import read_job
 from tests.made_up_run import metrics_line
+from tests.programs import write_program
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.waiting import until
 
@@ -117,8 +118,7 @@ def site_configuration(folder: Path) -> str:
     lines = ["DefMemPerNode=1000", "BatchStartTimeout=300"]
     for option, text in _SITE.items():
         program = folder / option
-        program.write_text(f"#!/bin/sh\n{text.replace('%s', str(folder))}exit 0\n")
-        program.chmod(0o755)
+        write_program(program, f"#!/bin/sh\n{text.replace('%s', str(folder))}exit 0\n")
         lines.append(f"{option}={program}")
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ import pytest
 from cookbook.config.stack import read_pins
 from cookbook.install.packages import find_distribution, import_name
 from tests.checkout import copy_checkout
+from tests.programs import write_program
 from tests.start import start
 from tests.submit import ROOT
 
@@ -123,12 +124,6 @@ def venv(tmp_path: Path) -> Path:
     for packages in folder.glob("lib/python*/site-packages"):
         (packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder
-
-
-def write_program(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 class TestEnvironment:

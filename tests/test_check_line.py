@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.packages import stack_packages
+from tests.programs import write_program
 from tests.submit import environment, listing
 
 
@@ -94,8 +95,7 @@ def test_slurm_is_asked_where_there_is_one(
         "sinfo": "echo '32 gpu:b200:8'",
         "sbatch": f'echo "no such partition: $*" >&2; exit {status}',
     }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, f"#!/bin/sh\n{text}\n")
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = check_line(checkout, "sbatch", "--partition=x", "train_671b.sh", PATH=path)
     assert done.returncode == answer

@@ -145,6 +145,7 @@ def test_status_and_report_say_what_was_passed_over(cell: Started) -> None:
 def test_what_was_saved_after_a_nan_is_passed_over(cell: Started) -> None:
     for step in (4, 6, 8):
         save(cell.saved, step)
+    cell.folder.attempt(0).path.mkdir()
     write_attempt_end(cell.folder.attempt(0), AttemptEnd(0, Cause.NAN_LOSS, last_good_step=6))
     words = cell.start(attempt=1)
     assert "attempt 1 passed over step-8: was saved after step 6, the last one with a" in words

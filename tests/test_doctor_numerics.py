@@ -15,6 +15,7 @@ from cookbook.config.resolve import this_machine
 from cookbook.doctor import numerics
 from cookbook.doctor.__main__ import main
 from tests.cells import CLUSTER_FILES
+from tests.programs import write_program
 
 H200 = Gpu("NVIDIA H200", 9.0, 139.8)
 B200 = Gpu("NVIDIA B200", 10.0, 179.0)
@@ -66,8 +67,7 @@ def test_on_a_cluster_it_is_a_job_of_one_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     srun = tmp_path / "srun"
-    srun.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/words\nexit 3\n')
-    srun.chmod(0o755)
+    write_program(srun, f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/words\nexit 3\n')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     cluster = load_cluster("soperator-b200")
     assert numerics.prove(cluster, tmp_path / "out.json") == 3

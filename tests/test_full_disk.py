@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cookbook.launch.script import render_script
 from tests.cells import Point
+from tests.programs import PYTHON, write_program
 from tests.submit import ROOT
 
 # More than a disk of this size holds; the training itself writes nothing else and ends well.
@@ -38,13 +38,8 @@ def _is_root() -> None:
 def test_a_full_disk_changes_nothing_of_the_end(tmp_path: Path, status: int, state: str) -> None:
     disk, binaries = tmp_path / "disk", tmp_path / "venv" / "bin"
     disk.mkdir()
-    binaries.mkdir(parents=True)
-    for name, text in (
-        ("torchrun", _TORCHRUN),
-        ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
-    ):
-        (binaries / name).write_text(text)
-        (binaries / name).chmod(0o755)
+    write_program(binaries / "torchrun", _TORCHRUN)
+    write_program(binaries / "python", PYTHON)
     script = tmp_path / "train.sh"
     script.write_text(render_script(Point("debug", "bf16", "standard", "local").cell()))
     cell = disk / "runs" / "r" / "a"

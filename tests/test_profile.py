@@ -27,6 +27,7 @@ def runs(tmp_path: Path) -> Path:
     runs = tmp_path / "runs"
     run = runs / "mine-20261121-120000"
     cells = ["16b-bf16-deepep", "16b-bf16-standard"]
+    run.mkdir(parents=True)
     write_run(
         run,
         new_record(run.name, cluster="local", scheduler="local", stack="2026.02", cells=cells),

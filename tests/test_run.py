@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -20,7 +18,6 @@ from cookbook.config.cell import Cell
 from cookbook.launch import create
 from cookbook.launch.create import create_run
 from cookbook.launch.script import render_script
-from cookbook.run import status as run_status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import find_run, note_new_job, read_run, run_names
@@ -175,21 +172,6 @@ def test_a_damaged_status_costs_its_cell_alone(tmp_path: Path) -> None:
     first, second = cell_states(read_run(folder))
     assert first.state == UNKNOWN and first.reason and "a/status.json" in first.reason
     assert (second.state, second.reason) == (FAILED, "mine")
-
-
-def test_the_last_word_is_whole_on_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cell = CellFolder(tmp_path)
-    write_status(cell, Status(FAILED, 3, "a long reason, longer than all that comes after", 1))
-
-    def is_full(*words: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(cell.status))
-
-    monkeypatch.setattr(run_status, "write_whole", is_full)
-    for status in (Status(QUEUED), Status(FAILED, 4, "another")):
-        write_status(cell, status)
-        assert read_status(cell) == status
 
 
 def test_attempts_are_in_order_and_the_next_one_follows(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import write_program
 from tests.set_up import Checkout, copy_for_setup, write_wheel
 
 pytestmark = pytest.mark.titan
@@ -147,8 +148,7 @@ def test_what_is_not_ours_is_left_alone(checkout: Checkout) -> None:
 
 def test_an_old_python_is_refused(checkout: Checkout, tmp_path: Path) -> None:
     old = tmp_path / "old"
-    old.write_text("#!/bin/sh\nexit 1\n")
-    old.chmod(0o755)
+    write_program(old, "#!/bin/sh\nexit 1\n")
     result = checkout.setup("--local", "--python", str(old))
     assert result.returncode == 1
     assert "not a Python 3.11 or later" in result.stdout

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.programs import write_program
 from tests.set_up import WHEEL_FILES, Checkout, copy_for_setup, write_wheel
 from tests.stand_in_gpus import B200
 
@@ -62,11 +63,9 @@ class Site:
 
     def says_release(self, release: str) -> None:
         compiler = self.toolkit / "bin/nvcc"
-        compiler.parent.mkdir(parents=True, exist_ok=True)
-        compiler.write_text(
-            f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}'\n"
+        write_program(
+            compiler, f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}'\n"
         )
-        compiler.chmod(0o755)
 
 
 def git(folder: Path, *arguments: str) -> str:

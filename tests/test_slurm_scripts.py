@@ -13,6 +13,7 @@ import pytest
 from cookbook.config.options import argv_of
 from cookbook.config.recipe import load_recipe
 from cookbook.config.stack import load_stack
+from tests.programs import PYTHON, write_program
 from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
 from tests.slurm_cluster import SlurmCluster
 
@@ -29,9 +30,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """A virtual environment whose torchrun writes down how it was started, and folders."""
     binaries = tmp_path / "venv" / "bin"
     install_recording_torchrun(binaries)
-    python = binaries / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    write_program(binaries / "python", PYTHON)
     return {
         "VENV": str(tmp_path / "venv"),
         "COOKBOOK_RUNS": str(tmp_path / "runs"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import PYTHON, write_program
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
 
@@ -59,14 +60,8 @@ class ByHand:
     def __init__(self, slurm: SlurmCluster, checkout: Path, folder: Path) -> None:
         self.slurm, self.checkout, self.folder = slurm, checkout, folder
         binaries = folder / "venv" / "bin"
-        binaries.mkdir(parents=True)
-        programs = {
-            "torchrun": TORCHRUN,
-            "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
-        }
-        for name, text in programs.items():
-            (binaries / name).write_text(text)
-            (binaries / name).chmod(0o755)
+        write_program(binaries / "torchrun", TORCHRUN)
+        write_program(binaries / "python", PYTHON)
 
     @property
     def cell(self) -> Path:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from cookbook.config.cell import Cell
-from cookbook.launch import submit as executor
 from cookbook.launch.create import create_run
 from cookbook.launch.submit import submit_run
-from cookbook.run.run import Run, read_run
-from cookbook.run.slurm import sbatch
+from cookbook.run.run import Run
 from cookbook.run.states import CellState, cancel_run, cell_states
 from tests.cells import Point
 from tests.slurm_cluster import Settings, SlurmCluster
@@ -126,42 +121,6 @@ def test_a_requeue_is_no_end_to_those_who_follow(small: SlurmCluster, cell: Cell
         for follower in followers:
             follower.kill()
             follower.communicate()
-
-
-def test_a_job_whose_id_was_not_noted_is_found_again(
-    small: SlurmCluster, cell: Cell, tmp_path: Path
-) -> None:
-    program = """
-import sys
-from pathlib import Path
-from tests.test_slurm_truth import killed_after_sbatch
-killed_after_sbatch(Path(sys.argv[1]))
-"""
-    profile = str(cell.cluster.path)
-    done = subprocess.run([sys.executable, "-c", program, profile], cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL
-    (folder,) = (tmp_path / "runs").iterdir()
-    first, second = cell_states(read_run(folder))
-    assert small.job_field(first.job_id or "", "JobState") in ("PENDING", "RUNNING")
-    assert first.state in ("queued", "running")
-    assert second.state == "failed" and "never submitted" in (second.reason or "")
-    assert cancel_run(read_run(folder)) == ["cell-0"]
-    small.wait(first.job_id or "", {"CANCELLED"})
-
-
-def killed_after_sbatch(profile: Path) -> None:
-    """Submit two cells, as submit.py does, and be killed when sbatch has answered for the first."""
-    cell = Point("debug", "bf16", "standard", str(profile)).cell()
-    cells = [replace(cell, name=f"cell-{number}") for number in range(2)]
-    run = create_run("truth", cells)
-
-    def answered(script: Path, folder: Path) -> str:
-        sbatch(script, folder)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    with patch.object(executor, "sbatch", answered):
-        submit_run(run, cells)
 
 
 def test_a_restart_of_slurmctld_ends_no_watcher_and_no_report(

@@ -18,7 +18,6 @@ import pytest
 from cookbook.base.errors import JobError
 from cookbook.cli import follow as watching
 from cookbook.cli.main import main
-from cookbook.run import states
 from cookbook.run.processes import RUN_VARIABLE, is_alive, process_job
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import CellState, cancel_run, cell_states
@@ -33,6 +32,7 @@ from cookbook.run.status import (
     write_status,
 )
 from cookbook.supervise.exits import stop_reason
+from tests.programs import write_program
 
 # As squeue behaves: it shows the jobs of all users but with --me; one unknown id alone is an error.
 _SQUEUE = """\
@@ -56,9 +56,7 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self.jobs = folder / "jobs"
         program = folder / "bin" / "squeue"
-        program.parent.mkdir()
-        program.write_text(_SQUEUE.format(jobs=self.jobs))
-        program.chmod(0o755)
+        write_program(program, _SQUEUE.format(jobs=self.jobs))
         self.path = str(program.parent)
 
     def says(self, state: str, reason: str = "None", restarts: int = 0) -> None:
@@ -212,33 +210,6 @@ def test_a_cell_that_nobody_submits_does_not_wait_for_ever(
         submitter.wait()
         found = only(run)
         assert found.state == "failed" and "never submitted" in (found.reason or "")
-
-
-def test_a_job_that_was_not_noted_is_found_by_all(
-    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = _run(tmp_path, "slurm", Status(QUEUED), job=None)
-    batch = run.cells[0].submission
-    batch.parent.mkdir()
-    batch.touch()
-    # What squeue shows is by what it is asked for.
-    program = Path(slurm.path) / "squeue"
-    row = f"4711|PENDING|Priority|{batch.resolve()}|"
-    found = f"[[ \" $* \" != *Command* ]] || {{ echo '{row}'; exit 0; }}\n"
-    program.write_text(program.read_text().replace("cat ", found + "cat "))
-    slurm.says("PENDING", "Priority")
-
-    def not_theirs(*words: object) -> None:
-        raise PermissionError
-
-    # A colleague, who may not write there, sees it as well.
-    monkeypatch.setattr(states, "write_job", not_theirs)
-    for _ in range(2):
-        assert (only(run).state, only(run).job_id) == ("queued", "4711")
-    assert not run.cells[0].job.exists()
-    monkeypatch.undo()
-    monkeypatch.setenv("PATH", f"{slurm.path}:/usr/bin:/bin")
-    assert only(run).job_id == "4711" and run.cells[0].job.exists()
 
 
 def local_run(folder: Path, state: str = RUNNING) -> tuple[Run, psutil.Popen]:

@@ -14,6 +14,7 @@ from cookbook.run import slurm
 from cookbook.run.slurm import NoAnswerError
 from cookbook.supervise import step
 from cookbook.supervise.step import StepEnd, run_step
+from tests.programs import write_program
 
 
 def run(on_line: Callable[[str, float], None], limit_s: float = 20.0, *, nodes: int = 1) -> StepEnd:
@@ -27,9 +28,7 @@ def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pat
 
     def put(body: str) -> Path:
         program, words = tmp_path / "bin" / "srun", tmp_path / "words"
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >"{words}"\n{body}\n')
-        program.chmod(0o755)
+        write_program(program, f'#!/bin/bash\nprintf "%s\\n" "$@" >"{words}"\n{body}\n')
         monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", "96")
         return words

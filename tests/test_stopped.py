@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from cookbook.launch.submit import submit_run
 from cookbook.run.run import Run
 from cookbook.run.states import cancel_run, cell_states
 from tests.cells import Point
+from tests.programs import PYTHON, write_program
 from tests.submit import ROOT
 from tests.waiting import until
 
@@ -33,14 +33,11 @@ def test_a_script_that_is_stopped_is_cancelled(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     binaries, cell = tmp_path / "venv" / "bin", tmp_path / "runs" / "r" / "a"
-    binaries.mkdir(parents=True)
     # torchrun may end well of it, having saved a checkpoint.
     end = "trap 'exit 0' TERM\n" if status == 0 else ""
     torchrun = f"#!/bin/bash\n{end}echo trains\nfor i in {{1..600}}; do sleep 0.1; done\n"
-    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
-    for name, text in (("torchrun", torchrun), ("python", python)):
-        (binaries / name).write_text(text)
-        (binaries / name).chmod(0o755)
+    write_program(binaries / "torchrun", torchrun)
+    write_program(binaries / "python", PYTHON)
     script = tmp_path / "train.sh"
     script.write_text(render_script(CELL.cell()))
     process = subprocess.Popen(

@@ -17,6 +17,7 @@ from cookbook.launch.submit import submit_run
 from cookbook.run.status import read_job, read_status
 from cookbook.run.submit_lock import is_submit_locked
 from tests.cells import Point
+from tests.programs import write_program
 
 # It takes what it is given, but for the job of that number.
 _SBATCH = """\
@@ -40,16 +41,10 @@ class Slurm:
         self.taken.mkdir(parents=True)
         self.folder = folder
         self.refuse("none")
-        self._program("sinfo", _SINFO)
+        write_program(self.folder / "bin/sinfo", _SINFO)
 
     def refuse(self, number: str) -> None:
-        self._program("sbatch", _SBATCH.format(taken=self.taken, refuses=number))
-
-    def _program(self, name: str, text: str) -> None:
-        path = self.folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
+        write_program(self.folder / "bin/sbatch", _SBATCH.format(taken=self.taken, refuses=number))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.paths import RECIPES
 from cookbook.base.schema import Unchecked
-from cookbook.base.tables import text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.request import requested_cell, write_output
 from cookbook.config.cluster import default_cluster, load_cluster
@@ -35,32 +34,23 @@ _TRY = {
 
 def list_all(arguments: argparse.Namespace) -> int:
     """Print every recipe, precision, EP backend, cluster and sweep, a line each."""
-    problems: list[str] = []
-
-    def described(kind: str, describe: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+    parts: dict[str, tuple[str, Callable[[str], str]]] = {
+        "recipes": ("", lambda name: load_recipe(name).description),
+        "precisions": ("precision", lambda name: _overlay("precision", name)),
+        "EP backends": ("ep_backend", lambda name: _overlay("ep_backend", name)),
+        "clusters": ("cluster", _cluster),
+        "sweeps": ("sweep", lambda name: load_sweep(name).description),
+    }
+    problems: dict[str, None] = {}
+    for title, (kind, describe) in parts.items():
+        print(f"{title}:")
         for name in names_in(kind):
             try:
-                yield name, describe(name)
+                print(f"  {name:28}  {describe(name)}")
             except InputError as error:
                 # One file that cannot be read must not hide the others.
-                problems.append(str(error))
-
-    parts = {
-        "recipes": dict(described("", lambda name: load_recipe(name).description)),
-        "precisions": dict(described("precision", lambda name: _overlay("precision", name))),
-        "EP backends": dict(described("ep_backend", lambda name: _overlay("ep_backend", name))),
-        "clusters": dict(described("cluster", _cluster)),
-        "sweeps": dict(described("sweep", lambda name: load_sweep(name).description)),
-    }
-    # One table, so that the descriptions of all kinds begin in one column.
-    rows = [row for names in parts.values() for row in names.items()]
-    lines = iter(text_table(rows, indent=2).splitlines() if rows else ())
-    for title, names in parts.items():
-        print(f"{title}:")
-        for _ in names:
-            print(next(lines))
-    # A file that several others build on is named once.
-    for problem in dict.fromkeys(problems):
+                problems[str(error)] = None
+    for problem in problems:
         print(f"submit.py: left out: {problem}", file=sys.stderr)
     return 2 if problems else 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from pathlib import Path
 
@@ -124,15 +123,13 @@ def _check_schedule(cell: Cell) -> None:
 def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
     """Return a title, and the traces of a run, a cell or a folder by rank, or one file."""
     path = Path(name)
-    # These, unlike Path's, answer for names that are too long for the file system too.
-    if os.path.isfile(name):  # noqa: PTH113
+    if path.is_file():
         return shown_path(path), path
-    is_folder = os.path.isdir(name)  # noqa: PTH112
-    if is_folder and not is_run(path):
+    if path.is_dir() and not is_run(path):
         cell = CellFolder(path)
         traces = cell_traces(cell) if cell.attempts() else folder_traces(path)
         return shown_path(path), traces or folder_traces(path)
-    if is_folder or {name, name.rpartition("/")[0]} & {*run_names()}:
+    if path.is_dir() or {name, name.rpartition("/")[0]} & {*run_names()}:
         return _of_run(*find_cell(name))
     raise unknown_name("profile", "recipe, run or trace", name, [*names_in(""), *run_names()])
 

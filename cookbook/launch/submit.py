@@ -82,7 +82,7 @@ class CellSlurmExecutor(SlurmExecutor):
             ]
         )
 
-    # A job whose submitter was killed is found by this path; `sbatch` drops inherited variables.
+    # `sbatch` drops inherited variables; `cancel` of a deleted run finds the job by this path.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
         text = self._make_submission_file_text(command, "")
         self.script.write_text(text, encoding="utf-8")

@@ -95,7 +95,7 @@ class CellFolder:
     job_files = _Below("job")
     # The id of the one W&B run that all attempts write to.
     wandb_id = _Below("wandb-id")
-    # The batch file, by which Slurm knows a job whose id was not noted.
+    # The batch file.
     submission = _Below("job/submission.sh")
 
     @property

@@ -71,7 +71,7 @@ class Run:
 
     @property
     def submission(self) -> Path:
-        """The batch file of such a job, by which Slurm knows it if its id was not noted."""
+        """The batch file of such a job."""
         return self.job_files / "submission.sh"
 
     def cell(self, name: str) -> CellFolder:

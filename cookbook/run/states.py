@@ -36,7 +36,6 @@ from cookbook.run.status import (
     read_job,
     read_status,
     write_end,
-    write_job,
 )
 from cookbook.run.submit_lock import is_submit_locked
 
@@ -104,16 +103,15 @@ def _slurm_states(run: Run, patience: float) -> list[CellState]:
     # Before the second look: without a submitter at work no further job is to come.
     is_open = is_submit_locked(run.folder)
     infos: Mapping[str, slurm.JobInfo] = {}
-    silence, lost = None, {}
+    silence = None
     try:
-        lost = _lost_jobs(run, [cell for cell in unsettled if before[cell][1] is None], patience)
-        jobs = [before[cell][1] or lost.get(cell) for cell in unsettled]
-        infos = slurm.job_infos((job.job_id for job in jobs if job), patience)
+        jobs = [job for cell in unsettled if (job := before[cell][1])]
+        infos = slurm.job_infos((job.job_id for job in jobs), patience)
     except JobError as error:
         silence = str(error)
     # Read again: the last word that a job wrote before Slurm saw its end is there now.
     after = {cell: _read(cell) for cell in run.cells}
-    jobs_of = {cell: job or before[cell][1] or lost.get(cell) for cell, (_, job) in after.items()}
+    jobs_of = {cell: job or before[cell][1] for cell, (_, job) in after.items()}
     num_cells = Counter(job.job_id for job in jobs_of.values() if job)
     states = []
     for cell, job in jobs_of.items():
@@ -130,25 +128,6 @@ def _slurm_states(run: Run, patience: float) -> list[CellState]:
         else:
             states.append(_unseen_state(run, cell, status, job, silence))
     return states
-
-
-def _lost_jobs(run: Run, cells: list[CellFolder], patience: float) -> dict[CellFolder, Job]:
-    """Return the jobs that no submitter lived to note: Slurm knows their batch files."""
-    waiting = [cell for cell in cells if _read(cell)[0].state == QUEUED]
-    if not waiting:
-        return {}
-    uid = run.folder.stat().st_uid
-    ids = {job.script.resolve(): job.job_id for job in slurm.user_jobs(uid, patience)}
-    jobs = {}
-    for cell in waiting:
-        # Cells that share an allocation share its batch file.
-        script = cell.submission if cell.submission.exists() else run.submission
-        if job_id := ids.get(script.resolve()):
-            jobs[cell] = Job(job_id, script.stat().st_mtime)
-            # A colleague, who cannot write there, finds it again at the next look.
-            with contextlib.suppress(OSError):
-                write_job(cell, job_id)
-    return jobs
 
 
 def _settle_end(

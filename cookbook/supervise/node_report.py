@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -31,6 +32,7 @@ from cookbook.install.packages import find_distribution
 from cookbook.run.record import CellRecord
 
 _MARK = "cookbook-node"
+_PART = re.compile(rf"{_MARK} (\S+) (\d+)/(\d+) (.*)")
 # srun passes on up to 1024 bytes at once.
 _PIECE = 800
 # NVML takes seconds where the driver is not kept loaded.
@@ -132,12 +134,10 @@ class Reader:
 
     def read(self, line: str) -> Report | None:
         """Return the report that `line` completes."""
-        mark, _, rest = line.rstrip("\n").partition(" ")
-        node, _, rest = rest.partition(" ")
-        count, _, piece = rest.partition(" ")
-        number, _, total = count.partition("/")
-        if mark != _MARK or not (number.isdecimal() and total.isdecimal()):
+        found = _PART.match(line)
+        if found is None:
             return None
+        node, number, total, piece = found.groups()
         pieces = self._pieces.setdefault(node, {})
         pieces[int(number)] = piece
         if len(pieces) < int(total):
