@@ -113,7 +113,7 @@ def predictions() -> str:
         if one.error is not None and not one.point.note and not one.point.fitted:
             groups.setdefault(f"step, {one.point.group}", []).append(100 * one.error)
     jobs = memory.compare(memory.read_measured())
-    groups["memory, 31 jobs"] = [100 * job.error for job in jobs]
+    groups[f"memory, {len(jobs)} jobs"] = [100 * job.error for job in jobs]
 
     def paint(axes: Axes) -> None:
         axes.axvline(0, color=INK, linewidth=0.8)

@@ -23,9 +23,10 @@ from cookbook.base.paths import RECIPES, ROOT
 from cookbook.base.tables import markdown_table
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
+from cookbook.config.options import Setting
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import cell_on, published_number
-from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
+from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
 from cookbook.predict.hardware import load_hardware
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.rank import describe_ranks
@@ -122,7 +123,7 @@ _PATHS: list[tuple[int, int, str, str, dict[str, Any]]] = [
     (2, 1, "h200-node", _FAST, {_EP: 2, "training.local_batch_size": 1, **_FULL}),
     (4, 1, "h200-node", _FAST, {_EP: 4, _SAVED: ["attention", "communication", "grouped_mm"]}),
     (8, 1, "h200-node", _FAST, {}),
-    *((8, nodes, "soperator-b200", _FAST, {}) for nodes in (1, 2, 4, 8, 16, 32, 64)),
+    *((8, nodes, "soperator-b200", _FAST, {}) for nodes in (1, 2, 8, 64)),
     (8, 16, "soperator-b200", _LARGE, _FULL),
     *((8, nodes, "soperator-b200", _LARGE, {}) for nodes in (32, 64)),
 ]
@@ -132,28 +133,40 @@ def _paths() -> str:
     rows = []
     for gpus, nodes, profile, recipe, options in _PATHS:
         cluster = replace(load_cluster(profile), gpus_per_node=gpus, nodes=nodes)
-        assert cluster.gpu
-        pair = load_recipe(recipe).pair
-        backend = "standard" if gpus == 1 else pair[1].name
-        cell = replace(cell_on(cluster, recipe, pair[0].name, backend, options), nodes=nodes)
+        settings = {name: Setting(value, "--set") for name, value in options.items()}
+        backend = "standard" if gpus == 1 else None
+        request = CellRequest(cluster, ep_backend=backend, nodes=nodes, overrides=settings)
+        (cell,) = expand_sweep(sweep_of_recipe(recipe), request)
+        assert not cell.refused, cell.refused
         words = ["--ep-backend standard"] * (gpus == 1)
-        words += [
-            f"--set {name}={','.join(value) if isinstance(value, list) else value}"
-            for name, value in options.items()
-        ]
-        machine = f"{nodes} x " * (nodes > 1) + f"{gpus} {cluster.gpu.name}"
+        for name, value in options.items():
+            words.append(f"--set {name}={','.join(value) if isinstance(value, list) else value}")
         shown = "<br>".join(f"`{word}`" for word in words)
+        machine = f"{nodes} x " * (nodes > 1) + cluster.ranks
         rows.append([machine, f"`{recipe}`", shown, *_predicted(cell)])
     head = ["GPUs", "recipe", "options", "GiB a GPU", "predicted tokens/s/GPU"]
     return markdown_table(head, rows, "lllrr")
 
 
-def _word(value: Any) -> str:
-    return ",".join(value) if isinstance(value, list) else str(value)
+@functools.cache
+def _times() -> str:
+    return step_times.tables([*step_times.compare(step_times.read_points())])
+
+
+def _errors() -> str:
+    """Return the sums of both kinds of predictions, without their tables."""
+    kinds = {"Memory": memory.render(), "Step time": _times()}
+    return "\n".join(
+        f"- **{kind}**: {part.strip()}"
+        for kind, text in kinds.items()
+        for part in text.split("\n\n")
+        if part[0] not in "|*"
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "convergence": convergence.render,
+    "errors": _errors,
     "faults": lambda: _gradients("gradients", 1),
     "gradients": lambda: _gradients("gradients", 0),
     "gradients-h200": lambda: _gradients("gradients-h200", 0),
@@ -165,7 +178,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paths": _paths,
     "speeds": _speeds,
     "sweeps-671b": _sweeps_671b,
-    "time": lambda: step_times.tables([*step_times.compare(step_times.read_points())]),
+    "time": _times,
 }
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
