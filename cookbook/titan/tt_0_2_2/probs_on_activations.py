@@ -45,8 +45,7 @@ class ProbsOnActivations:
             scores: (rows, 1) float32.
             ends: (local experts,) int32, where each group of rows ends.
         """
-        weights = (experts.w1, experts.w2, experts.w3)
-        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        w1, w2, w3 = local_weights(experts)
         if not experts.use_grouped_mm:
             activations = _activate(w1, w3, rows, scores, ends, grouped=False)
             return group_products(activations, w2, ends, grouped=False)
@@ -84,6 +83,12 @@ def group_products(
     *parts, rest = rows.tensor_split(ends.tolist())
     products = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
     return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])
+
+
+def local_weights(experts: Any) -> list[torch.Tensor]:
+    """Return this rank's part of the three weights of `GroupedExperts`."""
+    weights = (experts.w1, experts.w2, experts.w3)
+    return [w.to_local() if isinstance(w, DTensor) else w for w in weights]
 
 
 experts_with_probs = ProbsOnActivations()

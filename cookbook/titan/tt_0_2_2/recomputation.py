@@ -47,12 +47,6 @@ OPERATORS = {
     "mm": ("aten.mm", "cookbook.mm"),
 }
 
-# The operators of patched layers, by the operator of TorchTitan's list that they replace.
-IN_PLACE_OF = {
-    "deepep.combine": "cookbook.deepep_combine",
-    "deepep.dispatch": "cookbook.deepep_dispatch",
-}
-
 # Whether no gradient needs the operators that run now.
 _is_needless = False
 
@@ -150,10 +144,9 @@ def apply_ac(
     """
     if "mm" in save and options.get("model_compile_enabled"):
         show_gemms(least_inner=model.model_args.dim)
-    operators: set[Any] = options.pop("op_sac_save_list")
-    for released, own in IN_PLACE_OF.items():
-        if operators & {*operators_of([released])}:
-            operators = operators | {*operators_of([own])}
+    # TorchTitan lists its own operators of DeepEP, in whose place these are.
+    own = operators_of(("cookbook.deepep_combine", "cookbook.deepep_dispatch"))
+    operators: set[Any] = {*options.pop("op_sac_save_list"), *own}
     if save:
         kinds = kinds_of_operators()
         # Operators beyond these kinds, such as the maximum that scales FP8, stay.

@@ -16,7 +16,7 @@ import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import distribute_module
 from torchtitan.distributed.expert_parallel import (
     ExpertParallel,
     ExpertTensorParallel,
@@ -35,7 +35,7 @@ from cookbook.titan.common.expert_groups import (
 from cookbook.titan.common.token_shard import TokenShard, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts, receive, send
-from cookbook.titan.tt_0_2_2.probs_on_activations import group_products
+from cookbook.titan.tt_0_2_2.probs_on_activations import group_products, local_weights
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 
 
@@ -94,8 +94,7 @@ class RowExperts(nn.Module):
         if not hasattr(experts, "w1"):
             # The self-check's experts, which multiply nothing.
             return super().forward(rows, groups.sizes) * groups.scores.to(rows.dtype)
-        weights = (experts.w1, experts.w2, experts.w3)
-        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        w1, w2, w3 = local_weights(experts)
         ends = groups.ends
         if not experts.use_grouped_mm:
             both = group_products(rows, join(rows.dtype, w1, w3), ends, grouped=False)
