@@ -105,6 +105,7 @@ def test_another_modules_spec_of_the_same_name_is_refused(imported: tuple[list[A
 OTHERS = {
     "torchtitan.components.metrics.MetricsProcessor.log",
     "torchtitan.components.optimizer.OptimizersContainer.step",
+    "torchtitan.train.time",
 }
 
 
