@@ -32,7 +32,6 @@ HP = ("--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp",)
 # The GPU's generation, the options, and what the first rank of each stage finds.
 CASES: dict[str, tuple[float | None, tuple[str, ...], list[tuple[str | None, str]]]] = {
     "bf16": (10.0, (), [("bf16", "bf16")]),
-    "mxfp8": (10.0, MX_GROUPED, [("mxfp8", "bf16")]),
     "mxfp8, weight gradient in BF16": (10.0, (*MX_GROUPED, *HP), [("mxfp8_wgrad_with_hp", "bf16")]),
     "float8": (9.0, FLOAT8, [("fp8_rowwise", "float8")]),
     "emulated": (None, (*MX_GROUPED, "--quantize.grouped_mm.mx.emulate"), [("mxfp8", "bf16")]),
@@ -54,7 +53,6 @@ TP2 = ("--parallelism.tensor_parallel_degree=2",)
 ATTENTION: dict[str, tuple[tuple[str, ...], str]] = {
     "FlexAttention": (FLEX, "flex"),
     "FlashAttention-4": ((*FLEX, *FLASH, *COMPILED, *TP2), "flash_attention_4"),
-    "FlashAttention-4 in a pipeline": ((*FLASH, *PP2), "flash_attention_4"),
 }
 
 
