@@ -111,6 +111,7 @@ def test_replicas_without_shards_have_averaged_gradients(assets: Path, tmp_path:
     assert one["grad_norms"][0] / two["grad_norms"][0] == pytest.approx(2, rel=1e-2)
 
 
+@pytest.mark.nightly
 def test_a_quantized_run_resumes_where_it_stopped_also_in_bf16(
     assets: Path, tmp_path: Path
 ) -> None:

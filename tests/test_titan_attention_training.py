@@ -20,7 +20,7 @@ from tests.titan_run import (
     write_assets,
 )
 
-pytestmark = pytest.mark.titan
+pytestmark = [pytest.mark.titan, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,6 @@ def test_losses_are_those_of_flex_attention_with_recomputation(
         assert flash["counted_batches"] == 1
 
 
-@pytest.mark.nightly
 def test_a_flavor_keeps_its_own_attention_where_none_is_chosen(
     assets: Path, tmp_path: Path
 ) -> None:
