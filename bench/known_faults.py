@@ -38,7 +38,7 @@ def _as_released(
 
 def _every_rank_sends_all(moe: Any, x: torch.Tensor) -> torch.Tensor:
     """A DeepEP layer whose TP ranks each send every token, and sum what returns."""
-    from cookbook.titan.tt_0_2_2.deepep_exchange import arrive, leave
+    from cookbook.titan.tt_0_2_2.deepep import arrive, leave
 
     mesh = moe.cookbook_tp_mesh
     mine = x.to_local() if isinstance(x, DTensor) else x

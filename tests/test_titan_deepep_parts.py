@@ -189,7 +189,7 @@ def send_with_zero_scores() -> tuple[list[int], dict[str, Any]]:
     """The copies for each local expert, and how the layout was asked for."""
     from deep_ep import Buffer
 
-    from cookbook.titan.tt_0_2_2.deepep_exchange import dispatch, leave
+    from cookbook.titan.tt_0_2_2.deepep import dispatch, leave
 
     group: Any = dist.group.WORLD
     asked: dict[str, Any] = {}
