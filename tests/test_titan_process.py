@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cookbook.install.corpus import make_corpus
 from cookbook.observe.failure import describe_stacks
 from cookbook.run.folder import Attempt
 from tests.submit import ROOT
+from tests.titan_run import job
 
 pytestmark = pytest.mark.titan
 
@@ -134,43 +134,24 @@ def _lives(pid: int) -> bool:
         return False
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    make_corpus(folder)
-    return folder
-
-
-def train(assets: Path, out: Path) -> subprocess.CompletedProcess[str]:
+def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_path: Path) -> None:
     """One rank of `python -m torchtitan.train`, which aborts when its interpreter shuts down."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "1"}
     place |= {"RANK": "0", "LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torchtitan.train"),
-            "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
-            "--experimental.custom_import=tests.aborting",
-            f"--job.dump_folder={out}",
-            *("--model.name=deepseek_v3", "--model.flavor=debugmodel"),
-            f"--model.hf_assets_path={assets / 'tokenizer'}",
-            *("--training.dataset=c4_test", f"--training.dataset_path={assets / 'corpus'}"),
-            *("--training.seq_len=32", "--training.local_batch_size=1", "--training.steps=1"),
-            *("--activation_checkpoint.mode=none", "--metrics.log_freq=1"),
-            *("--metrics.enable_tensorboard", "--comm.trace_buf_size=0"),
-        ],
+    options = ("--experimental.custom_import=tests.aborting", "--metrics.enable_tensorboard")
+    command = [sys.executable, "-m", "torchtitan.train", *job(assets, tmp_path, *options, steps=1)]
+    ended = subprocess.run(
+        command,
         cwd=ROOT,
         env=os.environ | place,
         capture_output=True,
         text=True,
         timeout=300,
+        check=False,
     )
-
-
-def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_path: Path) -> None:
-    ended = train(assets, tmp_path)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert (ended.stdout + ended.stderr).count("cookbook active: ") == 1
     # Nothing of what it wrote is lost.
