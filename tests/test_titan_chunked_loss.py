@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.nn.functional import cross_entropy
 
 from tests.titan_ranks import run_ranks
-from tests.titan_run import EP2, EP4, PP2, TP2, active, job, refused, train
+from tests.titan_run import EP2, EP4, PP2, TP2, active, job, refused, run
 
 pytestmark = pytest.mark.titan
 
@@ -26,13 +26,6 @@ NO_LOSS_PARALLEL = ("--parallelism.disable_loss_parallel",)
 COMPILED = ("--compile.enable", "--compile.components=loss", "--compile.backend=aot_eager")
 FLOAT32 = ("--training.mixed_precision_param=float32",)
 ALWAYS = ("--parallelism.fsdp_reshard_after_forward=always",)
-
-
-def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any]:
-    """Losses and norms of the last rank, which has them under PP too; and what all ranks said."""
-    results = run_ranks(train, ranks, job(assets, out, *options), None, seconds=200)
-    assert not any(result["ended"] for result in results), results[0]["said"][-3:]
-    return dict(results[-1]) | {"said": [text for result in results for text in result["said"]]}
 
 
 @pytest.mark.parametrize(
@@ -58,8 +51,8 @@ def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any
 def test_losses_are_those_of_whole_logits(
     assets: Path, tmp_path: Path, ranks: int, options: tuple[str, ...], tolerance: float
 ) -> None:
-    whole = trained(assets, tmp_path / "a", ranks, *options)
-    chunked = trained(assets, tmp_path / "b", ranks, *options, CHUNKED)
+    whole = run(assets, tmp_path / "a", ranks, *options, of_rank=-1)
+    chunked = run(assets, tmp_path / "b", ranks, *options, CHUNKED, of_rank=-1)
     assert active(whole)["loss"] == "cross_entropy"
     assert active(chunked)["loss"] == "cross_entropy in 3 chunks"
     # The second step's loss has all gradients of the first in it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.titan_ranks import run_ranks
-from tests.titan_run import DEEPEP, EP2, EP4, PP2, TP2, active, job, train
+from tests.titan_run import DEEPEP, EP2, EP4, PP2, TP2, active, run, train
 
 pytestmark = pytest.mark.titan
 
@@ -26,7 +26,7 @@ SELECTIVE = (
 SAVE = (*SELECTIVE, "--activation_checkpoint.op_sac_save_list=attention,communication,grouped_mm")
 
 
-def count_and_train(argv: list[str]) -> dict[str, Any]:
+def count_and_train(argv: list[str], attempt: None) -> dict[str, Any]:
     """Train, and count how often rows were exchanged and grouped GEMMs ran."""
     calls: Counter[str] = Counter()
     exchange = dist.all_to_all_single
@@ -40,11 +40,7 @@ def count_and_train(argv: list[str]) -> dict[str, Any]:
     return train(argv) | {"calls": dict(calls)}
 
 
-def trained(assets: Path, out: Path, ranks: int, *options: str) -> dict[str, Any]:
-    """Losses and norms of the last rank, which has them under PP too; and what all ranks said."""
-    results = run_ranks(count_and_train, ranks, job(assets, out, *options), seconds=200)
-    assert not any(result["ended"] for result in results), results[0]["said"][-3:]
-    return dict(results[-1]) | {"said": [text for result in results for text in result["said"]]}
+trained = partial(run, of_rank=-1, by=count_and_train)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import torch
 
 from cookbook.titan.common import expert_groups as swiglu
 from cookbook.titan.common.expert_groups import plan_groups, plan_on_device
-from tests.titan_ranks import run_ranks
-from tests.titan_run import A2A, EP2, EP4, MXFP8, PP2, TP2, active, job, run, train
+from tests.titan_run import A2A, EP2, EP4, MXFP8, PP2, TP2, active, run
 
 pytestmark = pytest.mark.titan
 
@@ -191,11 +190,9 @@ def test_losses_are_those_of_the_published_options(
     ranks, options = LAYOUTS[layout]
 
     def trained(name: str, *words: str) -> dict[str, Any]:
-        argv = job(assets, tmp_path / name, *options, *SLOW, *words, steps=20, batch=8)
-        # The last rank knows the loss of a pipeline, the first one says what is active.
-        results = run_ranks(train, ranks, argv, seconds=200)
-        said = [text for result in results for text in result["said"]]
-        return {**results[-1], "rows": active({"said": said})["rows"]}
+        words = (*options, *SLOW, *words)
+        found = run(assets, tmp_path / name, ranks, *words, of_rank=-1, steps=20, batch=8)
+        return found | {"rows": active(found)["rows"]}
 
     published, kernels = trained("published"), trained("kernels", ON)
     assert (published["rows"], kernels["rows"]) == (None, "kernels")

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,15 +125,21 @@ def run(
     ranks: int,
     *options: str,
     attempt: Path | None = None,
+    of_rank: int = 0,
+    by: Callable[..., dict[str, Any]] = train,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train to the end; `losses` and `grad_norms` of each step, and all that the ranks `said`."""
+    """Train to the end; `losses` and `grad_norms` of each step, and all that the ranks `said`.
+
+    Args:
+        of_rank: whose losses; under PP the last rank knows them.
+    """
     argv = job(assets, out, *options, **settings)
-    results = run_ranks(train, ranks, argv, attempt, seconds=200)
+    results = run_ranks(by, ranks, argv, attempt, seconds=200)
     for result in results:
         assert not result["ended"], result["said"][-3:]
     said = [text for result in results for text in result["said"]]
-    return dict(results[0]) | {"said": said}
+    return dict(results[of_rank]) | {"said": said}
 
 
 def refused(ranks: int, argv: list[str], attempt: Path | None = None) -> str:
