@@ -216,6 +216,7 @@ def test_what_is_named_is_computed_once(save: list[str], again: dict[str, int]) 
     assert all(map(torch.equal, gradients, nothing_saved))
 
 
+@pytest.mark.nightly
 def test_a_compiled_regions_grouped_gemms_are_saved_and_gradients_stay() -> None:
     def compiled(layer: nn.Module) -> nn.Module:
         layer.compile(fullgraph=True)
