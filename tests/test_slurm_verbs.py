@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +15,12 @@ from cookbook.base.schema import Words
 from cookbook.cli.main import main
 from cookbook.launch.create import create_run
 from cookbook.launch.submit import submit_run
+from cookbook.run.status import FAILED, Status, write_status
+from cookbook.run.submit_lock import release_submit_lock
 from tests.cells import Point
+from tests.saved import save
 from tests.slurm_cluster import SlurmCluster
+from tests.submit import ROOT
 from tests.test_check_line import check_line
 from tests.test_slurm_truth import CLUSTER
 
@@ -75,3 +81,22 @@ def test_a_job_whose_run_was_deleted_is_cancelled(
     assert "its folder was deleted" in capsys.readouterr().out
     slurm.wait(jobs[0], {"CANCELLED"})
     assert slurm.job_field(jobs[1], "JobState") == "PENDING"
+
+
+def test_of_several_resumes_at_the_same_moment_one_submits(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    profile = tmp_path / "one-node.yaml"
+    profile.write_text(CLUSTER + "sbatch: {hold: true}\n")
+    run = create_run("mine", [Point("debug", "bf16", "standard", str(profile)).cell()])
+    release_submit_lock(run.folder)
+    write_status(run.cells[0], Status(FAILED, 0, "a node was lost", 1))
+    save(run.cells[0].path / "checkpoint", 4)
+    words = [sys.executable, str(ROOT / "submit.py"), "run", "--resume", run.name, "--detach"]
+    words.append("--set=checkpoint.enable=true")
+    resumes = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    refusals = [resume.communicate(timeout=120)[1] for resume in resumes]
+    assert sorted(resume.returncode for resume in resumes) == [0, 2, 2], refusals
+    said = "submits its cells; wait until it has\n", "is queued; wait for its end, or: "
+    assert sum(any(words in text for words in said) for text in refusals) == 2, refusals
+    assert len(slurm.run("squeue", "--noheader").stdout.splitlines()) == 1
