@@ -52,7 +52,7 @@ case "${PRECISION}" in
       '--quantize.linear.float8.filter_fqns=output,router.gate'
       --quantize.grouped_mm.float8.fqns=experts)
     ;;
-  mxfp8 | mxfp8_default)
+  mxfp8 | mxfp8_default | fp8)
     PRECISION=mxfp8
     PRECISION_ARGS=(--cookbook.grouped_gemms=mxfp8 --cookbook.linear_layers=bf16
       --model.converters=quantize.grouped_mm.mx --quantize.grouped_mm.mx.recipe_name=mxfp8

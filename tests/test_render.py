@@ -387,7 +387,7 @@ def test_the_log_shows_the_rank_with_the_loss_of_the_nodes_that_the_job_has(
     ("words", "environment", "message"),
     [
         (["--training.stepz=5"], {}, "has no option 'training.stepz'; nearest: training.steps"),
-        (["training.steps=5"], {}, "TorchTitan options start with --section.key"),
+        (["training.steps=5"], {}, "begin with --section.key"),
         (["--training.steps=0"], {}, "training.steps: found 0, allowed: 1 and up"),
         (["--parallelism.expert_parallel_degree=48"], {}, "48 does not divide 128 ranks"),
         (["--job.dump_folder=/x"], {}, "job.dump_folder is set by the scripts; set CELL_DIR"),

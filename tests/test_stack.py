@@ -126,7 +126,7 @@ def test_words_of_a_user_mean_what_torchtitan_reads(
     ("words", "message"),
     [
         (["--training.stepz=5"], "has no option 'training.stepz'; nearest: training.steps"),
-        (["training.steps=5"], "found 'training.steps=5'; TorchTitan options start with --"),
+        (["training.steps=5"], "found 'training.steps=5'; TorchTitan's options begin with --"),
         (
             ["--training.steps=five"],
             "words: training.steps: found the text 'five', allowed: a whole",

@@ -49,7 +49,12 @@ def named_at(place: str) -> Iterator[None]:
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
     """Return the `count` members of `known` most similar to `name`; empty where none is close."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    written = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), written, n=count, cutoff=0.6)
+    if not close and len(name) > 2:
+        # The short name of a recipe, or a path without its ending.
+        close = [one for one in written if name.lower() in one or one in name.lower()][:count]
+    return [written[one] for one in close]
 
 
 def unknown_name(place: str, what: str, name: str, known: Iterable[str]) -> InputError:

@@ -120,6 +120,10 @@ def _input_error(
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         return unknown_name(place, "value", str(found), choices)
     allowed = _ALLOWED.get(kind, "a mapping").format(**error.get("ctx", {}))
+    if kind == "dataclass_type":
+        hint = typing.get_type_hints(cls)[first]
+        inner = next(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
+        allowed += f" of {', '.join(field.name for field in dataclasses.fields(inner))}"
     is_unquoted = allowed == "a text" and not isinstance(found, dict | list | str | None)
     remedy = "put it in quotes" if is_unquoted else ""
     return InputError(place, f"found {described(found)}, allowed: {allowed}", remedy)

@@ -56,7 +56,7 @@ class Document:
                 raise InputError(place, f"is no line of JSON ({error})", "repair it") from None
             if not isinstance(value, dict) or key not in value:
                 keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-                remedy = "set data.text_key to the key of the text"
+                remedy = "name the key of the text: data.text_key, or --text-key of the verb data"
                 raise InputError(place, f"has no key {key!r}, found: {keys}", remedy)
             value = value[key]
         if not isinstance(value, str):
@@ -103,7 +103,8 @@ def _files(pattern: str, root: Path) -> list[Path]:
         # Path.glob takes no absolute pattern.
         found = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207
     if not found:
-        remedy = f"name {', '.join(SUFFIXES)} files; relative paths start at the cookbook's folder"
+        start = f"relative paths start at {root.resolve()}"
+        remedy = f"name {', '.join(SUFFIXES)} files; {start}"
         raise InputError("data.files", f"{pattern!r} matches no file", remedy)
     for file in found:
         if not file.name.endswith(SUFFIXES):

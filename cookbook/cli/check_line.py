@@ -35,6 +35,7 @@ class _Line:
     """`NAME=VALUE ... sbatch OPTIONS SCRIPT WORDS`."""
 
     variables: dict[str, str]
+    runner: str
     options: list[str]
     script: Path
     words: list[str]
@@ -54,26 +55,28 @@ def check_line(arguments: argparse.Namespace) -> int:
     )
     _refuse_misspelt(variables, text)
     nodes = (typed.nodes or header.nodes or "1").partition("-")[0]
-    environment = {
-        **submit_environment(),
-        "COOKBOOK_ATTEMPT_DIR": "",
-        "COOKBOOK_CHECK": "1",
-        "SLURM_JOB_ID": "0",
-        "SLURM_JOB_NUM_NODES": nodes,
-        "SLURM_SUBMIT_DIR": str(Path.cwd()),
-    }
-    num_nodes = int(nodes) if nodes.isdigit() else 1
-    if gpus := _gpus_per_node(typed, num_nodes) or _gpus_per_node(header, num_nodes):
+    if not nodes.isdecimal():
+        raise InputError("sbatch --nodes", f"found {nodes!r}, allowed: a whole number")
+    num_nodes = int(nodes)
+    environment = {**submit_environment(), "COOKBOOK_ATTEMPT_DIR": "", "COOKBOOK_CHECK": "1"}
+    if line.runner == "sbatch":
+        job = {"JOB_ID": "0", "JOB_NUM_NODES": nodes, "SUBMIT_DIR": str(Path.cwd())}
+        environment |= {f"SLURM_{name}": value for name, value in job.items()}
+    found = (_gpus_per_node(options, num_nodes) for options in (typed, header))
+    if (gpus := next((one for one in found if one is not None), None)) is not None:
         environment["SLURM_GPUS_ON_NODE"] = str(gpus)
     folder = line.script.resolve().parent
     if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():
         environment["COOKBOOK_ROOT"] = str(folder)
     command = ["bash", str(line.script), *line.words]
     done = subprocess.run(command, env=environment | variables, stdout=subprocess.DEVNULL)
+    if done.returncode == 2:
+        # The script has said why.
+        return 2
     if done.returncode != CHECKED:
         print(f"submit.py: {line.script} would end with status {done.returncode}", file=sys.stderr)
-        return 2 if done.returncode == 2 else 1
-    if not has_slurm() or not node_groups():
+        return 1
+    if line.runner == "bash" or not has_slurm() or not node_groups():
         print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
         return 0
     answer = subprocess.run(
@@ -95,12 +98,16 @@ def _parse(line: Sequence[str]) -> _Line:
     while words and _VARIABLE.match(words[0]):
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
-    if words and words[0] in ("sbatch", "bash"):
-        words.pop(0)
+    runner = words.pop(0) if words and words[0] in ("sbatch", "bash") else "sbatch"
+    if words and not words[0].startswith("-") and not Path(words[0]).is_file():
+        raise InputError(
+            "check-line",
+            f"found {words[0]!r}, which is no file; allowed: sbatch or bash, options, a script",
+        )
     # The value of an option may stand by itself, so the script is the first word that is a file.
     for position, word in enumerate(words):
         if not word.startswith("-") and Path(word).is_file():
-            return _Line(variables, words[:position], Path(word), words[position + 1 :])
+            return _Line(variables, runner, words[:position], Path(word), words[position + 1 :])
     raise InputError(
         "check-line",
         "names no script that is here",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cookbook.base.errors import nearest, run_command
+from cookbook.base.errors import InputError, nearest, run_command
 
 _DESCRIPTION = "Pre-train mixture-of-experts models with TorchTitan, on Slurm or on this machine."
 _EPILOG = """\
@@ -242,13 +242,29 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return diagnose(words)
 
 
+def _unknown_words(arguments: argparse.Namespace, unknown: Sequence[str]) -> InputError:
+    """Return the error for words that the verb does not take."""
+    word, *rest = unknown
+    settings = getattr(arguments, "set", None)
+    if settings is not None and re.match(r"--\w+\.", word):
+        setting = "=".join([word[2:], *rest[: "=" not in word]])
+        return InputError(word, "is an option of TorchTitan", f"write --set {setting}")
+    for setting in settings or ():
+        if "=" not in setting:
+            return InputError(f"--set {setting}", "has no value", f"write --set {setting}={word}")
+    remedy = f"see: python submit.py {arguments.verb} --help"
+    return InputError(arguments.verb, f"takes no {' '.join(unknown)!r}", remedy)
+
+
 def main(words: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     return run_command("submit.py", lambda: _run(words))
 
 
 def _run(words: Sequence[str]) -> int:
-    arguments = build_parser().parse_args(words or ["--help"])
+    arguments, unknown = build_parser().parse_known_args(words or ["--help"])
+    if unknown:
+        raise _unknown_words(arguments, unknown)
     if arguments.verb in _PRINT_A_FILE and isinstance(sys.stdout, io.TextIOWrapper):
         # Nothing in them may be replaced, whatever the terminal can show.
         sys.stdout.reconfigure(encoding="utf-8")

@@ -66,11 +66,11 @@ def profile(arguments: argparse.Namespace) -> int:
         if not traces:
             raise JobError(f"{shown_path(cell.path)}: the profiler left no trace; see its log")
     else:
+        source, traces = _left_traces(name)
         for option in _OF_RECIPES:
             if getattr(arguments, option):
                 place = f"--{option.replace('_', '-')}"
                 raise InputError(place, f"{name} is no recipe", "it is trained already")
-        source, traces = _left_traces(name)
     if isinstance(traces, Path):
         if arguments.ranks:
             raise InputError("--ranks", f"{name} is one rank's trace", "name its folder")

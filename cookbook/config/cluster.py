@@ -228,6 +228,9 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
     if not 1024 <= (port := cluster.rendezvous_port) < 32768:
         allowed = "1024 to 32767 (below the ephemeral ports)"
         yield ("rendezvous_port",), f"found {port}, allowed: {allowed}", ""
+    if cluster.time and seconds_of(cluster.time) is None and cluster.time != "UNLIMITED":
+        allowed = "MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED"
+        yield ("time",), f"found {described(cluster.time)}, allowed: {allowed}", ""
     if not 60 <= (seconds := cluster.seconds_to_stop) <= 65535:
         found = f"found {seconds}, allowed: 60 to 65535 (sbatch --signal)"
         yield ("seconds_to_stop",), found, ""

@@ -64,7 +64,8 @@ def find_file(kind: str, name: str) -> Path:
         path = Path(name)
         if not path.is_file():
             is_folder = f"is a folder, not a {title} file"
-            raise InputError(name, is_folder if path.is_dir() else f"no such {title} file")
+            remedy = f"did you mean {path.stem!r}?" if path.stem in names_in(kind) else ""
+            raise InputError(name, is_folder if path.is_dir() else f"no such {title} file", remedy)
         check_name(f"{name}: the file's name", path.stem)
         return path
     if name in names_in(kind):

@@ -183,8 +183,10 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
     left = list(words)
     while left:
         word = left.pop(0)
-        if not word.startswith("--"):
-            remedy = "TorchTitan options start with --section.key"
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            remedy = (
+                "TorchTitan's options begin with --section.key, sbatch's stand before the script"
+            )
             raise InputError(place, f"found {word!r}", remedy)
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")

@@ -106,7 +106,8 @@ class Option:
         if self.optional and text in ("None", "null"):
             return None
         try:
-            if self.kind in ("int", "float"):
+            # Python reads digits of every script; TorchTitan and Slurm do not.
+            if self.kind in ("int", "float") and text.isascii():
                 value = int(text) if self.kind == "int" else float(text)
             elif self.kind == "bool" and text.lower() in ("true", "false"):
                 value = text.lower() == "true"

@@ -12,6 +12,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,10 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
     """
     stack = load_stack()
     precisions = [load_precision(name) for name in names_in("precision")]
+    if cluster.gpu:
+        fp8 = load_precision("fp8", cluster.gpu)
+        own = replace(fp8, synonyms=(*fp8.synonyms, "fp8"))
+        precisions = [own if one.name == fp8.name else one for one in precisions]
     backends = [load_ep_backend(name) for name in names_in("ep_backend")]
     bf16, standard = load_precision("bf16"), load_ep_backend("standard")
     first = merge_config(recipe, bf16, standard, cluster)

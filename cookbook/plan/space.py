@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cookbook.base.errors import InputError, unknown_name
+from cookbook.base.errors import InputError
 from cookbook.config.cell import (
     ATTENTION,
     EP_CHUNKS,
@@ -230,8 +230,6 @@ def space_of(
         if key in OVERLAYS:
             named[key] = [load_overlay(key, name).name for name in values]
             continue
-        if "." not in key:
-            raise unknown_name("--vary", "axis", key, [*OVERLAYS, *stack.options])
         option = stack.setting(place, key)
         if key in varied:
             raise InputError(place, "has its values twice", "name it once, after --vary or --set")
