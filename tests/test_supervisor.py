@@ -35,6 +35,7 @@ from tests.started import start_marked
 
 # Every script begins with it: the number of its attempt, its log, and the steps that it prints.
 HEAD = """
+CELL_DIR="$(realpath -m "${CELL_DIR}")"
 A="${COOKBOOK_ATTEMPT_DIR}"; K="${A##*-}"; exec >>"${A}/train.log" 2>&1
 step() { echo "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: $1  loss: $2  x: 1"; }
 torchrun_says() { echo "E1120 18:40:01.1 api.py:1] failed (exitcode: $1) local_rank: 1 (pid: 9)"; }
@@ -90,7 +91,9 @@ class Outcome:
 def supervised(tmp_path: Path) -> Callable[..., Outcome]:
     def supervise(body: str, most: int = 9) -> Outcome:
         cell = make(tmp_path, body=body, most=most)
-        return Outcome(run(cell), read_status(cell), read_history(cell.attempts()))
+        (tmp_path / "link").symlink_to(tmp_path / "run")
+        linked = CellFolder(tmp_path / "link" / "cell")
+        return Outcome(run(linked), read_status(cell), read_history(cell.attempts()))
 
     return supervise
 

@@ -76,7 +76,7 @@ def rule(
 
 def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, str]:
     """Return the problem of a value that is none of the `known` names."""
-    close = nearest(found.upper(), known) or nearest(found, known)
+    close = nearest(found, known)
     remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
     return option, f"found {found!r}, allowed: {', '.join(known)}", remedy
 

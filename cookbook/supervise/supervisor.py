@@ -82,7 +82,8 @@ class Supervisor:
     timeouts = Timeouts()
 
     def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
-        self.folders = [str(cell.path) for cell in cells]
+        # Real paths: `runs` may be a link, and a container has only the cell's folder.
+        self.folders = [str(cell.path.resolve()) for cell in cells]
         self.arguments = list(arguments)
         self.running: RunningAttempt | None = None
         self.signal_number = 0
