@@ -157,7 +157,7 @@ srun --nodes="${NUM_NODES}" --ntasks="${NUM_NODES}" --nodelist="${TRAIN_NODES}" 
   --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE}}" \
   --kill-on-bad-exit=1 --wait=60 --job-name="${ATTEMPT}" \
   '--container-image=nvcr.io#nvidia/pytorch:26.02-py3' \
-  --container-mounts="${COOKBOOK_ROOT}:${COOKBOOK_ROOT}"',/mnt/data:/mnt/data,/mnt/with space:/data' \
+  --container-mounts="${COOKBOOK_ROOT}:${COOKBOOK_ROOT},${CELL_DIR}:${CELL_DIR}"',/mnt/data:/mnt/data,/mnt/with space:/data' \
   --container-workdir="${COOKBOOK_ROOT}" \
   torchrun --nnodes="${NUM_NODES}" --nproc-per-node=8 --role=rank \
   --rdzv-backend=c10d --rdzv-endpoint="${RDZV_ENDPOINT}" \
