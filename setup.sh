@@ -55,7 +55,9 @@ try:
 except Exception as error:
     sys.exit(f"{type(error).__name__}: {error}")'
 readonly OLDEST_PYTHON='(3, 11)'
-readonly TOKENIZERS=(deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/deepseek-moe-16b-base)
+readonly TOKENIZERS=(
+  deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/deepseek-moe-16b-base Qwen/Qwen3-30B-A3B
+)
 
 local_only=false
 want_deepep=true

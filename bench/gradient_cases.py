@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Case:
         layout: one of `LAYOUTS` or `CUT`, or `ALONE`.
         fault: one of `bench.known_faults`; empty for the corrected cell.
         exact: float32 in place of BF16: only the precision itself rounds.
+        recipe: of the family's debug model.
     """
 
     precision: str
@@ -74,12 +75,14 @@ class Case:
     variant: str = "plain"
     fault: str = ""
     exact: bool = True
+    recipe: str = "debug"
 
     @property
     def name(self) -> str:
         ends = [] if self.exact else ["bfloat16"]
         ends += [self.fault.replace(" ", "-").replace("'", "")] if self.fault else []
-        return "-".join([self.precision, self.backend, self.layout, self.variant, *ends])
+        start = [] if self.recipe == "debug" else [self.recipe]
+        return "-".join([*start, self.precision, self.backend, self.layout, self.variant, *ends])
 
     @property
     def is_reference(self) -> bool:
@@ -94,7 +97,12 @@ class Case:
     def reference(self) -> Case:
         """One rank, in float32 but for what precision and EP backend round."""
         backend = self.backend if self.backend == "mxfp8_a2a" else "standard"
-        return Case(self.precision, backend, ALONE)
+        return Case(self.precision, backend, ALONE, recipe=self.recipe)
+
+    @property
+    def first(self) -> Case:
+        """The reference with whose weights all runs of the recipe begin."""
+        return Case("bf16", "standard", ALONE, recipe=self.recipe)
 
     @property
     def steps(self) -> int:
@@ -142,7 +150,9 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
             options |= {"model.converters": ["quantize.linear.mx"], "cookbook.grouped_gemms": ""}
         else:
             options["cookbook.emulated"] = False
-    return cell_on(this_machine(case.ranks, gpu), "debug", precision, backend, options, case.name)
+    return cell_on(
+        this_machine(case.ranks, gpu), case.recipe, precision, backend, options, case.name
+    )
 
 
 def corrected_cases() -> list[Case]:
@@ -160,6 +170,20 @@ def corrected_cases() -> list[Case]:
             cases += [Case(precision, backend, layout) for backend in three]
     cases += [Case("mxfp8_linear", backend, "tp1-ep4") for backend in both]
     return [*cases, Case("mxfp8_linear", "mxfp8_a2a", "tp2-ep4")]
+
+
+def qwen3_cases() -> list[Case]:
+    """Return the second family's, which has no pipelines."""
+    three = ("standard", "deepep", "mxfp8_a2a")
+    found = [Case("bf16", backend, "tp1-ep4") for backend in three]
+    found += [Case("bf16", backend, "tp2-ep4") for backend in three[:2]]
+    found += [Case("bf16", "standard", layout) for layout in CUT]
+    found += [Case("bf16", "deepep", layout, "fast") for layout in ("tp1-ep4", "tp2-ep4")]
+    found += [Case("bf16", "standard", "tp2-ep4", "compile")]
+    found += [Case("mxfp8", backend, "tp1-ep4") for backend in three]
+    found += [Case("mxfp8", "standard", "tp2-ep4"), Case("mxfp8_wgrad_hp", "standard", "tp1-ep4")]
+    found += [Case("mxfp8_linear", "standard", "tp1-ep4")]
+    return [replace(case, recipe="qwen3_debug") for case in found]
 
 
 _FAULTS = (

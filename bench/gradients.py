@@ -29,13 +29,13 @@ from typing import Any
 import psutil
 
 from bench.gradient_cases import (
-    ALONE,
     CHANGED_AFTER,
     RANKS,
     Case,
     cell_of,
     corrected_cases,
     fault_cases,
+    qwen3_cases,
 )
 from bench.gradient_table import Result, is_seen, render, verdict
 from cookbook.base.files import write_whole
@@ -44,9 +44,8 @@ from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell, train_argv
 from cookbook.install.corpus import is_made, make_corpus
 
-PARTS = ("corrected", "faults", "bfloat16")
+PARTS = ("corrected", "faults", "bfloat16", "qwen3")
 _LIMIT = 900
-FIRST = Case("bf16", "standard", ALONE)
 
 
 class Comparison:
@@ -70,8 +69,8 @@ class Comparison:
         """Run the cases without a result, references first."""
         cases = [case for case in cases if case.name not in self.results]
         # All runs begin with the weights of the first.
-        first = [FIRST] if cases else []
-        others = {case.reference: None for case in cases if case.reference != FIRST}
+        first = dict.fromkeys(case.first for case in cases)
+        others = dict.fromkeys(case.reference for case in cases if case.reference not in first)
         for some in (first, others, cases):
             new = [one for one in some if not (one.is_reference and self._tensors(one).exists())]
             with ThreadPoolExecutor(jobs) as pool:
@@ -95,7 +94,7 @@ class Comparison:
         }
         if case.is_reference:
             compared["keep"] = str(self._tensors(case))
-            compared["weights"] = "" if case == FIRST else str(self._tensors(FIRST))
+            compared["weights"] = "" if case == case.first else str(self._tensors(case.first))
             compared["experts"] = (case.precision, case.backend)
         else:
             compared["reference"] = str(self._tensors(case.reference))
@@ -189,7 +188,7 @@ def train_forked(cell: Cell, argv: list[str], compared: dict[str, Any]) -> str |
 
 def in_order(runs: Iterable[Result]) -> list[Result]:
     """Sort into references, corrected cells and faults, each as listed."""
-    listed = [case.name for case in (*corrected_cases(), *fault_cases())]
+    listed = [case.name for case in (*corrected_cases(), *fault_cases(), *qwen3_cases())]
     place = {name: number for number, name in enumerate(listed)}
 
     def key(run: Result) -> tuple[bool, int, str]:
@@ -232,6 +231,7 @@ def main() -> int:
     known = fault_cases(version("torch"))
     cases = corrected_cases() if "corrected" in parts else []
     cases += known if "faults" in parts else []
+    cases += qwen3_cases() if "qwen3" in parts else []
     if gpu:
         cases = [replace(case, exact=case.backend != "deepep") for case in cases]
     elif "bfloat16" in parts:

@@ -35,11 +35,10 @@ def proved(ranks: int, gpu: Gpu | None) -> dict[str, Any]:
 
 PRECISIONS = {"bf16", "mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear"}
 A2A = {"bf16 mxfp8_a2a", "mxfp8 mxfp8_a2a"}
-CPU = {f"{name} standard" for name in PRECISIONS} | {
-    *A2A,
-    "bf16 standard model.attention=flash_attention_4 loss.num_chunks=8",
-}
-ONE_GPU = CPU - A2A | {"float8 standard"}
+FLASH = "bf16 standard model.attention=flash_attention_4 loss.num_chunks=8"
+QWEN3 = {f"{name} qwen3_debug" for name in ("bf16 standard", FLASH)}
+CPU = {f"{name} standard" for name in PRECISIONS} | {*A2A, FLASH, *QWEN3}
+ONE_GPU = {name.replace("qwen3_debug", "qwen3_30b_a3b") for name in CPU - A2A} | {"float8 standard"}
 TP2 = "parallelism.tensor_parallel_degree=2 loss.num_chunks=8"
 TWO_GPUS = (
     ONE_GPU

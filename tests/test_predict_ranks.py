@@ -23,6 +23,8 @@ EP = "parallelism.expert_parallel_degree"
 MODEL = Model(
     dim=10,
     heads=2,
+    kv_heads=2,
+    qk_norm=False,
     q_lora=0,
     kv_lora=6,
     nope=5,
@@ -41,6 +43,7 @@ MODEL = Model(
     num_expert_groups=None,
     num_limited_groups=None,
     attn_type="sdpa",
+    by_document=False,
 )
 # Queries of 2 heads of 8; the latent of 6 and 3 for RoPE, its norm; keys and values of 2 heads of
 # 5 + 7; the output of 2 x 7; and both of the layer's norms.

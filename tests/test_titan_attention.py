@@ -144,7 +144,11 @@ def config(
     [
         (config(context_parallel_degree=2), None, "set it to 1"),
         (config(), "this one is SM80", "this one is SM80"),
-        (config(v_head_dim=64), None, "heads of 192/128 (queries and keys/values), this model has"),
+        (
+            config(v_head_dim=64),
+            None,
+            "heads of 192/128 or 128/128 (queries and keys/values), this model has",
+        ),
         (config("flavor", v_head_dim=64), None, None),
         (config("flavor"), "this one is SM80", None),
         (config("flavor", context_parallel_degree=2), None, None),

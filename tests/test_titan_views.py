@@ -56,6 +56,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {PP: 2, EP: 8, SCHEDULE: "GPipe", "training.global_batch_size": 16 * 128 * 3},
     ),
     "debug model": ("debug", {EP: 8}),
+    "second family on 8 GPUs": ("qwen3_30b_a3b", {}),
+    "second family on 32 GPUs, cut by TP": ("qwen3_30b_a3b", {TP: 4, EP: 16}),
+    "second family on 256 GPUs": ("qwen3_30b_a3b_32nodes", {}),
+    "second family on 256 GPUs, expert TP": (
+        "qwen3_30b_a3b_32nodes",
+        {TP: 2, EP: 16, f"{P}.expert_tensor_parallel_degree": 2, "model.flavor": "235B-A22B"},
+    ),
     "debug model, cut in two": ("debug", {EP: 4, PP: 2, SCHEDULE: "1F1B"}),
 }
 
@@ -71,7 +78,7 @@ def build() -> Iterator[Callable[[Cell], Built]]:
 def test_a_counted_rank_is_the_one_that_torchtitan_builds(
     name: str, build: Callable[[Cell], Built]
 ) -> None:
-    cell = cell_of(*CASES[name])
+    cell = cell_of(*CASES[name], nodes=4 if "32 GPUs" in name else None)
     answer = build(cell)
     assert answer.ranks, answer
     counted = describe_ranks(cell)

@@ -106,8 +106,8 @@ def faults(options: dict[str, Any]) -> list[str]:
     [
         ({}, {}, {}, ""),
         ({"n_layers": 7}, {}, {}, ""),
-        ({"n_layers": 27}, {}, {}, "has 27 layers, debugmodel has 6"),
-        ({"vocab": 99}, {}, {}, "is [99, 256], debugmodel has [2048, 256]"),
+        ({"n_layers": 27}, {}, {}, "has 27 layers, DeepSeek-V3 debugmodel has 6"),
+        ({"vocab": 99}, {}, {}, "is [99, 256], DeepSeek-V3 debugmodel has [2048, 256]"),
         ({}, {"model.layers.0.x.weight_scale_inv": [1]}, {}, "is quantized in blocks of FP8"),
         ({}, {}, {f"{C}.initial_load_in_hf_quantized": True}, "is not quantized"),
     ],
@@ -162,7 +162,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
 
     assert not faults(tokenizer(2048))
     (found,) = faults(tokenizer(2049))
-    assert "has tokens up to 2048, debugmodel takes tokens up to 2047" in found
+    assert "has tokens up to 2048, DeepSeek-V3 debugmodel takes tokens up to 2047" in found
 
 
 def test_relative_texts_start_at_the_cookbook(tmp_path: Path, monkeypatch: Any) -> None:

@@ -88,10 +88,15 @@ def _make_debug_models_small() -> None:
     from torchtitan.models.deepseek_v3 import deepseekv3_args
     from torchtitan.protocols.train_spec import get_train_spec
 
-    for flavors in (deepseekv3_args, get_train_spec("deepseek_v3").model_args):
+    registered = (get_train_spec(name).model_args for name in ("deepseek_v3", "qwen3"))
+    for flavors in (deepseekv3_args, *registered):
         for name, arguments in flavors.items():
             if name.startswith("debugmodel"):
                 arguments.n_layers, arguments.n_heads = NUM_LAYERS, NUM_HEADS
+                if hasattr(arguments, "n_kv_heads"):
+                    # Half of them, and experts enough for several on each rank.
+                    arguments.n_layers, arguments.n_kv_heads = NUM_LAYERS // 2, NUM_HEADS // 2
+                    arguments.moe_args.num_experts = 16
 
 
 def job(
@@ -162,6 +167,7 @@ def active(result: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+QWEN3 = ("--model.name=qwen3", "--model.flavor=debugmodel_moe")
 EP2 = ("--parallelism.expert_parallel_degree=2",)
 EP4 = ("--parallelism.expert_parallel_degree=4",)
 TP2 = ("--parallelism.tensor_parallel_degree=2",)

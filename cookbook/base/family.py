@@ -16,11 +16,16 @@ class Sizes:
     """The widths of a layer: of the whole model, or what one TP rank has of them.
 
     Attributes:
+        kv_heads: heads of keys and values, several query heads sharing one; a latent has as many.
+        qk_norm: whether each head's queries and keys are normed.
+        q_lora, kv_lora: ranks of multi-head latent attention; without it `kv_lora` is 0.
         nope, rope: of each query and key, the part without and the part with rotary embedding.
     """
 
     dim: int
     heads: int
+    kv_heads: int
+    qk_norm: bool
     q_lora: int
     kv_lora: int
     nope: int
@@ -42,6 +47,7 @@ class Model(Sizes):
 
     Attributes:
         attn_type: TorchTitan's name of the flavor's own attention.
+        by_document: whether tokens attend within their document, not their whole sequence.
     """
 
     n_layers: int
@@ -49,6 +55,7 @@ class Model(Sizes):
     num_expert_groups: int | None
     num_limited_groups: int | None
     attn_type: str
+    by_document: bool
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has routed experts."""
@@ -69,6 +76,7 @@ class Family:
         weights: tensors of a published checkpoint, and the sizes that are their dimensions; None
             for any size.
         extra_layers: layers that a published checkpoint may have beyond the model's.
+        has_pipelines: whether TorchTitan cuts it into pipeline stages.
     """
 
     name: str
@@ -76,6 +84,7 @@ class Family:
     flavors: Mapping[str, Model]
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
+    has_pipelines: bool = True
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Family:

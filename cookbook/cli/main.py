@@ -20,7 +20,7 @@ _EPILOG = """\
 examples:
   python submit.py sweep matrix --dry-run     what would run, and why not
   python submit.py sweep matrix               queue it, or train it here
-  python submit.py run deepseek_v3_16b --precision mxfp8 --set training.steps=50
+  python submit.py run debug --precision mxfp8 --set training.steps=50
   python submit.py run --resume RUN --set training.steps=200
   python submit.py logs -f                    follow the newest run
   python submit.py report                     its results

@@ -67,6 +67,12 @@ class Options:
         """The sizes of the model; None for one that the stack does not know."""
         return self.family.flavors.get(self["model.flavor"]) if self.family else None
 
+    @property
+    def model_title(self) -> str:
+        """`DeepSeek-V3 16B`, for messages."""
+        name = self.family.title if self.family else self["model.name"]
+        return f"{name} {self['model.flavor']}"
+
 
 DEGREES = {
     "pp": "parallelism.pipeline_parallel_degree",

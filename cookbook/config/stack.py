@@ -178,6 +178,7 @@ class Stack:
     pins: Mapping[str, str]
     options: Mapping[str, Option]
     families: Mapping[str, Family]
+    refused_families: Mapping[str, str]
     datasets: tuple[str, ...]
 
     @functools.cached_property
@@ -235,4 +236,5 @@ def load_stack(name: str | None = None) -> Stack:
     }
     families = {entry["name"]: Family.of(entry) for entry in table["families"]}
     pins = {pin.name: pin.value for pin in read_pins(REQUIREMENTS)}
-    return Stack(name, pins, options, families, tuple(table["datasets"]))
+    refused = table["refused_families"]
+    return Stack(name, pins, options, families, refused, tuple(table["datasets"]))

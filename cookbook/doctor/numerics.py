@@ -35,7 +35,8 @@ from cookbook.observe.failure import find_reason
 _VERDICT = re.compile("ok     |WRONG  ")
 # Two ranks on a CPU, so that tokens are sent.
 _CPU_RANKS = 2
-_RECIPES = {"gpu": "deepseek_v3_16b", "cpu": "debug"}
+# Of the second one attention alone: its other kernels are the first one's.
+_RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3_debug")}
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
 def candidates(machine: Cluster) -> list[Candidate]:
     """Return cells of every precision and EP backend on `machine`, TP and FlashAttention-4."""
     chunks = {"loss.num_chunks": 8}
+    flash = {ATTENTION: "flash_attention_4"} | chunks
     backends = names_in("ep_backend")
     choices: list[tuple[str, str, dict[str, Any]]] = [
         *((precision, "standard", {}) for precision in names_in("precision")),
@@ -141,7 +143,7 @@ def candidates(machine: Cluster) -> list[Candidate]:
             for ep_backend in sorted({*backends} - {"standard"})
             for precision in ("bf16", "mxfp8")
         ),
-        ("bf16", "standard", {ATTENTION: "flash_attention_4"} | chunks),
+        ("bf16", "standard", flash),
     ]
     if machine.gpu and machine.ranks_per_node > 1:
         choices += [("mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in backends]
@@ -152,10 +154,15 @@ def candidates(machine: Cluster) -> list[Candidate]:
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }
-    recipe = _RECIPES["gpu" if machine.gpu else "cpu"]
+    first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     found = []
-    for precision, ep_backend, options in choices:
-        name = " ".join([precision, ep_backend, *(f"{one}={options[one]}" for one in options)])
+    for recipe, precision, ep_backend, options in (
+        *((first, *choice) for choice in choices),
+        *((second, "bf16", "standard", options) for options in ({}, flash)),
+    ):
+        end = [second] if recipe == second else []
+        chosen = (f"{one}={options[one]}" for one in options)
+        name = " ".join([precision, ep_backend, *chosen, *end])
         all_options = degrees | options
         cell = cell_on(machine, recipe, precision, ep_backend, all_options, name, "doctor")
         # Kernels need neither a run's files nor ranks to shard parameters over.

@@ -173,10 +173,11 @@ class Kernels:
     def pointwise(self, moe: bool, backward: bool) -> Terms:
         """Time norms, residuals, rotary embedding, copies around attention, SwiGLU, the router."""
         s = self.shapes
-        queries = s.heads * (s.nope + s.rope)
+        queries, keys = (heads * (s.nope + s.rope) for heads in (s.heads, s.kv_heads))
+        normed = s.q_lora + s.kv_lora + (queries + keys) * s.qk_norm
         # Each norm and each residual reads and writes the hidden states.
         elements = 8.0 * s.sequence_tokens * s.dim
-        elements += 2.0 * s.tokens * (s.q_lora + s.kv_lora + 2 * queries + s.heads * s.v_head)
+        elements += 2.0 * s.tokens * (normed + queries + keys + s.heads * s.v_head)
         elements += 3.0 * s.tokens * (s.shared_hidden if moe else s.dense_hidden)
         router = 0.0
         if moe:

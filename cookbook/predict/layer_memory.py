@@ -21,6 +21,8 @@ from cookbook.predict.shapes import Shapes, spared_products
 _READ_AS_THEY_ARE = frozenset(
     ("attention.wq_a", "attention.wkv_a", "moe.shared_experts.w1", "moe.shared_experts.w3")
 )
+# The same where queries and keys are normed.
+_NORMED = frozenset(("attention.wq", "attention.wk"))
 _SHARED_DOWN = "moe.shared_experts.w2"
 
 
@@ -57,7 +59,8 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
     # The allocator reuses the memory that one frees for the other.
     fuller = max(attention, feed_forward, key=lambda part: sum(part.freed + part.freed_again))
     outputs = {one.module: shapes.act * one.rows * one.columns for one in products}
-    spared = sum(size for module, size in outputs.items() if module in _READ_AS_THEY_ARE)
+    read = _READ_AS_THEY_ARE | (_NORMED if shapes.qk_norm else frozenset())
+    spared = sum(size for module, size in outputs.items() if module in read)
     return LayerBytes(
         input=shapes.hidden_bytes,
         saved=attention.saved + feed_forward.saved,
@@ -71,31 +74,40 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
 
 
 def _attention(s: Shapes) -> LayerBytes:
-    """Multi-head latent attention, the residual behind it, and both norms' outputs."""
-    # The latents and, for the product that follows, the normed ones.
-    latent = 2 * (s.q_lora + s.kv_lora) + s.rope
-    # Keys are copied together from two parts; values are a view into the projection's output.
-    queries = keys = s.heads * (s.nope + s.rope)
-    values, out = s.heads * (s.nope + s.v_head), s.heads * s.v_head
+    """Attention, the residual behind it, and both norms' outputs."""
+    queries, keys = s.heads * (s.nope + s.rope), s.kv_heads * (s.nope + s.rope)
+    out = s.heads * s.v_head
+    if s.kv_lora:
+        # The latents and, for the product that follows, the normed ones.
+        latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
+        # Keys are copied together from two parts; values are a view into the projection's output.
+        values = s.heads * (s.nope + s.v_head)
+        matrix_products = latent + queries + values + s.dim
+    else:
+        # Queries and keys before their norms, where they have any.
+        latent, normed = (queries + keys) * s.qk_norm, 0
+        values = s.kv_heads * s.v_head
+        matrix_products = queries + keys + values + s.dim
     # Attention writes its output as the next product reads it: there is no second copy.
-    elements = s.tokens * (2 * s.dim + latent + queries + keys + values + out)
+    elements = s.tokens * (2 * s.dim + latent + normed + queries + keys + values + out)
     elements += s.sequence_tokens * s.dim
     softmax = 4.0 * s.tokens * s.heads
     # Selective recomputation sees only what is not compiled: every second matrix product and the
     # attention itself. FlashAttention-4 is an operator, which it sees in compiled code as well.
     selected = 0.0
     if not s.compiled and "mm" in s.saves:
-        matrix_products = s.q_lora + s.kv_lora + s.rope + queries + values + s.dim
         selected += s.act * s.tokens * matrix_products / 2
     if (s.padded_tokens is not None or not s.compiled) and "attention" in s.saves:
         selected += s.act * s.tokens * out + softmax
-    # The queries' gradients are summed in FP32, beside a row of two more numbers for each query.
-    summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads)
+    # The queries' gradients are summed in FP32, beside a row of two more numbers for each query;
+    # those of keys and values too, where several query heads share them.
+    shared = keys + values if s.kv_heads < s.heads else 0
+    summed = 4.0 * (s.padded_tokens or 0) * (queries + 2 * s.heads + shared)
     return LayerBytes(
         saved=s.act * elements + softmax,
         selected=selected,
         selected_of_saved=selected,
-        temporary=s.act * s.tokens * (2 * queries + values + out) + summed,
+        temporary=s.act * s.tokens * (queries + keys + values + out) + summed,
         freed_again=tuple(float(s.act * s.tokens * e) for e in (queries, keys, values, out)),
     )
 

@@ -41,16 +41,25 @@ class Operator:
 
 def attention_operators(s: Sizes) -> Iterator[Operator]:
     """Return the projections around attention and the norms of the layer."""
-    queries = s.heads * (s.nope + s.rope)
-    if s.q_lora:
+    head = s.nope + s.rope
+    queries, keys = s.heads * head, s.kv_heads * head
+    if not s.kv_lora:
+        yield Operator("attention.wq", (queries, s.dim), 0)
+        yield Operator("attention.wk", (keys, s.dim), 0)
+        yield Operator("attention.wv", (s.kv_heads * s.v_head, s.dim), 0)
+        if s.qk_norm:
+            yield Operator("attention.q_norm", (head,))
+            yield Operator("attention.k_norm", (head,))
+    elif s.q_lora:
         yield Operator("attention.wq_a", (s.q_lora, s.dim))
         yield Operator("attention.q_norm", (s.q_lora,))
         yield Operator("attention.wq_b", (queries, s.q_lora), 0)
     else:
         yield Operator("attention.wq", (queries, s.dim), 0)
-    yield Operator("attention.wkv_a", (s.kv_lora + s.rope, s.dim))
-    yield Operator("attention.kv_norm", (s.kv_lora,))
-    yield Operator("attention.wkv_b", (s.heads * (s.nope + s.v_head), s.kv_lora), 0)
+    if s.kv_lora:
+        yield Operator("attention.wkv_a", (s.kv_lora + s.rope, s.dim))
+        yield Operator("attention.kv_norm", (s.kv_lora,))
+        yield Operator("attention.wkv_b", (s.heads * (s.nope + s.v_head), s.kv_lora), 0)
     yield Operator("attention.wo", (s.dim, s.heads * s.v_head), 1)
     yield Operator("attention_norm", (s.dim,))
     yield Operator("ffn_norm", (s.dim,))

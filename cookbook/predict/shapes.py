@@ -92,6 +92,7 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
     nodes = max(layout.ep * layout.etp // cell.cluster.ranks_per_node, 1)
     sizes = asdict(model) | {
         "heads": -(-model.heads // layout.tp),
+        "kv_heads": -(-model.kv_heads // layout.tp),
         "dense_hidden": model.dense_hidden // layout.tp,
         "expert_hidden": model.expert_hidden // (layout.tp if layout.ep == 1 else layout.etp),
         "shared_hidden": model.shared_hidden // layout.tp,

@@ -100,7 +100,9 @@ def predict_step(
     shapes, seq_len = _as_it_runs(cell, shapes_of(cell, ranks[0])), options["training.seq_len"]
     meeting = max(layout.ep * layout.etp // layout.tp, 1) if layout.ep > 1 else layout.dp_shard
     sequences = max(shapes.tokens // seq_len, 1)
-    attended = slowest_attended_tokens(documents, seq_len, sequences, meeting)
+    attended = (seq_len + 1) / 2
+    if ranks[0].model.by_document:
+        attended = slowest_attended_tokens(documents, seq_len, sequences, meeting)
     kernels, links = Kernels(cell, hardware, shapes, attended), Links(cell, shapes, hardware)
     times = LayerTimes(cell, kernels, links, overlapped)
     least_ms = hardware.host_ms_per_routed_layer

@@ -24,7 +24,7 @@ _MX = f"{TORCHTITAN}/components/quantization/mx.py"
 _FLASH_GENERATIONS = (9, 10)
 # Of queries and keys, and of values. Gradients of other sizes were not compared with a reference,
 # and some have been wrong on some GPUs.
-_FLASH_HEAD_DIMS = (192, 128)
+_FLASH_HEAD_DIMS = ((192, 128), (128, 128))
 # TorchTitan's `attn_type` of PyTorch's scaled_dot_product_attention.
 _SDPA = "sdpa"
 
@@ -145,7 +145,7 @@ def mxfp8_linear_compiles(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{FLASH_ATTENTION}/interface.py")
 def flash_attention(cell: Cell) -> Problems:
-    """It has kernels for two generations of GPUs, and only DeepSeek-V3's own heads were checked."""
+    """It has kernels for two generations of GPUs, and only the families' own heads were checked."""
     gpu, model, remedy = cell.cluster.gpu, cell.options.model, f"set {ATTENTION}=flavor"
     if not cell.uses_flash_attention:
         return
@@ -155,20 +155,23 @@ def flash_attention(cell: Cell) -> Problems:
             "FlashAttention-4 needs a GPU of compute capability 9.x (H100, H200) or 10.x (B200)"
         )
         yield ATTENTION, f"{reason}, {gpu.name} has {gpu.compute_capability}", remedy
-    if model and model.head_dims != _FLASH_HEAD_DIMS:
-        allowed, have = ("/".join(map(str, x)) for x in (_FLASH_HEAD_DIMS, model.head_dims))
-        reason = f"FlashAttention-4 is for heads of {allowed} (queries and keys/values), flavor"
-        yield ATTENTION, f"{reason} {cell.options['model.flavor']} has {have}", remedy
+    if model and model.head_dims not in _FLASH_HEAD_DIMS:
+        every = (*_FLASH_HEAD_DIMS, model.head_dims)
+        *allowed, have = ("/".join(map(str, dims)) for dims in every)
+        reason = (
+            f"FlashAttention-4 is for heads of {' or '.join(allowed)} (queries and keys/values)"
+        )
+        yield ATTENTION, f"{reason}, {cell.options.model_title} has {have}", remedy
 
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
 def context_parallel_attention(cell: Cell) -> Problems:
     """TorchTitan has context parallelism for SDPA only; most flavors have FlexAttention."""
-    model, flavor = cell.options.model, cell.options["model.flavor"]
-    own = model.attn_type if model else _SDPA
+    own = cell.options.model.attn_type if cell.options.model else _SDPA
     if cell.layout.cp == 1 or (own == _SDPA and not cell.uses_flash_attention):
         return
-    reason = f"TorchTitan has context parallelism for SDPA only, and flavor {flavor} has {own}"
+    title = cell.options.model_title
+    reason = f"TorchTitan has context parallelism for SDPA only, and {title} has {own}"
     if cell.uses_flash_attention:
         reason = "FlashAttention-4 computes each document on one rank, and context parallelism "
         reason += f"({cell.layout.cp}) cuts documents over several"

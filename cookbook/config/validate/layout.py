@@ -88,24 +88,32 @@ def _suggestion(name: str, remedy: str | list[int], options: Options, world: int
 def _problems(options: Options, world: int) -> list[_Problem]:
     if problems := [*_impossible(options)]:
         return problems
-    layout, model = layout_of(options, world), options.model
+    layout, family, model = layout_of(options, world), options.family, options.model
     if problems := [*_degrees(layout)]:
         return problems
-    if model is not None:
-        problems += _undivided("ep", layout.ep, model.num_experts, "experts")
-        problems += _undivided("tp", layout.tp, model.heads, "attention heads")
+    if family is not None and model is not None:
+        of = f"of {options.model_title}"
+        kind = "attention" if model.heads == model.kv_heads else "key and value"
+        problems += _undivided("ep", layout.ep, model.num_experts, f"experts {of}")
+        problems += _undivided("tp", layout.tp, model.kv_heads, f"{kind} heads {of}")
         problems += _stages(options, layout, model.n_layers)
+        if layout.pp > 1 and not family.has_pipelines:
+            reason = f"TorchTitan has no pipeline parallelism for {family.title}"
+            problems = [(DEGREES["pp"], f"{layout.pp}: {reason}", [1])]
     return [*problems, *_batch(options, layout)]
 
 
 def _impossible(options: Options) -> Iterator[_Problem]:
-    family = options.family
+    family, refused = options.family, options.stack.refused_families
     known = {"model.name": options.stack.families, "model.flavor": family and family.flavors}
     for option, names in known.items():
         found = options[option]
         # TorchTitan alone knows the flavors of a model that is not in the table.
-        if names and found not in names:
-            yield unknown(option, found, names)
+        if option == "model.name" and found in refused:
+            yield option, f"found {found!r}: {refused[found]}", f"choose {' or '.join(names or ())}"
+        elif names and found not in names:
+            _, reason, remedy = unknown(option, found, names)
+            yield option, f"{family.title}: {reason}" if family else reason, remedy
     for option in (*DEGREES.values(), _BATCH):
         is_auto = option == DEGREES["dp_shard"]
         if options[option] < 1 and not (is_auto and options[option] == -1):

@@ -146,8 +146,8 @@ def _vocabulary(cell: Cell) -> Iterator[Finding]:
         # The tokenizer's own reader says more.
         return
     if largest >= model.vocab:
-        flavor = cell.options["model.flavor"]
-        reason = f"{path} has tokens up to {largest}, {flavor} takes tokens up to {model.vocab - 1}"
+        title, last = cell.options.model_title, model.vocab - 1
+        reason = f"{path} has tokens up to {largest}, {title} takes tokens up to {last}"
         remedy = "use the model's own tokenizer, or a larger flavor"
         yield Finding(ERROR, "vocabulary", "model.hf_assets_path", reason, remedy)
 
@@ -197,12 +197,12 @@ def _quantization(cell: Cell, names: dict[str, str], shown: str) -> Iterator[Fin
 def _shapes(
     cell: Cell, folder: Path, names: dict[str, str], shown: str, option: str
 ) -> Iterator[Finding]:
-    family, model, flavor = cell.options.family, cell.options.model, cell.options["model.flavor"]
+    family, model, title = cell.options.family, cell.options.model, cell.options.model_title
     if family is None or model is None:
         return
     layers = {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)", name))}
     if len(layers) not in (model.n_layers, model.n_layers + family.extra_layers):
-        reason = f"{shown} has {len(layers)} layers, {flavor} has {model.n_layers}"
+        reason = f"{shown} has {len(layers)} layers, {title} has {model.n_layers}"
         yield Finding(ERROR, "weights", option, reason, "set model.flavor to the checkpoint's")
         return
     for name, dims in family.weights.items():
@@ -213,7 +213,7 @@ def _shapes(
             getattr(model, dim) if dim else size for dim, size in zip(dims, shape, strict=True)
         ]
         if shape != expected:
-            reason = f"{shown}: {name} is {shape}, {flavor} has {expected}"
+            reason = f"{shown}: {name} is {shape}, {title} has {expected}"
             yield Finding(ERROR, "weights", option, reason, "set model.flavor to the checkpoint's")
             return
 

@@ -6,6 +6,7 @@ kernels and the compiler's CUDA major version as JSON.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from importlib import import_module
@@ -21,17 +22,19 @@ from cookbook.titan.common import kernel_cache, varlen_attention
 DOCUMENTS = (256, 257)
 # Sequences of two tiles and less have kernels of their own, which no recipe needs.
 _LENGTH = 4096
-_HEAD_DIM, _V_HEAD_DIM = 192, 128
+# Of queries and keys, and of values; and how many query heads share one of these.
+_HEADS = ((192, 128, 1), (128, 128, 8))
 
 
-def compile_kernels(documents: int) -> None:
+def compile_kernels(documents: int, head_dim: int, v_head_dim: int, groups: int) -> None:
     """Run forward and backward on tensors without values: the kernels are compiled, none called."""
     with FakeTensorMode():
 
         def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.empty(*shape, dtype=dtype, device="cuda")
 
-        q, k, v = (tensor(_LENGTH, 1, dim) for dim in (_HEAD_DIM, _HEAD_DIM, _V_HEAD_DIM))
+        shapes = (groups, head_dim), (1, head_dim), (1, v_head_dim)
+        q, k, v = (tensor(_LENGTH, *shape) for shape in shapes)
         packing = (tensor(documents + 1, dtype=torch.int32), _LENGTH, 1.0)
         out, lse = varlen_attention.forward(q, k, v, *packing)
         varlen_attention.backward(torch.empty_like(out), q, k, v, out, lse, *packing)
@@ -55,8 +58,8 @@ def kept_kernels(interface: Any) -> list[Path]:
 def main() -> None:
     """Compile all for one kind of GPU."""
     interface = import_module(varlen_attention.INTERFACE)
-    for documents in DOCUMENTS:
-        compile_kernels(documents)
+    for documents, heads in itertools.product(DOCUMENTS, _HEADS):
+        compile_kernels(documents, *heads)
     cache = Path(os.environ[kernel_cache.FOLDER])
     kernels = sorted(str(file.relative_to(cache)) for file in kept_kernels(interface))
     print(json.dumps({"cuda": varlen_attention.compiler_version(), "kernels": kernels}))

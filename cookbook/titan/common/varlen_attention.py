@@ -65,8 +65,9 @@ def varlen_attention(
     """Attend from each token to its own document, up to itself.
 
     Args:
-        q, k: (tokens, heads, head_dim); BF16 on a GPU, any floating-point type on the CPU.
-        v: (tokens, heads, v_head_dim).
+        q: (tokens, heads, head_dim); BF16 on a GPU, any floating-point type on the CPU.
+        k, v: (tokens, key and value heads, head_dim or v_head_dim); a divisor of `heads`, so that
+            neighbouring query heads share one.
         cu_seqlens: (documents + 1,) int32, ascending from 0 to `tokens`; documents may be empty.
         max_seqlen: no document is longer.
         scale: factor of the scores before the softmax.
@@ -223,7 +224,8 @@ def reference_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `forward` in plain PyTorch, by document, in float32 or, for float64, in float64."""
-    precise = _lse_dtype(q)
+    precise, groups = _lse_dtype(q), q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=precise)
     for part in _documents(cu_seqlens):
@@ -245,6 +247,8 @@ def reference_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, given the results of `reference_forward`."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for part in _documents(cu_seqlens):
         q_, k_, v_, out_, grad_ = (x[part].to(lse.dtype) for x in (q, k, v, out, grad_out))
@@ -255,7 +259,10 @@ def reference_backward(
         grads[0][part] = torch.einsum("hqk,khd->qhd", grad_scores, k_).to(q.dtype)
         grads[1][part] = torch.einsum("hqk,qhd->khd", grad_scores, q_).to(k.dtype)
         grads[2][part] = torch.einsum("hqk,qhd->khd", probabilities, grad_).to(v.dtype)
-    return grads[0], grads[1], grads[2]
+    # Each key and value head has the gradients of all query heads that share it.
+    shared = (x.to(lse.dtype).unflatten(1, (-1, groups)).sum(2).to(x.dtype) for x in grads[1:])
+    dk, dv = shared
+    return grads[0], dk, dv
 
 
 def _documents(cu_seqlens: torch.Tensor) -> Iterator[slice]:

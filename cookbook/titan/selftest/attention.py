@@ -39,6 +39,7 @@ class AttentionShape:
     """The shape of one rank's attention; heads are those of one TP rank.
 
     Attributes:
+        groups: query heads that share one head of keys and values.
         max_documents: declared to FlashAttention-4 for all sequences together, empty ones included:
             beyond 256 it has another kernel. None declares as training does for this very shape.
         max_length: declared of a document; None for the length of a sequence.
@@ -50,13 +51,15 @@ class AttentionShape:
     head_dim: int
     v_head_dim: int
     scale: float
+    groups: int = 1
     max_documents: int | None = None
     max_length: int | None = None
 
     def __str__(self) -> str:
+        shared = f", {self.groups} to a key" if self.groups > 1 else ""
         return (
             f"{self.batch} x {self.length:,} tokens, {self.heads} heads of "
-            f"{self.head_dim}/{self.v_head_dim}"
+            f"{self.head_dim}/{self.v_head_dim}{shared}"
         )
 
 
@@ -94,10 +97,15 @@ def attention_inputs(shape: AttentionShape, like_trained: bool, device: str) -> 
         like_trained: channels with an offset and peaked scores, as in a trained model.
     """
     source = generator(device, 0)
-    rows = (shape.batch * shape.length, shape.heads)
-    dims = (shape.head_dim, shape.head_dim, shape.v_head_dim, shape.v_head_dim)
+    rows, shared = shape.batch * shape.length, shape.heads // shape.groups
     q, k, v, grad = (
-        torch.randn(*rows, d, device=device, generator=source).bfloat16() for d in dims
+        torch.randn(rows, heads, d, device=device, generator=source).bfloat16()
+        for heads, d in (
+            (shape.heads, shape.head_dim),
+            (shared, shape.head_dim),
+            (shared, shape.v_head_dim),
+            (shape.heads, shape.v_head_dim),
+        )
     )
     if like_trained:
         q[..., ::17] += 2
@@ -130,15 +138,21 @@ def attention_errors(
     cu_seqlens = torch.unique_consecutive(padded_lengths(ends))
     lengths = cu_seqlens.diff()
     document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-    heads = max(1, min(4, SCORES // int(lengths.max()) ** 2))
+    heads = max(1, min(4, SCORES // int(lengths.max()) ** 2) // shape.groups)
     # Of each tensor the squares of its differences and of the reference, by document and head.
     sums: dict[str, Tensors] = {name: [] for name in ("out", "dq", "dk", "dv")}
-    for begin in range(0, shape.heads, heads):
-        some = slice(begin, begin + heads)
-        q, k, v, dout = (x.detach()[:, some].float() for x in (*leaves, grad))
+    for begin in range(0, shape.heads // shape.groups, heads):
+        shared = slice(begin, begin + heads)
+        every = slice(begin * shape.groups, (begin + heads) * shape.groups)
+        # Those of q, k, v and the gradient; of the output, dq, dk and dv.
+        some_of, found_of = (every, shared, shared, every), (every, every, shared, shared)
+        q, k, v, dout = (
+            x.detach()[:, some].float() for x, some in zip((*leaves, grad), some_of, strict=True)
+        )
         exact, lse = varlen.reference_forward(q, k, v, cu_seqlens, shape.scale)
         grads = varlen.reference_backward(dout, q, k, v, exact, lse, cu_seqlens, shape.scale)
-        for parts, one, other in zip(sums.values(), found, (exact, *grads), strict=True):
+        exacts = (exact, *grads)
+        for parts, one, other, some in zip(sums.values(), found, exacts, found_of, strict=True):
             wrong = (one[:, some].float() - other).square().sum(-1)
             both = torch.stack([wrong, other.square().sum(-1)], -1)
             by_document = both.new_zeros(len(lengths), *both.shape[1:])

@@ -28,9 +28,9 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 FLAVOR = "flavor"
 FLASH_ATTENTION_4 = varlen_attention.FLASH_ATTENTION_4
 
-# DeepSeek-V3's, of queries and keys, and of values. FlashAttention-4 has other sizes, whose
+# The families', of queries and keys, and of values. FlashAttention-4 has other sizes, whose
 # gradients have been wrong on some GPUs; none of them was compared with a reference here.
-_HEAD_DIMS = (192, 128)
+_HEAD_DIMS = ((192, 128), (128, 128))
 
 # The names of TorchTitan's own kinds of attention, by their module.
 _OWN = {FlexAttentionWrapper: "flex", ScaledDotProductAttentionWrapper: "sdpa"}
@@ -66,9 +66,12 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
             "parallelism.context_parallel_degree > 1 cuts documents over several; set it to 1"
         )
     reason = varlen_attention.why_not()
-    if model_args.head_dims != _HEAD_DIMS:
-        allowed, found = ("/".join(map(str, dims)) for dims in (_HEAD_DIMS, model_args.head_dims))
-        reason = f"it is for heads of {allowed} (queries and keys/values), this model has {found}"
+    if model_args.head_dims not in _HEAD_DIMS:
+        *allowed, found = ("/".join(map(str, dims)) for dims in (*_HEAD_DIMS, model_args.head_dims))
+        reason = (
+            f"it is for heads of {' or '.join(allowed)} (queries and keys/values), this model has "
+            f"{found}"
+        )
     if reason:
         raise refuse(
             f"model.attention={FLASH_ATTENTION_4}: {reason}; leave it out, or set "

@@ -112,6 +112,8 @@ def export(request: Request) -> int:
     for n in missing:
         write_file(to / names[n], read_parts(reader, metadata, files[n]))
         print(f"wrote {names[n]}", flush=True)
+    written = {part.fqn for parts in files for part in parts}
+    _name_left_out(reader, metadata, written)
     weights = {
         name: file
         for file, parts in zip(names, files, strict=True)
@@ -129,6 +131,24 @@ def export(request: Request) -> int:
     # Last: a folder with an index is a whole export.
     write_whole(to / INDEX, json.dumps(index, indent=2) + "\n")
     return total
+
+
+def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[str]) -> None:
+    """Say which routing biases the family's published format has no place for."""
+    left_out = [
+        Part(fqn, (fqn,), 0, tuple(saved.size), torch.float32)
+        for fqn, saved in metadata.state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+        and fqn.endswith("expert_bias")
+        and fqn not in written
+    ]
+    if left_out:
+        biases = read_parts(reader, metadata, left_out).values()
+        largest = max(float(bias.abs().max()) for bias in biases)
+        print(
+            f"left out {len(left_out)} routing biases of at most {largest:.2g}: the format has no "
+            "place for them, and the exported model routes by its scores alone"
+        )
 
 
 def _claim(to: Path, request: Request) -> None:

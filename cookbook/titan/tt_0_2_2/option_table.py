@@ -18,7 +18,7 @@ from typing import Any
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from cookbook.titan.tt_0_2_2.families import FAMILIES
+from cookbook.titan.tt_0_2_2.families import FAMILIES, REFUSED
 from cookbook.titan.tt_0_2_2.job_config import JobConfig as CookbookJobConfig
 from cookbook.titan.tt_0_2_2.text_data import DATASET
 
@@ -60,6 +60,7 @@ def main() -> None:
     table = {
         "options": option_table(),
         "families": [dataclasses.asdict(parts.family) for parts in FAMILIES.values()],
+        "refused_families": REFUSED,
         "datasets": [*DATASETS, DATASET],
     }
     print(json.dumps(table, indent=1))

@@ -64,6 +64,8 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             chunks=job_config.deepep.num_chunks,
             score_activations=job_config.deepep.score_activations,
             row_kernels=job_config.cookbook.row_kernels,
+            # Not every family's function says so.
+            use_deepep=job_config.parallelism.expert_parallel_comm_backend == "deepep",
         ),
         "apply_ac": partial(
             apply_ac,

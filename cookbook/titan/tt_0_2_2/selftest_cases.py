@@ -134,7 +134,8 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     # Context parallelism gives a rank a part of each sequence; the kernel is the same.
     whole = cell.job_config.training.seq_len // cell.dims.cp
     limits = cell.limits
-    heads = min(max(1, layer.n_heads // cell.dims.tp), limits.heads)
+    groups = layer.n_heads // getattr(layer, "n_kv_heads", layer.n_heads)
+    heads = max(groups, min(layer.n_heads // cell.dims.tp, limits.heads // groups * groups))
     length = min(whole, limits.sequence)
     head_dim, v_head_dim = cell.model_args.head_dims
     fitting = limits.attention_scores // (heads * length * length)
@@ -146,6 +147,7 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         scale=getattr(layer, cell.parts.scale),
+        groups=groups,
         max_documents=cell.sequences * bounds_capacity(0, whole) if is_flash else None,
         max_length=whole if is_flash else None,
     )
@@ -181,10 +183,11 @@ def sdpa(shape: AttentionShape, ends: torch.Tensor) -> Attend:
 
 def _unfolded(shape: AttentionShape, attention: Callable[..., torch.Tensor]) -> Attend:
     """Return an attention over (batch, heads, length, head_dim) for folded tensors."""
+    options = {"enable_gqa": True} if shape.groups > 1 else {}
 
     def attend(*folded: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.unflatten(0, (shape.batch, -1)).transpose(1, 2) for x in folded)
-        return attention(q, k, v).transpose(1, 2).flatten(0, 1)
+        return attention(q, k, v, **options).transpose(1, 2).flatten(0, 1)
 
     return attend
 

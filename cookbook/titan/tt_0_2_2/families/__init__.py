@@ -7,5 +7,11 @@ from __future__ import annotations
 
 from cookbook.titan.tt_0_2_2.families.deepseek_v3 import DEEPSEEK_V3
 from cookbook.titan.tt_0_2_2.families.parts import FamilyParts
+from cookbook.titan.tt_0_2_2.families.qwen3 import QWEN3
 
-FAMILIES: dict[str, FamilyParts] = {parts.name: parts for parts in (DEEPSEEK_V3,)}
+FAMILIES: dict[str, FamilyParts] = {parts.name: parts for parts in (DEEPSEEK_V3, QWEN3)}
+# Families that TorchTitan has and the cookbook refuses, and why.
+REFUSED = {
+    "gpt_oss": "TorchTitan's GPT-OSS has no pipelines, compilation or DeepEP, and its experts have "
+    "biases, which the converters of grouped GEMMs would wrap like weights",
+}

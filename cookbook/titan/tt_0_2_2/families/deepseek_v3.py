@@ -84,6 +84,8 @@ def sizes(args: ModelArgs) -> Model:
     return Model(
         dim=args.dim,
         heads=args.n_heads,
+        kv_heads=args.n_heads,
+        qk_norm=False,
         q_lora=args.q_lora_rank,
         kv_lora=args.kv_lora_rank,
         nope=args.qk_nope_head_dim,
@@ -102,6 +104,7 @@ def sizes(args: ModelArgs) -> Model:
         num_expert_groups=moe.num_expert_groups,
         num_limited_groups=moe.num_limited_groups,
         attn_type=args.attn_type,
+        by_document=args.attn_mask_type == "block_causal",
     )
 
 

@@ -31,7 +31,7 @@ class FamilyParts:
         model: TorchTitan's model with `attention.AttentionChoice`.
         attention: TorchTitan's attention layer, and its attribute that scales scores.
         transformers_config: makes `config.json` from a flavor's arguments and a sequence length.
-        weights, extra_layers: of published checkpoints, as in `Family`.
+        weights, extra_layers, has_pipelines: as in `Family`.
     """
 
     title: str
@@ -45,6 +45,7 @@ class FamilyParts:
     transformers_config: Callable[[Any, int], dict[str, Any]]
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
+    has_pipelines: bool = True
 
     @property
     def name(self) -> str:
@@ -55,7 +56,8 @@ class FamilyParts:
     def family(self) -> Family:
         """The description for the driver."""
         flavors = {name: self.sizes(args) for name, args in self.flavors().items()}
-        return Family(self.name, self.title, flavors, self.weights, self.extra_layers)
+        facts = self.weights, self.extra_layers, self.has_pipelines
+        return Family(self.name, self.title, flavors, *facts)
 
 
 class CookbookArgs:

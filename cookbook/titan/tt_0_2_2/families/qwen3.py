@@ -1,0 +1,188 @@
+"""Qwen3-MoE: grouped-query attention with normed queries and keys, routed experts in every layer.
+
+As released, TorchTitan's `qwen3` builds its own MoE layer whatever the EP backend, recomputes the
+all-to-all where operators are saved, and never moves the routing bias. It has no pipelines.
+`30B-A3B_4layers` is the 30B with 4 of its 48 layers, for the speed of its kernels on one GPU.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torchtitan.models.qwen3.infra.parallelize as infra
+from torch.distributed.tensor import DTensor
+from torchtitan.models.moe import build_moe
+from torchtitan.models.qwen3 import Qwen3ModelArgs, get_train_spec, qwen3_args
+from torchtitan.models.qwen3.model.model import Attention, Qwen3Model, apply_rotary_emb
+
+from cookbook.base.family import Model
+from cookbook.titan.tt_0_2_2.attention import AttentionChoice, DocumentAttentionKernel
+from cookbook.titan.tt_0_2_2.families.parts import CookbookArgs, FamilyParts
+from cookbook.titan.tt_0_2_2.recomputation import operators_of
+
+# What DeepSeek-V3's list has and this model's lacks.
+_SAVED = ("_c10d_functional.all_to_all_single", "deepep.dispatch", "deepep.combine")
+
+
+class ModelArgs(CookbookArgs, Qwen3ModelArgs):
+    """TorchTitan's arguments of Qwen3."""
+
+    moe_impl = "standard"
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Those of queries and keys, and of values."""
+        return self.head_dim, self.head_dim
+
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        """Apply the job's options, the EP backend among them."""
+        super().update_from_config(job_config, **kwargs)
+        self.moe_impl = job_config.parallelism.expert_parallel_comm_backend
+
+
+def flavors() -> dict[str, ModelArgs]:
+    """Return copies of TorchTitan's flavors with experts, and the cookbook's."""
+    found = {
+        name: ModelArgs(**{part.name: deepcopy(getattr(args, part.name)) for part in fields(args)})
+        for name, args in qwen3_args.items()
+        if args.moe_enabled
+    }
+    shorter = deepcopy(found["30B-A3B"])
+    shorter.n_layers = 4
+    return found | {"30B-A3B_4layers": shorter}
+
+
+def sizes(args: ModelArgs) -> Model:
+    """Return the sizes of a flavor."""
+    moe = args.moe_args
+    return Model(
+        dim=args.dim,
+        heads=args.n_heads,
+        kv_heads=args.n_kv_heads,
+        qk_norm=args.qk_norm,
+        q_lora=0,
+        kv_lora=0,
+        nope=0,
+        rope=args.head_dim,
+        v_head=args.head_dim,
+        dense_hidden=args.hidden_dim,
+        expert_hidden=args.moe_inter_dim,
+        shared_hidden=args.moe_inter_dim * moe.num_shared_experts,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        vocab=args.vocab_size,
+        gate_bias=moe.gate_bias,
+        score_first=moe.score_before_experts,
+        n_layers=args.n_layers,
+        n_dense_layers=0,
+        num_expert_groups=moe.num_expert_groups,
+        num_limited_groups=moe.num_limited_groups,
+        attn_type=args.attn_type,
+        by_document=args.attn_mask_type == "block_causal",
+    )
+
+
+class DocumentAttention(Attention):
+    """TorchTitan's attention layer with cumulative lengths in the place of a BlockMask."""
+
+    def __init__(self, model_args: Any) -> None:
+        super().__init__(model_args)
+        self.inner_attention = DocumentAttentionKernel()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope_cache: torch.Tensor,
+        attention_masks: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute as TorchTitan 0.2.2's method of this name, with the same submodules.
+
+        Args:
+            x: (batch, length, dim).
+            attention_masks: cumulative lengths of the folded batch, from `cumulative_lengths`.
+        """
+        batch, length, _ = x.shape
+        # -1: under TP a rank holds a part of the heads.
+        shape = batch, length, -1, self.head_dim
+        q, k, v = (linear(x).view(shape) for linear in (self.wq, self.wk, self.wv))
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        heads = *apply_rotary_emb(q, k, rope_cache, positions), v
+        q, k, v = (one.transpose(1, 2) for one in heads)
+        output = self.inner_attention(q, k, v, cu_seqlens=attention_masks, scale=self.scaling)
+        return self.wo(output.transpose(1, 2).contiguous().view(batch, length, -1))
+
+
+def _take_local(attention: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(one.to_local() if isinstance(one, DTensor) else one for one in inputs)
+
+
+class ModelWithAttention(AttentionChoice, Qwen3Model):
+    """TorchTitan's Qwen3 with the attention and the MoE layer that its arguments name."""
+
+    document_attention = DocumentAttention
+    op_sac_save_list = infra._op_sac_save_list
+
+    def __init__(self, model_args: ModelArgs) -> None:
+        super().__init__(model_args)
+        width, hidden = model_args.dim, model_args.moe_inter_dim
+        for block in self.layers.values():
+            # TorchTitan's TP plan leaves DTensors, cut by heads, which not every attention takes.
+            block.attention.inner_attention.register_forward_pre_hook(_take_local)
+            if model_args.moe_impl != "standard":
+                block.moe = build_moe(model_args.moe_args, width, hidden, model_args.moe_impl)
+        self.op_sac_save_list.update(operators_of(_SAVED))
+
+
+def transformers_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
+    """Return the `config.json` of transformers' Qwen3-MoE."""
+    moe = args.moe_args
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": args.hidden_dim,
+        "moe_intermediate_size": args.moe_inter_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.route_norm,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "max_position_embeddings": max(seq_len, args.max_seq_len),
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": args.enable_weight_tying,
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
+
+
+QWEN3 = FamilyParts(
+    title="Qwen3-MoE",
+    released=get_train_spec,
+    infra=infra,
+    flavors=flavors,
+    sizes=sizes,
+    model=ModelWithAttention,
+    attention=Attention,
+    scale="scaling",
+    transformers_config=transformers_config,
+    weights={
+        "model.embed_tokens.weight": ("vocab", "dim"),
+        "model.layers.0.mlp.gate.weight": ("num_experts", "dim"),
+        "model.layers.0.mlp.experts.0.gate_proj.weight": ("expert_hidden", "dim"),
+    },
+    has_pipelines=False,
+)

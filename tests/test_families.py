@@ -1,0 +1,86 @@
+"""What the driver says of model families: which it knows, which it refuses, and why."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from cookbook.base.paths import ROOT
+from cookbook.predict.documents import Documents
+from cookbook.predict.rank import describe_ranks
+from cookbook.predict.step import predict_step
+from tests.check_cells import STACK, cell_of, refusals
+
+P = "parallelism"
+TP, PP, EP = (f"{P}.{word}_parallel_degree" for word in ("tensor", "pipeline", "expert"))
+ONE_NODE = "qwen3_30b_a3b"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "reason"),
+    [
+        (
+            ONE_NODE,
+            {PP: 2},
+            "2: TorchTitan has no pipeline parallelism for Qwen3-MoE; try 1",
+        ),
+        (ONE_NODE, {TP: 8}, "8 does not divide 4 key and value heads of Qwen3-MoE 30B-A3B; try 4"),
+        (ONE_NODE, {EP: 48}, "does not divide"),
+        (
+            ONE_NODE,
+            {"model.flavor": "8B"},
+            "Qwen3-MoE: found '8B', allowed: debugmodel_moe,",
+        ),
+        (ONE_NODE, {"model.name": "gpt_oss"}, "TorchTitan's GPT-OSS has no pipelines, compilation"),
+        (ONE_NODE, {"model.name": "llama3"}, "allowed: deepseek_v3, qwen3"),
+        ("debug", {TP: 32}, "32 does not divide 16 attention heads of DeepSeek-V3 debugmodel"),
+        (
+            ONE_NODE,
+            {f"{P}.context_parallel_degree": 2, "model.attention": "flash_attention_4"},
+            "FlashAttention-4 computes each document on one rank",
+        ),
+    ],
+)
+def test_refusals_name_the_family(recipe: str, options: dict[str, Any], reason: str) -> None:
+    found = refusals(recipe, options, nodes=8)
+    assert reason in "\n".join(map(str, found))
+
+
+def test_families_have_what_layouts_and_predictions_ask_for() -> None:
+    qwen3 = STACK.families["qwen3"]
+    assert list(STACK.families) == ["deepseek_v3", "qwen3"] and not qwen3.has_pipelines
+    assert "gpt_oss" in STACK.refused_families
+    model = qwen3.flavors["30B-A3B"]
+    assert (model.heads, model.kv_heads, model.head_dims) == (32, 4, (128, 128))
+    assert model.is_moe(0) and not STACK.families["deepseek_v3"].flavors["16B"].is_moe(0)
+
+
+def test_a_family_is_named_in_its_own_file_alone() -> None:
+    names = "|".join([*STACK.families, *STACK.refused_families])
+    found = subprocess.run(
+        ["grep", "-rlEw", "--include=*.py", names, "cookbook"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    folder = "cookbook/titan/tt_0_2_2/families"
+    files = {*found.stdout.split()} - {f"{folder}/__init__.py"}
+    assert files <= {f"{folder}/{name}.py" for name in STACK.families}
+
+
+@pytest.mark.parametrize(
+    ("flavor", "parameters"), [("30B-A3B", 30_532_122_624), ("235B-A22B", 235_093_634_560)]
+)
+def test_parameters_are_those_of_the_published_checkpoints(flavor: str, parameters: int) -> None:
+    (rank,) = describe_ranks(cell_of(ONE_NODE, {"model.flavor": flavor}))
+    assert rank.parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("recipe", "by_document"), [(ONE_NODE, False), ("deepseek_v3_16b_fast", True)]
+)
+def test_attention_is_timed_over_what_a_family_attends_to(recipe: str, by_document: bool) -> None:
+    cell = cell_of(recipe, cluster="h200-node")
+    short, long = (predict_step(cell, documents=Documents(mean, mean / 2, "")).step_ms
+                   for mean in (400, 40_000))  # fmt: skip
+    assert (long > 1.1 * short) if by_document else (long == short)

@@ -1,0 +1,237 @@
+"""Qwen3-MoE trains in every EP backend and precision, and its traps are held."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.titan_ranks import run_ranks
+from tests.titan_run import (
+    A2A,
+    BF16,
+    DEEPEP,
+    EP2,
+    MXFP8,
+    NUM_HEADS,
+    QWEN3,
+    STANDARD,
+    TP2,
+    active,
+    job,
+    run,
+    train,
+    write_assets,
+)
+
+pytestmark = pytest.mark.titan
+
+FLASH = ("--model.attention=flash_attention_4", "--loss.num_chunks=4")
+ROWS = ("--cookbook.row_kernels",)
+# Linear layers alone: the grouped GEMMs' kernels need a GPU.
+FLOAT8 = (
+    "--model.converters=quantize.linear.float8",
+    "--quantize.linear.float8.recipe_name=rowwise",
+    "--quantize.linear.float8.filter_fqns=output,router.gate",
+    "--quantize.linear.float8.emulate",
+    *("--cookbook.precision=float8", "--cookbook.linear_layers=float8", "--cookbook.emulated"),
+)
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    yield folder
+
+
+@pytest.fixture(scope="module")
+def standard(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("standard")
+    return run(assets, out, 2, *QWEN3, *EP2, *BF16, *STANDARD, attempt=out, steps=3)
+
+
+# Losses of three steps beside the first cell's: what is rounded elsewhere, or in blocks of MXFP8.
+CELLS: dict[str, tuple[tuple[str, ...], dict[str, Any], float]] = {
+    "deepep": ((*BF16, *DEEPEP), {"dispatch": "deepep", "attention": "sdpa"}, 2e-4),
+    "mxfp8": ((*MXFP8, *STANDARD), {"dispatch": "standard", "grouped_gemms": "mxfp8"}, 5e-3),
+    "mxfp8 deepep": ((*MXFP8, *DEEPEP), {"dispatch": "deepep", "grouped_gemms": "mxfp8"}, 5e-3),
+    "mxfp8_a2a": ((*MXFP8, *A2A), {"dispatch": "mxfp8", "emulated": True}, 5e-3),
+    "float8": ((*FLOAT8, *STANDARD), {"linear_layers": "float8"}, 5e-3),
+    "flash": ((*BF16, *STANDARD, *FLASH), {"attention": "flash_attention_4_reference"}, 1e-3),
+    "rows": ((*BF16, *STANDARD, *ROWS), {"rows": "kernels"}, 2e-4),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_cell_trains_alike_and_says_what_is_active(
+    name: str, assets: Path, tmp_path: Path, standard: dict[str, Any]
+) -> None:
+    """Among them DeepEP, which TorchTitan's own Qwen3 ignores in silence."""
+    options, expected, bound = CELLS[name]
+    found = run(assets, tmp_path, 2, *QWEN3, *EP2, *options, attempt=tmp_path, steps=3)
+    said = active(found)
+    assert {key: said[key] for key in expected} == expected
+    proofs = json.loads((tmp_path / "self_check.json").read_text())["proofs"]
+    attention = [proof["shape"] for proof in proofs if "heads of" in proof["shape"]]
+    assert attention and all("2 heads of 128/128, 2 to a key" in shape for shape in attention)
+    for loss, other in zip(found["losses"], standard["losses"], strict=True):
+        assert math.isclose(loss, other, rel_tol=bound), (found["losses"], standard["losses"])
+    assert found["losses"][2] < found["losses"][0]
+
+
+def test_both_kinds_of_attention_compute_the_same_under_tensor_parallelism(
+    assets: Path, tmp_path: Path
+) -> None:
+    """They get plain tensors, which TorchTitan's plan leaves DTensors."""
+    options = (*QWEN3, *EP2, *TP2, *BF16, *STANDARD, "--training.mixed_precision_param=float32")
+    own, flash = (
+        run(assets, tmp_path / str(len(more)), 4, *options, *more, data="same")["losses"]
+        for more in ((), FLASH)
+    )
+    assert flash == pytest.approx(own, rel=1e-4)
+
+
+def train_and_take_bias(argv: list[str]) -> dict[str, Any]:
+    from torchtitan.train import Trainer
+
+    ends: list[torch.Tensor] = []
+    close = Trainer.close
+
+    def take(self: Any) -> None:
+        ends.extend(layer.moe.expert_bias.clone() for layer in self.model_parts[0].layers.values())
+        close(self)
+
+    Trainer.close = take
+    return train(argv) | {"bias": ends}
+
+
+def test_the_routing_bias_balances(assets: Path, tmp_path: Path) -> None:
+    """TorchTitan's own optimizer of Qwen3 never moves it."""
+    argv = job(assets, tmp_path, *QWEN3, *EP2)
+    (mine, _) = run_ranks(train_and_take_bias, 2, argv, seconds=200)
+    assert len(mine["bias"]) == 2
+    for bias in mine["bias"]:
+        # Two steps of TorchTitan's coefficient, one up and one down for most experts.
+        assert 0 < bias.abs().max() < 4e-3
+
+
+def test_flavors_are_the_published_models() -> None:
+    """Of Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B; the differences are TorchTitan's."""
+    from cookbook.titan.tt_0_2_2.families.qwen3 import flavors, transformers_config
+
+    shared = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "model_type": "qwen3_moe",
+    }
+    published = {
+        "30B-A3B": {
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+        },
+        "235B-A22B": {
+            "hidden_size": 4096,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+        },
+    }
+    differences = {}
+    for name, own in published.items():
+        config = transformers_config(flavors()[name], 8192)
+        for key, value in (shared | own).items():
+            if config[key] != value:
+                differences[name, key] = config[key]
+        moe = flavors()[name].moe_args
+        assert (moe.score_func, moe.num_shared_experts, moe.route_scale) == ("softmax", 0, 1.0)
+    assert differences == {
+        # Of the checkpoints of July 2025 (2507); a job takes its own sequence length.
+        ("30B-A3B", "max_position_embeddings"): 262144,
+        ("235B-A22B", "rope_theta"): 5e6,
+        # A placeholder of TorchTitan's.
+        ("235B-A22B", "max_position_embeddings"): 8192,
+    }
+
+
+def test_export_and_import_are_exact_but_for_the_routing_bias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+    from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+
+    from cookbook.titan.tt_0_2_2.export import Request, export
+    from cookbook.titan.tt_0_2_2.families import FAMILIES, qwen3
+
+    args = qwen3.flavors()["debugmodel_moe"]
+    args.n_layers, args.dim, args.moe_inter_dim, args.moe_args.num_experts = 2, 64, 32, 8
+    parts = dataclasses.replace(FAMILIES["qwen3"], flavors=lambda: {"small": args})
+    monkeypatch.setitem(FAMILIES, "qwen3", parts)
+    torch.manual_seed(1)
+    model = qwen3.ModelWithAttention(args)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+        for layer in model.layers.values():
+            layer.moe.expert_bias.uniform_(-0.01, 0.01)
+    dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "step-1"))
+    to = tmp_path / "hf"
+    export(Request(str(tmp_path / "step-1"), str(to), "qwen3", "small", 64, "float32"))
+    said = capsys.readouterr().out
+    assert "left out 2 routing biases of at most 0.00" in said
+    config = json.loads((to / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    files = {
+        name: one for file in to.glob("*.safetensors") for name, one in load_file(file).items()
+    }
+    back = Qwen3StateDictAdapter(args, None).from_hf(files)
+    expected = {name: one for name, one in model.state_dict().items() if "expert_bias" not in name}
+    assert back.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(back[name], tensor), name
+
+
+def test_grouped_query_heads_attend_as_repeated_ones() -> None:
+    """The CPU's reference of FlashAttention-4, forward and backward, against PyTorch's SDPA."""
+    from cookbook.titan.common.varlen_attention import varlen_attention
+
+    torch.manual_seed(0)
+    q = torch.randn(24, NUM_HEADS, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(24, 2, 8, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    ends = torch.tensor([0, 10, 24], dtype=torch.int32)
+    out = varlen_attention(q, k, v, ends, 24, 0.3)
+    parts = []
+    for some in (slice(0, 10), slice(10, 24)):
+        heads = (x[some].transpose(0, 1) for x in (q, k, v))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        parts.append(attention(*heads, is_causal=True, scale=0.3, enable_gqa=True).transpose(0, 1))
+    exact = torch.cat(parts)
+    torch.testing.assert_close(out, exact)
+    grad = torch.randn_like(out)
+    for one, other in zip(
+        torch.autograd.grad(out, (q, k, v), grad),
+        torch.autograd.grad(exact, (q, k, v), grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
