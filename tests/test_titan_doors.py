@@ -175,6 +175,7 @@ def test_the_spec_is_torchtitans_but_for_its_doors() -> None:
         "build_metrics_processor_fn",
         "build_optimizers_fn",
         "build_lr_schedulers_fn",
+        "state_dict_adapter",
         "build_dataloader_fn",
         "build_validator_fn",
     }

@@ -213,6 +213,23 @@ def test_wrong_requests_are_refused(
     assert not list((tmp_path / "e").glob("*.safetensors"))
 
 
+def test_a_file_that_reads_back_otherwise_is_no_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from cookbook.titan.tt_0_2_2 import export
+
+    def write_wrong(tensors: dict[str, Any], *rest: Any) -> None:
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, *rest)
+
+    monkeypatch.setattr(export, "save_file", write_wrong)
+    with pytest.raises(JobError, match="reads back otherwise"):
+        export.write_file(tmp_path / "a.safetensors", {"x": torch.zeros(3)})
+    assert not (tmp_path / "a.safetensors").exists()
+
+
 def debug_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Write assets, and the debug model's weights as safetensors to `in`; what an export names."""
     import torch
@@ -294,7 +311,25 @@ def test_weights_in_blocks_of_fp8_are_read_as_they_were_meant(
 def test_weights_go_in_and_out_unchanged(
     ranks: int, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _go_in_and_out(ranks, options, tmp_path, monkeypatch)
+
+
+def test_published_weights_without_a_routing_bias_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V2-Lite's, which was balanced by its loss."""
+    _go_in_and_out(2, (*EP2, *STANDARD, *BF16), tmp_path, monkeypatch, has_bias=False)
+
+
+def _go_in_and_out(
+    ranks: int,
+    options: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_bias: bool = True,
+) -> None:
     import torch
+    from safetensors.torch import load_file, save_file
 
     from cookbook.titan.tt_0_2_2 import export
 
@@ -306,9 +341,14 @@ def test_weights_go_in_and_out_unchanged(
         # Nothing is learned.
         "--optimizer.lr=0.0",
     )
+    before = tensors_of(tmp_path / "in")
+    if not has_bias:
+        for file in (tmp_path / "in").glob("*.safetensors"):
+            tensors = load_file(file).items()
+            save_file({name: one for name, one in tensors if not name.endswith("bias")}, file)
     run(tmp_path, tmp_path / "out", ranks, *options, *loading, steps=1)
     export.export(request(tmp_path / "out/checkpoint/step-1", tmp_path / "hf", **asked))
-    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "hf")
+    after = tensors_of(tmp_path / "hf")
     assert set(before) == set(after)
     for name, tensor in before.items():
         if name.endswith("e_score_correction_bias"):

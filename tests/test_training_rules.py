@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shlex
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -10,72 +12,84 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.paths import ROOT
+from cookbook.base.text_files import find_sources
 from cookbook.check.check import check_cells
-from cookbook.config.validate.training import training_files
-from tests.check_cells import STACK, cell_of, refusals
+from cookbook.cli.main import main
+from tests.check_cells import STACK, cell_of
+from tests.made_up_run import Run, metrics_line
+from tests.saved import FILES, cut
+from tests.saved import save as save_checkpoint
 
 C, V, D = "checkpoint", "validation", "data"
-ON = {f"{C}.enable": True}
-TEXTS = {"training.dataset": "text"}
+DRY_RUN = "run debug --dry-run --cluster local"
+VALIDATE = {f"{V}.enable": True, f"{V}.steps": 1}
+LOAD = {f"{C}.enable": True, f"{C}.initial_load_in_hf": True, f"{C}.initial_load_path": "{}/hf"}
+RESUME = "run --resume RUN/cell --dry-run"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options", "option", "words"),
-    [
-        ("debug", {f"{V}.enable": True}, f"{V}.steps", "found -1"),
-        (
-            "debug",
-            {f"{V}.enable": True, f"{V}.steps": 1, f"{V}.freq": 0},
-            f"{V}.freq",
-            "found 0",
-        ),
-        (
-            "debug",
-            {f"{V}.enable": True, f"{V}.steps": 1, f"{V}.seq_len": 64},
-            f"{V}.seq_len",
-            "found 64",
-        ),
-        ("debug", TEXTS, f"{D}.files", "is empty"),
-        ("debug", {f"{D}.files": ["x"]}, f"{D}.files", "training.dataset is c4"),
-        (
-            "debug",
-            {f"{V}.enable": True, f"{V}.steps": 1, f"{V}.dataset": "text"},
-            f"{D}.validation_files",
-            "is empty",
-        ),
-        ("debug", ON | {f"{C}.folder": "s3://bucket/x"}, f"{C}.folder", "found s3://bucket/x"),
-        ("debug", ON | {f"{C}.folder": "../mine"}, f"{C}.folder", "leaves the cell's folder"),
-        ("debug", {f"{C}.initial_load_in_hf": True}, f"{C}.initial_load_in_hf", "no effect"),
-        (
-            "debug",
-            ON | {f"{C}.initial_load_in_hf_quantized": True},
-            f"{C}.initial_load_in_hf_quantized",
-            "is for published weights",
-        ),
-        (
-            "debug",
-            ON | {f"{C}.initial_load_in_hf": True, f"{C}.initial_load_model_only": False},
-            f"{C}.initial_load_model_only",
-            "hold the model alone",
-        ),
-        (
-            "deepseek_v3_671b",
-            ON | {f"{C}.last_save_in_hf": True},
-            f"{C}.last_save_in_hf",
-            "rank 0 would write 2,",
-        ),
-    ],
-)
-def test_options_that_would_end_a_job_are_refused(
-    recipe: str, options: dict[str, Any], option: str, words: str
-) -> None:
-    found = refusals(recipe, options, cluster="local" if recipe == "debug" else "soperator-b200")
-    assert any(option in one.option and words in one.reason for one in found), found
+def text(files: str, **more: Any) -> dict[str, Any]:
+    return {"training.dataset": "text", f"{D}.files": f"{{}}/{files}", **more}
 
 
-def test_a_small_model_may_be_saved_for_transformers() -> None:
-    assert not refusals("debug", ON | {f"{C}.last_save_in_hf": True}, cluster="local")
+def weights(folder: str, **more: Any) -> dict[str, Any]:
+    return LOAD | {f"{C}.initial_load_path": f"{{}}/{folder}"} | more
+
+
+# A command, its options, and the words of the refusal; {} is the folder of `inputs`.
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    # Published weights in.
+    (DRY_RUN, weights("nothing"), "nothing is not there"),
+    (DRY_RUN, weights("empty"), "has no *.safetensors files"),
+    (DRY_RUN, weights("other-layers"), "has 27 layers, DeepSeek-V3 debugmodel has 6"),
+    (DRY_RUN, weights("other-vocabulary"), "is [99, 256], DeepSeek-V3 debugmodel has"),
+    (DRY_RUN, weights("other-family"), "has no model.layers.0.self_attn.kv_b_proj.weight"),
+    (DRY_RUN, weights("quantized"), "is quantized in blocks of FP8"),
+    (DRY_RUN, LOAD | {f"{C}.initial_load_in_hf_quantized": True}, "hf is not quantized"),
+    (DRY_RUN, weights("lacks-a-file"), "lacks 1 of its files, b.safetensors first"),
+    (DRY_RUN, weights("not-weights"), "cannot be read"),
+    (DRY_RUN, {f"{C}.initial_load_in_hf": True}, "has no effect without checkpoints"),
+    (DRY_RUN, {f"{C}.enable": True, f"{C}.initial_load_in_hf_quantized": True}, "is for published"),
+    (DRY_RUN, LOAD | {f"{C}.initial_load_model_only": False}, "hold the model alone"),
+    # Weights out.
+    (
+        "run deepseek_v3_671b --dry-run --cluster soperator-b200",
+        {f"{C}.enable": True, f"{C}.last_save_in_hf": True},
+        "rank 0 would write 2,616 GB",
+    ),
+    ("export RUN/nothing --to {}/out", {}, "unknown cell 'nothing'"),
+    ("export RUN/never-saved --to {}/out", {}, "has no whole checkpoint"),
+    ("export RUN/cell --to {}/out --step 4", {}, "--step: found 4, allowed: 2"),
+    # Validation.
+    (DRY_RUN, {f"{V}.enable": True}, "found -1, allowed: 1 and up batches"),
+    (DRY_RUN, VALIDATE | {f"{V}.freq": 0}, "found 0, allowed: 1 and up"),
+    (DRY_RUN, VALIDATE | {f"{V}.seq_len": 64}, "found 64, and validation runs with training's"),
+    (DRY_RUN, VALIDATE | {f"{V}.dataset": "text"}, "is empty, and validation.dataset is text"),
+    # Own texts.
+    (DRY_RUN, text("good.jsonl") | {"training.dataset": "c4"}, "training.dataset is c4"),
+    (DRY_RUN, {"training.dataset": "text"}, "is empty, and training.dataset is text"),
+    (DRY_RUN, text("god*.jsonl"), "god*.jsonl' matches no file"),
+    (DRY_RUN, text("broken.jsonl"), "broken.jsonl:2: is no line of JSON"),
+    (DRY_RUN, text("other-key.jsonl"), "other-key.jsonl:2: has no key 'text', found: content"),
+    (DRY_RUN, text("no-mapping.jsonl"), "no-mapping.jsonl:1: has no key 'text', found: list"),
+    (DRY_RUN, text("number.jsonl"), "number.jsonl:1: text holds no text, found int"),
+    (DRY_RUN, text("empty.jsonl"), "empty.jsonl is empty"),
+    (DRY_RUN, text("blank.jsonl"), "blank.jsonl: has no documents"),
+    (DRY_RUN, text("no.jsonl.gz"), "no.jsonl.gz: cannot be read"),
+    (DRY_RUN, text("cut.jsonl.gz"), "cut.jsonl.gz: cannot be read"),
+    (DRY_RUN, text("no.parquet"), "is no Parquet file"),
+    (DRY_RUN, text("a.txt"), "a.txt, allowed: .jsonl"),
+    (DRY_RUN, text("good.jsonl,0.5:{}/good.jsonl"), "has no weight and others have one"),
+    (DRY_RUN, {"training.dataset": "text", f"{D}.files": "0:{}/good.jsonl"}, "has weight 0"),
+    (DRY_RUN, {"model.hf_assets_path": "{}/large"}, "has tokens up to 2048, debugmodel takes"),
+    ("data {}/broken.jsonl --tokenizer {}/large", {}, "broken.jsonl:2: is no line of JSON"),
+    ("data {}/good.jsonl --tokenizer {}", {}, "tokenizer.json is not there"),
+    ("data {}/good.jsonl --tokenizer {}/good.jsonl", {}, "is no tokenizer"),
+    # What a long run needs.
+    (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "s3://bucket/x"}, "found s3://bucket/x"),
+    (DRY_RUN, {f"{C}.enable": True, f"{C}.folder": "../mine"}, "leaves the cell's folder"),
+    (RESUME, {"training.steps": 9, f"{D}.files": "{}/good.jsonl"}, "differs from that of the"),
+    (RESUME, {"training.steps": 9, f"{D}.shuffle_seed": 2}, "differs from that of the checkpoint"),
+]
 
 
 def save(folder: Path, shapes: dict[str, list[int]], index: bool = True) -> None:
@@ -85,96 +99,124 @@ def save(folder: Path, shapes: dict[str, list[int]], index: bool = True) -> None
     header = json.dumps({name: entry | {"shape": shape} for name, shape in shapes.items()}).encode()
     (folder / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     if index:
-        text = json.dumps({"weight_map": dict.fromkeys(shapes, "a.safetensors")})
-        (folder / "model.safetensors.index.json").write_text(text)
+        listed = json.dumps({"weight_map": dict.fromkeys(shapes, "a.safetensors")})
+        (folder / "model.safetensors.index.json").write_text(listed)
 
 
-def shapes_of(flavor: str, **changes: Any) -> dict[str, list[int]]:
-    model = replace(STACK.families["deepseek_v3"].flavors[flavor], **changes)
+def shapes_of(**changes: Any) -> dict[str, list[int]]:
+    model = replace(STACK.families["deepseek_v3"].flavors["debugmodel"], **changes)
     norms = {f"model.layers.{n}.input_layernorm.weight": [1] for n in range(model.n_layers)}
-    return {"model.embed_tokens.weight": [model.vocab, model.dim]} | norms
+    return norms | {
+        "model.embed_tokens.weight": [model.vocab, model.dim],
+        "model.layers.0.self_attn.kv_b_proj.weight": [256, model.kv_lora],
+        "model.layers.0.mlp.gate_proj.weight": [model.dense_hidden, model.dim],
+    }
 
 
-def faults(options: dict[str, Any]) -> list[str]:
-    cell = cell_of("debug", options, cluster="local")
-    return [str(finding) for finding in training_files(cell)]
+def write_tokenizer(folder: Path, size: int) -> None:
+    folder.mkdir()
+    vocab = {f"t{number}": number for number in range(size - 1)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"}
+    special = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": size - 1, "content": "<eos>", "special": True, **special}]
+    content = {"version": "1.0", "model": model, "added_tokens": added}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("index", [True, False])
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files with one fault each."""
+    folder = tmp_path_factory.mktemp("inputs")
+    good = '{"text": "x"}\n'
+    for name, content in {
+        "good.jsonl": good,
+        "broken.jsonl": good + '{"text": \n',
+        "other-key.jsonl": good + '{"content": "x"}\n',
+        "no-mapping.jsonl": '["x"]\n',
+        "number.jsonl": '{"text": 5}\n',
+        "empty.jsonl": "",
+        "blank.jsonl": "\n\n",
+        "no.jsonl.gz": "no gzip",
+        "no.parquet": "no parquet",
+        "a.txt": "x",
+    }.items():
+        (folder / name).write_text(content)
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(good.encode() * 999, mtime=0)[:-9])
+    write_tokenizer(folder / "large", 2049)
+    save(folder / "hf", shapes_of())
+    save(folder / "other-layers", shapes_of(n_layers=27))
+    save(folder / "other-vocabulary", shapes_of(vocab=99), index=False)
+    family = {name: shape for name, shape in shapes_of().items() if "kv_b_proj" not in name}
+    save(folder / "other-family", family)
+    save(folder / "quantized", shapes_of() | {"model.layers.0.x.weight_scale_inv": [1]}, False)
+    save(folder / "lacks-a-file", shapes_of())
+    index = folder / "lacks-a-file/model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"] | {"lm_head.weight": "b.safetensors"}
+    index.write_text(json.dumps({"weight_map": listed}))
+    (folder / "empty").mkdir()
+    (folder / "not-weights").mkdir()
+    (folder / "not-weights/a.safetensors").write_bytes(b"<html>not found</html>")
+    run = Run(folder / "runs")
+    options = {"training.steps": 8, f"{C}.enable": True, f"{C}.folder": "checkpoint"}
+    options |= {"training.dataset": "text", f"{D}.files": ["/mine"], f"{D}.shuffle_seed": 1}
+    for cell, steps in {"cell": (2, 4), "never-saved": ()}.items():
+        path = run.add(cell, metrics_line(1), options=options, stack=STACK.name, cluster="local")
+        for step in steps:
+            save_checkpoint(path / "checkpoint", step)
+    cut(run.folder / "cell/checkpoint/step-4" / FILES[1])
+    run.write()
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("changes", "extra", "options", "says"),
-    [
-        ({}, {}, {}, ""),
-        ({"n_layers": 7}, {}, {}, ""),
-        ({"n_layers": 27}, {}, {}, "has 27 layers, DeepSeek-V3 debugmodel has 6"),
-        ({"vocab": 99}, {}, {}, "is [99, 256], DeepSeek-V3 debugmodel has [2048, 256]"),
-        ({}, {"model.layers.0.x.weight_scale_inv": [1]}, {}, "is quantized in blocks of FP8"),
-        ({}, {}, {f"{C}.initial_load_in_hf_quantized": True}, "is not quantized"),
-    ],
+    ("command", "options", "says"), WRONG, ids=[f"{n}: {w[2][-30:]}" for n, w in enumerate(WRONG)]
 )
-def test_published_weights_that_do_not_fit_are_refused(
-    changes: dict[str, int],
-    extra: dict[str, list[int]],
+def test_a_wrong_input_is_refused_in_one_line(
+    command: str,
     options: dict[str, Any],
     says: str,
-    index: bool,
-    tmp_path: Path,
+    inputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    save(tmp_path / "hf", shapes_of("debugmodel", **changes) | extra, index)
-    path = {f"{C}.initial_load_path": str(tmp_path / "hf"), f"{C}.initial_load_in_hf": True}
-    found = faults(ON | path | options)
-    assert len(found) == bool(says) and says in "".join(found), found
+    monkeypatch.setenv("COOKBOOK_RUNS", str(inputs / "runs"))
+    words = command.replace("RUN", Run(inputs).folder.name).split()
+    for name, value in options.items():
+        words += ["--set", f"{name}={value}"]
+    before = sorted(inputs.rglob("*"))
+    assert main([word.replace("{}", str(inputs)) for word in words]) in (1, 2)
+    shown = capsys.readouterr()
+    lines = [line for line in (shown.out + shown.err).splitlines() if says in line]
+    assert lines, shlex.join(words) + "\n" + shown.out + shown.err
+    assert sorted(inputs.rglob("*")) == before
 
 
-def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "hf"
-    path = {f"{C}.initial_load_path": str(folder), f"{C}.initial_load_in_hf": True}
-    folder.mkdir()
-    assert "has no *.safetensors files" in faults(ON | path)[0]
-    save(folder, shapes_of("debugmodel"))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"]["lm_head.weight"] = "b.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "lacks 1 of its files, b.safetensors first" in faults(ON | path)[0]
-    (folder / "model.safetensors.index.json").unlink()
-    (folder / "a.safetensors").write_bytes(b"<html>not found</html>")
-    assert "cannot be read" in faults(ON | path)[0]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {f"{C}.enable": True, f"{C}.last_save_in_hf": True},
+        text("good.jsonl"),
+        LOAD,
+    ],
+    ids=["a small model as safetensors", "texts", "weights"],
+)
+def test_right_inputs_are_not(options: dict[str, Any], inputs: Path, capsys: Any) -> None:
+    given = [f"{name}={value}".replace("{}", str(inputs)) for name, value in options.items()]
+    words = [word for one in given for word in ("--set", one)]
+    assert main([*DRY_RUN.split(), *words]) == 0, capsys.readouterr().out
 
 
-def test_texts_are_read_before_the_job(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "x"}\n{"content": "x"}\n')
-    files = TEXTS | {f"{D}.files": [str(path)]}
-    (found,) = faults(files)
-    assert f"{path}:2: has no key 'text'" in found and "data.text_key" in found
-    path.write_text('{"text": "x"}\n')
-    assert not faults(files)
-    assert "matches no file" in faults(files | {f"{D}.files": [f"{tmp_path}/b*.jsonl"]})[0]
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    def tokenizer(size: int) -> dict[str, Any]:
-        vocab = {f"t{number}": number for number in range(size - 1)}
-        added = [{"id": size - 1, "content": "<eos>"}]
-        content = {"model": {"vocab": vocab}, "added_tokens": added}
-        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-        return {"model.hf_assets_path": str(tmp_path)}
-
-    assert not faults(tokenizer(2048))
-    (found,) = faults(tokenizer(2049))
-    assert "has tokens up to 2048, DeepSeek-V3 debugmodel takes tokens up to 2047" in found
-
-
-def test_relative_texts_start_at_the_cookbook(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.jsonl").write_text('{"text": "x"}\n')
-    (found,) = faults(TEXTS | {f"{D}.files": ["README.jsonl"]})
-    assert "matches no file" in found and not (ROOT / "README.jsonl").exists()
+def test_relative_texts_start_at_the_cookbook(inputs: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(inputs)
+    words = ["--set", "training.dataset=text", "--set", f"{D}.files=good.jsonl"]
+    assert main([*DRY_RUN.split(), *words]) == 1
+    assert "'good.jsonl' matches no file" in capsys.readouterr().out
 
 
 def test_cells_share_no_absolute_checkpoint_folder() -> None:
+    options = {f"{C}.enable": True, f"{C}.folder": "/data/mine"}
     cells = [
-        cell_of("debug", ON | {f"{C}.folder": "/data/mine"}, cluster="local", precision=precision)
+        cell_of("debug", options, cluster="local", precision=precision)
         for precision in ("bf16", "mxfp8")
     ]
     folders = [cell.options[f"{C}.folder"] for cell in cells]
@@ -195,8 +237,15 @@ def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
 
 
 def test_check_says_how_much_is_read(tmp_path: Path) -> None:
-    save(tmp_path / "hf", shapes_of("debugmodel"))
+    save(tmp_path / "hf", shapes_of())
     with (tmp_path / "hf/a.safetensors").open("ab") as file:
         file.truncate(30_000_000)
-    path = {f"{C}.initial_load_path": str(tmp_path / "hf"), f"{C}.initial_load_in_hf": True}
-    assert "0.03 GB are read from" in advice(ON | path)["weights_are_read"]
+    options = LOAD | {f"{C}.initial_load_path": str(tmp_path / "hf")}
+    assert "0.03 GB are read from" in advice(options)["weights_are_read"]
+
+
+def test_a_folder_names_its_text_files(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.json.gz", "README.md"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    (source,) = find_sources([str(tmp_path)])
+    assert [file.name for file in source.files] == ["a.json.gz", "b.jsonl"]

@@ -205,6 +205,12 @@ def cell_from_record(
     if "training.steps" in overrides and total not in settings and record.steps is not None:
         # Another number of steps must not bend the learning rate.
         settings[total] = Setting(record.steps, f"{place}: training.steps")
+    for option in ("data.files", "data.shuffle_seed"):
+        asked, trained = overrides.get(option), record.options.get(option)
+        skips = "dataloader" in record.options.get("checkpoint.exclude_from_loading", ())
+        if asked and trained is not None and asked.value != trained and not skips:
+            found = "differs from that of the checkpoint, whose place in the texts it would lose"
+            raise InputError(asked.origin, found, "leave it out, or start a new run")
     with named_at(place):
         recipe, cluster = load_recipe(parts[0]), load_cluster(parts[3])
         precision, ep_backend = load_precision(parts[1]), load_ep_backend(parts[2])

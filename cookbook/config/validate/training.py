@@ -207,7 +207,9 @@ def _shapes(
         return
     for name, dims in family.weights.items():
         if name not in names:
-            continue
+            reason = f"{shown} has no {name}, which {title} needs"
+            yield Finding(ERROR, "weights", option, reason, "name weights of this model")
+            return
         shape = read_shapes(folder / names[name])[name]
         expected = [
             getattr(model, dim) if dim else size for dim, size in zip(dims, shape, strict=True)

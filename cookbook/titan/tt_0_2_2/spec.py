@@ -28,6 +28,7 @@ from cookbook.titan.tt_0_2_2.loss import build_loss
 from cookbook.titan.tt_0_2_2.metrics import build_metrics_processor
 from cookbook.titan.tt_0_2_2.optimizer import build_lr_schedulers, build_optimizers
 from cookbook.titan.tt_0_2_2.parallelize import parallelize
+from cookbook.titan.tt_0_2_2.published_weights import without_missing_bias
 from cookbook.titan.tt_0_2_2.text_data import build_dataloader
 from cookbook.titan.tt_0_2_2.validation import build_validator
 from cookbook.titan.tt_0_2_2.versions import refuse
@@ -35,8 +36,9 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 
 def changed_spec(parts: FamilyParts) -> TrainSpec:
     """Return TorchTitan's own spec but for the doors named here."""
+    released = parts.released()
     return replace(
-        parts.released(),
+        released,
         # A choice of attention, and its mask.
         model_cls=parts.model,
         # The cookbook's flavors; and a job's options are checked before its model is built.
@@ -53,6 +55,8 @@ def changed_spec(parts: FamilyParts) -> TrainSpec:
         build_optimizers_fn=build_optimizers,
         # A resumed run with more steps keeps its schedule.
         build_lr_schedulers_fn=build_lr_schedulers,
+        # Published weights may lack the routing bias.
+        state_dict_adapter=without_missing_bias(released.state_dict_adapter),
         # The user's own texts.
         build_dataloader_fn=build_dataloader,
         # The same batches each time; some of TorchTitan's models have none.

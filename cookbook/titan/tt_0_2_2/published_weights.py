@@ -1,0 +1,35 @@
+"""Load published weights that have no routing bias: those of models trained with a balance loss.
+
+DeepSeek-V2-Lite is one. TorchTitan balances experts by a bias and asks a checkpoint for it, so the
+load would fail. Here a bias that the checkpoint lacks stays as it was initialized, at zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BIAS = "e_score_correction_bias"
+
+
+def without_missing_bias(adapter: Any) -> Any:
+    """Return a class that asks a checkpoint only for the routing biases that it has.
+
+    Args:
+        adapter: TorchTitan's state-dict adapter of a model family.
+    """
+
+    class Adapter(adapter):
+        def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+            self._asked: dict[str, Any] = super().to_hf(state_dict)
+            return self._asked
+
+        def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+            # TorchTitan loads into what `to_hf` has just returned.
+            reader = super().get_hf_storage_reader(path, from_quantized)
+            saved = reader.read_metadata().state_dict_metadata
+            for name in [name for name in self._asked if name.endswith(_BIAS)]:
+                if name not in saved:
+                    del self._asked[name]
+            return reader
+
+    return Adapter
