@@ -22,14 +22,26 @@ def test_all_of_a_cell_is_in_its_record(tmp_path: Path) -> None:
         refused="does not fit",
         published=918.0,
         baseline="debug-bf16-standard",
+        prediction="predicted 5",
         repeat_of="debug-mxfp8-standard",
         repeat=2,
     )
     cell.record().write(tmp_path / "cell.yaml")
     read = read_record(tmp_path / "cell.yaml")
     assert read == cell.record()
-    same = [*("name", "stand_in_for", "refused", "baseline", "repeat_of", "repeat", "nodes")]
-    same += ["emulated", "max_restarts", "environment"]
+    same = [
+        *(
+            "name",
+            "stand_in_for",
+            "refused",
+            "baseline",
+            "prediction",
+            "repeat_of",
+            "repeat",
+            "nodes",
+        )
+    ]
+    same += ["nodes", "emulated", "max_restarts", "environment"]
     assert {name: getattr(read, name) for name in same} == {n: getattr(cell, n) for n in same}
     assert read.emulated and read.published_tokens_per_second_per_gpu == 918.0
     parts = (cell.recipe, cell.precision, cell.ep_backend, cell.cluster)

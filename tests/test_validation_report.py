@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.cli.main import main
+from cookbook.config.sweep import load_sweep
 from cookbook.results.charts import charts_of, draw_chart
 from cookbook.results.columns import report_tables
 from cookbook.results.report import notes
@@ -84,3 +85,15 @@ def test_status_shows_the_newest_validation_loss(
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
     assert main(["status"]) == 0
     assert "step 20/20, validation loss 6.1250" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_cells_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    (first, *_) = load_sweep("fast").points
+    assert first.prediction.startswith("predicted 1,602, published 918. Near 918: ")
+    run = Run(tmp_path)
+    write(run.add("fast", metrics_line(1), prediction=first.prediction), [7.0] * 20, {})
+    run.add("fails", state="failed", prediction="predicted 5. No step: the network is at fault.")
+    assert notes(run.collect()) == [
+        f"fast: 100 tokens/s/GPU; {first.prediction}",
+        "fails: not measured; predicted 5. No step: the network is at fault.",
+    ]

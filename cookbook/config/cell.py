@@ -36,6 +36,7 @@ class Cell:
         stand_in_for: the requested recipe, where another takes its place here.
         refused: why the cell cannot run.
         published: tokens/s/GPU published for exactly this cell.
+        prediction: the sweep's, in words, and what another outcome would mean.
         left_out: options of the sweep that are made for the requested recipe.
         repeat_of: the cell that this one repeats, None for the first of them; the `repeat`-th.
     """
@@ -53,6 +54,7 @@ class Cell:
     refused: str | None = None
     published: float | None = None
     baseline: str | None = None
+    prediction: str | None = None
     left_out: tuple[str, ...] = ()
     repeat_of: str | None = None
     repeat: int = 1
@@ -164,6 +166,7 @@ class Cell:
             published_tokens_per_second_per_gpu=self.published,
             published_source=source if self.published else None,
             baseline=self.baseline,
+            prediction=self.prediction,
             repeat_of=self.repeat_of,
             repeat=self.repeat,
             max_restarts=self.max_restarts,

@@ -230,6 +230,7 @@ def cell_from_record(
         emulated=record.emulated,
         stand_in_for=record.stand_in_for,
         baseline=record.baseline,
+        prediction=record.prediction,
     )
     return _judged(cell)
 

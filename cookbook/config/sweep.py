@@ -22,7 +22,7 @@ from cookbook.config.stack import load_stack
 Pair = tuple[Overlay, Overlay]
 _KINDS: tuple[Kind, Kind] = ("precision", "ep_backend")
 # Further keys of an entry of `cells`.
-_OF_CELL = ("recipe", "name", "options")
+_OF_CELL = ("recipe", "name", "options", "prediction")
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class Point:
         recipe: the one recipe that it is for; None for all of the sweep.
         name: ends the names of its cells.
         settings: laid over those of the sweep.
+        prediction: of its speed, and what another speed would mean; for the report.
     """
 
     pair: Pair | None = None
     recipe: Recipe | None = None
     name: str = ""
     settings: Settings = field(default_factory=dict)
+    prediction: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
                     f"two of its cells are called {cell.name!r}",
                     "no value of an axis may stand twice, and recipes need names of their own",
                 )
+            if point.prediction and not cell.stand_in_for:
+                cell = replace(cell, prediction=point.prediction)
             cells[cell.name], groups[cell.name] = cell, (group, point)
             if sweep.baseline and pair_name(pair) == pair_name(sweep.baseline):
                 baselines[group] = cell.name
@@ -229,6 +233,10 @@ def _points(file: YamlFile, own: _File, recipes: tuple[Recipe, ...]) -> Iterator
         names = {key: value for key, value in entry.items() if key not in _OF_CELL}
         pair = _pair(file, names, ("cells",), (*_KINDS, *_OF_CELL))
         name, recipe = entry.get("name", ""), entry.get("recipe")
+        prediction = entry.get("prediction", "")
+        if not isinstance(prediction, str):
+            place = file.place("cells", str(index), "prediction")
+            raise InputError(place, f"found {described(prediction)}, allowed: a text")
         if name:
             check_name(file.place("cells", str(index), "name"), str(name))
         if recipe is not None and recipe not in by_name:
@@ -236,7 +244,8 @@ def _points(file: YamlFile, own: _File, recipes: tuple[Recipe, ...]) -> Iterator
             raise unknown_name(place, "recipe of the sweep", str(recipe), by_name)
         within = ("cells", str(index), "options")
         settings = read_options(file, entry.get("options") or {}, within)
-        yield Point(pair, by_name[recipe] if recipe else None, name, settings)
+        own_recipe = by_name[recipe] if recipe else None
+        yield Point(pair, own_recipe, name, settings, " ".join(prediction.split()))
 
 
 def _pair(

@@ -115,6 +115,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         device=record.device,
         stand_in_for=record.stand_in_for,
         baseline=record.baseline or run_baseline,
+        prediction=record.prediction,
         published_source=record.published_source,
         raw_final_loss=raw_loss,
         tokens_per_step_per_gpu=record.tokens_per_step_per_gpu,

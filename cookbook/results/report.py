@@ -239,6 +239,10 @@ def notes(results: RunResults) -> list[str]:
     for run in runs:
         lines += [f"{run.name}: {line}" for line in _troubled_steps(run.curve)]
     for cell in results.cells:
+        if cell.prediction:
+            tokens = cell.tokens_per_second_per_gpu
+            speed = f"{tokens_text(tokens)} tokens/s/{results.unit}" if tokens else "not measured"
+            lines.append(f"{cell.name}: {speed}; {cell.prediction}")
         predicted = cell.predicted_tokens_per_second_per_gpu
         measured = cell.tokens_per_second_per_gpu
         if measured and predicted and measured < (1 - _PREDICTION_MARGIN) * predicted:
