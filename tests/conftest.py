@@ -50,6 +50,33 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield cluster
 
 
+TWO_NODES = """
+description: two CPU nodes of the test cluster
+scheduler: slurm
+nodes: 2
+ranks_per_node: 1
+emulate: true
+cpus_per_task: 2
+exclusive: false
+partition: main
+time: "00:10:00"
+environment: {OMP_NUM_THREADS: 1}
+"""
+
+
+@pytest.fixture
+def two_nodes(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """The profile of two nodes of the cluster that this process is on; its jobs end after it."""
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm.env[name])
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    (tmp_path / "two-nodes.yaml").write_text(TWO_NODES)
+    yield tmp_path / "two-nodes.yaml"
+    slurm.cancel_all()
+
+
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout with fake tokenizers."""

@@ -42,13 +42,6 @@ class GpuNodes:
         gpus = [B200 | {"ecc": 2 if number == 3 else 0} for number in range(8)]
         write_gpus(self.folder / node / "gpus.json", gpus)
 
-    def use_gpu(self, node: str) -> None:
-        """Have somebody's process compute on GPU 2."""
-        gpus = [
-            B200 | {"processes": {"4711": "python"} if number == 2 else {}} for number in range(8)
-        ]
-        write_gpus(self.folder / node / "gpus.json", gpus)
-
     def repair(self, node: str) -> None:
         """Give the node the GPUs that all have."""
         (self.folder / node / "gpus.json").unlink()

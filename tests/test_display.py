@@ -6,9 +6,6 @@ import io
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from rich.cells import cell_len
 from rich.console import Console
 
 from cookbook.cli import display
@@ -93,36 +90,6 @@ def test_many_cells_show_the_busy_ones() -> None:
         "and",
     ]
     assert lines[6] == "and 46 more"
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.builds(
-            CellProgress,
-            st.text(st.characters(categories=["L", "N", "P"]), max_size=30),
-            st.sampled_from(["running", "queued", "finished", "odd"]),
-            st.none() | st.integers(0, 2000),
-            st.none() | st.integers(1, 1500),
-            st.none() | st.floats(0, 1e6),
-            st.none() | st.floats(),
-            st.none() | st.floats(-1, 1e7),
-            st.none() | st.sampled_from(["loading", "first step"]),
-            st.none() | st.floats(0, 1e7),
-            st.booleans(),
-            st.booleans(),
-            st.lists(st.floats(0, 1e7), max_size=20).map(tuple),
-        ),
-        max_size=12,
-        unique_by=lambda cell: cell.name,
-    ),
-    st.integers(40, 120),
-    st.integers(5, 15),
-)
-def test_the_picture_always_fits(cells: list[CellProgress], columns: int, rows: int) -> None:
-    lines = picture(cells, columns, rows)
-    # The summary may take two lines more.
-    assert len(lines) <= rows + 2 and all(cell_len(line) <= columns for line in lines)
 
 
 def test_before_its_first_step_a_cell_shows_its_phase() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import this_machine
@@ -80,12 +79,6 @@ def test_on_a_cluster_it_is_a_job_of_one_node(
     assert {"--partition=cpu", "--account=research"} <= set(words)
     assert words[-2:] == ["cookbook.doctor", "--numerics"]
     assert not any(word.startswith(("--gpus", "--exclusive")) for word in words)
-
-
-def test_without_slurm_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(InputError, match="there is no srun here"):
-        numerics.prove(load_cluster("soperator-b200"), None)
 
 
 # Stands in for torchrun: keeps its words and the cells, and writes what the ranks would have.

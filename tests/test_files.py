@@ -29,11 +29,3 @@ def test_what_cannot_be_written_leaves_what_was_there_and_nothing_else(tmp_path:
         write_whole(path, "no text: \ud800")
     assert path.read_text() == "old\n"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_error_names_the_file_that_was_to_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "below"
-    with pytest.raises(FileExistsError) as error:
-        write_whole(path, "text")
-    assert error.value.filename == str(path)

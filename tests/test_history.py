@@ -14,7 +14,7 @@ from cookbook.run.status import (
     Cause,
     Resumption,
     write_attempt_end,
-    write_resumption,
+    write_json,
 )
 
 _START = 1_700_000_000.0
@@ -44,7 +44,7 @@ def attempt(
     if end is not None:
         write_attempt_end(one, end)
     if resumed is not None:
-        write_resumption(one, Resumption(number, resumed))
+        write_json(one.resumption, Resumption(number, resumed))
 
 
 @pytest.fixture

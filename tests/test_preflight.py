@@ -14,9 +14,9 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.schema import Unchecked
-from cookbook.config.cluster import Bandwidth, Container, load_cluster
+from cookbook.config.cluster import Bandwidth, load_cluster
 from cookbook.run import slurm
-from cookbook.run.excluded import HARDWARE_H, exclude_nodes, read_excluded
+from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.supervise import preflight as module
@@ -227,19 +227,6 @@ def verdicts(
     return asked
 
 
-def test_a_node_with_a_bad_link_is_replaced_by_a_spare_one(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = NetworkVerdict({"all_reduce": 9.0}, {"worker-1": "slow"})
-    asked = verdicts(job, monkeypatch, slow, NetworkVerdict({"all_reduce": 180.0}))
-    assert [check_network(job), check_network(job)] == [False, True]
-    # Of four nodes three train: the spare one is tested when it takes a place.
-    assert asked == [["worker-0", "worker-1", "worker-2"], ["worker-0", "worker-2", "worker-3"]]
-    assert job.faults == {"worker-1": [Fault("network test", "slow", HARDWARE_H)]}
-    assert [one.node for one in read_excluded()] == ["worker-1"]
-    assert job.speeds == {"all_reduce": 180.0}
-
-
 def test_a_network_fault_of_no_single_node_stops_or_is_logged(
     job: JobNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,20 +236,6 @@ def test_a_network_fault_of_no_single_node_stops_or_is_logged(
     verdicts(job, monkeypatch, NetworkVerdict({"all_reduce": 9.0}, warning="slow as a whole"))
     assert check_network(job) and job.faults == {}
     assert "slow as a whole; training starts all the same" in job.attempt.log.read_text()
-
-
-@pytest.mark.parametrize("without", ["floor", "container", "ranks"])
-def test_the_network_is_tested_where_that_can_be(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch, without: str
-) -> None:
-    asked = verdicts(job, monkeypatch, NetworkVerdict({}))
-    if without == "floor":
-        job.cluster = replace(job.cluster, bandwidth=None)
-    elif without == "container":
-        job.cluster = replace(job.cluster, container=Container("image"))
-    else:
-        job.record = replace(job.record, nodes=1, ranks_per_node=1)
-    assert check_network(job) and asked == []
 
 
 def test_switched_off_it_takes_the_first_nodes_unseen(

@@ -85,7 +85,6 @@ KERNELS = {
 }
 NAMES = [(category, name) for category, names in KERNELS.items() for name in names]
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
-GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
 @pytest.mark.parametrize(("category", "name"), NAMES)

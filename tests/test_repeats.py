@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cookbook.base.errors import InputError
-from cookbook.cli.run import refuse_unlike_sizes
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
@@ -32,13 +29,6 @@ def test_rounds_turn_their_order() -> None:
     assert (last.repeat_of, last.repeat, last.baseline) == (b, 3, a)
     assert (last.record().repeat_of, last.record().repeat) == (b, 3)
     assert in_rounds(cells, 3)[0].record().repeat_of is None
-
-
-def test_cells_of_one_allocation_are_of_one_size() -> None:
-    cells = smoke()
-    refuse_unlike_sizes(cells)
-    with pytest.raises(InputError, match="the cells ask for 1, 2 nodes; name one number"):
-        refuse_unlike_sizes([cells[0], replace(cells[1], nodes=2)])
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,37 +23,13 @@ from tests.waiting import until
 pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parent.parent
-CLUSTER = """
-description: CPU nodes of the test cluster
-scheduler: slurm
-nodes: 2
-ranks_per_node: 1
-emulate: true
-cpus_per_task: 2
-exclusive: false
-partition: main
-time: "00:10:00"
-environment: {OMP_NUM_THREADS: 1}
-"""
 # Each says that it began, and goes on when it is told to.
 WAITS = 'touch "$CELL_DIR/began"; while ! [ -e "$CELL_DIR/go" ]; do sleep 0.1; done\n'
 
 
-@pytest.fixture(autouse=True)
-def _at_the_cluster(
-    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    for name in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(name, slurm.env[name])
-    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
-    (tmp_path / "nodes.yaml").write_text(CLUSTER)
-    yield
-    slurm.cancel_all()
-
-
 @pytest.fixture
-def cell(tmp_path: Path) -> Cell:
-    return Point("debug", "bf16", "standard", str(tmp_path / "nodes.yaml")).cell()
+def cell(two_nodes: Path) -> Cell:
+    return Point("debug", "bf16", "standard", str(two_nodes)).cell()
 
 
 def started(cell: Cell, *bodies: str) -> Run:
@@ -140,14 +116,15 @@ def test_a_requeued_job_goes_on_with_the_cells_that_are_left(
 
 
 @pytest.mark.nightly
-def test_a_sweep_trains_in_one_allocation_with_repeats(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_a_sweep_trains_in_one_allocation_with_repeats(
+    slurm: SlurmCluster, tmp_path: Path, two_nodes: Path
+) -> None:
     def submit(*words: str) -> str:
         command = (sys.executable, str(ROOT / "submit.py"), *words)
         environment = {"COOKBOOK_RUNS": str(tmp_path / "runs"), "VENV": sys.prefix}
         return slurm.run(*command, env=environment, timeout=500).stdout
 
-    profile = str(tmp_path / "nodes.yaml")
-    words = ("sweep", "smoke", "--precision", "bf16", "--cluster", profile, "--nodes", "2")
+    words = ("sweep", "smoke", "--precision", "bf16", "--cluster", str(two_nodes), "--nodes", "2")
     small = ("--set", "training.steps=2", "--set", "training.seq_len=64")
     submit(*words, *small, "--one-allocation", "--repeat", "2")
     (folder,) = (tmp_path / "runs").glob("[!.]*/run.json")

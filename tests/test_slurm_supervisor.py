@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,17 +24,6 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
-CLUSTER = """
-description: CPU nodes of the test cluster
-scheduler: slurm
-nodes: 2
-ranks_per_node: 1
-emulate: true
-cpus_per_task: 2
-exclusive: false
-partition: main
-time: "00:10:00"
-"""
 # Makes steps; $FAULT is what happens after them in the first attempt.
 SCRIPT = """
 A="${COOKBOOK_ATTEMPT_DIR}"; K="${A##*-}"; exec >>"${A}/train.log" 2>&1
@@ -45,23 +34,9 @@ srun --job-name="attempt-${K}" --kill-on-bad-exit=1 bash -c "$FAULT"
 """
 
 
-@pytest.fixture(autouse=True)
-def _at_the_cluster(
-    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    for name in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(name, slurm.env[name])
-    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
-    yield
-    slurm.cancel_all()
-
-
 @pytest.fixture
-def cell(tmp_path: Path) -> Cell:
-    profile = tmp_path / "two-nodes.yaml"
-    profile.write_text(CLUSTER)
-    found = Point("debug", "bf16", "standard", str(profile)).cell()
-    return replace(found, nodes=2)
+def cell(two_nodes: Path) -> Cell:
+    return replace(Point("debug", "bf16", "standard", str(two_nodes)).cell(), nodes=2)
 
 
 def start(cell: Cell, fault: str) -> tuple[Run, str]:

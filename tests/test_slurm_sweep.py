@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,14 @@ pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parent.parent
 # Small steps: what is tested is the way around them.
 SMALL = ("--set", "training.seq_len=64")
-CLUSTER = """
-description: two CPU nodes of the test cluster
-scheduler: slurm
-nodes: 2
-ranks_per_node: 1
-emulate: true
-cpus_per_task: 2
-exclusive: false
-partition: main
-time: "00:10:00"
-sbatch: {comment: "it's a test"}
-environment: {OMP_NUM_THREADS: 1}
-"""
 
 
 @pytest.fixture
-def submit(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Any]:
+def submit(slurm: SlurmCluster, tmp_path: Path, two_nodes: Path) -> Any:
     """Calls `submit.py` on the test cluster, with a runs folder and a profile of its own."""
-    profile = tmp_path / "two-nodes.yaml"
-    profile.write_text(CLUSTER)
+    profile = two_nodes
+    with profile.open("a") as file:
+        file.write('sbatch: {comment: "it\'s a test"}\n')
     environment = {"COOKBOOK_RUNS": str(tmp_path / "runs"), "VENV": sys.prefix}
 
     def call(*words: str, check: int | None = 0) -> subprocess.CompletedProcess[str]:
@@ -55,8 +42,7 @@ def submit(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Any]:
     call.runs = tmp_path / "runs"  # type: ignore[attr-defined]
     call.environment = {**slurm.env, **environment}  # type: ignore[attr-defined]
     call.profile = profile  # type: ignore[attr-defined]
-    yield call
-    slurm.cancel_all()
+    return call
 
 
 def _newest(runs: Path) -> Path:

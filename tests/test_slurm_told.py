@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,6 @@ from tests.waiting import until
 pytestmark = pytest.mark.slurm
 
 
-@pytest.fixture(autouse=True)
-def _left_idle(slurm: SlurmCluster) -> Iterator[None]:
-    yield
-    slurm.cancel_all()
-
-
-PROFILE = """
-description: two CPU nodes of the test cluster
-scheduler: slurm
-nodes: 2
-ranks_per_node: 1
-emulate: true
-cpus_per_task: 2
-exclusive: false
-partition: main
-environment: {OMP_NUM_THREADS: 1}
-"""
 SETTINGS = {
     "training.steps": 5,
     "training.seq_len": 64,
@@ -46,17 +28,16 @@ SETTINGS = {
 
 @pytest.mark.nightly
 def test_torchtitan_saves_when_slurm_tells_the_job_to_stop(
-    slurm: SlurmCluster, tmp_path: Path
+    slurm: SlurmCluster, tmp_path: Path, two_nodes: Path
 ) -> None:
-    profile, runs = tmp_path / "two-nodes.yaml", tmp_path / "runs"
-    profile.write_text(PROFILE)
+    runs = tmp_path / "runs"
     environment = {"COOKBOOK_RUNS": str(runs), "VENV": sys.prefix}
 
     def submit(*words: str) -> str:
         command = (sys.executable, str(ROOT / "submit.py"), *words)
         return slurm.run(*command, env=environment, timeout=200).stdout
 
-    cell = ["debug", "--cluster", str(profile), "--nodes=2"]
+    cell = ["debug", "--cluster", str(two_nodes), "--nodes=2"]
     cell += [f"--set={name}={value}" for name, value in SETTINGS.items()]
     submit("render", *cell, "-o", str(tmp_path / "mine.sh"))
     job = slurm.submit(tmp_path / "mine.sh", cwd=tmp_path, env=environment)

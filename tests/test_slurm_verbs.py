@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,18 +23,7 @@ from tests.submit import ROOT
 from tests.test_check_line import check_line
 from tests.test_slurm_truth import CLUSTER
 
-pytestmark = pytest.mark.slurm
-
-
-@pytest.fixture(autouse=True)
-def _at_the_cluster(
-    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    for name in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(name, slurm.env[name])
-    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
-    yield
-    slurm.cancel_all()
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("two_nodes")]
 
 
 @pytest.mark.parametrize(

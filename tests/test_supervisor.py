@@ -49,6 +49,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Supervisor, "timeouts", Timeouts(steps=5, more_s=1, start_s=4, save_s=4))
+    monkeypatch.setattr("cookbook.supervise.attempt._GRACE_S", 1.0)
     kept = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     yield
     for number, handler in kept.items():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from cookbook.base.schema import Unchecked
 from cookbook.observe.console import Phase, StepMetrics
 from cookbook.observe.metrics import Newest
 from cookbook.run.record import CellRecord
-from cookbook.supervise.attempt import EndSigns, StepClock, Timeouts
+from cookbook.supervise.attempt import StepClock, Timeouts
 
 
 def at(step: int | None, phase: Phase = Phase.TRAINING) -> Newest:
@@ -127,18 +125,3 @@ def test_a_cell_that_pauses_without_a_log_line_has_longer_timeouts(
 ) -> None:
     timeouts = Timeouts().adjusted(CellRecord(options=Unchecked(options)))
     assert (timeouts.more_s, timeouts.least_save_s) == (more, least_save)
-
-
-def test_the_end_of_a_rank_is_found_in_what_the_log_has_grown_by(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    signs = EndSigns(log)
-    assert not signs.found()
-    log.write_text("step: 1\n[rank0]: failed (exitcode: -9) ")
-    assert not signs.found()
-    with log.open("a") as file:
-        file.write("local_rank: 1 (pid: 4)\nsrun: error: Node fail")
-    assert signs.found()
-    assert not signs.found()
-    with log.open("a") as file:
-        file.write("ure on worker-3\n")
-    assert signs.found()

@@ -1,11 +1,14 @@
-"""Write files whole, and values as JSON."""
+"""Write files whole and in turn, and values as JSON."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -28,6 +31,17 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o644) -> None:
             raise
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep out others who lock `path`, on any machine that shares it; an empty file stays there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        # Not every shared file system has locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def json_text(value: object) -> str:

@@ -190,7 +190,15 @@ def build_parser() -> argparse.ArgumentParser:
     profile.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
     for launched in (run, sweep, profile):
-        _launch_options(launched)
+        launched.add_argument(
+            "--dry-run", action="store_true", help="show the cells, submit nothing"
+        )
+        launched.add_argument(
+            "--no-check",
+            action="store_true",
+            help="submit without trying memory and TorchTitan; broken rules refuse all the same",
+        )
+        launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
     for made in (show, render, check, plan, run, sweep, profile):
         _cell_options(made)
     doctor = verb("doctor", "say whether this machine is ready, and what to do", "main:_doctor")
@@ -204,16 +212,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--output", metavar="FILE", help="where --numerics writes JSON")
     return parser
-
-
-def _launch_options(launched: argparse.ArgumentParser) -> None:
-    launched.add_argument("--dry-run", action="store_true", help="show the cells, submit nothing")
-    launched.add_argument(
-        "--no-check",
-        action="store_true",
-        help="submit without trying memory and TorchTitan; broken rules refuse all the same",
-    )
-    launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
 
 
 def _cell_options(parser: argparse.ArgumentParser) -> None:

@@ -97,17 +97,12 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     if arguments.repeat < 1:
         raise InputError("--repeat", f"found {arguments.repeat}, allowed: 1 and up")
     if arguments.one_allocation:
-        refuse_unlike_sizes(cells)
+        nodes = ", ".join(map(str, sorted({cell.nodes for cell in cells})))
+        if "," in nodes:
+            remedy = "name one number with --nodes"
+            raise InputError("--one-allocation", f"the cells ask for {nodes} nodes", remedy)
     run = start_run(sweep.name, cells, arguments, arguments.repeat, arguments.one_allocation)
     return wait_for(run) if isinstance(run, Run) else run
-
-
-def refuse_unlike_sizes(cells: Sequence[Cell]) -> None:
-    """Raise if cells do not fill one allocation alike."""
-    nodes = ", ".join(map(str, sorted({cell.nodes for cell in cells})))
-    if "," in nodes:
-        remedy = "name one number with --nodes"
-        raise InputError("--one-allocation", f"the cells ask for {nodes} nodes", remedy)
 
 
 def start_run(

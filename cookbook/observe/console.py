@@ -20,8 +20,6 @@ _PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
 _TIME = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
 _SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
 _START = b"Training starts at step "
-# The first line of TorchTitan follows torchrun's own; the last may precede a long traceback.
-_ENDS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +138,14 @@ def read_console(log: Path, rank: int | None = None) -> Iterator[StepMetrics]:
 
     The last line is left out while its newline is missing: the job may still be writing it.
     """
-    for line in _lines(log):
+    for line in lines_of(log):
         if line.endswith(b"\n") and (metrics := parse_step(line, rank)) is not None:
             yield metrics
 
 
 def read_peak_memory(logs: Iterable[Path]) -> float | None:
     """Return the most GiB in any metrics line of these logs, over all ranks and steps."""
-    shown = {text for log in logs for line in _lines(log) for text in _PEAK_MEMORY.findall(line)}
+    shown = {text for log in logs for line in lines_of(log) for text in _PEAK_MEMORY.findall(line)}
     # TorchTitan prints -0.00GiB where the device has no memory statistics.
     return max((float(text.replace(b",", b"")) for text in shown), default=0.0) or None
 
@@ -155,7 +153,7 @@ def read_peak_memory(logs: Iterable[Path]) -> float | None:
 def seconds_to_first_step(log: Path) -> float | None:
     """Return the time from the start of training to the first logged step."""
     start = None
-    for line in _lines(log):
+    for line in lines_of(log):
         if _START in line:
             start = _time_of(line.decode("utf-8", "replace"))
         elif start is not None and (metrics := parse_step(line)) and metrics.time:
@@ -165,19 +163,13 @@ def seconds_to_first_step(log: Path) -> float | None:
 
 def save_seconds(log: Path) -> list[float]:
     """Return how long each save of a checkpoint took."""
-    return [float(found) for line in _lines(log) for found in _SAVED.findall(line)]
+    return [float(found) for line in lines_of(log) for found in _SAVED.findall(line)]
 
 
 def logged_seconds(log: Path) -> float | None:
     """Return the seconds from the first to the last line of TorchTitan; None without two."""
-    try:
-        with log.open("rb") as file:
-            head = file.read(_ENDS_BYTES)
-            file.seek(max(0, file.seek(0, 2) - _ENDS_BYTES))
-            tail = file.read(_ENDS_BYTES)
-    except OSError:
-        return None
-    times = _TIME.findall((head + tail).decode("utf-8", "replace"))
+    titan = (line.decode("utf-8", "replace") for line in lines_of(log) if b"[titan]" in line)
+    times = [found[1] for line in titan if (found := _TIME.search(line))]
     seconds = (read_time(times[-1]) - read_time(times[0])).total_seconds() if times else 0.0
     # Ranks' lines cross by milliseconds, and a clock may have been set back.
     return seconds if seconds > 0 else None
@@ -193,7 +185,8 @@ def _time_of(text: str) -> float | None:
     return read_time(found[1]).timestamp() if found else None
 
 
-def _lines(log: Path) -> Iterator[bytes]:
+def lines_of(log: Path) -> Iterator[bytes]:
+    """Yield the lines of a file; none where it cannot be read."""
     try:
         with log.open("rb") as file:
             yield from file

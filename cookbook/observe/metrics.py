@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cookbook.observe.console import Phase, StepMetrics, parse_phase, parse_step, read_console
+from cookbook.observe.console import (
+    Phase,
+    StepMetrics,
+    lines_of,
+    parse_phase,
+    parse_step,
+    read_console,
+)
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 
@@ -31,7 +38,7 @@ _FIGURES = (
 def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepMetrics]:
     """Return the logged steps of the rank that has the loss, in order."""
     steps: list[StepMetrics] = []
-    for metrics in filter(None, map(_parse, _lines(attempt.metrics))):
+    for metrics in filter(None, map(_parse, lines_of(attempt.metrics))):
         if metrics.loss is not None:
             steps.append(replace(metrics, attempt=attempt.number))
         elif steps and steps[-1].step == metrics.step:
@@ -84,7 +91,7 @@ def collect_router_load(cell: CellFolder) -> list[LoadStep]:
     """Return the logged steps over all attempts, rising; empty where none logged its load."""
     steps: list[LoadStep] = []
     for attempt in cell.attempts():
-        for found in filter(None, map(_parse_load, _lines(attempt.router_load))):
+        for found in filter(None, map(_parse_load, lines_of(attempt.router_load))):
             while steps and steps[-1].step >= found.first_step:
                 steps.pop()
             # Of another model; only the last one's steps can be shown.
@@ -112,7 +119,7 @@ class Tail:
 
     def __init__(self, attempt: Attempt, rank: int | None) -> None:
         self._rank = rank
-        self._metrics, self._console = _Grown(attempt.metrics), _Grown(attempt.log)
+        self._metrics, self._console = GrowingFile(attempt.metrics), GrowingFile(attempt.log)
         self._phase: Phase | None = None
         self._validation_loss: float | None = None
         self.recent: deque[StepMetrics] = deque(maxlen=_NUM_RECENT)
@@ -135,7 +142,7 @@ class Tail:
         return Newest(newest, self._phase, self._validation_loss)
 
 
-class _Grown:
+class GrowingFile:
     """The whole lines that a file has grown by since the last look."""
 
     def __init__(self, path: Path) -> None:
@@ -155,13 +162,6 @@ class _Grown:
         whole = text.rfind(b"\n") + 1
         self.offset = start + whole
         return iter(text[:whole].splitlines())
-
-
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().splitlines()
-    except OSError:
-        return []
 
 
 def _parse(line: bytes) -> StepMetrics | None:

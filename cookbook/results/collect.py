@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.config.cluster import load_cluster
@@ -54,7 +53,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     attempts = folder.attempts()
     curve, loads = collect_steps(folder, record), collect_router_load(folder)
     measured, throughput = measured_steps(curve), measure(curve)
-    environments = [_read_environment(folder, one.number) for one in reversed(attempts)]
+    environments = [read_json(attempt.environment) for attempt in reversed(attempts)]
     active = next(filter(None, environments), {})
     attention = active.get("attention") or None
     by_reference = attention is not None and "reference" in attention
@@ -127,13 +126,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         curve=curve,
         loads=loads,
     )
-
-
-def _read_environment(folder: CellFolder, number: int) -> dict[str, Any]:
-    try:
-        return read_json(folder.attempt(number).environment)
-    except InputError:
-        return {}
 
 
 def _routing(record: CellRecord) -> str | None:

@@ -50,7 +50,10 @@ def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) 
         alike: the values' lag-1 autocorrelation, as `correlation` estimates it.
     """
     found = spread_about(figure, parts)
-    return Spread(found.error * math.sqrt(_of_short_batches(alike, num)), found.freedom)
+    # The factor by which batches underestimate the variance of an AR(1) series.
+    of_all, of_batch = (_variance_of_mean(alike, length) for length in (num, num / NUM_BATCHES))
+    factor = max(1.0, of_all * (NUM_BATCHES - 1) / (of_batch - of_all))
+    return Spread(found.error * math.sqrt(factor), found.freedom)
 
 
 def spread_about(figure: float, parts: Sequence[float]) -> Spread:
@@ -70,13 +73,6 @@ def correlation(deviations: Sequence[float]) -> float:
         return 0.0
     found = products / squares
     return min(_MOST_ALIKE, found + (1 + 3 * found) / len(deviations))
-
-
-def _of_short_batches(alike: float, num: int) -> float:
-    """Return the factor by which batches underestimate the variance of an AR(1) series."""
-    length = num / NUM_BATCHES
-    of_all, of_batch = _variance_of_mean(alike, num), _variance_of_mean(alike, length)
-    return max(1.0, of_all * (NUM_BATCHES - 1) / (of_batch - of_all))
 
 
 def _variance_of_mean(alike: float, num: float) -> float:

@@ -6,10 +6,8 @@ list among several checkouts, make the file a link.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from cookbook.base.errors import InputError, described
-from cookbook.base.files import write_whole
+from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import read_yaml
 
@@ -80,7 +78,7 @@ def exclude_nodes(reasons: Mapping[str, str], hours: float) -> list[Excluded]:
     """Leave these nodes out for `hours` from now, and not shorter than they are already."""
     until = time.time() + hours * 3600
     path = excluded_file()
-    with _locked(path):
+    with locked(path.with_name(f".{path.name}.lock")):
         listed = {one.node: one for one in read_excluded()}
         added = [
             Excluded(node, until, _one_line(reason))
@@ -103,17 +101,6 @@ def _written(moment: float) -> str:
 
 def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text).strip()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep other writers out, on any machine that shares the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        # Not every shared file system has locks.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @dataclass(frozen=True)

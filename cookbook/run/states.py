@@ -32,10 +32,10 @@ from cookbook.run.status import (
     End,
     Job,
     Status,
-    read_end,
     read_job,
+    read_json_as,
     read_status,
-    write_end,
+    write_json,
 )
 from cookbook.run.submit_lock import is_submit_locked
 
@@ -134,7 +134,9 @@ def _settle_end(
     cell: CellFolder, job: Job, status: Status, info: slurm.JobInfo | None
 ) -> slurm.JobInfo | None:
     """Return Slurm's answer, or the end that was kept of it; keep an end that is new."""
-    end = read_end(cell)
+    end = None
+    with contextlib.suppress(InputError):
+        end = read_json_as(End, cell.end)
     # The job has written since if it was requeued.
     if end is not None and end.job_id == job.job_id and end.restarts >= status.restarts:
         kept = slurm.JobInfo(end.state, end.reason, end.restarts)
@@ -144,7 +146,7 @@ def _settle_end(
     if info is not None and info.state not in slurm.WAITING | slurm.ACTIVE:
         # A full disk, or a colleague's run.
         with contextlib.suppress(OSError):
-            write_end(cell, End(job.job_id, info.restarts, info.state, info.reason))
+            write_json(cell.end, End(job.job_id, info.restarts, info.state, info.reason))
     return info
 
 

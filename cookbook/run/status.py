@@ -38,9 +38,11 @@ STATES = OPEN | ENDED
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`; anything else is an InputError."""
-    content: dict[str, Any] = read_json_as(dict[str, Any], path)
-    return content
+    """Read the JSON object in `path`; empty where that cannot be read."""
+    with contextlib.suppress(InputError):
+        content: dict[str, Any] = read_json_as(dict[str, Any], path)
+        return content
+    return {}
 
 
 def read_json_as(kind: type[T], path: Path) -> T:
@@ -146,19 +148,6 @@ def write_job(cell: CellFolder, job: Job | str) -> None:
     """Note the job (or the id of a Slurm job) that the cell was submitted as, now."""
     job = Job(job) if isinstance(job, str) else job
     write_json(cell.job, replace(job, queued=time.time()))
-
-
-def read_end(cell: CellFolder) -> End | None:
-    """Read how the cell's job was last seen to have ended; None if nobody saw it."""
-    try:
-        return read_json_as(End, cell.end)
-    except InputError:
-        return None
-
-
-def write_end(cell: CellFolder, end: End) -> None:
-    """Keep how the cell's job was seen to have ended."""
-    write_json(cell.end, end)
 
 
 class Cause(enum.StrEnum):
@@ -267,11 +256,6 @@ class Resumption:
         elif self.passed_over:
             lines.append(f"attempt {self.attempt} starts at the beginning: no checkpoint is whole")
         return lines
-
-
-def write_resumption(attempt: Attempt, resumption: Resumption) -> None:
-    """Keep it in the attempt's folder."""
-    write_json(attempt.resumption, resumption)
 
 
 def read_resumptions(attempts: Iterable[Attempt]) -> Iterator[Resumption]:

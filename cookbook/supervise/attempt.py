@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 
@@ -22,7 +21,7 @@ from cookbook.config.stack import load_stack
 from cookbook.observe.console import Phase, StepMetrics
 from cookbook.observe.failure import describe_stacks
 from cookbook.observe.history import longest_save
-from cookbook.observe.metrics import Newest, Tail
+from cookbook.observe.metrics import GrowingFile, Newest, Tail
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import kill_steps
@@ -39,7 +38,6 @@ _GONE = re.compile(
     rb"failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+"
     rb"|srun: error: \S+: tasks? [0-9,-]+: |srun: error: Node failure on"
 )
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -155,26 +153,6 @@ class StepClock:
         return f"no step for {self.silent:.0f} s{usual} after step {self._newest.step.step}"
 
 
-class EndSigns:
-    """Search a growing log for messages about the end of a rank."""
-
-    def __init__(self, log: Path) -> None:
-        self._log, self._offset = log, 0
-
-    def found(self) -> bool:
-        """Whether the log has grown by such a message since the last call."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(self._offset)
-                block = file.read(_BLOCK_BYTES)
-        except OSError:
-            return False
-        # Read an unfinished line again.
-        whole = block.rfind(b"\n") + 1
-        self._offset += whole or (len(block) if len(block) == _BLOCK_BYTES else 0)
-        return bool(_GONE.search(block[:whole]))
-
-
 _POLL_S = 0.5
 # For the rest of a step to end by itself, once a rank is gone.
 _GRACE_S = 8.0
@@ -198,13 +176,13 @@ class RunningAttempt:
         self.cell, self.attempt = cell, attempt
         self._record = record
         self.clock = StepClock(
-            timeouts.adjusted(self._record),
+            timeouts.adjusted(record),
             usual,
             lambda: longest_save([*earlier, attempt]),
-            self._record.log_freq or load_stack().options["metrics.log_freq"].default,
+            record.log_freq or load_stack().options["metrics.log_freq"].default,
         )
-        self._tail = Tail(attempt, self._record.loss_rank)
-        self._signs = EndSigns(attempt.log)
+        self._tail = Tail(attempt, record.loss_rank)
+        self._console = GrowingFile(attempt.log)
         self._is_stopped = False
         self._late_at: float | None = None
         self._started = time.time()
@@ -246,8 +224,9 @@ class RunningAttempt:
                     late = "asked to stop, it has not ended in time"
                     return self._end(None, None, Cause.TOO_LATE, late)
             newest = self._tail.read()
-            self.clock.look(newest, _size_of(self.attempt), time.monotonic())
-            if seen is None and self._signs.found():
+            is_gone = any(map(_GONE.search, self._console.lines()))
+            self.clock.look(newest, self._console.offset, time.monotonic())
+            if seen is None and is_gone:
                 seen = time.time()
             if seen is not None:
                 if time.time() - seen > _GRACE_S:
@@ -287,13 +266,6 @@ class RunningAttempt:
         end = classify_exit(self.cell, self.attempt, self._record, self._started, code)
         end = replace(end, seen=seen or (end.ended if code else None))
         return end if cause is None else replace(end, cause=cause, reason=reason)
-
-
-def _size_of(attempt: Attempt) -> int:
-    try:
-        return attempt.log.stat().st_size
-    except OSError:
-        return 0
 
 
 def end_step(process: subprocess.Popen[bytes], attempt: Attempt) -> None:

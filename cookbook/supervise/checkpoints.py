@@ -20,7 +20,7 @@ from cookbook.config.stack import load_stack
 from cookbook.run.checkpoints import STATES, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import Cause, PassedOver, Resumption, read_attempt_end, write_resumption
+from cookbook.run.status import Cause, PassedOver, Resumption, read_attempt_end, write_json
 
 _LOAD_STEP = "checkpoint.load_step"
 _EXCLUDED = "checkpoint.exclude_from_loading"
@@ -144,7 +144,7 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
         )
     if not resumption.lines:
         return
-    write_resumption(attempt, resumption)
+    write_json(attempt.resumption, resumption)
     with attempt.log.open("a", encoding="utf-8") as log:
         for line in resumption.lines:
             for stream in (log, sys.stderr):

@@ -200,11 +200,7 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
 
 def _excluded(attempt: Attempt) -> tuple[str, ...]:
     """Return the nodes that the attempt's preflight excluded."""
-    try:
-        found = read_json(attempt.preflight).get("excluded", {})
-    except InputError:
-        return ()
-    return tuple(map(str, found)) if isinstance(found, dict) else ()
+    return tuple(read_json(attempt.preflight).get("excluded", ()))
 
 
 def saved_step(attempt: Attempt) -> int | None:

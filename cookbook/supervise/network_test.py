@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,27 +191,22 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
     outcome = Outcome()
     for number, team in enumerate(teams):
         for one in measured:
-            if one["team"] == str(number):
-                _hold_to_floor(outcome, number, one, groups.floor)
+            name, speed = str(one["name"]), float(one["gb_per_s"])
+            if one["team"] != str(number):
+                continue
+            outcome.slowest[name] = min(speed, outcome.slowest.get(name, speed))
+            if speed < (wanted := getattr(groups.floor, name)):
+                outcome.is_slow.add(number)
+                outcome.faults[number] = (
+                    f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s, "
+                    f"the profile wants {wanted:g}"
+                )
         errors = sorted((f"{n}: {ended[n]}" for n in team if ended.get(n)), key=is_consequence)
         errors += [f"{node}: no answer" for node in team if node not in ended]
         if errors:
             outcome.is_slow.discard(number)
             outcome.faults[number] = f"the ranks cannot communicate ({errors[0]})"
     return outcome
-
-
-def _hold_to_floor(
-    outcome: Outcome, number: int, measured: Mapping[str, Any], floor: Bandwidth
-) -> None:
-    name, speed = str(measured["name"]), float(measured["gb_per_s"])
-    outcome.slowest[name] = min(speed, outcome.slowest.get(name, speed))
-    if speed < (wanted := getattr(floor, name)):
-        outcome.is_slow.add(number)
-        outcome.faults[number] = (
-            f"{name} over ranks {measured['ranks']} reaches {speed:.3g} GB/s, "
-            f"the profile wants {wanted:g}"
-        )
 
 
 def run_ranks(question: Question) -> None:

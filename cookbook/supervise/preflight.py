@@ -90,6 +90,14 @@ class JobNodes:
         """The nodes without a known fault."""
         return [node for node in self.nodes if node not in self.faults]
 
+    def listed(self) -> dict[str, Excluded]:
+        """Return the exclusion list by node; a slip in it must not stop a job at night."""
+        try:
+            return {one.node: one for one in read_excluded()}
+        except InputError as error:
+            self.log(f"the exclusion list is ignored: {error}")
+            return {}
+
     def log(self, words: str) -> None:
         """Write a line to the job's log and to the attempt's."""
         line = f"cookbook: preflight: {words}"
@@ -132,12 +140,7 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
 
 def exclude_known(job: JobNodes) -> None:
     """Exclude the nodes that are on the list, and those that Slurm has drained meanwhile."""
-    try:
-        listed = {one.node: one for one in read_excluded()}
-    except InputError as error:
-        # A slip in the list must not stop a job at night.
-        job.log(f"the exclusion list is ignored: {error}")
-        listed = {}
+    listed = job.listed()
     for node, why in retry_while_busy(lambda _: slurm.drained(job.nodes)).items():
         job.faults[node] = [Fault("Slurm", why, 0.0)]
         job.log(f"{node}: {why}; excluded")
@@ -357,18 +360,11 @@ def decide(job: JobNodes) -> None:
 
 def _excluded_by_user(job: JobNodes, job_id: str) -> list[str]:
     """Return the nodes that this job excludes for good, not for the list's sake."""
-    of_list = {one.node for one in _listed()}
+    of_list = set(job.listed())
     for attempt in job.cell.attempts():
-        with contextlib.suppress(InputError):
-            of_list.update(read_json(attempt.preflight).get("for_slurm") or [])
+        of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
     of_list -= set(job.cluster.exclude)
     return [node for node in slurm.left_out_by(job_id) if node not in of_list]
-
-
-def _listed() -> list[Excluded]:
-    with contextlib.suppress(InputError):
-        return read_excluded()
-    return []
 
 
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
@@ -376,7 +372,7 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
     needed = len(job.nodes)
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     known = [node for node in known if node not in of_user]
-    listed = {one.node: one for one in _listed()}
+    listed = job.listed()
     now = time.time()
     for node, faults in job.faults.items():
         hours = max(fault.hours for fault in faults)

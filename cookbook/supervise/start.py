@@ -6,15 +6,14 @@ Only a script that was started with sbatch or bash needs this; `submit.py run` d
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cookbook.base.errors import InputError
-from cookbook.base.files import write_whole
+from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.schema import Unchecked
 from cookbook.base.yamlfile import shown_path
@@ -146,10 +145,11 @@ def _read_first(folder: CellFolder) -> CellRecord | None:
 def start_run(start: Start) -> None:
     """Validate the script and note its run; a restart by Slurm finds that done."""
     folder, job_id = start.folder, os.environ.get("SLURM_JOB_ID")
-    if restarts() and folder.record.exists() and _job_of(folder) == job_id:
+    job = read_job(folder)
+    if restarts() and folder.record.exists() and job and job.job_id == job_id:
         return
     cell = validate(start)
-    with _locked(folder):
+    with locked(folder.path / ".start.lock"):
         _refuse_another_job(folder)
         number = folder.next_attempt().number
         keep_request(folder, job_record(cell), start.script.read_text(encoding="utf-8"))
@@ -206,20 +206,6 @@ def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
     write_whole(folder.script, script, mode=0o755)
 
 
-@contextlib.contextmanager
-def _locked(folder: CellFolder) -> Iterator[None]:
-    """Keep other scripts from starting in this folder at the same moment."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder.path, os.O_RDONLY)
-    try:
-        # Not every shared file system has locks.
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def _refuse_another_job(folder: CellFolder) -> None:
     """Two jobs in one folder would save over one another's checkpoints."""
     own, run = os.environ.get("SLURM_JOB_ID"), folder.path.parent
@@ -236,10 +222,3 @@ def _refuse_another_job(folder: CellFolder) -> None:
             f"wait for its end, or scancel {job.job_id}; for a run of its own: "
             f"CELL_DIR={shown_path(run.with_name('another') / folder.name)}",
         )
-
-
-def _job_of(folder: CellFolder) -> str | None:
-    with contextlib.suppress(InputError):
-        job = read_job(folder)
-        return job.job_id if job else None
-    return None

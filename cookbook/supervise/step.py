@@ -71,13 +71,14 @@ def run_step(
     """
     venv = os.environ.get("VENV")
     python = f"{venv}/bin/python" if venv else sys.executable
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"
     command = [
         "srun",
         f"--nodes={len(nodes)}",
         f"--ntasks={len(nodes)}",
         "--ntasks-per-node=1",
         f"--nodelist={','.join(nodes)}",
-        f"--cpus-per-task={_cpus()}",
+        f"--cpus-per-task={cpus}",
         # `sbatch --export=NONE` would leave the tasks without an environment.
         "--export=ALL",
         # A step that hangs on a bad node must not keep the others from the next.
@@ -90,11 +91,6 @@ def run_step(
         *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),
     ]
     return retry_while_busy(lambda left: _try_step(command, limit_s, left, on_line, is_enough))
-
-
-def _cpus() -> str:
-    variables = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
-    return next(filter(None, map(os.environ.get, variables)), "1")
 
 
 def _try_step(
