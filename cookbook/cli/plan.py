@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.request import merged_cell, write_output
+from cookbook.cli.request import check_figure, merged_cell, write_output
 from cookbook.config.cell import Cell
 from cookbook.config.options import command_line_settings
 from cookbook.config.validate import validation_errors
@@ -27,6 +27,8 @@ def plan(arguments: argparse.Namespace) -> int:
     """Search, print and write the layouts that were found; 1 if nothing fits."""
     if arguments.best < 0:
         raise InputError("--best", f"found {arguments.best}, allowed: 0 and up")
+    if arguments.figure:
+        check_figure(arguments.figure)
     base = merged_cell(arguments)
     # Refuse before the search a model that is not counted, and a GPU without facts.
     model_of(base)

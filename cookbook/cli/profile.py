@@ -11,7 +11,7 @@ from cookbook.base.errors import InputError, JobError, unknown_name
 from cookbook.base.tables import terminal_width
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import watch_run
-from cookbook.cli.request import requested_cell, write_output
+from cookbook.cli.request import check_figure, requested_cell, write_output
 from cookbook.cli.run import start_run
 from cookbook.config.cell import Cell
 from cookbook.config.names import names_in
@@ -52,7 +52,7 @@ _OF_RECIPES = (
 def profile(arguments: argparse.Namespace) -> int:
     """Print where a step goes."""
     if arguments.figure is not None:
-        _check_figure(arguments.figure)
+        check_figure(arguments.figure)
     traces: Path | dict[int, Path]
     name = arguments.target
     if name.endswith((".yaml", ".yml")) or name in names_in(""):
@@ -147,11 +147,3 @@ def _of_run(run: Run, named: CellFolder | None) -> tuple[str, dict[int, Path]]:
         raise InputError(run.name, f"several cells left traces: {', '.join(traced)}", "name one")
     ((cell_name, traces),) = traced.items()
     return f"{run.name}/{cell_name}", traces
-
-
-def _check_figure(name: str) -> None:
-    """Refuse before the training a figure that could not be written after it."""
-    if not name.endswith(".svg"):
-        raise InputError("--figure", f"found {name!r}, allowed: a file that ends with .svg")
-    if not Path(name).absolute().parent.is_dir():
-        raise InputError("--figure", f"{shown_path(Path(name).parent)} is no folder")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError, named_at
 from cookbook.base.files import write_whole
+from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.options import Settings, command_line_settings
@@ -61,6 +62,14 @@ def _request(arguments: argparse.Namespace) -> CellRequest:
         nodes=arguments.nodes,
         overrides=command_line_settings(arguments.set),
     )
+
+
+def check_figure(name: str) -> None:
+    """Refuse, before the work, a figure that could not be written after it."""
+    if not name.endswith(".svg"):
+        raise InputError("--figure", f"found {name!r}, allowed: a file that ends with .svg")
+    if not Path(name).absolute().parent.is_dir():
+        raise InputError("--figure", f"{shown_path(Path(name).parent)} is no folder")
 
 
 def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644) -> None:

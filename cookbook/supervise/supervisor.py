@@ -126,7 +126,7 @@ class Supervisor:
             try:
                 code = self._run_cell(cell)
             except FileNotFoundError:
-                if cell.path.is_dir():
+                if cell.record.exists():
                     raise
                 log(f"{cell.path} was deleted: nothing is kept of it")
                 self.running, code = None, 1
@@ -266,6 +266,9 @@ class Supervisor:
 
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
         """Keep an attempt's end, and the cell's state after it."""
+        if not cell.record.exists():
+            # Training itself may have made the folder anew.
+            raise FileNotFoundError(errno.ENOENT, "its folder was deleted", str(cell.path))
         attempt = cell.attempt(end.attempt)
         # An attempt that was refused before its first file has no folder.
         if attempt.path.is_dir():

@@ -37,6 +37,10 @@ _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 # Lists of names; TorchTitan ends at any other, or ignores it.
 _NAMES: dict[str, tuple[str, ...]] = {
     "compile.components": ("model", "loss"),
+    "model.converters": tuple(
+        f"quantize.{part}"
+        for part in ("grouped_mm.mx", "linear.mx", "grouped_mm.float8", "linear.float8")
+    ),
     "checkpoint.exclude_from_loading": _STATES,
     SAVE_LIST: SAVED_OPERATORS,
 }
