@@ -65,6 +65,12 @@ def test_the_answer_comes_first_and_every_chart_has_the_width(
         assert columns == {390: 1, 1280: 2, 1920: 3}[width]
         assert max(figure["right"] for figure in figures) > 0.94 * width
         assert seen.boxes("#table-cells")[0]["right"] > 0.94 * width
+        if width > 1000:
+            assert max(table["right"] for table in seen.boxes("table")) <= width
+        for heading in seen.boxes("thead button"):
+            # Wrapped between words alone.
+            is_word = not set(" -/_") & set(heading["text"])
+            assert not is_word or heading["bottom"] - heading["top"] < 2 * heading["size"], heading
         assert seen.logged == []
         assert [url for url in seen.requested if not url.startswith("data:")] == [full.as_uri()]
 
