@@ -88,43 +88,36 @@ def test_the_alarm_is_set_by_usual_steps(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
 
 
-_ORPHAN = """
-import os, signal, subprocess, sys, time
-if sys.argv[1] == "torchrun":
-    rank = subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], "rank"])
-    print(rank.pid, flush=True)
-    time.sleep(60)
+_ORPHANS = """
+import os, signal, time
 from cookbook.titan.common.process import die_with_parent
-die_with_parent()
-# As a rank that hangs in a kernel does.
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("ready", flush=True)
+os.environ.pop("TORCHELASTIC_RUN_ID", None)
+for is_rank in (True, False):
+    if not os.fork():
+        if is_rank:
+            os.environ["TORCHELASTIC_RUN_ID"] = "1"
+        die_with_parent()
+        # As a rank that hangs in a kernel does.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(1, f"{is_rank:d} {os.getpid()}\\n".encode())
+        break
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("is_ranks", [True, False])
-def test_a_rank_ends_with_its_torchrun(is_ranks: bool) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PROGRAM": _ORPHAN}
-    if is_ranks:
-        environment["TORCHELASTIC_RUN_ID"] = "1"
-    torchrun = subprocess.Popen(
-        [sys.executable, "-c", _ORPHAN, "torchrun"],
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
+def test_a_rank_ends_with_its_torchrun_and_another_program_does_not() -> None:
+    command = [sys.executable, "-c", _ORPHANS]
+    torchrun = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
     assert torchrun.stdout is not None
-    rank = int(torchrun.stdout.readline())
-    assert torchrun.stdout.readline() == "ready\n"
+    found = dict(torchrun.stdout.readline().split() for _ in range(2))
+    rank, other = int(found["1"]), int(found["0"])
     torchrun.kill()
     torchrun.wait()
-    deadline = time.monotonic() + (10 if is_ranks else 1)
+    deadline = time.monotonic() + 10
     while _lives(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert _lives(rank) == (not is_ranks)
-    if not is_ranks:
-        os.kill(rank, signal.SIGKILL)
+    assert not _lives(rank) and _lives(other)
+    os.kill(other, signal.SIGKILL)
 
 
 def _lives(pid: int) -> bool:
