@@ -38,6 +38,7 @@ _FAST = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": _KEPT,
+    "random": {**_KEPT, "debug.moe_routing": "random"},
     "recompute": {"activation_checkpoint.mode": "full", "compile.enable": False},
     "compile": {**_KEPT, **_COMPILED},
     "fast": {**_FAST, "compile.enable": False},
@@ -97,7 +98,8 @@ class Case:
     def reference(self) -> Case:
         """One rank, in float32 but for what precision and EP backend round."""
         backend = self.backend if self.backend == "mxfp8_a2a" else "standard"
-        return Case(self.precision, backend, ALONE, recipe=self.recipe)
+        variant = "random" if self.variant == "random" else "plain"
+        return Case(self.precision, backend, ALONE, variant, recipe=self.recipe)
 
     @property
     def first(self) -> Case:

@@ -54,16 +54,20 @@ def route_at_random(
 ) -> None:
     """Set a table on each router of `model`, the whole or a stage; call before compiling.
 
-    TP ranks route the same tokens and get the same table; other ranks of a stage have other tokens.
+    Each sequence of the global batch has a seed, so that TP ranks, which route the same tokens, get
+    the same table, and the layout of the data-parallel ranks changes nothing.
     """
     mesh = parallel_dims.get_optional_mesh("loss")
     rank = 0 if mesh is None else mesh.get_local_rank()
     training = job_config.training
-    num_tokens = training.local_batch_size * training.seq_len // parallel_dims.cp
+    batch, num_tokens = training.local_batch_size, training.seq_len // parallel_dims.cp
     for layer, moe in moe_layers([model]).items():
-        seed = hash((job_config.debug.seed or 0, layer, rank)) & (1 << 62) - 1
-        generator = torch.Generator(device).manual_seed(seed)
-        moe.router.cookbook_dealt = deal_experts(moe.router, num_tokens, generator, device)
+        tables = []
+        for sequence in range(rank * batch, (rank + 1) * batch):
+            seed = hash((job_config.debug.seed or 0, layer, sequence)) & (1 << 62) - 1
+            generator = torch.Generator(device).manual_seed(seed)
+            tables.append(deal_experts(moe.router, num_tokens, generator, device))
+        moe.router.cookbook_dealt = torch.cat(tables)
         # No door: the router calls this method where its load is forced.
         moe.router._debug_force_load_balance_routing = MethodType(_look_up, moe.router)
 
