@@ -183,7 +183,7 @@ def test_dual_pipe_v_overlaps_the_standard_exchanges_alone(
     assert ("dual_pipe_v_overlap" in rules) is refused
 
 
-@pytest.mark.parametrize("heads", [{"v_head": 64}, {"nope": 64}])
+@pytest.mark.parametrize("heads", [{"v_head": 64}, {"nope": 32}])
 def test_flash_attention_is_refused_heads_that_nobody_compared(heads: dict[str, Any]) -> None:
     cell = cell_of(SMALL, {"model.attention": "flash_attention_4"})
     stack = cell.options.stack

@@ -95,6 +95,14 @@ def test_a_counted_rank_is_the_one_that_torchtitan_builds(
             assert {unit["name"]: unit for unit in part["units"]} == by_name
 
 
+def test_float8_of_the_second_family_is_built(build: Callable[[Cell], Built]) -> None:
+    """Its kernels need a GPU."""
+    answer = build(cell_of("qwen3_30b_a3b", cluster="h200-node", precision="float8"))
+    (rank,) = answer.ranks
+    active = rank["active"]
+    assert (active["grouped_gemms"], active["linear_layers"]) == ("fp8_rowwise", "float8")
+
+
 def test_sizes_are_those_of_the_whole_model(build: Callable[[Cell], Built]) -> None:
     """What all ranks store together is the model, however it is cut."""
     for options in ({TP: 2, EP: 1}, {EP: 8}, {PP: 2, EP: 1, SCHEDULE: "1F1B"}):

@@ -8,7 +8,6 @@ TorchTitan's smallest flavors are a debug model of 6 narrow layers and 16B, for 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torchtitan.models.moe import MoEArgs
 
 from cookbook.base.family import Model
 from cookbook.titan.tt_0_2_2.attention import AttentionChoice, DocumentAttentionKernel
-from cookbook.titan.tt_0_2_2.families.parts import CookbookArgs, FamilyParts
+from cookbook.titan.tt_0_2_2.families.parts import CookbookArgs, FamilyParts, copied, sizes_of
 
 
 class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
@@ -69,10 +68,7 @@ PROXY = ModelArgs(
 
 def flavors() -> dict[str, ModelArgs]:
     """Return copies of TorchTitan's flavors, and the cookbook's."""
-    found = {
-        name: ModelArgs(**{part.name: deepcopy(getattr(args, part.name)) for part in fields(args)})
-        for name, args in deepseekv3_args.items()
-    }
+    found = copied(ModelArgs, deepseekv3_args)
     shorter = deepcopy(found["16B"])
     shorter.n_layers = 8
     return found | {"proxy": deepcopy(PROXY), "16B_8layers": shorter}
@@ -80,10 +76,8 @@ def flavors() -> dict[str, ModelArgs]:
 
 def sizes(args: ModelArgs) -> Model:
     """Return the sizes of a flavor."""
-    moe = args.moe_args
-    return Model(
-        dim=args.dim,
-        heads=args.n_heads,
+    return sizes_of(
+        args,
         kv_heads=args.n_heads,
         qk_norm=False,
         q_lora=args.q_lora_rank,
@@ -92,19 +86,7 @@ def sizes(args: ModelArgs) -> Model:
         rope=args.qk_rope_head_dim,
         v_head=args.v_head_dim,
         dense_hidden=args.inter_dim,
-        expert_hidden=args.moe_inter_dim,
-        shared_hidden=args.moe_inter_dim * moe.num_shared_experts,
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        vocab=args.vocab_size,
-        gate_bias=moe.gate_bias,
-        score_first=moe.score_before_experts,
-        n_layers=args.n_layers,
         n_dense_layers=args.n_dense_layers,
-        num_expert_groups=moe.num_expert_groups,
-        num_limited_groups=moe.num_limited_groups,
-        attn_type=args.attn_type,
-        by_document=args.attn_mask_type == "block_causal",
     )
 
 

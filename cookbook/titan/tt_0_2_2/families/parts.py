@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
@@ -58,6 +59,36 @@ class FamilyParts:
         flavors = {name: self.sizes(args) for name, args in self.flavors().items()}
         facts = self.weights, self.extra_layers, self.has_pipelines
         return Family(self.name, self.title, flavors, *facts)
+
+
+def copied(kind: type, released: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of TorchTitan's flavors, as arguments of class `kind`."""
+    return {
+        name: kind(**{one.name: deepcopy(getattr(args, one.name)) for one in fields(args)})
+        for name, args in released.items()
+    }
+
+
+def sizes_of(args: Any, **own: Any) -> Model:
+    """Return a flavor's sizes: its family's `own`, and those that have one name in all families."""
+    moe = args.moe_args
+    return Model(
+        dim=args.dim,
+        heads=args.n_heads,
+        expert_hidden=args.moe_inter_dim,
+        shared_hidden=args.moe_inter_dim * moe.num_shared_experts,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        vocab=args.vocab_size,
+        gate_bias=moe.gate_bias,
+        score_first=moe.score_before_experts,
+        n_layers=args.n_layers,
+        num_expert_groups=moe.num_expert_groups,
+        num_limited_groups=moe.num_limited_groups,
+        attn_type=args.attn_type,
+        by_document=args.attn_mask_type == "block_causal",
+        **own,
+    )
 
 
 class CookbookArgs:

@@ -8,7 +8,6 @@ all-to-all where operators are saved, and never moves the routing bias. It has n
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torchtitan.models.qwen3.model.model import Attention, Qwen3Model, apply_rot
 
 from cookbook.base.family import Model
 from cookbook.titan.tt_0_2_2.attention import AttentionChoice, DocumentAttentionKernel
-from cookbook.titan.tt_0_2_2.families.parts import CookbookArgs, FamilyParts
+from cookbook.titan.tt_0_2_2.families.parts import CookbookArgs, FamilyParts, copied, sizes_of
 from cookbook.titan.tt_0_2_2.recomputation import operators_of
 
 # What DeepSeek-V3's list has and this model's lacks.
@@ -46,11 +45,7 @@ class ModelArgs(CookbookArgs, Qwen3ModelArgs):
 
 def flavors() -> dict[str, ModelArgs]:
     """Return copies of TorchTitan's flavors with experts, and the cookbook's."""
-    found = {
-        name: ModelArgs(**{part.name: deepcopy(getattr(args, part.name)) for part in fields(args)})
-        for name, args in qwen3_args.items()
-        if args.moe_enabled
-    }
+    found = copied(ModelArgs, {name: one for name, one in qwen3_args.items() if one.moe_enabled})
     shorter = deepcopy(found["30B-A3B"])
     shorter.n_layers = 4
     return found | {"30B-A3B_4layers": shorter}
@@ -58,10 +53,8 @@ def flavors() -> dict[str, ModelArgs]:
 
 def sizes(args: ModelArgs) -> Model:
     """Return the sizes of a flavor."""
-    moe = args.moe_args
-    return Model(
-        dim=args.dim,
-        heads=args.n_heads,
+    return sizes_of(
+        args,
         kv_heads=args.n_kv_heads,
         qk_norm=args.qk_norm,
         q_lora=0,
@@ -70,19 +63,7 @@ def sizes(args: ModelArgs) -> Model:
         rope=args.head_dim,
         v_head=args.head_dim,
         dense_hidden=args.hidden_dim,
-        expert_hidden=args.moe_inter_dim,
-        shared_hidden=args.moe_inter_dim * moe.num_shared_experts,
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        vocab=args.vocab_size,
-        gate_bias=moe.gate_bias,
-        score_first=moe.score_before_experts,
-        n_layers=args.n_layers,
         n_dense_layers=0,
-        num_expert_groups=moe.num_expert_groups,
-        num_limited_groups=moe.num_limited_groups,
-        attn_type=args.attn_type,
-        by_document=args.attn_mask_type == "block_causal",
     )
 
 
