@@ -168,6 +168,19 @@ def test_a_requeued_job_is_a_new_attempt_with_a_new_rendezvous_id(
     assert "--metrics.save_tb_folder=attempt-1/tb" in records[3].argv
 
 
+def test_a_job_that_gets_a_few_variables_hands_all_of_its_own_to_the_ranks(
+    slurm: SlurmCluster, environment: dict[str, str], tmp_path: Path, checkout: Path
+) -> None:
+    needed = ("PATH", "SLURM_CONF", "COOKBOOK_PREFLIGHT")
+    few = environment | {name: slurm.env[name] for name in needed}
+    export = ",".join(f"{name}={value}" for name, value in few.items())
+    options = ["--nodes=2", f"--export={export}"]
+    job = slurm.submit(checkout / "train_16b.sh", EP_8, options=options, cwd=tmp_path)
+    assert slurm.wait(job) == "COMPLETED", _log(tmp_path, job)
+    records = _records(environment)
+    assert ["COOKBOOK_ATTEMPT_DIR" in record.environment for record in records] == [True, True]
+
+
 def _submit_py(slurm: SlurmCluster, environment: dict[str, str], *words: str) -> str:
     command = (sys.executable, str(ROOT / "submit.py"), *words)
     return slurm.run(*command, env={**environment, "VENV": sys.prefix}).stdout
