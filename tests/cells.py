@@ -53,13 +53,9 @@ class Point:
     def cell(self) -> Cell:
         """The cell; a recipe for many nodes is laid out anew where the cluster has few."""
         recipe, cluster = load_recipe(self.recipe), load_cluster(self.cluster)
-        return resolve_cell(
-            recipe,
-            load_precision(self.precision),
-            load_ep_backend(self.ep_backend),
-            cluster,
-            overrides=_smaller_layout(recipe, cluster),
-        )
+        overlays = load_precision(self.precision), load_ep_backend(self.ep_backend)
+        asked = _smaller_layout(recipe, cluster)
+        return resolve_cell(recipe, *overlays, cluster, layers=({}, {}, asked))
 
 
 def _smaller_layout(recipe: Recipe, cluster: Cluster) -> Mapping[str, Setting]:

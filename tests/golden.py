@@ -17,8 +17,8 @@ from pathlib import Path
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
-from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.options import Setting
+from cookbook.config.cluster import load_cluster
+from cookbook.config.options import DEGREES, Setting, Settings
 from cookbook.config.overlay import load_ep_backend, load_precision
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import resolve_cell
@@ -35,11 +35,8 @@ _CONTAINER = str(Path(__file__).parent / "clusters/container.yaml")
 
 def golden_scripts() -> dict[str, str]:
     """The text of each script in tests/golden, by its file name."""
-    one_node = {
-        "parallelism.pipeline_parallel_degree": 2,
-        "parallelism.tensor_parallel_degree": 1,
-        "parallelism.expert_parallel_degree": 4,
-    }
+    degrees = {DEGREES["pp"]: 2, DEGREES["tp"]: 1, DEGREES["ep"]: 4}
+    one_node = {name: Setting(value, f"--set {name}") for name, value in degrees.items()}
     cells = [
         _cell("deepseek_v3_671b", "mxfp8", "deepep", "soperator-b200"),
         _cell("deepseek_v3_16b", "bf16", "standard", "soperator-b200"),
@@ -72,28 +69,14 @@ def option_table() -> str:
 
 
 def _cell(
-    recipe: str,
-    precision: str,
-    ep_backend: str,
-    cluster: str,
-    options: dict[str, int] | None = None,
+    recipe: str, precision: str, ep_backend: str, cluster: str, asked: Settings | None = None
 ) -> Cell:
-    return resolve_cell(
-        load_recipe(recipe),
-        load_precision(precision),
-        load_ep_backend(ep_backend),
-        _on_cpu(load_cluster(cluster)),
-        overrides={
-            name: Setting(value, f"--set {name}") for name, value in (options or {}).items()
-        },
-    )
-
-
-def _on_cpu(cluster: Cluster) -> Cluster:
-    """`local` as on a machine without GPUs, whatever this one has."""
-    return (
-        replace(cluster, gpu=None, gpus_per_node=None) if cluster.scheduler == "local" else cluster
-    )
+    profile = load_cluster(cluster)
+    if profile.scheduler == "local":
+        # As on a machine without GPUs, whatever this one has.
+        profile = replace(profile, gpu=None, gpus_per_node=None)
+    overlays = load_precision(precision), load_ep_backend(ep_backend)
+    return resolve_cell(load_recipe(recipe), *overlays, profile, layers=({}, {}, asked or {}))
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from tests.cells import CLUSTER_FILES, Point
 STEPS = "training.steps"
 
 
-def debug(ep_backend: str = "standard") -> Cell:
-    return Point("debug", "bf16", ep_backend, CPU_NODES).cell()
+def debug() -> Cell:
+    return Point("debug", "bf16", "standard", CPU_NODES).cell()
 
 
 def asked(cell: Cell, **options: Any) -> CellRecord:
@@ -35,18 +35,11 @@ def again(record: CellRecord, nodes: int | None = None, **options: Any) -> Cell:
     return cell_from_record("mine", record, "cell.yaml", nodes, settings)
 
 
-def test_it_is_the_recorded_cell_under_the_name_of_its_folder() -> None:
+def test_the_recorded_cell_comes_back_and_new_requests_win() -> None:
     cell = debug()
-    found = again(cell.record())
-    assert found.record() == replace(cell, name="mine").record()
-    assert found.refused is None
-
-
-def test_what_was_asked_last_counts_and_what_is_asked_now_wins() -> None:
-    first = asked(debug(), training__steps=10)
+    assert again(cell.record()).record() == replace(cell, name="mine").record()
     changed = replace(asked(debug(), training__steps=20), nodes=2)
-    assert (again(first).steps, again(changed).steps) == (10, 20)
-    assert (again(first).nodes, again(changed).nodes) == (1, 2)
+    assert (again(changed).steps, again(changed).nodes) == (20, 2)
     assert again(changed, training__steps=30).steps == 30
     assert again(changed, nodes=1).nodes == 1
 

@@ -31,16 +31,12 @@ def _cell(
     **options: Any,
 ) -> Cell:
     """A cell; `options` with __ for a dot."""
+    of_sweep = {name: Setting(value, "sweep") for name, value in (sweep or {}).items()}
     names = {name.replace("__", "."): value for name, value in options.items()}
-    return resolve_cell(
-        load_recipe(recipe),
-        load_precision(precision),
-        load_ep_backend(ep_backend),
-        load_cluster(cluster),
-        nodes=nodes,
-        sweep_settings={name: Setting(value, "sweep") for name, value in (sweep or {}).items()},
-        overrides={name: Setting(value, f"--set {name}") for name, value in names.items()},
-    )
+    asked = {name: Setting(value, f"--set {name}") for name, value in names.items()}
+    overlays = load_precision(precision), load_ep_backend(ep_backend)
+    parts = load_recipe(recipe), *overlays, load_cluster(cluster)
+    return resolve_cell(*parts, nodes=nodes, layers=(of_sweep, {}, asked))
 
 
 @pytest.mark.titan

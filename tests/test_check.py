@@ -70,8 +70,14 @@ def test_verdicts_turn_at_92_or_in_a_pipeline_88_and_at_105_percent(
     assert memory.verdict(gib, 1000.0, cell_of(SMALL, {PP: stages}).options) == verdict
 
 
-@pytest.mark.parametrize("totals", [(90.0, 95.0, 30.0), (95.0, 90.0), (30.0, 90.0, 95.0)])
-@pytest.mark.parametrize(("gib", "level"), [(110.0, None), (100.0, "warning"), (90.0, "error")])
+@pytest.mark.parametrize(
+    ("totals", "gib", "level"),
+    [
+        ((90.0, 95.0, 30.0), 110.0, None),
+        ((95.0, 90.0), 100.0, "warning"),
+        ((30.0, 90.0, 95.0), 90.0, "error"),
+    ],
+)
 def test_the_fullest_stage_decides_wherever_it_is(
     totals: tuple[float, ...], gib: float, level: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,16 +138,24 @@ def test_one_refused_cell_is_told_in_json(monkeypatch: pytest.MonkeyPatch) -> No
     assert json.loads(render_json(found[:1]))["may_run"] is True
     (error,) = [one for one in refused["findings"] if one["level"] == "error"]
     assert (error["rule"], error["option"]) == ("torchtitan", "metrics.log_freq")
-    assert error["reason"].endswith("refuses it: log_freq is odd (rank 1, torchtitan/a.py:3)")
     assert error["reference"].endswith("/torchtitan/a.py")
 
 
-def test_a_failure_is_put_at_the_most_particular_option(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "option"),
+    [
+        ("tensor_parallel_degree must not be an interval", TP),
+        ("an interval of 7", "checkpoint.interval"),
+        ("something else", ""),
+    ],
+)
+def test_a_failure_is_put_at_the_most_particular_option(
+    message: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cell = on_gpus(4, {TP: 2, "checkpoint.interval": 7})
-    message = "tensor_parallel_degree must not be an interval"
     failure = {"error": message, "rank": 3, "place": "torchtitan/train.py:12", "kind": "E"}
     (found,) = checked([cell], [Built(failure=failure)], monkeypatch)
-    assert found.judged.errors[0].option == TP
+    assert found.judged.errors[0].option == option
     assert f"refuses it: {message} (rank 3, torchtitan/train.py:12)" in found.summary
 
 

@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 
 from cookbook.base.gpus import visible_gpus
-from cookbook.config.cluster import default_cluster, load_cluster
-from tests.cells import CLUSTER_FILES, CLUSTERS
+from cookbook.config.cluster import load_cluster
+from tests.cells import CLUSTERS
 from tests.stand_in_gpus import stand_in_gpus
-
-HEAD = "description: mine\nscheduler: slurm\n"
-
-
-def _write(folder: Path, text: str) -> str:
-    path = folder / "mine.yaml"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -27,20 +19,6 @@ def test_every_profile_is_read_and_explained(name: str) -> None:
     assert cluster.description and cluster.ranks_per_node >= 1 and cluster.nodes >= 1
     assert cluster.device == ("cuda" if cluster.gpu else "cpu")
     assert cluster.path.read_text(encoding="utf-8").startswith("# ")
-
-
-def test_everything_a_profile_may_say() -> None:
-    (path,) = [path for path in CLUSTER_FILES if path.stem == "container"]
-    cluster = load_cluster(str(path))
-    assert (cluster.name, cluster.nodes, cluster.ranks_per_node) == ("container", 32, 8)
-    assert cluster.gpu is not None and cluster.gpu.compute_capability == 10.0
-    assert cluster.time == "04:00:00"
-    assert cluster.exclude == ("worker-7", "worker-9")
-    assert cluster.sbatch["spread-job"] is True
-    assert cluster.container is not None
-    assert cluster.container.mounts == ("/mnt/data:/mnt/data", "/mnt/with space:/data")
-    assert cluster.settings["comm.train_timeout_seconds"].value == 300
-    assert not cluster.requeue
 
 
 H200: dict[str, Any] = {"name": "NVIDIA H200"}
@@ -67,9 +45,8 @@ def test_the_local_profile_is_filled_in_from_the_machine(
     device: str,
 ) -> None:
     stand_in_gpus(monkeypatch, tmp_path, gpus)
-    if chosen is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     visible_gpus.cache_clear()
     load_cluster.cache_clear()
@@ -82,13 +59,3 @@ def test_the_local_profile_is_filled_in_from_the_machine(
     finally:
         visible_gpus.cache_clear()
         load_cluster.cache_clear()
-
-
-def test_the_default_is_local_without_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COOKBOOK_CLUSTER", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert default_cluster() == "local"
-    monkeypatch.setenv("COOKBOOK_CLUSTER", "h200-node")
-    assert default_cluster() == "h200-node"

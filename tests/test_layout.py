@@ -190,3 +190,14 @@ def test_torchtitan_splits_the_model_exactly_where_no_problem_is_found(
         **_options(pp=pp),
     }
     assert (DEGREES["pp"] in _found(options, pp)) == (not accepted)
+
+
+@pytest.mark.parametrize("replicate", [1, 4])
+def test_a_global_batch_is_a_multiple_of_all_replicas_local_batches(replicate: int) -> None:
+    total = "training.global_batch_size"
+    options = MODEL | {"training.local_batch_size": 2} | _options(dp_replicate=replicate)
+    # 384 is a multiple of 128 ranks and of 2 sequences, and not of 256.
+    (finding,) = _findings(options | {total: 384}, 128)
+    assert (finding.option, finding.remedy) == (total, "try 256")
+    assert "384 is not a multiple of local batch 2 x 128 data-parallel ranks" in finding.reason
+    assert not [size for size in (256, 512, -1) if _findings(options | {total: size}, 128)]

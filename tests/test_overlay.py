@@ -1,7 +1,8 @@
-"""Overlays: what one turns on is said in it, and held against its options; synonyms mean one."""
+"""Overlays: their `expect` block agrees with their options, and their variables can be exported."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
 from cookbook.config import overlay as overlay_module
-from cookbook.config.overlay import implied, load_overlay, load_precision
+from cookbook.config.cluster import load_cluster
+from cookbook.config.options import RESERVED
+from cookbook.config.overlay import implied, load_ep_backend, load_overlay, load_precision
 from cookbook.config.resolve import resolve_cell
-from tests.cells import POINTS, PRECISIONS, Point
+from tests.cells import CLUSTERS, EP_BACKENDS, POINTS, PRECISIONS, Point
 from tests.check_cells import cell_of
-
-GROUPED, LINEAR = "cookbook.grouped_gemms", "cookbook.linear_layers"
+from tests.golden import golden_scripts, launchers
 
 
 @pytest.mark.parametrize("point", POINTS, ids=str)
@@ -43,12 +45,11 @@ def test_a_copied_precision_passes_under_its_own_name(tmp_path: Path, name: str)
         if point.precision != name:
             continue
         cell = point.cell()
-        asked = {
-            name: setting
-            for name, setting in cell.options.settings.items()
-            if setting.origin.startswith("--set")
-        }
-        copy = resolve_cell(cell.recipe, mine, cell.ep_backend, cell.cluster, overrides=asked)
+        settings = cell.options.settings.items()
+        asked = {name: one for name, one in settings if one.origin.startswith("--set")}
+        copy = resolve_cell(
+            cell.recipe, mine, cell.ep_backend, cell.cluster, layers=({}, {}, asked)
+        )
         assert copy.name == cell.name.replace(f"-{name}-", "-mine-")
         assert copy.options.values == cell.options.values
         # No rule knows an overlay by its name.
@@ -59,28 +60,19 @@ def test_a_copied_precision_passes_under_its_own_name(tmp_path: Path, name: str)
     ("kind", "name", "old", "new", "words"),
     [
         (
-            "precision",
-            "mxfp8",
-            "grouped_gemms: mxfp8",
-            "grouped_gemms: bf16",
+            "precision", "mxfp8", "grouped_gemms: mxfp8", "grouped_gemms: bf16",
             "precision mine expects grouped_gemms bf16, and the options turn on mxfp8",
         ),
         (
-            "ep_backend",
-            "mxfp8_a2a",
-            "  expert_parallel_a2a_combine_bwd_precision: mxfp8\n",
-            "",
+            "ep_backend", "mxfp8_a2a", "  expert_parallel_a2a_combine_bwd_precision: mxfp8\n", "",
             "EP backend mine expects dispatch mxfp8, and the options turn on mxfp8 in one",
         ),
         (
-            "ep_backend",
-            "standard",
-            "expect:\n  dispatch: standard\n",
-            "expect:\n  dispatch: deepep\n",
+            "ep_backend", "standard", "dispatch: standard", "dispatch: deepep",
             "EP backend mine expects dispatch deepep, and the options turn on standard",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_declaration_that_is_not_what_trains_is_refused_with_both(
     tmp_path: Path, kind: str, name: str, old: str, new: str, words: str
 ) -> None:
@@ -119,3 +111,30 @@ def _forget() -> None:
     """As in a new process: each file is read once in one."""
     load_overlay.cache_clear()
     overlay_module._synonyms.cache_clear()
+
+
+# Read from the caller's environment where it is set; a profile may set it for everyone.
+FREE = {"WANDB_PROJECT", "NCCL_IB_HCA", "HOSTNAME"}
+
+
+def test_every_variable_of_the_scripts_is_reserved() -> None:
+    assigned: set[str] = set()
+    for text in [*golden_scripts().values(), *launchers().values()]:
+        assigned |= set(re.findall(r"(?m)^\s*(?:export )?([A-Z][A-Z_]*)\+?=", text))
+        # The supervisor exports the others that a script reads.
+        assigned |= set(re.findall(r"[$][{]([A-Z][A-Z_]*)[}]", text))
+    assert {"CELL_DIR", "TRAIN_NODES", "ATTEMPT", "TRAIN_ARGS", "PYTHONPATH"} <= assigned
+    own = {name for name in assigned if not name.startswith(("COOKBOOK_", "SLURM_"))}
+    overlays = [*map(load_precision, PRECISIONS), *map(load_ep_backend, EP_BACKENDS)]
+    exported = {name for one in overlays for name in (*one.environment, *one.environment_from)}
+    exported |= {name for cluster in CLUSTERS for name in load_cluster(cluster).environment}
+    assert own - FREE - exported <= RESERVED
+
+
+@pytest.mark.parametrize("name", ["CELL_DIR", "COOKBOOK_ROOT", "SLURM_JOB_ID"])
+def test_a_variable_of_the_scripts_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"description: a\nenvironment_from: {{{name}: OTHER}}\n")
+    found = rf"mine.yaml:2: environment_from.{name}: is a variable of bash or"
+    with pytest.raises(InputError, match=found):
+        load_precision(str(path))

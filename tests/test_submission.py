@@ -1,7 +1,8 @@
-"""What is handed to sbatch for each cell, and what becomes of cells that Slurm does not take."""
+"""The words that sbatch gets for each cell, and the state of cells that Slurm does not take."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,21 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
+from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
 from cookbook.launch.create import create_run
-from cookbook.launch.script import option_word, sbatch_options
+from cookbook.launch.script import option_word, sbatch_lines, sbatch_options
 from cookbook.launch.submit import submit_run
 from cookbook.run.status import read_job, read_status
 from cookbook.run.submit_lock import is_submit_locked
-from tests.cells import Point
+from tests.cells import CLUSTERS, Point
 from tests.programs import write_program
+
+ON_SLURM = [
+    cell
+    for cell in (Point("debug", "bf16", "standard", name).cell() for name in CLUSTERS)
+    if cell.cluster.scheduler == "slurm"
+]
 
 # It takes what it is given, but for the job of that number.
 _SBATCH = """\
@@ -71,10 +79,13 @@ def test_each_cell_that_can_run_is_a_job_of_its_own(slurm: Slurm, cells: list[Ce
     assert is_submit_locked(run.folder)
     assert submit_run(run, cells) == ["4711", "4712", "4713"]
     assert not is_submit_locked(run.folder)
-    jobs = [read_job(cell) for cell in run.cells]
-    assert [job and job.job_id for job in jobs] == ["4711", None, "4712", "4713"]
-    states = [read_status(cell).state for cell in run.cells]
-    assert states == ["queued", "refused", "queued", "queued"]
+    jobs = [(read_job(cell), read_status(cell).state) for cell in run.cells]
+    assert [(job and job.job_id, state) for job, state in jobs] == [
+        ("4711", "queued"),
+        (None, "refused"),
+        ("4712", "queued"),
+        ("4713", "queued"),
+    ]
 
 
 def test_the_batch_file_has_the_scripts_header_and_becomes_the_supervisor(
@@ -110,3 +121,36 @@ def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Slurm, cells: li
     assert states == [("queued", True), ("refused", False), ("failed", False), ("failed", False)]
     for name in ("b", "c"):
         assert (read_status(run.cell(name)).reason or "").startswith("not queued: sbatch refused")
+
+
+@pytest.mark.parametrize("cell", ON_SLURM, ids=lambda cell: cell.cluster.name)
+def test_one_task_a_node_sees_all_of_its_gpus(cell: Cell) -> None:
+    options = sbatch_options(cell)
+    assert (options["nodes"], options["ntasks-per-node"]) == (cell.nodes, 1)
+    # Untyped, and never by task: a task must see all GPUs of its node.
+    assert options.get("gpus-per-node") == (8 if cell.cluster.gpu else None)
+    assert not {"gpus-per-task", "gres", "gpus"} & set(options)
+    # Its other processes would die of it.
+    assert str(options["signal"]).startswith("B:USR1@")
+    assert ("requeue" in options) != ("no-requeue" in options)
+    # A share of the memory for each CPU is too little for nodes that are one's own.
+    memory = (True, 0) if cell.cluster.exclusive else (None, None)
+    assert (options.get("exclusive"), options.get("mem")) == memory
+    # The log before a requeue stays.
+    assert options["open-mode"] == "append"
+    assert sbatch_options(cell, "671b")["job-name"] == "671b"
+    words = [shlex.split(line) for line in sbatch_lines(cell)]
+    assert words == [
+        [f"--{name}" if value is True else f"--{name}={value}"]
+        for name, value in {**options, "output": "%x-%j.log"}.items()
+    ]
+
+
+def test_options_and_excluded_nodes_of_the_profile_are_added() -> None:
+    extra: dict[str, str | bool] = {"reservation": "moe", "spread-job": True, "contiguous": False}
+    cell = ON_SLURM[0]
+    cluster = replace(cell.cluster, sbatch=Words(extra), exclude=("worker-7", "worker-9"))
+    options = sbatch_options(replace(cell, cluster=cluster), leave_out=["worker-9", "worker-1"])
+    assert (options["reservation"], options["spread-job"]) == ("moe", True)
+    assert "contiguous" not in options
+    assert options["exclude"] == "worker-7,worker-9,worker-1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.names import names_in
-from cookbook.config.options import command_line_settings
+from cookbook.config.options import Setting, command_line_settings
 from cookbook.config.recipe import load_recipe
-from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
+from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
 from tests.cells import walked
+from tests.check_cells import cell_of
 
 HEAD = "description: mine\nrecipes: [debug]\n"
 
@@ -127,3 +129,57 @@ def test_words_of_the_command_line_become_torchtitans_types() -> None:
         "debug.seed": None,
         "parallelism.module_fqns_per_model_part": [["a"], ["b", "c"]],
     }
+
+
+SET_8 = "options: {training.steps: 8}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "steps", "place"),
+    [
+        ("", (), 7, "the cluster"),
+        (SET_8, (), 8, "mine.yaml"),
+        (SET_8 + "vary: {training.steps: [9]}\n", (), 9, "mine.yaml"),
+        (SET_8, ("training.steps=10",), 10, "--set"),
+    ],
+)
+def test_the_later_of_cluster_sweep_axis_and_command_line_wins(
+    text: str, words: tuple[str, ...], steps: int, place: str, tmp_path: Path
+) -> None:
+    request = _request(*words)
+    settings = {**request.cluster.settings, "training.steps": Setting(7, "the cluster")}
+    request = replace(request, cluster=replace(request.cluster, settings=settings))
+    (cell,) = _expand(tmp_path, HEAD + text, request)
+    assert cell.steps == steps and place in cell.options.origin("training.steps")
+
+
+def test_precision_and_ep_backend_win_over_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: mine\ndescription: mine\nnodes: 1\n"
+        "model: {name: deepseek_v3, flavor: debugmodel}\n"
+        "training: {mixed_precision_param: float32}\n"
+        "parallelism: {expert_parallel_comm_backend: deepep}\n"
+    )
+    cell = cell_of(str(path), precision="bf16", ep_backend="standard")
+    assert cell.options["training.mixed_precision_param"] == "bfloat16"
+    assert cell.options["parallelism.expert_parallel_comm_backend"] == "standard"
+
+
+def test_two_recipes_of_a_sweep_have_a_baseline_each(tmp_path: Path) -> None:
+    text = (
+        "description: d\nrecipes: [deepseek_v3_16b, deepseek_v3_671b]\nprecision: [bf16, mxfp8]\n"
+    )
+    cells = _expand(tmp_path, text + "baseline: {precision: bf16, ep_backend: standard}\n")
+    assert {(cell.name, cell.baseline) for cell in cells} == {
+        (f"{short}-{precision}-standard", f"{short}-bf16-standard")
+        for short in ("16b", "671b")
+        for precision in ("bf16", "mxfp8")
+    }
+
+
+def test_rounds_turn_and_leave_out_what_is_refused() -> None:
+    cells = [replace(cell_of("debug"), name=name) for name in "abc"]
+    cells[1] = replace(cells[1], refused="no GPU")
+    names = [cell.name for cell in in_rounds(cells, 3)]
+    assert names == ["a", "b", "c", "c-r2", "a-r2", "a-r3", "c-r3"]

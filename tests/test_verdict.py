@@ -36,25 +36,16 @@ BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
 # recipe, precision, EP backend, --set words; whether it may run on 32 nodes x 8 B200.
 CELLS: list[tuple[str, str, str, list[str], bool]] = [
     (BIG, "bf16", "standard", [], True),
-    (BIG, "mxfp8", "standard", [], True),
-    (BIG, "bf16", "deepep", [], True),
-    (BIG, "mxfp8", "deepep", [], True),
     (BIG, "mxfp8_wgrad_hp", "deepep", [], True),
-    (BIG, "bf16", "mxfp8_a2a", [], True),
+    (BIG, "float8", "mxfp8_a2a", [], True),
     (BIG, "mxfp8_linear", "standard", [], False),
-    (BIG, "float8", "standard", [], True),
     (BIG, "bf16", "deepep", ["parallelism.expert_parallel_degree=1"], False),
     (BIG, "bf16", "standard", ["parallelism.expert_parallel_degree=48"], False),
     (BIG, "bf16", "standard", ["validation.enable=true"], False),
-    (BIG, "bf16", "standard", ["training.dataloader.num_workers=-1"], False),
     (BIG, "bf16", "standard", ["compile.components=modle"], False),
-    (BIG, "bf16", "standard", ["checkpoint.exclude_from_loading=dataloder"], False),
     (BIG, "bf16", "standard", ["checkpoint.enable=true", "checkpoint.keep_latest_k=1"], False),
-    (BIG, "bf16", "standard", ["training.steps=0"], False),
-    (SMALL, "bf16", "deepep", [], True),
-    (SMALL, "mxfp8_linear", "mxfp8_a2a", [], True),
+    (SMALL, "mxfp8_linear", "deepep", [], True),
     (SMALL, "bf16", "standard", ["parallelism.context_parallel_degree=2"], False),
-    (SMALL, "bf16", "standard", ["parallelism.tensor_parallel_degree=32"], False),
 ]
 
 
@@ -122,9 +113,11 @@ def test_every_asker_gives_the_same_verdict(
     words = [recipe, "--precision", precision, "--ep-backend", ep_backend, "--cluster", B200]
     for option in options:
         words += ["--set", option]
-    check = main(["check", *words, "--rules-only"])
+    check = main(["check", *words, "--rules-only", "--json"])
+    if said := capsys.readouterr().out:
+        (one,) = json.loads(said)["cells"]
+        assert one["looked_at"] == {"rules": True, "built": False, "here": True}
     dry_run = main(["run", *words, "--dry-run"])
-    capsys.readouterr()
     start = _start([recipe, precision, ep_backend, *options], tmp_path)
     given = command_line_settings(options)
     # Wrong input makes no cell, so no run.
@@ -165,15 +158,6 @@ def test_what_is_missing_refuses_where_the_job_would_run_here(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert judge(cell).refused
     assert verdict.parts == "looked at: the rules, this environment; not: TorchTitan's build"
-
-
-def test_check_says_which_parts_it_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["check", BIG, "--cluster", B200, "--rules-only"]
-    assert main(words) == 0
-    assert "looked at: the rules, this environment; not: TorchT" in capsys.readouterr().out
-    assert main([*words, "--json"]) == 0
-    (cell,) = json.loads(capsys.readouterr().out)["cells"]
-    assert cell["looked_at"] == {"rules": True, "built": False, "here": True}
 
 
 @pytest.mark.parametrize(

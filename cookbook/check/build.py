@@ -1,7 +1,6 @@
 """Asks the pinned TorchTitan, in a fake world, whether it builds cells.
 
-The driver imports no torch: one subprocess does, for all cells, and ends with them. All that it
-writes lies in a temporary folder that goes with it.
+The driver imports no torch: one subprocess does, for all cells.
 """
 
 from __future__ import annotations
@@ -54,14 +53,13 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         # A reader that is gone must not cost the answer, so errors go to a file and not a pipe.
         said = Path(folder) / "errors"
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "TMPDIR": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
-            # From the start: TorchTitan and the cookbook's hooks decide for CPU or CUDA when they
-            # are imported, and CUDA, once asked, cannot be used in the children that it forks.
+            # TorchTitan and the hooks decide for CPU or CUDA when they are imported, and CUDA, once
+            # asked, cannot be used in the children that it forks.
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
@@ -91,11 +89,13 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
                     requests.flush()
                     line = answers.readline()
             if not line.strip():
-                return Built(unavailable=_last_line(said))
+                lines = said.read_text(errors="replace").split("\n")
+                last = next((text for text in reversed(lines) if text.strip()), "")
+                return Built(unavailable=last.strip() or "the dry run ended without a word")
             answer = json.loads(line)
-            failures = [rank for rank in answer["ranks"] if "error" in rank]
-            if failures:
-                return Built(failure=failures[0], seconds=answer["seconds"])
+            for rank in answer["ranks"]:
+                if "error" in rank:
+                    return Built(failure=rank, seconds=answer["seconds"])
             return Built(tuple(answer["ranks"]), seconds=answer["seconds"])
 
         try:
@@ -117,11 +117,6 @@ def build_cells(cells: Sequence[Cell]) -> list[Built]:
         for key, cell in zip(keys, cells, strict=True):
             known[key] = known.get(key) or build(cell)
     return [known[key] for key in keys]
-
-
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "the dry run ended without a word"
 
 
 def _request(cell: Cell) -> dict[str, Any]:

@@ -33,10 +33,8 @@ _ROUTINE = (
 class CellCheck:
     """All that a check found out about one cell.
 
-    Attributes:
-        ranks, stages: those that were counted, with their memory; empty for a cell that TorchTitan
-            did not build, or whose layers are not counted.
-        no_step: why the time of its step is not known.
+    `ranks` and their `stages` are empty for a cell that TorchTitan did not build, or whose layers
+    are not counted; `no_step` says why the time of its step is not known.
     """
 
     cell: Cell

@@ -19,7 +19,6 @@ from cookbook.config.sweep import (
     Sweep,
     expand_sweep,
     load_sweep,
-    own_pair,
     requested_pair,
     sweep_of_recipe,
 )
@@ -39,7 +38,7 @@ def merged_cell(arguments: argparse.Namespace) -> Cell:
     recipe = load_recipe(arguments.recipe)
     return merge_config(
         recipe,
-        *requested_pair(own_pair(recipe, request.cluster), request),
+        *requested_pair(recipe, request),
         request.cluster,
         nodes=request.nodes,
         layers=({}, {}, request.overrides),

@@ -177,8 +177,7 @@ class Cell:
 
     def _own_files(self) -> Words:
         """The paths of the parts that are the user's own files."""
-        parts = {"precision": self.precision, "ep_backend": self.ep_backend}
-        paths = {key: overlay.path for key, overlay in parts.items()}
+        paths = {"precision": self.precision.path, "ep_backend": self.ep_backend.path}
         paths |= {"recipe": self.recipe.path, "cluster": self.cluster.path}
         names = {key: reference(key.replace("recipe", ""), path) for key, path in paths.items()}
         return {key: name for key, name in names.items() if name != paths[key].stem}

@@ -6,7 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,8 +54,7 @@ class Cluster:
 
     `gpu` is None where ranks run on the CPU (gloo). `node_failure_days` is the mean time between
     two failures of a node, `write_gb_per_s` what all nodes together write to the shared folder.
-    A job reads the files of `source`, and ends where one is missing; it also reads those of
-    `source_if_exists` that are there.
+    A job reads the files of `source`, which must exist, and those of `source_if_exists` that do.
     """
 
     name: str
@@ -116,17 +115,12 @@ class Cluster:
         return f"{self.ranks_per_node} {self.gpu.name if self.gpu else 'CPU ranks'}"
 
 
-# sbatch options of the scripts' own: those with a key of the profile, and fixed ones.
-_KEYS_OF_OWN = frozenset(
-    {"partition", "account", "time", "exclude", "cpus-per-task", "exclusive", "requeue"}
-    | {"nodes", "gpus-per-node"}
+# sbatch options that the scripts set, from keys of the profile or always alike.
+_TAKEN = frozenset(
+    {"partition", "account", "time", "exclude", "cpus-per-task", "exclusive", "requeue", "nodes"}
+    | {"gpus-per-node", "job-name", "ntasks", "ntasks-per-node", "mem", "no-requeue", "output"}
+    | {"error", "open-mode", "array", "wrap", "chdir", "export", "signal"}
 )
-_TAKEN = _KEYS_OF_OWN | frozenset(
-    {"job-name", "ntasks", "ntasks-per-node", "mem", "no-requeue", "output", "error", "open-mode"}
-    | {"array", "wrap", "chdir", "export", "signal"}
-)
-# Texts on a line of the script's header, which must stay one line.
-_ONE_LINE = ("partition", "account", "time", "exclude", "sbatch")
 _TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<rest>[0-9]+(?::[0-9]+){0,2})")
 
 
@@ -143,16 +137,14 @@ def default_cluster() -> str:
         return "local"
     profiles = [load_cluster(name) for name in names_in("cluster")]
     known = [profile.name for profile in profiles if profile.scheduler == "slurm"]
-    fitting = [name for name in known if _slurm_has(load_cluster(name), load_cluster(name).nodes)]
+    fitting = [one.name for one in profiles if one.name in known and _slurm_has(one, one.nodes)]
     if len(fitting) == 1:
         return fitting[0]
     nodes = ", ".join(f"{count} nodes with {gres}" for count, gres in groups)
     found = f"fits {len(fitting)} of {', '.join(known)}" if fitting else "fits no profile"
-    raise InputError(
-        "--cluster",
-        f"is not given, and what Slurm reports ({nodes or 'nothing'}) {found}",
-        f"name one, here or in COOKBOOK_CLUSTER: {', '.join([*(fitting or known), 'local'])}",
-    )
+    found = f"is not given, and what Slurm reports ({nodes or 'nothing'}) {found}"
+    choices = ", ".join([*(fitting or known), "local"])
+    raise InputError("--cluster", found, f"name one, here or in COOKBOOK_CLUSTER: {choices}")
 
 
 def runs_here(cluster: Cluster) -> bool:
@@ -192,10 +184,7 @@ def cluster_from_record(record: CellRecord) -> Cluster:
 
 
 def _read_cluster(file: YamlFile) -> Cluster:
-    gpu = None
-    if mapping_at(file, "gpu"):
-        keys = fill(_GpuKeys, file, ("gpu",))
-        gpu = Gpu(keys.name, keys.compute_capability, keys.memory_gib)
+    gpu = fill(_GpuKeys, file, ("gpu",)) if mapping_at(file, "gpu") else None
     cluster = fill(
         Cluster,
         file,
@@ -203,12 +192,12 @@ def _read_cluster(file: YamlFile) -> Cluster:
         name=file.path.stem,
         settings=read_sections(file),
         path=file.path,
-        gpu=gpu,
+        gpu=gpu and Gpu(gpu.name, gpu.compute_capability, gpu.memory_gib),
         content=file.content,
     )
     for key, reason, remedy in _problems(file, cluster):
         raise InputError(file.place(*key), reason, remedy)
-    check_environment(file, "environment", cluster.environment)
+    check_environment(file, cluster.environment)
     return cluster
 
 
@@ -225,28 +214,29 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
         yield ("gpus_per_node",), "goes with `gpu`", "set both, or neither for CPU"
     if "ranks_per_node" in file.content and cluster.gpu is not None:
         yield ("ranks_per_node",), "is for CPU nodes", "there is a rank for each GPU"
-    if not 1024 <= (port := cluster.rendezvous_port) < 32768:
-        allowed = "1024 to 32767 (below the ephemeral ports)"
-        yield ("rendezvous_port",), f"found {port}, allowed: {allowed}", ""
     if cluster.time and seconds_of(cluster.time) is None and cluster.time != "UNLIMITED":
         allowed = "MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED"
         yield ("time",), f"found {described(cluster.time)}, allowed: {allowed}", ""
-    if not 60 <= (seconds := cluster.seconds_to_stop) <= 65535:
-        found = f"found {seconds}, allowed: 60 to 65535 (sbatch --signal)"
-        yield ("seconds_to_stop",), found, ""
+    for key, low, high, why in (
+        ("rendezvous_port", 1024, 32767, "below the ephemeral ports"),
+        ("seconds_to_stop", 60, 65535, "sbatch --signal"),
+    ):
+        if not low <= (value := getattr(cluster, key)) <= high:
+            yield (key,), f"found {value}, allowed: {low} to {high} ({why})", ""
     for option in cluster.sbatch:
         name = option.replace("_", "-")
         if name in _TAKEN:
-            own = f"set the profile's own key `{name.replace('-', '_')}`"
-            remedy = own if name in _KEYS_OF_OWN else "leave it out"
+            key = name.replace("-", "_")
+            is_key = key in {field.name for field in fields(Cluster)}
+            remedy = f"set the profile's own key `{key}`" if is_key else "leave it out"
             yield ("sbatch", option), "is set by the cookbook itself", remedy
         elif not re.fullmatch("[a-z][a-z-]*", option):
             remedy = f"write {name}" if re.fullmatch("[a-z][a-z-]*", name) else ""
             yield ("sbatch", option), "is not the long name of an sbatch option", remedy
-    for key in _ONE_LINE:
-        value = getattr(cluster, key)
-        values = value.values() if isinstance(value, dict) else value
-        for text in [values] if isinstance(values, str) else values or ():
+    one_line = {key: [getattr(cluster, key)] for key in ("partition", "account", "time")}
+    one_line |= {"exclude": [*cluster.exclude], "sbatch": [*cluster.sbatch.values()]}
+    for key, texts in one_line.items():
+        for text in texts:
             if isinstance(text, str) and not text.isprintable():
                 yield (key,), f"found {described(text)}, allowed: text of one line", ""
 

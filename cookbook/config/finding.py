@@ -121,6 +121,6 @@ class Verdict:
         """Which parts were looked at, and which not."""
         parts = {"the rules": self.rules, "TorchTitan's build": self.built}
         parts["this environment"] = self.here
-        seen = [name for name, part in parts.items() if part is not None]
-        unseen = [name for name, part in parts.items() if part is None]
-        return f"looked at: {', '.join(seen)}" + (f"; not: {', '.join(unseen)}" if unseen else "")
+        seen = ", ".join(name for name, part in parts.items() if part is not None)
+        unseen = ", ".join(name for name, part in parts.items() if part is None)
+        return f"looked at: {seen}" + (f"; not: {unseen}" if unseen else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,42 +221,38 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
 
 
 _EXPANSION = re.compile(r"\$\{?[A-Za-z_]")
-# Bash does not let anyone set most of these; the scripts need the others for themselves
-# (tests/test_environment.py holds the list to the templates).
-_OF_BASH = frozenset(
-    {"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO", "BASH_ENV", "ENV", "IFS"}
-    | {"SECONDS"}
+# Bash's own, and those that the scripts need (tests/test_overlay.py holds them to the
+# templates).
+RESERVED = frozenset(
+    {"UID", "IFS", "SECONDS", "ATTEMPT", "CELL", "CELL_DIR", "EP_BACKEND", "EP_BACKEND_ARGS"}
+    | {"HEAD_ADDRESS", "LOG_RANK", "NUM_NODES", "PATH", "PRECISION", "PRECISION_ARGS", "PYTHONPATH"}
+    | {"PYTHONUNBUFFERED", "RDZV_ENDPOINT", "RECIPE", "SCRIPT", "SHOWN_RANKS", "SUBMITTED"}
+    | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "TRAIN_ARGS", "TRAIN_NODES", "VENV"}
+    | {"WANDB_RUN_NAME"}
 )
-_OF_SCRIPTS = frozenset(
-    {"ATTEMPT", "CELL", "CELL_DIR", "EP_BACKEND", "EP_BACKEND_ARGS", "HEAD_ADDRESS", "LOG_RANK"}
-    | {"NUM_NODES", "PATH", "PRECISION", "PRECISION_ARGS", "PYTHONPATH", "PYTHONUNBUFFERED"}
-    | {"RDZV_ENDPOINT", "RECIPE", "SCRIPT", "SHOWN_RANKS", "SUBMITTED", "TRAIN_ARGS", "TRAIN_NODES"}
-    | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "VENV", "WANDB_RUN_NAME"}
-)
-RESERVED = _OF_BASH | _OF_SCRIPTS
 
 
-def check_environment(file: YamlFile, key: str, words: Words) -> None:
-    """Refuse variables that a job cannot export, and values that need expansion by a shell."""
-    check_variables(file, key, words)
-    for name, word in words.items():
-        if isinstance(word, str) and _EXPANSION.search(word):
-            raise InputError(
-                file.place(key, name),
-                f"found {word!r}, and values are exported as they stand: nothing is expanded",
-                "write the full value, or export it in a file that the cluster's `source` names",
-            )
+def check_environment(file: YamlFile, environment: Words, sources: Words | None = None) -> None:
+    """Refuse variables that a job cannot export, and values that need expansion by a shell.
 
-
-def check_variables(file: YamlFile, key: str, names: Iterable[object]) -> None:
-    """Refuse a name that is none of a variable, or that bash or the scripts use."""
-    for name in names:
-        if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
+    Args:
+        sources: the variables of `environment_from`.
+    """
+    taken = [("environment", name) for name in environment]
+    taken += [("environment_from", str(name)) for pair in (sources or {}).items() for name in pair]
+    for key, name in taken:
+        if not (name.isascii() and name.isidentifier()):
             raise InputError(file.place(key), f"{name!r} is not the name of a variable")
         if name in RESERVED or name.startswith(("SLURM_", "COOKBOOK_", "SUBMITIT_")):
-            raise InputError(
-                file.place(key, name), "is a variable of bash or of the scripts", "leave it out"
+            found = "is a variable of bash or of the scripts"
+            raise InputError(file.place(key, name), found, "leave it out")
+    for name, word in environment.items():
+        if isinstance(word, str) and _EXPANSION.search(word):
+            found = f"found {word!r}, and values are exported as they stand: nothing is expanded"
+            remedy = (
+                "write the full value, or export it in a file that the cluster's `source` names"
             )
+            raise InputError(file.place("environment", name), found, remedy)
 
 
 def exported(words: Words) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""A precision or an EP backend: options over a recipe, what they need and what they turn on.
+"""Precisions and EP backends: options over a recipe, their needs, and what they turn on.
 
-A precision or EP backend (YAML) of a known kind needs no code. A new kind of EP exchange is a row
-of `EXCHANGES`, a dispatcher in `titan/`, and its speed in `predict/`.
+A new kind of EP exchange is a row of `EXCHANGES`, a dispatcher in `titan/`, and its speed in
+`predict/`; any other overlay is a YAML file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from cookbook.config.options import (
     Setting,
     Settings,
     check_environment,
-    check_variables,
     read_options,
     read_sections,
     sections,
@@ -132,7 +131,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Overlay:
-    """A precision or an EP backend.
+    """A precision (`bf16`, `mxfp8`: formats of the GEMMs) or an EP backend (`deepep`: exchanges).
 
     Attributes:
         expect: what must be active in training, as the options `cookbook.<key>` of the job.
@@ -158,38 +157,25 @@ class Overlay:
         return self.expect[f"cookbook.{key}"].value
 
 
-class Precision(Overlay):
-    """`bf16`, `mxfp8`, ...: the number formats of the experts' and the linear layers' GEMMs."""
-
-
-class EPBackend(Overlay):
-    """`standard`, `deepep`, ...: how tokens travel to the ranks of their experts."""
-
-
-def load_precision(name: str, gpu: Gpu | None = None) -> Precision:
+def load_precision(name: str, gpu: Gpu | None = None) -> Overlay:
     """Read the precision called `name`, by a synonym, or at the path `name`.
 
     Args:
         gpu: decides the meaning of a name that each generation of GPUs has for itself.
     """
-    if name in _BY_GPU:
-        have = gpu.compute_capability if gpu else 0.0
-        for choice in _BY_GPU[name]:
-            precision = load_precision(choice)
-            if precision.needs.compute_capability <= have:
-                return precision
-        choices = " or ".join(_BY_GPU[name])
-        raise InputError("precision", f"{name!r} depends on the GPU", f"name {choices}")
-    overlay = load_overlay("precision", name)
-    assert isinstance(overlay, Precision)
-    return overlay
+    if name not in _BY_GPU:
+        return load_overlay("precision", name)
+    for choice in _BY_GPU[name] if gpu else ():
+        precision = load_overlay("precision", choice)
+        if gpu and precision.needs.compute_capability <= gpu.compute_capability:
+            return precision
+    choices = " or ".join(_BY_GPU[name])
+    raise InputError("precision", f"{name!r} depends on the GPU", f"name {choices}")
 
 
-def load_ep_backend(name: str) -> EPBackend:
+def load_ep_backend(name: str) -> Overlay:
     """Read the EP backend called `name`, by a synonym, or at the path `name`."""
-    overlay = load_overlay("ep_backend", name)
-    assert isinstance(overlay, EPBackend)
-    return overlay
+    return load_overlay("ep_backend", name)
 
 
 @functools.cache
@@ -201,21 +187,26 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
     file = read_yaml(path)
     is_emulated = file.content.get("emulated") is not None
     emulated = mapping_at(file, "emulated")
-    overlay: Overlay = fill(
-        Precision if kind == "precision" else EPBackend,
+    needed = read_options(file, mapping_at(file, "needs", "options"), ("needs", "options"))
+    needs = fill(Needs, file, ("needs",), beside=("options",), settings=needed)
+    for package in needs.packages:
+        if not package.isidentifier():
+            found = f"found {package!r}, allowed: the name that Python imports"
+            remedy = "versions are pinned in requirements.txt"
+            raise InputError(file.place("needs", "packages"), found, remedy)
+    overlay = fill(
+        Overlay,
         file,
         beside=("needs", "expect", "emulated", *sections()),
         kind=kind,
         name=path.stem,
-        needs=_read_needs(file),
+        needs=needs,
         expect=_read_expect(file, kind),
         settings=read_sections(file),
         emulated=read_options(file, emulated, ("emulated",)) if is_emulated else None,
         path=path,
     )
-    check_environment(file, "environment", overlay.environment)
-    sources = overlay.environment_from
-    check_variables(file, "environment_from", [*sources, *sources.values()])
+    check_environment(file, overlay.environment, overlay.environment_from)
     for synonym in overlay.synonyms:
         check_name(file.place("synonyms"), synonym)
         real = [synonym] if synonym in names_in(kind) else []
@@ -223,19 +214,6 @@ def load_overlay(kind: Kind, name: str) -> Overlay:
             found = f"found {synonym!r}, which {shown_path(find_file(kind, other))} has already"
             raise InputError(file.place("synonyms"), found, "remove one of the two")
     return overlay
-
-
-def _read_needs(file: YamlFile) -> Needs:
-    options = read_options(file, mapping_at(file, "needs", "options"), ("needs", "options"))
-    needs = fill(Needs, file, ("needs",), beside=("options",), settings=options)
-    for package in needs.packages:
-        if not package.isidentifier():
-            raise InputError(
-                file.place("needs", "packages"),
-                f"found {package!r}, allowed: the name that Python imports",
-                "versions are pinned in requirements.txt",
-            )
-    return needs
 
 
 def _read_expect(file: YamlFile, kind: Kind) -> Settings:

@@ -23,6 +23,8 @@ from cookbook.run.record import CellRecord
 
 # A folder's name may have 255 bytes; a run adds to it while it is made.
 _CELL_NAME_CHARACTERS = 200
+# Settings of the sweep, of its axes, and of the command line.
+Layers = tuple[Settings, Settings, Settings]
 
 
 def resolve_cell(
@@ -32,16 +34,10 @@ def resolve_cell(
     cluster: Cluster,
     *,
     nodes: int | None = None,
-    sweep_settings: Settings | None = None,
-    varied: Settings | None = None,
-    overrides: Settings | None = None,
+    layers: Layers = ({}, {}, {}),
     suffix: str = "",
 ) -> Cell:
-    """Merge the parts into a cell and judge it.
-
-    The later wins: recipe, EP backend, precision (emulated where the GPU needs it), cluster, sweep,
-    the sweep's axes, the command line. On the `local` cluster the recipe's stand-in takes its
-    place, and the sweep's own settings, made for the recipe's size, are left out.
+    """Merge the parts into a cell, name it and judge it.
 
     Args:
         suffix: ends the name of a cell that is no stand-in.
@@ -49,24 +45,14 @@ def resolve_cell(
     Raises:
         InputError: degrees that do not divide, or a node count that the cluster does not have.
     """
-    cell = merge_config(
-        recipe,
-        precision,
-        ep_backend,
-        cluster,
-        nodes=nodes,
-        layers=(sweep_settings or {}, varied or {}, overrides or {}),
-    )
+    cell = merge_config(recipe, precision, ep_backend, cluster, nodes=nodes, layers=layers)
     words = [suffix] if suffix and not cell.stand_in_for else []
-    for option, setting in (varied or {}).items():
+    for option, setting in layers[1].items():
         words.append(f"{option.rpartition('.')[2]}_{word_of(setting.value)}")
     name = "-".join([cell.name, *words])
     if len(name) > _CELL_NAME_CHARACTERS:
-        raise InputError(
-            f"cell {name[:40]}...",
-            f"its name has {len(name)} characters, allowed: {_CELL_NAME_CHARACTERS}",
-            "vary less, or shorten the names",
-        )
+        found = f"its name has {len(name)} characters, allowed: {_CELL_NAME_CHARACTERS}"
+        raise InputError(f"cell {name[:40]}...", found, "vary less, or shorten the names")
     cell = replace(cell, name=name, published=published_number(cell))
     folder = "checkpoint.folder"
     if cell.options[folder].startswith("/"):
@@ -92,19 +78,23 @@ def merge_config(
     cluster: Cluster,
     *,
     nodes: int | None = None,
-    layers: tuple[Settings, Settings, Settings] = ({}, {}, {}),
+    layers: Layers = ({}, {}, {}),
 ) -> Cell:
     """Return the cell before it is judged.
 
-    Args:
-        layers: settings of the sweep, of its axes, and of the command line.
+    The later wins: recipe, EP backend, precision (emulated where the GPU needs it), cluster, sweep,
+    the sweep's axes, the command line. On the `local` cluster the recipe's stand-in takes its
+    place, and the sweep's own settings, made for the recipe's size, are left out.
     """
     stand_in_for, left_out = None, tuple[str, ...]()
     of_sweep, varied, overrides = layers
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         stand_in_for, recipe = recipe.name, load_recipe(recipe.stand_in)
         left_out, of_sweep = tuple(of_sweep), {}
-    emulated = _is_emulated(precision, cluster)
+    needed, gpu = precision.needs.compute_capability, cluster.gpu
+    lacks_it = gpu is None or gpu.compute_capability < needed
+    can_emulate = cluster.emulate and precision.emulated is not None
+    emulated = bool(needed and lacks_it and can_emulate)
     options = Options(load_stack(), {}).override(
         recipe.settings,
         _local_layout(recipe, cluster),
@@ -148,27 +138,19 @@ def _nodes(recipe: Recipe, cluster: Cluster, asked: int | None) -> int:
     nodes = asked if asked is not None else max(1, min(recipe.nodes, most))
     if nodes < 1 or nodes > most:
         kept = f", where {spare} more are kept as spares" if spare else ""
-        raise InputError(
-            "--nodes", f"found {nodes}, allowed: 1 to {most} on cluster {cluster.name}{kept}"
-        )
+        found = f"found {nodes}, allowed: 1 to {most} on cluster {cluster.name}{kept}"
+        raise InputError("--nodes", found)
     return nodes
 
 
 def _local_layout(recipe: Recipe, cluster: Cluster) -> Settings:
-    """EP over all ranks of this machine that the experts can be divided among."""
+    """Set EP over all ranks of this machine that the experts can be divided among."""
     name = DEGREES["ep"]
     model = Options(load_stack(), recipe.settings).model
     if cluster.scheduler != "local" or name not in recipe.settings or model is None:
         return {}
     degree = math.gcd(cluster.ranks_per_node, model.num_experts)
     return {name: Setting(degree, f"cluster {cluster.name} ({cluster.ranks_per_node} ranks)")}
-
-
-def _is_emulated(precision: Overlay, cluster: Cluster) -> bool:
-    """Return whether emulation replaces hardware that the cluster lacks."""
-    needed = precision.needs.compute_capability
-    has_it = cluster.gpu is not None and cluster.gpu.compute_capability >= needed
-    return bool(needed and not has_it and cluster.emulate and precision.emulated is not None)
 
 
 def cell_from_record(
@@ -187,16 +169,16 @@ def cell_from_record(
     Raises:
         InputError: the record names nothing that is here, or the cell cannot run.
     """
+
+    def wrong(found: str, key: str = "") -> InputError:
+        return InputError(f"{place}: {key}" if key else place, found, "start a new run")
+
     stack = load_stack()
-    parts = []
-    for key in ("recipe", "precision", "ep_backend", "cluster"):
-        part = record.files.get(key) or getattr(record, key)
-        if not part:
-            raise InputError(place, f"does not say its {key}", "start a new run")
-        parts.append(str(part))
+    parts = {key: str(record.files.get(key) or getattr(record, key) or "") for key in _PARTS}
+    if missing := [key for key, part in parts.items() if not part]:
+        raise wrong(f"does not say its {missing[0]}")
     if record.stack != stack.name:
-        found = f"found {record.stack}, and this is {stack.name}"
-        raise InputError(f"{place}: stack", found, "start a new run")
+        raise wrong(f"found {record.stack}, and this is {stack.name}", "stack")
     settings = {
         option: Setting(stack.setting(place, option).check(place, value), f"{place}: {option}")
         for option, value in record.asked_options.items()
@@ -212,12 +194,12 @@ def cell_from_record(
             found = "differs from that of the checkpoint, whose place in the texts it would lose"
             raise InputError(asked.origin, found, "leave it out, or start a new run")
     with named_at(place):
-        recipe, cluster = load_recipe(parts[0]), load_cluster(parts[3])
-        precision, ep_backend = load_precision(parts[1]), load_ep_backend(parts[2])
-    if cluster.ranks_per_node != record.ranks_per_node:
-        here = f"and {cluster.name} has {cluster.ranks_per_node} here"
-        found = f"found {record.ranks_per_node}, {here}"
-        raise InputError(f"{place}: ranks_per_node", found, "start a new run")
+        recipe, cluster = load_recipe(parts["recipe"]), load_cluster(parts["cluster"])
+        precision = load_precision(parts["precision"])
+        ep_backend = load_ep_backend(parts["ep_backend"])
+    if (here := cluster.ranks_per_node) != record.ranks_per_node:
+        found = f"found {record.ranks_per_node}, and {cluster.name} has {here} here"
+        raise wrong(found, "ranks_per_node")
     cell = Cell(
         name=name,
         recipe=recipe,
@@ -233,6 +215,9 @@ def cell_from_record(
         prediction=record.prediction,
     )
     return _judged(cell)
+
+
+_PARTS = ("recipe", "precision", "ep_backend", "cluster")
 
 
 def this_machine(
@@ -267,11 +252,7 @@ def cell_on(
 
     So one may ask for options that the rules refuse or do not know.
     """
-    cell = merge_config(
-        load_recipe(recipe),
-        load_precision(precision),
-        load_ep_backend(ep_backend),
-        cluster,
-        layers=({}, {}, {name: Setting(value, source) for name, value in options.items()}),
-    )
+    overlays = load_precision(precision), load_ep_backend(ep_backend)
+    asked = {option: Setting(value, source) for option, value in options.items()}
+    cell = merge_config(load_recipe(recipe), *overlays, cluster, layers=({}, {}, asked))
     return replace(cell, name=name or cell.name)

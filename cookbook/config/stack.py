@@ -6,6 +6,7 @@ TorchTitan (see `option_table.py` of the stack's package in `titan/`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -45,10 +46,10 @@ def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
     """Return the pins of `path` in their order."""
     return [
         Pin(
-            name=match["name"],
-            value=match["version"] or match["commit"],
-            source=match["source"] or "",
-            extra=match["extra"] or "",
+            match["name"],
+            match["version"] or match["commit"],
+            match["source"] or "",
+            match["extra"] or "",
         )
         for line in path.read_text(encoding="utf-8").splitlines()
         if (match := _LINE.match(line))
@@ -81,13 +82,14 @@ class Option:
             return value
         if self.kind == "list" and isinstance(value, str):
             value = value.split(",") if value else []
-        if self.kind == "float" and _KINDS["int"][0](value):
+        if self.kind == "float" and _holds("int", value):
             value = float(value)
-        holds, allowed = _KINDS[self.kind]
-        if not holds(value):
+        if not _holds(self.kind, value):
             quotes = self.kind == "str" and isinstance(value, bool | int | float)
             remedy = "put it in quotes" if quotes else ""
-            raise InputError(place, f"found {described(value)}, allowed: {allowed}", remedy)
+            raise InputError(
+                place, f"found {described(value)}, allowed: {_ALLOWED[self.kind]}", remedy
+            )
         if self.kind == "list" and not value and self.default:
             # TorchTitan reads an empty word as a list of one empty name.
             raise InputError(place, "found an empty list, which TorchTitan cannot be given here")
@@ -102,19 +104,16 @@ class Option:
 
     def parse(self, place: str, text: str) -> Any:
         """Return the value of `text` from a command line."""
-        value: Any = text
         if self.optional and text in ("None", "null"):
             return None
-        try:
-            # Python reads digits of every script; TorchTitan and Slurm do not.
-            if self.kind in ("int", "float") and text.isascii():
-                value = int(text) if self.kind == "int" else float(text)
-            elif self.kind == "bool" and text.lower() in ("true", "false"):
-                value = text.lower() == "true"
-            elif self.kind == "lists":
-                value = json.loads(text)
-        except ValueError:
-            pass
+        value: Any = text
+        readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "lists": json.loads}
+        if self.kind == "bool":
+            value = {"true": True, "false": False}.get(text.lower(), text)
+        # Python reads digits of every script; TorchTitan and Slurm do not.
+        elif self.kind in readers and (text.isascii() or self.kind == "lists"):
+            with contextlib.suppress(ValueError):
+                value = readers[self.kind](text)
         return self.check(place, value)
 
     def arguments(self, value: Any) -> list[str]:
@@ -129,26 +128,23 @@ class Option:
         return [f"--{self.name}={','.join(value) if self.kind == 'list' else value}"]
 
 
-def _is_text(value: Any) -> bool:
-
-    return isinstance(value, str)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
-    "float": (lambda value: isinstance(value, float) and math.isfinite(value), "a number"),
-    "str": (_is_text, "a text"),
-    "list": (_is_texts, "a list of texts"),
-    "lists": (
-        lambda value: isinstance(value, list) and all(_is_texts(item) for item in value),
-        "a list of lists of texts",
-    ),
+_ALLOWED = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "list": "a list of texts",
+    "lists": "a list of lists of texts",
 }
+
+
+def _holds(kind: str, value: Any) -> bool:
+    """Return whether `value` is of the kind; true is no number."""
+    if kind in ("list", "lists"):
+        inner = "str" if kind == "list" else "list"
+        return isinstance(value, list) and all(_holds(inner, item) for item in value)
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return type(value).__name__ == kind and is_finite
 
 
 _TABLES = Path(__file__).parent / "tables"
@@ -196,17 +192,14 @@ class Stack:
         if name not in self.options:
             # Else options of any section whose last word is near.
             keys = nearest(
-                name.rpartition(".")[2], {full.rpartition(".")[2] for full in self.options}
+                name.rpartition(".")[2], {one.rpartition(".")[2] for one in self.options}
             )
             close = nearest(name, self.options, 3) or [
                 full for full in self.options for key in keys if full.endswith(f".{key}")
             ]
+            found = f"TorchTitan {self.pins['torchtitan']} has no option {name!r}"
             remedy = f"nearest: {', '.join(close)}" if close else ""
-            raise InputError(
-                place,
-                f"TorchTitan {self.pins['torchtitan']} has no option {name!r}",
-                remedy or "see `python -m torchtitan.train --help`",
-            )
+            raise InputError(place, found, remedy or "see `python -m torchtitan.train --help`")
         return self.options[name]
 
     def setting(self, place: str, name: str) -> Option:

@@ -82,16 +82,18 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
     for recipe, point in itertools.product(sweep.recipes, sweep.points):
         if point.recipe not in (None, recipe):
             continue
-        pair = requested_pair(point.pair or own_pair(recipe, request.cluster), request)
+        pair = requested_pair(recipe, request, point.pair)
         for values in itertools.product(*axes.values()):
             cell = resolve_cell(
                 recipe,
                 *pair,
                 request.cluster,
                 nodes=request.nodes,
-                sweep_settings={**sweep.settings, **point.settings},
-                varied=dict(zip(axes, values, strict=True)),
-                overrides=request.overrides,
+                layers=(
+                    {**sweep.settings, **point.settings},
+                    dict(zip(axes, values, strict=True)),
+                    request.overrides,
+                ),
                 suffix=point.name,
             )
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
@@ -100,11 +102,9 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
                 other, other_point = groups[cell.name]
                 if cell.stand_in_for or (other == group and other_point is not point):
                     continue
-                raise InputError(
-                    f"sweep {sweep.name}",
-                    f"two of its cells are called {cell.name!r}",
-                    "no value of an axis may stand twice, and recipes need names of their own",
-                )
+                found = f"two of its cells are called {cell.name!r}"
+                remedy = "no value of an axis may stand twice, and recipes need names of their own"
+                raise InputError(f"sweep {sweep.name}", found, remedy)
             if point.prediction and not cell.stand_in_for:
                 cell = replace(cell, prediction=point.prediction)
             cells[cell.name], groups[cell.name] = cell, (group, point)
@@ -127,29 +127,23 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
         runnable = [cell for cell in cells if not cell.refused]
         for cell in runnable if repeat % 2 else reversed(runnable):
             name = f"{cell.name}-r{repeat}"
-            if any(other.name == name for other in cells):
-                raise InputError(f"--repeat {num_repeats}", f"the sweep has a cell {name} already")
             found.append(replace(cell, name=name, repeat_of=cell.name, repeat=repeat))
     return found
 
 
-def requested_pair(pair: Pair, request: CellRequest) -> Pair:
-    """Return `pair` with the part that the command line names in place of its own."""
-    precision, ep_backend = pair
+def requested_pair(recipe: Recipe, request: CellRequest, pair: Pair | None = None) -> Pair:
+    """Return `pair`, else that of the recipe or its stand-in, with the command line's own parts."""
+    cluster = request.cluster
+    if cluster.scheduler == "local" and recipe.stand_in is not None:
+        recipe = load_recipe(recipe.stand_in)
+    precision, ep_backend = pair or recipe.pair
     if request.precision is not None:
         with named_at("--precision"):
-            precision = load_precision(request.precision, request.cluster.gpu)
+            precision = load_precision(request.precision, cluster.gpu)
     if request.ep_backend is not None:
         with named_at("--ep-backend"):
             ep_backend = load_ep_backend(request.ep_backend)
     return precision, ep_backend
-
-
-def own_pair(recipe: Recipe, cluster: Cluster) -> Pair:
-    """Return the pair of the recipe, or of the stand-in that `cluster` trains in its place."""
-    if cluster.scheduler == "local" and recipe.stand_in is not None:
-        return load_recipe(recipe.stand_in).pair
-    return recipe.pair
 
 
 def pair_name(pair: Pair) -> str:
@@ -189,10 +183,18 @@ def load_sweep(name: str) -> Sweep:
     baseline = None
     if own.baseline is not None:
         baseline = _pair(file, own.baseline, ("baseline",))
-        known = [pair_name(one.pair or recipe.pair) for one in points for recipe in recipes]
+        known = {pair_name(one.pair or recipe.pair) for one in points for recipe in recipes}
         if pair_name(baseline) not in known:
             place = file.place("baseline")
-            raise unknown_name(place, "cell of the sweep", pair_name(baseline), set(known))
+            raise unknown_name(place, "cell of the sweep", pair_name(baseline), known)
+    axes = {}
+    for name, values in own.vary.items():
+        place = file.place("vary", name)
+        option = load_stack().setting(place, name)
+        if not isinstance(values, list) or not values:
+            found = "an empty list, a sweep over nothing" if values == [] else described(values)
+            raise InputError(place, f"found {found}, allowed: a list of at least one value")
+        axes[name] = tuple(Setting(option.check(place, value), place) for value in values)
     return Sweep(
         name=path.stem,
         description=own.description,
@@ -200,7 +202,7 @@ def load_sweep(name: str) -> Sweep:
         points=points,
         baseline=baseline,
         settings=read_options(file, mapping_at(file, "options"), ("options",)),
-        vary=_vary(file, own.vary),
+        vary=axes,
     )
 
 
@@ -218,10 +220,10 @@ def is_sweep(name: str) -> bool:
 
 
 def _points(file: YamlFile, own: _File, recipes: tuple[Recipe, ...]) -> Iterator[Point]:
+    if own.cells is None and own.precision is None and own.ep_backend is None:
+        yield Point()
+        return
     if own.cells is None:
-        if own.precision is None and own.ep_backend is None:
-            yield Point()
-            return
         for axes in itertools.product(own.precision or ("bf16",), own.ep_backend or ("standard",)):
             yield Point(_pair(file, dict(zip(_KINDS, axes, strict=True)), ()))
         return
@@ -230,20 +232,20 @@ def _points(file: YamlFile, own: _File, recipes: tuple[Recipe, ...]) -> Iterator
         raise InputError(file.place("cells"), found, "keep one of the two")
     by_name = {recipe.name: recipe for recipe in recipes}
     for index, entry in enumerate(own.cells):
+        within = ("cells", str(index))
         names = {key: value for key, value in entry.items() if key not in _OF_CELL}
         pair = _pair(file, names, ("cells",), (*_KINDS, *_OF_CELL))
         name, recipe = entry.get("name", ""), entry.get("recipe")
         prediction = entry.get("prediction", "")
         if not isinstance(prediction, str):
-            place = file.place("cells", str(index), "prediction")
+            place = file.place(*within, "prediction")
             raise InputError(place, f"found {described(prediction)}, allowed: a text")
         if name:
-            check_name(file.place("cells", str(index), "name"), str(name))
+            check_name(file.place(*within, "name"), str(name))
         if recipe is not None and recipe not in by_name:
-            place = file.place("cells", str(index), "recipe")
+            place = file.place(*within, "recipe")
             raise unknown_name(place, "recipe of the sweep", str(recipe), by_name)
-        within = ("cells", str(index), "options")
-        settings = read_options(file, entry.get("options") or {}, within)
+        settings = read_options(file, entry.get("options") or {}, (*within, "options"))
         own_recipe = by_name[recipe] if recipe else None
         yield Point(pair, own_recipe, name, settings, " ".join(prediction.split()))
 
@@ -260,22 +262,9 @@ def _pair(
     found = []
     for kind in _KINDS:
         place, name = file.place(*within or (kind,)), names.get(kind)
-        if name is None:
-            raise InputError(f"{place}: {kind}", "is missing", "set it to a name")
         if not isinstance(name, str):
-            raise InputError(f"{place}: {kind}", f"found {described(name)}, allowed: a name")
+            wrong = "is missing" if name is None else f"found {described(name)}, allowed: a name"
+            raise InputError(f"{place}: {kind}", wrong, "set it to a name")
         with named_at(place):
             found.append(load_overlay(kind, name))
     return found[0], found[1]
-
-
-def _vary(file: YamlFile, mapping: Unchecked) -> dict[str, tuple[Setting, ...]]:
-    axes = {}
-    for name, values in mapping.items():
-        place = file.place("vary", name)
-        option = load_stack().setting(place, name)
-        if not isinstance(values, list) or not values:
-            found = "an empty list, a sweep over nothing" if values == [] else described(values)
-            raise InputError(place, f"found {found}, allowed: a list of at least one value")
-        axes[name] = tuple(Setting(option.check(place, value), place) for value in values)
-    return axes

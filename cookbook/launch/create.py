@@ -23,8 +23,7 @@ from cookbook.supervise.start import job_record
 
 def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
     """Write the run of `cells`; it is built under a hidden name and renamed when it is complete."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    root = runs_folder()
+    root, stamp = runs_folder(), time.strftime("%Y%m%d-%H%M%S")
     building = root / f".{sweep}-{stamp}-{os.getpid()}"
     first = cells[0]
     record = new_record(

@@ -1,8 +1,7 @@
 """Render the scripts of cells and of recipes, and the sbatch options of a cell.
 
-The only module that renders scripts. The template lays out; every decision is taken in Python, and
-every value passes the `shquote` filter, so that what stands in YAML reaches torchrun's argv
-unchanged.
+The template lays out; every decision is taken in Python, and every value passes the `shquote`
+filter, so that a text in YAML reaches torchrun's argv unchanged.
 """
 
 from __future__ import annotations

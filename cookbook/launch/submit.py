@@ -194,7 +194,11 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
         for folder, cell in zip(folders, cells, strict=True):
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
-            _prepare(folder, cell)
+            attempts = folder.attempts()
+            # Without a job, `queued` is believed.
+            folder.job.unlink(missing_ok=True)
+            write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
+            keep_request(folder, job_record(cell), render_script(cell))
         return submit_run(run, cells)
     except BaseException:
         release_submit_lock(run.folder)
@@ -204,14 +208,6 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
                 for path, content in files.items():
                     path.write_bytes(content)
         raise
-
-
-def _prepare(folder: CellFolder, cell: Cell) -> None:
-    attempts = folder.attempts()
-    # Without a job, `queued` is believed.
-    folder.job.unlink(missing_ok=True)
-    write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
-    keep_request(folder, job_record(cell), render_script(cell))
 
 
 def leave_out(cell: Cell) -> Choice:

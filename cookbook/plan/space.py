@@ -254,14 +254,13 @@ def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
 
     Values refused for themselves come first, before those refused for their neighbours.
     """
-    found = [
-        (option, value, *_reason(space, option, value))
-        for option, values in space.varied.items()
-        for value in values
-        if all(cell.options[option] != value for cell in cells)
-    ]
-    found.sort(key=lambda one: one[2] != one[0])
-    return [f"{option}={value}: {reason}" for option, value, _, reason in found]
+    rejected = []
+    for option, values in space.varied.items():
+        for value in values:
+            if all(cell.options[option] != value for cell in cells):
+                culprit, reason = _reason(space, option, value)
+                rejected.append((culprit != option, f"{option}={value}: {reason}"))
+    return [line for _, line in sorted(rejected, key=lambda one: one[0])]
 
 
 def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:

@@ -1,8 +1,7 @@
-"""The verdict of a cell: by the rules, as TorchTitan builds it, and in this environment.
+"""The verdict of a cell: by the rules, and in this environment; the driver and the job ask for it.
 
-The driver asks for it by a cell's options, and a job by the options that it was started with, those
-at the end of an sbatch line too. TorchTitan itself refuses what it sees when it builds the model
-(`check/`); a rule stands here where it cannot see a fault, or only in the job.
+TorchTitan refuses more when it builds the model (`check/`); a rule stands here where TorchTitan
+sees a fault only in the job, or never.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def wrong_value(cell: Cell, option: str) -> Finding | None:
 def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
     """Return the packages and files that the cell needs and this environment lacks.
 
-    Errors where its job would run in this environment: on `--cluster local`, inside a job, where
-    this machine's Slurm has the cluster's nodes, and where it `is_submitted` from here. Elsewhere
+    Errors where its job would run in this environment, or `is_submitted` from it. Elsewhere
     warnings, as a plan for another cluster needs nothing here.
     """
     found = [*_missing(cell)]
@@ -90,16 +88,10 @@ def _missing(cell: Cell) -> Iterator[Finding]:
         return
     if missing := missing_packages(cell):
         yield Finding(ERROR, "packages", "", f"not installed: {', '.join(missing)}", _SET_UP)
-    if _lacks_flash_attention(cell):
-        reason = "FlashAttention-4 (flash-attn-4) is not installed"
-        remedy = f"{_SET_UP}, or set {ATTENTION}=flavor"
-        yield Finding(ERROR, "packages", ATTENTION, reason, remedy)
-
-
-def _lacks_flash_attention(cell: Cell) -> bool:
-    if not cell.uses_flash_attention or cell.attends_by_reference:
-        return False
     # Its folder is in that of the older versions, whose code must not run here.
     outer = importlib.util.find_spec("flash_attn")
     folders = outer.submodule_search_locations if outer else None
-    return not any(Path(folder, "cute").is_dir() for folder in folders or ())
+    is_there = any(Path(folder, "cute").is_dir() for folder in folders or ())
+    if cell.uses_flash_attention and not cell.attends_by_reference and not is_there:
+        reason = "FlashAttention-4 (flash-attn-4) is not installed"
+        yield Finding(ERROR, "packages", ATTENTION, reason, f"{_SET_UP}, or set {ATTENTION}=flavor")
