@@ -80,7 +80,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("a.txt"), "a.txt, allowed: .jsonl"),
     (DRY_RUN, text("good.jsonl,0.5:{}/good.jsonl"), "has no weight and others have one"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "0:{}/good.jsonl"}, "has weight 0"),
-    (DRY_RUN, {"model.hf_assets_path": "{}/large"}, "has tokens up to 2048, debugmodel takes"),
+    (
+        DRY_RUN,
+        {"model.hf_assets_path": "{}/large"},
+        "has tokens up to 2048, DeepSeek-V3 debugmodel",
+    ),
     ("data {}/broken.jsonl --tokenizer {}/large", {}, "broken.jsonl:2: is no line of JSON"),
     ("data {}/good.jsonl --tokenizer {}", {}, "tokenizer.json is not there"),
     ("data {}/good.jsonl --tokenizer {}/good.jsonl", {}, "is no tokenizer"),
