@@ -28,7 +28,7 @@ class Settings:
     kill_wait: int = 5
     slurmd_timeout: int = 60
     # The lifetime of credentials, for which a requeued job waits; Slurm turns less than 5 into 120.
-    requeue_delay: int = 10
+    requeue_delay: int = 5
     # More lines of slurm.conf.
     extra_conf: str = ""
 

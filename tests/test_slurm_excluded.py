@@ -18,7 +18,7 @@ from cookbook.run.run import Run
 from cookbook.run.slurm import nodes_in
 from cookbook.run.states import cell_states
 from tests.cells import Point
-from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
 
 pytestmark = pytest.mark.slurm
@@ -38,8 +38,7 @@ exclude: [worker-3]
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     require_slurm()
-    settings = Settings(requeue_delay=5, kill_wait=5)
-    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=4, settings=settings) as cluster:
+    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=4) as cluster:
         yield cluster
 
 
@@ -54,15 +53,15 @@ def _at_the_cluster(
     four.cancel_all()
 
 
-def _cell(tmp_path: Path) -> Cell:
+def _cell(tmp_path: Path, recipe: str = "debug") -> Cell:
     profile = tmp_path / "nodes.yaml"
     profile.write_text(CLUSTER)
-    return Point("debug", "bf16", "standard", str(profile)).cell()
+    return Point(recipe, "bf16", "standard", str(profile)).cell()
 
 
-def _submitted(cell: Cell, body: str = "sleep 100\n") -> Run:
+def _submitted(cell: Cell) -> Run:
     run = create_run("listed", [cell])
-    run.cells[0].script.write_text(body)
+    run.cells[0].script.write_text("sleep 100\n")
     submit_run(run, [cell])
     return run
 
@@ -73,10 +72,10 @@ def _job(run: Run) -> str:
     return state.job_id
 
 
-def test_what_is_on_the_list_is_left_out_of_new_jobs(four: SlurmCluster, cell: Cell) -> None:
+def test_what_is_on_the_list_is_left_out_of_new_jobs(four: SlurmCluster, tmp_path: Path) -> None:
     # sbatch refuses a name that Slurm does not know.
     exclude_nodes({"worker-0": "GPU 3: 2 uncorrectable ECC error(s)", "gone-7": "gone"}, hours=1)
-    run = _submitted(cell)
+    run = _submitted(_cell(tmp_path))
     job = _job(run)
     assert set(nodes_in(four.job_field(job, "ExcNodeList") or "")) == {"worker-0", "worker-3"}
     assert four.wait(job, {"RUNNING"}) == "RUNNING"
@@ -88,13 +87,11 @@ def test_what_is_on_the_list_is_left_out_of_new_jobs(four: SlurmCluster, cell: C
 
 
 @pytest.mark.parametrize("policy", ["wait", "stop"])
-def test_too_few_nodes_at_submission(
-    four: SlurmCluster, tmp_path: Path, policy: str, two_nodes: Cell
-) -> None:
+def test_too_few_nodes_at_submission(four: SlurmCluster, tmp_path: Path, policy: str) -> None:
     recipe = tmp_path / "debug.yaml"
     text = (ROOT / "recipes/debug.yaml").read_text().replace("nodes: 1\n", "nodes: 2\n")
     recipe.write_text(f"too_few_nodes: {policy}\n{text}")
-    cell = Point(str(recipe), "bf16", "standard", str(two_nodes.cluster.path)).cell()
+    cell = _cell(tmp_path, str(recipe))
     assert cell.nodes == 2
     exclude_nodes({"worker-0": "soon back"}, hours=1)
     exclude_nodes({"worker-1": "later", "worker-2": "much later"}, hours=24)
@@ -110,18 +107,3 @@ def test_too_few_nodes_at_submission(
     # The profile leaves worker-3 out for good, so both of the first two must be back.
     assert abs(time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S")) - soon) < 2
     assert four.job_field(_job(run), "JobState") == "PENDING"
-
-
-@pytest.fixture
-def cell(tmp_path: Path) -> Cell:
-    return _cell(tmp_path)
-
-
-@pytest.fixture
-def two_nodes(tmp_path: Path) -> Cell:
-    """The debug recipe on two nodes."""
-    recipe = tmp_path / "two.yaml"
-    text = (ROOT / "recipes/debug.yaml").read_text().replace("nodes: 1\n", "nodes: 2\n")
-    recipe.write_text(text)
-    profile = _cell(tmp_path).cluster.path
-    return Point(str(recipe), "bf16", "standard", str(profile)).cell()

@@ -16,7 +16,7 @@ import pytest
 from cookbook.run.excluded import read_excluded
 from tests.gpu_jobs import EP_8, Jobs
 from tests.gpu_nodes import GpuNodes
-from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
 from tests.waiting import until
 
@@ -25,10 +25,8 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Thirteen nodes of a Slurm that starts a requeued job again in seconds."""
     require_slurm()
-    settings = Settings(requeue_delay=5, kill_wait=5)
-    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=13, settings=settings) as cluster:
+    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=13) as cluster:
         yield cluster
 
 
@@ -151,6 +149,7 @@ def test_too_few_nodes_wait_or_stop_as_the_recipe_says(jobs: Jobs, policy: str) 
     assert all(restart == 1 for restart, _ in jobs.trained_on())
 
 
+@pytest.mark.nightly
 def test_a_node_that_does_not_answer_is_a_failed_node(jobs: Jobs) -> None:
     pid = jobs.cluster.pid("worker-2")
     (slurmd,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())

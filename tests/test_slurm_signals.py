@@ -43,7 +43,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Two nodes, on which a job may be preempted."""
     require_slurm()
     more = "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
-    settings = Settings(requeue_delay=5, kill_wait=5, extra_conf=more)
+    settings = Settings(extra_conf=more)
     with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=2, settings=settings) as cluster:
         yield cluster
 

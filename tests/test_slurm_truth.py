@@ -42,7 +42,7 @@ _FORGET_S = 5
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Two nodes of a Slurm that forgets an ended job in seconds."""
     require_slurm()
-    settings = Settings(min_job_age=_FORGET_S, requeue_delay=5, kill_wait=5)
+    settings = Settings(min_job_age=_FORGET_S)
     with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=2, settings=settings) as cluster:
         yield cluster
 

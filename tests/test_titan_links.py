@@ -12,7 +12,7 @@ import pytest
 from cookbook.run.excluded import read_excluded
 from tests.gpu_nodes import GpuNodes
 from tests.recording_torchrun import read_records
-from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.titan]
@@ -32,8 +32,7 @@ exclusive: true
 @pytest.fixture(scope="module")
 def six(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     require_slurm()
-    settings = Settings(requeue_delay=5, kill_wait=5)
-    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=6, settings=settings) as cluster:
+    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=6) as cluster:
         yield cluster
 
 
