@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from bench import convergence, memory, step_times
-from bench.gradient_table import GRADIENTS, worst
+from bench.gradient_table import BOUNDS, GRADIENTS, rounding_of, worst
 from cookbook.base.figure import BAND, INK, QUIET, draw_figure
 from cookbook.base.paths import ROOT
 from cookbook.results.speed import t_quantile
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _BLUE, _ORANGE, _GREY = "#0a6ebd", "#c2500a", "#b9c2cb"
 _EVIDENCE = ROOT / "docs/evidence"
+_KINDS = {"float32": "float32", "mxfp8": "MXFP8", "fault": "known faults"}
 
 
 def _draw(name: str, height: float, paint: Callable[[Axes], None]) -> str:
@@ -75,35 +76,35 @@ def losses() -> str:
 
 def gradients() -> str:
     """Draw the largest gradient error of each cell and each known fault."""
-    runs = _read("numerics/gradients.json")["runs"]
-    groups: dict[str, list[float]] = {
-        "right cells, nothing quantized": [],
-        "right cells, MXFP8": [],
-        "known faults": [],
-    }
-    for run in runs:
-        if not run["reference"] or run.get("scale") or not run["exact"]:
-            continue
-        found = worst(run, GRADIENTS)
-        is_plain = run["precision"] == "bf16" and run["backend"] != "mxfp8_a2a"
-        group = 2 if run["fault"] else 0 if is_plain else 1
-        if found:
-            [*groups.values()][group].append(found.error)
+    # By what rounds, as `rounding_of` says.
+    groups: dict[str, list[float]] = {}
+    bounds: list[float | None] = []
+    for family, name in (("DeepSeek-V3", "gradients"), ("Qwen3-MoE", "gradients-qwen3")):
+        for kind in ("float32", "mxfp8", "fault"):
+            found = [
+                worst(run, GRADIENTS)
+                for run in _read(f"numerics/{name}.json")["runs"]
+                if run["reference"] and not run.get("scale") and run["exact"]
+                if kind == ("fault" if run["fault"] else rounding_of(run))
+            ]
+            if values := [one.error for one in found if one]:
+                groups[f"{family}, {_KINDS[kind]}"] = values
+                bounds.append(BOUNDS[kind][GRADIENTS] if kind in BOUNDS else None)
 
     def paint(axes: Axes) -> None:
-        colours = (_BLUE, _BLUE, _ORANGE)
-        for place, (values, colour) in enumerate(zip(groups.values(), colours, strict=True)):
+        for place, (values, bound) in enumerate(zip(groups.values(), bounds, strict=True)):
+            colour = _BLUE if bound else _ORANGE
             axes.plot(values, [place] * len(values), "o", color=colour, alpha=0.5)
-        for place, bound in ((0, 5e-6), (1, 5e-3)):
-            axes.plot([bound, bound], [place - 0.3, place + 0.3], color=INK)
+            if bound:
+                axes.plot([bound, bound], [place - 0.3, place + 0.3], color=INK)
         axes.set_xscale("log")
         axes.set_xticks([1e-6, 1e-4, 1e-2, 1, 100], ["1e-6", "1e-4", "1e-2", "1", "100"])
         axes.minorticks_off()
         axes.set_yticks(range(len(groups)), groups)
-        axes.set_ylim(2.5, -0.5)
+        axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.set_xlabel("largest relative error of a gradient; line: the bound", color=QUIET)
 
-    return _draw("gradients", 2.2, paint)
+    return _draw("gradients", 2.6, paint)
 
 
 def predictions() -> str:
