@@ -68,6 +68,20 @@ def test_corrected_cells_agree_with_one_rank_and_a_fault_does_not(tmp_path: Path
     assert found is not None and found.where.endswith("moe.router.gate.weight")
 
 
+@pytest.mark.nightly
+def test_random_routing_agrees_with_one_rank(tmp_path: Path) -> None:
+    write_assets(tmp_path)
+    (tmp_path / "corpus").symlink_to("varied")
+    for precision, backends in {"bf16": ("standard", "deepep"), "mxfp8": ("standard",)}.items():
+        tensors = str(tmp_path / f"{precision}.pt")
+        for backend in backends:
+            case = Case(precision, backend, "tp1-ep4", "random")
+            if backend == "standard":
+                compare(case.reference, tmp_path, keep=tensors, experts=(precision, backend))
+            found = compare(case, tmp_path, reference=tensors)
+            assert found["choices"] == 0 and not is_seen(found), found["errors"]
+
+
 def train_with_another_choice(argv: list[str], compared: dict[str, Any]) -> None:
     """Rank 0's last token takes the expert that is next best, in the second MoE layer, once."""
     import torch.distributed as dist

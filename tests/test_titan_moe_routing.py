@@ -85,15 +85,26 @@ RANDOM = ("--debug.moe_routing=random",)
 def test_cells_agree_with_one_another_and_recomputation_is_exact(
     assets: Path, tmp_path: Path
 ) -> None:
-    def losses(name: str, ranks: int, *options: str) -> list[float]:
-        found: list[float] = run(assets, tmp_path / name, ranks, *options, *RANDOM)["losses"]
-        return found
+    def trained(name: str, *options: str) -> dict[str, Any]:
+        return run(assets, tmp_path / name, 2, *EP2, *options, *RANDOM)
 
-    standard = losses("standard", 2, *EP2, *STANDARD, *BF16)
-    full = ("--activation_checkpoint.mode=full",)
-    assert losses("full", 2, *EP2, *STANDARD, *BF16, *full) == standard
-    assert losses("deepep", 2, *EP2, *DEEPEP, *BF16) == pytest.approx(standard, rel=3e-4)
-    assert losses("mxfp8", 2, *EP2, *STANDARD, *MXFP8) == pytest.approx(standard, rel=3e-3)
+    mode = "--activation_checkpoint.mode"
+    option = "--activation_checkpoint.selective_ac_option"
+    standard = trained("standard", *STANDARD, *BF16)
+    for name, recomputed in {
+        "full": (f"{mode}=full",),
+        "but one layer": (f"{mode}=full", "--activation_checkpoint.num_layers_kept=1"),
+        "by operator": (f"{mode}=selective", f"{option}=op"),
+        "every second layer": (f"{mode}=selective", f"{option}=2"),
+    }.items():
+        again = trained(name, *STANDARD, *BF16, *recomputed)
+        assert all(again[key] == standard[key] for key in ("losses", "grad_norms")), name
+    for name, options, bound in (
+        ("deepep", (*DEEPEP, *BF16), 3e-4),
+        ("mxfp8", (*STANDARD, *MXFP8), 3e-3),
+    ):
+        losses = trained(name, *options)["losses"]
+        assert losses == pytest.approx(standard["losses"], rel=bound)
 
 
 def choices(arguments: list[str]) -> list[Any]:
