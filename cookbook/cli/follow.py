@@ -32,7 +32,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import CellState, cancel_deleted, cancel_run, cell_states
-from cookbook.run.status import ENDED, FAILED, FINISHED, REFUSED, RUNNING, read_resumptions
+from cookbook.run.status import FAILED, FINISHED, REFUSED, RUNNING, read_resumptions
 
 # Fewer steps show no pace.
 _LEAST_STEPS = 4
@@ -140,12 +140,12 @@ def named_cell(name: str | None) -> tuple[Run, CellFolder]:
         return run, named
     if not run.cells:
         raise InputError(run.name, "has no cell", "start a new run")
-    states = cell_states(run)
-    running = [state.cell for state in states if state.state == RUNNING]
     started = [cell.name for cell in run.cells if cell.newest_log()]
-    waiting = [state.cell for state in states if state.state not in ENDED]
-    everything = [cell.name for cell in run.cells]
-    return run, run.cell((running or started[-1:] or waiting or everything)[0])
+    if not started:
+        # Any cell's answer does; Slurm, which may be slow, is asked once for it.
+        return run, run.cells[0]
+    running = [state.cell for state in cell_states(run) if state.state == RUNNING]
+    return run, run.cell((running or started[-1:])[0])
 
 
 def _state(run: Run, cell: CellFolder) -> CellState:
