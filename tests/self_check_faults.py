@@ -49,11 +49,11 @@ GROUPS = "cookbook.titan.common.expert_groups"
 LOSS = "cookbook.titan.common.chunked_loss"
 AO = "torchao.prototype.moe_training.scaled_grouped_mm"
 STACK = "cookbook.titan.tt_0_2_2"
-ROWS = "cookbook.titan.selftest.rows"
+ROWS = "cookbook.titan.self_check.rows"
 _EP = "torchtitan.distributed.expert_parallel"
 _OPERATOR = "cookbook.titan.common.varlen_attention.varlen_attention"
 _GROUPED, _LINEAR = "torch._grouped_mm", "torch.nn.Linear.forward"
-_MASK = f"{STACK}.selftest_cases.get_document_mask_mod"
+_MASK = f"{STACK}.self_check_cases.get_document_mask_mod"
 _SDPA = "torchtitan.models.attention.ScaledDotProductAttentionWrapper.forward"
 _WGRAD, _CAST = f"{STACK}.mxfp8.emulated_weight_gradient", f"{STACK}.mxfp8._cast_with_operations"
 _QUANTIZED = "torchao.prototype.moe_training.tensor._quantize_then_scaled_grouped_mm"
@@ -277,7 +277,7 @@ FAULTS = (
 def proofs(options: Sequence[str], fault: Fault | None = None) -> list[Any]:
     """The results of a job with these options on this rank's world, with a fault or without."""
     from cookbook.titan.tt_0_2_2.self_check import run_cases
-    from cookbook.titan.tt_0_2_2.selftest_main import cell_of
+    from cookbook.titan.tt_0_2_2.self_check_main import cell_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with fault.put_in() if fault else nullcontext():

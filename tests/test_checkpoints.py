@@ -17,8 +17,8 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise.__main__ import CHECKED, main
-from cookbook.supervise.checkpoints import prepare
-from cookbook.supervise.start import Start, start_run
+from cookbook.supervise.admit import Start, start_run
+from cookbook.supervise.resume_point import prepare
 from tests.cells import Point
 from tests.saved import FILES, cut, save
 from tests.submit import listing, submit

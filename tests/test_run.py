@@ -32,7 +32,7 @@ from cookbook.run.status import (
     read_status,
     write_status,
 )
-from cookbook.supervise.start import job_record
+from cookbook.supervise.admit import job_record
 from tests.cells import Point
 from tests.submit import listing
 

@@ -149,7 +149,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_the_self_check_finds_faults(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cookbook.titan.selftest import rows
+    from cookbook.titan.self_check import rows
 
     if fault:
         name, change, _ = FAULTS[fault]

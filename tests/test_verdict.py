@@ -24,7 +24,7 @@ from cookbook.config.validate import judge, missing_here
 from cookbook.launch.create import create_run
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
-from cookbook.supervise import start as begin
+from cookbook.supervise import admit as begin
 from tests.cells import CLUSTER_FILES
 from tests.check_cells import cell_of, with_options
 

@@ -32,7 +32,7 @@ from cookbook.run.run import Run, find_cell
 from cookbook.run.states import cell_states
 from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
 from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
-from cookbook.supervise.checkpoints import Found, find_checkpoint
+from cookbook.supervise.resume_point import Found, find_checkpoint
 
 
 def check(arguments: argparse.Namespace) -> int:

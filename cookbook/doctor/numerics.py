@@ -81,7 +81,7 @@ def _prove_here(output: Path | None) -> int:
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                     *(f"--nproc-per-node={ranks}", f"--redirects={redirects}"),
-                    *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.selftest_main"),
+                    *(f"--log-dir={folder}/ranks", "-m", f"{load_stack().hooks}.self_check_main"),
                     *(str(cells), "-o", str(written)),
                 ],
                 cwd=ROOT,

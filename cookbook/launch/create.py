@@ -18,7 +18,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, new_record, read_run, write_run
 from cookbook.run.status import QUEUED, REFUSED, Status, write_status
 from cookbook.run.submit_lock import take_submit_lock
-from cookbook.supervise.start import job_record
+from cookbook.supervise.admit import job_record
 
 
 def create_run(sweep: str, cells: Sequence[Cell]) -> Run:

@@ -31,7 +31,7 @@ from cookbook.run.run import Run
 from cookbook.run.slurm import partition_nodes, sbatch
 from cookbook.run.status import FAILED, QUEUED, Status, write_job, write_status
 from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
-from cookbook.supervise.start import job_record, keep_request
+from cookbook.supervise.admit import job_record, keep_request
 from cookbook.supervise.supervisor import Supervisor
 
 _VERSIONS = "1.5."

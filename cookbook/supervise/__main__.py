@@ -17,7 +17,7 @@ from pathlib import Path
 from cookbook.base.errors import run_command
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
-from cookbook.supervise.start import Start, start_run, validate
+from cookbook.supervise.admit import Start, start_run, validate
 from cookbook.supervise.supervisor import Supervisor
 
 # The exit status of a check that passed: the script goes no further.

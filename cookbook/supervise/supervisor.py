@@ -45,7 +45,6 @@ from cookbook.run.status import (
     write_status,
 )
 from cookbook.supervise.attempt import RunningAttempt, Timeouts, end_orphan_step
-from cookbook.supervise.checkpoints import prepare
 from cookbook.supervise.exits import (
     GO_ON,
     Action,
@@ -60,6 +59,7 @@ from cookbook.supervise.exits import (
     stopped_end,
 )
 from cookbook.supervise.preflight import RequeueNeededError, head_address, preflight
+from cookbook.supervise.resume_point import prepare
 
 _POLL_S = 2.0
 # Slurm ends a job that it requeues at once.

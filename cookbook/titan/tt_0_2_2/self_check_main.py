@@ -1,6 +1,6 @@
 """Checks the kernels of several cells on this machine's GPUs, outside of any training.
 
-    torchrun --standalone --nproc-per-node=N -m cookbook.titan.tt_0_2_2.selftest_main CELLS -o FILE
+    torchrun --standalone --nproc-per-node=N -m cookbook.titan.tt_0_2_2.self_check_main CELLS -o OUT
 
 CELLS is a JSON file, a list of `[name, TorchTitan's options]`. A case that two cells share runs
 once. Each result is a line on standard output. Ends with status 1 where a kernel is wrong.
@@ -24,9 +24,9 @@ from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.train_spec import get_train_spec
 
 from cookbook.base.files import write_whole
-from cookbook.titan.selftest.cases import CaseResult
+from cookbook.titan.self_check.cases import CaseResult
 from cookbook.titan.tt_0_2_2.self_check import as_json, run_cases
-from cookbook.titan.tt_0_2_2.selftest_cases import Cell
+from cookbook.titan.tt_0_2_2.self_check_cases import Cell
 
 
 def cell_of(words: Sequence[str], device: str) -> Cell:

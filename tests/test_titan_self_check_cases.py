@@ -124,8 +124,8 @@ def float8(recipe: str) -> tuple[str, ...]:
 
 def uses(cases: dict[str, tuple[tuple[str, ...], int, str]]) -> dict[str, Uses]:
     """Kernel, shape, and whether all ranks prove it together, as the first of so many ranks."""
-    from cookbook.titan.tt_0_2_2.selftest_cases import kernel_cases
-    from cookbook.titan.tt_0_2_2.selftest_main import cell_of
+    from cookbook.titan.tt_0_2_2.self_check_cases import kernel_cases
+    from cookbook.titan.tt_0_2_2.self_check_main import cell_of
 
     dist.destroy_process_group()
     found = {}

@@ -166,7 +166,7 @@ def check_cells(folder: Path, fault: str) -> dict[str, Any]:
     """The status and the lines of a rank alone, and what it wrote, with a fault or without."""
     from torchtitan.models.moe import utils
 
-    from cookbook.titan.tt_0_2_2 import selftest_main
+    from cookbook.titan.tt_0_2_2 import self_check_main
 
     dist.destroy_process_group()
     with socket.socket() as free:
@@ -180,7 +180,9 @@ def check_cells(folder: Path, fault: str) -> dict[str, Any]:
         for one in FAULTS:
             if one.name == fault:
                 stack.enter_context(one.put_in())
-        status = selftest_main.main([str(folder / "cells.json"), "-o", str(folder / "proofs.json")])
+        status = self_check_main.main(
+            [str(folder / "cells.json"), "-o", str(folder / "proofs.json")]
+        )
     return {
         "status": status,
         "lines": said.getvalue().splitlines(),
@@ -219,7 +221,7 @@ def test_a_wrong_kernel_is_told_with_its_cell(tmp_path: Path) -> None:
 
 
 def laid_out(words: list[str]) -> dict[str, int]:
-    from cookbook.titan.tt_0_2_2.selftest_main import cell_of
+    from cookbook.titan.tt_0_2_2.self_check_main import cell_of
 
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=48)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cookbook.titan.common.chunked_loss import IGNORE_INDEX, VocabularyShard, chunked_cross_entropy
 from cookbook.titan.common.expert_groups import padded_sizes
-from cookbook.titan.selftest.cases import (
+from cookbook.titan.self_check.cases import (
     BF16,
     FP8,
     Bound,

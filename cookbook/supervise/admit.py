@@ -1,4 +1,4 @@
-"""Start the run of a script: validate its options, note the run, keep the script for its attempts.
+"""Admit the run of a script: validate its options, note the run, keep the script for its attempts.
 
 Only a script that was started with sbatch or bash needs this; `submit.py run` does it beforehand.
 """
@@ -39,8 +39,8 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
-from cookbook.supervise.checkpoints import find_checkpoint
 from cookbook.supervise.exits import restarts
+from cookbook.supervise.resume_point import find_checkpoint
 
 _PLACE = "TorchTitan arguments"
 

@@ -29,14 +29,14 @@ from torchtitan.protocols.model_converter import build_model_converters
 
 from cookbook.titan.common.token_shard import TokenShard
 from cookbook.titan.common.varlen_attention import bounds_capacity
-from cookbook.titan.selftest import gemms, rows
-from cookbook.titan.selftest.attention import (
+from cookbook.titan.self_check import gemms, rows
+from cookbook.titan.self_check.attention import (
     Attend,
     AttentionShape,
     attention_errors,
     flash_attention_4,
 )
-from cookbook.titan.selftest.cases import Error, KernelCase
+from cookbook.titan.self_check.cases import Error, KernelCase
 from cookbook.titan.tt_0_2_2.activity import observe_model
 from cookbook.titan.tt_0_2_2.attention import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2.families import FAMILIES

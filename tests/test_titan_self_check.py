@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from cookbook.titan.common import varlen_attention as varlen
-from cookbook.titan.selftest import gemms, rows
-from cookbook.titan.selftest.attention import (
+from cookbook.titan.self_check import gemms, rows
+from cookbook.titan.self_check.attention import (
     Attend,
     AttentionShape,
     attention_errors,
@@ -23,7 +23,7 @@ from cookbook.titan.selftest.attention import (
     document_ends,
     flash_attention_4,
 )
-from cookbook.titan.selftest.cases import (
+from cookbook.titan.self_check.cases import (
     BF16,
     FP8,
     Error,
@@ -49,7 +49,7 @@ pytestmark = [
 ]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-LOSS = "cookbook.titan.selftest.gemms.chunked_cross_entropy"
+LOSS = "cookbook.titan.self_check.gemms.chunked_cross_entropy"
 
 
 def wrong(errors: Iterable[Error]) -> list[str]:
@@ -214,12 +214,12 @@ class TestAttention:
         self, kind: str, packing: str
     ) -> None:
         """Not the usual scale: YaRN's is another beyond 4,096 tokens."""
-        from cookbook.titan.tt_0_2_2 import selftest_cases
+        from cookbook.titan.tt_0_2_2 import self_check_cases
 
         shape = AttentionShape(batch=2, length=32, heads=2, head_dim=16, v_head_dim=16, scale=0.7)
         q, k, v, _ = attention_inputs(shape, False, "cpu")
         ends = document_ends(packing, 2, 32)
-        attends = (getattr(selftest_cases, kind), flash_attention_4)
+        attends = (getattr(self_check_cases, kind), flash_attention_4)
         found, expected = (attend(shape, ends)(q, k, v).float() for attend in attends)
         assert float((found - expected).norm() / expected.norm()) < 0.01
 

@@ -16,7 +16,7 @@ from itertools import cycle
 import torch
 
 from cookbook.titan.common import varlen_attention as varlen
-from cookbook.titan.selftest.cases import Bound, Error, generator
+from cookbook.titan.self_check.cases import Bound, Error, generator
 
 RANDOM = Bound(0.01, 0.05)
 # Gradients of peaked scores are small differences.
