@@ -206,6 +206,18 @@ class SlurmCluster:
         self._spawn("slurmctld", self._on_machine("controller-0", "slurmctld", "-D", "-i"))
         self._until(self._answers, 20, "slurmctld")
 
+    def start_munge(self) -> None:
+        # --force: munge wants a socket that all users reach, and pytest's folders are private.
+        munged = ["munged", "--force", "--foreground", f"--socket={self._munge_socket}"]
+        munged += [f"--key-file={self.folder}/munge.key", f"--pid-file={self.folder}/munge.pid"]
+        munged += [f"--seed-file={self.folder}/munge.seed", f"--log-file={self.folder}/log/munged"]
+        self._spawn("munged", munged)
+        self._until(self._munge_socket.exists, 10, "munged")
+
+    def stop_munge(self) -> None:
+        self._kill("munged")
+        self._munge_socket.unlink(missing_ok=True)
+
     def node_states(self) -> dict[str, str]:
         """Return each node's short state, such as `idle`, `alloc` or `down*`."""
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
@@ -242,12 +254,7 @@ class SlurmCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_daemons(self) -> None:
-        # --force: munge wants a socket that all users reach, and pytest's folders are private.
-        munged = ["munged", "--force", "--foreground", f"--socket={self._munge_socket}"]
-        munged += [f"--key-file={self.folder}/munge.key", f"--pid-file={self.folder}/munge.pid"]
-        munged += [f"--seed-file={self.folder}/munge.seed", f"--log-file={self.folder}/log/munged"]
-        self._spawn("munged", munged)
-        self._until(self._munge_socket.exists, 10, "munged")
+        self.start_munge()
         self.start_controller()
         for name in self.node_names:
             self._start_node(name)

@@ -1,4 +1,4 @@
-"""A job whose Slurm controller is away while the job begins, on a real Slurm cluster."""
+"""A job whose Slurm controller, or munge, is away while the job begins, on a real cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def jobs(
         yield Jobs(cluster, checkout, tmp_path, gpus)
 
 
-def test_a_controller_that_is_away_while_a_job_begins_costs_no_job(jobs: Jobs) -> None:
+@pytest.mark.parametrize("daemon", ["controller", "munge"])
+def test_a_daemon_that_is_away_while_a_job_begins_costs_no_job(jobs: Jobs, daemon: str) -> None:
     """The script asks it where it was submitted, which nodes are drained, for a step."""
     begun, gone = jobs.folder / "begun", jobs.folder / "gone"
     script = jobs.checkout / "train_16b.sh"
@@ -37,10 +38,10 @@ def test_a_controller_that_is_away_while_a_job_begins_costs_no_job(jobs: Jobs) -
     late.write_text(text)
     job = jobs.submit("--nodes=2", script=late, COOKBOOK_ROOT=str(jobs.checkout))
     until(begun.exists)
-    jobs.cluster.stop_controller()
+    getattr(jobs.cluster, f"stop_{daemon}")()
     gone.touch()
     until(lambda: "preflight: waits for Slurm: scontrol show node: " in jobs.log(job))
-    jobs.cluster.start_controller()
+    getattr(jobs.cluster, f"start_{daemon}")()
     assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
     assert jobs.trained_on() == [(0, "worker-0"), (0, "worker-1")]
     assert jobs.left_out() == {}

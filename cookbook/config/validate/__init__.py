@@ -88,10 +88,15 @@ def _missing(cell: Cell) -> Iterator[Finding]:
         return
     if missing := missing_packages(cell):
         yield Finding(ERROR, "packages", "", f"not installed: {', '.join(missing)}", _SET_UP)
+    if _lacks_flash_attention(cell):
+        reason = "FlashAttention-4 (flash-attn-4) is not installed"
+        yield Finding(ERROR, "packages", ATTENTION, reason, f"{_SET_UP}, or set {ATTENTION}=flavor")
+
+
+def _lacks_flash_attention(cell: Cell) -> bool:
+    if not cell.uses_flash_attention or cell.attends_by_reference:
+        return False
     # Its folder is in that of the older versions, whose code must not run here.
     outer = importlib.util.find_spec("flash_attn")
     folders = outer.submodule_search_locations if outer else None
-    is_there = any(Path(folder, "cute").is_dir() for folder in folders or ())
-    if cell.uses_flash_attention and not cell.attends_by_reference and not is_there:
-        reason = "FlashAttention-4 (flash-attn-4) is not installed"
-        yield Finding(ERROR, "packages", ATTENTION, reason, f"{_SET_UP}, or set {ATTENTION}=flavor")
+    return not any(Path(folder, "cute").is_dir() for folder in folders or ())
