@@ -117,6 +117,7 @@ def site(tmp_path: Path) -> Site:
 
 
 class TestDeepEp:
+    @pytest.mark.nightly
     def test_built_once_at_its_pin_with_inter_node_kernels(self, site: Site) -> None:
         result = site.setup("--arch", "9.0 10.0")
         assert result.returncode == 0, result.stdout

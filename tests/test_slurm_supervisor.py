@@ -108,6 +108,7 @@ def test_a_killed_supervisor_is_started_again_and_ends_what_it_left(
     assert not tasks()
 
 
+@pytest.mark.nightly
 def test_a_node_that_slurm_takes_back_after_a_failure_is_left(
     slurm: SlurmCluster, cell: Cell
 ) -> None:

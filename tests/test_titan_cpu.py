@@ -112,6 +112,7 @@ def test_products_are_those_of_float32_and_other_types_are_left_alone() -> None:
     assert run(_PRODUCTS, supported=False)[-2:] == ["{True}", "ok"]
 
 
+@pytest.mark.nightly
 def test_freed_tensors_leave_no_holes_and_a_cpu_with_bf16_keeps_its_kernels() -> None:
     *_, replaced, sizes = run(_HOLES, supported=True)
     full, left = map(int, sizes.split())

@@ -62,6 +62,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
+@pytest.mark.nightly
 def test_more_steps_pass_over_a_cut_checkpoint_and_lose_nothing(
     ended: Path, tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:

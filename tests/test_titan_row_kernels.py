@@ -200,6 +200,7 @@ def test_losses_are_those_of_the_published_options(
     assert kernels["losses"] == pytest.approx(published["losses"], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_quantized_experts_and_exchanges_train_with_them(assets: Path, tmp_path: Path) -> None:
     losses = []
     for number, words in enumerate([(), (ON,)]):

@@ -34,13 +34,12 @@ def lines(attempt: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "options",
     [
-        (*EP2, *STANDARD, *BF16),
-        (*EP2, *STANDARD, *MXFP8),
-        (*BF16, "--loss.num_chunks=2"),
-        (*TP2, *BF16),
-        (*PP2, *BF16, "--parallelism.pipeline_parallel_schedule=1F1B"),
+        pytest.param((*EP2, *STANDARD, *BF16), id="ep2"),
+        pytest.param((*EP2, *STANDARD, *MXFP8), id="mxfp8", marks=pytest.mark.nightly),
+        pytest.param((*BF16, "--loss.num_chunks=2"), id="chunked loss", marks=pytest.mark.nightly),
+        pytest.param((*TP2, *BF16), id="tp2"),
+        pytest.param((*PP2, *BF16, "--parallelism.pipeline_parallel_schedule=1F1B"), id="pp2"),
     ],
-    ids=["ep2", "mxfp8", "chunked loss", "tp2", "pp2"],
 )
 def test_training_is_the_same_with_and_without_validation(
     options: tuple[str, ...], assets: Path, tmp_path: Path
