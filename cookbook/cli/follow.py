@@ -345,7 +345,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.tolerance < 100:
         raise InputError("--tolerance", f"found {arguments.tolerance:g}, allowed: 0 to 100 percent")
     names = arguments.runs
-    if len(names) != (1 if arguments.other else 2):
+    if len(names) != (1 if arguments.other else 2) or "published" in names:
         raise InputError(
             f"compare {' '.join(names)}",
             f"names {len(names)} run{'s' if len(names) > 1 else ''}",

@@ -42,6 +42,8 @@ class _Parser(argparse.ArgumentParser):
             close = nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))
             if close:
                 message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
+        if message == "argument --set: expected one argument":
+            message += ", such as --set training.steps=3"
         self.exit(2, f"{self.prog}: {message}; see: python {self.prog} --help\n")
 
 
