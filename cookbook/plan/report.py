@@ -202,7 +202,8 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
             at = (one.memory.total, one.speed)
             axes.annotate(str(place), at, (-4, 6), textcoords="offset points", weight="bold")
         small = {"fontsize": 9, "linespacing": 1.4}
-        axes.text(0.01, 0.02, "\n".join(names), small, transform=axes.transAxes)
+        # Much memory at low speed: few layouts are there.
+        axes.text(0.95, 0.02, "\n".join(names), small, transform=axes.transAxes, ha="right")
         axes.set(xlim=(0, None), ylim=(0, None))
 
     return draw_figure("plan", 4.6, paint)["svg"].decode()
