@@ -113,7 +113,9 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
 
 
 def _findings(findings: Iterable[Finding], width: int | None) -> str:
-    rows = [[f"{finding.level}:", f"{finding}\n{finding.reference}"] for finding in findings]
+    rows = [
+        [f"{finding.level}:", f"{finding}\n{finding.reference}".rstrip()] for finding in findings
+    ]
     return text_table(rows, width=width, indent=2)
 
 
