@@ -20,7 +20,7 @@ from cookbook.predict.traffic import Work, count_work
 
 _TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2"
 _MEMORY = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
-# Warnings of TorchTitan's that say nothing about whether and how the cell runs, or what a rule says.
+# TorchTitan's warnings that say nothing about the cell, or repeat a rule.
 _ROUTINE = (
     "HF assets path",
     "Pipeline Parallel loss is not visible",
