@@ -321,6 +321,38 @@ def test_published_weights_without_a_routing_bias_load(
     _go_in_and_out(2, (*EP2, *STANDARD, *BF16), tmp_path, monkeypatch, has_bias=False)
 
 
+@pytest.mark.parametrize(
+    ("score_func", "saved", "asked"),
+    [
+        ("softmax", set(), {"weight"}),
+        ("softmax", {"1.e_score_correction_bias"}, None),
+        ("sigmoid", set(), None),
+    ],
+    ids=["no bias", "a layer's bias lost", "DeepSeek-V3's biases lost"],
+)
+def test_a_damaged_checkpoint_is_asked_for_every_routing_bias(
+    score_func: str, saved: set[str], asked: set[str] | None
+) -> None:
+    from cookbook.titan.tt_0_2_2.published_weights import without_missing_bias
+
+    metadata = SimpleNamespace(state_dict_metadata=saved | {"weight"})
+
+    class Released:
+        model_args = SimpleNamespace(moe_args=SimpleNamespace(score_func=score_func))
+
+        def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+            return dict(state_dict)
+
+        def get_hf_storage_reader(self, path: str, from_quantized: bool) -> Any:
+            return SimpleNamespace(read_metadata=lambda: metadata)
+
+    adapter = without_missing_bias(Released)()
+    names = {"weight", "1.e_score_correction_bias", "2.e_score_correction_bias"}
+    found = adapter.to_hf(dict.fromkeys(names))
+    adapter.get_hf_storage_reader("in")
+    assert set(found) == (asked or names)
+
+
 def _go_in_and_out(
     ranks: int,
     options: tuple[str, ...],

@@ -1,7 +1,8 @@
 """Load published weights that have no routing bias: those of models trained with a balance loss.
 
 DeepSeek-V2-Lite is one. TorchTitan balances experts by a bias and asks a checkpoint for it, so the
-load would fail. Here a bias that the checkpoint lacks stays as it was initialized, at zero.
+load would fail. Here the bias stays zero, as initialized. A checkpoint that lacks the bias of some
+layers is damaged, and so is one without any whose scores are a sigmoid, as DeepSeek-V3's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ _BIAS = "e_score_correction_bias"
 
 
 def without_missing_bias(adapter: Any) -> Any:
-    """Return a class that asks a checkpoint only for the routing biases that it has.
+    """Return a class that asks no routing bias of a softmax model's checkpoint that has none.
 
     Args:
         adapter: TorchTitan's state-dict adapter of a model family.
@@ -26,10 +27,11 @@ def without_missing_bias(adapter: Any) -> Any:
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
             # TorchTitan loads into what `to_hf` has just returned.
             reader = super().get_hf_storage_reader(path, from_quantized)
-            saved = reader.read_metadata().state_dict_metadata
-            for name in [name for name in self._asked if name.endswith(_BIAS)]:
-                if name not in saved:
-                    del self._asked[name]
+            if self.model_args.moe_args.score_func == "softmax":
+                saved = reader.read_metadata().state_dict_metadata
+                if not any(name.endswith(_BIAS) for name in saved):
+                    for name in [name for name in self._asked if name.endswith(_BIAS)]:
+                        del self._asked[name]
             return reader
 
     return Adapter
