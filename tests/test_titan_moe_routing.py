@@ -19,7 +19,7 @@ pytestmark = pytest.mark.titan
 TOKENS, EXPERTS, GROUPS, OPEN, TOP_K = 4096, 32, 8, 4, 8
 
 
-def routed(dp_rank: int, layers: int = 2) -> list[torch.Tensor]:
+def routed(dp_rank: int, layers: int = 2, batch: int = 2) -> list[torch.Tensor]:
     from cookbook.titan.tt_0_2_2.moe_routing import route_at_random
 
     model = nn.Module()
@@ -33,7 +33,7 @@ def routed(dp_rank: int, layers: int = 2) -> list[torch.Tensor]:
         model.layers[str(layer)] = block
     mesh = SimpleNamespace(get_local_rank=lambda: dp_rank)
     dims = SimpleNamespace(get_optional_mesh=lambda name: mesh, cp=1)
-    training = SimpleNamespace(local_batch_size=2, seq_len=TOKENS // 2)
+    training = SimpleNamespace(local_batch_size=batch, seq_len=TOKENS // 2)
     config = SimpleNamespace(training=training, debug=SimpleNamespace(seed=7))
     route_at_random(model, dims, config, torch.device("cpu"))
     scores = torch.rand(TOKENS, EXPERTS)
@@ -63,6 +63,8 @@ def test_experts_are_dealt_uniformly_under_the_group_limit() -> None:
 def test_ranks_of_other_tokens_deal_other_experts_and_tp_ranks_the_same() -> None:
     assert torch.equal(routed(0)[0], routed(0)[0])
     assert not torch.equal(routed(0)[0], routed(1)[0])
+    # The second sequence of a batch, here and on a rank of its own.
+    assert torch.equal(routed(0)[0][TOKENS // 2 :], routed(1, batch=1)[0][: TOKENS // 2])
 
 
 def test_contradicting_options_are_refused(caplog: pytest.LogCaptureFixture) -> None:

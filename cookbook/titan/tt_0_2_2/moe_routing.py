@@ -54,8 +54,9 @@ def route_at_random(
 ) -> None:
     """Set a table on each router of `model`, the whole or a stage; call before compiling.
 
-    Each sequence of the global batch has a seed, so that TP ranks, which route the same tokens, get
-    the same table, and the layout of the data-parallel ranks changes nothing.
+    Each sequence of all ranks' batches has a seed: TP ranks, which route the same tokens, get the
+    same table, and DP ranks may share the batch in any way. Microbatches of a pipeline are not told
+    apart: all of them are dealt the experts of the rank's first.
     """
     mesh = parallel_dims.get_optional_mesh("loss")
     rank = 0 if mesh is None else mesh.get_local_rank()
