@@ -37,7 +37,6 @@ MODEL = Model(
     top_k=2,
     vocab=1000,
     gate_bias=False,
-    score_first=False,
     n_layers=3,
     n_dense_layers=1,
     num_expert_groups=None,

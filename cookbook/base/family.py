@@ -38,7 +38,6 @@ class Sizes:
     top_k: int
     vocab: int
     gate_bias: bool
-    score_first: bool
 
 
 @dataclass(frozen=True)

@@ -159,18 +159,12 @@ def _moe(s: Shapes) -> LayerBytes:
     # One row a (token, expert) pair; under TP the standard path fills rows for all tokens.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
-    if s.score_first:
-        weighted = 4.0 * s.sent_rows * s.dim
-        freed: tuple[float, ...] = (sent, sent, s.act * all_rows)
-        backward = weighted + s.act * all_rows
-    else:
-        # Outputs are put back in the tokens' order and weighted in FP32, by a batched product that
-        # keeps its operand.
-        weighted = 4.0 * all_rows
-        # `routed_input`, `routed_output` and the unsorted rows live to the end of MoE.forward.
-        freed = (sent, sent, s.act * all_rows, tokens)
-        # A rank alone moves them in FP32 before and behind as well: as measured.
-        backward = (25 if s.autocast else 4 + s.act) * all_rows + tokens
+    # A batched product in FP32, which keeps its operand, weights the outputs in the tokens' order.
+    weighted = 4.0 * all_rows
+    # `routed_input`, `routed_output` and the unsorted rows live to the end of MoE.forward.
+    freed = (sent, sent, s.act * all_rows, tokens)
+    # A rank alone moves them in FP32 before and behind as well: as measured.
+    backward = (25 if s.autocast else 4 + s.act) * all_rows + tokens
     exchanged = rows + sent if s.ep > 1 and "communication" in s.saves else 0.0
     return LayerBytes(
         saved=base + experts + weighted,

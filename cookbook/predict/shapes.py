@@ -99,7 +99,6 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
         # The loss in chunks multiplies with this rank's part of the output layer in any case.
         "vocab": model.vocab // (layout.tp if loss_parallel or num_chunks else 1),
     }
-    after_experts = not model.score_first
     return Shapes(
         **{field.name: sizes[field.name] for field in fields(Sizes)},
         tokens=tokens,
@@ -115,8 +114,8 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
         grad=BYTES[options["training.mixed_precision_reduce"]],
         ep=layout.ep,
         deepep=cell.uses_deepep,
-        scored_activations=cell.uses_deepep and options[SCORE_ACTIVATIONS] and after_experts,
-        row_kernels=not cell.uses_deepep and options[ROW_KERNELS] and after_experts,
+        scored_activations=cell.uses_deepep and options[SCORE_ACTIVATIONS],
+        row_kernels=not cell.uses_deepep and options[ROW_KERNELS],
         autocast=is_alone and not rank.mixed_precision,
         compiled="model" in components,
         saves=cell.saves,

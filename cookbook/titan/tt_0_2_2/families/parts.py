@@ -81,7 +81,6 @@ def sizes_of(args: Any, **own: Any) -> Model:
         top_k=moe.top_k,
         vocab=args.vocab_size,
         gate_bias=moe.gate_bias,
-        score_first=moe.score_before_experts,
         n_layers=args.n_layers,
         num_expert_groups=moe.num_expert_groups,
         num_limited_groups=moe.num_limited_groups,
