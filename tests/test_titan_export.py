@@ -37,38 +37,15 @@ def use_flavor(patch: pytest.MonkeyPatch, name: str, args: Any) -> None:
 
 def small_model(**changes: Any) -> Any:
     """Arguments of a small model of the 671B's kind: sigmoid scores, groups of experts, q LoRA."""
-    from torchtitan.models.moe import MoEArgs
+    from cookbook.titan.tt_0_2_2.families.deepseek_v3 import PROXY
 
-    from cookbook.titan.tt_0_2_2.families.deepseek_v3 import ModelArgs
-
-    args = ModelArgs(
-        vocab_size=97,
-        dim=64,
-        inter_dim=96,
-        moe_inter_dim=48,
-        n_layers=3,
-        n_dense_layers=1,
-        n_heads=4,
-        norm_eps=1e-6,
-        moe_args=MoEArgs(
-            num_experts=8,
-            num_shared_experts=1,
-            top_k=3,
-            num_expert_groups=4,
-            num_limited_groups=2,
-            score_func="sigmoid",
-            route_norm=True,
-            route_scale=2.5,
-            score_before_experts=False,
-            use_grouped_mm=False,
-        ),
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        **{"max_seq_len": 64, **changes},
-    )
+    small = {"vocab_size": 97, "dim": 64, "inter_dim": 96, "moe_inter_dim": 48, "n_layers": 3}
+    small |= {"n_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "max_seq_len": 64}
+    heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"num_experts": 8, "top_k": 3, "num_expert_groups": 4, "num_limited_groups": 2}
+    moe = dataclasses.replace(PROXY.moe_args, **experts, use_grouped_mm=False)
+    more: dict[str, Any] = {"norm_eps": 1e-6, "mscale": 1.0, "moe_args": moe}
+    args: Any = dataclasses.replace(PROXY, **{**small, **heads, **more, **changes})
     args.moe_impl = "standard"
     return args
 

@@ -115,7 +115,7 @@ def test_the_routing_bias_balances(assets: Path, tmp_path: Path) -> None:
 
 def test_flavors_are_the_published_models() -> None:
     """Of Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B; the differences are TorchTitan's."""
-    from cookbook.titan.tt_0_2_2.families.qwen3 import flavors, transformers_config
+    from cookbook.titan.tt_0_2_2.families.qwen3 import QWEN3, flavors
 
     shared = {
         "num_experts": 128,
@@ -151,7 +151,7 @@ def test_flavors_are_the_published_models() -> None:
     }
     differences = {}
     for name, own in published.items():
-        config = transformers_config(flavors()[name], 8192)
+        config = QWEN3.config_json(name, 8192, "bfloat16")
         for key, value in (shared | own).items():
             if config[key] != value:
                 differences[name, key] = config[key]

@@ -121,9 +121,8 @@ def export(request: Request) -> int:
         for name in part.names
     }
     index = {"metadata": {"total_size": total}, "weight_map": weights}
-    parts = FAMILIES[request.model]
-    config = parts.transformers_config(parts.flavors()[request.flavor], request.seq_len)
-    config["torch_dtype"] = request.dtype
+    asked = request.flavor, request.seq_len, request.dtype
+    config = FAMILIES[request.model].config_json(*asked)
     write_whole(to / "config.json", json.dumps(config, indent=2) + "\n")
     for file in _TOKENIZER:
         if request.tokenizer and (source := Path(request.tokenizer) / file).exists():

@@ -144,11 +144,7 @@ class ModelWithAttention(AttentionChoice, DeepSeekV3Model):
 
 
 def transformers_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
-    """Return the `config.json` of transformers' DeepSeek-V3, or V2 where scores are a softmax.
-
-    Args:
-        seq_len: of training, which decides whether positions are scaled.
-    """
+    """Return the keys of transformers' DeepSeek-V3, or of V2 where scores are a softmax."""
     moe = args.moe_args
     is_v3 = moe.score_func == "sigmoid"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
@@ -166,12 +162,7 @@ def transformers_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
         "intermediate_size": args.inter_dim,
-        "moe_intermediate_size": args.moe_inter_dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
         "num_key_value_heads": args.n_heads,
         "n_shared_experts": moe.num_shared_experts,
         "n_routed_experts": moe.num_experts,
@@ -183,18 +174,12 @@ def transformers_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
         "v_head_dim": args.v_head_dim,
         "n_group": groups,
         "topk_group": moe.num_limited_groups or groups,
-        "num_experts_per_tok": moe.top_k,
         "first_k_dense_replace": args.n_dense_layers,
-        "norm_topk_prob": moe.route_norm,
         "scoring_func": moe.score_func,
-        "hidden_act": "silu",
         "max_position_embeddings": max(seq_len, args.original_seq_len),
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": args.rope_theta,
         "rope_scaling": rope,
         "rope_interleave": True,
         "tie_word_embeddings": False,
-        "attention_bias": False,
     }
     if not is_v3:
         config["topk_method"] = "greedy"

@@ -31,7 +31,8 @@ class FamilyParts:
         sizes: reads a flavor's arguments.
         model: TorchTitan's model with `attention.AttentionChoice`.
         attention: TorchTitan's attention layer, and its attribute that scales scores.
-        transformers_config: makes `config.json` from a flavor's arguments and a sequence length.
+        transformers_config: makes the family's own keys of `config.json` from a flavor's arguments
+            and the sequence length of training, which decides whether positions are scaled.
         weights, extra_layers, has_pipelines: as in `Family`.
     """
 
@@ -59,6 +60,25 @@ class FamilyParts:
         flavors = {name: self.sizes(args) for name, args in self.flavors().items()}
         facts = self.weights, self.extra_layers, self.has_pipelines
         return Family(self.name, self.title, flavors, *facts)
+
+    def config_json(self, flavor: str, seq_len: int, dtype: str) -> dict[str, Any]:
+        """Return transformers' `config.json` of a flavor."""
+        args = self.flavors()[flavor]
+        return {
+            "torch_dtype": dtype,
+            "vocab_size": args.vocab_size,
+            "hidden_size": args.dim,
+            "moe_intermediate_size": args.moe_inter_dim,
+            "num_hidden_layers": args.n_layers,
+            "num_attention_heads": args.n_heads,
+            "num_experts_per_tok": args.moe_args.top_k,
+            "norm_topk_prob": args.moe_args.route_norm,
+            "hidden_act": "silu",
+            "rms_norm_eps": args.norm_eps,
+            "rope_theta": args.rope_theta,
+            "attention_bias": False,
+            **self.transformers_config(args, seq_len),
+        }
 
 
 def copied(kind: type, released: Mapping[str, Any]) -> dict[str, Any]:

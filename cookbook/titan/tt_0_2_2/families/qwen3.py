@@ -121,31 +121,19 @@ class ModelWithAttention(AttentionChoice, Qwen3Model):
 
 
 def transformers_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
-    """Return the `config.json` of transformers' Qwen3-MoE."""
-    moe = args.moe_args
+    """Return the keys of transformers' Qwen3-MoE."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
         "intermediate_size": args.hidden_dim,
-        "moe_intermediate_size": args.moe_inter_dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
         "num_key_value_heads": args.n_kv_heads,
         "head_dim": args.head_dim,
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "norm_topk_prob": moe.route_norm,
+        "num_experts": args.moe_args.num_experts,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "hidden_act": "silu",
         "max_position_embeddings": max(seq_len, args.max_seq_len),
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": args.rope_theta,
         "rope_scaling": None,
         "tie_word_embeddings": args.enable_weight_tying,
-        "attention_bias": False,
         "use_sliding_window": False,
     }
 
