@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,12 @@ def test_every_variable_of_the_scripts_is_reserved() -> None:
     exported = {name for one in overlays for name in (*one.environment, *one.environment_from)}
     exported |= {name for cluster in CLUSTERS for name in load_cluster(cluster).environment}
     assert own - FREE - exported <= RESERVED
+
+
+def test_every_read_only_variable_of_bash_is_reserved() -> None:
+    listed = subprocess.run(["bash", "-c", "readonly -p"], capture_output=True, text=True).stdout
+    found = set(re.findall(r"(?m)^declare -\w+ (\w+)", listed))
+    assert {"EUID", "SHELLOPTS"} <= found <= RESERVED
 
 
 @pytest.mark.parametrize("name", ["CELL_DIR", "COOKBOOK_ROOT", "SLURM_JOB_ID"])

@@ -221,14 +221,13 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
 
 
 _EXPANSION = re.compile(r"\$\{?[A-Za-z_]")
-# Bash's own, and those that the scripts need (tests/test_overlay.py holds them to the
-# templates).
+# Bash's read-only ones, and those that the scripts need (held to both by tests/test_overlay.py).
 RESERVED = frozenset(
-    {"UID", "IFS", "SECONDS", "ATTEMPT", "CELL", "CELL_DIR", "EP_BACKEND", "EP_BACKEND_ARGS"}
-    | {"HEAD_ADDRESS", "LOG_RANK", "NUM_NODES", "PATH", "PRECISION", "PRECISION_ARGS", "PYTHONPATH"}
-    | {"PYTHONUNBUFFERED", "RDZV_ENDPOINT", "RECIPE", "SCRIPT", "SHOWN_RANKS", "SUBMITTED"}
-    | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "TRAIN_ARGS", "TRAIN_NODES", "VENV"}
-    | {"WANDB_RUN_NAME"}
+    {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "SECONDS", "ATTEMPT"}
+    | {"CELL", "CELL_DIR", "EP_BACKEND", "EP_BACKEND_ARGS", "HEAD_ADDRESS", "LOG_RANK", "NUM_NODES"}
+    | {"PATH", "PRECISION", "PRECISION_ARGS", "PYTHONPATH", "PYTHONUNBUFFERED", "RDZV_ENDPOINT"}
+    | {"RECIPE", "SCRIPT", "SHOWN_RANKS", "SUBMITTED", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
+    | {"TRAIN_ARGS", "TRAIN_NODES", "VENV", "WANDB_RUN_NAME"}
 )
 
 
