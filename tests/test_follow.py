@@ -123,6 +123,22 @@ def test_a_log_is_followed_through_a_new_attempt_to_the_end(
     assert printed(capfd, "a", follow=True) == ["four", "five"]
 
 
+def test_a_refused_cell_does_not_hide_the_one_that_waits(
+    run: Run, capfd: pytest.CaptureFixture[str], happening: Callable[..., Iterator[Happen]]
+) -> None:
+    run.add("refused", state="refused")
+    folder = run.add("waits", state="running")
+    write(run)
+
+    def finished() -> None:
+        (folder / "attempt-0").mkdir()
+        (folder / "attempt-0/train.log").write_text("one\n")
+        (folder / "status.json").write_text('{"state": "finished"}')
+
+    happening(finished)
+    assert printed(capfd, follow=True) == ["one"]
+
+
 def test_status_says_how_far_each_cell_is_and_why(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -32,7 +33,15 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import CellState, cancel_deleted, cancel_run, cell_states
-from cookbook.run.status import FAILED, FINISHED, REFUSED, RUNNING, read_resumptions
+from cookbook.run.status import (
+    FAILED,
+    FINISHED,
+    OPEN,
+    REFUSED,
+    RUNNING,
+    read_resumptions,
+    read_status,
+)
 
 # Fewer steps show no pace.
 _LEAST_STEPS = 4
@@ -142,10 +151,16 @@ def named_cell(name: str | None) -> tuple[Run, CellFolder]:
         raise InputError(run.name, "has no cell", "start a new run")
     started = [cell.name for cell in run.cells if cell.newest_log()]
     if not started:
-        # Any cell's answer does; Slurm, which may be slow, is asked once for it.
-        return run, run.cells[0]
+        # By its file: `logs` asks Slurm, which may be slow, only once.
+        return run, next(filter(_is_open, run.cells), run.cells[0])
     running = [state.cell for state in cell_states(run) if state.state == RUNNING]
     return run, run.cell((running or started[-1:])[0])
+
+
+def _is_open(cell: CellFolder) -> bool:
+    with contextlib.suppress(InputError):
+        return read_status(cell).state in OPEN
+    return False
 
 
 def _state(run: Run, cell: CellFolder) -> CellState:
