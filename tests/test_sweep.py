@@ -183,3 +183,9 @@ def test_rounds_turn_and_leave_out_what_is_refused() -> None:
     cells[1] = replace(cells[1], refused="no GPU")
     names = [cell.name for cell in in_rounds(cells, 3)]
     assert names == ["a", "b", "c", "c-r2", "a-r2", "a-r3", "c-r3"]
+
+
+def test_a_repeat_takes_no_other_cells_name() -> None:
+    cell = cell_of("debug")
+    with pytest.raises(InputError, match=f"has a cell {cell.name}-r2 already"):
+        in_rounds([cell, replace(cell, name=f"{cell.name}-r2")], 2)

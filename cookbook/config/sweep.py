@@ -127,6 +127,8 @@ def in_rounds(cells: Sequence[Cell], num_repeats: int) -> list[Cell]:
         runnable = [cell for cell in cells if not cell.refused]
         for cell in runnable if repeat % 2 else reversed(runnable):
             name = f"{cell.name}-r{repeat}"
+            if any(other.name == name for other in cells):
+                raise InputError(f"--repeat {num_repeats}", f"the sweep has a cell {name} already")
             found.append(replace(cell, name=name, repeat_of=cell.name, repeat=repeat))
     return found
 
