@@ -101,6 +101,14 @@ def test_every_verb_and_option_of_the_guide_exists(tmp_path: Path) -> None:
         assert verb == "check-line" or all(option in known[verb] for option in options), words
 
 
+@pytest.mark.parametrize(
+    "sweep", walked(sorted(ROOT.glob("docs/evidence/**/sweep.yaml"))), ids=lambda p: p.parent.name
+)
+def test_the_measured_sweeps_still_expand(sweep: Path, tmp_path: Path) -> None:
+    words = ("sweep", str(sweep), "--cluster", "h200-node", "--dry-run")
+    assert submit(*words, runs=tmp_path).status == 0
+
+
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
     page = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
     code = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("cookbook/**/*.py"))
