@@ -14,7 +14,7 @@ What it does, in this order; what is there already is left alone:
   1. .venv beside this script, with the pins of requirements.txt    2 to 4 minutes, 8 GB
   2. a text corpus and a tokenizer for local runs, from Python's
      own sources, in assets/local                                   seconds
-  3. the DeepSeek tokenizers from the Hugging Face hub, in assets/hf  seconds, 15 MB
+  3. the models' tokenizers from the Hugging Face hub, in assets/hf  seconds
   4. DeepEP at its pin, where a CUDA toolkit is found               2 to 15 minutes
   5. FlashAttention-4 at its pins, for Hopper and Blackwell GPUs    a minute, 0.6 GB
   6. FlashAttention-4's kernels for the GPUs of --arch or of this

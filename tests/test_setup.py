@@ -1,4 +1,4 @@
-"""setup.sh from outside, in a copy of the checkout; checkout.py says what stands in for the index.
+"""setup.sh from outside, in a copy of the checkout; set_up.py says what stands in for the index.
 
 A full install from the index is what CI starts with.
 """

@@ -286,12 +286,13 @@ def test_tokenizers_come_from_the_hub_whole_or_not_at_all(tmp_path: Path, hub: H
 
     hub.broken = ""
     assert checkout.setup("--no-deepep").returncode == 0
-    for name in ("DeepSeek-V3.1-Base", "deepseek-moe-16b-base"):
-        folder = checkout.folder / "assets/hf" / name
+    names = ("deepseek-ai/DeepSeek-V3.1-Base", "deepseek-ai/deepseek-moe-16b-base")
+    for name in (*names, "Qwen/Qwen3-30B-A3B"):
+        folder = checkout.folder / "assets/hf" / name.partition("/")[2]
         files = sorted(path.name for path in folder.iterdir())
         assert files == ["tokenizer.json", "tokenizer_config.json"]
         for path in folder.iterdir():
-            asked = f"/deepseek-ai/{name}/resolve/main/{path.name}"
+            asked = f"/{name}/resolve/main/{path.name}"
             assert json.loads(path.read_text()) == {"path": asked}
     assert "Bearer hf_of_the_test" in {token for _, token in hub.asked}
     assert "hf_of_the_test" not in (checkout.folder / "build/setup.log").read_text()
