@@ -16,6 +16,7 @@ from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, s
 from bench.step_times import POINTS, PREDICTED, cell_of_point, compare, keep, read_points
 from cookbook.predict.memory import FITS, FITS_PIPELINE
 from docs import make
+from tests.cells import walked
 
 # Student's sleep data: t is 4.0621, p of 9 degrees of freedom 0.001416 (one-sided).
 SLEEP = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
@@ -82,7 +83,7 @@ def test_each_arm_is_corrected_for_all_and_held_against_its_own_reference() -> N
 def test_every_point_is_a_cell_of_its_own() -> None:
     points = read_points()
     assert len({point.key for point in points}) == len(points)
-    for point in points:
+    for point in walked(points):
         cell = cell_of_point(point)
         assert cell.world == (256 if "B200" in point.group else point.gpus)
         assert cell.uses_deepep is (point.ep_backend == "deepep")
@@ -125,7 +126,7 @@ def test_new_predictions_leave_the_earlier_ones(tmp_path: Path) -> None:
 
 def test_a_job_that_fits_would_fit_if_the_model_erred_as_it_did() -> None:
     worst = {True: 0.0, False: 0.0}
-    for one in memory.compare(memory.read_measured()):
+    for one in walked(memory.compare(memory.read_measured())):
         assert -0.12 < one.error < 0.05, one.name
         # Jobs that could fill a GPU; the workspaces that dominate small ones stay as they are.
         if one.measured > 4:

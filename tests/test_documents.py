@@ -62,7 +62,7 @@ _ELSEWHERE = re.compile(r"make demo|export COOKBOOK_CLUSTER=|python submit\.py d
 @pytest.mark.parametrize("page", GUIDE, ids=lambda path: path.stem)
 def test_every_command_of_the_guide_runs_or_names_what_it_needs(page: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
-    lines = [line for block in blocks for line in block.splitlines()]
+    lines = walked([line for block in blocks for line in block.splitlines()])
     folder = copy_checkout(tmp_path / "checkout", assets=True)
     for line in lines:
         if re.search("# needs ", line) or _ELSEWHERE.match(line):

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from cookbook.base.paths import ROOT
+from tests.cells import walked
 from tests.checkout import copy_checkout
 
 pytestmark = pytest.mark.titan
@@ -23,11 +24,8 @@ PAGE = (ROOT / "docs/guide/first-hour.md").read_text(encoding="utf-8")
 def commands(section: str) -> list[str]:
     """The commands of a numbered section."""
     text = PAGE.split(f"\n## {section}.")[1].split("\n## ")[0]
-    return [
-        line
-        for block in re.findall(r"```bash\n(.*?)```", text, re.S)
-        for line in block.splitlines()
-    ]
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    return walked([line for block in blocks for line in block.splitlines()])
 
 
 def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None:
