@@ -173,6 +173,9 @@ def test_bytes_are_told_in_gib_and_warnings_once(monkeypatch: pytest.MonkeyPatch
     (row,) = [line.split() for line in text.splitlines() if "this cell" in line]
     assert row[:2] == ["EP", "standard"]
     assert "attention flex" in text and "not exercised:\n    kernels" in text
+    # A finding without a reference takes no line for one; the other empty line parts the tables.
+    noted = text[: text.index("  active: ")]
+    assert "warning:" in noted and noted.count("\n\n") == 1
 
 
 def test_a_model_that_is_not_counted_is_built_and_said_to_be(

@@ -63,6 +63,12 @@ def test_the_matrix_is_the_published_one() -> None:
     assert all(cell.steps == 20 for cell in cells)
 
 
+def test_a_prediction_is_of_the_cell_itself_not_of_its_stand_in() -> None:
+    for cluster, predicted in {"soperator-b200": [True] * 5, "local": [False]}.items():
+        cells = expand_sweep(load_sweep("fast"), _request(cluster=cluster))
+        assert [cell.prediction is not None for cell in cells] == predicted
+
+
 def test_axes_multiply_and_share_a_baseline_where_they_differ_in_nothing_else(
     tmp_path: Path,
 ) -> None:

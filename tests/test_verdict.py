@@ -226,3 +226,14 @@ def test_a_path_is_looked_for_where_the_job_runs(
     assert missing(file.parent, "data") == [(DATA, "data is not there")]
     assert missing(file.parent, file) == [(DATA, f"{file} is a file, allowed: a folder")]
     assert missing(file.parent, tmp_path, "/none") == [(load, "/none is not there")]
+
+
+@pytest.mark.parametrize(("cluster", "is_lacking"), [("local", False), ("h200-node", True)])
+def test_flash_attention_4_is_lacking_where_its_kernels_run(
+    monkeypatch: pytest.MonkeyPatch, cluster: str, is_lacking: bool
+) -> None:
+    """On a CPU its reference runs, which needs no package."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    cell = with_options(cell_of("debug", cluster=cluster), {"model.attention": "flash_attention_4"})
+    found = [one.option for one in judge(cell).findings if one.rule == "packages"]
+    assert ("model.attention" in found) is is_lacking
