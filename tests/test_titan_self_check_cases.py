@@ -61,6 +61,24 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
             ],
         },
     ),
+    "Qwen3-MoE 235B, long sequences, on GPUs": (
+        (*("--model.name=qwen3", "--model.flavor=235B-A22B", FLASH), "--training.seq_len=32768"),
+        *(1, "cuda"),
+        {
+            # Shorter again: 16 query heads are compared at a time.
+            "flash_attention_4": [
+                "2 x 8,192 tokens, 64 heads of 128/128, 16 to a key, documents: edges in room for "
+                "512, values as trained",
+                "2 x 8,192 tokens, 64 heads of 128/128, 16 to a key, documents: whole in room for "
+                "512, random values",
+            ],
+            "grouped GEMM bf16": [
+                "128 experts of 1536 x 4096, about 32,768 rows",
+                "128 experts of 4096 x 1536, about 32,768 rows",
+                "9 experts of 384 x 256, about 700 rows",
+            ],
+        },
+    ),
     "CP 2, TP 2, without EP, on a CPU": (
         degrees(context=2, tensor=2),
         *(8, "cpu"),

@@ -21,7 +21,7 @@ from cookbook.titan.self_check.cases import Bound, Error, generator
 RANDOM = Bound(0.01, 0.05)
 # Gradients of peaked scores are small differences.
 TRAINED = Bound(0.02, 0.1)
-# Of the reference at a time, over heads: 1 GiB in float32, and its backward holds some of them.
+# The reference's scores at a time: 1 GiB in float32, more only where query heads share a key.
 SCORES = 1 << 28
 # Around the tiles of FlashAttention-4's kernels (64, 96 and 128 rows) and their common multiples,
 # and as short as can be.

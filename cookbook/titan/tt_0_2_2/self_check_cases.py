@@ -31,6 +31,7 @@ from cookbook.titan.common.token_shard import TokenShard
 from cookbook.titan.common.varlen_attention import bounds_capacity
 from cookbook.titan.self_check import gemms, rows
 from cookbook.titan.self_check.attention import (
+    SCORES,
     Attend,
     AttentionShape,
     attention_errors,
@@ -137,6 +138,9 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     groups = layer.n_heads // getattr(layer, "n_kv_heads", layer.n_heads)
     heads = max(groups, min(layer.n_heads // cell.dims.tp, limits.heads // groups * groups))
     length = min(whole, limits.sequence)
+    while groups * length**2 > 4 * SCORES:
+        # The reference compares all query heads of a key at a time, at most 4 GiB of scores.
+        length //= 2
     head_dim, v_head_dim = cell.model_args.head_dims
     fitting = limits.attention_scores // (heads * length * length)
     shape = AttentionShape(
