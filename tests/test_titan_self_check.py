@@ -56,7 +56,7 @@ def wrong(errors: Iterable[Error]) -> list[str]:
     """The tensors that are off, of those that were compared."""
     found = list(errors)
     # Rounding shows in each of them.
-    assert all(error.part > 0 for error in found)
+    assert found and all(error.part > 0 for error in found)
     return [error.tensor for error in found if error.fault]
 
 
