@@ -119,7 +119,7 @@ def test_ranks_read_every_document_once_an_epoch_and_epochs_differ(corpus: Path)
     (source,) = find_sources([f"{corpus}/a*"])
 
     def read(rank: int, epochs: int, seed: int) -> list[str]:
-        reader = iter(Reader(source, "text", seed, rank, 3, True))
+        reader = iter(Reader(source, "text", seed, rank, 3))
         return [next(reader) for _ in range(80 * epochs)]
 
     ranks = [read(rank, 2, 7) for rank in range(3)]

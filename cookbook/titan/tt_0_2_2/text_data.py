@@ -54,7 +54,6 @@ class Reader:
     seed: int
     rank: int
     readers: int
-    is_endless: bool
     place: Place = field(default_factory=Place)
 
     def __iter__(self) -> Iterator[str]:
@@ -73,8 +72,6 @@ class Reader:
                     "data-parallel ranks and workers",
                     "use fewer, or more documents",
                 )
-            if not self.is_endless:
-                return
             place.epoch, place.file, place.before = place.epoch + 1, 0, 0
 
     def _read(self, file: int) -> Iterator[str]:
@@ -113,12 +110,10 @@ class TextDataset(IterableDataset, Stateful):
         seq_len: int,
         dp_rank: int,
         dp_world_size: int,
-        is_endless: bool,
     ) -> None:
         self._sources, self._key, self._seed = sources, key, seed
         self._tokenizer, self._seq_len = tokenizer, seq_len
         self._rank, self._world = dp_rank, dp_world_size
-        self._is_endless = is_endless
         self._buffer: list[int] = []
         self._places = [Place() for _ in sources]
 
@@ -127,20 +122,15 @@ class TextDataset(IterableDataset, Stateful):
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         rank, readers = self._rank * workers + number, self._world * workers
         streams = [
-            iter(Reader(source, self._key, self._seed, rank, readers, self._is_endless, place))
+            iter(Reader(source, self._key, self._seed, rank, readers, place))
             for source, place in zip(self._sources, self._places, strict=True)
         ]
-        open_sources = set(range(len(streams)))
-        while open_sources:
+        while True:
             # The source that is furthest behind its share of the tokens.
-            source = min(
-                open_sources, key=lambda i: (self._places[i].tokens / self._sources[i].weight, i)
-            )
-            text = next(streams[source], None)
-            if text is None:
-                open_sources.remove(source)
-                continue
-            tokens = self._tokenizer.encode(text, add_bos=True, add_eos=True)
+            pairs = zip(self._places, self._sources, strict=True)
+            shares = [place.tokens / one.weight for place, one in pairs]
+            source = shares.index(min(shares))
+            tokens = self._tokenizer.encode(next(streams[source]), add_bos=True, add_eos=True)
             self._places[source].tokens += len(tokens)
             self._buffer.extend(tokens)
             while len(self._buffer) > self._seq_len:
@@ -177,7 +167,7 @@ def build_dataloader(**arguments: Any) -> ParallelAwareDataloader:
     config = arguments["job_config"]
     if config.training.dataset != DATASET:
         return build_text_dataloader(**arguments)
-    return _build(config.training, config.data.files, is_endless=True, **arguments)
+    return _build(config.training, config.data.files, **arguments)
 
 
 def build_validation_dataloader(**arguments: Any) -> ParallelAwareDataloader:
@@ -185,13 +175,12 @@ def build_validation_dataloader(**arguments: Any) -> ParallelAwareDataloader:
     config = arguments["job_config"]
     if config.validation.dataset != DATASET:
         return build_text_validation_dataloader(**arguments, infinite=True)
-    return _build(config.validation, config.data.validation_files, is_endless=True, **arguments)
+    return _build(config.validation, config.data.validation_files, **arguments)
 
 
 def _build(
     section: Any,
     patterns: Sequence[str],
-    is_endless: bool,
     dp_world_size: int,
     dp_rank: int,
     tokenizer: Any,
@@ -210,7 +199,6 @@ def _build(
         section.seq_len,
         dp_rank,
         dp_world_size,
-        is_endless,
     )
     options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
     return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options)
