@@ -32,6 +32,7 @@ _PROFILE = f"""
 description: CPU nodes of a cluster on this machine
 scheduler: slurm
 nodes: {NODES}
+max_restarts: 99
 ranks_per_node: 1
 emulate: true
 cpus_per_task: 2
@@ -40,27 +41,15 @@ partition: main
 time: "02:00:00"
 environment: {{OMP_NUM_THREADS: 1}}
 """
-_RECIPE = """
-name: debug
-description: "DeepSeek-V3 debug model, for faults"
-nodes: {nodes}
-max_restarts: 99
-model: {{name: deepseek_v3, flavor: debugmodel, hf_assets_path: assets/local/tokenizer}}
-parallelism: {{expert_parallel_degree: 2}}
-training:
-  seq_len: 64
-  local_batch_size: 2
-  dataset: c4_test
-  dataset_path: assets/local/corpus
-  steps: {steps}
-optimizer: {{lr: 8e-4}}
-lr_scheduler: {{warmup_steps: 2, decay_ratio: 0}}
-activation_checkpoint: {{mode: none}}
-compile: {{enable: false}}
-checkpoint: {{enable: {saves}, interval: {interval}, keep_latest_k: 3, last_save_model_only: false}}
-debug: {{seed: 42}}
-metrics: {{log_freq: 1, disable_color_printing: true}}
-"""
+_OPTIONS = {
+    "training.seq_len": 64,
+    "lr_scheduler.decay_ratio": 0,
+    "checkpoint.interval": INTERVAL,
+    "checkpoint.keep_latest_k": 3,
+    "checkpoint.last_save_model_only": "false",
+    # A full disk is to fail a save, and not another writer.
+    "metrics.enable_tensorboard": "false",
+}
 _STEP = re.compile(r"step: +([0-9]+) +loss: +(\S+)")
 
 
@@ -152,14 +141,14 @@ def words_of(process: psutil.Process) -> list[str]:
 def start_run(cluster: SlurmCluster, folder: Path, steps: int, saves: bool = True) -> Run:
     """Submit a run of so many steps into `folder`, with checkpoints or without."""
     folder.mkdir(parents=True, exist_ok=True)
-    profile, recipe = folder / "chaos-nodes.yaml", folder / "chaos.yaml"
+    profile = folder / "chaos-nodes.yaml"
     profile.write_text(_PROFILE)
-    values = {"nodes": NODES, "steps": steps, "interval": INTERVAL, "saves": str(saves).lower()}
-    recipe.write_text(_RECIPE.format(**values))
-    words = ("run", str(recipe), "--cluster", str(profile), "--detach", "--no-check")
+    options = {**_OPTIONS, "training.steps": steps, "checkpoint.enable": str(saves).lower()}
+    words = ("run", "debug", "--cluster", str(profile), f"--nodes={NODES}", "--detach")
+    settings = [f"--set={name}={value}" for name, value in options.items()]
     runs = folder / "runs"
     cluster.run(
-        *(sys.executable, str(ROOT / "submit.py"), *words),
+        *(sys.executable, str(ROOT / "submit.py"), *words, "--no-check", *settings),
         env={"COOKBOOK_RUNS": str(runs), "VENV": sys.prefix},
         timeout=120,
     )
