@@ -112,6 +112,12 @@ def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, list[float]]
     }
 
 
+def mean_and_half_interval(found: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 90% interval."""
+    error = statistics.stdev(found) / math.sqrt(len(found))
+    return statistics.fmean(found), t_quantile(0.95, len(found) - 1) * error
+
+
 def verdict_table(name: str) -> str:
     """Return the verdicts by one measure, as Markdown."""
     arms = differences(read_losses(MEASURES[name]))
@@ -122,8 +128,7 @@ def verdict_table(name: str) -> str:
         judge({a: [*f[:n], *f[n + 1 :]] for a, f in arms.items()}) for n in range(len(SEEDS))
     ]
     for arm, found in arms.items():
-        mean, freedom = statistics.fmean(found), len(found) - 1
-        half = t_quantile(0.95, freedom) * statistics.stdev(found) / math.sqrt(len(found))
+        mean, half = mean_and_half_interval(found)
         p_values = [
             f"{f'{p:.4f}' if p >= 1e-4 else '<0.0001'} {word}"
             for p, word in (by_test[test][arm] for test in TESTS)

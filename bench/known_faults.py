@@ -122,6 +122,6 @@ FAULTS: dict[str, Patch] = {
 
 @contextmanager
 def put_in_fault(name: str) -> Iterator[None]:
-    """The fault of that name, while this lasts."""
+    """Put the named fault in inside the block."""
     with put_in(*FAULTS[name]):
         yield

@@ -64,7 +64,7 @@ class _Travels(torch.autograd.Function):
 
 @contextmanager
 def plain_experts(precision: str, backend: str) -> Iterator[None]:
-    """While this lasts, TorchTitan's experts are these.
+    """Replace TorchTitan's experts inside the block.
 
     Args:
         precision: `mxfp8`, `mxfp8_linear` or `mxfp8_wgrad_hp` round, `bf16` does not.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +10,12 @@ from bench import convergence, memory, step_times
 from bench.gradient_table import BOUNDS, GRADIENTS, rounding_of, worst
 from cookbook.base.figure import BAND, INK, QUIET, draw_figure
 from cookbook.base.paths import ROOT
-from cookbook.results.speed import t_quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BLUE, _ORANGE, _GREY = "#0a6ebd", "#c2500a", "#b9c2cb"
-_EVIDENCE = ROOT / "docs/evidence"
+EVIDENCE = ROOT / "docs/evidence"
 _KINDS = {"float32": "float32", "mxfp8": "MXFP8", "fault": "known faults"}
 
 
@@ -26,16 +23,15 @@ def _draw(name: str, height: float, paint: Callable[[Axes], None]) -> str:
     return draw_figure(name, height, paint, grid="x")["svg"].decode()
 
 
-def _read(path: str) -> Any:
-    return json.loads((_EVIDENCE / path).read_text(encoding="utf-8"))
+def read_data(path: str) -> Any:
+    return json.loads((EVIDENCE / path).read_text(encoding="utf-8"))
 
 
 def speeds() -> str:
     """Draw each change of the fast options on 4 H200, long documents."""
-    runs = _read("performance/h200x4-bars.json")["rounds"][0]["runs"]
-    names = ["standard", "deepep", *("deepep", "attention", "worker", "ep2", "saved")]
-    order = [f"released-{name}" for name in names[:2]] + ["deepep"]
-    order += [f"fast-{name}" for name in names[3:]] + ["fast"]
+    runs = read_data("performance/h200x4-bars.json")["rounds"][0]["runs"]
+    order = ["released-standard", "released-deepep", "deepep"]
+    order += ["fast-attention", "fast-worker", "fast-ep2", "fast-saved", "fast"]
     values = [runs[name]["tokens_per_second_per_gpu"] for name in order]
 
     def paint(axes: Axes) -> None:
@@ -56,9 +52,8 @@ def losses() -> str:
     rows = []
     for measure, share in convergence.MEASURES.items():
         for arm, found in convergence.differences(convergence.read_losses(share)).items():
-            error = statistics.stdev(found) / math.sqrt(len(found))
-            half = t_quantile(0.95, len(found) - 1) * error
-            rows.append((f"{arm}, {measure}", 100 * statistics.fmean(found), 100 * half))
+            mean, half = convergence.mean_and_half_interval(found)
+            rows.append((f"{arm}, {measure}", 100 * mean, 100 * half))
 
     def paint(axes: Axes) -> None:
         margin = 100 * convergence.MARGIN
@@ -76,14 +71,13 @@ def losses() -> str:
 
 def gradients() -> str:
     """Draw the largest gradient error of each cell and each known fault."""
-    # By what rounds, as `rounding_of` says.
     groups: dict[str, list[float]] = {}
     bounds: list[float | None] = []
     for family, name in (("DeepSeek-V3", "gradients"), ("Qwen3-MoE", "gradients-qwen3")):
         for kind in ("float32", "mxfp8", "fault"):
             found = [
                 worst(run, GRADIENTS)
-                for run in _read(f"numerics/{name}.json")["runs"]
+                for run in read_data(f"numerics/{name}.json")["runs"]
                 if run["reference"] and not run.get("scale") and run["exact"]
                 if kind == ("fault" if run["fault"] else rounding_of(run))
             ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Any
 
 from bench import convergence, gradient_table, memory, step_times
 from cookbook.base.files import write_whole
-from cookbook.base.paths import RECIPES, ROOT
+from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
@@ -27,28 +26,23 @@ from cookbook.config.options import Setting
 from cookbook.config.recipe import load_recipe
 from cookbook.config.resolve import cell_on, published_number
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
-from cookbook.predict.hardware import load_hardware
+from cookbook.predict.hardware import hardware_of
 from cookbook.predict.memory import predict_memory
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import predict_step
-from docs import figures, option_tables
-
-EVIDENCE = ROOT / "docs/evidence"
-
-
-def _read(path: str) -> Any:
-    return json.loads((EVIDENCE / path).read_text(encoding="utf-8"))
+from docs import option_tables
+from docs.figures import EVIDENCE, FIGURES, read_data
 
 
 def _gradients(name: str, table: int) -> str:
-    return gradient_table.render(_read(f"numerics/{name}.json")).split("\n\n")[table]
+    return gradient_table.render(read_data(f"numerics/{name}.json")).split("\n\n")[table]
 
 
 def _measured() -> Iterator[tuple[str, str, str, float, float | None]]:
     """Yield machine, cell, documents, tokens/s/GPU and GiB; the first of a machine is the base."""
     for pair, speed in load_recipe("deepseek_v3_671b").published_numbers.items():
         yield "256 B200, 671B, published", pair, "short", speed, None
-    for part in _read("performance/h200x4-bars.json")["rounds"]:
+    for part in read_data("performance/h200x4-bars.json")["rounds"]:
         kind = {"tp2": ", TP 2", "real": ", real routing"}.get(part["command"], "")
         (base, first), *others = part["runs"].items()
         others.sort(key=lambda item: item[1]["tokens_per_second_per_gpu"])
@@ -60,7 +54,7 @@ def _measured() -> Iterator[tuple[str, str, str, float, float | None]]:
         _, speed, _, _, _, memory_gib, *_ = cells.replace(",", "").split("|")
         machine = f"2 H200, 8 layers, {name.split('-')[0]}"
         yield machine, name, "long", float(speed), float(memory_gib)
-    for run in _read("performance/h200-rows.json")["runs"]:
+    for run in read_data("performance/h200-rows.json")["runs"]:
         kind = "" if run["options"]["debug.moe_force_load_balance"] else ", real routing"
         if run["run"] == ("third" if run["corpus"] == "long" and not kind else "fourth"):
             speed = run["tokens_per_second_per_gpu"]
@@ -85,12 +79,14 @@ def _speeds() -> str:
 @functools.cache
 def _flops_share(flavor: str) -> float:
     """Return the share of the BF16 peak that one token a second takes, by TorchTitan's count."""
-    size = {"671B": "671B", "16B": "16B", "8 layers": "16B_8layers"}[flavor]
-    cluster = "soperator-b200" if flavor == "671B" else "h200-node"
-    recipe = "deepseek_v3_671b" if flavor == "671B" else "deepseek_v3_16b_fast"
+    cluster, recipe, size = {
+        "671B": ("soperator-b200", "deepseek_v3_671b", "671B"),
+        "16B": ("h200-node", _FAST, "16B"),
+        "8 layers": ("h200-node", _FAST, "16B_8layers"),
+    }[flavor]
     cell = cell_on(load_cluster(cluster), recipe, "bf16", "standard", {"model.flavor": size})
-    peak = load_hardware(RECIPES / f"hardware/{cluster.split('-')[flavor == '671B']}.yaml")
-    return describe_ranks(cell)[0].flops_per_token / (peak.bf16_peak_tflops * 1e12)
+    peak = hardware_of(cell).bf16_peak_tflops * 1e12
+    return describe_ranks(cell)[0].flops_per_token / peak
 
 
 def _predicted(cell: Cell) -> list[str]:
@@ -205,7 +201,7 @@ def main(words: list[str] | None = None) -> int:
     )
     check, old = parser.parse_args(words).check, []
     made = {path: rewrite(path.read_text(encoding="utf-8")) for path in pages()}
-    made |= {EVIDENCE / name: figure() for name, figure in figures.FIGURES.items()}
+    made |= {EVIDENCE / name: figure() for name, figure in FIGURES.items()}
     for path, after in made.items():
         if not path.exists() or path.read_text(encoding="utf-8") != after:
             old.append(path.name)

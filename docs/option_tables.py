@@ -76,13 +76,9 @@ def _row(option: Option) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    return (
-        ""
-        if value in (None, "", [], ())
-        else value
-        if isinstance(value, str)
-        else json.dumps(value)
-    )
+    if value in (None, "", [], ()):
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _own() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What the comparison of gradients says of its results, and the pages that tell of them."""
+"""The verdicts of the gradient comparison, and the measured runs that the documents show."""
 
 from __future__ import annotations
 
