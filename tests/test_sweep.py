@@ -195,3 +195,13 @@ def test_a_repeat_takes_no_other_cells_name() -> None:
     cell = cell_of("debug")
     with pytest.raises(InputError, match=f"has a cell {cell.name}-r2 already"):
         in_rounds([cell, replace(cell, name=f"{cell.name}-r2")], 2)
+
+
+def test_only_the_sweeps_own_cells_have_its_predictions() -> None:
+    def predicted(request: CellRequest) -> int:
+        return sum(bool(cell.prediction) for cell in expand_sweep(load_sweep("fast"), request))
+
+    assert predicted(_request()) == predicted(_request("training.steps=50")) == 5
+    assert predicted(_request(ep_backend="standard")) == 0
+    assert predicted(replace(_request(), nodes=16)) == 0
+    assert predicted(_request("training.local_batch_size=128")) == 0

@@ -36,7 +36,7 @@ class Cell:
         stand_in_for: the requested recipe, where another takes its place here.
         refused: why the cell cannot run.
         published: tokens/s/GPU published for exactly this cell.
-        prediction: the sweep's, in words, and what another outcome would mean.
+        prediction: the sweep's text: expected speed, and the meaning of any other.
         left_out: options of the sweep that are made for the requested recipe.
         repeat_of: the cell that this one repeats, None for the first of them; the `repeat`-th.
     """

@@ -33,7 +33,7 @@ class Point:
         recipe: the one recipe that it is for; None for all of the sweep.
         name: ends the names of its cells.
         settings: laid over those of the sweep.
-        prediction: of its speed, and what another speed would mean; for the report.
+        prediction: expected speed, and the meaning of any other; text for the report.
     """
 
     pair: Pair | None = None
@@ -105,8 +105,10 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
                 found = f"two of its cells are called {cell.name!r}"
                 remedy = "no value of an axis may stand twice, and recipes need names of their own"
                 raise InputError(f"sweep {sweep.name}", found, remedy)
-            if point.prediction and not cell.stand_in_for:
-                cell = replace(cell, prediction=point.prediction)
+            # A prediction is for the sweep's own cell; its number of steps does not matter.
+            is_own = pair == point.pair and cell.nodes == recipe.nodes and not cell.stand_in_for
+            if is_own and request.overrides.keys() <= {"training.steps"}:
+                cell = replace(cell, prediction=point.prediction or None)
             cells[cell.name], groups[cell.name] = cell, (group, point)
             if sweep.baseline and pair_name(pair) == pair_name(sweep.baseline):
                 baselines[group] = cell.name
@@ -237,19 +239,20 @@ def _points(file: YamlFile, own: _File, recipes: tuple[Recipe, ...]) -> Iterator
         within = ("cells", str(index))
         names = {key: value for key, value in entry.items() if key not in _OF_CELL}
         pair = _pair(file, names, ("cells",), (*_KINDS, *_OF_CELL))
-        name, recipe = entry.get("name", ""), entry.get("recipe")
-        prediction = entry.get("prediction", "")
-        if not isinstance(prediction, str):
-            place = file.place(*within, "prediction")
-            raise InputError(place, f"found {described(prediction)}, allowed: a text")
+        texts = {key: entry.get(key, "") for key in ("name", "prediction")}
+        for key, text in texts.items():
+            if not isinstance(text, str):
+                place = file.place(*within, key)
+                raise InputError(place, f"found {described(text)}, allowed: a text")
+        name, recipe = texts["name"], entry.get("recipe")
         if name:
-            check_name(file.place(*within, "name"), str(name))
+            check_name(file.place(*within, "name"), name)
         if recipe is not None and recipe not in by_name:
             place = file.place(*within, "recipe")
             raise unknown_name(place, "recipe of the sweep", str(recipe), by_name)
         settings = read_options(file, entry.get("options") or {}, (*within, "options"))
         own_recipe = by_name[recipe] if recipe else None
-        yield Point(pair, own_recipe, name, settings, " ".join(prediction.split()))
+        yield Point(pair, own_recipe, name, settings, " ".join(texts["prediction"].split()))
 
 
 def _pair(

@@ -64,7 +64,7 @@ class Result:
         profiled: TorchTitan's profiler was on in an attempt, which slows it down.
         stand_in_for: the recipe that was asked for, where this machine ran another.
         baseline: the name of the cell that this one is compared with.
-        prediction: the sweep's, in words, and what another outcome would mean.
+        prediction: the sweep's text: expected speed, and the meaning of any other.
         tokens_per_step_per_gpu: over `tokens_per_second` of a step: the seconds of a step.
         routing: trained, round_robin or random.
         repeat_of: the cell that this folder repeats; `repeats`: the folders of a repeated cell.

@@ -38,7 +38,7 @@ class CellRecord:
         refused: why the cell does not run.
         published_tokens_per_second_per_gpu: only if the cell is exactly the published one.
         baseline: the cell that speed-ups are against.
-        prediction: the sweep's, in words, and what another outcome would mean.
+        prediction: the sweep's text: expected speed, and the meaning of any other.
         repeat_of: the cell that this one, the `repeat`-th, repeats; None for the first.
         options: TorchTitan's options that are set, by dotted name.
         files: paths of the user's own YAML files, by `recipe`, `precision`, `ep_backend` and
