@@ -162,7 +162,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "not-weights/a.safetensors").write_bytes(b"<html>not found</html>")
     run = Run(folder / "runs")
     options = {"training.steps": 8, f"{C}.enable": True, f"{C}.folder": "checkpoint"}
-    options |= {"training.dataset": "text", f"{D}.files": ["/mine"], f"{D}.shuffle_seed": 1}
+    options |= {"training.dataset": "text", f"{D}.files": ["/mine"]}
     for cell, steps in {"cell": (2, 4), "never-saved": ()}.items():
         path = run.add(cell, metrics_line(1), options=options, stack=STACK.name, cluster="local")
         for step in steps:
@@ -208,6 +208,19 @@ def test_right_inputs_are_not(options: dict[str, Any], inputs: Path, capsys: Any
     given = [f"{name}={value}".replace("{}", str(inputs)) for name, value in options.items()]
     words = [word for one in given for word in ("--set", one)]
     assert main([*DRY_RUN.split(), *words]) == 0, capsys.readouterr().out
+
+
+def test_a_resume_that_starts_the_texts_again_may_change_them(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("COOKBOOK_RUNS", str(inputs / "runs"))
+    options = {"training.steps": 9, f"{D}.files": inputs / "good.jsonl"}
+    options |= {f"{C}.exclude_from_loading": "dataloader", "model.name": "deepseek_v3"}
+    options |= {"model.flavor": "debugmodel"}
+    words = RESUME.replace("RUN", Run(inputs).folder.name).split()
+    words += [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+    main(words)
+    assert "cell continues after step 2 of 9" in capsys.readouterr().out
 
 
 def test_relative_texts_start_at_the_cookbook(inputs: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -23,6 +23,8 @@ from cookbook.run.record import CellRecord
 
 # A folder's name may have 255 bytes; a run adds to it while it is made.
 _CELL_NAME_CHARACTERS = 200
+# A cell's parts, by their key in its record.
+_PARTS = ("recipe", "precision", "ep_backend", "cluster")
 # Settings of the sweep, of its axes, and of the command line.
 Layers = tuple[Settings, Settings, Settings]
 
@@ -187,12 +189,14 @@ def cell_from_record(
     if "training.steps" in overrides and total not in settings and record.steps is not None:
         # Another number of steps must not bend the learning rate.
         settings[total] = Setting(record.steps, f"{place}: training.steps")
+    trained = Options(stack, settings)
+    options = trained.override(overrides)
+    reads_anew = "dataloader" in options["checkpoint.exclude_from_loading"]
     for option in ("data.files", "data.shuffle_seed"):
-        asked, trained = overrides.get(option), record.options.get(option)
-        skips = "dataloader" in record.options.get("checkpoint.exclude_from_loading", ())
-        if asked and trained is not None and asked.value != trained and not skips:
-            found = "differs from that of the checkpoint, whose place in the texts it would lose"
-            raise InputError(asked.origin, found, "leave it out, or start a new run")
+        if trained["data.files"] and options[option] != trained[option] and not reads_anew:
+            found = "differs from that of the checkpoint, whose position in the texts it would lose"
+            remedy = "leave it out, or --set checkpoint.exclude_from_loading=dataloader"
+            raise InputError(options.origin(option), found, remedy)
     with named_at(place):
         recipe, cluster = load_recipe(parts["recipe"]), load_cluster(parts["cluster"])
         precision = load_precision(parts["precision"])
@@ -207,7 +211,7 @@ def cell_from_record(
         ep_backend=ep_backend,
         cluster=cluster,
         nodes=_nodes(recipe, cluster, nodes or record.nodes),
-        options=Options(stack, settings).override(overrides),
+        options=options,
         hooks=stack.hooks,
         emulated=record.emulated,
         stand_in_for=record.stand_in_for,
@@ -215,9 +219,6 @@ def cell_from_record(
         prediction=record.prediction,
     )
     return _judged(cell)
-
-
-_PARTS = ("recipe", "precision", "ep_backend", "cluster")
 
 
 def this_machine(
