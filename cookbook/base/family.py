@@ -1,4 +1,4 @@
-"""A model family and the sizes of its flavors, as every part counts them, without torch.
+"""Model families and the sizes of their flavors, readable without torch.
 
 The training process describes each family (`titan/tt_0_2_2/families`), and `make golden` writes the
 descriptions into the stack's table, which the driver reads.
@@ -13,10 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """The widths of a layer: of the whole model, or what one TP rank has of them.
+    """The widths of a layer, of the whole model or of one TP rank.
 
     Attributes:
-        kv_heads: heads of keys and values, several query heads sharing one; a latent has as many.
+        kv_heads: heads of keys and values; with multi-head latent attention as many as `heads`.
         qk_norm: whether each head's queries and keys are normed.
         q_lora, kv_lora: ranks of multi-head latent attention; without it `kv_lora` is 0.
         nope, rope: of each query and key, the part without and the part with rotary embedding.
@@ -62,7 +62,7 @@ class Model(Sizes):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Those of queries and keys, and of values."""
+        """The head dimensions of queries and keys, and of values."""
         return self.nope + self.rope, self.v_head
 
 

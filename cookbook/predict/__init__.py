@@ -1,1 +1,1 @@
-"""What a cell needs and how long a step takes, counted without torch and without building it."""
+"""Predicts a cell's memory, traffic and step time, without torch and without building it."""

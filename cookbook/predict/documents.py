@@ -61,8 +61,8 @@ def documents_of(cell: Cell) -> Documents:
         return LOCAL
     raise InputError(
         cell.options.origin("training.dataset_path" if path else "training.dataset"),
-        f"how long the documents of {path or name} are is not known, and attention depends on it",
-        "say it: --documents MEAN:MEDIAN, in tokens",
+        f"the length of the documents of {path or name} is not known, and attention depends on it",
+        "pass it: --documents MEAN:MEDIAN, in tokens",
     )
 
 
@@ -77,7 +77,7 @@ def _counted(cell: Cell) -> Documents:
         words += ["--text-key", key] if key != "text" else []
         raise InputError(
             cell.options.origin("data.files"),
-            "how long their documents are was not counted, and attention depends on it",
+            "the length of their documents was not counted, and attention depends on it",
             f"run: python submit.py {shlex.join(words)}",
         )
     mean, median = lengths
@@ -105,7 +105,7 @@ def mean_attended_tokens(documents: Documents, seq_len: int) -> float:
 def slowest_attended_tokens(
     documents: Documents, seq_len: int, sequences: int, ranks: int
 ) -> float:
-    """Return that of the slowest of `ranks`, each of which has a batch of `sequences`."""
+    """Return the mean of the slowest of `ranks`, each with a batch of `sequences`."""
     attended = _attended(documents, seq_len)
     drawn = random.Random(_SEED)
     # Neighbours stay together: a document that is longer than a sequence fills several of them.

@@ -63,7 +63,7 @@ class Kernels:
 
     @property
     def chunks(self) -> int:
-        """Into how many parts a layer of routed experts cuts its tokens."""
+        """The number of parts into which a layer of routed experts cuts its tokens."""
         return int(self.cell.options[EP_CHUNKS])
 
     def bytes_ms(self, size: float) -> float:
@@ -76,7 +76,7 @@ class Kernels:
         return self.multiply(products(operators, self.shapes.tokens), backward)
 
     def multiply(self, some: Iterable[Product], backward: bool) -> Terms:
-        """The same of products."""
+        """Time products of linear layers, like `dense`."""
         share = self.hardware.dense_gemm_share
         return add(
             *(

@@ -3,8 +3,8 @@
 Counted from each family's `model/model.py` and `models/moe/moe.py` of TorchTitan 0.2.2: a tensor
 counts where a backward formula holds it, or a local variable does while the layer runs.
 Where the model is compiled, cheap recomputation (norms, the activation function, rotary embedding)
-is left out. The partitioner keeps what a backward's matrix product reads, since it would have to be
-written out in any case.
+is left out. The partitioner keeps the operands of a backward's matrix product, which would have to
+be written out in any case.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LayerBytes:
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> LayerBytes:
-    """Return those of a layer with routed experts, or of a dense one.
+    """Return the bytes of a layer with routed experts, or of a dense one.
 
     Args:
         products: that selective recomputation saves in compiled code.
@@ -92,7 +92,7 @@ def _attention(s: Shapes) -> LayerBytes:
     elements = s.tokens * (2 * s.dim + latent + normed + queries + keys + values + out)
     elements += s.sequence_tokens * s.dim
     softmax = 4.0 * s.tokens * s.heads
-    # Selective recomputation sees only what is not compiled: every second matrix product and the
+    # Selective recomputation sees only uncompiled operators: every second matrix product and the
     # attention itself. FlashAttention-4 is an operator, which it sees in compiled code as well.
     selected = 0.0
     if not s.compiled and "mm" in s.saves:
@@ -138,10 +138,10 @@ def _moe(s: Shapes) -> LayerBytes:
     # The router's input is the norm's output, which attention's count has.
     router = s.tokens * (2 * 4 * s.num_experts + 3 * 8 * s.top_k)
     shared = s.act * s.tokens * _activations(s) * s.shared_hidden
-    # What experts get, and their hidden states.
+    # The experts' input rows, and their hidden states.
     rows, hidden = float(s.act * s.rows * s.dim), float(s.act * s.rows * s.expert_hidden)
     shared_mm = 0.0 if s.compiled or "mm" not in s.saves else shared / 4
-    # The outputs of gate and up are saved without recomputation too, as inputs of what follows.
+    # The outputs of gate and up are saved without recomputation too, as inputs of the activation.
     gate_up, saved_out = (2 * hidden, rows) if "grouped_mm" in s.saves else (0.0, 0.0)
     base, selected = router + shared, gate_up + shared_mm
     if s.row_kernels:
@@ -189,7 +189,7 @@ def _moe_with_deepep(
     received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
     tokens, returned = float(s.act * s.tokens * s.dim), float(s.act * s.sent_tokens * s.dim)
     # The experts' outputs are kept for the gradient of their scores. With scored activations no
-    # gradient needs what follows these.
+    # gradient needs them.
     outputs = rows
     if s.scored_activations:
         outputs = saved_out = returned = 0.0
@@ -208,7 +208,7 @@ def _moe_with_deepep(
 def _moe_with_row_kernels(
     s: Shapes, saved: float, selected: float, rows: float, hidden: float
 ) -> LayerBytes:
-    """Return what titan/tt_0_2_2/row_kernels.py keeps, in PyTorch and kernels of its own."""
+    """Return the bytes of titan/tt_0_2_2/row_kernels.py, in PyTorch and its own kernels."""
     # Gate and up are copied side by side, the third is cast where FSDP does not.
     copies = 3.0 if s.autocast else 2.0
     weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
@@ -228,7 +228,7 @@ def _moe_with_row_kernels(
 
 
 class RankLayers:
-    """The layers of a rank's parts: what each keeps, and what the largest needs while it works."""
+    """The layers of a rank's parts: kept bytes of each, and working memory of the largest."""
 
     def __init__(self, cell: Cell, rank: Rank, shapes: Shapes) -> None:
         self._cell, self._rank, self._shapes = cell, rank, shapes
@@ -244,7 +244,7 @@ class RankLayers:
         }
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
-        """Return the layer, what it keeps, and what comes back when it is recomputed."""
+        """Return the layer's bytes, those that it keeps, and those that recomputation restores."""
         cost, options = self._bytes[layer.moe], self._cell.options
         mode = options["activation_checkpoint.mode"]
         everything = cost.input + cost.saved
@@ -265,8 +265,8 @@ class RankLayers:
     def freed_in_forward(self, smallest: float) -> float:
         """Return blocks of the largest layer's forward, free again yet smaller than `smallest`.
 
-        The allocator does not join what it took from the driver at different times, so that a
-        tensor that is larger than each of them leaves them aside.
+        The allocator does not join blocks that it took from the driver at different times: a tensor
+        that is larger than each of them cannot use them.
         """
         unused = [0.0]
         for layer in self._rank.layers:

@@ -48,7 +48,7 @@ class RoutedLayer:
         exchange_ms: one exchange of one chunk.
         experts_ms: the routed experts, all chunks.
         first_ms, second_ms: the shared experts before and behind them, in the forward.
-        chunks: into how many parts the tokens are cut.
+        chunks: the number of parts into which the tokens are cut.
     """
 
     exchange_ms: float
@@ -132,7 +132,7 @@ class LayerTimes:
         return wait_ms + hidden_ms * (1 / k.hardware.compute_beside_deepep_share - 1)
 
     def _host_ms(self) -> float:
-        """Return how long the GPU waits for the host to learn how many rows came."""
+        """Return how long the GPU waits while the host reads the number of received rows."""
         return self._kernels.hardware.host_ms_per_routed_layer if self._cell.layout.ep > 1 else 0.0
 
     def _backward_of(self, layer: Layer) -> Terms:
@@ -146,11 +146,11 @@ class LayerTimes:
         return add(terms, {EP: self._sent_ms(True, _computed(again) if whole else 0.0)})
 
     def again(self, moe: bool, recomputed: bool) -> Terms:
-        """Return what the backward of a layer computes and sends again of the forward."""
+        """Return the part of a layer's forward that its backward computes and sends again."""
         terms, options, k = self._forward[moe], self._cell.options, self._kernels
         if options[_MODE] == "memory_budget":
-            # The compiler's partition keeps what fits the budget, in compiled code alone. No
-            # gradient needs the last of the experts' three products.
+            # The compiler keeps activations up to the budget, in compiled code alone. No gradient
+            # needs the last of the experts' three products.
             shares = {ATTENTION: 1, DENSE: 1, POINTWISE: 1, GROUPED: 2 / 3, QUANTIZING: 2 / 3}
             again = {kind: share * terms[kind] for kind, share in shares.items() if kind in terms}
             return scaled(again, 1 - options["activation_checkpoint.memory_budget"])
@@ -193,7 +193,7 @@ class LayerTimes:
         return sum(sum(self.again(layer.moe, layer.recomputed).values()) for layer in part.layers)
 
     def compute_ms(self, layer: Layer) -> tuple[float, float]:
-        """Return how long a layer computes, forward and backward, without what it sends."""
+        """Return a layer's compute time, forward and backward, without exchanges."""
         return _computed(self._forward[layer.moe]), _computed(self._backward_of(layer))
 
 

@@ -1,6 +1,6 @@
 """The GPU memory that a rank reserves at its peak, by cause.
 
-What is predicted is what TorchTitan logs as `memory`: the bytes that PyTorch's allocator has
+The prediction is of the `memory` that TorchTitan logs: the bytes that PyTorch's allocator has
 reserved. The allocator keeps a pool of blocks for every CUDA stream, and a block never leaves the
 pool it was taken for. So the peak is the sum of each pool's own peak, even where they are reached
 at different times: FSDP's reduced gradients live in the pool of its reduce-scatter stream, gathered
@@ -21,9 +21,9 @@ from cookbook.predict.shapes import Shapes, shapes_of
 
 GIB = 2**30
 
-# What the allocator holds beyond what is counted, as a part of the compute stream's pool: blocks
-# that are cut up. The mean of the first points of memory.json was 2.9%. Those measured since
-# then lie at 2 to 9%, on the debug model at 10 to 13% and with an interleaved pipeline at 18%; with
+# Memory that the allocator holds beyond the counted tensors, in blocks that are cut up: a share of
+# the compute stream's pool. The mean of the first points of memory.json was 2.9%. Later ones
+# lie at 2 to 9%, on the debug model at 10 to 13% and with an interleaved pipeline at 18%; with
 # expandable segments, which map pages instead, at 0 and 5%.
 FRAGMENTS = 0.03
 FRAGMENTS_EXPANDABLE = 0.01
@@ -55,17 +55,17 @@ class StageMemory:
 
     @property
     def reserved(self) -> float:
-        """What TorchTitan will log as `memory`."""
+        """The `memory` that TorchTitan will log."""
         return sum(self.terms.values())
 
     @property
     def total(self) -> float:
-        """What the GPU must have."""
+        """The memory that the GPU needs."""
         return self.reserved + self.outside
 
     @property
     def largest(self) -> str:
-        """The cause that takes most."""
+        """The largest cause."""
         return max(self.terms, key=lambda name: self.terms[name])
 
 
@@ -136,7 +136,7 @@ def _stored(rank: Rank) -> float:
 
 
 def _state(cell: Cell, rank: Rank) -> dict[str, float]:
-    """Return what is always there: parameters, Adam's moments and, without FSDP, gradients."""
+    """Return the permanent state: parameters, Adam's moments and, without FSDP, gradients."""
     if cell.options["training.enable_cpu_offload"]:
         return {}
     stored = _stored(rank)
@@ -147,7 +147,7 @@ def _state(cell: Cell, rank: Rank) -> dict[str, float]:
 
 
 def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
-    """Return what forwards leave for their backwards, and a pipeline from step to step."""
+    """Return memory that forwards keep for their backwards, and a pipeline from step to step."""
     if rank.num_stages == 1:
         return {"activations": float(layers.kept(rank.parts[0]))}
     hidden = shapes.hidden_bytes
@@ -158,7 +158,7 @@ def _kept(rank: Rank, layers: RankLayers, shapes: Shapes) -> dict[str, float]:
     kept = [layers.kept(part) for part in rank.parts]
 
     def in_flight(counts: list[int]) -> float:
-        """Return what so many microbatches of each stage keep."""
+        """Return the bytes that `counts` microbatches of each stage keep."""
         return sum(
             count * size + (max(count - 1, 0) * output if part.head else count * hidden)
             for count, size, part in zip(counts, kept, rank.parts, strict=True)
@@ -215,7 +215,7 @@ def _loss(rank: Rank, s: Shapes, layers: RankLayers, expandable: bool) -> dict[s
 
 
 def _loss_gradients(shapes: Shapes) -> float:
-    """Return those of hidden states and output layer in FP32, kept by the loss in chunks."""
+    """Return the gradients of hidden states and output layer that the loss in chunks keeps."""
     return 4.0 * (shapes.tokens + shapes.vocab) * shapes.dim
 
 

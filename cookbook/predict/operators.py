@@ -176,7 +176,7 @@ class Product:
 
 
 def products(operators: Iterable[Operator], rows: float) -> list[Product]:
-    """Return what `rows` of inputs are multiplied by; norms and biases multiply nothing."""
+    """Return the products of `rows` of inputs; norms and biases multiply nothing."""
     return [Product(o.module, rows, *o.shape[-2:]) for o in operators if len(o.shape) > 1]
 
 

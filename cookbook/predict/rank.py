@@ -1,6 +1,6 @@
 """The ranks of a cell, counted without torch and without building them.
 
-A test holds every description against what TorchTitan itself builds in the dry run.
+A test compares every description with TorchTitan's own build in the dry run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Rank:
-    """The first rank of a pipeline rank, and what it shares with the others.
+    """The first rank of a pipeline rank, and facts that all ranks share.
 
     Attributes:
         rank: its global number.

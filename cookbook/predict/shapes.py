@@ -30,7 +30,7 @@ FLASH_BLOCK, FLASH_BLOCK_SM90 = 128, 64
 
 @dataclass(frozen=True)
 class Shapes(Sizes):
-    """Counts on one rank for one microbatch; the inherited widths are what a TP rank has.
+    """Counts on one rank for one microbatch; the inherited widths are those of a TP rank.
 
     Attributes:
         tokens: of the data-parallel rank, which its TP ranks share.

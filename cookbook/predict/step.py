@@ -55,7 +55,7 @@ class StepTime:
 
     @property
     def largest(self) -> str:
-        """The cause that takes most."""
+        """The largest cause."""
         return max(self.terms_ms, key=lambda name: self.terms_ms[name])
 
     @property
@@ -165,7 +165,7 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
 
 
 def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple[float, float]:
-    """Return what compute does not hide of a round's exchanges, layer by layer, and what it does.
+    """Return the exposed and the hidden time of a round's exchanges, summed over layers.
 
     Nothing hides the gather before the first layer, and the reduction behind the last backward.
     """

@@ -1,6 +1,6 @@
-"""What a rank sends over each network, in one exchange and in a step, and how long it takes.
+"""The bytes that a GPU sends over each network, per exchange and per step, and their time.
 
-Bytes are what one GPU sends. Collectives are counted as rings that enter a node once and share its
+Collectives are counted as rings that enter a node once and share its
 network cards (NCCL's); an all-to-all as every rank with every other. Context parallelism's exchange
 of keys and values is not counted.
 """
@@ -116,7 +116,7 @@ class Exchanges:
         return Traffic(size * within, size * s.nodes_per_token * (nodes - 1) / nodes)
 
     def experts(self, backend: str) -> tuple[Traffic, Traffic]:
-        """Return those of an MoE layer's dispatches and combines, and what recomputation adds."""
+        """Return the traffic of an MoE layer's exchanges, and the part that recomputation adds."""
         s = self.shapes
         if s.ep == 1:
             return Traffic(), Traffic()
@@ -176,10 +176,10 @@ def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
 
 
 def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
-    """Return what `rank` sends in a step, by kind."""
+    """Return the traffic of `rank` in a step, by kind."""
     one = Exchanges(cell, shapes_of(cell, rank))
     microbatches = rank.num_microbatches * rank.gradient_accumulation_steps
-    # Saved by operator, what came over the network is not sent again where a layer is recomputed.
+    # Exchanges whose results are saved by operator are not sent again by recomputation.
     is_saved = "communication" in cell.saves
     repeated = [layer for layer in rank.layers if layer.recomputed and not is_saved]
     # Four exchanges over TP a layer and direction; one each around embedding and head.

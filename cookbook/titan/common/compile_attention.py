@@ -22,7 +22,7 @@ from cookbook.titan.common import kernel_cache, varlen_attention
 DOCUMENTS = (256, 257)
 # Sequences of two tiles and less have kernels of their own, which no recipe needs.
 _LENGTH = 4096
-# Of queries and keys, and of values; and how many query heads share one of these.
+# Head dimensions of queries and keys, and of values; query heads to a key head.
 _HEADS = ((192, 128, 1), (128, 128, 8))
 
 

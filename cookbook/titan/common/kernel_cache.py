@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-# FlashAttention-4's own variables: "1" where it keeps what it compiles, and in which folder.
+# FlashAttention-4's own variables: "1" where it keeps compiled kernels, and the folder.
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -21,7 +21,7 @@ COMPILED = Path(sys.prefix) / ".cookbook" / "attention_kernels"
 CPU = "cpu"
 
 _CPUINFO = Path("/proc/cpuinfo")
-# What a compiler may use of an x86 CPU, by the names that Linux gives it.
+# Instruction sets that a compiler may use on an x86 CPU, by Linux's names.
 _INSTRUCTIONS = (
     *("abm", "adx", "amx", "apx", "avx", "bmi", "f16c", "fma", "gfni", "lzcnt", "movbe"),
     *("pclmul", "popcnt", "sha", "sse", "ssse", "tbm", "vaes", "vpclmul", "xop"),

@@ -66,7 +66,7 @@ def varlen_attention(
 
     Args:
         q: (tokens, heads, head_dim); BF16 on a GPU, any floating-point type on the CPU.
-        k, v: (tokens, key and value heads, head_dim or v_head_dim); a divisor of `heads`, so that
+        k, v: (tokens, kv_heads, head_dim or v_head_dim); `kv_heads` divides `heads`, and
             neighbouring query heads share one.
         cu_seqlens: (documents + 1,) int32, ascending from 0 to `tokens`; documents may be empty.
         max_seqlen: no document is longer.
@@ -138,7 +138,7 @@ def _packing(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float) -> dict[st
 def _kernels() -> Any:
     """Import FlashAttention-4 at the first call, which takes seconds, with set-up's kernels.
 
-    To compile them takes each process 6 to 10 s. FlashAttention-4's cache is in the node's /tmp,
+    Compiling them takes each process 6 to 10 s. FlashAttention-4's cache is in the node's /tmp,
     because it needs file locks, which some shared file systems lack.
     """
     if INTERFACE in sys.modules:

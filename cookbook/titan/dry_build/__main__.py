@@ -153,7 +153,7 @@ def main(stack: str, describe: Callable[..., Answer] | None = None) -> None:
 
     torch.set_num_threads(1)
     world.warm_up(stack)
-    # Forked children share what is never collected.
+    # Forked children share the objects that are never collected.
     gc.collect()
     gc.freeze()
     print("{}", file=answers, flush=True)

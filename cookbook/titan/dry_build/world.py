@@ -35,7 +35,7 @@ class Build:
 
 
 def describe(build: Build, stack: str) -> dict[str, Any]:
-    """Return the answer for one rank; `active` as the first step of the job finds it."""
+    """Return one rank's answer; `active` is the report that the job's first step would make."""
     # The job's own modules.
     activity = importlib.import_module(f"{stack}.activity")
     attention = importlib.import_module(f"{stack}.attention")
@@ -49,7 +49,7 @@ def describe(build: Build, stack: str) -> dict[str, Any]:
 
 
 def warm_up(stack: str) -> None:
-    """Import in the parent what the children would each import again."""
+    """Import in the parent the modules that each child would import again."""
     import torch.distributed._functional_collectives
     import torch.distributed.pipelining.schedules
     import torchtitan.components.quantization.float8
@@ -137,7 +137,7 @@ def _keep_parameters_on_meta() -> None:
                 and "init_weights" in vars(value)
             ):
                 value.init_weights = lambda self, *args, **kwargs: None  # type: ignore[attr-defined]
-    # The fused optimizers ask what device parameters are on; the job's are on one they support.
+    # Fused optimizers refuse the meta device; the job's parameters are on one that they support.
     devices = ["cpu", "cuda", "meta"]
     for name in ("adam", "adamw", "optimizer"):
         optimizer: Any = sys.modules[f"torch.optim.{name}"]

@@ -1,7 +1,7 @@
 """Attention's errors: of the output and the gradients of q, k and v, by document and head.
 
 The reference is plain PyTorch in float32. FlashAttention-4 has had right outputs with wrong
-gradients, for several sequences alone and for the activations of trained models alone
+gradients, only with several sequences or only on activations of trained models
 (NVIDIA/TransformerEngine#3216): inputs come in both kinds, and documents in all packings.
 """
 
@@ -70,7 +70,7 @@ def document_ends(packing: str, batch: int, length: int, most: int | None = None
 
     Args:
         packing: `edges`, around the kernels' tiles; `short`, as C4's documents; `whole` sequences.
-        most: documents of a sequence; the last of them takes what is left of it.
+        most: the limit of documents a sequence; the last one takes the rest of it.
     """
     ends = torch.zeros(batch * length, dtype=torch.bool)
     drawn = random.Random(0)
@@ -144,7 +144,7 @@ def attention_errors(
     for begin in range(0, shape.heads // shape.groups, heads):
         shared = slice(begin, begin + heads)
         every = slice(begin * shape.groups, (begin + heads) * shape.groups)
-        # Those of q, k, v and the gradient; of the output, dq, dk and dv.
+        # The heads of q, k, v and the gradient; of the output, dq, dk and dv.
         some_of, found_of = (every, shared, shared, every), (every, every, shared, shared)
         q, k, v, dout = (
             x.detach()[:, some].float() for x, some in zip((*leaves, grad), some_of, strict=True)

@@ -75,7 +75,7 @@ def grouped_errors(
     x = uneven_values(sum(sizes), shape.k, device, 1)
     grad = uneven_values(sum(sizes), shape.n, device, 2)
     for start, count, size in zip(starts, counts, sizes, strict=False):
-        # As in training: what fills a group up is zero, in the forward and in the backward.
+        # As in training: padding rows are zero, in the forward and in the backward.
         x[start + count : start + size] = 0
         grad[start + count : start + size] = 0
     by_expert = [uneven_values(shape.n, shape.k, device, 100 + e) for e in range(shape.experts)]

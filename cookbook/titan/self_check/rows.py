@@ -236,7 +236,7 @@ def exchange_errors(
     group: dist.ProcessGroup,
     quantized: tuple[bool, bool],
 ) -> Iterator[Error]:
-    """Compare what the layer returns for `given`, forward and gradients.
+    """Compare the layer's output and gradients for `given`.
 
     Args:
         layer: with `FixedRouter(given.scores, ...)` and `FactorExperts`, parallelized.

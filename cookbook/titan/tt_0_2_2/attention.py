@@ -28,7 +28,7 @@ from cookbook.titan.tt_0_2_2.versions import refuse
 FLAVOR = "flavor"
 FLASH_ATTENTION_4 = varlen_attention.FLASH_ATTENTION_4
 
-# The families', of queries and keys, and of values. FlashAttention-4 has other sizes, whose
+# (queries and keys, values) of the families. FlashAttention-4 has other head dimensions, whose
 # gradients have been wrong on some GPUs; none of them was compared with a reference here.
 _HEAD_DIMS = ((192, 128), (128, 128))
 

@@ -43,7 +43,7 @@ class Wish(IntEnum):
 
 
 class CheckpointPolicy:
-    """Decide after each step what TorchTitan's `manager` decides from the step's number alone."""
+    """Decide after each step whether to save; TorchTitan's `manager` knows the step number only."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager

@@ -41,7 +41,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 @dataclass(frozen=True)
 class Request:
-    """What to export.
+    """The order for one export.
 
     Attributes:
         checkpoint: a `step-N` folder.
@@ -133,7 +133,7 @@ def export(request: Request) -> int:
 
 
 def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[str]) -> None:
-    """Say which routing biases the family's published format has no place for."""
+    """Report the routing biases that the family's published format cannot hold."""
     left_out = [
         Part(fqn, (fqn,), 0, tuple(saved.size), torch.float32)
         for fqn, saved in metadata.state_dict_metadata.items()
@@ -204,7 +204,7 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
 
 
 class _Target:
-    """What a storage reader asks of a planner: where to put what it reads."""
+    """A planner's part that a storage reader needs: the tensors to read into."""
 
     def __init__(self, tensors: dict[tuple[str, int], torch.Tensor]) -> None:
         self._tensors = tensors
@@ -272,7 +272,7 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Export what the JSON file asks for."""
+    """Run the request in the JSON file."""
     request = Request(**json.loads(Path(arguments[0]).read_text()))
     total = export(request)
     print(f"exported {total / 1e9:.2f} GB to {request.to}")

@@ -23,7 +23,7 @@ _clip = dist_utils.clip_grad_norm_
 
 
 class _Watch:
-    """What this process has seen; `limit` is `training.max_skipped_steps`."""
+    """The last norm and the skipped steps; `limit` is `training.max_skipped_steps`."""
 
     limit = 0
     skipped = 0

@@ -64,7 +64,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
             chunks=job_config.deepep.num_chunks,
             score_activations=job_config.deepep.score_activations,
             row_kernels=job_config.cookbook.row_kernels,
-            # Not every family's function says so.
+            # Not every family's function passes it.
             use_deepep=job_config.parallelism.expert_parallel_comm_backend == "deepep",
         ),
         "apply_ac": partial(
@@ -212,7 +212,7 @@ def apply_moe_ep_tp(
     """
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
     if any(moe.score_before_experts for moe in layers):
-        raise ValueError("the experts' outputs must be scored, not their inputs")
+        raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
     names: dict[str, Any] = {
         "PrepareModuleInputOutput": PrepareMoE,
         "ReordererSequenceParallel": SequenceShardReorderer,

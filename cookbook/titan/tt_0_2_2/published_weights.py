@@ -25,7 +25,7 @@ def without_missing_bias(adapter: Any) -> Any:
             return self._asked
 
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-            # TorchTitan loads into what `to_hf` has just returned.
+            # TorchTitan loads into the last result of `to_hf`.
             reader = super().get_hf_storage_reader(path, from_quantized)
             if self.model_args.moe_args.score_func == "softmax":
                 saved = reader.read_metadata().state_dict_metadata

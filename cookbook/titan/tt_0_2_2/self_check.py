@@ -134,7 +134,7 @@ def worst_of_ranks(own: list[CaseResult]) -> list[CaseResult]:
 
 @contextmanager
 def _without_traces(device: str) -> Iterator[None]:
-    """Leave nothing in the process: no notes of what ran, no settings, no memory, no log lines."""
+    """Leave nothing in the process: no notes of kernels, settings, memory or log lines."""
     noted = [varlen_attention.ran, activity.dispatches, activity.rows, activity.losses]
     noted += [activity.saved, activity.patches_applied]
     before = [set(notes) for notes in noted]

@@ -107,7 +107,7 @@ class Cell:
 
     @property
     def sequences(self) -> int:
-        """Those of one forward: a microbatch of a pipeline, or the whole local batch."""
+        """Sequences of one forward: a pipeline's microbatch, or the whole local batch."""
         if self.dims.pp_enabled:
             return int(self.job_config.parallelism.pipeline_parallel_microbatch_size)
         return int(self.job_config.training.local_batch_size)

@@ -1,6 +1,6 @@
 """The model families that the cookbook trains, each in a file of its own.
 
-A file holds all that differs from family to family; `parts.py` says what that is.
+A file holds everything that differs between families; `parts.py` lists it.
 """
 
 from __future__ import annotations

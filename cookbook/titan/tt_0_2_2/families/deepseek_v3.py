@@ -34,7 +34,7 @@ class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Those of queries and keys, and of values."""
+        """The head dimensions of queries and keys, and of values."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
 
 

@@ -90,7 +90,7 @@ def copied(kind: type, released: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sizes_of(args: Any, **own: Any) -> Model:
-    """Return a flavor's sizes: its family's `own`, and those that have one name in all families."""
+    """Return a flavor's sizes; `own` are those whose arguments have other names in each family."""
     moe = args.moe_args
     return Model(
         dim=args.dim,

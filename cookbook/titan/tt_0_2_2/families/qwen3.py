@@ -23,7 +23,7 @@ from cookbook.titan.tt_0_2_2.attention import AttentionChoice, DocumentAttention
 from cookbook.titan.tt_0_2_2.families.parts import CookbookArgs, FamilyParts, copied, sizes_of
 from cookbook.titan.tt_0_2_2.recomputation import operators_of
 
-# What DeepSeek-V3's list has and this model's lacks.
+# Operators that TorchTitan saves for DeepSeek-V3 and not for this model.
 _SAVED = ("_c10d_functional.all_to_all_single", "deepep.dispatch", "deepep.combine")
 
 
@@ -34,7 +34,7 @@ class ModelArgs(CookbookArgs, Qwen3ModelArgs):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Those of queries and keys, and of values."""
+        """The head dimensions of queries and keys, and of values."""
         return self.head_dim, self.head_dim
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
