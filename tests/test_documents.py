@@ -118,7 +118,9 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
         for message in re.findall("`(.*?)`", row):
             # Some words in a row; values stand between others.
             words = message.split()
-            parts = [" ".join(words[start : start + 2]) for start in range(max(1, len(words) - 1))]
+            size = 2 if len(words) < 5 or re.search("[0-9_]", message) else 3
+            starts = range(max(1, len(words) - size + 1))
+            parts = [" ".join(words[start : start + size]) for start in starts]
             assert any(part in code for part in parts), message
 
 
