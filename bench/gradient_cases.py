@@ -11,7 +11,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.resolve import cell_on, this_machine
 
 STEPS = 20
-# Parameters are compared after so many steps: each has moved some times, none has gone astray.
+# Parameters are compared after this many steps: enough to move each, too few to diverge.
 CHANGED_AFTER = 5
 RANKS = 4
 SEQUENCES, SEQ_LEN = 4, 64
@@ -175,7 +175,7 @@ def corrected_cases() -> list[Case]:
 
 
 def qwen3_cases() -> list[Case]:
-    """Return the second family's, which has no pipelines."""
+    """Return the cells of Qwen3-MoE, which has no pipelines."""
     three = ("standard", "deepep", "mxfp8_a2a")
     found = [Case("bf16", backend, "tp1-ep4") for backend in three]
     found += [Case("bf16", backend, "tp2-ep4") for backend in three[:2]]
@@ -211,7 +211,7 @@ _TORCH = {"shared experts' gradients are summed over TP": "2.10."}
 
 
 def fault_cases(torch: str = "2.10.0") -> list[Case]:
-    """Return each known fault that a version of torch has, in a cell that it concerns."""
+    """Return each known fault that this version of torch has, in a cell that shows it."""
     return [
         Case(precision, backend, layout, fault=fault)
         for fault, precision, backend, layout in _FAULTS

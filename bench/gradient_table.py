@@ -11,7 +11,7 @@ from cookbook.base.tables import markdown_table
 Result = dict[str, Any]
 
 GRADIENTS, CHANGES = "gradients", "changes"
-# The faults that end a run, with their error; another end shows a fault of the comparison.
+# Faults that end a run, with their error; any other error is the comparison's own.
 ENDING = {"expert groups are not padded": "must be divisible by block_size 32"}
 # The bound of the comparison of losses: docs/notebook/2026-11-22-losses-on-4-h200.md.
 BOUND_OF_LOSSES = 1e-4

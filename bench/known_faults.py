@@ -1,4 +1,4 @@
-"""Faults that cells had or nearly had, which the comparison must see; some are the self-check's."""
+"""Known faults that the gradient comparison must detect; some come from the self-check."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Travels(torch.autograd.Function):
-    """Rows that travel in MXFP8 in the forward, or whose gradient does."""
+    """Rows sent in MXFP8 in the forward, or their gradients in the backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, rounds_forward: bool) -> torch.Tensor:

@@ -93,7 +93,7 @@ class Image:
 
 @pytest.fixture
 def image(tmp_path: Path) -> Iterator[Image]:
-    """This machine's root folder, in which nothing stays of what is changed."""
+    """This machine's root folder under an overlay that keeps no change."""
     if os.getuid() != 0:
         pytest.skip("only root can change its root folder")
     upper, work, root = (tmp_path / name for name in ("upper", "work", "root"))
