@@ -179,7 +179,7 @@ def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
 def _refusal(cell: Cell, failure: Mapping[str, Any]) -> Finding:
     """Quote TorchTitan, at the option that it names."""
     message, place = failure["error"], failure["place"]
-    # The last word of an option's name is part of the whole.
+    # A message with an option's full name has its last word too.
     named = [name for name in cell.options.settings if name.rpartition(".")[2] in message]
     version, file = cell.options.stack.pins["torchtitan"], place.rpartition(":")[0]
     reason = f"TorchTitan {version} refuses it: {message} (rank {failure['rank']}, "

@@ -82,7 +82,7 @@ def short_time_limit(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference="https://github.com/pytorch/torchtitan/pull/2416")
 def released_torchtitan(cell: Cell) -> Problems:
-    """Released TorchTitan sums a part of the router's gradient, and may look for loss elsewhere."""
+    """Released TorchTitan has both faults, which the cookbook's hooks correct."""
     hooks = cell.options.stack.hooks
     if cell.hooks != hooks:
         reason = (
@@ -192,7 +192,7 @@ def parameters_are_sharded(cell: Cell) -> Problems:
 
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/models/llama3/infra/parallelize.py")
 def replicas_are_summed(cell: Cell) -> Problems:
-    """Replicas without shards are DDP's, which averages what FSDP, told so, sums."""
+    """Without shards DDP averages the gradients that FSDP sums."""
     layout = cell.layout
     if layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1 and layout.ep == 1:
         reason = "without shards DDP averages gradients that are divided by all replicas' tokens"

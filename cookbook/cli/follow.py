@@ -123,7 +123,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
     offset, asked = 0, 0.0
     ended = not arguments.follow
     while True:
-        # The log is read every second; the scheduler is not to be asked as often.
+        # The log is read every second; the scheduler is asked less often.
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
             asked = time.monotonic()
             ended = _state(run, cell).has_ended
@@ -221,7 +221,7 @@ class Watcher:
     def _progress(self, state: CellState) -> CellProgress:
         record, attempts = self._records[state.cell], self.run.cell(state.cell).attempts()
         is_running, found, recent = state.state == RUNNING, list[Newest](), list[StepMetrics]()
-        # A new attempt has no step at first; that of the one before is the newest.
+        # Until a new attempt logs a step, the newest is the previous attempt's.
         for attempt in reversed(attempts):
             tail = self._tails.setdefault(attempt.path, Tail(attempt, record.loss_rank))
             found.append(tail.read())

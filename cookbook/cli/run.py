@@ -56,7 +56,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[list[Cell], str]:
-    """Return the cells with the reason of refused ones, and a line on the parts that were checked.
+    """Return the cells, refused ones with the reason, and a line on the parts that were checked.
 
     Warnings go to stderr. Only cells that would wait in a queue are built: a dry run answers at
     once, and a job on this machine shows at once what TorchTitan refuses.
@@ -188,7 +188,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     folders = run.cells if named is None else [named]
     if arguments.dry_run:
         return 1 if _resumable(run, folders, arguments) is None else 0
-    # From the look at the cells to the note of their new jobs: two at once would train twice.
+    # Held until the new jobs are written: two resumes at once would train twice.
     take_submit_lock(run.folder)
     try:
         cells = _resumable(run, folders, arguments)
@@ -246,7 +246,7 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
     jobs = {state.job_id for state in states if state.cell in names and state.job_id}
     for state in states:
         is_open = state.state not in ENDED or not state.is_known
-        # Nobody submits it but the holder of the lock, who is asking.
+        # Only the holder of the lock submits it, which is this process.
         is_open = is_open and not (state.state == QUEUED and state.job_id is None)
         if not is_open or (state.cell not in names and state.job_id not in jobs):
             continue

@@ -115,7 +115,7 @@ class Cluster:
         return f"{self.ranks_per_node} {self.gpu.name if self.gpu else 'CPU ranks'}"
 
 
-# sbatch options that the scripts set, from keys of the profile or always alike.
+# sbatch options that the cookbook sets, from the profile's own keys or always to the same value.
 _TAKEN = frozenset(
     {"partition", "account", "time", "exclude", "cpus-per-task", "exclusive", "requeue", "nodes"}
     | {"gpus-per-node", "job-name", "ntasks", "ntasks-per-node", "mem", "no-requeue", "output"}

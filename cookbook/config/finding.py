@@ -40,7 +40,7 @@ class Finding:
     is_input: bool = False
 
     def as_mapping(self) -> dict[str, str]:
-        """Return it for JSON."""
+        """Return the finding for JSON."""
         return {key: value for key, value in asdict(self).items() if key != "is_input"}
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def rule(
 
 
 def unknown(option: str, found: str, known: Collection[str]) -> tuple[str, str, str]:
-    """Return the problem of a value that is none of the `known` names."""
+    """Return the problem of a value that is not in `known`."""
     close = nearest(found, known)
     remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
     return option, f"found {found!r}, allowed: {', '.join(known)}", remedy

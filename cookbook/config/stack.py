@@ -110,7 +110,7 @@ class Option:
         readers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "lists": json.loads}
         if self.kind == "bool":
             value = {"true": True, "false": False}.get(text.lower(), text)
-        # Python reads digits of every script; TorchTitan and Slurm do not.
+        # Python reads non-ASCII digits; TorchTitan and Slurm do not.
         elif self.kind in readers and (text.isascii() or self.kind == "lists"):
             with contextlib.suppress(ValueError):
                 value = readers[self.kind](text)
@@ -139,7 +139,7 @@ _ALLOWED = {
 
 
 def _holds(kind: str, value: Any) -> bool:
-    """Return whether `value` is of the kind; true is no number."""
+    """Return whether `value` is of `kind`; booleans are not numbers."""
     if kind in ("list", "lists"):
         inner = "str" if kind == "list" else "list"
         return isinstance(value, list) and all(_holds(inner, item) for item in value)

@@ -54,7 +54,7 @@ def shquote(value: object) -> str:
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
     """Render the script of one cell: `submit.py render` prints it, and the job runs the same bytes.
 
-    Its messages name it `file_name`, unless bash would read a character of that.
+    Its messages call it `file_name`, or `train.sh` where bash would expand that.
     """
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
     if not _PLAIN_NAME.fullmatch(file_name):
@@ -251,7 +251,7 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
 def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str, Any]:
     stack, values = load_stack(), []
     for overlay in overlays:
-        # The script names the overlay itself. Words stand in lines that are replaced as a whole.
+        # Without the overlay's name, which the script adds.
         words = [*overlay_argv(stack, overlay)[1:], *argv_of(stack, overlay.settings)]
         text = " ".join(map(shquote, words))
         values.append(

@@ -124,7 +124,7 @@ class RunLocalExecutor(LocalExecutor):
 
 
 def _python_path() -> str:
-    """Return the cookbook's folder, then the user's own."""
+    """Return PYTHONPATH with the cookbook's folder first."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
@@ -138,7 +138,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
         The job ids, in the order of submission.
 
     Raises:
-        JobError: Slurm refused a cell; those before it stay queued, those from it on are marked so.
+        JobError: Slurm refused a cell; cells before it stay queued, it and later ones have failed.
     """
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
@@ -168,7 +168,7 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
 def _submit(
     run: Run, executor: CellSlurmExecutor, cells: Sequence[Cell], later: Sequence[Cell] = ()
 ) -> str:
-    """Submit one job of `cells`; where Slurm refuses it, those `later` are not submitted either."""
+    """Submit one job for `cells`; if Slurm refuses it, they and the `later` cells have failed."""
     folders = [run.cell(cell.name) for cell in cells]
     try:
         job_id: str = executor.submit(Supervisor(folders)).job_id

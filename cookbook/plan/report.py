@@ -81,7 +81,7 @@ def render_json(
     """Return `{"layouts", "left_out", "recipe", "best", "front", "walk"}`, and where they run.
 
     Args:
-        rejected: values that were asked for and no layout has, with the reason.
+        rejected: requested values that no layout has, with the reason.
     """
     walk = [
         {

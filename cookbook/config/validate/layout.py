@@ -108,9 +108,9 @@ def _impossible(options: Options) -> Iterator[_Problem]:
     known = {"model.name": options.stack.families, "model.flavor": family and family.flavors}
     for option, names in known.items():
         found = options[option]
-        # TorchTitan alone knows the flavors of a model that is not in the table.
         if option == "model.name" and found in refused:
             yield option, f"found {found!r}: {refused[found]}", f"choose {' or '.join(names or ())}"
+        # Without a family there are no flavors to compare with.
         elif names and found not in names:
             _, reason, remedy = unknown(option, found, names)
             yield option, f"{family.title}: {reason}" if family else reason, remedy

@@ -115,7 +115,7 @@ def selected(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def unused(cell: Cell) -> Problems:
-    """Options that the mode of recomputation does not look at."""
+    """Options that the recomputation mode ignores."""
     mode = cell.options["activation_checkpoint.mode"]
     if cell.options[SAVE_LIST] and not cell.saves:
         remedy = "set activation_checkpoint.mode=selective and selective_ac_option=op"
