@@ -222,6 +222,19 @@ def test_a_layer_matches_plain_pytorch(number: int) -> None:
             assert difference < 2e-6, name
 
 
+def test_scores_before_the_experts_are_refused() -> None:
+    """On one rank too, where TorchTitan calls no `apply_moe_ep_tp`."""
+    from cookbook.titan.tt_0_2_2.parallelize import parallelize
+
+    model: Any = nn.Module()
+    model.layers = nn.ModuleDict({"0": nn.Module()})
+    model.layers["0"].moe_enabled = True
+    model.layers["0"].moe = SimpleNamespace(score_before_experts=True)
+    job: Any = SimpleNamespace(model=SimpleNamespace(name="deepseek_v3"))
+    with pytest.raises(ValueError, match="score_before_experts is on"):
+        parallelize(model, None, job)
+
+
 def run_released() -> list[dict[str, torch.Tensor]]:
     cells: list[Layer] = [("deepep", TP, {}), ("standard", TP, {}), ("standard", TP, {"ep": 1})]
     return [run_layer(name, tp, False, released=True, **ep) for name, tp, ep in cells]

@@ -54,7 +54,9 @@ from cookbook.titan.tt_0_2_2.row_kernels import (
 
 def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
     """Parallelize the model, or one stage of a pipeline, as TorchTitan's function does."""
-    parts = FAMILIES[job_config.model.name]
+    parts, layers = FAMILIES[job_config.model.name], moe_layers([model]).values()
+    if any(moe.score_before_experts for moe in layers):
+        raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
     # No door: TorchTitan calls these functions by their names, the first after the TP of the other
     # layers, the second before compile and FSDP wrap the layers.
     names: dict[str, Any] = {
@@ -80,7 +82,7 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     is_one_rank = not (parallel_dims.tp_enabled or parallel_dims.ep_enabled)
     if job_config.cookbook.row_kernels and is_one_rank:
         # TorchTitan does not call `apply_moe_ep_tp` then.
-        for moe in moe_layers([model]).values():
+        for moe in layers:
             use_row_kernels(moe)
     if job_config.loss.num_chunks:
         hand_on(model)
@@ -211,8 +213,6 @@ def apply_moe_ep_tp(
         options: TorchTitan's own, `tp_mesh`, `ep_mesh`, `etp_mesh` and so on.
     """
     layers = [block.moe for block in model.layers.values() if block.moe_enabled]
-    if any(moe.score_before_experts for moe in layers):
-        raise ValueError("score_before_experts is on; set it to False: outputs are scored here")
     names: dict[str, Any] = {
         "PrepareModuleInputOutput": PrepareMoE,
         "ReordererSequenceParallel": SequenceShardReorderer,
