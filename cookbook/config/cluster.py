@@ -214,7 +214,9 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
         yield ("gpus_per_node",), "goes with `gpu`", "set both, or neither for CPU"
     if "ranks_per_node" in file.content and cluster.gpu is not None:
         yield ("ranks_per_node",), "is for CPU nodes", "there is a rank for each GPU"
-    if cluster.time and seconds_of(cluster.time) is None and cluster.time != "UNLIMITED":
+    # sbatch reads both words in any case.
+    is_word = cluster.time and cluster.time.upper() in ("INFINITE", "UNLIMITED")
+    if cluster.time and not is_word and seconds_of(cluster.time) is None:
         allowed = "MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED"
         yield ("time",), f"found {described(cluster.time)}, allowed: {allowed}", ""
     for key, low, high, why in (
