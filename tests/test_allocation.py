@@ -10,7 +10,15 @@ import pytest
 from cookbook.run.folder import CellFolder
 from cookbook.run.slurm import JobInfo
 from cookbook.run.states import COMPLETING, merge_shared_job_state
-from cookbook.run.status import CANCELLED, FAILED, QUEUED, Status, read_status, write_status
+from cookbook.run.status import (
+    CANCELLED,
+    FAILED,
+    QUEUED,
+    Status,
+    read_status,
+    write_job,
+    write_status,
+)
 from cookbook.supervise import supervisor
 from cookbook.supervise.supervisor import Supervisor
 
@@ -106,3 +114,22 @@ def test_what_has_no_turn_says_why(
         )
     else:
         assert failed == Status(FAILED, 3, "x", 1, 5.0)
+
+
+def test_a_job_that_nobody_noted_leaves_its_cell_to_the_one_that_was_submitted_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    cell = CellFolder(tmp_path / "run" / "cell")
+    cell.path.mkdir(parents=True)
+    write_status(cell, Status(QUEUED))
+    write_job(cell, "2")
+    # Without a record, a turn would end with another status.
+    assert Supervisor([cell]).supervise() == 1
+    assert read_status(cell) == Status(QUEUED)
+    # Nor does it say how the cell ended when it is told to stop.
+    told = Supervisor([cell])
+    told.signal_number = signal.SIGTERM
+    assert told.supervise() == 128 + signal.SIGTERM
+    assert read_status(cell) == Status(QUEUED)

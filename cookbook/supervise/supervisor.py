@@ -39,6 +39,7 @@ from cookbook.run.status import (
     Cause,
     Status,
     read_history,
+    read_job,
     read_status,
     write_attempt_end,
     write_job,
@@ -119,6 +120,12 @@ class Supervisor:
                 write_job(cell, job_id if slurm_job() else process_job(int(job_id)))
         for cell in cells:
             if read_status(cell).state in (FINISHED, REFUSED):
+                continue
+            job = read_job(cell)
+            if job and slurm_job() and job.job_id != job_id:
+                # Nobody noted this job, and the cell was submitted again before it started.
+                log(f"{cell.path}: job {job.job_id} trains here, so this one leaves it alone")
+                codes[cell.name] = 1
                 continue
             if self.signal_number:
                 self._pass_over(cell, began)
