@@ -33,8 +33,8 @@ def take_submit_lock(folder: Path) -> None:
             folder.name, f"{holder or 'another process'} submits its cells", "wait until it has"
         ) from None
     except OSError as error:
-        # Some file systems have no locks.
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+        # Some file systems have no locks; Lustre without the option `flock` says ENOSYS.
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
