@@ -16,7 +16,7 @@ from cookbook.launch.create import create_run
 from cookbook.launch.submit import resume_cells
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
-from cookbook.run.run import Run
+from cookbook.run.run import Run, run_names
 from cookbook.run.status import (
     FAILED,
     QUEUED,
@@ -109,13 +109,12 @@ def test_what_cannot_go_on_is_refused_and_nothing_written(words: list[str], said
     assert _content(run.cells[0]) == before
 
 
-@pytest.mark.parametrize("state", [RUNNING])
-def test_what_has_not_ended_is_refused(state: str) -> None:
+def test_what_has_not_ended_is_refused() -> None:
     run = _ended(_cell())
-    write_status(run.cells[0], Status(state, 0))
+    write_status(run.cells[0], Status(RUNNING, 0))
     answer = _resume(run)
     assert answer.status == 2
-    assert f"{NAME}: is {state}; wait for its end, or: python submit.py cancel" in answer.stderr
+    assert f"{NAME}: is running; wait for its end, or: python submit.py cancel" in answer.stderr
 
 
 def test_a_cell_without_checkpoint_and_one_of_the_model_alone_are_refused() -> None:
@@ -162,16 +161,16 @@ def _submitted(monkeypatch: pytest.MonkeyPatch, answers: list[str]) -> None:
     monkeypatch.setattr(executor, "sbatch", sbatch)
 
 
-def test_each_request_is_kept_with_its_attempt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = _ended(_cell())
+def test_each_request_is_kept_with_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, later = _ended(_cell()), _ended(_cell())
     (folder,) = run.cells
     first = folder.record.read_text()
     ran = folder.script.read_text()
     write_job(folder, "7")
     _submitted(monkeypatch, ["11", "12", "13"])
+    assert run_names() == [run.name, later.name]
     assert resume_cells(run, [_longer(12, 1)]) == ["11"]
+    assert run_names() == [later.name, run.name]
     assert read_status(folder).state == QUEUED
     job = read_job(folder)
     assert job and job.job_id == "11"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -104,12 +105,21 @@ def test_a_run_that_cannot_be_made_leaves_nothing(
     assert listing(tmp_path) == []
 
 
-def test_the_newest_run_is_that_of_the_newest_job(tmp_path: Path) -> None:
+def test_the_newest_run_is_that_of_the_newest_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("16b", "matrix-20260101-000000", ".z-20270101-000000-77", "a"):
         note_new_job(_run_json(tmp_path, '{"scheduler": "slurm", "cells": []}', name))
     assert run_names() == ["16b", "matrix-20260101-000000", "a"]
     note_new_job(tmp_path / "16b")
     assert run_names()[-1] == find_run(None).name == "16b"
+
+    def not_theirs(*words: object, **more: object) -> None:
+        raise PermissionError
+
+    # In a colleague's run a job starts all the same.
+    monkeypatch.setattr(os, "utime", not_theirs)
+    note_new_job(tmp_path / "a")
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from cookbook.launch.script import option_word, render_script, sbatch_options
 from cookbook.run.excluded import Choice, choose, excluded_file, read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.processes import RUN_VARIABLE, process_job
-from cookbook.run.run import Run
+from cookbook.run.run import Run, note_new_job
 from cookbook.run.slurm import partition_nodes, sbatch
 from cookbook.run.status import FAILED, QUEUED, Status, write_job, write_status
 from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
@@ -199,7 +199,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
             keep_request(folder, job_record(cell), render_script(cell))
-        return submit_run(run, cells)
+        job_ids = submit_run(run, cells)
     except BaseException:
         release_submit_lock(run.folder)
         for folder, files in before.items():
@@ -208,6 +208,8 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
                 for path, content in files.items():
                     path.write_bytes(content)
         raise
+    note_new_job(run.folder)
+    return job_ids
 
 
 def leave_out(cell: Cell) -> Choice:

@@ -184,7 +184,9 @@ def note_new_job(folder: Path) -> None:
     """Make the run the newest: plain sbatch starts jobs in a folder that exists, as `runs/16b`."""
     # The kernel's own stamps may be milliseconds old.
     now = time.time_ns()
-    os.utime(folder / _FILE, ns=(now, now))
+    # A colleague's run, whose folder is shared.
+    with contextlib.suppress(PermissionError):
+        os.utime(folder / _FILE, ns=(now, now))
 
 
 def commit() -> str | None:
