@@ -120,7 +120,8 @@ def _slurm_states(run: Run, patience: float) -> list[CellState]:
             states.append(_state(cell, status.state, status.reason, status, job))
         elif job is None:
             is_lost = status.state == QUEUED
-            found = (FAILED, _NEVER_SUBMITTED) if is_lost else (status.state, status.reason)
+            lost = f"{_NEVER_SUBMITTED} unless squeue --me shows its job"
+            found = (FAILED, lost) if is_lost else (status.state, status.reason)
             states.append(_state(cell, *found, status, job))
         elif (info := _settle_end(cell, job, status, info)) is not None:
             merge = merge_shared_job_state if num_cells[job.job_id] > 1 else merge_slurm_state
