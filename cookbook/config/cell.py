@@ -81,7 +81,7 @@ class Cell:
 
     @property
     def description(self) -> str:
-        """One line that says what the options say, however the recipe's differ."""
+        """One line for headers; steps and nodes are the cell's, not the recipe's."""
         title = self.recipe.description.partition(":")[0]
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return f"{self.name}: {title}, {self.steps} steps on {nodes} x {self.cluster.ranks}"

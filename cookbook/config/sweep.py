@@ -63,7 +63,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class CellRequest:
-    """What the command line asks of every cell; None and empty leave the sweep's own choice."""
+    """The command line's choices for every cell; None and empty keep the sweep's own."""
 
     cluster: Cluster
     precision: str | None = None

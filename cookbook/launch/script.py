@@ -105,7 +105,7 @@ def render_template(cluster: Cluster, header: list[str], **context: Any) -> str:
         _environment()
         .get_template("train.sbatch.j2")
         .render(
-            # A description may have several lines; what stands behind one # must stay one.
+            # A description may have several lines, a comment only one.
             header=[" ".join(line.splitlines()) for line in header],
             scheduler=cluster.scheduler,
             cluster=reference("cluster", cluster.path),

@@ -188,7 +188,7 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
         axes.set_xlabel("GiB a GPU", color=QUIET)
         axes.set_ylabel("tokens/s/GPU", color=QUIET)
         axes.yaxis.set_major_formatter("{x:,g}")
-        # The slow ones are many and lie on one another.
+        # Many slow layouts overlap: draw only the fastest.
         draw(found.ranked()[:_MOST_POINTS], ".", "layouts", _DOTS, 3)
         draw(front, "o-", "front", _FRONT, 5)
         if recipe is not None and recipe.step:

@@ -141,7 +141,7 @@ def _structure(cell: Cell, mode: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Recorder(Options):
-    """Options that note the names that are read."""
+    """Options that record the names read from them."""
 
     read: dict[str, None] = field(default_factory=dict)
 

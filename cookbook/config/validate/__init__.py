@@ -46,7 +46,7 @@ def validation_errors(cell: Cell) -> list[Finding]:
 
 
 def wrong_value(cell: Cell, option: str) -> Finding | None:
-    """Return the error of the value of `option` that no other option's value could mend."""
+    """Return an error in the value of `option` that no other option can fix."""
     found = layout.impossible_findings(cell.options)
     found += [*values.bounds(cell), *values.selected(cell)]
     return next((finding for finding in found if finding.option == option), None)

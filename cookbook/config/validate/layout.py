@@ -190,7 +190,7 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
 
 
 def less_layers(options: Options) -> tuple[int, int]:
-    """Layers that the first and the last stage have less, for embedding and output."""
+    """Return by how many layers the first and the last stage are smaller (embedding, output)."""
     section = "parallelism.pipeline_parallel"
     first, last = (options[f"{section}_{end}_stage_less_layers"] for end in ("first", "last"))
     return first, last
@@ -271,7 +271,7 @@ def two_stages(cell: Cell) -> Problems:
 
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/dual_pipe_v.py")
 def dual_pipe_v_overlap(cell: Cell) -> Problems:
-    """DualPipeV's hooks call TorchTitan's dispatch and combine; an own layer has its own.
+    """DualPipeV overlaps TorchTitan's own dispatch and combine, which some MoE layers replace.
 
     They fit the standard backend and `mxfp8_a2a`, whose classes have both. TorchTitan builds such a
     cell, and it stops in its first step.

@@ -68,7 +68,7 @@ def routing(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_CHECKPOINT, is_input=True)
 def addresses(cell: Cell) -> Problems:
-    """TorchTitan takes an address for a relative path, and finds no checkpoint there."""
+    """TorchTitan reads a URL as a relative path, and finds no checkpoint there."""
     for name in ("checkpoint.folder", "checkpoint.initial_load_path"):
         value = cell.options[name]
         if value and "://" in value:
@@ -153,7 +153,7 @@ def _vocabulary(cell: Cell) -> Iterator[Finding]:
 
 
 def _published_weights(cell: Cell) -> Iterator[Finding]:
-    """A checkpoint that is not there, quantized against what is said, or of another shape."""
+    """A missing checkpoint, one that is quantized unlike the options, or one of other shapes."""
     options = cell.options
     option = "checkpoint.initial_load_path"
     shown = options[option] or options["model.hf_assets_path"]

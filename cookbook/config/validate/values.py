@@ -80,7 +80,7 @@ def profiled_steps(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_REFERENCE, is_input=True)
 def kept_checkpoints(cell: Cell) -> Problems:
-    """TorchTitan refuses to keep one, on every rank."""
+    """TorchTitan refuses to keep a single checkpoint, on every rank."""
     if cell.options["checkpoint.enable"] and cell.options["checkpoint.keep_latest_k"] == 1:
         reason = "1 would leave none while the next is being written, and TorchTitan refuses it"
         yield "checkpoint.keep_latest_k", reason, "set it to 2, or to 0 to keep all"
