@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -226,10 +227,10 @@ def test_quantized_all_to_all_rounds_what_it_sends_and_nothing_else() -> None:
         assert torch.equal(quantized["back"], rounded(plain["back"], 1).bfloat16())
 
 
-def convert(kind: str, emulate: bool) -> Any:
+def convert(kind: str, emulate: bool, fqns: Sequence[str] = ("experts",)) -> Any:
     from cookbook.titan.tt_0_2_2 import mxfp8
 
-    grouped = SimpleNamespace(fqns=["experts"], recipe_name="mxfp8", emulate=emulate)
+    grouped = SimpleNamespace(fqns=fqns, recipe_name="mxfp8", emulate=emulate)
     linear = SimpleNamespace(
         recipe_name="mxfp8_cublas",
         emulate=emulate,
@@ -262,6 +263,11 @@ def alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
     name = "_emulated_mxfp8_scaled_grouped_mm_2d_2d"
     monkeypatch.setattr(scaled_grouped_mm, name, getattr(scaled_grouped_mm, name))
+
+
+def test_a_converter_that_replaces_no_layer_is_refused(caplog: Any) -> None:
+    reason = refusal(lambda: convert("grouped_mm", emulate=True, fqns=()), caplog)
+    assert reason.startswith("quantize.grouped_mm.mx.fqns is empty")
 
 
 @pytest.mark.parametrize("kind", ["grouped_mm", "linear"])

@@ -57,6 +57,12 @@ class MXGroupedMMConverter(QuantizationConverter):
 
         super().__init__(job_config, parallel_dims)
         options: Any = job_config.quantize.grouped_mm.mx
+        if not options.fqns:
+            # A job by hand may declare nothing, and would train in BF16.
+            raise refuse(
+                "quantize.grouped_mm.mx.fqns is empty: the converter replaces no layer; pass "
+                "--quantize.grouped_mm.mx.fqns=experts"
+            )
         _check_hardware(options.emulate, "quantize.grouped_mm.mx.emulate")
         self.fqns = [options.fqns] if isinstance(options.fqns, str) else list(options.fqns)
         self.recipe_name = options.recipe_name
