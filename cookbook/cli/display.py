@@ -61,7 +61,7 @@ class Progress:
         console = Console(file=stream, highlight=False, emoji=False, markup=False)
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
-            # What others print meanwhile is theirs.
+            # Output of other code stays as it is.
             self._live = Live(
                 console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
             )
