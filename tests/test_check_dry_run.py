@@ -103,6 +103,7 @@ def test_check_and_torchtitan_agree_on_what_can_be_built(
         ({"optimizer.name": "Adagrad"}, "Adagrad"),
         ({"model.converters": ["quantize.nothing"]}, "quantize.nothing"),
         ({"model.flavor": "debugmodel_flex_attn", DEGREES["cp"]: 2}, "only supports SDPA"),
+        ({"model.converters": ["quantize.grouped_mm.mx"]}, "fqns"),
     ],
 )
 def test_torchtitan_is_quoted(build: Build, options: dict[str, Any], words: str) -> None:
