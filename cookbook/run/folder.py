@@ -58,17 +58,6 @@ class Attempt:
     # Traces of TorchTitan's profiler, a folder for each step that ended one.
     traces = _Below("profile_traces")
 
-    def rank_logs(self, local_rank: int) -> list[list[Path]]:
-        """Return the standard outputs of a local rank by node, each node's in order of restarts."""
-        return [
-            [
-                log
-                for path in _by_number(node, "attempt_")
-                if (log := path / str(local_rank) / "stdout.log").is_file()
-            ]
-            for node in sorted((self.path / "ranks").glob("*"))
-        ]
-
     def logs(self) -> list[Path]:
         """Return every log that may hold metrics lines, of all ranks."""
         logs = [self.log, *self.path.glob("ranks/*/attempt_*/*/stdout.log")]
