@@ -37,7 +37,7 @@ _GENERATIONS = (9, 10)
 # Its compiler comes once for each CUDA major version and loads the newest that the driver takes.
 _COMPILER = "nvidia_cutlass_dsl.dsl_packages.cutlass._mlir._mlir_libs"
 _COMPILE = "cookbook.titan.common.compile_attention"
-# It wants to know how many processors the GPU has; no kernel of the recipes depends on it.
+# It asks how many processors the GPU has; no kernel of the recipes depends on the answer.
 _PROCESSORS = {9: "132", 10: "148"}
 
 

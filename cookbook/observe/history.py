@@ -131,7 +131,7 @@ def longest_save(attempts: Iterable[Attempt]) -> float | None:
 def _summary(
     attempt: Attempt, end: AttemptEnd | None, times: list[tuple[int, float]], kept: int | None
 ) -> AttemptSummary:
-    """Summarize an attempt of which the steps up to `kept` (None: all) are of use."""
+    """Summarize an attempt whose steps after `kept` are lost; None: no step is."""
     steps = [step for step, _ in times if step]
     first, last = (min(steps), max(steps)) if steps else (None, None)
     known = end is not None and end.started is not None and end.ended is not None

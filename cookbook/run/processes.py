@@ -33,7 +33,7 @@ def process_job(pid: int) -> Job:
 
 
 def is_elsewhere(job: Job) -> bool:
-    """Whether the job is a process of another machine, which cannot be looked at from here."""
+    """Whether the job is a process of another machine, which is out of sight here."""
     return job.host is not None and job.host != socket.gethostname()
 
 

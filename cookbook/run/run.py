@@ -55,7 +55,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name by which commands find it: also of a folder that was renamed or moved."""
+        """The name by which commands find it, also after its folder was renamed or moved."""
         is_listed = self.folder.parent.resolve() == runs_folder().resolve()
         return self.folder.name if is_listed else shown_path(self.folder)
 

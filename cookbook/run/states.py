@@ -84,7 +84,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
 
 
 def _read(cell: CellFolder) -> tuple[Status, Job | None]:
-    """Read the cell's files; one that is damaged costs nothing but its own content."""
+    """Read the cell's files; a damaged one loses only its own content."""
     try:
         status = read_status(cell)
     except InputError as error:

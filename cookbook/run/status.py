@@ -168,11 +168,11 @@ class Cause(enum.StrEnum):
     ERROR = "error"
     # Asked to stop before its time limit or a preemption, it saved a checkpoint and ended.
     SAVED = "saved"
-    # Asked so, it did not end in time.
+    # Asked to stop, it did not end in time.
     TOO_LATE = "too late"
     # A person, a time limit, a preemption or a requeue; the reason names which.
     STOPPED = "stopped"
-    # Nobody was left to write why: the supervisor was killed, or its node is lost.
+    # The supervisor was killed, or its node was lost, before it wrote why.
     CUT_SHORT = "cut short"
 
 
@@ -206,7 +206,7 @@ class AttemptEnd:
 
 
 def write_attempt_end(attempt: Attempt, end: AttemptEnd) -> None:
-    """Keep it in the attempt's folder; a full disk costs no more than this file."""
+    """Write the end into the attempt's folder; a full disk does without it."""
     try:
         write_json(attempt.end, end)
     except OSError as error:

@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
         print(verdict, file=sys.stderr)
         return CHECKED
     start_run(start)
-    # As submitit would say it: whether this is the batch step of a Slurm job.
+    # submitit sets it in its own jobs; `slurm` marks the batch step of a Slurm job.
     os.environ["SUBMITIT_EXECUTOR"] = str(read_record(start.folder.record).profile["scheduler"])
     return Supervisor([start.folder], start.own)()
 

@@ -320,7 +320,7 @@ def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
     end = AttemptEnd(
         attempt.number,
         Cause.CUT_SHORT,
-        "its supervisor was killed, or the node of it was lost",
+        "its supervisor was killed, or its node was lost",
         started=status.started,
         ended=ended,
         job_id=own_job(),

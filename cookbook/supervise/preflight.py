@@ -91,7 +91,7 @@ class JobNodes:
         return [node for node in self.nodes if node not in self.faults]
 
     def listed(self) -> dict[str, Excluded]:
-        """Return the exclusion list by node; a slip in it must not stop a job at night."""
+        """Return the exclusion list by node; empty where it holds a mistake, which stops no job."""
         try:
             return {one.node: one for one in read_excluded()}
         except InputError as error:

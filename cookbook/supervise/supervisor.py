@@ -115,7 +115,7 @@ class Supervisor:
         cells = [CellFolder(Path(folder)) for folder in self.folders]
         job_id, began, codes = own_job(), time.time(), dict[str, int]()
         for cell in cells:
-            # Its submitter may have been killed before it noted the job.
+            # The submitter may have been killed before it noted this job.
             if job_id and not cell.job.exists():
                 write_job(cell, job_id if slurm_job() else process_job(int(job_id)))
         for cell in cells:
