@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.packages import stack_packages
+from tests.programs import write_program
 
 _PROGRAMS = {
     "srun": """\
@@ -80,13 +81,13 @@ class ScriptRunner:
         self.programs = folder / "programs"
         self.venv = folder / "venv"
         for name, text in _PROGRAMS.items():
-            _write_program(self.programs / name, text)
+            write_program(self.programs / name, f"#!/bin/bash\n{text}")
         # The supervisor's Python; without one a stand-in, for tests of bash.
         packages = stack_packages(folder / "packages")
         text = (
             f'PYTHONPATH="{packages}:${{PYTHONPATH:-}}" exec {python} "$@"\n' if python else _PYTHON
         )
-        _write_program(self.venv / "bin/python", text)
+        write_program(self.venv / "bin/python", f"#!/bin/bash\n{text}")
 
     def run(
         self,
@@ -141,13 +142,7 @@ class ScriptRunner:
 
     def replace(self, program: str, text: str) -> None:
         """Have another stand-in take the place of one of Slurm's commands, or of torchrun."""
-        _write_program(self.programs / program, text)
-
-
-def _write_program(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{text}")
-    path.chmod(0o755)
+        write_program(self.programs / program, f"#!/bin/bash\n{text}")
 
 
 def _words(path: Path) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import copy_checkout
+from tests.programs import write_program
 from tests.submit import ROOT, submit
 
 pytestmark = [pytest.mark.titan, pytest.mark.nightly]
@@ -128,9 +129,7 @@ def test_the_image_trains_without_the_hosts_environment(image: Image, tmp_path: 
     words += ["--set=training.steps=2", "--set=training.seq_len=64"]
     assert submit(*words, runs=tmp_path / "runs").status == 0
     binaries = tmp_path / "bin"
-    binaries.mkdir()
-    (binaries / "srun").write_text(SRUN)
-    (binaries / "srun").chmod(0o755)
+    write_program(binaries / "srun", SRUN)
     # Outside the checkout, as a scratch folder is.
     attempt = tmp_path / "runs/mine/cell/attempt-0"
     attempt.mkdir(parents=True)

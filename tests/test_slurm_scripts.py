@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from cookbook.config.stack import load_stack
 from tests.programs import PYTHON, write_program
 from tests.recording_torchrun import TorchrunRecord, install_recording_torchrun, read_records
 from tests.slurm_cluster import SlurmCluster
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -187,7 +187,4 @@ def _submit_py(slurm: SlurmCluster, environment: dict[str, str], *words: str) ->
 
 
 def _until_started(slurm: SlurmCluster, environment: dict[str, str], count: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(_records(environment)) < count:
-        assert time.monotonic() < deadline, slurm.log_tail("slurmctld")
-        time.sleep(0.2)
+    until(lambda: len(_records(environment)) >= count, log=lambda: slurm.log_tail("slurmctld"))

@@ -13,6 +13,7 @@ import pytest
 from tests.programs import PYTHON, write_program
 from tests.slurm_cluster import Settings, SlurmCluster
 from tests.slurm_installed import require_slurm
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -88,10 +89,7 @@ class ByHand:
         return re.findall(r"attempt \d+: (\S+)", said)
 
     def until_attempts(self, did: list[str]) -> None:
-        deadline = time.monotonic() + 60
-        while self.attempts() != did:
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.1)
+        until(lambda: self.attempts() == did, log=self.log)
 
     def log(self) -> str:
         return "\n".join(path.read_text() for path in self.folder.glob("16b-*.log"))
