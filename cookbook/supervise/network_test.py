@@ -61,7 +61,7 @@ class RankGroups:
 
 @dataclass
 class Outcome:
-    """The results of a test of some teams of nodes."""
+    """GB/s of each collective in the slowest team; faults and slow teams by their numbers."""
 
     slowest: dict[str, float] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
@@ -136,7 +136,7 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> tuple[dict[str, str], b
 
 @dataclass(frozen=True)
 class Question:
-    """What the nodes of a test do."""
+    """The work of a test's nodes: teams in order of rank, the first node's address and port."""
 
     teams: list[list[str]]
     addresses: list[str]

@@ -42,7 +42,7 @@ _SMALL_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Question:
-    """What to look at on a node.
+    """The parts of a node to look at.
 
     Attributes:
         cluster: the profile's name; `profile` is its content.
@@ -59,7 +59,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Report:
-    """The state of a node."""
+    """A node's clock (seconds since the epoch), faults with hours to exclude it, and versions."""
 
     node: str
     clock: float
