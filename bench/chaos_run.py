@@ -14,8 +14,7 @@ from typing import Any
 
 import psutil
 
-from cookbook.run.checkpoints import read_checkpoint, saved_steps
-from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.folder import Attempt, CellFolder, read_checkpoint, saved_steps
 from tests.slurm_cluster import Settings, SlurmCluster
 
 ROOT = Path(__file__).resolve().parent.parent

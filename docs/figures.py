@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench import convergence, memory, step_times
 from bench.gradient_table import BOUNDS, GRADIENTS, rounding_of, worst
-from cookbook.base.figure import BAND, INK, QUIET, draw_figure
 from cookbook.base.paths import ROOT
+from cookbook.base.tables import BAND, INK, QUIET, draw_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.run.checkpoints import STATES
+from cookbook.run.folder import STATES
 
 BYTES = 1000
 FILES = ("__0_0.distcp", "__1_0.distcp")

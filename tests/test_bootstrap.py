@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.config.stack import read_pins
-from cookbook.install.packages import find_distribution, import_name
+from cookbook.install import find_distribution, import_name
 from tests.checkout import copy_checkout
 from tests.programs import write_program
 from tests.start import start

@@ -12,8 +12,7 @@ import pytest
 
 from cookbook.base.gpus import Gpu
 from cookbook.check import check
-from cookbook.check.build import Built
-from cookbook.check.check import CellCheck, check_cells
+from cookbook.check.check import Built, CellCheck, check_cells
 from cookbook.check.report import render_json, render_text
 from cookbook.check.warnings import saving, small_experts
 from cookbook.config.cell import Cell

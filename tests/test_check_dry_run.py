@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from cookbook.check.build import Built, dry_run
+from cookbook.check.check import Built, dry_run
 from cookbook.config.cell import Cell
 from cookbook.config.options import DEGREES
 from cookbook.config.validate import validation_errors

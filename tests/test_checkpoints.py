@@ -12,12 +12,10 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import train_argv
-from cookbook.run.checkpoints import STATES
-from cookbook.run.folder import CellFolder
+from cookbook.run.folder import STATES, CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
-from cookbook.supervise.__main__ import CHECKED, main
-from cookbook.supervise.admit import Start, start_run
+from cookbook.supervise.__main__ import CHECKED, Start, main, start_run
 from cookbook.supervise.resume_point import prepare
 from tests.cells import Point
 from tests.saved import FILES, cut, save

@@ -16,10 +16,9 @@ from cookbook.cli.display import CellProgress
 from cookbook.cli.follow import Watcher, cancel, show_logs, show_status
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
-from cookbook.run.run import read_run
+from cookbook.run.run import read_run, take_submit_lock
 from cookbook.run.slurm import JobInfo
 from cookbook.run.status import write_job
-from cookbook.run.submit_lock import take_submit_lock
 from tests.made_up_run import Run, metrics_line
 
 Happen = Callable[[], object]

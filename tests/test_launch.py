@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.check import check
-from cookbook.check.build import Built
+from cookbook.check.check import Built
 from cookbook.cli import run
 from cookbook.cli.main import main
 from cookbook.config import validate

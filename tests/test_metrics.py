@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 
 from cookbook.base.schema import Unchecked
-from cookbook.observe.console import (
+from cookbook.observe.metrics import (
+    LoadStep,
     Phase,
     StepMetrics,
+    Tail,
+    collect_router_load,
+    collect_steps,
     logged_seconds,
     parse_step,
     read_peak_memory,
+    read_steps,
     save_seconds,
     seconds_to_first_step,
 )
-from cookbook.observe.metrics import LoadStep, Tail, collect_router_load, collect_steps, read_steps
 from cookbook.results.collect import summarize_load
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.pipelines import is_v_shaped, loss_rank, stages_of
+from cookbook.base.family import is_v_shaped, loss_rank, stages_of
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from cookbook.run import slurm
 from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
+from cookbook.run.slurm import StepEnd
 from cookbook.supervise import preflight as module
 from cookbook.supervise.network_test import NetworkVerdict
 from cookbook.supervise.node_report import Question, Reader, Report, format_report
@@ -34,7 +35,6 @@ from cookbook.supervise.preflight import (
     head_address,
     preflight,
 )
-from cookbook.supervise.step import StepEnd
 
 ECC = Fault("gpu memory", "GPU 3: 1 uncorrectable ECC error(s)", 24.0)
 BUSY = Fault("idle", "GPU 0: 9 GiB in use", 1.0)

@@ -14,8 +14,8 @@ from cookbook.base.schema import Unchecked
 from cookbook.results.report import facts, notes
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
+from cookbook.run.run import take_submit_lock
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
-from cookbook.run.submit_lock import take_submit_lock
 from tests.made_up_run import Run, metrics_line
 
 LOGS = Path(__file__).parent / "logs"

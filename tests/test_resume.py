@@ -12,8 +12,7 @@ from cookbook.base.errors import JobError
 from cookbook.config.cell import Cell
 from cookbook.config.options import Setting
 from cookbook.launch import submit as executor
-from cookbook.launch.create import create_run
-from cookbook.launch.submit import resume_cells
+from cookbook.launch.submit import create_run, resume_cells
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, run_names

@@ -16,9 +16,9 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT, runs_folder
 from cookbook.config.cell import Cell
-from cookbook.launch import create
-from cookbook.launch.create import create_run
+from cookbook.launch import submit
 from cookbook.launch.script import render_script
+from cookbook.launch.submit import create_run
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import find_run, note_new_job, read_run, run_names
@@ -33,7 +33,6 @@ from cookbook.run.status import (
     read_status,
     write_status,
 )
-from cookbook.supervise.admit import job_record
 from tests.cells import Point
 from tests.submit import listing
 
@@ -75,7 +74,7 @@ def test_a_run_has_all_that_its_jobs_read(
         # The script that runs is what `render` prints, byte for byte.
         assert folder.script.read_bytes() == render_script(cell).encode()
         assert yaml.safe_load(folder.record.read_text())["name"] == cell.name
-        assert read_record(folder.record) == job_record(cell)
+        assert read_record(folder.record) == cell.job_record()
     assert read_status(run.cell(cells[0].name)) == Status(QUEUED)
     refused = read_status(run.cell(cells[1].name))
     assert (refused.state, refused.reason) == (REFUSED, cells[1].refused)
@@ -99,7 +98,7 @@ def test_a_run_that_cannot_be_made_leaves_nothing(
     def fail(cell: Cell) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(create, "render_script", fail)
+    monkeypatch.setattr(submit, "render_script", fail)
     with pytest.raises(OSError, match="No space left"):
         create_run("smoke", cells)
     assert listing(tmp_path) == []

@@ -11,8 +11,7 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.config.cell import Cell
-from cookbook.launch.create import create_run
-from cookbook.launch.submit import submit_run
+from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.excluded import exclude_nodes, read_excluded
 from cookbook.run.run import Run
 from cookbook.run.slurm import nodes_in

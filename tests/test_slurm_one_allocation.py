@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.config.cell import Cell
-from cookbook.launch.create import create_run
-from cookbook.launch.submit import submit_run
+from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import Run, read_run
 from cookbook.run.states import cancel_run, cell_states
 from cookbook.run.status import Cause, read_history

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from cookbook.config.cell import Cell
-from cookbook.launch.create import create_run
-from cookbook.launch.submit import submit_run
+from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import Run
 from cookbook.run.states import cell_states
 from cookbook.run.status import AttemptEnd, Cause, read_history

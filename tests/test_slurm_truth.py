@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.config.cell import Cell
-from cookbook.launch.create import create_run
-from cookbook.launch.submit import submit_run
+from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import Run
 from cookbook.run.states import CellState, cancel_run, cell_states
 from tests.cells import Point

@@ -12,10 +12,9 @@ import pytest
 
 from cookbook.base.schema import Words
 from cookbook.cli.main import main
-from cookbook.launch.create import create_run
-from cookbook.launch.submit import submit_run
+from cookbook.launch.submit import create_run, submit_run
+from cookbook.run.run import release_submit_lock
 from cookbook.run.status import FAILED, Status, write_status
-from cookbook.run.submit_lock import release_submit_lock
 from tests.cells import Point
 from tests.saved import save
 from tests.slurm_cluster import SlurmCluster

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cookbook.observe.console import StepMetrics
+from cookbook.observe.metrics import StepMetrics
 from cookbook.results.speed import (
     FASTER,
     NOISE,

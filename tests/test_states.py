@@ -18,9 +18,15 @@ import pytest
 from cookbook.base.errors import JobError
 from cookbook.cli import follow as watching
 from cookbook.cli.main import main
-from cookbook.run.processes import RUN_VARIABLE, is_alive, process_job
 from cookbook.run.run import Run, read_run
-from cookbook.run.states import CellState, cancel_run, cell_states
+from cookbook.run.states import (
+    RUN_VARIABLE,
+    CellState,
+    cancel_run,
+    cell_states,
+    is_alive,
+    process_job,
+)
 from cookbook.run.status import (
     FAILED,
     QUEUED,
@@ -191,7 +197,7 @@ def test_a_cell_that_nobody_submits_does_not_wait_for_ever(
     slurm.forgets()
     command = (
         "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[2]);"
-        "from cookbook.run.submit_lock import take_submit_lock;"
+        "from cookbook.run.run import take_submit_lock;"
         "take_submit_lock(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
     )
     root = str(Path(__file__).parents[1])

@@ -11,9 +11,7 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.run import slurm
-from cookbook.run.slurm import NoAnswerError
-from cookbook.supervise import step
-from cookbook.supervise.step import StepEnd, run_step
+from cookbook.run.slurm import NoAnswerError, StepEnd, run_step
 from tests.programs import write_program
 
 
@@ -74,7 +72,7 @@ def test_a_controller_that_is_busy_is_asked_again(
     tmp_path: Path,
     error: str,
 ) -> None:
-    monkeypatch.setattr(step, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(slurm, "_PAUSE_S", 0.01)
     asked = tmp_path / "asked"
     line = shlex.quote(f"srun: error: {error}")
     fails = f"echo {line} >&2; echo 'srun: Check SLURM_JOB_ID.' >&2; exit 1"
@@ -85,7 +83,7 @@ def test_a_controller_that_is_busy_is_asked_again(
     said = "cookbook: preflight: waits for Slurm: Slurm starts no step on the job's nodes: "
     assert capsys.readouterr().err == f"{said}srun: error: {error}\n"
     # Not for ever.
-    monkeypatch.setattr(step, "_BUSY_S", 1.5)
+    monkeypatch.setattr(slurm, "_BUSY_S", 1.5)
     srun(fails)
     with pytest.raises(NoAnswerError, match="Slurm starts no step"):
         run(lambda line, at: None)
@@ -94,8 +92,8 @@ def test_a_controller_that_is_busy_is_asked_again(
 def test_a_step_that_slurm_refuses_is_asked_for_once(
     srun: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(step, "_BUSY_S", 0.5)
+    monkeypatch.setattr(slurm, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(slurm, "_BUSY_S", 0.5)
     asked = tmp_path / "asked"
     refuses = (
         "srun: error: Unable to create step for job 7: More processors requested than permitted"
@@ -113,7 +111,7 @@ def test_the_time_of_a_step_begins_with_its_first_task(
     srun("sleep 1; echo one; sleep 0.2")
     end = run(lambda line, at: None, 0.7)
     assert not end.is_late and end.seconds < 0.7
-    monkeypatch.setattr(step, "_BUSY_S", 0.3)
+    monkeypatch.setattr(slurm, "_BUSY_S", 0.3)
     srun("echo 'srun: Job 7 step creation retrying (Requested nodes are busy)' >&2; exec sleep 30")
     with pytest.raises(JobError, match=r"none in 0 s \(srun: Job 7 .* are busy\)"):
         run(lambda line, at: None)

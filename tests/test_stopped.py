@@ -13,9 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cookbook.launch.create import create_run
 from cookbook.launch.script import render_script
-from cookbook.launch.submit import submit_run
+from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import Run
 from cookbook.run.states import cancel_run, cell_states
 from tests.cells import Point

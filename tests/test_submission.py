@@ -13,11 +13,10 @@ from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
 from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
-from cookbook.launch.create import create_run
 from cookbook.launch.script import option_word, sbatch_lines, sbatch_options
-from cookbook.launch.submit import submit_run
+from cookbook.launch.submit import create_run, submit_run
+from cookbook.run.run import is_submit_locked
 from cookbook.run.status import read_job, read_status
-from cookbook.run.submit_lock import is_submit_locked
 from tests.cells import CLUSTERS, Point
 from tests.programs import write_program
 

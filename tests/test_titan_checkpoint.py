@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from cookbook.run.checkpoints import STATES, read_checkpoint
+from cookbook.run.folder import STATES, read_checkpoint
 from tests.titan_ranks import run_ranks
 from tests.titan_run import (
     BF16,

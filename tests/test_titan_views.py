@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.check.build import Built, dry_run
+from cookbook.check.check import Built, dry_run
 from cookbook.config.cell import Cell
 from cookbook.predict.rank import describe_ranks, stage_layers
 from tests.check_cells import cell_of, with_options

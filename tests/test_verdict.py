@@ -21,10 +21,10 @@ from cookbook.config.finding import ERROR, WARNING
 from cookbook.config.options import command_line_settings
 from cookbook.config.overlay import load_precision
 from cookbook.config.validate import judge, missing_here
-from cookbook.launch.create import create_run
+from cookbook.launch.submit import create_run
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
-from cookbook.supervise import admit as begin
+from cookbook.supervise import __main__ as begin
 from tests.cells import CLUSTER_FILES
 from tests.check_cells import cell_of, with_options
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cookbook.base.schema import Unchecked
-from cookbook.observe.console import Phase, StepMetrics
-from cookbook.observe.metrics import Newest
+from cookbook.observe.metrics import Newest, Phase, StepMetrics
 from cookbook.run.record import CellRecord
 from cookbook.supervise.attempt import StepClock, Timeouts
 

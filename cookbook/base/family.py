@@ -1,4 +1,4 @@
-"""Model families and the sizes of their flavors, readable without torch.
+"""Model families, the sizes of their flavors and their pipeline stages, readable without torch.
 
 The training process describes each family (`titan/tt_0_2_2/families`), and `make golden` writes the
 descriptions into the stack's table, which the driver reads.
@@ -91,3 +91,20 @@ class Family:
         flavors = {name: Model(**sizes) for name, sizes in entry["flavors"].items()}
         weights = {name: tuple(dims) for name, dims in entry["weights"].items()}
         return cls(**{**entry, "flavors": flavors, "weights": weights})
+
+
+def is_v_shaped(schedule: str) -> bool:
+    """Return whether stages go down the pipeline ranks and back up, two on each rank."""
+    return schedule.lower() in ("zbvzerobubble", "dualpipev")
+
+
+def stages_of(schedule: str, rank: int, ranks: int, per_rank: int) -> list[int]:
+    """Return the stages of pipeline rank `rank` of `ranks`, each of which has `per_rank`."""
+    if is_v_shaped(schedule):
+        return [rank, ranks * per_rank - 1 - rank]
+    return [rank + turn * ranks for turn in range(per_rank)]
+
+
+def loss_rank(schedule: str, ranks: int, world: int) -> int:
+    """Return the first global rank of the last pipeline stage, which knows the loss."""
+    return 0 if is_v_shaped(schedule) else world // ranks * (ranks - 1)

@@ -1,13 +1,15 @@
 """Read the documents of a training corpus: JSON lines, gzipped JSON lines or Parquet.
 
 The driver checks the files before a job is queued, and the data loader of the training process
-reads them with the same functions, so both report the same place of a fault.
+reads them with the same functions, so both report the same place of a fault. `submit.py data`
+records the lengths of documents in `texts.json` beside the runs, for `check` and `plan`.
 """
 
 from __future__ import annotations
 
 import glob
 import gzip
+import hashlib
 import itertools
 import json
 import re
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError
+from cookbook.base.files import json_text, write_whole
+from cookbook.base.paths import runs_folder
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 # Documents read, and shuffled, at a time.
@@ -175,3 +179,44 @@ def check_sources(
             for document in first[:documents]:
                 document.text(key)
     return sources
+
+
+def write_lengths(
+    sources: Sequence[TextSource], text_key: str, tokenizer: Path, mean: float, median: float
+) -> None:
+    """Record the mean and the median length of the documents, in tokens."""
+    found = _read() | {_key(sources, text_key, tokenizer): [mean, median]}
+    write_whole(_path(), json_text(found))
+
+
+def read_lengths(
+    sources: Sequence[TextSource], text_key: str, tokenizer: Path
+) -> tuple[float, float] | None:
+    """Return mean and median; None if these files, as they are now, were not counted."""
+    found = _read().get(_key(sources, text_key, tokenizer))
+    return (found[0], found[1]) if found else None
+
+
+def _path() -> Path:
+    return runs_folder() / "texts.json"
+
+
+def _read() -> dict[str, list[float]]:
+    try:
+        found: dict[str, list[float]] = json.loads(_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # Nothing was counted yet, and a damaged file is counted anew.
+        return {}
+    return found
+
+
+def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:
+    """Return a digest of the files' paths, sizes and times, the weights and the tokenizer."""
+    total = sum(source.weight for source in sources)
+    known = [text_key, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
+    for source in sources:
+        known.append(f"{source.weight / total:.6f}")
+        for path in sorted(file.resolve() for file in source.files):
+            stat = path.stat()
+            known.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(known).encode()).hexdigest()

@@ -145,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
     cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
-    report = verb("report", "print the results of a run, and make its page", "report:show_report")
+    report = verb("report", "print the results of a run, and make its page", "follow:show_report")
     for followed in (status, cancel, report):
         followed.add_argument("run", metavar="RUN", nargs="?", help="by default the newest")
     report.add_argument("--format", choices=("md", "json", "html"), default="md")
@@ -165,7 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--text-key", metavar="KEY", default="text")
     data.add_argument("--seq-len", metavar="N", type=int, default=8192)
     compare = verb(
-        "compare", "compare two runs; status 1 where a cell got slower", "report:compare"
+        "compare", "compare two runs; status 1 where a cell got slower", "follow:compare"
     )
     compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
     compare.add_argument(
@@ -274,7 +274,7 @@ def _run(words: Sequence[str]) -> int:
         handler = getattr(importlib.import_module(f"cookbook.cli.{module}"), function)
         status: int = handler(arguments)
     except ModuleNotFoundError as error:
-        from cookbook.install.packages import explain_missing
+        from cookbook.install import explain_missing
 
         raise explain_missing(error) from None
     return status

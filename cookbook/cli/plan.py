@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
-from cookbook.cli.request import check_figure, merged_cell, write_output
+from cookbook.cli.inspect import check_figure, merged_cell, write_output
 from cookbook.config.cell import Cell
 from cookbook.config.options import command_line_settings
 from cookbook.config.validate import validation_errors

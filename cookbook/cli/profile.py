@@ -11,7 +11,7 @@ from cookbook.base.errors import InputError, JobError, unknown_name
 from cookbook.base.tables import terminal_width
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import watch_run
-from cookbook.cli.request import check_figure, requested_cell, write_output
+from cookbook.cli.inspect import check_figure, requested_cell, write_output
 from cookbook.cli.run import start_run
 from cookbook.config.cell import Cell
 from cookbook.config.names import names_in

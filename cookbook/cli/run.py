@@ -17,21 +17,19 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.check.check import check_cells
 from cookbook.check.report import render_json, render_text
 from cookbook.cli.follow import wait_for
-from cookbook.cli.request import requested_cell, requested_sweep
+from cookbook.cli.inspect import requested_cell, requested_sweep
 from cookbook.config.cell import Cell
 from cookbook.config.finding import WARNING
 from cookbook.config.names import names_in
 from cookbook.config.options import command_line_settings
 from cookbook.config.resolve import cell_from_record
 from cookbook.config.sweep import in_rounds, is_sweep
-from cookbook.launch.create import create_run
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
-from cookbook.run.run import Run, find_cell
+from cookbook.run.run import Run, find_cell, release_submit_lock, take_submit_lock
 from cookbook.run.states import cell_states
 from cookbook.run.status import ENDED, OPEN, QUEUED, REFUSED
-from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
 from cookbook.supervise.resume_point import Found, find_checkpoint
 
 
@@ -131,7 +129,7 @@ def start_run(
         print(f"{name}: no cell can run here; nothing was submitted", file=sys.stderr)
         return 1
     # Import lazily: a dry run must not wait for submitit.
-    from cookbook.launch.submit import submit_run
+    from cookbook.launch.submit import create_run, submit_run
 
     if cells[0].cluster.scheduler == "slurm":
         # Find a mistake in the list before anything is written.

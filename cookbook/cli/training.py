@@ -13,12 +13,11 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.base.text_files import find_sources, read_windows
+from cookbook.base.text_files import find_sources, read_windows, write_lengths
 from cookbook.cli.follow import named_cell
 from cookbook.config.stack import load_stack
-from cookbook.run.checkpoints import read_checkpoint, saved_steps
+from cookbook.run.folder import read_checkpoint, saved_steps
 from cookbook.run.record import read_record
-from cookbook.run.texts import write_lengths
 
 
 def export_weights(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cookbook.base.schema import Unchecked, Words
 from cookbook.config.cluster import Cluster
@@ -173,6 +173,14 @@ class Cell:
             environment=Words(self.environment),
             options=Unchecked(self.options.values),
             files=self._own_files(),
+        )
+
+    def job_record(self) -> CellRecord:
+        """Return the record with all that a job needs, so that it reads no recipe again."""
+        return replace(
+            self.record(),
+            too_few_nodes=self.recipe.too_few_nodes,
+            profile=Unchecked(self.cluster.content),
         )
 
     def _own_files(self) -> Words:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cookbook.base.errors import named_at, run_command
 from cookbook.doctor.check import Surroundings, diagnose, is_ready, render_findings
-from cookbook.install.packages import explain_missing
+from cookbook.install import explain_missing
 
 if TYPE_CHECKING:
     from cookbook.config.cluster import Cluster

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from cookbook.base.gpus import Gpu, InstalledGpu
 from cookbook.doctor.check import State, Surroundings, Verdict, check
+from cookbook.install import find_distribution
 from cookbook.install.deepep import torch_cuda
-from cookbook.install.packages import find_distribution
 
 GIB = 1024**3
 NETWORK_FILE = "/etc/profile.d/90-nccl-network-vars.sh"

@@ -15,6 +15,7 @@ from pathlib import Path
 from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor.check import State, Surroundings, Verdict, check
 from cookbook.doctor.machine import OLDEST_DRIVER
+from cookbook.install import find_distribution, package_folder
 from cookbook.install.attention import (
     PACKAGE,
     compiler_versions,
@@ -24,7 +25,6 @@ from cookbook.install.attention import (
 )
 from cookbook.install.corpus import is_made
 from cookbook.install.deepep import find_deepep, find_nvshmem, holds, torch_cuda
-from cookbook.install.packages import find_distribution, package_folder
 
 OLDEST_PYTHON = (3, 11)
 TESTED_PYTHONS = {(3, 11), (3, 12)}

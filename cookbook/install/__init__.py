@@ -1,0 +1,57 @@
+"""The packages of this Python, found as files: nothing is imported, so no GPU driver is needed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cookbook.base.errors import InputError
+from cookbook.base.paths import ROOT
+from cookbook.config.stack import read_pins
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
+# Packages whose import name differs by more than capitals and hyphens.
+_IMPORT_NAMES = {"PyYAML": "yaml", "nvidia-ml-py": "pynvml"}
+
+
+def import_name(package: str) -> str:
+    """Return the name to import a pinned package by: `yaml` for PyYAML."""
+    return _IMPORT_NAMES.get(package, package.lower().replace("-", "_"))
+
+
+def explain_missing(error: ModuleNotFoundError) -> Exception:
+    """Return an InputError that names setup.sh for a failed import of a pinned package.
+
+    For any other module it is `error` itself: a fault of the cookbook, which keeps its traceback.
+    """
+    if error.name not in {import_name(pin.name) for pin in read_pins()}:
+        return error
+    found = f"{error.name} is not installed"
+    venv = os.environ.get("VENV")
+    if venv and not Path(venv, "bin/python").exists():
+        found += f", and VENV={venv} holds no Python"
+    set_up = shlex.quote(str(ROOT / "setup.sh"))
+    return InputError(sys.executable, found, f"run: bash {set_up}")
+
+
+def package_folder(name: str, path: Sequence[str] | None = None) -> Path | None:
+    """Return the folder of package `name` (dots for folders) on `path` (default: sys.path)."""
+    for entry in sys.path if path is None else path:
+        folder = Path(entry, *name.split("."))
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def find_distribution(
+    name: str, path: Sequence[str] | None = None
+) -> importlib.metadata.Distribution | None:
+    """Return the installed package `name` as pip recorded it."""
+    found = importlib.metadata.distributions(
+        name=name, path=list(sys.path if path is None else path)
+    )
+    return next(iter(found), None)

@@ -26,8 +26,8 @@ from cookbook.base.files import write_whole
 from cookbook.base.gpus import installed_gpus
 from cookbook.base.paths import REQUIREMENTS
 from cookbook.config.stack import Pin, read_pins
+from cookbook.install import PIP, find_distribution, package_folder
 from cookbook.install.deepep import torch_cuda
-from cookbook.install.packages import PIP, find_distribution, package_folder
 from cookbook.titan.common import kernel_cache
 
 FAILED, NOT_NEEDED, TO_DO = 1, 3, 4

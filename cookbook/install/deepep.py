@@ -26,7 +26,7 @@ from cookbook.base.errors import run_command
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import installed_gpus
 from cookbook.config.stack import Pin, read_pins
-from cookbook.install.packages import PIP, find_distribution, package_folder
+from cookbook.install import PIP, find_distribution, package_folder
 
 FAILED, IMPOSSIBLE, TO_BUILD = 1, 3, 4
 STAMP = Path(sys.prefix) / ".cookbook" / "deep_ep.json"

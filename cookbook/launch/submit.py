@@ -1,4 +1,4 @@
-"""Submit the cells of a run through submitit, to Slurm or to this machine, and resume them.
+"""Create a run, submit its cells through submitit to Slurm or this machine, and resume them.
 
 submitit pickles the supervisor, names the job's files and reads the job id back. The batch file has
 the header of the cell's own script, and its last line becomes the supervisor.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,70 @@ from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
 from cookbook.base.errors import JobError
-from cookbook.base.paths import ROOT
+from cookbook.base.files import write_whole
+from cookbook.base.paths import ROOT, runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.launch.script import option_word, render_script, sbatch_options
 from cookbook.run.excluded import Choice, choose, excluded_file, read_excluded
 from cookbook.run.folder import CellFolder
-from cookbook.run.processes import RUN_VARIABLE, process_job
-from cookbook.run.run import Run, note_new_job
+from cookbook.run.record import keep_request
+from cookbook.run.run import (
+    Run,
+    new_record,
+    note_new_job,
+    read_run,
+    release_submit_lock,
+    take_submit_lock,
+    write_run,
+)
 from cookbook.run.slurm import partition_nodes, sbatch
-from cookbook.run.status import FAILED, QUEUED, Status, write_job, write_status
-from cookbook.run.submit_lock import release_submit_lock, take_submit_lock
-from cookbook.supervise.admit import job_record, keep_request
+from cookbook.run.states import RUN_VARIABLE, process_job
+from cookbook.run.status import FAILED, QUEUED, REFUSED, Status, write_job, write_status
 from cookbook.supervise.supervisor import Supervisor
+
+
+def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
+    """Write the run of `cells`; it is built under a hidden name and renamed when it is complete."""
+    root, stamp = runs_folder(), time.strftime("%Y%m%d-%H%M%S")
+    building = root / f".{sweep}-{stamp}-{os.getpid()}"
+    first = cells[0]
+    record = new_record(
+        "",
+        cluster=first.cluster.name,
+        scheduler=first.cluster.scheduler,
+        stack=first.options.stack.name,
+        cells=[cell.name for cell in cells],
+        sweep=sweep,
+        command=["python", "submit.py", *sys.argv[1:]],
+        baseline=next((cell.baseline for cell in cells if cell.baseline), None),
+    )
+    try:
+        for cell in cells:
+            folder = CellFolder(building / cell.name)
+            cell.job_record().write(folder.record)
+            write_whole(folder.script, render_script(cell), mode=0o755)
+            state = Status(REFUSED, reason=cell.refused) if cell.refused else Status(QUEUED)
+            write_status(folder, state)
+        # Written before the run can be seen: until it goes, cells without a job are waited for.
+        take_submit_lock(building)
+        # The rename reserves the name: two sweeps in one second get two names.
+        for suffix in ["", *(f"-{number}" for number in range(2, 100))]:
+            name = f"{sweep}-{stamp}{suffix}"
+            write_run(building, replace(record, run=name))
+            try:
+                building.rename(root / name)
+            except OSError:
+                if not (root / name).exists():
+                    raise
+                continue
+            return read_run(root / name)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    shutil.rmtree(building, ignore_errors=True)
+    raise JobError(f"{root}: no free name for a run of {sweep}")
+
 
 _VERSIONS = "1.5."
 _LOCAL_DAYS = 30
@@ -198,7 +251,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             # Without a job, `queued` is believed.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
-            keep_request(folder, job_record(cell), render_script(cell))
+            keep_request(folder, cell.job_record(), render_script(cell))
         job_ids = submit_run(run, cells)
     except BaseException:
         release_submit_lock(run.folder)

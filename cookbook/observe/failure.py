@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cookbook.observe.console import COLOURS, RANK
+from cookbook.observe.metrics import COLOURS, RANK
 from cookbook.run.folder import Attempt
 from cookbook.run.status import Cause
 

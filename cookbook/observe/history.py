@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 
-from cookbook.observe.console import save_seconds, seconds_to_first_step
-from cookbook.observe.metrics import read_steps
-from cookbook.run.checkpoints import saved_steps
-from cookbook.run.folder import Attempt, CellFolder
+from cookbook.observe.metrics import read_steps, save_seconds, seconds_to_first_step
+from cookbook.run.folder import Attempt, CellFolder, saved_steps
 from cookbook.run.record import CellRecord
 from cookbook.run.status import AttemptEnd, Cause, read_attempt_end, read_resumptions
 

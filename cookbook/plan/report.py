@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cookbook.base.figure import INK, QUIET, draw_figure
-from cookbook.base.tables import text_table
+from cookbook.base.tables import INK, QUIET, draw_figure, text_table
 from cookbook.config.cell import ATTENTION, Cell
 from cookbook.plan.search import BATCH, Candidate, Found, Stop, recomputation
 from cookbook.predict.documents import Documents

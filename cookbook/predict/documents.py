@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
-from cookbook.base.text_files import find_sources
+from cookbook.base.text_files import find_sources, read_lengths
 from cookbook.config.cell import Cell
-from cookbook.run.texts import read_lengths
 
 _SEED = 42
 # Sequences that the distribution is drawn from, and how often ranks are drawn from these.

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.base.figure import INK, QUIET, draw_figure
-from cookbook.base.tables import text_table
+from cookbook.base.tables import INK, QUIET, draw_figure, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.profile.kernels import BY_NAME, CATEGORIES, COMMUNICATION
 from cookbook.profile.profile import Profile

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cookbook.base.figure import BAND, INK, QUIET, draw_figure
+from cookbook.base.tables import BAND, INK, QUIET, draw_figure
 from cookbook.results.columns import gain_text, tokens_text
 from cookbook.results.loss import MARGIN, losses_of
 from cookbook.results.result import Result, RunResults

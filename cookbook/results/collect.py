@@ -17,10 +17,16 @@ from collections.abc import Iterable, Sequence
 from cookbook.base.errors import InputError
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import cell_from_record
-from cookbook.observe.console import StepMetrics, logged_seconds, read_peak_memory
 from cookbook.observe.failure import find_reason
 from cookbook.observe.history import collect_history
-from cookbook.observe.metrics import LoadStep, collect_router_load, collect_steps
+from cookbook.observe.metrics import (
+    LoadStep,
+    StepMetrics,
+    collect_router_load,
+    collect_steps,
+    logged_seconds,
+    read_peak_memory,
+)
 from cookbook.predict.step import StepTime, predict_step
 from cookbook.results.compare import against_baseline
 from cookbook.results.result import LoadSummary, Result, RunResults

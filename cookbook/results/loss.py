@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cookbook.observe.console import StepMetrics
+from cookbook.observe.metrics import StepMetrics
 from cookbook.results.speed import LEAST_VALUES, Spread, batch_spread, batches, correlation
 
 # DeepSeek-V3 (arXiv:2412.19437, section 3.3) holds FP8 training to BF16 by this relative distance.

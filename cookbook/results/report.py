@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from cookbook.observe.console import StepMetrics
+from cookbook.observe.metrics import StepMetrics
 from cookbook.results.columns import (
     CELLS,
     LEGENDS,

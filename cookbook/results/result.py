@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from cookbook.base.files import json_text
-from cookbook.observe.console import StepMetrics
 from cookbook.observe.history import History
-from cookbook.observe.metrics import LoadStep
+from cookbook.observe.metrics import LoadStep, StepMetrics
 from cookbook.results.loss import LossVerdict
 from cookbook.results.speed import SpeedUp, Throughput
 from cookbook.run.run import RunRecord

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cookbook.observe.console import StepMetrics
+from cookbook.observe.metrics import StepMetrics
 
 NUM_BATCHES = 5
 # A stall in a batch of three does not move its median.

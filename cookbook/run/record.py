@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from cookbook.base.errors import InputError
+from cookbook.base.family import loss_rank
 from cookbook.base.files import write_whole
-from cookbook.base.pipelines import loss_rank
 from cookbook.base.schema import (
     Count,
     Flag,
@@ -23,6 +25,7 @@ from cookbook.base.schema import (
     fill,
 )
 from cookbook.base.yamlfile import read_yaml
+from cookbook.run.folder import CellFolder
 
 _SHARING = ("tensor", "context", "pipeline")
 _OF_SCRIPTS = ("job.custom_config_module", "experimental.custom_import", "job.description")
@@ -144,3 +147,35 @@ def read_record(path: Path) -> CellRecord:
     """Read the record at `path`; unknown keys are another version's, and left out."""
     file = read_yaml(path)
     return fill(CellRecord, file, beside=[key.partition(".")[0] for key in file.content])
+
+
+def earlier_record(folder: CellFolder) -> CellRecord | None:
+    """Return the folder's record; None where it is missing or unreadable."""
+    with contextlib.suppress(InputError):
+        return read_record(folder.record)
+    return None
+
+
+def keep_request(folder: CellFolder, asked: CellRecord, script: str) -> None:
+    """Write the record and the script of the next attempt; those of the last go to its folder."""
+    first, attempts = earlier_record(folder), folder.attempts()
+    record = asked
+    if first and attempts and first.cluster == asked.cluster:
+        is_same = (first.nodes, first.asked_options) == (asked.nodes, asked.asked_options)
+        published = first.published_tokens_per_second_per_gpu
+        record = replace(
+            first,
+            nodes=asked.nodes,
+            options=first.options if is_same else asked.options,
+            published_tokens_per_second_per_gpu=published if is_same else None,
+            max_restarts=asked.max_restarts,
+            too_few_nodes=asked.too_few_nodes,
+            profile=asked.profile,
+        )
+    for name, text in (("record", record.as_yaml()), ("script", script)):
+        path: Path = getattr(folder, name)
+        before = path.read_text(encoding="utf-8") if attempts and path.exists() else text
+        if before != text and not (kept := getattr(attempts[-1], name)).exists():
+            write_whole(kept, before, mode=path.stat().st_mode & 0o777)
+    record.write(folder.record)
+    write_whole(folder.script, script, mode=0o755)

@@ -18,10 +18,9 @@ import psutil
 
 from cookbook.base.errors import JobError
 from cookbook.config.stack import load_stack
-from cookbook.observe.console import Phase, StepMetrics
 from cookbook.observe.failure import describe_stacks
 from cookbook.observe.history import longest_save
-from cookbook.observe.metrics import GrowingFile, Newest, Tail
+from cookbook.observe.metrics import GrowingFile, Newest, Phase, StepMetrics, Tail
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import kill_steps

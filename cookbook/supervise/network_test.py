@@ -21,8 +21,7 @@ from typing import Any
 
 from cookbook.config.cluster import Bandwidth
 from cookbook.observe.failure import is_consequence
-from cookbook.run.slurm import node_addresses
-from cookbook.supervise.step import run_step
+from cookbook.run.slurm import node_addresses, run_step
 
 _COLLECTIVES = "cookbook.titan.common.collectives"
 _MARK, ENDED = "cookbook-link", "cookbook-links"

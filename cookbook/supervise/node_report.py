@@ -28,7 +28,7 @@ from cookbook.base.schema import Unchecked
 from cookbook.config.cluster import cluster_from_record
 from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Surroundings, ask, node_problems
-from cookbook.install.packages import find_distribution
+from cookbook.install import find_distribution
 from cookbook.run.record import CellRecord
 
 _MARK = "cookbook-node"

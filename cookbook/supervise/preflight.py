@@ -34,11 +34,11 @@ from cookbook.run.excluded import (
 )
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
+from cookbook.run.slurm import StepEnd, retry_while_busy, run_step
 from cookbook.run.status import read_json
 from cookbook.supervise.exits import restarts_after_failure
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
 from cookbook.supervise.node_report import Question, Reader, Report
-from cookbook.supervise.step import StepEnd, retry_while_busy, run_step
 
 _MODES = ("full", "nodes", "off")
 # For a node's whole report: its commands take up to half of it.

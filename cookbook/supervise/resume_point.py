@@ -17,8 +17,14 @@ from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.options import Options, Setting, layout_of
 from cookbook.config.stack import load_stack
-from cookbook.run.checkpoints import STATES, Checkpoint, read_checkpoint, saved_steps
-from cookbook.run.folder import Attempt, CellFolder
+from cookbook.run.folder import (
+    STATES,
+    Attempt,
+    CellFolder,
+    Checkpoint,
+    read_checkpoint,
+    saved_steps,
+)
 from cookbook.run.record import CellRecord
 from cookbook.run.status import Cause, PassedOver, Resumption, read_attempt_end, write_json
 

@@ -26,8 +26,8 @@ from cookbook.config.cluster import cluster_from_record
 from cookbook.observe.history import usual_step_time
 from cookbook.run import slurm
 from cookbook.run.folder import Attempt, CellFolder
-from cookbook.run.processes import process_job
 from cookbook.run.record import CellRecord, read_record
+from cookbook.run.states import process_job
 from cookbook.run.status import (
     CANCELLED,
     FAILED,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from cookbook.base.pipelines import is_v_shaped
+from cookbook.base.family import is_v_shaped
 from cookbook.config.cell import Cell
 from cookbook.config.finding import (
     ERROR,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from cookbook.base.pipelines import stages_of
+from cookbook.base.family import stages_of
 
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 

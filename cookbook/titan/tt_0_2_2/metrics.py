@@ -24,9 +24,9 @@ import torchtitan.components.metrics as metrics
 from torchtitan.components.metrics import BaseLogger, LoggerContainer
 from torchtitan.tools.logging import logger
 
+from cookbook.base.family import loss_rank
 from cookbook.base.files import write_whole
 from cookbook.base.gpus import driver_version
-from cookbook.base.pipelines import loss_rank
 from cookbook.titan.common.process import StallAlarm
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.attention import observe_attention

@@ -1,1 +1,0 @@
-"""The verbs of `submit.py`, by what they do: show, launch, follow."""
