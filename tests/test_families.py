@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cookbook.base.paths import ROOT
+from cookbook.check.check import check_cells
+from cookbook.check.report import render_text
+from cookbook.cli.main import main
 from cookbook.predict.documents import Documents
 from cookbook.predict.rank import describe_ranks
-from cookbook.predict.step import predict_step
+from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import STACK, cell_of, refusals
 
 P = "parallelism"
@@ -67,11 +71,30 @@ def test_parameters_are_those_of_the_published_checkpoints(flavor: str, paramete
     assert rank.parameters == parameters
 
 
-@pytest.mark.parametrize(
-    ("recipe", "by_document"), [(ONE_NODE, False), ("deepseek_v3_16b_fast", True)]
-)
-def test_attention_is_timed_over_what_a_family_attends_to(recipe: str, by_document: bool) -> None:
-    cell = cell_of(recipe, cluster="h200-node")
-    short, long = (predict_step(cell, documents=Documents(mean, mean / 2, "")).step_ms
-                   for mean in (400, 40_000))  # fmt: skip
-    assert (long > 1.1 * short) if by_document else (long == short)
+def test_lengths_of_documents_matter_where_attention_ends_with_them() -> None:
+    short, long = (Documents(mean, mean / 2, "") for mean in (400, 40_000))
+
+    def step(recipe: str, documents: Documents | None) -> StepTime:
+        return predict_step(cell_of(recipe, cluster="h200-node"), documents=documents)
+
+    by_document, whole = "deepseek_v3_16b_fast", ONE_NODE
+    assert step(by_document, long).step_ms > 1.1 * step(by_document, short).step_ms
+    assert step(whole, long) == step(whole, short) == step(whole, None)
+    assert step(whole, None).documents is None
+
+
+def test_nobody_counts_documents_for_attention_to_whole_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"text": "a"}\n')
+    texts = ["training.dataset=text", f"data.files=[{tmp_path}/*.jsonl]"]
+    own = [word for one in texts for word in ("--set", one)]
+    words = [ONE_NODE, "--cluster", "h200-node", *own]
+    assert main(["plan", *words, "--vary", f"{TP}=1", "--best", "1"]) == 0
+    assert "attention: whole sequences of 8,192 tokens, across docum" in capsys.readouterr().out
+    assert main(["plan", *words, "--documents", "430:260"]) == 2
+    said = capsys.readouterr().err
+    assert "--documents: Qwen3-MoE 30B-A3B attends to whole sequences, across documents" in said
+    options = {"training.dataset": "text", "data.files": [f"{tmp_path}/*.jsonl"]}
+    (check,) = check_cells([cell_of(ONE_NODE, options, cluster="h200-node")])
+    assert "attention: whole sequences of 8,192 tokens" in render_text(ONE_NODE, [check])

@@ -88,7 +88,9 @@ def test_texts_have_the_lengths_that_the_verb_data_counted(
     def documents(*files: str) -> Documents:
         options = {"training.dataset": "text", "data.files": [*files]}
         options |= {"model.hf_assets_path": str(tmp_path)}
-        return documents_of(with_options(cell_of("deepseek_v3_16b"), options))
+        found = documents_of(with_options(cell_of("deepseek_v3_16b"), options))
+        assert found is not None
+        return found
 
     both = f"{tmp_path}/*.jsonl"
     command = ["data", both, "--tokenizer", str(tmp_path)]

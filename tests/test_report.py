@@ -177,6 +177,13 @@ def test_attention_is_said_once_and_other_masks_are_warned_of(
     assert any(line.startswith("WARNING") for line in found) == is_warned
 
 
+def test_whole_sequences_are_named() -> None:
+    cell = replace(attending(BASELINE, "sdpa", 128.5), asked={"training.seq_len": "256"})
+    words = "a token attends to 128 tokens on average"
+    assert f"attention: sdpa; {words}, in whole sequences of 256" in facts(run_of(cell))
+    assert f"attention: sdpa; {words}" in facts(run_of(attending(cell, "sdpa", 128.1)))
+
+
 # --- The answer -----------------------------------------------------------------------------------
 
 

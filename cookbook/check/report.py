@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
 from cookbook.config.finding import Finding
+from cookbook.predict.documents import attended_text
 from cookbook.predict.memory import state_gib
 from cookbook.predict.traffic import EP_BACKENDS
 
@@ -170,11 +171,8 @@ def _step(check: CellCheck) -> Iterator[str]:
         if check.no_step:
             yield f"  time: not predicted: {check.no_step}"
         return
-    documents = step.documents
-    yield (
-        f"  attention: documents of {documents.mean_tokens:,.0f} tokens on average "
-        f"({documents.source})"
-    )
+    seq_len = check.cell.options["training.seq_len"]
+    yield f"  attention: {attended_text(step.documents, seq_len)}"
     yield (
         f"  time, predicted (docs/evidence/prediction.md): {step.step_ms:,.0f} ms a step, "
         f"{step.tokens_per_second_per_gpu:,.0f} tokens/s/GPU; milliseconds of rank {step.rank}:"

@@ -35,11 +35,11 @@ def plan(arguments: argparse.Namespace) -> int:
     hardware_of(base)
     if arguments.output:
         check_target(Path(arguments.output))
-    documents = (
-        parse_documents("--documents", arguments.documents)
-        if arguments.documents
-        else documents_of(base)
-    )
+    named = parse_documents("--documents", arguments.documents) if arguments.documents else None
+    documents = documents_of(base, named)
+    if named and documents is None:
+        reason = f"{base.options.model_title} attends to whole sequences, across documents"
+        raise InputError("--documents", reason, "leave it out")
     overlays = {"precision": arguments.precision, "ep_backend": arguments.ep_backend}
     asked = command_line_settings(arguments.set)
     space = space_of(base, arguments.vary, asked, overlays)
@@ -77,7 +77,9 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0 if ranked and not found.interrupted else 1
 
 
-def _walk(words: str, base: Cell, ranked: list[Candidate], documents: Documents) -> list[Stop]:
+def _walk(
+    words: str, base: Cell, ranked: list[Candidate], documents: Documents | None
+) -> list[Stop]:
     """Walk FROM,TO: places in the table; 0 is the recipe."""
     places = words.split(",")
     known: list[Cell] = [base, *(one.cell for one in ranked)]

@@ -101,6 +101,6 @@ def count_texts(arguments: argparse.Namespace) -> int:
         f"tokens     {counts.sum():,}\n"
         f"length     mean {mean:,.0f}, median {median:,}{mixed}, longest {counts.max():,} tokens\n"
         f"           {long:.0%} of the tokens are in documents longer than {arguments.seq_len:,}\n"
-        "check and plan use these lengths for recipes that train on these files"
+        "check and plan use these lengths where a recipe with these files attends by document\n"
     )
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cookbook.base.tables import INK, QUIET, draw_figure, text_table
 from cookbook.config.cell import ATTENTION, Cell
 from cookbook.plan.search import BATCH, Candidate, Found, Stop, recomputation
-from cookbook.predict.documents import Documents
+from cookbook.predict.documents import Documents, attended_text
 from cookbook.predict.kernels import add
 from cookbook.predict.step import BUBBLE
 
@@ -110,7 +110,7 @@ def render_text(
     base: Cell,
     recipe: Candidate | None,
     best: int,
-    documents: Documents,
+    documents: Documents | None,
     total: int,
     rejected: Sequence[str] = (),
 ) -> str:
@@ -123,7 +123,7 @@ def render_text(
         f"{base.recipe.short_name} on {base.nodes} node(s) x {base.cluster.ranks}: "
         f"{counts['looked_at']:,} of {total:,} layouts{cut}; {counts['fit']:,} fit, "
         f"{counts['tight']:,} are tight, {counts['too_large']:,} do not fit",
-        f"documents of {documents.mean_tokens:,.0f} tokens on average ({documents.source})",
+        f"attention: {attended_text(documents, base.options['training.seq_len'])}",
         "predicted, not measured (docs/evidence/prediction.md)",
         "",
         text_table(rows, align="rrrlrllrrrl"),

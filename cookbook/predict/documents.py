@@ -17,6 +17,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import find_sources, read_lengths
 from cookbook.config.cell import Cell
+from cookbook.predict.rank import model_of
 
 _SEED = 42
 # Sequences that the distribution is drawn from, and how often ranks are drawn from these.
@@ -45,12 +46,19 @@ C4 = Documents(430, 260, "arXiv:2104.08758 and arXiv:2310.20707, lognormal, medi
 LOCAL = Documents(6453, 3520, "counted: docs/evidence/performance/h200x2-8layers.json")
 
 
-def documents_of(cell: Cell) -> Documents:
-    """Return the documents that the cell trains on.
+def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None:
+    """Return the documents that bound attention; None where tokens attend to whole sequences.
+
+    Args:
+        named: taken in place of those of the cell's dataset.
 
     Raises:
         InputError: a dataset whose documents are not known here.
     """
+    if not model_of(cell).by_document:
+        return None
+    if named:
+        return named
     name, path = cell.options["training.dataset"], cell.options["training.dataset_path"]
     if name == "text":
         return _counted(cell)
@@ -63,6 +71,13 @@ def documents_of(cell: Cell) -> Documents:
         f"the length of the documents of {path or name} is not known, and attention depends on it",
         "pass it: --documents MEAN:MEDIAN, in tokens",
     )
+
+
+def attended_text(documents: Documents | None, seq_len: int) -> str:
+    """Say what tokens attend within."""
+    if documents is None:
+        return f"whole sequences of {seq_len:,} tokens, across documents"
+    return f"documents of {documents.mean_tokens:,.0f} tokens on average ({documents.source})"
 
 
 def _counted(cell: Cell) -> Documents:

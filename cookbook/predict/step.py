@@ -34,14 +34,14 @@ class StepTime:
     Attributes:
         terms_ms: by cause; they add up to the step.
         recompute_ms: the part of them that computes or sends again.
-        documents: of the texts.
+        documents: that bound attention; None for whole sequences.
     """
 
     rank: int
     terms_ms: Mapping[str, float]
     recompute_ms: float
     tokens_per_gpu: float
-    documents: Documents
+    documents: Documents | None
 
     @property
     def step_ms(self) -> float:
@@ -94,14 +94,14 @@ def predict_step(
     """
     refuse_unmodelled(cell)
     hardware = hardware or hardware_of(cell)
-    documents = documents or documents_of(cell)
+    documents = documents_of(cell, documents)
     ranks = ranks or describe_ranks(cell)
     layout, options = cell.layout, cell.options
     shapes, seq_len = _as_it_runs(cell, shapes_of(cell, ranks[0])), options["training.seq_len"]
     meeting = max(layout.ep * layout.etp // layout.tp, 1) if layout.ep > 1 else layout.dp_shard
     sequences = max(shapes.tokens // seq_len, 1)
     attended = (seq_len + 1) / 2
-    if ranks[0].model.by_document:
+    if documents:
         attended = slowest_attended_tokens(documents, seq_len, sequences, meeting)
     kernels, links = Kernels(cell, hardware, shapes, attended), Links(cell, shapes, hardware)
     times = LayerTimes(cell, kernels, links, overlapped)

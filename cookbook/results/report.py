@@ -183,7 +183,9 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
     shown = {f"{length:,.0f}" for length in lengths.values()}
     shared = [*kinds] if len(kinds) == 1 else []
     if len(shown) == 1:
-        shared.append(f"a token attends to {shown.pop()} tokens on average")
+        (seq_len, *others) = {_whole_sequence(cell) for cell in cells if cell.name in lengths}
+        of = f", in whole sequences of {int(seq_len):,}" if seq_len and not others else ""
+        shared.append(f"a token attends to {shown.pop()} tokens on average{of}")
     if shared:
         yield f"attention: {'; '.join(shared)}"
     by_length = sorted(
@@ -196,6 +198,12 @@ def _attention(cells: Sequence[Result]) -> Iterator[str]:
             f"{lengths[most]:,.0f} tokens in {most} and to {lengths[least]:,.0f} in {least}; "
             "do not compare their speed"
         )
+
+
+def _whole_sequence(cell: Result) -> str | None:
+    """Return the length of the sequences where each token attends to all before it."""
+    seq_len, mean = cell.asked.get("training.seq_len"), cell.mean_attended_length
+    return seq_len if mean and seq_len == f"{2 * mean - 1:.0f}" else None
 
 
 def _self_check(cells: Sequence[Result]) -> Iterator[str]:
