@@ -142,16 +142,12 @@ def cell_of(case: Case, gpu: Gpu | None, assets: Path) -> Cell:
         "cookbook.dispatch": "",
     }
     precision, backend = case.precision, case.backend
-    if backend == "mxfp8_a2a":
-        options["cookbook.emulated"] = gpu is None or gpu.compute_capability < 10
     if case.is_reference:
         # Its experts and what they exchange are rounded by `plain_experts`, by nothing else.
         precision, backend = "bf16", "standard"
         if case.precision == "mxfp8_linear":
             precision = case.precision
             options |= {"model.converters": ["quantize.linear.mx"], "cookbook.grouped_gemms": ""}
-        else:
-            options["cookbook.emulated"] = False
     return cell_on(
         this_machine(case.ranks, gpu), case.recipe, precision, backend, options, case.name
     )

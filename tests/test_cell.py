@@ -79,6 +79,12 @@ def test_what_the_gpu_lacks_is_emulated_where_the_cluster_allows_it() -> None:
     cell = resolve_cell(h200.recipe, h200.precision, h200.ep_backend, strict)
     assert not cell.emulated
     assert cell.refused == "mxfp8 needs a GPU of compute capability 10.0, H200 has 9.0"
+    # An exchange alone may need emulation, too.
+    quantized = _cell("debug", "bf16", "mxfp8_a2a", cluster="h200-node")
+    assert [one.name for one in quantized.emulated_parts] == ["mxfp8_a2a"]
+    assert "--cookbook.emulated" in train_argv(quantized) and quantized.refused is None
+    cell = resolve_cell(h200.recipe, quantized.precision, quantized.ep_backend, strict)
+    assert cell.refused == "mxfp8_a2a needs a GPU of compute capability 10.0, H200 has 9.0"
     newer = replace(strict, gpu=Gpu("B300", 10.3, 268))
     assert resolve_cell(h200.recipe, h200.precision, h200.ep_backend, newer).refused is None
 

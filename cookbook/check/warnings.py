@@ -223,7 +223,9 @@ def exchange_within_a_node(cell: Cell) -> Problems:
 def emulated_has_no_speed(cell: Cell) -> Problems:
     """Emulation computes what MXFP8 would, in BF16 and slower."""
     if cell.emulated:
-        reason = f"{cell.precision.name} is emulated here: its numerics are right, its speed"
+        reason = (
+            f"{cell.emulated_parts[0].name} is emulated here: its numerics are right, its speed"
+        )
         yield "", f"{reason} means nothing", ""
 
 

@@ -32,7 +32,7 @@ class Cell:
 
     Attributes:
         hooks: the module that TorchTitan imports in every training process.
-        emulated: its precision is computed, not accelerated, on this cluster.
+        emulated: its precision or EP backend is computed, not accelerated, on this cluster.
         stand_in_for: the requested recipe, where another takes its place here.
         refused: why the cell cannot run.
         published: tokens/s/GPU published for exactly this cell.
@@ -90,6 +90,12 @@ class Cell:
     def pair(self) -> str:
         """`mxfp8+deepep`."""
         return f"{self.precision.name}+{self.ep_backend.name}"
+
+    @property
+    def emulated_parts(self) -> tuple[Overlay, ...]:
+        """The overlays that are emulated here."""
+        parts = (self.precision, self.ep_backend)
+        return tuple(one for one in parts if self.emulated and one.emulated is not None)
 
     @functools.cached_property
     def exchange(self) -> Exchange:

@@ -84,7 +84,7 @@ def merge_config(
 ) -> Cell:
     """Return the cell before it is judged.
 
-    The later wins: recipe, EP backend, precision (emulated where the GPU needs it), cluster, sweep,
+    The later wins: recipe, EP backend, precision (emulated where the GPU lacks it), cluster, sweep,
     the sweep's axes, the command line. On the `local` cluster the recipe's stand-in takes its
     place, and the sweep's own settings, made for the recipe's size, are left out.
     """
@@ -93,16 +93,15 @@ def merge_config(
     if cluster.scheduler == "local" and recipe.stand_in is not None:
         stand_in_for, recipe = recipe.name, load_recipe(recipe.stand_in)
         left_out, of_sweep = tuple(of_sweep), {}
-    needed, gpu = precision.needs.compute_capability, cluster.gpu
-    lacks_it = gpu is None or gpu.compute_capability < needed
-    can_emulate = cluster.emulate and precision.emulated is not None
-    emulated = bool(needed and lacks_it and can_emulate)
+    have = cluster.gpu.compute_capability if cluster.gpu else 0.0
+    lacking = [one for one in (ep_backend, precision) if one.needs.compute_capability > have]
+    emulated = [one.emulated for one in lacking if one.emulated is not None and cluster.emulate]
     options = Options(load_stack(), {}).override(
         recipe.settings,
         _local_layout(recipe, cluster),
         ep_backend.settings,
         precision.settings,
-        (precision.emulated or {}) if emulated else {},
+        *emulated,
         cluster.settings,
         of_sweep,
         varied,
@@ -117,7 +116,7 @@ def merge_config(
         nodes=_nodes(recipe, cluster, nodes),
         options=options,
         hooks=load_stack().hooks,
-        emulated=emulated,
+        emulated=bool(emulated),
         stand_in_for=stand_in_for,
         left_out=left_out,
     )

@@ -59,11 +59,14 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
     runner = "sbatch" if cell.cluster.scheduler == "slurm" else "bash"
     if not _PLAIN_NAME.fullmatch(file_name):
         file_name = "train.sh"
+    parts = [
+        f"{title} {overlay.name} ({overlay.description}"
+        + ("; EMULATED here, for numerics only)" if overlay in cell.emulated_parts else ")")
+        for title, overlay in (("precision", cell.precision), ("EP backend", cell.ep_backend))
+    ]
     header = [
         cell.description,
-        f"precision {cell.precision.name} ({cell.precision.description}"
-        + ("; EMULATED here, for numerics only)" if cell.emulated else ")"),
-        f"EP backend {cell.ep_backend.name} ({cell.ep_backend.description})",
+        *parts,
         "",
         f"  {runner} {file_name}                        # trains it",
         f"  {runner} {file_name} --training.steps=5     # TorchTitan's options at the end",

@@ -184,7 +184,8 @@ def linear_format(cell: Cell, module: str) -> str | None:
     """Return the format of a linear layer's GEMMs: `float8` or `mx`; None for BF16."""
     for kind in ("float8", "mx"):
         converter = f"quantize.linear.{kind}"
-        if converter in cell.options["model.converters"] and not cell.emulated:
+        is_native = cell.precision not in cell.emulated_parts
+        if converter in cell.options["model.converters"] and is_native:
             filtered = cell.options[f"{converter}.filter_fqns"]
             return None if any(name in module for name in filtered) else kind
     return None

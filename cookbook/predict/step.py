@@ -202,9 +202,9 @@ def refuse_unmodelled(cell: Cell) -> None:
     """Raise InputError, at the option to change, for a cell whose time is not modelled."""
     if cell.emulated:
         raise InputError(
-            f"precision {cell.precision.name}",
+            cell.emulated_parts[0].name,
             "is emulated on this cluster: its time says nothing",
-            "take bf16, or a cluster whose GPUs have it",
+            "take bf16 and standard, or a cluster whose GPUs have it",
         )
     options = cell.options
     unmodelled = {

@@ -31,11 +31,13 @@ _SDPA = "sdpa"
 
 @rule(RULES, reference=_MX)
 def hardware(cell: Cell) -> Problems:
-    """The precision needs its generation of GPUs, unless it is emulated."""
-    gpu, needed = cell.cluster.gpu, cell.precision.needs.compute_capability
-    if needed and not cell.emulated and not (gpu and gpu.compute_capability >= needed):
-        have = f"{gpu.name} has {gpu.compute_capability}" if gpu else "there is no CUDA GPU"
-        yield "", f"{cell.precision.name} needs a GPU of compute capability {needed}, {have}", ""
+    """An overlay needs its generation of GPUs, unless it is emulated."""
+    gpu = cell.cluster.gpu
+    have = f"{gpu.name} has {gpu.compute_capability}" if gpu else "there is no CUDA GPU"
+    for overlay in (cell.precision, cell.ep_backend):
+        needed = overlay.needs.compute_capability
+        if needed > (gpu.compute_capability if gpu else 0) and overlay not in cell.emulated_parts:
+            yield "", f"{overlay.name} needs a GPU of compute capability {needed}, {have}", ""
 
 
 @rule(RULES, reference=_PARALLELIZE)
