@@ -76,6 +76,7 @@ class Family:
             for any size.
         extra_layers: layers that a published checkpoint may have beyond the model's.
         has_pipelines: whether TorchTitan cuts it into pipeline stages.
+        publishes_bias: whether a published checkpoint has a place for the routing bias.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Family:
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
     has_pipelines: bool = True
+    publishes_bias: bool = True
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Family:

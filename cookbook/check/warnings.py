@@ -181,6 +181,15 @@ def balance_is_real(cell: Cell) -> Problems:
         yield option, f"{reason} about convergence", f"set it to {value} where the loss matters"
 
 
+@rule(ADVICE, level=HINT, reference=f"{TORCHTITAN}/protocols/state_dict_adapter.py")
+def routing_bias_stays_here(cell: Cell) -> Problems:
+    """The bias that balances experts has no place in some published formats."""
+    family = cell.options.family
+    if family and not family.publishes_bias and cell.options["checkpoint.enable"]:
+        reason = f"{family.title}'s published format has no routing bias: an export leaves it out, "
+        yield "", f"{reason}and weights loaded from such files begin with zeros", ""
+
+
 @rule(ADVICE, level=WARNING, reference=f"{TORCHTITAN}/distributed/utils.py")
 def parameters_are_sharded(cell: Cell) -> Problems:
     """Without FSDP, TorchTitan trains TP and PP models in FP32."""

@@ -57,8 +57,12 @@ class FamilyParts:
     @property
     def family(self) -> Family:
         """The description for the driver."""
-        flavors = {name: self.sizes(args) for name, args in self.flavors().items()}
-        facts = self.weights, self.extra_layers, self.has_pipelines
+        known = self.flavors()
+        flavors = {name: self.sizes(args) for name, args in known.items()}
+        adapter: Any = self.released().state_dict_adapter
+        named = adapter(next(iter(known.values())), None).from_hf_map.values()
+        has_bias = any("expert_bias" in (name or "") for name in named)
+        facts = self.weights, self.extra_layers, self.has_pipelines, has_bias
         return Family(self.name, self.title, flavors, *facts)
 
     def config_json(self, flavor: str, seq_len: int, dtype: str) -> dict[str, Any]:
