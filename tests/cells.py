@@ -10,10 +10,8 @@ from typing import TypeVar
 
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.names import names_in
 from cookbook.config.options import Setting
-from cookbook.config.overlay import load_ep_backend, load_precision
-from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.recipe import Recipe, load_ep_backend, load_precision, load_recipe, names_in
 from cookbook.config.resolve import resolve_cell
 from cookbook.config.stack import load_stack
 

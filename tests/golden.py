@@ -19,8 +19,7 @@ from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import DEGREES, Setting, Settings
-from cookbook.config.overlay import load_ep_backend, load_precision
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import resolve_cell
 from cookbook.config.stack import stack_name
 from cookbook.launch.script import render_launcher, render_script

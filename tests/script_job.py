@@ -8,8 +8,7 @@ import yaml
 
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.overlay import load_ep_backend, load_precision
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import resolve_cell
 from cookbook.launch.script import render_script
 from tests.script_run import ScriptRunner, Start

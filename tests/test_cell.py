@@ -12,8 +12,7 @@ from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting
-from cookbook.config.overlay import load_ep_backend, load_precision
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import resolve_cell
 from tests.cells import POINTS, RUNNABLE, STACK, Point
 from tests.titan_config import parse, typed

@@ -15,7 +15,7 @@ import yaml
 
 from cookbook.base.errors import InputError
 from cookbook.cli.inspect import write_output
-from cookbook.config.names import names_in
+from cookbook.config.recipe import names_in
 from cookbook.run.run import new_record
 from tests.submit import ROOT, environment, listing, submit
 

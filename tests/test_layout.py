@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cookbook.config.finding import Finding
 from cookbook.config.options import DEGREES, Options, Setting, layout_of
-from cookbook.config.overlay import EXCHANGES
+from cookbook.config.recipe import EXCHANGES
 from cookbook.config.validate.layout import layout_findings
 from tests.cells import STACK
 

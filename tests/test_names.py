@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES, ROOT
-from cookbook.config.names import check_name, find_file, reference, word_of
+from cookbook.config.recipe import check_name, find_file, reference, word_of
 
 
 @pytest.mark.parametrize("name", ["", "a" * 61, "-a", ".a", "a b", "a/b", "a\n", "ä"])

@@ -11,10 +11,10 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
-from cookbook.config import overlay as overlay_module
+from cookbook.config import recipe as recipe_module
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import RESERVED
-from cookbook.config.overlay import implied, load_ep_backend, load_overlay, load_precision
+from cookbook.config.recipe import implied, load_ep_backend, load_overlay, load_precision
 from cookbook.config.resolve import resolve_cell
 from tests.cells import CLUSTERS, EP_BACKENDS, POINTS, PRECISIONS, Point
 from tests.check_cells import cell_of
@@ -91,7 +91,7 @@ def test_a_declaration_that_is_not_what_trains_is_refused_with_both(
 def test_synonyms_name_one_overlay_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = tmp_path / "recipes"
     shutil.copytree(RECIPES, recipes)
-    monkeypatch.setattr("cookbook.config.names.RECIPES", recipes)
+    monkeypatch.setattr("cookbook.config.recipe.RECIPES", recipes)
     _forget()
     try:
         assert load_precision("mxfp8_default").name == "mxfp8"
@@ -111,7 +111,7 @@ def test_synonyms_name_one_overlay_each(tmp_path: Path, monkeypatch: pytest.Monk
 def _forget() -> None:
     """As in a new process: each file is read once in one."""
     load_overlay.cache_clear()
-    overlay_module._synonyms.cache_clear()
+    recipe_module._synonyms.cache_clear()
 
 
 # Read from the caller's environment where it is set; a profile may set it for everyone.

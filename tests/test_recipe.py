@@ -8,10 +8,8 @@ import pytest
 
 from cookbook.cli.main import main
 from cookbook.config.cluster import load_cluster
-from cookbook.config.names import names_in
 from cookbook.config.options import exported
-from cookbook.config.overlay import load_overlay, load_precision
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import load_overlay, load_precision, load_recipe, names_in
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
 from cookbook.plan.search import evaluate
 from tests.cells import EP_BACKENDS, PRECISIONS, walked

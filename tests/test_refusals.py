@@ -16,8 +16,7 @@ from cookbook.check.check import check_cells
 from cookbook.cli.main import main
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.finding import Finding
-from cookbook.config.overlay import load_precision
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import load_precision, load_recipe
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
 from cookbook.config.validate import validation_errors
 from tests.check_cells import cell_of, cluster_of, refusals, with_options

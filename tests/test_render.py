@@ -20,8 +20,7 @@ from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting
-from cookbook.config.overlay import load_ep_backend, load_precision
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import resolve_cell
 from cookbook.launch.script import render_script, sbatch_lines
 from cookbook.run.record import read_record

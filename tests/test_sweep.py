@@ -10,9 +10,8 @@ import pytest
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
-from cookbook.config.names import names_in
 from cookbook.config.options import Setting, command_line_settings
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import load_recipe, names_in
 from cookbook.config.sweep import CellRequest, expand_sweep, in_rounds, load_sweep
 from tests.cells import walked
 from tests.check_cells import cell_of

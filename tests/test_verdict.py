@@ -19,7 +19,7 @@ from cookbook.config.cell import Cell, train_argv
 from cookbook.config.cluster import default_cluster, runs_here
 from cookbook.config.finding import ERROR, WARNING
 from cookbook.config.options import command_line_settings
-from cookbook.config.overlay import load_precision
+from cookbook.config.recipe import load_precision
 from cookbook.config.validate import judge, missing_here
 from cookbook.launch.submit import create_run
 from cookbook.run import slurm

@@ -22,7 +22,7 @@ from cookbook.base.paths import ROOT
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
 from cookbook.config.cell import Cell, train_argv
 from cookbook.config.finding import ERROR, WARNING, Finding, Verdict
-from cookbook.config.overlay import OF_PRECISION
+from cookbook.config.recipe import OF_PRECISION
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import judge
 from cookbook.predict.memory import StageMemory, predict_memory, state_gib, verdict

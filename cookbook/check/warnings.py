@@ -20,7 +20,7 @@ from cookbook.config.finding import (
     rule,
 )
 from cookbook.config.options import DEGREES
-from cookbook.config.overlay import COMM_BACKEND
+from cookbook.config.recipe import COMM_BACKEND
 from cookbook.config.validate.kernels import CUSTOM_IMPORT
 from cookbook.config.validate.layout import microbatches
 from cookbook.predict.rank import Rank

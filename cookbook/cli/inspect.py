@@ -16,10 +16,16 @@ from cookbook.base.schema import Unchecked
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
-from cookbook.config.names import KINDS, check_name, find_file, names_in
 from cookbook.config.options import Settings, command_line_settings
-from cookbook.config.overlay import Kind, load_overlay
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import (
+    KINDS,
+    Kind,
+    check_name,
+    find_file,
+    load_overlay,
+    load_recipe,
+    names_in,
+)
 from cookbook.config.resolve import merge_config
 from cookbook.config.sweep import (
     CellRequest,

@@ -14,8 +14,8 @@ from cookbook.cli.follow import watch_run
 from cookbook.cli.inspect import check_figure, requested_cell, write_output
 from cookbook.cli.run import start_run
 from cookbook.config.cell import Cell
-from cookbook.config.names import names_in
 from cookbook.config.options import Setting, command_line_settings
+from cookbook.config.recipe import names_in
 from cookbook.profile.profile import cell_traces, choose_ranks, folder_traces, make_profile
 from cookbook.profile.report import render_json, render_svg, render_text
 from cookbook.run.folder import CellFolder

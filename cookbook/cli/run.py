@@ -20,8 +20,8 @@ from cookbook.cli.follow import wait_for
 from cookbook.cli.inspect import requested_cell, requested_sweep
 from cookbook.config.cell import Cell
 from cookbook.config.finding import WARNING
-from cookbook.config.names import names_in
 from cookbook.config.options import command_line_settings
+from cookbook.config.recipe import names_in
 from cookbook.config.resolve import cell_from_record
 from cookbook.config.sweep import in_rounds, is_sweep
 from cookbook.run.excluded import read_excluded

@@ -7,10 +7,16 @@ from dataclasses import dataclass, replace
 
 from cookbook.base.schema import Unchecked, Words
 from cookbook.config.cluster import Cluster
-from cookbook.config.names import reference
 from cookbook.config.options import Layout, Options, argv_of, exported, layout_of
-from cookbook.config.overlay import EXCHANGES, STANDARD, Exchange, Overlay, implied
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import (
+    EXCHANGES,
+    STANDARD,
+    Exchange,
+    Overlay,
+    Recipe,
+    implied,
+    reference,
+)
 from cookbook.config.stack import Stack
 from cookbook.run.record import CellRecord
 

@@ -26,8 +26,8 @@ from cookbook.base.schema import (
     mapping_at,
 )
 from cookbook.base.yamlfile import YamlFile, read_yaml
-from cookbook.config.names import find_file, names_in
 from cookbook.config.options import Settings, check_environment, read_sections, sections
+from cookbook.config.recipe import find_file, names_in
 from cookbook.run import slurm
 from cookbook.run.record import CellRecord
 

@@ -13,10 +13,15 @@ from cookbook.base.gpus import Gpu
 from cookbook.base.schema import Words
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.names import word_of
 from cookbook.config.options import DEGREES, Options, Setting, Settings
-from cookbook.config.overlay import Overlay, load_ep_backend, load_precision
-from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.recipe import (
+    Overlay,
+    Recipe,
+    load_ep_backend,
+    load_precision,
+    load_recipe,
+    word_of,
+)
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import validation_errors
 from cookbook.run.record import CellRecord

@@ -12,10 +12,19 @@ from cookbook.base.schema import Mappings, Text, Texts, Unchecked, fill, mapping
 from cookbook.base.yamlfile import YamlFile, read_yaml
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster
-from cookbook.config.names import check_name, find_file, names_in
 from cookbook.config.options import Setting, Settings, read_options, sections
-from cookbook.config.overlay import Kind, Overlay, load_ep_backend, load_overlay, load_precision
-from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.recipe import (
+    Kind,
+    Overlay,
+    Recipe,
+    check_name,
+    find_file,
+    load_ep_backend,
+    load_overlay,
+    load_precision,
+    load_recipe,
+    names_in,
+)
 from cookbook.config.resolve import resolve_cell
 from cookbook.config.stack import load_stack
 

@@ -25,8 +25,8 @@ from cookbook.base.gpus import visible_gpus
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import ATTENTION, Cell, train_argv
 from cookbook.config.cluster import Cluster
-from cookbook.config.names import names_in
 from cookbook.config.options import DEGREES
+from cookbook.config.recipe import names_in
 from cookbook.config.resolve import cell_on, this_machine
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import missing_here, validation_errors

@@ -20,10 +20,15 @@ import jinja2
 from cookbook.base.paths import ROOT, TEMPLATES
 from cookbook.config.cell import Cell, launch_argv, overlay_argv, train_argv
 from cookbook.config.cluster import Cluster
-from cookbook.config.names import names_in, reference
 from cookbook.config.options import argv_of, exported
-from cookbook.config.overlay import Overlay, load_ep_backend, load_precision
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import (
+    Overlay,
+    Recipe,
+    load_ep_backend,
+    load_precision,
+    names_in,
+    reference,
+)
 from cookbook.config.resolve import merge_config
 from cookbook.config.stack import load_stack
 

@@ -13,7 +13,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import Cell
-from cookbook.config.names import check_name
+from cookbook.config.recipe import check_name
 from cookbook.plan.report import degrees
 from cookbook.plan.search import Candidate, recomputation
 

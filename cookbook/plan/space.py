@@ -20,7 +20,7 @@ from cookbook.config.cell import (
     Cell,
 )
 from cookbook.config.options import DEGREES, Setting, Settings
-from cookbook.config.overlay import load_ep_backend, load_overlay, load_precision
+from cookbook.config.recipe import load_ep_backend, load_overlay, load_precision
 from cookbook.config.resolve import merge_config
 from cookbook.config.validate import validation_errors, wrong_value
 from cookbook.config.validate.layout import less_layers

@@ -25,8 +25,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.finding import ERROR, Finding
 from cookbook.config.options import Options, parse_argv
-from cookbook.config.overlay import Overlay, load_ep_backend, load_precision
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import Overlay, load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import published_number
 from cookbook.config.stack import load_stack
 from cookbook.run import slurm

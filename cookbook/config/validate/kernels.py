@@ -13,7 +13,7 @@ from cookbook.config.cell import (
 )
 from cookbook.config.finding import FLASH_ATTENTION, TORCHTITAN, Problems, Rule, rule
 from cookbook.config.options import DEGREES
-from cookbook.config.overlay import implied
+from cookbook.config.recipe import implied
 
 RULES: list[Rule] = []
 CUSTOM_IMPORT = "experimental.custom_import"

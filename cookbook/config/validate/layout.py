@@ -22,7 +22,7 @@ from cookbook.config.finding import (
     unknown,
 )
 from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
-from cookbook.config.overlay import COMM_BACKEND, EXCHANGES, STANDARD
+from cookbook.config.recipe import COMM_BACKEND, EXCHANGES, STANDARD
 
 # TorchTitan's default for each pipeline schedule; those with two take more if asked to.
 STAGES_PER_RANK = {
