@@ -8,19 +8,10 @@ from collections.abc import Sequence
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import ATTENTION, Cell
 from cookbook.config.cluster import seconds_of
-from cookbook.config.finding import (
-    FLASH_ATTENTION,
-    HINT,
-    PIPELINING,
-    TORCHAO,
-    TORCHTITAN,
-    WARNING,
-    Problems,
-    Rule,
-    rule,
-)
+from cookbook.config.finding import HINT, WARNING, Problems, Rule, rule
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import COMM_BACKEND
+from cookbook.config.stack import FLASH_ATTENTION, PIPELINING, TORCHAO, TORCHTITAN
 from cookbook.config.validate.kernels import CUSTOM_IMPORT
 from cookbook.config.validate.layout import microbatches
 from cookbook.predict.rank import Rank

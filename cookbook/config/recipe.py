@@ -33,7 +33,6 @@ from cookbook.base.schema import (
     mapping_at,
 )
 from cookbook.base.yamlfile import YamlFile, read_yaml, shown_path
-from cookbook.config.finding import DEEPEP
 from cookbook.config.options import (
     Options,
     Setting,
@@ -43,7 +42,7 @@ from cookbook.config.options import (
     read_sections,
     sections,
 )
-from cookbook.config.stack import load_stack
+from cookbook.config.stack import DEEPEP, load_stack
 
 # The folder below `recipes/` of each kind, and its name in messages.
 KINDS = {

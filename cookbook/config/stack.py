@@ -20,6 +20,14 @@ from cookbook.base.errors import InputError, described, nearest, unknown_name
 from cookbook.base.family import Family
 from cookbook.base.paths import REQUIREMENTS
 
+# Public sources, at the versions of the stack.
+TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
+TORCHAO = "https://github.com/pytorch/ao/blob/v0.16.0/torchao"
+DEEPEP = "https://github.com/deepseek-ai/DeepEP/blob/29d31c095796f3c8ece47ee9cdcc167051bbeed9"
+FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/cute"
+PIPELINING = (
+    "https://github.com/pytorch/pytorch/blob/v2.10.0/torch/distributed/pipelining/schedules.py"
+)
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9_.-]+)\s*"
     r"(?:==\s*(?P<version>[^\s;#]+)|@\s*(?P<source>\S+@(?P<commit>[0-9a-f]{7,40})))"

@@ -11,9 +11,10 @@ from cookbook.config.cell import (
     SCORE_ACTIVATIONS,
     Cell,
 )
-from cookbook.config.finding import FLASH_ATTENTION, TORCHTITAN, Problems, Rule, rule
+from cookbook.config.finding import Problems, Rule, rule
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import implied
+from cookbook.config.stack import FLASH_ATTENTION, TORCHTITAN
 
 RULES: list[Rule] = []
 CUSTOM_IMPORT = "experimental.custom_import"

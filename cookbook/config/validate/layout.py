@@ -11,18 +11,10 @@ from collections.abc import Iterator
 
 from cookbook.base.family import is_v_shaped
 from cookbook.config.cell import Cell
-from cookbook.config.finding import (
-    ERROR,
-    PIPELINING,
-    TORCHTITAN,
-    Finding,
-    Problems,
-    Rule,
-    rule,
-    unknown,
-)
+from cookbook.config.finding import ERROR, Finding, Problems, Rule, rule, unknown
 from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
 from cookbook.config.recipe import COMM_BACKEND, EXCHANGES, STANDARD
+from cookbook.config.stack import PIPELINING, TORCHTITAN
 
 # TorchTitan's default for each pipeline schedule; those with two take more if asked to.
 STAGES_PER_RANK = {

@@ -7,7 +7,8 @@ import re
 
 from cookbook.base.errors import nearest
 from cookbook.config.cell import LAYERS_KEPT, SAVE_LIST, SAVED_OPERATORS, Cell
-from cookbook.config.finding import TORCHTITAN, Problems, Rule, rule, unknown
+from cookbook.config.finding import Problems, Rule, rule, unknown
+from cookbook.config.stack import TORCHTITAN
 
 RULES: list[Rule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
