@@ -9,9 +9,8 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.check.check import check_cells
-from cookbook.config.cell import Cell
+from cookbook.config.cell import ERROR, Cell, Finding
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.finding import ERROR, Finding
 from cookbook.config.options import Setting
 from cookbook.config.stack import load_stack
 from cookbook.config.sweep import CellRequest, expand_sweep, sweep_of_recipe

@@ -15,9 +15,8 @@ from cookbook.check import check
 from cookbook.check.check import Built, CellCheck, check_cells
 from cookbook.check.report import render_json, render_text
 from cookbook.check.warnings import saving, small_experts
-from cookbook.config.cell import Cell
+from cookbook.config.cell import Cell, Finding
 from cookbook.config.cluster import load_cluster
-from cookbook.config.finding import Finding
 from cookbook.config.resolve import this_machine
 from cookbook.predict import memory
 from cookbook.predict.memory import StageMemory

@@ -12,8 +12,7 @@ from cookbook.check.check import Built
 from cookbook.cli import run
 from cookbook.cli.main import main
 from cookbook.config import validate
-from cookbook.config.cell import Cell
-from cookbook.config.finding import HINT, WARNING, Finding
+from cookbook.config.cell import HINT, WARNING, Cell, Finding
 from cookbook.launch import submit as executor
 from cookbook.run.record import read_record
 from cookbook.run.run import Run

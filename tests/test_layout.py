@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cookbook.config.finding import Finding
+from cookbook.config.cell import Finding
 from cookbook.config.options import DEGREES, Options, Setting, layout_of
 from cookbook.config.recipe import EXCHANGES
 from cookbook.config.validate.layout import layout_findings

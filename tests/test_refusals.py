@@ -14,8 +14,8 @@ from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.check.check import check_cells
 from cookbook.cli.main import main
+from cookbook.config.cell import Finding
 from cookbook.config.cluster import Cluster, load_cluster
-from cookbook.config.finding import Finding
 from cookbook.config.recipe import load_precision, load_recipe
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
 from cookbook.config.validate import validation_errors

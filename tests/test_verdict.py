@@ -15,9 +15,8 @@ from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.cli.main import main
-from cookbook.config.cell import Cell, train_argv
+from cookbook.config.cell import ERROR, WARNING, Cell, train_argv
 from cookbook.config.cluster import default_cluster, runs_here
-from cookbook.config.finding import ERROR, WARNING
 from cookbook.config.options import command_line_settings
 from cookbook.config.recipe import load_precision
 from cookbook.config.validate import judge, missing_here

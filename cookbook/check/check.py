@@ -20,8 +20,7 @@ from typing import Any
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.check.warnings import ADVICE, BUILT_ADVICE
-from cookbook.config.cell import Cell, train_argv
-from cookbook.config.finding import ERROR, WARNING, Finding, Verdict
+from cookbook.config.cell import ERROR, WARNING, Cell, Finding, Verdict, train_argv
 from cookbook.config.recipe import OF_PRECISION
 from cookbook.config.stack import load_stack
 from cookbook.config.validate import judge

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import ATTENTION, Cell
+from cookbook.config.cell import ATTENTION, HINT, WARNING, Cell, Problems, Rule, rule
 from cookbook.config.cluster import seconds_of
-from cookbook.config.finding import HINT, WARNING, Problems, Rule, rule
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import COMM_BACKEND
 from cookbook.config.stack import FLASH_ATTENTION, PIPELINING, TORCHAO, TORCHTITAN

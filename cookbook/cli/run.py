@@ -18,8 +18,7 @@ from cookbook.check.check import check_cells
 from cookbook.check.report import render_json, render_text
 from cookbook.cli.follow import wait_for
 from cookbook.cli.inspect import requested_cell, requested_sweep
-from cookbook.config.cell import Cell
-from cookbook.config.finding import WARNING
+from cookbook.config.cell import WARNING, Cell
 from cookbook.config.options import command_line_settings
 from cookbook.config.recipe import names_in
 from cookbook.config.resolve import cell_from_record

@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import ATTENTION, Cell
+from cookbook.config.cell import ATTENTION, ERROR, WARNING, Cell, Finding, Verdict
 from cookbook.config.cluster import runs_here
-from cookbook.config.finding import ERROR, WARNING, Finding, Verdict
 from cookbook.config.validate import kernels, layout, training, values
 
 _SET_UP = "run: bash setup.sh"

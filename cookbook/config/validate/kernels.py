@@ -10,8 +10,10 @@ from cookbook.config.cell import (
     SAVE_LIST,
     SCORE_ACTIVATIONS,
     Cell,
+    Problems,
+    Rule,
+    rule,
 )
-from cookbook.config.finding import Problems, Rule, rule
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import implied
 from cookbook.config.stack import FLASH_ATTENTION, TORCHTITAN

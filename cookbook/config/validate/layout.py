@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterator
 
 from cookbook.base.family import is_v_shaped
-from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, Finding, Problems, Rule, rule, unknown
+from cookbook.config.cell import ERROR, Cell, Finding, Problems, Rule, rule, unknown
 from cookbook.config.options import DEGREES, Layout, Options, Setting, layout_of
 from cookbook.config.recipe import COMM_BACKEND, EXCHANGES, STANDARD
 from cookbook.config.stack import PIPELINING, TORCHTITAN

@@ -12,8 +12,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.family import Model
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import check_sources
-from cookbook.config.cell import Cell
-from cookbook.config.finding import ERROR, Finding, Problems, Rule, rule
+from cookbook.config.cell import ERROR, Cell, Finding, Problems, Rule, rule
 from cookbook.config.stack import TORCHTITAN
 
 RULES: list[Rule] = []

@@ -6,8 +6,16 @@ import math
 import re
 
 from cookbook.base.errors import nearest
-from cookbook.config.cell import LAYERS_KEPT, SAVE_LIST, SAVED_OPERATORS, Cell
-from cookbook.config.finding import Problems, Rule, rule, unknown
+from cookbook.config.cell import (
+    LAYERS_KEPT,
+    SAVE_LIST,
+    SAVED_OPERATORS,
+    Cell,
+    Problems,
+    Rule,
+    rule,
+    unknown,
+)
 from cookbook.config.stack import TORCHTITAN
 
 RULES: list[Rule] = []
