@@ -7,14 +7,19 @@ sees a fault only in the job, or never.
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
+from cookbook.base.text_files import check_sources
 from cookbook.config.cell import ATTENTION, ERROR, WARNING, Cell, Finding, Verdict
 from cookbook.config.cluster import runs_here
-from cookbook.config.validate import kernels, layout, training, values
+from cookbook.config.validate import kernels, layout, values
 
 _SET_UP = "run: bash setup.sh"
 # Options that hold a path, the file that must be there, and the remedy where it is not.
@@ -39,7 +44,7 @@ def validation_errors(cell: Cell) -> list[Finding]:
     problems = layout.layout_findings(cell.options, cell.world)
     if problems:
         return problems
-    rules = (*values.RULES, *kernels.RULES, *layout.RULES, *training.RULES)
+    rules = (*values.RULES, *kernels.RULES, *layout.RULES)
     found = [finding for rule in rules for finding in rule(cell)]
     return sorted(found, key=lambda finding: not finding.is_input)
 
@@ -81,7 +86,7 @@ def _missing(cell: Cell) -> Iterator[Finding]:
             yield Finding(ERROR, "files", name, f"{shown} is not there", remedy)
         elif name == "training.dataset_path" and not path.is_dir():
             yield Finding(ERROR, "files", name, f"{shown} is a file, allowed: a folder", remedy)
-    yield from training.training_files(cell)
+    yield from training_files(cell)
     # A container has packages of its own.
     if cell.cluster.container is not None:
         return
@@ -99,3 +104,124 @@ def _lacks_flash_attention(cell: Cell) -> bool:
     outer = importlib.util.find_spec("flash_attn")
     folders = outer.submodule_search_locations if outer else None
     return not any(Path(folder, "cute").is_dir() for folder in folders or ())
+
+
+def training_files(cell: Cell) -> Iterator[Finding]:
+    """Faults of the files that the job would read, as this machine sees them."""
+    options = cell.options
+    for section, name in (("training", "data.files"), ("validation", "data.validation_files")):
+        if options[f"{section}.dataset"] == values.TEXT and options[name]:
+            if section == "validation" and not options["validation.enable"]:
+                continue
+            try:
+                check_sources(options[name], options["data.text_key"], ROOT)
+            except InputError as error:
+                place = "" if error.place == "data.files" else f"{error.place}: "
+                yield Finding(ERROR, "files", name, f"{place}{error.found}", error.remedy)
+    yield from _vocabulary(cell)
+    if options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]:
+        yield from _published_weights(cell)
+
+
+def _vocabulary(cell: Cell) -> Iterator[Finding]:
+    """A token that the model lacks ends a job on the GPU with an index error."""
+    path, model = cell.options["model.hf_assets_path"], cell.options.model
+    tokenizer = ROOT / (path or "") / "tokenizer.json"
+    if model is None or not tokenizer.is_file():
+        return
+    try:
+        content = json.loads(tokenizer.read_text(encoding="utf-8"))
+        tokens = content.get("model", {}).get("vocab", {})
+        largest = max(
+            len(tokens) - 1, *(token["id"] for token in content.get("added_tokens", ())), 0
+        )
+    except (ValueError, AttributeError, KeyError, TypeError):
+        # The tokenizer's own reader says more.
+        return
+    if largest >= model.vocab:
+        title, last = cell.options.model_title, model.vocab - 1
+        reason = f"{path} has tokens up to {largest}, {title} takes tokens up to {last}"
+        remedy = "use the model's own tokenizer, or a larger flavor"
+        yield Finding(ERROR, "vocabulary", "model.hf_assets_path", reason, remedy)
+
+
+def _published_weights(cell: Cell) -> Iterator[Finding]:
+    """A missing checkpoint, one that is quantized unlike the options, or one of other shapes."""
+    options = cell.options
+    option = "checkpoint.initial_load_path"
+    shown = options[option] or options["model.hf_assets_path"]
+    if not options[option]:
+        option = "model.hf_assets_path"
+    folder = ROOT / shown
+    index = folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        if folder.is_dir():
+            remedy = "download the weights there, or set checkpoint.initial_load_path"
+            yield Finding(ERROR, "weights", option, f"{shown} has no *.safetensors files", remedy)
+        return
+    try:
+        if index.is_file():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            missing = sorted({file for file in names.values() if not (folder / file).is_file()})
+            if missing:
+                reason = f"{shown} lacks {len(missing)} of its files, {missing[0]} first"
+                yield Finding(ERROR, "weights", option, reason, "download the whole checkpoint")
+                return
+        else:
+            names = {name: file.name for file in files for name in read_shapes(file)}
+        yield from _quantization(cell, names, shown)
+        yield from _shapes(cell, folder, names, shown, option)
+    except (ValueError, KeyError, OSError, struct.error) as error:
+        reason = f"{shown} cannot be read ({type(error).__name__}: {error})"
+        yield Finding(ERROR, "weights", option, reason, "download the checkpoint again")
+
+
+def _quantization(cell: Cell, names: dict[str, str], shown: str) -> Iterator[Finding]:
+    option = "checkpoint.initial_load_in_hf_quantized"
+    quantized = any(name.endswith("weight_scale_inv") for name in names)
+    if quantized and not cell.options[option]:
+        reason = f"{shown} is quantized in blocks of FP8, whose raw values would be trained on"
+        yield Finding(ERROR, "weights", option, reason, "set it to true")
+    if not quantized and cell.options[option]:
+        yield Finding(ERROR, "weights", option, f"{shown} is not quantized", "set it to false")
+
+
+def _shapes(
+    cell: Cell, folder: Path, names: dict[str, str], shown: str, option: str
+) -> Iterator[Finding]:
+    family, model, title = cell.options.family, cell.options.model, cell.options.model_title
+    if family is None or model is None:
+        return
+    layers = {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)", name))}
+    if len(layers) not in (model.n_layers, model.n_layers + family.extra_layers):
+        reason = f"{shown} has {len(layers)} layers, {title} has {model.n_layers}"
+        yield Finding(ERROR, "weights", option, reason, "set model.flavor to the checkpoint's")
+        return
+    for name, dims in family.weights.items():
+        if name not in names:
+            reason = f"{shown} has no {name}, which {title} needs"
+            yield Finding(ERROR, "weights", option, reason, "name weights of this model")
+            return
+        shape = read_shapes(folder / names[name])[name]
+        expected = [
+            getattr(model, dim) if dim else size for dim, size in zip(dims, shape, strict=True)
+        ]
+        if shape != expected:
+            reason = f"{shown}: {name} is {shape}, {title} has {expected}"
+            yield Finding(ERROR, "weights", option, reason, "set model.flavor to the checkpoint's")
+            return
+
+
+def read_shapes(file: Path) -> dict[str, list[int]]:
+    """Return the shapes of a safetensors file's tensors, from its header.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > 100 * 2**20:
+            raise ValueError(f"{file.name} is no safetensors file")
+        header = json.loads(stream.read(length))
+    return {name: one["shape"] for name, one in header.items() if name != "__metadata__"}

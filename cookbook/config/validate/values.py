@@ -1,11 +1,16 @@
-"""Values that TorchTitan accepts by mistake, or refuses only after all ranks have started."""
+"""Values that TorchTitan accepts by mistake, or refuses only after all ranks have started.
+
+Those of single options; of recomputation; and of weights, own texts, validation and checkpoints.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 from cookbook.base.errors import nearest
+from cookbook.base.family import Model
 from cookbook.config.cell import (
     LAYERS_KEPT,
     SAVE_LIST,
@@ -21,6 +26,11 @@ from cookbook.config.stack import TORCHTITAN
 RULES: list[Rule] = []
 _REFERENCE = f"{TORCHTITAN}/config/job_config.py"
 _RECOMPUTATION = f"{TORCHTITAN}/distributed/activation_checkpoint.py"
+_CHECKPOINT = f"{TORCHTITAN}/components/checkpoint.py"
+_VALIDATE = f"{TORCHTITAN}/components/validate.py"
+TEXT = "text"
+# Rank 0 writes them as one file, under the timeout of a collective.
+_LARGEST_HF_SAVE_GB = 60
 # The smallest and the largest value that makes sense.
 _AT_LEAST_1 = (
     *("training.steps", "training.gc_freq", "metrics.log_freq", "checkpoint.interval"),
@@ -136,3 +146,93 @@ def unused(cell: Cell) -> Problems:
     if cell.options[LAYERS_KEPT] and mode not in ("full", "selective"):
         reason = f"activation_checkpoint.mode {mode} recomputes no layer as a whole"
         yield LAYERS_KEPT, reason, "set activation_checkpoint.mode=selective or full"
+
+
+@rule(RULES, reference=_VALIDATE, is_input=True)
+def validation(cell: Cell) -> Problems:
+    """A validation is some batches of training's shape, the same ones each time."""
+    options = cell.options
+    if not options["validation.enable"]:
+        return
+    if options["validation.steps"] < 1:
+        reason = f"found {options['validation.steps']}, allowed: 1 and up batches a validation"
+        yield "validation.steps", reason, "try 10"
+    if options["validation.freq"] < 1:
+        yield "validation.freq", f"found {options['validation.freq']}, allowed: 1 and up", "try 100"
+    for name in ("seq_len", "local_batch_size"):
+        asked, training = f"validation.{name}", options[f"training.{name}"]
+        if asked in options.settings and options[asked] != training:
+            reason = f"found {options[asked]}, and validation runs with training's {training}"
+            yield asked, reason, "leave it out"
+
+
+@rule(RULES, is_input=True)
+def texts(cell: Cell) -> Problems:
+    """`data.files` and `training.dataset=text` go together, and so for validation."""
+    options = cell.options
+    for section, files in (("training", "data.files"), ("validation", "data.validation_files")):
+        if section == "validation" and not options["validation.enable"]:
+            continue
+        is_text = options[f"{section}.dataset"] == TEXT
+        if is_text and not options[files]:
+            remedy = f"set {files} to globs or folders of .jsonl, .json.gz or .parquet files"
+            yield files, f"is empty, and {section}.dataset is text", remedy
+        if options[files] and not is_text:
+            found = options[f"{section}.dataset"]
+            yield files, f"is set, and {section}.dataset is {found}", f"set {section}.dataset: text"
+
+
+@rule(RULES, reference=f"{TORCHTITAN}/models/moe/moe.py", is_input=True)
+def routing(cell: Cell) -> Problems:
+    """TorchTitan's switch deals experts in turn."""
+    option, forced = "debug.moe_routing", "debug.moe_force_load_balance"
+    found = cell.options[option]
+    if cell.options[forced] and option in cell.options.settings and found != "round_robin":
+        yield option, f"found {found}, and {forced} means round_robin", f"set {forced}: false"
+
+
+@rule(RULES, reference=_CHECKPOINT, is_input=True)
+def addresses(cell: Cell) -> Problems:
+    """TorchTitan reads a URL as a relative path, and finds no checkpoint there."""
+    for name in ("checkpoint.folder", "checkpoint.initial_load_path"):
+        value = cell.options[name]
+        if value and "://" in value:
+            remedy = "mount the store and name a path on it"
+            yield name, f"found {value}, allowed: a path of a file system", remedy
+    folder = cell.options["checkpoint.folder"]
+    if ".." in Path(folder).parts:
+        reason = f"found {folder}, which leaves the cell's folder, where it starts"
+        yield "checkpoint.folder", reason, "name an absolute path; each cell gets a folder in it"
+
+
+@rule(RULES, reference=_CHECKPOINT, is_input=True)
+def formats(cell: Cell) -> Problems:
+    """Options for published weights that contradict one another."""
+    options, section = cell.options, "checkpoint"
+    if not options[f"{section}.enable"]:
+        for name in ("initial_load_in_hf", "initial_load_path", "last_save_in_hf"):
+            if options[f"{section}.{name}"]:
+                remedy = f"set {section}.enable: true"
+                yield f"{section}.{name}", "has no effect without checkpoints", remedy
+        return
+    in_hf = options[f"{section}.initial_load_in_hf"]
+    if options[f"{section}.initial_load_in_hf_quantized"] and not in_hf:
+        option = f"{section}.initial_load_in_hf_quantized"
+        yield option, "is for published weights", f"set {section}.initial_load_in_hf: true"
+    if in_hf and not options[f"{section}.initial_load_model_only"]:
+        option = f"{section}.initial_load_model_only"
+        yield option, "is false, and published weights hold the model alone", "set it to true"
+    if options[f"{section}.last_save_in_hf"]:
+        size = 4 * _expert_parameters(cell.options.model) / 1e9
+        if size > _LARGEST_HF_SAVE_GB:
+            reason = f"rank 0 would write {size:,.0f} GB as one file, until a collective times out"
+            remedy = "leave it out, and run: python submit.py export RUN/CELL --to FOLDER"
+            yield f"{section}.last_save_in_hf", reason, remedy
+
+
+def _expert_parameters(model: Model | None) -> float:
+    """Parameters of the routed experts, which are nearly all of a large model."""
+    if model is None:
+        return 0
+    layers = model.n_layers - model.n_dense_layers
+    return 3.0 * layers * model.num_experts * model.dim * model.expert_hidden
