@@ -20,8 +20,7 @@ from cookbook.config.cluster import load_cluster
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
-from cookbook.plan.recipe_file import render_recipe
-from cookbook.plan.report import as_mapping, render_json, render_svg, render_text
+from cookbook.plan.report import as_mapping, render_json, render_recipe, render_svg, render_text
 from cookbook.plan.search import BATCH, FITS, TIGHT, TOO_LARGE, Candidate, Found, evaluate
 from cookbook.predict.documents import C4, Documents
 from cookbook.predict.memory import StageMemory

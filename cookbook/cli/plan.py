@@ -14,8 +14,14 @@ from cookbook.cli.inspect import check_figure, merged_cell, write_output
 from cookbook.config.cell import Cell
 from cookbook.config.options import command_line_settings
 from cookbook.config.validate import validation_errors
-from cookbook.plan.recipe_file import check_target, write_recipe
-from cookbook.plan.report import render_json, render_svg, render_text, render_walk
+from cookbook.plan.report import (
+    check_target,
+    render_json,
+    render_svg,
+    render_text,
+    render_walk,
+    write_recipe,
+)
 from cookbook.plan.search import Candidate, Found, Stop, evaluate, search, walk
 from cookbook.plan.space import rejected_values, space_of
 from cookbook.predict.documents import Documents, documents_of, parse_documents
