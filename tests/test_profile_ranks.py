@@ -10,13 +10,17 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.profile.profile import (
+    HOST,
+    QUEUED,
     Profile,
     cell_traces,
     choose_ranks,
     folder_traces,
     make_profile,
+    render_svg,
+    render_text,
+    step_parts,
 )
-from cookbook.profile.report import HOST, QUEUED, render_svg, render_text, step_parts
 from cookbook.run.folder import CellFolder
 from tests.traces import GEMM, TraceFile
 

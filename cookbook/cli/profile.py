@@ -16,8 +16,15 @@ from cookbook.cli.run import start_run
 from cookbook.config.cell import Cell
 from cookbook.config.options import Setting, command_line_settings
 from cookbook.config.recipe import names_in
-from cookbook.profile.profile import cell_traces, choose_ranks, folder_traces, make_profile
-from cookbook.profile.report import render_json, render_svg, render_text
+from cookbook.profile.profile import (
+    cell_traces,
+    choose_ranks,
+    folder_traces,
+    make_profile,
+    render_json,
+    render_svg,
+    render_text,
+)
 from cookbook.run.folder import CellFolder
 from cookbook.run.run import Run, find_cell, is_run, run_names
 from cookbook.run.states import cell_states
