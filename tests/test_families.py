@@ -12,7 +12,7 @@ from cookbook.base.paths import ROOT
 from cookbook.check.check import check_cells
 from cookbook.check.report import render_text
 from cookbook.cli.main import main
-from cookbook.predict.documents import Documents
+from cookbook.predict.facts import Documents
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import STACK, cell_of, refusals

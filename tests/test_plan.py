@@ -25,7 +25,7 @@ from cookbook.plan.search import (
     walk,
 )
 from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
-from cookbook.predict.documents import C4
+from cookbook.predict.facts import C4
 from cookbook.predict.layer_memory import layer_bytes
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.shapes import shapes_of

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
 from cookbook.cli.main import main
-from cookbook.predict.documents import (
+from cookbook.predict.facts import (
     C4,
     LOCAL,
     Documents,

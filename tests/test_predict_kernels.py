@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cookbook.predict.hardware import Hardware
+from cookbook.predict.facts import Hardware
 from cookbook.predict.kernels import Kernels
 from cookbook.predict.layer_time import LayerTimes, RoutedLayer
 from cookbook.predict.operators import Operator, Unit

@@ -9,9 +9,8 @@ import pytest
 
 from cookbook.config.cell import Cell
 from cookbook.predict import rank
-from cookbook.predict.documents import C4, LOCAL, Documents
-from cookbook.predict.documents import slowest_attended_tokens as slowest
-from cookbook.predict.hardware import Hardware
+from cookbook.predict.facts import C4, LOCAL, Documents, Hardware
+from cookbook.predict.facts import slowest_attended_tokens as slowest
 from cookbook.predict.pipeline_schedule import Actions
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step

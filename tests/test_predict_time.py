@@ -16,8 +16,7 @@ from bench.step_times import Comparison, compare, read_points
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
-from cookbook.predict.documents import Documents
-from cookbook.predict.hardware import hardware_of, load_hardware
+from cookbook.predict.facts import Documents, hardware_of, load_hardware
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, h200, with_options
 from tests.predict_machine import FACTS, RATES

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
 from cookbook.config.cell import Finding
-from cookbook.predict.documents import attended_text
+from cookbook.predict.facts import attended_text
 from cookbook.predict.memory import state_gib
 from cookbook.predict.traffic import EP_BACKENDS
 

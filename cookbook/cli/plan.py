@@ -24,8 +24,7 @@ from cookbook.plan.report import (
 )
 from cookbook.plan.search import Candidate, Found, Stop, evaluate, search, walk
 from cookbook.plan.space import rejected_values, space_of
-from cookbook.predict.documents import Documents, documents_of, parse_documents
-from cookbook.predict.hardware import hardware_of
+from cookbook.predict.facts import Documents, documents_of, hardware_of, parse_documents
 from cookbook.predict.rank import model_of
 
 

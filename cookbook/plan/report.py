@@ -18,7 +18,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import ATTENTION, Cell
 from cookbook.config.recipe import check_name
 from cookbook.plan.search import BATCH, Candidate, Found, Stop, recomputation
-from cookbook.predict.documents import Documents, attended_text
+from cookbook.predict.facts import Documents, attended_text
 from cookbook.predict.kernels import add
 from cookbook.predict.step import BUBBLE
 

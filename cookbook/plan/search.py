@@ -18,7 +18,7 @@ from cookbook.config.cell import (
 )
 from cookbook.config.options import DEGREES, Options, Setting
 from cookbook.config.validate import validation_errors
-from cookbook.predict.documents import Documents
+from cookbook.predict.facts import Documents
 from cookbook.predict.memory import StageMemory, predict_memory, verdict
 from cookbook.predict.rank import Rank, describe_ranks
 from cookbook.predict.step import StepTime, predict_step

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cookbook.config.cell import EP_CHUNKS, Cell
-from cookbook.predict.hardware import Hardware
+from cookbook.predict.facts import Hardware
 from cookbook.predict.operators import (
     Operator,
     Product,

@@ -13,8 +13,13 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
-from cookbook.predict.documents import Documents, documents_of, slowest_attended_tokens
-from cookbook.predict.hardware import Hardware, hardware_of
+from cookbook.predict.facts import (
+    Documents,
+    Hardware,
+    documents_of,
+    hardware_of,
+    slowest_attended_tokens,
+)
 from cookbook.predict.kernels import Kernels, add, scaled
 from cookbook.predict.layer_time import HOST, LayerTimes
 from cookbook.predict.pipeline_schedule import play

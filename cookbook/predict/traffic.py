@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.config.cell import Cell
-from cookbook.predict.hardware import Hardware
+from cookbook.predict.facts import Hardware
 from cookbook.predict.operators import Unit
 from cookbook.predict.rank import Rank
 from cookbook.predict.shapes import Shapes, shapes_of
