@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cookbook.predict.facts import Hardware
-from cookbook.predict.kernels import Kernels
-from cookbook.predict.layer_time import LayerTimes, RoutedLayer
+from cookbook.predict.layer_time import Kernels, LayerTimes, RoutedLayer
 from cookbook.predict.operators import Operator, Unit
 from cookbook.predict.rank import Layer, Part, describe_ranks
 from cookbook.predict.shapes import Shapes, shapes_of

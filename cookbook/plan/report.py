@@ -19,7 +19,7 @@ from cookbook.config.cell import ATTENTION, Cell
 from cookbook.config.recipe import check_name
 from cookbook.plan.search import BATCH, Candidate, Found, Stop, recomputation
 from cookbook.predict.facts import Documents, attended_text
-from cookbook.predict.kernels import add
+from cookbook.predict.layer_time import add
 from cookbook.predict.step import BUBBLE
 
 if TYPE_CHECKING:

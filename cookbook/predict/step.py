@@ -20,8 +20,7 @@ from cookbook.predict.facts import (
     hardware_of,
     slowest_attended_tokens,
 )
-from cookbook.predict.kernels import Kernels, add, scaled
-from cookbook.predict.layer_time import HOST, LayerTimes
+from cookbook.predict.layer_time import HOST, Kernels, LayerTimes, add, scaled
 from cookbook.predict.pipeline_schedule import play
 from cookbook.predict.rank import Layer, Rank, describe_ranks
 from cookbook.predict.shapes import Shapes, shapes_of
