@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
-from cookbook.predict.pipeline_schedule import Played, actions_of, play
+from cookbook.predict.rank import Played, actions_of, play
 
 pytestmark = pytest.mark.titan
 

@@ -14,8 +14,7 @@ from cookbook.base.family import Model
 from cookbook.config.options import Layout
 from cookbook.predict import rank
 from cookbook.predict.operators import Unit, fsdp_units, layer_operators
-from cookbook.predict.pipeline_schedule import Actions, play
-from cookbook.predict.rank import describe_ranks, stage_layers
+from cookbook.predict.rank import Actions, describe_ranks, play, stage_layers
 from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus
 

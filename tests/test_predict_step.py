@@ -11,8 +11,7 @@ from cookbook.config.cell import Cell
 from cookbook.predict import rank
 from cookbook.predict.facts import C4, LOCAL, Documents, Hardware
 from cookbook.predict.facts import slowest_attended_tokens as slowest
-from cookbook.predict.pipeline_schedule import Actions
-from cookbook.predict.rank import describe_ranks
+from cookbook.predict.rank import Actions, describe_ranks
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import with_options
 from tests.predict_machine import H200, on_gpus, only

@@ -21,8 +21,7 @@ from cookbook.predict.facts import (
     slowest_attended_tokens,
 )
 from cookbook.predict.layer_time import HOST, Kernels, LayerTimes, add, scaled
-from cookbook.predict.pipeline_schedule import play
-from cookbook.predict.rank import Layer, Rank, describe_ranks
+from cookbook.predict.rank import Layer, Rank, describe_ranks, play
 from cookbook.predict.shapes import Shapes, shapes_of
 from cookbook.predict.traffic import Links
 
