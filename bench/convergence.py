@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
-from cookbook.results.speed import t_below, t_quantile
+from cookbook.results.verdicts import t_below, t_quantile
 
 DATA = ROOT / "docs/evidence/convergence"
 # Within this share of the reference's loss (DeepSeek-V3, arXiv:2412.19437, section 3.3).

@@ -11,7 +11,7 @@ from itertools import combinations
 import pytest
 
 from cookbook.base.paths import ROOT
-from cookbook.results.loss import (
+from cookbook.results.verdicts import (
     CANNOT_TELL,
     DIFFERENT,
     EQUIVALENT,

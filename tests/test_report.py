@@ -15,7 +15,7 @@ from cookbook.results.columns import CELLS, report_tables
 from cookbook.results.report import facts, headlines, notes, render_markdown
 from cookbook.results.result import Result, RunResults, render_json
 from cookbook.results.run_differences import configuration, environment
-from cookbook.results.speed import FASTER, NOISE, STEPS, SpeedUp
+from cookbook.results.verdicts import FASTER, NOISE, STEPS, SpeedUp
 from cookbook.run.run import RunRecord
 from tests.made_up_run import RESTARTED, make_run, results_of
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from cookbook.observe.metrics import StepMetrics
-from cookbook.results.speed import (
+from cookbook.results.verdicts import (
     FASTER,
     NOISE,
     SLOWER,

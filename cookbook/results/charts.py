@@ -15,9 +15,8 @@ import numpy as np
 
 from cookbook.base.tables import BAND, INK, QUIET, draw_figure
 from cookbook.results.columns import gain_text, tokens_text
-from cookbook.results.loss import MARGIN, losses_of
 from cookbook.results.result import Result, RunResults
-from cookbook.results.speed import LEVEL, STALL
+from cookbook.results.verdicts import LEVEL, MARGIN, STALL, losses_of
 from cookbook.run.status import FINISHED, QUEUED, REFUSED, RUNNING
 
 if TYPE_CHECKING:

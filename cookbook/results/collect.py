@@ -31,7 +31,7 @@ from cookbook.predict.step import StepTime, predict_step
 from cookbook.results.compare import against_baseline
 from cookbook.results.result import LoadSummary, Result, RunResults
 from cookbook.results.run_differences import asked_facts, seen_facts
-from cookbook.results.speed import Throughput, measure, measured_steps, median_of
+from cookbook.results.verdicts import Throughput, measure, measured_steps, median_of
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cookbook.base.tables import markdown_table
-from cookbook.results.loss import LEVEL as LOSS_LEVEL
 from cookbook.results.result import Result, RunResults
-from cookbook.results.speed import LEVEL, STALL, STEPS
+from cookbook.results.verdicts import LEVEL, LOSS_LEVEL, STALL, STEPS
 
 UNKNOWN = "-"
 CELLS, PUBLISHED, SPEED = "cells", "published", "speed"

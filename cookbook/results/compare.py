@@ -11,11 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from cookbook.base.files import json_text
 from cookbook.observe.history import History
 from cookbook.results.columns import COMPARE, table_of
-from cookbook.results.loss import LossVerdict, judge_curves, judge_repeats, losses_of
 from cookbook.results.result import Result, RunResults, masks_differ, unlike
 from cookbook.results.run_differences import between_runs
-from cookbook.results.speed import (
+from cookbook.results.verdicts import (
+    LossVerdict,
     SpeedUp,
+    judge_curves,
+    judge_repeats,
+    losses_of,
     measure,
     median_of,
     paired_speed_up,

@@ -17,9 +17,8 @@ from cookbook.results.columns import (
     report_tables,
     tokens_text,
 )
-from cookbook.results.loss import CANNOT_TELL, DIFFERENT, EQUIVALENT, MARGIN
 from cookbook.results.result import Result, RunResults, masks_differ, unlike
-from cookbook.results.speed import LEVEL, NOISE
+from cookbook.results.verdicts import CANNOT_TELL, DIFFERENT, EQUIVALENT, LEVEL, MARGIN, NOISE
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
 # The model's worst error; a cell beyond it has a cause of its own.

@@ -9,8 +9,7 @@ from typing import Any
 from cookbook.base.files import json_text
 from cookbook.observe.history import History
 from cookbook.observe.metrics import LoadStep, StepMetrics
-from cookbook.results.loss import LossVerdict
-from cookbook.results.speed import SpeedUp, Throughput
+from cookbook.results.verdicts import LossVerdict, SpeedUp, Throughput
 from cookbook.run.run import RunRecord
 from cookbook.run.status import Resumption
 
