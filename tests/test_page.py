@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.yamlfile import shown_path
-from cookbook.results.save_report import save_report
+from cookbook.results.report import save_report
 from tests.made_up_run import DRAWN, make_run, results_of
 from tests.submit import submit
 

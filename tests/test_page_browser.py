@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cookbook.results.save_report import save_report
+from cookbook.results.report import save_report
 from tests.browser import Opened, chromium, opened
 from tests.made_up_run import DRAWN, make_run, results_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.cli.main import main
-from cookbook.results import save_report
+from cookbook.results import report as reports
 from cookbook.run.states import cell_states
 from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
@@ -145,7 +145,7 @@ def verb(
         with monkeypatch.context() as patched:
             patched.setattr(time, "sleep", wait)
             # Their picture is not what this is about.
-            patched.setattr(save_report, "charts_of", lambda results: [])
+            patched.setattr(reports, "charts_of", lambda results: [])
             status = main(words)
         shown = capsys.readouterr()
         return Asked(None if status == 130 else status, shown.out, shown.err)

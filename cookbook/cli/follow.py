@@ -326,7 +326,7 @@ def show_report(arguments: argparse.Namespace) -> int:
 def print_report(run: Run, form: str) -> dict[str, str]:
     """Print the results in `form`, keep them as files, and return the cells' states."""
     # Import lazily: `run --dry-run` and `status` must not wait for NumPy.
-    from cookbook.results.save_report import FIGURES, MARKDOWN, PAGE, save_report
+    from cookbook.results.report import FIGURES, MARKDOWN, PAGE, save_report
 
     states = cell_states(run)
     results = collect_results(run, states)
