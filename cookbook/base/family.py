@@ -89,10 +89,12 @@ class Family:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Family:
-        """Read a family of a stack's table."""
-        flavors = {name: Model(**sizes) for name, sizes in entry["flavors"].items()}
-        weights = {name: tuple(dims) for name, dims in entry["weights"].items()}
-        return cls(**{**entry, "flavors": flavors, "weights": weights})
+        """Read a family of a stack's table; sizes that its flavors share are in `shared`."""
+        rest = {**entry}
+        shared = rest.pop("shared")
+        rest["flavors"] = {name: Model(**shared, **own) for name, own in entry["flavors"].items()}
+        rest["weights"] = {name: tuple(dims) for name, dims in entry["weights"].items()}
+        return cls(**rest)
 
 
 def is_v_shaped(schedule: str) -> bool:

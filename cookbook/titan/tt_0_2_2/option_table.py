@@ -18,18 +18,22 @@ from typing import Any
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from cookbook.base.family import Family
 from cookbook.titan.tt_0_2_2.families import FAMILIES, REFUSED
 from cookbook.titan.tt_0_2_2.job_config import JobConfig as CookbookJobConfig
 from cookbook.titan.tt_0_2_2.text_data import DATASET
 
 
-def option_table() -> dict[str, dict[str, Any]]:
-    """Return an entry by dotted name for each option: kind, default, choices, optional."""
+def option_table() -> dict[str, Any]:
+    """Return each option's default by dotted name, or where that does not tell its kind, an entry.
+
+    An entry has `kind` or `choices`, `optional`, and `default` where it is not None.
+    """
     merged = ConfigManager._merge_configs(JobConfig, CookbookJobConfig)
     return dict(_entries(merged, ""))
 
 
-def _entries(section: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _entries(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(section):
         if dataclasses.is_dataclass(field.type):
             yield from _entries(field.type, f"{prefix}{field.name}.")
@@ -37,29 +41,42 @@ def _entries(section: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{prefix}{field.name}", _entry(field)
 
 
-def _entry(field: dataclasses.Field[Any]) -> dict[str, Any]:
+def _entry(field: dataclasses.Field[Any]) -> Any:
     is_union = typing.get_origin(field.type) in (typing.Union, types.UnionType)
     kinds = list(typing.get_args(field.type)) if is_union else [field.type]
-    entry: dict[str, Any] = {"default": field.default}
+    default = field.default
     if field.default_factory is not dataclasses.MISSING:
-        entry["default"] = field.default_factory()
-    if type(None) in kinds:
-        entry["optional"] = True
-    for kind in kinds:
-        if typing.get_origin(kind) is typing.Literal:
-            return {"kind": "choice", "choices": list(typing.get_args(kind)), **entry}
-    if list[str] in kinds:
-        return {"kind": "list", **entry}
+        default = field.default_factory()
     names = {kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not list}
     kind = next((name for name in ("bool", "float", "int", "str") if name in names), "lists")
-    return {"kind": kind, **entry}
+    entry = {"kind": "list" if list[str] in kinds else kind}
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            entry = {"choices": list(typing.get_args(kind))}
+    if type(None) not in kinds:
+        return (
+            default if entry == {"kind": type(default).__name__} else {**entry, "default": default}
+        )
+    return {**entry, "optional": True, **({} if default is None else {"default": default})}
+
+
+def family_table(family: Family) -> dict[str, Any]:
+    """Return a family's entry, in which sizes that all flavors share stand once."""
+    entry = dataclasses.asdict(family)
+    flavors = entry["flavors"].values()
+    first, *others = flavors
+    shared = {key: size for key, size in first.items() if all(one[key] == size for one in others)}
+    for sizes in flavors:
+        for key in shared:
+            del sizes[key]
+    return {**entry, "shared": shared}
 
 
 def main() -> None:
     """Print the table."""
     table = {
         "options": option_table(),
-        "families": [dataclasses.asdict(parts.family) for parts in FAMILIES.values()],
+        "families": [family_table(parts.family) for parts in FAMILIES.values()],
         "refused_families": REFUSED,
         "datasets": [*DATASETS, DATASET],
     }
