@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cookbook.base.schema import Number, Text
+
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -22,9 +24,9 @@ class Gpu:
     Cluster profiles give exactly these keys; what belongs to one machine is in `InstalledGpu`.
     """
 
-    name: str
-    compute_capability: float
-    memory_gib: float
+    name: Text
+    compute_capability: Number
+    memory_gib: Number
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ Texts = tuple[Text, ...]
 Numbers = dict[str, Annotated[float, Field(strict=True)]]
 # A mapping whose values somebody else checks.
 Unchecked = dict[str, Any]
-Mappings = tuple[Unchecked, ...]
 # Names with a word each, for a shell: a number stands as it was typed, `3.10` and not 3.1.
 Words = dict[str, str | bool]
 
@@ -111,7 +110,7 @@ def _input_error(
     if kind == "missing":
         return InputError(place, "is missing", "add it")
     if kind == "unexpected_keyword_argument":
-        for name in error["loc"][:-1]:
+        for name in filter(lambda key: isinstance(key, str), error["loc"][:-1]):
             hint = typing.get_type_hints(cls)[name]
             cls = next(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
         known = [field.name for field in dataclasses.fields(cls)]

@@ -14,17 +14,7 @@ from pydantic import SkipValidation
 
 from cookbook.base.errors import InputError, described
 from cookbook.base.gpus import Gpu, has_slurm, visible_gpus
-from cookbook.base.schema import (
-    Count,
-    Flag,
-    Natural,
-    Number,
-    Text,
-    Texts,
-    Words,
-    fill,
-    mapping_at,
-)
+from cookbook.base.schema import Count, Flag, Natural, Number, Text, Texts, Words, fill
 from cookbook.base.yamlfile import YamlFile, read_yaml
 from cookbook.config.options import Settings, check_environment, read_sections, sections
 from cookbook.config.recipe import find_file, names_in
@@ -65,7 +55,7 @@ class Cluster:
     nodes: Count = 1
     gpus_per_node: Count | None = None
     cpu_ranks_per_node: Count = field(default=1, metadata={"key": "ranks_per_node"})
-    gpu: SkipValidation[Gpu | None] = None
+    gpu: Gpu | None = None
     emulate: Flag = False
     partition: Text | None = None
     account: Text | None = None
@@ -184,28 +174,12 @@ def cluster_from_record(record: CellRecord) -> Cluster:
 
 
 def _read_cluster(file: YamlFile) -> Cluster:
-    gpu = fill(_GpuKeys, file, ("gpu",)) if mapping_at(file, "gpu") else None
-    cluster = fill(
-        Cluster,
-        file,
-        beside=("gpu", *sections()),
-        name=file.path.stem,
-        settings=read_sections(file),
-        path=file.path,
-        gpu=gpu and Gpu(gpu.name, gpu.compute_capability, gpu.memory_gib),
-        content=file.content,
-    )
+    own = {"name": file.path.stem, "path": file.path, "content": file.content}
+    cluster = fill(Cluster, file, beside=sections(), settings=read_sections(file), **own)
     for key, reason, remedy in _problems(file, cluster):
         raise InputError(file.place(*key), reason, remedy)
     check_environment(file, cluster.environment)
     return cluster
-
-
-@dataclass(frozen=True)
-class _GpuKeys:
-    name: Text
-    compute_capability: Number
-    memory_gib: Number
 
 
 def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cookbook.base.errors import InputError, described, named_at, unknown_name
-from cookbook.base.schema import Mappings, Text, Texts, Unchecked, fill, mapping_at
+from cookbook.base.schema import Text, Texts, Unchecked, fill
 from cookbook.base.yamlfile import YamlFile, read_yaml
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster
@@ -30,8 +30,6 @@ from cookbook.config.stack import load_stack
 
 Pair = tuple[Overlay, Overlay]
 _KINDS: tuple[Kind, Kind] = ("precision", "ep_backend")
-# Further keys of an entry of `cells`.
-_OF_CELL = ("recipe", "name", "options", "prediction")
 
 
 @dataclass(frozen=True)
@@ -165,15 +163,31 @@ def pair_name(pair: Pair) -> str:
 
 
 @dataclass(frozen=True)
+class _Names:
+    precision: Text
+    ep_backend: Text
+
+
+@dataclass(frozen=True)
+class _Entry(_Names):
+    """The keys of an entry of `cells`."""
+
+    recipe: Text | None = None
+    name: Text = ""
+    options: Unchecked = field(default_factory=Unchecked)
+    prediction: Text = ""
+
+
+@dataclass(frozen=True)
 class _File:
     """The keys of a sweep file."""
 
     description: Text
     recipes: Texts
-    precision: Texts | None = None
-    ep_backend: Texts | None = None
-    cells: Mappings | None = None
-    baseline: Unchecked | None = None
+    precision: Texts = ()
+    ep_backend: Texts = ()
+    cells: tuple[_Entry, ...] = ()
+    baseline: _Names | None = None
     options: Unchecked = field(default_factory=Unchecked)
     vary: Unchecked = field(default_factory=Unchecked)
 
@@ -188,14 +202,14 @@ def load_sweep(name: str) -> Sweep:
             raise InputError(file.place(key), found, f"put {key} below `options`")
     own = fill(_File, file)
     for key in ("recipes", "precision", "ep_backend", "cells"):
-        if getattr(own, key) == ():
+        if file.content.get(key) == []:
             raise InputError(file.place(key), "is empty: a sweep over nothing", "name at least one")
     with named_at(file.place("recipes")):
         recipes = tuple(load_recipe(recipe) for recipe in own.recipes)
     points = tuple(_points(file, own, recipes))
     baseline = None
     if own.baseline is not None:
-        baseline = _pair(file, own.baseline, ("baseline",))
+        baseline = _pair(file, own.baseline, "baseline")
         known = {pair_name(one.pair or recipe.pair) for one in points for recipe in recipes}
         if pair_name(baseline) not in known:
             place = file.place("baseline")
@@ -214,7 +228,7 @@ def load_sweep(name: str) -> Sweep:
         recipes=recipes,
         points=points,
         baseline=baseline,
-        settings=read_options(file, mapping_at(file, "options"), ("options",)),
+        settings=read_options(file, own.options, ("options",)),
         vary=axes,
     )
 
@@ -233,52 +247,31 @@ def is_sweep(name: str) -> bool:
 
 
 def _points(file: YamlFile, own: _File, recipes: tuple[Recipe, ...]) -> Iterator[Point]:
-    if own.cells is None and own.precision is None and own.ep_backend is None:
-        yield Point()
-        return
-    if own.cells is None:
-        for axes in itertools.product(own.precision or ("bf16",), own.ep_backend or ("standard",)):
-            yield Point(_pair(file, dict(zip(_KINDS, axes, strict=True)), ()))
-        return
-    if own.precision or own.ep_backend:
+    has_axes = own.precision or own.ep_backend
+    if own.cells and has_axes:
         found = "stands beside `precision` or `ep_backend`"
         raise InputError(file.place("cells"), found, "keep one of the two")
+    if not own.cells:
+        axes = itertools.product(own.precision or ("bf16",), own.ep_backend or ("standard",))
+        pairs = (_pair(file, _Names(*names)) for names in axes)
+        yield from map(Point, pairs if has_axes else (None,))
     by_name = {recipe.name: recipe for recipe in recipes}
     for index, entry in enumerate(own.cells):
         within = ("cells", str(index))
-        names = {key: value for key, value in entry.items() if key not in _OF_CELL}
-        pair = _pair(file, names, ("cells",), (*_KINDS, *_OF_CELL))
-        texts = {key: entry.get(key, "") for key in ("name", "prediction")}
-        for key, text in texts.items():
-            if not isinstance(text, str):
-                place = file.place(*within, key)
-                raise InputError(place, f"found {described(text)}, allowed: a text")
-        name, recipe = texts["name"], entry.get("recipe")
-        if name:
-            check_name(file.place(*within, "name"), name)
-        if recipe is not None and recipe not in by_name:
+        if entry.name:
+            check_name(file.place(*within, "name"), entry.name)
+        if entry.recipe is not None and entry.recipe not in by_name:
             place = file.place(*within, "recipe")
-            raise unknown_name(place, "recipe of the sweep", str(recipe), by_name)
-        settings = read_options(file, entry.get("options") or {}, (*within, "options"))
-        own_recipe = by_name[recipe] if recipe else None
-        yield Point(pair, own_recipe, name, settings, " ".join(texts["prediction"].split()))
+            raise unknown_name(place, "recipe of the sweep", entry.recipe, by_name)
+        settings = read_options(file, entry.options, (*within, "options"))
+        recipe = by_name[entry.recipe] if entry.recipe else None
+        prediction = " ".join(entry.prediction.split())
+        yield Point(_pair(file, entry, "cells"), recipe, entry.name, settings, prediction)
 
 
-def _pair(
-    file: YamlFile,
-    names: Mapping[str, object],
-    within: tuple[str, ...],
-    known: Sequence[str] = _KINDS,
-) -> Pair:
-    for key in names:
-        if key not in _KINDS:
-            raise unknown_name(file.place(*within), "key", key, known)
+def _pair(file: YamlFile, names: _Names, *within: str) -> Pair:
     found = []
     for kind in _KINDS:
-        place, name = file.place(*within or (kind,)), names.get(kind)
-        if not isinstance(name, str):
-            wrong = "is missing" if name is None else f"found {described(name)}, allowed: a name"
-            raise InputError(f"{place}: {kind}", wrong, "set it to a name")
-        with named_at(place):
-            found.append(load_overlay(kind, name))
+        with named_at(file.place(*within or (kind,))):
+            found.append(load_overlay(kind, getattr(names, kind)))
     return found[0], found[1]

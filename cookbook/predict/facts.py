@@ -13,12 +13,13 @@ import random
 import shlex
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.errors import InputError, described, unknown_name
+from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES, ROOT
+from cookbook.base.schema import Number, Text, fill
 from cookbook.base.text_files import find_sources, read_lengths
 from cookbook.base.yamlfile import read_yaml
 from cookbook.config.cell import Cell
@@ -72,8 +73,22 @@ class Hardware:
     deepep_infiniband_share: float | None = None
 
 
-_PLAIN = ("name", "path", "sources")
-_FACTS = {one.name: one.default for one in fields(Hardware) if one.name not in _PLAIN}
+@dataclass(frozen=True)
+class _Fact:
+    value: Number
+    source: Text
+
+
+_FACTS = [one for one in fields(Hardware) if one.name not in ("name", "path", "sources")]
+# The keys of a file.
+_File = make_dataclass(
+    "_File",
+    [
+        ("gpu", Text),
+        *((one.name, _Fact) for one in _FACTS if one.default is MISSING),
+        *((one.name, _Fact | None, None) for one in _FACTS if one.default is None),
+    ],
+)
 
 
 def hardware_of(cell: Cell) -> Hardware:
@@ -109,33 +124,11 @@ def load_hardware(path: Path) -> Hardware:
     Raises:
         InputError: a fact is missing, unknown, without a source, or no positive number.
     """
-    file = read_yaml(path)
-    content = {key: value for key, value in file.content.items() if key != "description"}
-    name = content.pop("gpu", None)
-    if not isinstance(name, str):
-        raise InputError(file.place("gpu"), "is missing", "name the GPU as nvidia-smi does")
-    for key in content:
-        if key not in _FACTS:
-            raise unknown_name(file.place(key), "fact", key, _FACTS)
-    required = (key for key, default in _FACTS.items() if default is not None)
-    if missing := next((key for key in required if key not in content), None):
-        remedy = "add {value: ..., source: ...}; nothing is guessed"
-        raise InputError(file.place(missing), "is missing", remedy)
-    facts = {key: _fact(file.place(key), found) for key, found in content.items()}
-    sources = {key: source for key, (_, source) in facts.items()}
-    values: dict[str, Any] = {key: value for key, (value, _) in facts.items()}
-    return Hardware(name=name, path=path, sources=sources, **values)
-
-
-def _fact(place: str, found: Any) -> tuple[float, str]:
-    if not isinstance(found, Mapping) or set(found) != {"value", "source"}:
-        raise InputError(place, f"found {described(found)}, allowed: {{value: ..., source: ...}}")
-    value, source = found["value"], found["source"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise InputError(f"{place}: value", f"found {described(value)}, allowed: above 0")
-    if not isinstance(source, str) or not source.strip():
-        raise InputError(f"{place}: source", "is empty", "say where the value is from")
-    return float(value), source
+    found = fill(_File, read_yaml(path), beside=("description",))
+    facts = {one.name: fact for one in _FACTS if (fact := getattr(found, one.name))}
+    values: dict[str, Any] = {name: fact.value for name, fact in facts.items()}
+    sources = {name: fact.source for name, fact in facts.items()}
+    return Hardware(name=found.gpu, path=path, sources=sources, **values)
 
 
 _SEED = 42
