@@ -24,7 +24,6 @@ from cookbook.results.compare import (
     comparison_json,
     comparison_markdown,
 )
-from cookbook.results.report import render_markdown
 from cookbook.results.result import render_json
 from cookbook.run import slurm
 from cookbook.run.excluded import read_excluded
@@ -326,7 +325,7 @@ def show_report(arguments: argparse.Namespace) -> int:
 def print_report(run: Run, form: str) -> dict[str, str]:
     """Print the results in `form`, keep them as files, and return the cells' states."""
     # Import lazily: `run --dry-run` and `status` must not wait for NumPy.
-    from cookbook.results.report import FIGURES, MARKDOWN, PAGE, save_report
+    from cookbook.results.report import FIGURES, MARKDOWN, PAGE, render_markdown, save_report
 
     states = cell_states(run)
     results = collect_results(run, states)

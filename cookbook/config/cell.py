@@ -80,12 +80,10 @@ class Cell:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """How the ranks are divided."""
         return layout_of(self.options, self.world)
 
     @property
     def steps(self) -> int:
-        """Training steps."""
         return int(self.options["training.steps"])
 
     @property
@@ -113,7 +111,6 @@ class Cell:
 
     @property
     def uses_deepep(self) -> bool:
-        """Whether tokens travel by DeepEP."""
         return self.exchange.has_own_layer
 
     @property
@@ -158,13 +155,16 @@ class Cell:
 
     @property
     def max_restarts(self) -> int:
-        """Restarts of a job after failures."""
         own = self.recipe.max_restarts
         return self.cluster.max_restarts if own is None else own
 
     def record(self) -> CellRecord:
-        """Return the record that a run's folder keeps of the cell."""
         source = self.recipe.published.source if self.recipe.published else None
+        paths = {"precision": self.precision.path, "ep_backend": self.ep_backend.path}
+        paths |= {"recipe": self.recipe.path, "cluster": self.cluster.path}
+        names = {key: reference(key.replace("recipe", ""), path) for key, path in paths.items()}
+        # Parts that are the user's own files.
+        files = {key: name for key, name in names.items() if name != paths[key].stem}
         return CellRecord(
             name=self.name,
             recipe=self.recipe.name,
@@ -187,7 +187,7 @@ class Cell:
             max_restarts=self.max_restarts,
             environment=Words(self.environment),
             options=Unchecked(self.options.values),
-            files=self._own_files(),
+            files=Words(files),
         )
 
     def job_record(self) -> CellRecord:
@@ -197,13 +197,6 @@ class Cell:
             too_few_nodes=self.recipe.too_few_nodes,
             profile=Unchecked(self.cluster.content),
         )
-
-    def _own_files(self) -> Words:
-        """The paths of the parts that are the user's own files."""
-        paths = {"precision": self.precision.path, "ep_backend": self.ep_backend.path}
-        paths |= {"recipe": self.recipe.path, "cluster": self.cluster.path}
-        names = {key: reference(key.replace("recipe", ""), path) for key, path in paths.items()}
-        return {key: name for key, name in names.items() if name != paths[key].stem}
 
 
 def train_argv(cell: Cell) -> list[str]:
@@ -255,7 +248,6 @@ class Finding:
     is_input: bool = False
 
     def as_mapping(self) -> dict[str, str]:
-        """Return the finding for JSON."""
         return {key: value for key, value in asdict(self).items() if key != "is_input"}
 
     def __str__(self) -> str:
@@ -318,7 +310,6 @@ class Verdict:
 
     @property
     def errors(self) -> list[Finding]:
-        """The findings that refuse the cell."""
         return [finding for finding in self.findings if finding.level == ERROR]
 
     @property
@@ -334,8 +325,8 @@ class Verdict:
     @property
     def parts(self) -> str:
         """Which parts were looked at, and which not."""
-        parts = {"the rules": self.rules, "TorchTitan's build": self.built}
-        parts["this environment"] = self.here
+        names = ("the rules", "TorchTitan's build", "this environment")
+        parts = dict(zip(names, (self.rules, self.built, self.here), strict=True))
         seen = ", ".join(name for name, part in parts.items() if part is not None)
         unseen = ", ".join(name for name, part in parts.items() if part is None)
         return f"looked at: {seen}" + (f"; not: {unseen}" if unseen else "")

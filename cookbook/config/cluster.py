@@ -125,9 +125,9 @@ def default_cluster() -> str:
     groups = slurm.node_groups() if has_slurm() else None
     if groups is None:
         return "local"
-    profiles = [load_cluster(name) for name in names_in("cluster")]
-    known = [profile.name for profile in profiles if profile.scheduler == "slurm"]
-    fitting = [one.name for one in profiles if one.name in known and _slurm_has(one, one.nodes)]
+    profiles = [one for one in map(load_cluster, names_in("cluster")) if one.scheduler == "slurm"]
+    known = [profile.name for profile in profiles]
+    fitting = [one.name for one in profiles if _slurm_has(one, one.nodes)]
     if len(fitting) == 1:
         return fitting[0]
     nodes = ", ".join(f"{count} nodes with {gres}" for count, gres in groups)
@@ -140,9 +140,9 @@ def default_cluster() -> str:
 def runs_here(cluster: Cluster) -> bool:
     """Whether a job on `cluster` would run in this environment, with its packages and files."""
     is_job = os.environ.get("SLURM_JOB_ID") and not os.environ.get("COOKBOOK_CHECK")
-    return bool(
-        cluster.scheduler == "local" or is_job or (has_slurm() and _slurm_has(cluster, nodes=1))
-    )
+    if cluster.scheduler == "local" or is_job:
+        return True
+    return has_slurm() and _slurm_has(cluster, nodes=1)
 
 
 def _slurm_has(cluster: Cluster, nodes: int) -> bool:
@@ -174,7 +174,7 @@ def cluster_from_record(record: CellRecord) -> Cluster:
 
 
 def _read_cluster(file: YamlFile) -> Cluster:
-    own = {"name": file.path.stem, "path": file.path, "content": file.content}
+    own: dict[str, Any] = {"name": file.path.stem, "path": file.path, "content": file.content}
     cluster = fill(Cluster, file, beside=sections(), settings=read_sections(file), **own)
     for key, reason, remedy in _problems(file, cluster):
         raise InputError(file.place(*key), reason, remedy)

@@ -37,20 +37,16 @@ class Options:
         return self.stack.options[name].default if setting is None else setting.value
 
     def __contains__(self, name: str) -> bool:
-        """Return whether `name` is set."""
         return name in self.settings
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values that are set, by name."""
         return {name: setting.value for name, setting in self.settings.items()}
 
     def override(self, *layers: Settings) -> Options:
         """Return these with `layers` laid over them, the later winning."""
-        settings = dict(self.settings)
-        for layer in layers:
-            settings.update(layer)
-        return Options(self.stack, settings)
+        over = {name: setting for layer in layers for name, setting in layer.items()}
+        return Options(self.stack, {**self.settings, **over})
 
     def origin(self, name: str) -> str:
         """Return the place that set `name`, for the head of a message; it ends with the name."""
@@ -109,7 +105,6 @@ class Layout:
 
 
 def layout_of(options: Options, world: int) -> Layout:
-    """Return the layout that `options` give a job of `world` ranks."""
     degrees = {short: options[name] for short, name in DEGREES.items()}
     if degrees["dp_shard"] == -1:
         others = degrees["dp_replicate"] * degrees["cp"] * degrees["tp"] * degrees["pp"]
@@ -170,7 +165,6 @@ def command_line_settings(words: Sequence[str], flag: str = "--set") -> Settings
 
 
 def argv_of(stack: Stack, settings: Settings) -> list[str]:
-    """Return the words that set `settings`, in their order."""
     return [
         word
         for name, setting in settings.items()

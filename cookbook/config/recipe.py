@@ -149,7 +149,6 @@ class Exchange:
 
 
 STANDARD = Exchange("standard", "the all-to-all")
-_MXFP8_A2A = Exchange("mxfp8", "TorchAO's quantized all-to-all")
 _DEEPEP = Exchange(
     "deepep",
     "DeepEP",
@@ -162,7 +161,8 @@ _DEEPEP = Exchange(
     uses_nccl=False,
     reference=DEEPEP,
 )
-EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8_A2A, _DEEPEP)}
+_MXFP8 = Exchange("mxfp8", "TorchAO's quantized all-to-all")
+EXCHANGES = {exchange.name: exchange for exchange in (STANDARD, _MXFP8, _DEEPEP)}
 
 
 def implied(options: Options) -> dict[str, str]:
@@ -238,7 +238,6 @@ class Overlay:
     environment_from: Words = field(default_factory=Words)
 
     def expects(self, key: str) -> Any:
-        """Return what the overlay's `expect` block says of `key`."""
         return self.expect[f"cookbook.{key}"].value
 
 
@@ -259,7 +258,6 @@ def load_precision(name: str, gpu: Gpu | None = None) -> Overlay:
 
 
 def load_ep_backend(name: str) -> Overlay:
-    """Read the EP backend called `name`, by a synonym, or at the path `name`."""
     return load_overlay("ep_backend", name)
 
 
@@ -371,7 +369,6 @@ class Recipe:
 
     @property
     def pair(self) -> tuple[Overlay, Overlay]:
-        """The recipe's own precision and EP backend."""
         with named_at(shown_path(self.path)):
             return load_precision(self.precision), load_ep_backend(self.ep_backend)
 

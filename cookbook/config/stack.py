@@ -51,16 +51,11 @@ class Pin:
 
 
 def read_pins(path: Path = REQUIREMENTS) -> list[Pin]:
-    """Return the pins of `path` in their order."""
+    found = map(_LINE.match, path.read_text(encoding="utf-8").splitlines())
+    words = (match.groupdict("") for match in found if match)
     return [
-        Pin(
-            match["name"],
-            match["version"] or match["commit"],
-            match["source"] or "",
-            match["extra"] or "",
-        )
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if (match := _LINE.match(line))
+        Pin(one["name"], one["version"] or one["commit"], one["source"], one["extra"])
+        for one in words
     ]
 
 
@@ -102,9 +97,8 @@ class Option:
         if not _holds(self.kind, value):
             quotes = self.kind == "str" and isinstance(value, bool | int | float)
             remedy = "put it in quotes" if quotes else ""
-            raise InputError(
-                place, f"found {described(value)}, allowed: {_ALLOWED[self.kind]}", remedy
-            )
+            found = f"found {described(value)}, allowed: {_ALLOWED[self.kind]}"
+            raise InputError(place, found, remedy)
         if self.kind == "list" and not value and self.default:
             # TorchTitan reads an empty word as a list of one empty name.
             raise InputError(place, "found an empty list, which TorchTitan cannot be given here")
@@ -118,7 +112,6 @@ class Option:
         return value
 
     def parse(self, place: str, text: str) -> Any:
-        """Return the value of `text` from a command line."""
         if self.optional and text in ("None", "null"):
             return None
         value: Any = text
@@ -206,12 +199,9 @@ class Stack:
         """Return the option called `name`; an error names the nearest real ones."""
         if name not in self.options:
             # Else options of any section whose last word is near.
-            keys = nearest(
-                name.rpartition(".")[2], {one.rpartition(".")[2] for one in self.options}
-            )
-            close = nearest(name, self.options, 3) or [
-                full for full in self.options for key in keys if full.endswith(f".{key}")
-            ]
+            last = {full: full.rpartition(".")[2] for full in self.options}
+            keys = nearest(name.rpartition(".")[2], {*last.values()})
+            close = nearest(name, self.options, 3) or [n for n in last if last[n] in keys]
             found = f"TorchTitan {self.pins['torchtitan']} has no option {name!r}"
             remedy = f"nearest: {', '.join(close)}" if close else ""
             raise InputError(place, found, remedy or "see `python -m torchtitan.train --help`")

@@ -124,7 +124,7 @@ def load_hardware(path: Path) -> Hardware:
     Raises:
         InputError: a fact is missing, unknown, without a source, or no positive number.
     """
-    found = fill(_File, read_yaml(path), beside=("description",))
+    found: Any = fill(_File, read_yaml(path), beside=("description",))
     facts = {one.name: fact for one in _FACTS if (fact := getattr(found, one.name))}
     values: dict[str, Any] = {name: fact.value for name, fact in facts.items()}
     sources = {name: fact.source for name, fact in facts.items()}
