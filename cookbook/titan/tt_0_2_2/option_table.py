@@ -48,8 +48,8 @@ def _entry(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     names = {kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not list}
-    kind = next((name for name in ("bool", "float", "int", "str") if name in names), "lists")
-    entry = {"kind": "list" if list[str] in kinds else kind}
+    name = next((name for name in ("bool", "float", "int", "str") if name in names), "lists")
+    entry: dict[str, Any] = {"kind": "list" if list[str] in kinds else name}
     for kind in kinds:
         if typing.get_origin(kind) is typing.Literal:
             entry = {"choices": list(typing.get_args(kind))}
