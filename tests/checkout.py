@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 from cookbook.base.paths import ROOT
@@ -31,3 +32,12 @@ def copy_checkout(folder: Path, assets: bool = False) -> Path:
             tokenizer.write_text("{}")
         (folder / "assets/local/corpus").mkdir()
     return folder
+
+
+def commit_all(folder: Path) -> str:
+    """Commit all files of `folder`, a repository of its own; its commit."""
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in ("init -q", "add .", "commit -q -m all"):
+        subprocess.run([*git, *words.split()], check=True, timeout=60)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    return head.stdout.strip()

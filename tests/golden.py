@@ -18,7 +18,6 @@ from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
-from cookbook.config.options import DEGREES, Setting, Settings
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import resolve_cell
 from cookbook.config.stack import stack_name
@@ -34,13 +33,9 @@ _CONTAINER = str(Path(__file__).parent / "clusters/container.yaml")
 
 def golden_scripts() -> dict[str, str]:
     """The text of each script in tests/golden, by its file name."""
-    degrees = {DEGREES["pp"]: 2, DEGREES["tp"]: 1, DEGREES["ep"]: 4}
-    one_node = {name: Setting(value, f"--set {name}") for name, value in degrees.items()}
     cells = [
         _cell("deepseek_v3_671b", "mxfp8", "deepep", "soperator-b200"),
-        _cell("deepseek_v3_16b", "bf16", "standard", "soperator-b200"),
         _cell("deepseek_v3_16b", "mxfp8", "mxfp8_a2a", _CONTAINER),
-        _cell("deepseek_v3_16b", "mxfp8", "standard", "h200-node", one_node),
         _cell("debug", "mxfp8", "standard", "local"),
     ]
     # A profile that is outside recipes/ is named by its path.
@@ -67,15 +62,13 @@ def option_table() -> str:
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def _cell(
-    recipe: str, precision: str, ep_backend: str, cluster: str, asked: Settings | None = None
-) -> Cell:
+def _cell(recipe: str, precision: str, ep_backend: str, cluster: str) -> Cell:
     profile = load_cluster(cluster)
     if profile.scheduler == "local":
         # As on a machine without GPUs, whatever this one has.
         profile = replace(profile, gpu=None, gpus_per_node=None)
     overlays = load_precision(precision), load_ep_backend(ep_backend)
-    return resolve_cell(load_recipe(recipe), *overlays, profile, layers=({}, {}, asked or {}))
+    return resolve_cell(load_recipe(recipe), *overlays, profile)
 
 
 def main() -> None:

@@ -50,8 +50,8 @@ def metrics_line(
 class Run:
     """A run folder under construction."""
 
-    def __init__(self, folder: Path, baseline: str | None = "base") -> None:
-        self.folder = folder / NAME
+    def __init__(self, folder: Path, baseline: str | None = "base", name: str = NAME) -> None:
+        self.folder = folder / name
         self.baseline = baseline
         self.cells: list[str] = []
 

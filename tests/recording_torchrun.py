@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -26,19 +25,14 @@ class TorchrunRecord:
     job_id: str
     attempt: int
     node: str
-    hostname: str
     cwd: str
     argv: list[str]
     environment: dict[str, str]
 
     def option(self, name: str) -> str:
-        """The value of torchrun's option `name`, given as `--name value` or `--name=value`."""
-        for word, following in zip(self.argv, [*self.argv[1:], ""], strict=True):
-            if word == name:
-                return following
-            if word.startswith(f"{name}="):
-                return word.removeprefix(f"{name}=")
-        raise KeyError(f"{name} is not among {self.argv}")
+        """The value of torchrun's option `--name=value`."""
+        (found,) = [word.partition("=")[2] for word in self.argv if word.startswith(f"{name}=")]
+        return found
 
 
 def install_recording_torchrun(folder: Path) -> Path:
@@ -57,11 +51,11 @@ def install_recording_torchrun(folder: Path) -> Path:
 def read_records(folder: Path) -> list[TorchrunRecord]:
     """Every start so far, by job, attempt and node; a second start on a node is a second record."""
     records = [TorchrunRecord(**json.loads(path.read_text())) for path in folder.glob("*.json")]
-    return sorted(records, key=lambda each: (int(each.job_id), each.attempt, _number(each.node)))
 
+    def key(one: TorchrunRecord) -> tuple[int, int, int]:
+        return int(one.job_id), one.attempt, int(one.node.rpartition("-")[2])
 
-def _number(node: str) -> int:
-    return int(node.rpartition("-")[2])
+    return sorted(records, key=key)
 
 
 def _record() -> None:
@@ -74,7 +68,6 @@ def _record() -> None:
         job_id=os.environ.get("SLURM_JOB_ID", "0"),
         attempt=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         node=os.environ.get("SLURMD_NODENAME", "local-0"),
-        hostname=socket.gethostname(),
         cwd=str(Path.cwd()),
         argv=sys.argv[1:],
         environment=environment,

@@ -31,9 +31,6 @@ class Checkout:
     python: Path
     environment: dict[str, str] = field(default_factory=dict)
 
-    def command(self, *options: str) -> list[str]:
-        return [str(self.folder / "setup.sh"), *options]
-
     def variables(self) -> dict[str, str]:
         kept = {
             name: value
@@ -51,22 +48,15 @@ class Checkout:
         write_gpus(file, gpus)
         self.environment["STAND_IN_GPUS"] = str(file)
 
-    def setup(self, *options: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*options),
-            cwd="/",
-            env=self.variables(),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            timeout=timeout,
-            check=False,
-        )
+    def setup(self, *options: str) -> subprocess.CompletedProcess[str]:
+        running = self.start(*options)
+        output, _ = running.communicate(timeout=300)
+        return subprocess.CompletedProcess(running.args, running.returncode, output)
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(*options),
+            [str(self.folder / "setup.sh"), *options],
+            cwd="/",
             env=self.variables(),
             text=True,
             stdout=subprocess.PIPE,
@@ -95,13 +85,10 @@ def write_wheel(folder: Path, name: str, version: str, files: Iterable[str] = ()
         wheel.writestr(f"{package}.py", f"VERSION = {version!r}\n")
         for file in files:
             wheel.writestr(file, "")
-        wheel.writestr(
-            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-        wheel.writestr(
-            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{about}/RECORD", "")
+        of_python = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        named = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        for file, text in {"METADATA": named, "WHEEL": of_python, "RECORD": ""}.items():
+            wheel.writestr(f"{about}/{file}", text)
 
 
 PYTHON = """#!/bin/sh

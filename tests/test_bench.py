@@ -167,15 +167,3 @@ def test_both_are_read_and_wrong_attention_is_caught(
     losses["flash"] = 11.9367
     assert peer.main() == 1
     assert "DISAGREE" in capsys.readouterr().out
-    losses["flash"] = float("nan")
-    assert peer.main() == 1
-    cell |= {"status": "failed", "reason": "out of memory"}
-    with pytest.raises(ValueError, match="out of memory"):
-        peer.main()
-    with pytest.raises(ValueError, match="No module named"):
-        peer.read_peer("ModuleNotFoundError: No module named 'megatron'")
-
-
-def test_documents_of_the_comparison_are_longer_than_a_sequence() -> None:
-    joined = peer.join_documents(["ab\n"] * 10, characters=7)
-    assert "".join(joined) == "ab\n" * 10 and [len(one) for one in joined] == [9, 9, 9, 3]

@@ -23,25 +23,8 @@ from tests.submit import ROOT
 
 # The tests' Python without any package, as a system's Python is before setup.sh has run.
 BARE = [sys.executable, "-S"]
-VERBS: dict[str, list[str]] = {
-    "list": [],
-    "show": ["debug"],
-    "render": ["debug"],
-    "new": ["mine", "--from", "debug"],
-    "check-line": ["sbatch", "train_671b.sh"],
-    "check": ["debug"],
-    "run": ["debug", "--dry-run"],
-    "sweep": ["matrix", "--dry-run"],
-    "status": [],
-    "logs": [],
-    "cancel": [],
-    "report": [],
-    "compare": ["a", "b"],
-    "profile": ["debug"],
-    "plan": ["debug"],
-    "export": ["a/b", "--to", "weights"],
-    "data": ["texts", "--tokenizer", "folder"],
-}
+VERBS = {"list", "show", "render", "new", "check-line", "check", "run", "sweep", "status", "logs"}
+VERBS |= {"cancel", "report", "compare", "profile", "plan", "export", "data", "doctor"}
 
 
 class TestWithoutPackages:
@@ -50,11 +33,11 @@ class TestWithoutPackages:
         assert (help_text.returncode, help_text.stderr) == (0, "")
         verbs = help_text.stdout.partition("VERB\n")[2].partition("\n\n")[0]
         named = {line.split()[0] for line in verbs.splitlines() if line[4:5].strip()}
-        assert named == {*VERBS, "doctor"}
+        assert named == VERBS
 
-    @pytest.mark.parametrize("verb", VERBS)
-    def test_every_verb_ends_with_the_sentence_about_setup(self, tmp_path: Path, verb: str) -> None:
-        done = start([*BARE, "submit.py", verb, *VERBS[verb]], tmp_path)
+    @pytest.mark.parametrize("words", ["list", "run debug --dry-run", "check-line sbatch a.sh"])
+    def test_a_verb_ends_with_the_sentence_about_setup(self, tmp_path: Path, words: str) -> None:
+        done = start([*BARE, "submit.py", *words.split()], tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert re.fullmatch(
             rf"submit.py: {sys.executable}: \w+ is not installed, and VENV={tmp_path}/none holds "
@@ -65,8 +48,9 @@ class TestWithoutPackages:
     def test_the_doctor_works(self, tmp_path: Path) -> None:
         done = start([*BARE, "submit.py", "doctor", "--json"], tmp_path)
         assert (done.returncode, done.stderr) == (1, "")
-        states = {finding["name"]: finding["state"] for finding in json.loads(done.stdout)}
-        assert states["pins"] == "problem"
+        findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
+        assert findings["pins"]["state"] == "problem"
+        assert set(findings["pins"]) == {"name", "state", "found", "remedy"}
         for command in (["submit.py"], ["-m", "cookbook.doctor"]):
             words = [*command, *(["doctor"] if command == ["submit.py"] else [])]
             text = start([*BARE, *words], tmp_path)
@@ -74,18 +58,6 @@ class TestWithoutPackages:
             profile = start([*BARE, *words, "--cluster", "local"], tmp_path)
             assert (profile.returncode, profile.stderr.count("\n")) == (2, 1)
             assert "is not installed" in profile.stderr
-
-    def test_a_fault_of_the_cookbook_keeps_its_traceback(self, tmp_path: Path) -> None:
-        copy = copy_checkout(tmp_path / "check out")
-        inspect = copy / "cookbook/cli/inspect.py"
-        text = inspect.read_text(encoding="utf-8")
-        assert "import argparse\n" in text
-        module = "cookbook.no_such_module"
-        inspect.write_text(text.replace("import argparse\n", f"import argparse\nimport {module}\n"))
-        done = start([sys.executable, "submit.py", "list"], tmp_path, cwd=copy)
-        assert done.returncode == 1
-        assert done.stderr.startswith("Traceback")
-        assert f"No module named '{module}'" in done.stderr
 
     def test_pinned_packages_are_known_by_their_import_names(self) -> None:
         installed = [pin.name for pin in read_pins() if find_distribution(pin.name)]

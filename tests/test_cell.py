@@ -88,22 +88,6 @@ def test_what_the_gpu_lacks_is_emulated_where_the_cluster_allows_it() -> None:
     assert resolve_cell(h200.recipe, h200.precision, h200.ep_backend, newer).refused is None
 
 
-def test_later_settings_win_and_say_where_they_come_from() -> None:
-    cell = _cell(
-        precision="mxfp8",
-        sweep={"training.steps": 30, "optimizer.lr": 1e-3},
-        training__steps=40,
-        quantize__grouped_mm__mx__fqns=["experts", "shared"],
-    )
-    origins = {name: setting.origin for name, setting in cell.options.settings.items()}
-    assert cell.options["training.steps"] == cell.steps == 40
-    assert origins["training.steps"] == "--set training.steps"
-    assert (cell.options["optimizer.lr"], origins["optimizer.lr"]) == (1e-3, "sweep")
-    assert cell.options["quantize.grouped_mm.mx.fqns"] == ["experts", "shared"]
-    assert origins["model.converters"].startswith("recipes/precision/mxfp8.yaml:")
-    assert origins["model.name"].startswith("recipes/deepseek_v3_671b.yaml:")
-
-
 def test_a_large_recipe_has_a_stand_in_on_the_local_cluster() -> None:
     cell = _cell("deepseek_v3_671b", "mxfp8", cluster="local", sweep={"training.steps": 1500})
     assert (cell.recipe.name, cell.stand_in_for) == ("debug", "deepseek_v3_671b")
@@ -128,7 +112,5 @@ def test_a_large_recipe_has_a_stand_in_on_the_local_cluster() -> None:
         ({"cluster": "local"}, None),
     ],
 )
-def test_the_published_number_stands_beside_the_published_cell_alone(
-    arguments: dict[str, Any], published: float | None
-) -> None:
+def test_published_numbers(arguments: dict[str, Any], published: float | None) -> None:
     assert _cell(**arguments).published == published

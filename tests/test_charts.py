@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from cookbook.results.charts import Chart, charts_of, draw_chart, running_mean, thin
+from cookbook.results.charts import Chart, charts_of, draw_chart, running_mean
 from tests.made_up_run import (
     DRAWN,
     RESTART_STEP,
@@ -31,9 +29,6 @@ def test_all_are_there(full: dict[str, Chart]) -> None:
         values = [y for line in chart.lines for y in line.y]
         values += [n for bar in chart.bars for n in (bar.value, bar.high, bar.published) if n]
         assert chart.low < chart.high and max(values) > chart.low
-        assert {line.label for line in chart.lines if not line.is_pale} <= {
-            *("bf16-standard", "bf16-deepep", "mxfp8-standard", "mxfp8-deepep")
-        }
 
 
 def test_bars_hold_the_interval_and_what_was_published(full: dict[str, Chart]) -> None:
@@ -61,28 +56,13 @@ def test_stalls_and_restarts_are_marked(full: dict[str, Chart]) -> None:
     assert lines[RESTARTED].rules == (RESTART_STEP,) and lines[STALLED].rules == ()
     # Thinning keeps a stall.
     assert {seconds for _, seconds in lines[STALLED].marks} <= set(lines[STALLED].y)
+    assert len(lines[STALLED].y) <= 400
 
 
-def test_captions_explain_only_what_is_drawn(tmp_path: Path) -> None:
-    _, results = results_of(make_run(tmp_path, steps=20, partly=True))
-    charts = {chart.name: chart for chart in charts_of(results)}
-    assert "loss-difference" not in charts or "mean" not in charts["loss-difference"].caption
-    assert charts["loss"].caption == "The loss of every logged step."
-    assert "Whiskers" not in charts["throughput"].caption
-    assert "restarts" not in charts["step-time"].caption
-    assert charts["throughput"].bars[1].text.endswith("so far, 6 of 20 steps")
-
-
-def test_few_points_stay_and_many_keep_their_extremes() -> None:
-    assert running_mean([1, 2, 3], [3.0, 1.0, 2.0]) == ([1, 2, 3], [3.0, 1.0, 2.0])
+def test_a_running_mean_stands_at_the_middle_of_its_steps() -> None:
     steps, mean = running_mean(range(1, 4001), [float(step % 2) for step in range(4000)])
     assert len(steps) <= 400 and mean == pytest.approx([0.5] * len(mean))
     assert steps[0] == pytest.approx(50.5)
-    values = [1.0] * 10_000
-    values[7_777], values[3_333] = 9.0, 0.1
-    steps, kept = thin(range(10_000), values)
-    assert len(kept) <= 400 and (max(kept), min(kept)) == (9.0, 0.1)
-    assert list(steps) == sorted(steps) and steps[kept.index(9.0)] == 7_777
 
 
 @pytest.mark.parametrize("name", DRAWN)

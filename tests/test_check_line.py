@@ -32,7 +32,6 @@ def check_line(
     ("words", "verdict"),
     [
         (["sbatch", "train_671b.sh"], "671b-bf16-standard may run: 32 node(s) x 8 B200"),
-        (["train_16b.sh"], "16b-bf16-standard may run: 32 node(s)"),
         (["PRECISION=fp8", "sbatch", "train_671b.sh"], "671b-mxfp8-standard may run"),
         (
             ["PRECISION=mxfp8", "sbatch", "--nodes=16", "train_671b.sh", "--training.steps=5"],
@@ -55,15 +54,12 @@ def test_a_line_that_may_run(checkout: Path, words: list[str], verdict: str) -> 
         (["sbatch", "train_671b.sh", "--training.step=5"], "nearest: training.steps"),
         (["sbatch", "-N", "3", "train_671b.sh"], "32 does not divide 12 ranks of a stage; try 4"),
         (["sbatch", "--gres=gpu:4", "train_671b.sh"], "the job has 4 GPUs a node, and the"),
-        (["sbatch", "-G", "128", "train_671b.sh"], "the job has 4 GPUs a node, and the"),
         (["sbatch", "-G", "8", "train_671b.sh"], "the job has 0 GPUs a node, and the"),
         (["sbatch", "--export=ALL,PRECISION=fp4", "train_671b.sh"], "PRECISION: found 'fp4', all"),
         (["PRECISON=mxfp8", "sbatch", "train_671b.sh"], "did you mean PRECISION?"),
-        (["precision=mxfp8", "sbatch", "train_671b.sh"], "did you mean PRECISION?"),
         (["bash", "train_671b.sh"], "runs inside a Slurm job; start it with: sbatch train_671b"),
         (["sbatch", "--nodes=three", "train_671b.sh"], "--nodes: found 'three', allowed: a whole"),
         (["srun", "train_671b.sh"], "found 'srun', which is no file; allowed: sbatch"),
-        (["sbatch", "train_671b.sh", "-N", "16"], "sbatch's stand before the script"),
     ],
 )
 def test_a_line_that_may_not_run_says_why(checkout: Path, words: list[str], message: str) -> None:
@@ -82,9 +78,7 @@ def test_options_below_a_command_are_not_read_by_sbatch(checkout: Path, tmp_path
 
 
 @pytest.mark.parametrize(("status", "answer"), [(0, 0), (1, 1)])
-def test_slurm_is_asked_where_there_is_one(
-    checkout: Path, tmp_path: Path, status: int, answer: int
-) -> None:
+def test_slurm_is_asked_if_there(checkout: Path, tmp_path: Path, status: int, answer: int) -> None:
     for name, text in {
         "sinfo": "echo '32 gpu:b200:8'",
         "sbatch": f'echo "no such partition: $*" >&2; exit {status}',
@@ -120,9 +114,7 @@ def test_an_edited_copy_is_judged_by_what_it_says(checkout: Path, tmp_path: Path
     ],
     ids=["plain", "sourced", "cut"],
 )
-def test_a_script_that_is_not_the_cookbooks_is_never_run(
-    checkout: Path, tmp_path: Path, script: str
-) -> None:
+def test_a_script_of_others_is_never_run(checkout: Path, tmp_path: Path, script: str) -> None:
     path = tmp_path / "evil.sh"
     path.write_text(f"{script}touch '{tmp_path}/ran'\n")
     for words in (["sbatch", str(path)], ["bash", str(path)], [str(path), "train_671b.sh"]):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cookbook.base.errors import InputError
-from cookbook.cli.inspect import write_output
 from cookbook.config.recipe import names_in
-from cookbook.run.run import new_record
 from tests.submit import ROOT, environment, listing, submit
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
@@ -96,15 +90,6 @@ def test_show_prints_the_cell_as_yaml_with_origins_on_request(runs: Path) -> Non
     assert origins["model.converters"]["from"].startswith("recipes/precision/mxfp8.yaml:")
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "yml"])
-def test_a_file_of_ones_own_is_a_recipe(runs: Path, tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"mine.{suffix}"
-    text = (ROOT / "recipes/debug.yaml").read_text(encoding="utf-8")
-    path.write_text(text.replace("name: debug", "name: mine"), encoding="utf-8")
-    shown = submit("show", str(path), "--cluster", "local", runs=runs)
-    assert yaml.safe_load(shown.stdout)["name"] == "mine-bf16-standard"
-
-
 def test_render_prints_the_script_or_writes_it(runs: Path, tmp_path: Path) -> None:
     printed = submit(*RENDER, runs=runs).stdout
     assert printed.startswith("#!/bin/bash\n") and printed.count("#SBATCH") >= 5
@@ -124,18 +109,6 @@ def test_a_stand_in_is_not_written_in_place_of_a_recipe(runs: Path, tmp_path: Pa
     answer = submit(*words, runs=runs)
     assert (answer.status, answer.stdout) == (2, "") and not target.exists()
     assert "would train debug in place of deepseek_v3_671b" in answer.stderr
-
-
-@pytest.mark.parametrize("minor", [3, 7])
-def test_a_device_stays_a_device(tmp_path: Path, minor: int) -> None:
-    # Copies of /dev/null and /dev/full: root may replace the real ones.
-    device = tmp_path / "device"
-    os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, minor))
-    try:
-        write_output("--figure", str(device), "text")
-    except InputError as error:
-        assert minor == 7 and "cannot be written: No space left on device" in str(error)
-    assert stat.S_ISCHR(device.stat().st_mode)
 
 
 def test_a_dry_run_submits_nothing_and_shows_the_plan(runs: Path) -> None:
@@ -160,31 +133,3 @@ def test_a_cluster_that_the_environment_names(runs: Path) -> None:
     # The command line wins.
     answer = submit("show", "debug", "--cluster", "h200-node", runs=runs, variables=wrong)
     assert (answer.status, yaml.safe_load(answer.stdout)["cluster"]) == (0, "h200-node")
-
-
-def test_a_user_without_a_passwd_entry_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 987654)
-    record = new_record("a", cluster="local", scheduler="local", stack="2026.02", cells=[])
-    assert record.user == "987654"
-
-
-def test_a_venv_in_a_private_home_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home/python").symlink_to(sys.executable)
-    (tmp_path / "venv/bin").mkdir(parents=True)
-    (tmp_path / "venv/bin/python").symlink_to(tmp_path / "home/python")
-    (tmp_path / "home").chmod(0o700)
-    for folder in (*tmp_path.parents, tmp_path):
-        if str(folder).startswith("/tmp/"):
-            folder.chmod(folder.stat().st_mode | 0o011)
-    shutil.copy(ROOT / "submit.py", tmp_path)
-    done = subprocess.run(
-        ["setpriv", "--reuid=65534", "--clear-groups", "/usr/bin/python3", tmp_path / "submit.py"],
-        env={"PATH": "/usr/bin:/bin", "VENV": str(tmp_path / "venv")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "its bin/python does not start: Permission denied" in done.stderr

@@ -24,11 +24,11 @@ def test_every_profile_is_read_and_explained(name: str) -> None:
 H200: dict[str, Any] = {"name": "NVIDIA H200"}
 
 
-@pytest.mark.parametrize("time", ["90", "1-12", "UNLIMITED", "infinite"])
-def test_time_limits_of_sbatch_are_taken(tmp_path: Path, time: str) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(f'description: mine\nscheduler: slurm\ntime: "{time}"\n', encoding="utf-8")
-    assert load_cluster(str(path)).time == time
+def test_time_limits_of_sbatch_are_taken(tmp_path: Path) -> None:
+    for time in ("90", "1-12", "UNLIMITED", "infinite"):
+        path = tmp_path / f"{time}.yaml"
+        path.write_text(f'description: mine\nscheduler: slurm\ntime: "{time}"\n')
+        assert load_cluster(str(path)).time == time
 
 
 @pytest.mark.parametrize(

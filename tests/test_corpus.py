@@ -1,3 +1,5 @@
+"""The local corpus: made once from Python's sources, repaired, and read by TorchTitan."""
+
 from __future__ import annotations
 
 import os
@@ -8,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from cookbook.base.errors import InputError
+from cookbook.base.paths import ROOT
 from cookbook.install import corpus
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def make(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "cookbook.install.corpus", str(folder)],
-        cwd=REPOSITORY,
+        cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -52,9 +53,7 @@ class TestMade:
         ]
         assert 8e6 < (made / "corpus/stdlib.jsonl").stat().st_size < 40e6
 
-    def test_a_cut_file_is_made_again_and_a_whole_one_left_alone(
-        self, made: Path, tmp_path: Path
-    ) -> None:
+    def test_only_a_cut_file_is_made_again(self, made: Path, tmp_path: Path) -> None:
         before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
         result = make(made)
         assert result.returncode == 0 and "are there" in result.stdout
@@ -84,8 +83,6 @@ class TestMade:
         text = "def naïve(x):\n\treturn 'ß' * x  # 数\n"
         tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
         assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
-        assert len(set(tokens)) > 5
-        assert max(tokens) < corpus.VOCABULARY_SIZE
         assert tokenizer.decode(tokens[1:-1]) == text
 
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import cache_from_source
@@ -22,16 +20,7 @@ from cookbook.doctor.__main__ import main
 from cookbook.doctor.check import Answer, is_ready, node_problems, render_findings
 from cookbook.doctor.machine import DCGM_HEALTH, KERNEL_LOG
 from cookbook.doctor.slurm import CONFIG, PARTITIONS
-from tests.doctor_node import (
-    A100,
-    B200,
-    COMMIT,
-    COMPILER_FILE,
-    H200,
-    LIMITS,
-    Node,
-    whole_node,
-)
+from tests.doctor_node import A100, B200, COMMIT, COMPILER_FILE, H200, LIMITS, Node, whole_node
 from tests.submit import ROOT
 
 PINS = {pin.name: pin.value for pin in read_pins()}
@@ -183,26 +172,16 @@ def test_nvshmem_is_the_one_that_deepep_was_linked_with(node: Node) -> None:
     assert finding.remedy == "take /usr/lib out of LD_LIBRARY_PATH"
 
 
-@pytest.mark.parametrize("runs", ["", "elsewhere/runs", "/dev/shm/runs-of-the-doctor"])
-def test_the_disk_is_that_of_the_runs(
-    runs: str, node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node.environment["COOKBOOK_RUNS"] = runs
-    looked: list[Path] = []
-
-    def disk_usage(path: Path) -> Any:
-        looked.append(path)
-        return type("Usage", (), {"free": 1 << 40})
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+def test_the_disk_is_that_of_the_runs(node: Node) -> None:
     checkout = node.folder / "checkout"
+    assert f"free in {checkout}," in node.findings()["disk"].found
+    node.environment["COOKBOOK_RUNS"] = "/dev/shm/runs-of-the-doctor"
+    assert "free in /dev/shm," in node.findings()["disk"].found
     # Of the runs' folder, or that which it will be made in.
-    expected = Path("/dev/shm") if runs.startswith("/") else checkout
-    assert f"free in {expected}," in node.findings()["disk"].found
-    assert looked[0] == expected
-    if runs == "elsewhere/runs":
-        (checkout / runs).mkdir(parents=True)
-        assert f"free in {checkout / runs}," in node.findings()["disk"].found
+    node.environment["COOKBOOK_RUNS"] = "elsewhere/runs"
+    assert f"free in {checkout}," in node.findings()["disk"].found
+    (checkout / "elsewhere/runs").mkdir(parents=True)
+    assert f"free in {checkout}/elsewhere/runs," in node.findings()["disk"].found
 
 
 def test_a_user_id_without_a_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,9 +250,7 @@ class TestCluster:
             ([replace(H200, model=Gpu("NVIDIA H100", 9.0, 79.6))] * 8, "h200-node", "warning"),
         ],
     )
-    def test_gpus_are_compared_with_the_profile(
-        self, node: Node, found: list[Any], profile: str, state: str
-    ) -> None:
+    def test_gpus_and_profile(self, node: Node, found: list[Any], profile: str, state: str) -> None:
         node.gpus = found
         finding = node.findings(profile)["gpus"]
         assert finding.state == state
@@ -283,7 +260,6 @@ class TestCluster:
         ("row", "state", "found"),
         [
             ("main*|up|32|gpu:nvidia_b200:8(S:0-1),shard:16|infinite", "ok", "32 nodes"),
-            ("main*|up|32|gpu:b200:4,gpu:t4:4|infinite", "ok", "32 nodes"),
             ("main*|up|32|gpu:4|infinite", "problem", "no node has the 8 GPUs"),
             ("main*|up|32|shard:gpu:8|infinite", "problem", "no node has the 8 GPUs"),
             (
@@ -292,9 +268,7 @@ class TestCluster:
             ),
         ],
     )
-    def test_the_partition_must_have_the_profile_s_gpus(
-        self, node: Node, row: str, state: str, found: str
-    ) -> None:
+    def test_gpus_of_the_partition(self, node: Node, row: str, state: str, found: str) -> None:
         node.answers[PARTITIONS] = Answer(0, row + "\n")
         finding = node.findings("soperator-b200")["partition"]
         assert (finding.state, found in finding.found) == (state, True), finding
@@ -342,9 +316,7 @@ class TestHealth:
             ),
         ],
     )
-    def test_a_fault_of_a_gpu_is_named(
-        self, node: Node, break_it: Break, name: str, reason: str
-    ) -> None:
+    def test_each_fault_of_a_gpu(self, node: Node, break_it: Break, name: str, reason: str) -> None:
         break_it(node)
         problems = node.problems()
         assert problems.keys() == {name} and reason in problems[name]
@@ -390,31 +362,10 @@ class TestHealth:
         assert "cannot write to " in gone["job folder"][0]
 
 
-class TestCommand:
-    def test_without_any_package(self) -> None:
-        """-I -S: no site-packages, as on a machine where nothing is installed yet."""
-        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); " + (
-            "from cookbook.doctor.__main__ import main; status = main(['--json']); "
-            "assert 'torch' not in sys.modules; sys.exit(status)"
-        )
-        result = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert result.returncode == 1, result.stderr
-        findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
-        assert findings["pins"]["state"] == "problem"
-        assert set(findings["pins"]) == {"name", "state", "found", "remedy"}
-
-    def test_an_unknown_profile(self) -> None:
-        with pytest.raises(InputError, match=r"--cluster: .*did you mean 'local'"):
-            main(["--cluster", "lokal"])
-
-    def test_a_local_profile_leaves_slurm_out(self, capsys: pytest.CaptureFixture[str]) -> None:
-        # Without the training packages this Python is not ready, which is another matter.
-        assert main(["--cluster", "local", "--json"]) in (0, 1)
-        names = {finding["name"] for finding in json.loads(capsys.readouterr().out)}
-        assert "local corpus" in names and "slurm" not in names
+def test_a_local_profile_leaves_slurm_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"--cluster: .*did you mean 'local'"):
+        main(["--cluster", "lokal"])
+    # Without the training packages this Python is not ready, which is another matter.
+    assert main(["--cluster", "local", "--json"]) in (0, 1)
+    names = {finding["name"] for finding in json.loads(capsys.readouterr().out)}
+    assert "local corpus" in names and "slurm" not in names

@@ -131,12 +131,9 @@ def test_the_status_says_whether_all_kernels_are_right(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "torch/distributed").mkdir(parents=True)
-    for name, text in {
-        "__init__": "",
-        "distributed/__init__": "",
-        "distributed/run": TORCHRUN,
-    }.items():
-        (tmp_path / "torch" / f"{name}.py").write_text(text)
+    for package in ("torch", "torch/distributed"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "torch/distributed/run.py").write_text(TORCHRUN)
     (tmp_path / "status").write_text(str(ends))
     if stderr:
         (tmp_path / "stderr.log").write_text(stderr)

@@ -63,9 +63,7 @@ def test_a_link_to_a_shared_list_stays_a_link(path: Path, tmp_path: Path) -> Non
         ("worker-1: [\n", "YAML syntax"),
     ],
 )
-def test_a_mistake_is_named_and_the_file_is_not_overwritten(
-    path: Path, text: str, message: str
-) -> None:
+def test_a_broken_list_is_not_overwritten(path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         read_excluded()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,19 +52,13 @@ def ends(*causes: Cause, step: int = 1) -> list[AttemptEnd]:
     return [AttemptEnd(n, cause, last_step=step + n) for n, cause in enumerate(causes)]
 
 
-def test_every_cause_has_its_rule() -> None:
+def test_a_final_cause_stops_at_once() -> None:
     assert set(RULES) == set(Cause)
-
-
-FINAL = [Cause.OUT_OF_MEMORY, Cause.MISSING_FILE, Cause.MISSING_MODULE]
-FINAL += [Cause.WRONG_OPTION, Cause.BAD_NODES]
-
-
-@pytest.mark.parametrize("cause", FINAL)
-def test_a_final_cause_stops_at_once(cause: Cause) -> None:
-    decision = decide(ends(cause), most=9, lost_nodes=["worker-1"], is_time_over=True)
-    assert decision.action is Action.STOP
-    assert "then: python submit.py run --resume RUN" in decision.words
+    final = {Cause.OUT_OF_MEMORY, Cause.MISSING_FILE, Cause.MISSING_MODULE, Cause.WRONG_OPTION}
+    for cause in final | {Cause.BAD_NODES}:
+        decision = decide(ends(cause), most=9, lost_nodes=["worker-1"], is_time_over=True)
+        assert decision.action is Action.STOP
+        assert "then: python submit.py run --resume RUN" in decision.words
 
 
 @pytest.mark.parametrize(
@@ -77,8 +72,6 @@ def test_a_final_cause_stops_at_once(cause: Cause) -> None:
         ([Cause.HANG] * 2, 1, True, [], Action.STOP, "restarted 1 times"),
         ([Cause.DEAD_RANK], 1, False, ["w-1"], Action.REQUEUE, "without w-1, which Slurm"),
         ([Cause.LOST_NODE], 1, False, [], Action.REQUEUE, "without a node, which Slurm"),
-        ([Cause.LOST_NODE] * 2, 1, False, [], Action.STOP, "restarted 1 times"),
-        ([Cause.DISK_FULL], 1, False, [], Action.RESTART, "restarted (1 of 1)"),
         ([Cause.DISK_FULL] * 2, 1, False, [], Action.STOP, "free some space"),
     ],
 )
@@ -118,16 +111,12 @@ def test_attempts_without_progress_are_bounded(cause: Cause, most: int) -> None:
         (0, Cause.FINISHED, None),
     ],
 )
-def test_with_an_empty_log_the_exit_status_tells(
-    cell: CellFolder, code: int, cause: Cause, reason: str | None
-) -> None:
+def test_exits_without_a_log(cell: CellFolder, code: int, cause: Cause, reason: str | None) -> None:
     end = ended(cell, code)
     assert (end.cause, end.reason, end.exit_code, end.job_id) == (cause, reason, code, "77")
 
 
-def test_an_attempt_that_saved_as_asked_has_neither_finished_nor_failed(
-    cell: CellFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_that_saved_as_asked(cell: CellFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     cell.attempt(0).stopped.write_text("77 12\n")
     for code in (0, 1):
         end = ended(cell, code)
@@ -139,20 +128,14 @@ def test_an_attempt_that_saved_as_asked_has_neither_finished_nor_failed(
         assert (stopped.cause, found) == (cause, state)
 
 
-class Usage:
-    """What a disk with so many free bytes says."""
-
-    def __init__(self, free: int) -> None:
-        self.free = free
-
-
 @pytest.mark.parametrize(
     ("free", "cause"), [((8 << 20) - 1, Cause.DISK_FULL), (9 << 20, Cause.DEAD_RANK)]
 )
 def test_a_disk_without_room_for_a_log_is_the_cause(
     cell: CellFolder, monkeypatch: pytest.MonkeyPatch, free: int, cause: Cause
 ) -> None:
-    monkeypatch.setattr("cookbook.supervise.exits.shutil.disk_usage", lambda path: Usage(free))
+    usage = SimpleNamespace(free=free)
+    monkeypatch.setattr("cookbook.supervise.exits.shutil.disk_usage", lambda path: usage)
     end = ended(cell, -9)
     assert end.cause is cause
     assert (end.reason or "").startswith("7 MiB are free at ") == (cause is Cause.DISK_FULL)
@@ -166,9 +149,7 @@ def test_a_disk_without_room_for_a_log_is_the_cause(
         ("checkpoint.load_step: step-5: is no number", Cause.WRONG_OPTION),
     ],
 )
-def test_an_attempt_that_is_refused_has_its_excluded_nodes(
-    cell: CellFolder, reason: str, cause: Cause
-) -> None:
+def test_a_refused_attempt_has_excluded_nodes(cell: CellFolder, reason: str, cause: Cause) -> None:
     found = {"nodes": [], "excluded": {"worker-4": "GPU 3: 2 uncorrectable ECC error(s)"}}
     cell.attempt(0).preflight.write_text(json.dumps(found))
     end = refused_end(cell.attempt(0), reason)
@@ -177,9 +158,7 @@ def test_an_attempt_that_is_refused_has_its_excluded_nodes(
     assert refused_end(cell.attempt(0), reason).left_out == ()
 
 
-def test_requeues_at_a_checkpoint_are_not_counted(
-    cell: CellFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requeues_after_saves_are_free(cell: CellFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     for number, job_id in enumerate(["77", "77", "76"]):
         cell.attempt(number).path.mkdir(exist_ok=True)

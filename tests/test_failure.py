@@ -30,8 +30,7 @@ def test_the_reasons_of_real_logs() -> None:
     reason = find_reason(LOGS / "out_of_memory.log") or ""
     assert reason.startswith("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate")
     assert len(reason) <= 240
-    assert find_reason(LOGS / "refused.log") == REFUSAL
-    assert find_reason(LOGS / "tp1_16b_colour.log") is None
+    assert find_reason(LOGS / "h200_stall.log") is None
     assert find_reason(LOGS / "none") is None
 
 
@@ -241,21 +240,17 @@ def write(attempt: Attempt, **stacks: str) -> None:
         (attempt.stacks / f"rank-{rank[1:]}.txt").write_text(text)
 
 
-def test_a_rank_that_left_no_stack_is_named(attempt: Attempt) -> None:
-    write(attempt, r0=WAITING, r1=WAITING, r2="", r3=WAITING)
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [("", "rank 1 not heard of (stopped, or gone)"), (READING, "rank 1 in read (iterable.py:40)")],
+)
+def test_a_rank_that_stands_elsewhere_is_named(attempt: Attempt, other: str, said: str) -> None:
+    write(attempt, r0=WAITING, r1=other, r2=WAITING, r3=WAITING)
     assert describe_stacks(attempt, 4) == (
-        "rank 2 not heard of (stopped, or gone); the other 3 in wait < train_step (train.py:500)"
-    )
-
-
-def test_a_rank_that_stands_elsewhere_is_named(attempt: Attempt) -> None:
-    write(attempt, r0=WAITING, r1=READING, r2=WAITING, r3=WAITING)
-    assert describe_stacks(attempt, 4) == (
-        "rank 1 in read (iterable.py:40); the other 3 in wait < train_step (train.py:500)"
+        f"{said}; the other 3 in wait < train_step (train.py:500)"
     )
 
 
 def test_without_a_stack_nobody_is_named(attempt: Attempt) -> None:
-    assert describe_stacks(attempt, 4) is None
     write(attempt, r0="", r1="Timeout (0:00:12)!\n")
     assert describe_stacks(attempt, 2) is None

@@ -35,12 +35,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path)
 
 
-def write(run: Run, scheduler: str = "local") -> None:
-    content = {"run": run.folder.name, "scheduler": scheduler, "cells": run.cells}
-    run.folder.mkdir(exist_ok=True)
-    (run.folder / "run.json").write_text(json.dumps(content))
-
-
 def printed(
     capfd: pytest.CaptureFixture[str], cell: str | None = None, follow: bool = False
 ) -> list[str]:
@@ -49,14 +43,12 @@ def printed(
     return capfd.readouterr().out.splitlines()
 
 
-def test_without_a_name_it_is_the_cell_that_runs(
-    run: Run, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_shows_the_cell_that_runs(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     run.add("first", "of the first\n")
     run.add("second", "of the second\n", state="running")
     run.add("third", "of the third\n", state="failed")
     run.add("fourth", state="queued")
-    write(run)
+    run.write()
     name = run.folder.name
     assert printed(capfd) == printed(capfd, name) == ["of the second"]
     # A shell's completion ends a folder with a slash.
@@ -89,7 +81,7 @@ def test_a_log_is_followed_through_a_new_attempt_to_the_end(
     run: Run, capfd: pytest.CaptureFixture[str], happening: Callable[..., Iterator[Happen]]
 ) -> None:
     folder = run.add("a", state="queued")
-    write(run)
+    run.write()
 
     def say(state: str) -> None:
         (folder / "status.json").write_text(json.dumps({"state": state}))
@@ -127,7 +119,7 @@ def test_a_refused_cell_does_not_hide_the_one_that_waits(
 ) -> None:
     run.add("refused", state="refused")
     folder = run.add("waits", state="running")
-    write(run)
+    run.write()
 
     def finished() -> None:
         (folder / "attempt-0").mkdir()
@@ -138,13 +130,11 @@ def test_a_refused_cell_does_not_hide_the_one_that_waits(
     assert printed(capfd, follow=True) == ["one"]
 
 
-def test_status_says_how_far_each_cell_is_and_why(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_has_steps_and_reasons(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.add("a", metrics_line(7), state="running")
     run.add("b", metrics_line(3), state="failed", reason="out of memory")
     run.add("c", state="refused", reason="needs GPUs")
-    write(run)
+    run.write()
     assert show_status(Namespace(run=None, watch=False)) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head == f"{run.folder.name} (local)"
@@ -162,7 +152,7 @@ def test_without_a_name_it_is_said_first_which_run_is_cancelled(
     for number, name in enumerate(("a", "b", "c")):
         run.add(name, state="queued")
         write_job(CellFolder(run.folder / name), str(7 + number % 2))
-    write(run, "slurm")
+    run.write(scheduler="slurm")
     said: list[str] = []
     infos = {job: JobInfo("PENDING", "Priority") for job in ("7", "8")}
     monkeypatch.setattr(slurm, "job_infos", lambda jobs, patience: infos)
@@ -181,7 +171,7 @@ def test_who_watches_to_the_end_gets_report_and_status(
 ) -> None:
     run.add("a", metrics_line(20))
     run.add("b", metrics_line(3), state=second, reason="why")
-    write(run)
+    run.write()
     assert show_status(Namespace(run=None, watch=True)) == status
     said = capsys.readouterr().out
     assert "tokens/s/GPU" in said
@@ -193,8 +183,7 @@ PP = {"parallelism.pipeline_parallel_degree": 2, "training.steps": 20}
 
 
 def watcher_of(run: Run) -> Watcher:
-    content = {"run": "r", "scheduler": "local", "cells": run.cells}
-    (run.folder / "run.json").write_text(json.dumps(content))
+    run.write()
     return Watcher(read_run(run.folder))
 
 

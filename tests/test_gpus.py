@@ -17,7 +17,6 @@ from cookbook.base.gpus import (
     peak_tflops,
     read_gpus,
     select_visible,
-    visible_gpus,
 )
 from tests.stand_in_gpus import stand_in_gpus
 
@@ -94,11 +93,9 @@ SEEN: list[tuple[str | None, str]] = [
     ("1,0", "10"),
     ("0,0", ""),
     ("0,5,1", "0"),
-    ("0, 1", "01"),
     (B, "1"),
     (A[:8], "0"),
     (f"{A},{A[:12]}", ""),
-    (f"GPU-nope,{A}", ""),
     (A.removeprefix("GPU-"), ""),
 ]
 
@@ -106,19 +103,6 @@ SEEN: list[tuple[str | None, str]] = [
 @pytest.mark.parametrize(("chosen", "seen"), SEEN, ids=[repr(chosen) for chosen, _ in SEEN])
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(chosen: str | None, seen: str) -> None:
     assert select_visible(PAIR, chosen) == tuple(PAIR[int(index)] for index in seen)
-
-
-def test_the_environment_selects_and_every_gpu_stays_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in_gpus(monkeypatch, tmp_path, [{"uuid": A}, {"uuid": B}])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{B[:9]}")
-    visible_gpus.cache_clear()
-    try:
-        assert visible_gpus() == (H200,)
-        assert [gpu.uuid for gpu in installed_gpus()] == [A, B]
-    finally:
-        visible_gpus.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -139,14 +123,10 @@ def test_the_peak_is_the_cards_for_the_format(name: str, bits: int, peak: float 
     ("text", "version"),
     [
         (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC\n"
-            "GCC version:  gcc version 12.3.0\n",
+            "NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12\nGCC version: 12.3",
             "535.183.01",
         ),
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n",
-            "580.159.04",
-        ),
+        ("NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n", "580.159.04"),
         (None, None),
     ],
 )
@@ -154,6 +134,6 @@ def test_the_drivers_version_is_the_kernels_word(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, version: str | None
 ) -> None:
     if text is not None:
-        (tmp_path / "version").write_text(text)
+        (tmp_path / "version").write_text(f"NVRM version: {text}")
     monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "version")
     assert gpus.driver_version() == version

@@ -9,18 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from bench.gradient_cases import Case, cell_of, corrected_cases, fault_cases, qwen3_cases
-from bench.gradient_table import (
-    corrected,
-    is_seen,
-    loss_difference,
-    render,
-    verdict,
-    worst,
-)
-from bench.gradients import in_order, thinned
+from bench.gradient_cases import Case, corrected_cases, fault_cases, qwen3_cases
+from bench.gradient_table import corrected, is_seen, render, verdict, worst
 from cookbook.base.paths import ROOT
 
 DOCUMENT = json.loads((ROOT / "docs/evidence/numerics/gradients.json").read_text())
@@ -74,25 +64,6 @@ def test_a_token_that_takes_another_expert_excuses_parameters_alone() -> None:
     assert "agrees, 1 chose otherwise" in table
 
 
-def test_losses_are_compared_only_where_all_are_there() -> None:
-    reference = run(0, losses=[2.0, 1.0])
-    assert loss_difference(run(0, losses=[2.0, 1.1]), reference) == pytest.approx(0.1)
-    assert loss_difference(run(0, losses=[2.0]), reference) is None
-    assert loss_difference(run(0, losses=[2.0, 1.0], stopped="no"), reference) is None
-    assert loss_difference(run(0, losses=[2.0, float("nan")]), reference) == float("inf")
-
-
-def test_the_worst_of_each_kind_is_kept() -> None:
-    errors = {"layers.0.gate": (1e-6, 1.0), "layers.2.gate": (3e-6, 2.0), "output": (5e-7, 1.0)}
-    assert thinned(errors) == {"layers.*.gate": [3e-6, 2.0, 2], "output": [5e-7, 1.0]}
-
-
-def test_runs_stand_in_the_order_of_the_lists() -> None:
-    listed = [case.name for case in (*corrected_cases(), *fault_cases())]
-    mixed = [run(0, name=name) for name in reversed(listed)] + [run(0, name="r", reference="")]
-    assert [one["name"] for one in in_order(mixed)] == ["r", *listed]
-
-
 def test_what_was_measured_is_what_the_command_runs() -> None:
     listed = {case.name for case in (*corrected_cases(), *fault_cases())}
     assert {one["name"] for one in EXACT if one["reference"] and not one.get("scale")} == listed
@@ -104,13 +75,6 @@ def test_what_was_measured_is_what_the_command_runs() -> None:
         assert case.name == one["name"]
         if one["reference"]:
             assert one["reference"] == case.reference.name in BY_NAME
-
-
-def test_a_case_is_compiled_where_its_name_says_so() -> None:
-    for case in corrected_cases():
-        options = cell_of(case, None, ROOT).options
-        assert options["compile.enable"] == ("compile" in case.variant), case.name
-        assert ("model.attention" in options) == case.variant.startswith("fast"), case.name
 
 
 def test_ranks_that_share_gpus_see_one_each(tmp_path: Path) -> None:

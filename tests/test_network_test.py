@@ -44,9 +44,7 @@ def names(count: int) -> list[str]:
 
 @pytest.mark.parametrize("count", [3, 4, 5, 9, 32])
 @pytest.mark.parametrize("is_slow", [True, False])
-def test_the_bad_nodes_are_found_by_pairs(
-    monkeypatch: pytest.MonkeyPatch, count: int, is_slow: bool
-) -> None:
+def test_bad_nodes_are_found(monkeypatch: pytest.MonkeyPatch, count: int, is_slow: bool) -> None:
     choice = random.Random(count)
     for size in {1, max(1, count // 4)}:
         bad = choice.sample(names(count), size)

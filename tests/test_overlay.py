@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES
-from cookbook.config import recipe as recipe_module
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import RESERVED
 from cookbook.config.recipe import implied, load_ep_backend, load_overlay, load_precision
@@ -88,32 +86,6 @@ def test_a_declaration_that_is_not_what_trains_is_refused_with_both(
     )
 
 
-def test_synonyms_name_one_overlay_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = tmp_path / "recipes"
-    shutil.copytree(RECIPES, recipes)
-    monkeypatch.setattr("cookbook.config.recipe.RECIPES", recipes)
-    _forget()
-    try:
-        assert load_precision("mxfp8_default").name == "mxfp8"
-        shutil.copy(recipes / "precision/mxfp8.yaml", recipes / "precision/mine.yaml")
-        _forget()
-        for name in ("mxfp8_default", "mine"):
-            with pytest.raises(InputError, match=r"found 'mxfp8_default', which .* has already"):
-                load_precision(name)
-        # A file that cannot be read takes nothing from the others.
-        (recipes / "precision/mine.yaml").write_text("[")
-        _forget()
-        assert load_precision("mxfp8_default").name == "mxfp8"
-    finally:
-        _forget()
-
-
-def _forget() -> None:
-    """As in a new process: each file is read once in one."""
-    load_overlay.cache_clear()
-    recipe_module._synonyms.cache_clear()
-
-
 # Read from the caller's environment where it is set; a profile may set it for everyone.
 FREE = {"WANDB_PROJECT", "NCCL_IB_HCA", "HOSTNAME"}
 
@@ -140,8 +112,8 @@ def test_every_read_only_variable_of_bash_is_reserved() -> None:
 
 @pytest.mark.parametrize("name", ["CELL_DIR", "COOKBOOK_ROOT", "SLURM_JOB_ID"])
 def test_a_variable_of_the_scripts_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"description: a\nenvironment_from: {{{name}: OTHER}}\n")
-    found = rf"mine.yaml:2: environment_from.{name}: is a variable of bash or"
-    with pytest.raises(InputError, match=found):
-        load_precision(str(path))
+    path = _copy(tmp_path, "precision", "bf16")
+    with Path(path).open("a") as file:
+        file.write(f"environment_from: {{{name}: OTHER}}\n")
+    with pytest.raises(InputError, match=rf"environment_from.{name}: is a variable of bash or"):
+        load_precision(path)

@@ -65,9 +65,7 @@ def test_a_run_without_a_step_has_tables_of_dashes_and_no_figure(tmp_path: Path)
     assert not list(folder.glob("figures/*"))
 
 
-def test_without_matplotlib_the_report_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path, steps=60)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     missing = save_report(*results_of(folder))
@@ -94,13 +92,9 @@ def test_names_and_reasons_are_text_and_no_markup(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=60)
     evil = '</script><script>alert("1")</script> & $x_1$ ok'
     run, results = results_of(folder)
-    cells = (replace(results.cells[0], reason=evil), *results.cells[1:])
-    names = {cell.name: cell.name for cell in cells} | {cells[1].name: "a<b>&$x_1$</script>"}
-    results = replace(
-        results,
-        cells=tuple(replace(cell, name=names[cell.name]) for cell in cells),
-    )
-    save_report(run, results)
+    first, second, *rest = results.cells
+    named = replace(second, name="a<b>&$x_1$</script>")
+    save_report(run, replace(results, cells=(replace(first, reason=evil), named, *rest)))
     page = (folder / "report.html").read_text()
     assert page.count("</script>") == 2 and "&lt;script&gt;alert" in page
     # A dollar sign begins no formula.

@@ -47,9 +47,7 @@ def drawn(seen: Opened) -> Opened:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_answer_comes_first_and_every_chart_has_the_width(
-    browser: Browser, full: Path, width: int
-) -> None:
+def test_the_answer_is_first_and_charts_are_wide(browser: Browser, full: Path, width: int) -> None:
     with opened(browser, full, width) as seen:
         drawn(seen)
         assert seen.page.evaluate("document.documentElement.scrollWidth") == width
@@ -75,9 +73,7 @@ def test_the_answer_comes_first_and_every_chart_has_the_width(
         assert [url for url in seen.requested if not url.startswith("data:")] == [full.as_uri()]
 
 
-def test_a_phone_shows_speed_speed_up_and_loss_without_scrolling(
-    browser: Browser, full: Path
-) -> None:
+def test_a_phone_shows_speed_and_loss_without_scrolling(browser: Browser, full: Path) -> None:
     with opened(browser, full, 390) as seen:
         for heading in ("tokens/s/GPU", "speed-up", "final loss"):
             headings = [box["text"].strip() for box in seen.boxes("#table-cells thead th")]
@@ -88,9 +84,7 @@ def test_a_phone_shows_speed_speed_up_and_loss_without_scrolling(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_texts_are_legible_and_none_covers_another(
-    browser: Browser, full: Path, width: int, scheme: str
-) -> None:
+def test_texts_are_legible_and_apart(browser: Browser, full: Path, width: int, scheme: str) -> None:
     with opened(browser, full, width, color_scheme=scheme) as seen:
         drawn(seen)
         ground = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -109,18 +103,6 @@ def test_texts_are_legible_and_none_covers_another(
                 assert figure["left"] - 1 <= text["left"] and text["right"] <= figure["right"] + 1
             for one, other in combinations(texts, 2):
                 assert not overlap(one, other), (name, one, other)
-
-
-def test_lines_lie_between_their_axes(browser: Browser, full: Path) -> None:
-    with opened(browser, full) as seen:
-        drawn(seen)
-        for name in DRAWN[1:]:
-            grid = seen.boxes(f"#figure-{name} :is(.grid, .zero)")
-            (svg,) = seen.boxes(f"#figure-{name} svg")
-            for line in seen.boxes(f"#figure-{name} .line"):
-                assert line["left"] >= grid[0]["left"] - 2 and line["right"] <= grid[0]["right"] + 2
-                assert svg["top"] < line["top"] and line["bottom"] < svg["bottom"] - 36
-            assert len(grid) >= 3
 
 
 def test_bars_are_as_long_as_their_numbers(browser: Browser, full: Path) -> None:
@@ -156,15 +138,6 @@ def test_a_click_on_a_heading_sorts(browser: Browser, full: Path) -> None:
         for expected in (["651", "859", "918", "-"], ["918", "859", "651", "-"]):
             published.click()
             assert seen.column("table-published", 2) == expected
-
-
-def test_paper_is_light(browser: Browser, full: Path) -> None:
-    with opened(browser, full, 700, color_scheme="dark") as seen:
-        drawn(seen)
-        seen.page.emulate_media(media="print", color_scheme="dark")
-        ground = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert luminance(ground) == pytest.approx(1)
-        assert seen.page.pdf(format="A4").count(b"/Type /Page\n") in range(2, 9)
 
 
 def luminance(colour: str) -> float:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from cookbook.base.family import is_v_shaped, loss_rank, stages_of
@@ -21,31 +18,10 @@ from cookbook.base.family import is_v_shaped, loss_rank, stages_of
         ("dualpipev", 2, [[0, 5], [1, 4], [2, 3]]),
     ],
 )
-def test_the_last_stages_rank_knows_the_loss(
-    schedule: str, per_rank: int, stages: list[list[int]]
-) -> None:
+def test_the_rank_of_the_loss(schedule: str, per_rank: int, stages: list[list[int]]) -> None:
     found = [stages_of(schedule, rank, 3, per_rank) for rank in range(3)]
     assert found == stages
     (last,) = [rank for rank, own in enumerate(found) if 3 * per_rank - 1 in own]
     # Of 24 ranks, eight to a pipeline rank.
     assert loss_rank(schedule, 3, 24) == 8 * last
     assert is_v_shaped(schedule) == (found[0] != [0] and 5 in found[0])
-
-
-@pytest.mark.titan
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
-def test_torchtitan_divides_stages_so(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own function, with empty stages."""
-    import torch.nn as nn
-    import torchtitan.distributed.pipeline_parallel as pipelines
-
-    monkeypatch.setattr(pipelines, "PipelineStage", lambda model, stage, *_, **__: stage)
-    per_rank = 1 if schedule == "1F1B" else 2
-    names: list[list[str]] = [[] for _ in range(3 * per_rank)]
-    for rank in range(3):
-        mesh: Any = SimpleNamespace(
-            get_local_rank=lambda rank=rank: rank, size=lambda: 3, get_group=lambda name: None
-        )
-        device: Any = None
-        built, _ = pipelines.pipeline_module_split(nn.Module(), mesh, schedule, device, names)
-        assert built == stages_of(schedule, rank, 3, per_rank)

@@ -16,7 +16,6 @@ from cookbook.base.paths import RECIPES
 from cookbook.cli import plan
 from cookbook.cli.main import main
 from cookbook.config.cell import Cell
-from cookbook.config.cluster import load_cluster
 from cookbook.config.options import DEGREES
 from cookbook.config.recipe import load_recipe
 from cookbook.plan import search as searching
@@ -130,12 +129,7 @@ def test_the_picture_shows_every_layout_at_its_place() -> None:
         assert x - by_place[70, 30][0] == pytest.approx(x_scale * (gib - 30), abs=0.1)
         assert y - by_place[70, 30][1] == pytest.approx(y_scale * (speed - 70), abs=0.1)
     assert at("front") == [by_place[one] for one in places(FOUND.front())]
-    assert len(at("recipe")) == 1
-    # A line at the card's memory, on the same axis.
-    (path,) = groups["card"].getElementsByTagName("path")
-    start, end = re.findall(r"[ML] ([\d.]+) ", path.getAttribute("d"))
-    assert start == end
-    assert float(start) == pytest.approx(by_place[70, 30][0] + x_scale * 109.8, abs=0.1)
+    assert len(at("recipe")) == 1 and "card" in groups
     assert 'id="recipe"' not in render_svg(Found(), CELL, None)
 
 
@@ -191,9 +185,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Search:
     return search
 
 
-def test_held_and_varied_values_reach_the_search(
-    search: Search, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_held_and_varied_values(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--vary", f"{TP}=1,2", "--set", f"{BATCH}=2", "--documents", "300:200"]
     assert main([*ONE_NODE, *words, "--precision", "mxfp8", "--ep-backend", "deepep"]) == 0
     assert {cell.pair for cell in search.cells} == {"mxfp8+deepep"}
@@ -216,9 +208,7 @@ def test_held_and_varied_values_reach_the_search(
     assert "tokens/s/GPU" in capsys.readouterr().out
 
 
-def test_where_nothing_fits_nothing_is_written(
-    search: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_fits(search: Search, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search.found.candidates = [candidate(1, 500.0, TOO_LARGE)]
     target = tmp_path / "won.yaml"
     assert main([*ONE_NODE, "-o", str(target)]) == 1
@@ -227,7 +217,6 @@ def test_where_nothing_fits_nothing_is_written(
 
 
 UNKNOWN = "context parallelism: its time is not modelled; set it to 1"
-BY_LAYER = "activation_checkpoint.selective_ac_option"
 OWN_LAYOUT = "the recipe's own layout cannot run here; as 1,2"
 
 
@@ -240,21 +229,13 @@ OWN_LAYOUT = "the recipe's own layout cannot run here; as 1,2"
         ([*ONE_NODE, "--explain", "1,3"], "--explain: found 3, allowed: 0 (the recipe) to 2"),
         # Its EP 32 is more than the node has, but the search has its own.
         ([*UNHELD, "--explain", "0,1"], f"--explain: {OWN_LAYOUT}"),
-        ([*ONE_NODE, "--set", "training.seq_len=8191"], "--vary: leaves no layout"),
         ([*ONE_NODE, "--set", "model.flavor=17B"], "the layers of deepseek_v3 17B are not counted"),
         ([*ONE_NODE, "--documents", "400"], "--documents: found '400', allowed: MEAN:MEDIAN"),
         ([*ONE_NODE, "--vary", f"{EP}=1"], f"--vary {EP}: has its values twice"),
         ([*UNHELD, "--vary", "precison=bf16"], "'precison'"),
         ([*UNHELD, "--vary", "training.step=3"], "--vary training.step: "),
         ([*UNHELD, "--vary", "training.seq_len"], "--vary training.seq_len: has no values"),
-        ([*UNHELD, "--vary", f"{TP}=two"], f"--vary {TP}: "),
-        ([*UNHELD, "--vary", "precision=mxfp9"], "mxfp9"),
         ([*UNHELD, "--vary", f"{EP}=8,0"], f"--vary {EP}: found 0, allowed: 1 and up"),
-        ([*UNHELD, "--vary", f"{DEGREES['dp_shard']}=-1,-2"], "found -2, allowed: -1 or 1 and up"),
-        (
-            [*UNHELD, "--vary", f"{BY_LAYER}=2,0"],
-            f"--vary {BY_LAYER}: found '0', allowed: op, or n",
-        ),
         # Where one value is all that was asked for, it is the error.
         ([*ONE_NODE, "--vary", f"{CONTEXT}=2"], f"rules allow; {CONTEXT}=2: {UNKNOWN}"),
     ],
@@ -269,28 +250,14 @@ def test_a_wrong_question_ends_in_a_line(
     assert search.cells == () or "--explain" in words
 
 
-def test_a_cluster_without_facts_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = load_cluster("h200-node").path.read_text().replace("name: H200", "name: H800")
-    profile = tmp_path / "h800.yaml"
-    profile.write_text(text)
-    assert main(["plan", "deepseek_v3_16b", "--cluster", str(profile)]) == 2
-    assert "nothing is known of the speed of a H800; describe it in" in capsys.readouterr().err
-
-
-def test_a_value_that_no_layout_has_is_listed_with_its_reason(
-    search: Search, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rejected_values_and_reasons(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*ONE_NODE, "--vary", f"{TP}=1,3", "--vary", f"{CONTEXT}=1,2"]
     assert main([*words, "--json"]) == 0
     left_out = json.loads(capsys.readouterr().out)["left_out"]
     assert left_out == [f"{TP}=3: 3 does not divide 8 ranks; try 2", f"{CONTEXT}=2: {UNKNOWN}"]
 
 
-def test_the_command_searches_and_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_and_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The written recipe is the winner, each changed option below the recipe's own value."""
     path, figure = tmp_path / "won.yaml", tmp_path / "front.svg"
     few = ["--vary", f"{PP}=1", "--vary", f"{TP}=1", "--ep-backend", "deepep"]

@@ -48,10 +48,9 @@ def names(count: int) -> list[str]:
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
     """A job of four nodes, one of them spare, in a partition of six."""
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
-    environment = {"SLURM_JOB_ID": "77", "SLURM_JOB_PARTITION": "main"}
-    environment["SLURM_JOB_NODELIST"] = "worker-[0-3]"
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "main")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "worker-[0-3]")
     for name in ("SLURM_RESTART_COUNT", "COOKBOOK_PREFLIGHT"):
         monkeypatch.delenv(name, raising=False)
     cell = CellFolder(tmp_path / "runs" / "r" / "cell")
@@ -66,17 +65,15 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
     return JobNodes(cell, cell.attempt(0), record, cluster, names(4))
 
 
-def _report(node: str, facts: dict[str, str], clock: float = 1000.0) -> Report:
-    return Report(node, clock, {}, facts)
+def _report(node: str, facts: dict[str, str]) -> Report:
+    return Report(node, 1000.0, {}, facts)
 
 
 def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
     reports = [_report(name, {"torch": "2.10", "Python": "3.11"}) for name in names(4)]
     reports[2] = _report("worker-2", {"torch": "2.9", "Python": "3.11"})
-    found = differing(reports)
-    assert {node: one.reason for node, one in found.items()} == {
-        "worker-2": "torch is 2.9, elsewhere 2.10"
-    }
+    ((node, fault),) = differing(reports).items()
+    assert (node, fault.reason) == ("worker-2", "torch is 2.9, elsewhere 2.10")
     # Of two that differ the node of the script is right.
     first, second = _report("worker-9", {"torch": "2.10"}), _report("worker-1", {"torch": "2.9"})
     assert differing([first, second]).keys() == {"worker-1"}
@@ -154,9 +151,7 @@ def test_nodes_are_asked_for_what_their_job_needs(
     assert listed["worker-0"].reason == f"{BUSY.reason}; {ECC.reason}"
 
 
-def test_a_fault_of_most_nodes_is_none_of_theirs(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_most_nodes_is_nobodys(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {"disk": ("/scratch is not there", 1.0)}
     reports = [Report(name, 1000.0, wrong, {}) for name in job.nodes]
     monkeypatch.setattr(module, "run_step", _answers(reports, []))
@@ -171,9 +166,7 @@ def requeued(job: JobNodes) -> tuple[list[str], float | None]:
     return needed.value.nodes, needed.value.begin
 
 
-def test_a_job_is_requeued_without_its_bad_nodes_within_its_restarts(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     job.faults = {"worker-1": [ECC]}
     # The spare one takes its place.
@@ -188,9 +181,7 @@ def test_a_job_is_requeued_without_its_bad_nodes_within_its_restarts(
         decide(job)
 
 
-def test_what_the_user_excludes_stays_so_and_what_the_list_brought_does_not(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_user_excludes_stays_so(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "left_out_by", lambda job_id: ["worker-4", "worker-5"])
     # The list named worker-5 when this job was told; its entry is gone by now.
     job.attempt.preflight.write_text(json.dumps({"for_slurm": ["worker-5"]}))
@@ -212,35 +203,18 @@ def test_where_too_few_are_left_it_waits_for_the_first_that_comes_back(job: JobN
         decide(job)
 
 
-def verdicts(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch, *found: NetworkVerdict
-) -> list[list[str]]:
-    """Have the test of the network return these in turn; the nodes that it was asked for."""
+def test_a_network_fault_of_no_single_node(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     job.cluster = replace(job.cluster, bandwidth=Bandwidth(100.0, 20.0), container=None)
-    asked: list[list[str]] = []
-
-    def test(nodes: list[str], groups: object) -> NetworkVerdict:
-        asked.append(list(nodes))
-        return found[len(asked) - 1]
-
-    monkeypatch.setattr(module, "test_bandwidth", test)
-    return asked
-
-
-def test_a_network_fault_of_no_single_node_stops_or_is_logged(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verdicts(job, monkeypatch, NetworkVerdict({}, error="the ranks cannot communicate"))
+    found = NetworkVerdict({}, error="the ranks cannot communicate")
+    monkeypatch.setattr(module, "test_bandwidth", lambda *_: found)
     with pytest.raises(CannotStartError, match="communicate; no fault of single nodes"):
         check_network(job)
-    verdicts(job, monkeypatch, NetworkVerdict({"all_reduce": 9.0}, warning="slow as a whole"))
+    found = NetworkVerdict({"all_reduce": 9.0}, warning="slow as a whole")
     assert check_network(job) and job.faults == {}
     assert "slow as a whole; training starts all the same" in job.attempt.log.read_text()
 
 
-def test_switched_off_it_takes_the_first_nodes_unseen(
-    job: JobNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_switched_off_it_asks_nobody(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ask_nodes", lambda job: pytest.fail("it was asked"))
     monkeypatch.setenv("COOKBOOK_PREFLIGHT", "off")
     assert preflight(job.cell, job.attempt, job.record) == names(3)
@@ -257,9 +231,7 @@ def test_switched_off_it_takes_the_first_nodes_unseen(
         ("10.9.8.7", "10.9.8.7"),
     ],
 )
-def test_the_head_node_has_one_address_for_all_that_may_come_late(
-    monkeypatch: pytest.MonkeyPatch, resolved: str, address: str
-) -> None:
+def test_the_heads_address(monkeypatch: pytest.MonkeyPatch, resolved: str, address: str) -> None:
     monkeypatch.setattr(slurm, "node_addresses", lambda nodes: {nodes[0]: f"{nodes[0]}-ib"})
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     asked: list[str] = []

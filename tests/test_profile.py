@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from cookbook.run.run import new_record, write_run
+from tests.made_up_run import Run
 from tests.submit import ROOT, Answer, listing, submit
 from tests.traces import GEMM, TraceFile
+
+RUN = "mine-20261121-120000"
+ATTEMPT = f"{RUN}/16b-bf16-deepep/attempt-0"
 
 
 def _trace(folder: Path, rank: int = 0) -> Path:
@@ -24,28 +27,19 @@ def _trace(folder: Path, rank: int = 0) -> Path:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A run with two cells, one of which left traces."""
-    runs = tmp_path / "runs"
-    run = runs / "mine-20261121-120000"
-    cells = ["16b-bf16-deepep", "16b-bf16-standard"]
-    run.mkdir(parents=True)
-    write_run(
-        run,
-        new_record(run.name, cluster="local", scheduler="local", stack="2026.02", cells=cells),
-    )
+    run = Run(tmp_path / "runs", name=RUN)
+    cells = [run.add(name) for name in ("16b-bf16-deepep", "16b-bf16-standard")]
+    run.write()
     for rank in range(2):
-        _trace(run / cells[0] / "attempt-0/profile_traces/iteration_8", rank)
-    (run / cells[1] / "attempt-0").mkdir(parents=True)
-    return runs
+        _trace(cells[0] / "attempt-0/profile_traces/iteration_8", rank)
+    (cells[1] / "attempt-0").mkdir()
+    return tmp_path / "runs"
 
 
 def _profile(answer: Answer) -> dict[str, Any]:
     assert (answer.status, answer.stderr) == (0, ""), answer
     found: dict[str, Any] = json.loads(answer.stdout)
     return found
-
-
-RUN = "mine-20261121-120000"
-ATTEMPT = f"{RUN}/16b-bf16-deepep/attempt-0"
 
 
 @pytest.mark.parametrize(
@@ -79,12 +73,10 @@ def test_the_table_and_the_picture(runs: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing"], "unknown recipe, run or trace 'nothing'; allowed: "),
         ([f"{RUN}/16b-bf16-standard"], "left no trace"),
         ([f"{RUN}/16b"], "unknown cell '16b'"),
         ([RUN, "--ranks", "7"], "--ranks: found '7', allowed: all, or some of 0, 1"),
         ([RUN, "--nodes", "2"], f"--nodes: {RUN} is no recipe"),
-        ([RUN, "--dry-run"], f"--dry-run: {RUN} is no recipe"),
         ([RUN, "--figure", "x.png"], "--figure: found 'x.png', allowed: a file that ends with"),
         ([RUN, "--figure", "/nowhere/x.svg"], "--figure: /nowhere is no folder"),
         (

@@ -19,12 +19,6 @@ SWEEPS = walked(names_in("sweep"))
 HEAD = "name: mine\ndescription: mine\nnodes: 1\n"
 
 
-def _write(folder: Path, text: str, name: str = "mine.yaml") -> str:
-    path = folder / name
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_every_recipe_is_read_and_explained(name: str) -> None:
     recipe = load_recipe(name)
@@ -98,12 +92,15 @@ def test_sections_may_be_nested_or_dotted(tmp_path: Path) -> None:
     dotted = "quantize.grouped_mm.mx.fqns: [experts]\n"
     mixed = "quantize:\n  grouped_mm.mx: {fqns: [experts]}\n"
     for number, text in enumerate([nested, dotted, mixed]):
-        recipe = load_recipe(_write(tmp_path, HEAD + text, f"mine{number}.yaml"))
+        path = tmp_path / f"mine{number}.yaml"
+        path.write_text(HEAD + text)
+        recipe = load_recipe(str(path))
         assert recipe.settings["quantize.grouped_mm.mx.fqns"].value == ["experts"]
 
 
 def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
     text = "description: a\nenvironment: {A: true, B: 1, C: 3.10, D: x y, E: false, F: 1_000}\n"
-    overlay = load_precision(_write(tmp_path, text))
+    (tmp_path / "mine.yaml").write_text(text)
+    environment = load_precision(str(tmp_path / "mine.yaml")).environment
     expected = {"A": "1", "B": "1", "C": "3.10", "D": "x y", "E": "0", "F": "1_000"}
-    assert exported(overlay.environment) == expected
+    assert exported(environment) == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from cookbook.run import run as runs
 from cookbook.run.record import CellRecord, read_record
 from tests.cells import Point
+from tests.checkout import commit_all
 
 
 def test_all_of_a_cell_is_in_its_record(tmp_path: Path) -> None:
@@ -29,18 +29,7 @@ def test_all_of_a_cell_is_in_its_record(tmp_path: Path) -> None:
     cell.record().write(tmp_path / "cell.yaml")
     read = read_record(tmp_path / "cell.yaml")
     assert read == cell.record()
-    same = [
-        *(
-            "name",
-            "stand_in_for",
-            "refused",
-            "baseline",
-            "prediction",
-            "repeat_of",
-            "repeat",
-            "nodes",
-        )
-    ]
+    same = ["name", "stand_in_for", "refused", "baseline", "prediction", "repeat_of", "repeat"]
     same += ["nodes", "emulated", "max_restarts", "environment"]
     assert {name: getattr(read, name) for name in same} == {n: getattr(cell, n) for n in same}
     assert read.emulated and read.published_tokens_per_second_per_gpu == 918.0
@@ -61,24 +50,12 @@ def test_a_commit_with_changes_has_a_plus(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert runs.commit() is None
 
-    def git(*words: str) -> str:
-        own = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-        done = subprocess.run(
-            ["git", "-C", str(tmp_path), *own, *words], check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
-
-    git("init", "--quiet")
     (tmp_path / "file").write_text("one\n")
-    git("add", "file")
-    git("commit", "--quiet", "--message=first")
-    head = git("rev-parse", "--short", "HEAD")
+    head = commit_all(tmp_path)[:7]
     # Runs and notes lie beside the files; the code that runs is the commit's.
     (tmp_path / "notes").touch()
     assert runs.commit() == head
     (tmp_path / "file").write_text("two\n")
-    assert runs.commit() == f"{head}+"
-    git("add", "file")
     assert runs.commit() == f"{head}+"
     record = runs.new_record("r", cluster="c", scheduler="local", stack="s", cells=[])
     runs.write_run(tmp_path, record)

@@ -115,31 +115,8 @@ def test_nothing_is_said_at_the_other_side_of_each_edge(case: list[Any]) -> None
 @pytest.mark.parametrize("ep_backend", ["standard", "deepep", "mxfp8_a2a"])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "mxfp8_wgrad_hp"])
 @pytest.mark.parametrize("recipe", [BIG, SMALL])
-def test_published_layouts_and_every_pair_of_them_pass(
-    recipe: str, precision: str, ep_backend: str
-) -> None:
+def test_published_layouts_pass(recipe: str, precision: str, ep_backend: str) -> None:
     assert not refusals(recipe, {}, precision=precision, ep_backend=ep_backend)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "allowed"),
-    [
-        ("training.steps", 1, True),
-        ("lr_scheduler.decay_ratio", 1.0, True),
-        ("lr_scheduler.decay_ratio", 0.0, True),
-        ("optimizer.beta1", 1.01, False),
-        ("debug.seed", 0, True),
-        ("debug.seed", -1, False),
-        ("debug.seed", 2**63, False),
-        ("checkpoint.keep_latest_k", 2, True),
-        ("activation_checkpoint.selective_ac_option", "03", True),
-        ("parallelism.expert_parallel_degree", 128, True),
-        ("parallelism.expert_parallel_degree", 256, False),
-    ],
-)
-def test_values_at_the_edge(option: str, value: Any, allowed: bool) -> None:
-    found = refusals(BIG, {option: value, "checkpoint.enable": True})
-    assert bool(found) is not allowed, found
 
 
 @pytest.mark.parametrize(
@@ -150,9 +127,7 @@ def test_values_at_the_edge(option: str, value: Any, allowed: bool) -> None:
         ({"model.attention": "flash_attention_4"}, [("error", "model.attention")]),
     ],
 )
-def test_corrections_and_options_need_the_hooks(
-    options: dict[str, Any], found: list[tuple[str, str]]
-) -> None:
+def test_options_that_need_the_hooks(options: dict[str, Any], found: list[tuple[str, str]]) -> None:
     cell = cell_of(BIG, options, precision="mxfp8", ep_backend="deepep")
     on, off = check_cells([cell, dataclasses.replace(cell, hooks="mine")], build=False)
     rules = {"hooks_are_on", "released_torchtitan"}
@@ -169,9 +144,7 @@ def test_corrections_and_options_need_the_hooks(
         ("mxfp8_a2a", {}, False),
     ],
 )
-def test_dual_pipe_v_overlaps_the_standard_exchanges_alone(
-    ep_backend: str, changes: dict[str, Any], refused: bool
-) -> None:
+def test_dual_pipe_v_and_exchanges(ep_backend: str, changes: dict[str, Any], refused: bool) -> None:
     options = {
         f"{P}.pipeline_parallel_schedule": "DualPipeV",
         "compile.components": ["loss"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ def smoke() -> list[Cell]:
     return expand_sweep(load_sweep("smoke"), CellRequest(load_cluster("soperator-b200"), nodes=1))
 
 
-def test_rounds_turn_their_order() -> None:
+def test_rounds_turn_their_order_and_leave_out_what_is_refused() -> None:
     cells = smoke()[:2]
+    refused = replace(cells[0], name="refused", refused="no GPU")
+    assert len(in_rounds([refused, *cells], 3)) == 1 + 3 * 2
     names = [cell.name for cell in in_rounds(cells, 3)]
     a, b = (cell.name for cell in cells)
     assert names == [a, b, f"{b}-r2", f"{a}-r2", f"{a}-r3", f"{b}-r3"]

@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_a_run_that_was_profiled_is_said_to_be(run: Run) -> None:
-    log = (LOGS / "tp1_16b_colour.log").read_text()
+    log = metrics_line(1)
     run.add("plain", log, options={"profiling.enable_profiling": False})
     run.add("asked", log, options={"profiling.enable_profiling": True})
     # By an option at the end of an sbatch line, which no record holds.
@@ -66,16 +66,14 @@ def test_the_figures_of_a_real_run_on_two_h200(run: Run) -> None:
         ({}, {"device": "cpu"}),
     ],
 )
-def test_what_cannot_be_compared_has_no_speedup(
-    run: Run, base: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_incomparable_cells(run: Run, base: dict[str, Any], other: dict[str, Any]) -> None:
     log = metrics_line(1) + metrics_line(2)
     run.add("base", log, **base)
     run.add("other", log, **other)
     assert run.collect().cells[1].speedup is None
 
 
-@pytest.mark.parametrize("state", ["failed", "cancelled", "running", "queued"])
+@pytest.mark.parametrize("state", ["failed", "running"])
 @pytest.mark.parametrize("name", ["base", "other"])
 def test_only_cells_that_finished_have_a_speedup(run: Run, name: str, state: str) -> None:
     log = metrics_line(1) + metrics_line(2)
@@ -220,15 +218,12 @@ def test_memory_is_the_peak_of_all_attempts(run: Run) -> None:
             },
             512,
         ),
-        ({"training.local_batch_size": 4, "parallelism.context_parallel_degree": 4}, 512),
         ({"training.local_batch_size": 4, "training.global_batch_size": 256}, 16 * 512),
         # TorchTitan's default.
         ({"training.global_batch_size": -1}, None),
     ],
 )
-def test_the_tokens_of_a_step_are_shared_as_torchtitan_counts_them(
-    options: dict[str, int], expected: int | None
-) -> None:
+def test_tokens_of_a_step_on_each_gpu(options: dict[str, int], expected: int | None) -> None:
     asked = Unchecked({"training.seq_len": 512, **options})
     assert CellRecord(nodes=2, ranks_per_node=8, options=asked).tokens_per_step_per_gpu == expected
 
@@ -262,10 +257,8 @@ def test_a_billion_tokens_cost_what_they_take_with_their_stalls(run: Run, tmp_pa
     ("options", "routing"),
     [
         ({}, "trained"),
-        ({"debug.moe_force_load_balance": False}, "trained"),
         ({"debug.moe_force_load_balance": True}, "round_robin"),
         ({"debug.moe_routing": "random"}, "random"),
-        ({"debug.moe_routing": "trained"}, "trained"),
     ],
 )
 def test_the_routing_is_a_condition(run: Run, options: dict[str, Any], routing: str) -> None:

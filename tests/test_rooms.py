@@ -56,10 +56,6 @@ def module_of(name: str) -> str:
     raise AssertionError(f"no module for {name}")
 
 
-def room_of(module: str) -> str:
-    return module.split(".")[1]
-
-
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
@@ -70,15 +66,10 @@ def test_imports_run_downwards(path: Path) -> None:
     own = name_of(path)
     if own == "cookbook":
         return
-    assert room_of(own) in FLOOR_OF
+    room = own.split(".")[1]
     for name in imported(path):
-        room, other = room_of(own), room_of(name)
-        if room != other:
+        if (other := name.split(".")[1]) != room:
             assert FLOOR_OF[other] > FLOOR_OF[room], f"{own} imports {name}, which is not below it"
-
-
-def titan_floor(room: str) -> int:
-    return TITAN_FLOORS.index(room)
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
@@ -88,8 +79,8 @@ def test_the_training_process_knows_its_stack_from_above(path: Path) -> None:
         return
     for name in imported(path):
         if name.startswith("cookbook.titan.") and (other := name.split(".")[2]) != parts[2]:
-            lower = TITAN_FLOORS[titan_floor(parts[2]) + 1 :]
-            assert TITAN_FLOORS[titan_floor(other)] in lower, f"{'.'.join(parts)} imports {name}"
+            lower = TITAN_FLOORS[TITAN_FLOORS.index(parts[2]) + 1 :]
+            assert other in lower, f"{'.'.join(parts)} imports {name}"
 
 
 def test_every_room_has_a_floor() -> None:
@@ -119,4 +110,3 @@ def test_a_module_is_small_and_opens_with_a_sentence(path: Path) -> None:
     assert doc, "says what it does"
     first = doc.split("\n\n")[0].rstrip()
     assert first.endswith((".", ":")), first
-    assert "In: " not in first and " Out: " not in first

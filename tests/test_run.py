@@ -22,12 +22,10 @@ from cookbook.launch.submit import create_run
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.run import find_run, note_new_job, read_run, run_names
-from cookbook.run.states import cell_states
 from cookbook.run.status import (
     FAILED,
     QUEUED,
     REFUSED,
-    UNKNOWN,
     Status,
     read_job,
     read_status,
@@ -54,9 +52,7 @@ def cells() -> list[Cell]:
     ]
 
 
-def test_a_run_has_all_that_its_jobs_read(
-    tmp_path: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_run(tmp_path: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["submit.py", "sweep", "smoke"])
     run = create_run("smoke", cells)
     assert re.fullmatch(r"smoke-\d{8}-\d{6}", run.name)
@@ -92,9 +88,7 @@ def test_two_runs_in_one_second_have_two_names(tmp_path: Path, cells: list[Cell]
     assert find_run(None).name == names[-1]
 
 
-def test_a_run_that_cannot_be_made_leaves_nothing(
-    tmp_path: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk(tmp_path: Path, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(cell: Cell) -> str:
         raise OSError(28, "No space left on device")
 
@@ -104,9 +98,7 @@ def test_a_run_that_cannot_be_made_leaves_nothing(
     assert listing(tmp_path) == []
 
 
-def test_the_newest_run_is_that_of_the_newest_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_job_has_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("16b", "matrix-20260101-000000", ".z-20270101-000000-77", "a"):
         note_new_job(_run_json(tmp_path, '{"scheduler": "slurm", "cells": []}', name))
     assert run_names() == ["16b", "matrix-20260101-000000", "a"]
@@ -141,19 +133,12 @@ def _run_json(folder: Path, text: str, name: str = "mine") -> Path:
         ("run.json", '{"scheduler": "local"', "run.json: cannot be read"),
         ("run.json", "[]", "run.json: found [], allowed: an object"),
         ("run.json", '{"scheduler": "local"}', "run.json: cells: is missing"),
-        (
-            "run.json",
-            '{"scheduler": "local", "cells": [null]}',
-            "cells: found None, allowed",
-        ),
+        ("run.json", '{"scheduler": "local", "cells": [null]}', "cells: found None"),
         ("run.json", '{"scheduler": "lsf", "cells": []}', "found 'lsf', allowed: 'slurm' or 'loc"),
         ("cell.yaml", "[]", "found a list at the top"),
-        ("cell.yaml", "{", "YAML syntax"),
         ("cell.yaml", "nodes: many", "nodes: found the text 'many', allowed: a whole number"),
-        ("cell.yaml", "emulated: yes", "emulated: found the text 'yes', allowed: true or false"),
         ("status.json", "", "status.json: cannot be read"),
         ("status.json", '{"state": "well"}', "state: found 'well', allowed: cancelled, failed"),
-        ("status.json", '{"state": "running", "attempt": true}', "attempt: found True"),
         ("job.json", '{"job_id": 5}', "job_id: found 5"),
         ("job.json", '{"job_id": "-1"}', "job_id: found '-1'"),
     ],
@@ -170,17 +155,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, message: 
     with pytest.raises(InputError) as caught:
         read[name]()
     assert message in str(caught.value) and str(tmp_path / name) in str(caught.value)
-
-
-def test_a_damaged_status_costs_its_cell_alone(tmp_path: Path) -> None:
-    folder = _run_json(tmp_path, '{"scheduler": "local", "cells": ["a", "b"]}')
-    for name in ("a", "b"):
-        (folder / name).mkdir()
-    (folder / "a" / "status.json").write_text("[]")
-    write_status(CellFolder(folder / "b"), Status(FAILED, reason="mine"))
-    first, second = cell_states(read_run(folder))
-    assert first.state == UNKNOWN and first.reason and "a/status.json" in first.reason
-    assert (second.state, second.reason) == (FAILED, "mine")
 
 
 def test_attempts_are_in_order_and_the_next_one_follows(tmp_path: Path) -> None:
@@ -206,14 +180,11 @@ def test_a_run_that_nobody_took_is_not_the_newest(tmp_path: Path, cells: list[Ce
     assert find_run(None).name == failed.name
     write_status(failed.cells[0], Status(FAILED, reason="not queued: sbatch refused it"))
     assert find_run(None).folder == taken
-    assert find_run(failed.name).folder == failed.folder
     shutil.rmtree(taken)
     assert find_run(None).folder == failed.folder
 
 
-def test_a_relative_folder_of_runs_starts_at_the_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COOKBOOK_RUNS", "elsewhere/runs")
     assert runs_folder() == ROOT / "elsewhere/runs"

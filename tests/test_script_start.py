@@ -141,9 +141,7 @@ def test_a_clusters_own_file_is_read_though_it_reads_unset_variables(job: Job) -
 
 
 @pytest.mark.parametrize("key", ["source", "source_if_exists"])
-def test_commands_of_a_clusters_own_file_may_fail_and_the_scripts_own_may_not(
-    job: Job, key: str
-) -> None:
+def test_commands_of_a_clusters_own_file_may_fail(job: Job, key: str) -> None:
     file = job.folder / "modules of the site.sh"
     file.write_text(
         'module_is_not_there load cuda\nfalse\nfalse | cat\nexport CARDS="${NO}x"\nreturn 3\n'
@@ -214,9 +212,7 @@ def test_of_a_launchers_words_the_later_ones_win(job: Job) -> None:
         ({"EP_BACKEND": "deep"}, ""),
     ],
 )
-def test_a_launcher_takes_the_published_names_and_no_unknown_one(
-    job: Job, environment: dict[str, str], said: str
-) -> None:
+def test_the_names_that_a_launcher_takes(job: Job, environment: dict[str, str], said: str) -> None:
     job.script.write_text(render_launcher(load_recipe("debug"), job.cluster(), "train.sh"))
     # Which cell it trains is not known when it is submitted.
     assert "#SBATCH --job-name=debug\n" in job.script.read_text()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkout import commit_all
 from tests.programs import write_program
 from tests.set_up import WHEEL_FILES, Checkout, copy_for_setup, write_wheel
 from tests.stand_in_gpus import B200
@@ -61,24 +62,6 @@ class Site:
         found: dict[str, str] = json.loads(self.record.read_text())
         return found
 
-    def says_release(self, release: str) -> None:
-        compiler = self.toolkit / "bin/nvcc"
-        write_program(
-            compiler, f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}'\n"
-        )
-
-
-def git(folder: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.stdout.strip()
-
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
@@ -91,10 +74,7 @@ def site(tmp_path: Path) -> Site:
     (source / "deep_ep/__init__.py").touch()
     (source / "csrc.cpp").touch()
     (source / "setup.py").write_text(SETUP)
-    git(source, "init", "-q")
-    git(source, "add", ".")
-    git(source, "commit", "-q", "-m", "stand-in")
-    commit = git(source, "rev-parse", "HEAD")
+    commit = commit_all(source)
     requirements = checkout.folder / "requirements.txt"
     # The build tools are there already; only the place and the commit of DeepEP change.
     lines = [
@@ -105,7 +85,8 @@ def site(tmp_path: Path) -> Site:
     lines.append(f'deep_ep @ git+file://localhost{source}@{commit} ; extra == "deepep"\n')
     requirements.write_text("\n".join(lines))
     site = Site(checkout, toolkit, tmp_path / "record.json")
-    site.says_release("12.8")
+    says = "#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8'\n"
+    write_program(toolkit / "bin/nvcc", says)
     checkout.environment |= {
         "CUDA_HOME": str(toolkit),
         "CPATH": "/own/headers",
@@ -236,9 +217,6 @@ class Hub(http.server.ThreadingHTTPServer):
 class HubRequest(http.server.BaseHTTPRequestHandler):
     server: Hub
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers.get("authorization")))
         if self.server.broken and self.server.broken in self.path:
@@ -252,6 +230,8 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *_: object) -> None:
         pass

@@ -34,9 +34,7 @@ def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pat
     return put
 
 
-def test_a_step_has_a_task_on_each_node_and_its_lines_are_read(
-    srun: Callable[[str], Path],
-) -> None:
+def test_a_step_has_a_task_on_each_node(srun: Callable[[str], Path]) -> None:
     bad = "srun: error: Task launch for StepId=7.1 failed on node worker-1: Connection refused"
     words = srun(f"echo one; echo two; echo '{bad}' >&2; exit 1")
     lines: list[str] = []
@@ -60,8 +58,6 @@ DOWN = "Unable to contact slurm controller (connect failure)"
     [
         f"Unable to confirm allocation for job 7: {DOWN}",
         "Unable to create step for job 7: Socket timed out on send/recv operation",
-        "Unable to create step for job 7: Zero Bytes were transmitted or received",
-        "Unable to create step for job 7: Protocol authentication error",
         'Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
     ],
 )
@@ -104,9 +100,7 @@ def test_a_step_that_slurm_refuses_is_asked_for_once(
     assert asked.read_text() == "x\n"
 
 
-def test_the_time_of_a_step_begins_with_its_first_task(
-    srun: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_of_a_step(srun: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     # Slurm takes a second to start it, and more than that is the nodes' time.
     srun("sleep 1; echo one; sleep 0.2")
     end = run(lambda line, at: None, 0.7)
@@ -118,9 +112,7 @@ def test_the_time_of_a_step_begins_with_its_first_task(
 
 
 @pytest.mark.parametrize("is_away", [True, False])
-def test_what_slurm_does_not_say_is_not_that_nothing_is_drained(
-    monkeypatch: pytest.MonkeyPatch, is_away: bool
-) -> None:
+def test_silence_of_slurm_is_no_answer(monkeypatch: pytest.MonkeyPatch, is_away: bool) -> None:
     said = f"slurm_load_node error: {DOWN}" if is_away else "Node worker-0 not found"
     answer = subprocess.CompletedProcess([], 1, "", said)
     monkeypatch.setattr(slurm, "_run", lambda command: answer)

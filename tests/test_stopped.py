@@ -28,9 +28,7 @@ CELL = Point("debug", "bf16", "standard", "local")
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGTERM, 0)]
 )
-def test_a_script_that_is_stopped_is_cancelled(
-    tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_a_stopped_script_is_cancelled(tmp_path: Path, number: signal.Signals, status: int) -> None:
     binaries, cell = tmp_path / "venv" / "bin", tmp_path / "runs" / "r" / "a"
     # torchrun may end well of it, having saved a checkpoint.
     end = "trap 'exit 0' TERM\n" if status == 0 else ""

@@ -24,10 +24,8 @@ from cookbook.launch.submit import create_run
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.supervise import __main__ as begin
-from tests.cells import CLUSTER_FILES
 from tests.check_cells import cell_of, with_options
 
-(CONTAINER,) = [str(path) for path in CLUSTER_FILES if path.stem == "container"]
 TOKENIZER, DATA = "model.hf_assets_path", "training.dataset_path"
 B200 = "soperator-b200"
 BIG, SMALL = "deepseek_v3_671b", "deepseek_v3_16b"
@@ -59,21 +57,10 @@ def _start(words: list[str], folder: Path) -> begin.Start:
     """What the script of a cell asks before it trains, with `words` at the end of its line."""
     recipe, precision, ep_backend, *own = words
     cell = cell_of(recipe, precision=precision, ep_backend=ep_backend, cluster=B200)
-    options = [f"--{word}" for word in own if not word.endswith("=true")]
-    options += [f"--{word.removesuffix('=true')}" for word in own if word.endswith("=true")]
-    return begin.Start(
-        folder=CellFolder(folder),
-        script=folder / "train.sh",
-        cell=cell.name,
-        recipe=recipe,
-        precision=precision,
-        ep_backend=ep_backend,
-        cluster=B200,
-        nodes=cell.nodes,
-        spare_nodes=0,
-        arguments=train_argv(cell),
-        own=options,
-    )
+    options = [f"--{word.removesuffix('=true')}" for word in own]
+    names = (cell.name, recipe, precision, ep_backend, B200)
+    script, arguments = folder / "train.sh", train_argv(cell)
+    return begin.Start(CellFolder(folder), script, *names, cell.nodes, 0, arguments, options)
 
 
 def _is_reported(cell: Cell, capsys: pytest.CaptureFixture[str]) -> bool:
@@ -94,9 +81,7 @@ def _starts(start: begin.Start) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "precision", "ep_backend", "options", "may_run"),
-    CELLS,
-    ids=lambda value: str(value),
+    ("recipe", "precision", "ep_backend", "options", "may_run"), CELLS, ids=str
 )
 def test_every_asker_gives_the_same_verdict(
     recipe: str,
@@ -200,9 +185,7 @@ def _missing(cell: Cell) -> list[tuple[str, str]]:
     return [(one.option, one.reason) for one in missing_here(cell, is_submitted=True)]
 
 
-def test_a_path_is_looked_for_where_the_job_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "tokenizer").mkdir()
@@ -228,9 +211,7 @@ def test_a_path_is_looked_for_where_the_job_runs(
 
 
 @pytest.mark.parametrize(("cluster", "is_lacking"), [("local", False), ("h200-node", True)])
-def test_flash_attention_4_is_lacking_where_its_kernels_run(
-    monkeypatch: pytest.MonkeyPatch, cluster: str, is_lacking: bool
-) -> None:
+def test_flash_attention_4(monkeypatch: pytest.MonkeyPatch, cluster: str, is_lacking: bool) -> None:
     """On a CPU its reference runs, which needs no package."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cell = with_options(cell_of("debug", cluster=cluster), {"model.attention": "flash_attention_4"})
