@@ -57,6 +57,6 @@ def test_a_commit_with_changes_has_a_plus(tmp_path: Path, monkeypatch: pytest.Mo
     assert runs.commit() == head
     (tmp_path / "file").write_text("two\n")
     assert runs.commit() == f"{head}+"
-    record = runs.new_record("r", cluster="c", scheduler="local", stack="s", cells=[])
+    record = runs.new_record(runs.RunRecord("local", (), "r", cluster="c", stack="s"))
     runs.write_run(tmp_path, record)
     assert json.loads((tmp_path / "run.json").read_text())["commit"] == f"{head}+"

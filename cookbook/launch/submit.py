@@ -32,6 +32,7 @@ from cookbook.run.folder import CellFolder
 from cookbook.run.record import keep_request
 from cookbook.run.run import (
     Run,
+    RunRecord,
     new_record,
     note_new_job,
     read_run,
@@ -50,16 +51,16 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
     root, stamp = runs_folder(), time.strftime("%Y%m%d-%H%M%S")
     building = root / f".{sweep}-{stamp}-{os.getpid()}"
     first = cells[0]
-    record = new_record(
-        "",
-        cluster=first.cluster.name,
-        scheduler=first.cluster.scheduler,
-        stack=first.options.stack.name,
-        cells=[cell.name for cell in cells],
+    asked = RunRecord(
+        first.cluster.scheduler,
+        tuple(cell.name for cell in cells),
         sweep=sweep,
-        command=["python", "submit.py", *sys.argv[1:]],
+        cluster=first.cluster.name,
+        stack=first.options.stack.name,
+        command=("python", "submit.py", *sys.argv[1:]),
         baseline=next((cell.baseline for cell in cells if cell.baseline), None),
     )
+    record = new_record(asked)
     try:
         for cell in cells:
             folder = CellFolder(building / cell.name)

@@ -12,7 +12,6 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,22 +109,19 @@ class _Finding(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """Why an attempt failed; the reason is printable text of one line, at most 240 characters."""
 
     cause: Cause
     reason: str
 
 
-def find_cause(attempt: Path, exit_code: int | None = None) -> Failure | None:
-    """Return why an attempt failed; None where neither its files nor `exit_code` say."""
+def find_cause(attempt: Path, exit_code: int) -> Failure:
+    """Return why an attempt failed, by its files, else by its exit code."""
     reason, is_refusal = _find_reason(attempt)
-    if exit_code and reason is None:
+    if reason is None:
         ended = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else None
         reason = ended or f"exit status {exit_code}"
-    if reason is None:
-        return None
     # 2: the script's own refusal; torchrun ends with 1.
     is_wrong = is_refusal or exit_code == 2
     return Failure(Cause.WRONG_OPTION if is_wrong else cause_of(reason), reason)

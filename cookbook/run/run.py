@@ -14,7 +14,6 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -63,8 +62,7 @@ class Run:
         return self.folder.name if is_listed else shown_path(self.folder)
 
     @property
-    def scheduler(self) -> str:
-        """`slurm` or `local`."""
+    def scheduler(self) -> Literal["slurm", "local"]:
         return self.record.scheduler
 
     @property
@@ -79,42 +77,21 @@ class Run:
 
     def cell(self, name: str) -> CellFolder:
         """Return the folder of the cell called `name`."""
-        for cell in self.cells:
-            if cell.name == name:
-                return cell
-        raise unknown_name(self.name, "cell", name, [cell.name for cell in self.cells])
+        cells = {cell.name: cell for cell in self.cells}
+        if name not in cells:
+            raise unknown_name(self.name, "cell", name, cells)
+        return cells[name]
 
 
-def new_record(
-    name: str,
-    *,
-    cluster: str,
-    scheduler: Literal["slurm", "local"],
-    stack: str,
-    cells: Sequence[str],
-    sweep: str | None = None,
-    command: Sequence[str] = (),
-    baseline: str | None = None,
-) -> RunRecord:
-    """Return the record of a run that starts now."""
+def new_record(asked: RunRecord) -> RunRecord:
+    """Return the record of a run that starts now: when, by whom and from which commit."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
         # In some containers the user id has no passwd entry.
         user = str(os.getuid())
-    return RunRecord(
-        run=name,
-        scheduler=scheduler,
-        cells=tuple(cells),
-        sweep=sweep,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        user=user,
-        commit=commit(),
-        cluster=cluster,
-        stack=stack,
-        command=tuple(command),
-        baseline=baseline,
-    )
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return replace(asked, created=created, user=user, commit=commit())
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
@@ -167,14 +144,13 @@ def find_cell(name: str | None) -> tuple[Run, CellFolder | None]:
 
 def _was_refused(run: Run) -> bool:
     """Whether the scheduler took none of the run's cells."""
-
-    def was_taken(cell: CellFolder) -> bool:
-        with contextlib.suppress(InputError):
-            is_refused = read_status(cell).state in (FAILED, REFUSED)
-            return not is_refused or cell.job.exists() or bool(cell.attempts())
-        return True
-
-    return bool(run.cells) and not any(map(was_taken, run.cells))
+    with contextlib.suppress(InputError):
+        return bool(run.cells) and all(
+            read_status(cell).state in (FAILED, REFUSED)
+            and not (cell.job.exists() or cell.attempts())
+            for cell in run.cells
+        )
+    return False
 
 
 def run_names() -> list[str]:
@@ -194,26 +170,23 @@ def note_new_job(folder: Path) -> None:
 
 def commit() -> str | None:
     """Return the cookbook's commit, with `+` if files differ from it; None outside git."""
-    answers = []
-    for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno"]):
-        try:
-            git = ["git", "-C", str(ROOT), *words]
-            answers.append(subprocess.run(git, capture_output=True, text=True, check=True).stdout)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-    return answers[0].strip() + ("+" if answers[1].strip() else "")
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return None
 
 
 # A submitter holds it from its look at the cells to its note of the jobs. The kernel frees it when
 # the submitter ends, however it ends: a cell without a job then waits for nobody.
 _LOCK = "submit.lock"
-_held: dict[tuple[int, int], int] = {}
+# Their handles by inode: a run may be renamed meanwhile.
+_held: dict[int, int] = {}
 
 
 def take_submit_lock(folder: Path) -> None:
     """Keep others from submitting cells of the run in `folder`; a second call changes nothing."""
     path = folder / _LOCK
-    if path.exists() and _key(path.stat()) in _held:
+    if path.exists() and path.stat().st_ino in _held:
         return
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -221,22 +194,21 @@ def take_submit_lock(folder: Path) -> None:
     except BlockingIOError:
         holder = os.read(handle, 1000).decode(errors="replace").strip()
         os.close(handle)
-        raise InputError(
-            folder.name, f"{holder or 'another process'} submits its cells", "wait until it has"
-        ) from None
+        found = f"{holder or 'another process'} submits its cells"
+        raise InputError(folder.name, found, "wait until it has") from None
     except OSError as error:
         # Some file systems have no locks; Lustre without the option `flock` says ENOSYS.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    _held[_key(os.fstat(handle))] = handle
+    _held[os.fstat(handle).st_ino] = handle
 
 
 def release_submit_lock(folder: Path) -> None:
-    """Let others submit cells of the run, which may have been renamed meanwhile."""
+    """Let others submit cells of the run."""
     path = folder / _LOCK
-    handle = _held.pop(_key(path.stat()), None) if path.exists() else None
+    handle = _held.pop(path.stat().st_ino, None) if path.exists() else None
     if handle is not None:
         os.ftruncate(handle, 0)
         os.close(handle)
@@ -246,19 +218,12 @@ def is_submit_locked(folder: Path) -> bool:
     """Whether somebody, maybe this process, submits cells of the run."""
     try:
         with (folder / _LOCK).open("rb") as file:
-            state = os.fstat(file.fileno())
-            if _key(state) in _held:
+            if os.fstat(file.fileno()).st_ino in _held:
                 return True
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     except OSError:
-        return False
+        # Never locked, or a file system without locks.
+        pass
     return False
-
-
-def _key(state: os.stat_result) -> tuple[int, int]:
-    return state.st_dev, state.st_ino

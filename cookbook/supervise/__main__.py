@@ -30,7 +30,7 @@ from cookbook.config.stack import load_stack
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import earlier_record, keep_request, read_record
-from cookbook.run.run import is_run, new_record, note_new_job, read_run, write_run
+from cookbook.run.run import RunRecord, is_run, new_record, note_new_job, read_run, write_run
 from cookbook.run.status import (
     OPEN,
     RUNNING,
@@ -89,10 +89,16 @@ def validate(start: Start) -> Cell:
         hooks=options["experimental.custom_import"],
         emulated=options["cookbook.emulated"],
     )
+    granted, ranks = os.environ.get("SLURM_GPUS_ON_NODE", ""), cell.cluster.ranks_per_node
+    if cell.cluster.gpu is not None and granted.isdecimal() and int(granted) < ranks:
+        raise InputError(
+            "sbatch --gpus-per-node",
+            f"the job has {granted} GPUs a node, and the script starts {ranks} ranks",
+            f"ask for --gpus-per-node={ranks}, or set gpus_per_node in the cluster's profile",
+        )
     is_submitted = not os.environ.get("COOKBOOK_CHECK")
-    found = [*_too_few_gpus(cell), *rules.judge(cell, is_submitted=is_submitted).errors]
-    if found:
-        raise InputError(found[0].option or cell.name, found[0].reason, found[0].remedy)
+    for found in rules.judge(cell, is_submitted=is_submitted).errors:
+        raise InputError(found.option or cell.name, found.reason, found.remedy)
     _check_folder(start.folder.path, cell)
     find_checkpoint(start.folder, cell.record())
     return replace(cell, published=published_number(cell))
@@ -102,16 +108,6 @@ def _as_rendered(overlay: Overlay, options: Options) -> Overlay:
     """Return the overlay as of the script's rendering, should its file have changed since."""
     expect = {name: options.settings.get(name, setting) for name, setting in overlay.expect.items()}
     return replace(overlay, expect=expect)
-
-
-def _too_few_gpus(cell: Cell) -> list[Finding]:
-    granted = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    ranks = cell.cluster.ranks_per_node
-    if cell.cluster.gpu is None or not granted.isdecimal() or int(granted) >= ranks:
-        return []
-    reason = f"the job has {granted} GPUs a node, and the script starts {ranks} ranks"
-    remedy = f"ask for --gpus-per-node={ranks}, or set gpus_per_node in the cluster's profile"
-    return [Finding(ERROR, "gpus", "sbatch --gpus-per-node", reason, remedy)]
 
 
 def _check_folder(path: Path, cell: Cell) -> None:
@@ -126,13 +122,13 @@ def _check_folder(path: Path, cell: Cell) -> None:
             f"try CELL_DIR={shown_path(path / cell.name)}",
         )
     first, asked = earlier_record(CellFolder(path)), cell.record()
-    names = ("recipe", "precision", "ep_backend")
-    if first and any(getattr(first, name) != getattr(asked, name) for name in names):
-        found, wanted = ([getattr(one, name) for name in names] for one in (first, asked))
+    found, wanted = (
+        f"{one.recipe} {one.precision} {one.ep_backend}" for one in (first or asked, asked)
+    )
+    if found != wanted:
         raise InputError(
             place,
-            f"holds a cell of {' '.join(map(str, found))}, and this job trains "
-            f"{' '.join(map(str, wanted))}",
+            f"holds a cell of {found}, and this job trains {wanted}",
             "unset CELL_DIR, or set PRECISION and EP_BACKEND as they were",
         )
 
@@ -157,14 +153,9 @@ def start_run(start: Start) -> None:
         if is_run(run):
             note_new_job(run)
         else:
-            record_of_run = new_record(
-                run.name,
-                cluster=cell.cluster.name,
-                scheduler=cell.cluster.scheduler,
-                stack=cell.options.stack.name,
-                cells=[folder.name],
-            )
-            write_run(run, record_of_run)
+            asked = RunRecord(cell.cluster.scheduler, (folder.name,), run.name)
+            stack = cell.options.stack.name
+            write_run(run, new_record(replace(asked, cluster=cell.cluster.name, stack=stack)))
 
 
 def _refuse_another_job(folder: CellFolder) -> None:

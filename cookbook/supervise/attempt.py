@@ -20,7 +20,7 @@ from cookbook.base.errors import JobError
 from cookbook.config.stack import load_stack
 from cookbook.observe.failure import describe_stacks
 from cookbook.observe.history import longest_save
-from cookbook.observe.metrics import GrowingFile, Newest, Phase, StepMetrics, Tail
+from cookbook.observe.metrics import GrowingFile, Newest, Phase, Tail
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import kill_steps
@@ -60,13 +60,14 @@ class Timeouts:
 
     def adjusted(self, record: CellRecord) -> Timeouts:
         """Return the timeouts for this cell's options."""
-        timeouts = self
-        if any(record.options.get(name) for name in _PAUSES):
-            timeouts = replace(timeouts, more_s=timeouts.save_s)
-        if record.options.get("checkpoint.async_mode", "disabled") != "disabled":
-            # Async saves: the logged time covers only the copy; the next save waits for the write.
-            timeouts = replace(timeouts, least_save_s=timeouts.save_s)
-        return timeouts
+        pauses = any(record.options.get(name) for name in _PAUSES)
+        # Async saves: the logged time covers only the copy; the next save waits for the write.
+        is_async = record.options.get("checkpoint.async_mode", "disabled") != "disabled"
+        return replace(
+            self,
+            more_s=self.save_s if pauses else self.more_s,
+            least_save_s=self.save_s if is_async else self.least_save_s,
+        )
 
 
 class StepClock:
@@ -91,9 +92,8 @@ class StepClock:
     @property
     def usual(self) -> float | None:
         """Seconds of a usual step; None until enough steps are logged."""
-        if len(self._times) >= _FEWEST_STEPS:
-            return statistics.median(self._times)
-        return self._earlier
+        is_known = len(self._times) >= _FEWEST_STEPS
+        return statistics.median(self._times) if is_known else self._earlier
 
     def look(self, newest: Newest, size: int, now: float) -> None:
         """Take in the newest step and phase."""
@@ -119,27 +119,24 @@ class StepClock:
     def limit(self) -> float:
         """Seconds of silence that count as a hang in the present phase."""
         usual, phase, timeouts = self.usual, self._newest.phase, self._timeouts
-        if phase is Phase.FINISHING:
+        if phase is Phase.FINISHING or (phase is Phase.SAVING_CHECKPOINT and usual is None):
             return timeouts.save_s
-        if phase is Phase.SAVING_CHECKPOINT:
+        if phase is Phase.SAVING_CHECKPOINT and usual is not None:
             return self._save_limit(usual)
         if usual is None or self._is_starting or phase is not Phase.TRAINING:
             return timeouts.start_s
         # With a log_freq of 10, nine steps print nothing.
         return (timeouts.steps + self._log_freq - 1) * usual + timeouts.more_s
 
-    def _save_limit(self, usual: float | None) -> float:
-        timeouts, longest = self._timeouts, None
-        if usual is not None:
-            limit = timeouts.steps * usual + timeouts.more_s
-            # Read the log for earlier saves only when the answer matters.
-            if self.silent <= limit:
-                return limit
-            longest = self._longest_save()
-        if usual is None or longest is None:
+    def _save_limit(self, usual: float) -> float:
+        timeouts = self._timeouts
+        limit = timeouts.steps * usual + timeouts.more_s
+        # Read the log for earlier saves only when the answer matters.
+        if self.silent <= limit:
+            return limit
+        if (longest := self._longest_save()) is None:
             return timeouts.save_s
-        limit = timeouts.steps * (usual + longest) + timeouts.more_s
-        return max(limit, timeouts.least_save_s)
+        return max(limit + timeouts.steps * longest, timeouts.least_save_s)
 
     @property
     def hang(self) -> str | None:
@@ -202,8 +199,7 @@ class RunningAttempt:
         """Have the ranks save a checkpoint and end; after `within_s`, `wait` returns TOO_LATE."""
         with contextlib.suppress(OSError):
             self.attempt.stop.touch()
-        if within_s:
-            self._late_at = time.monotonic() + within_s
+        self._late_at = time.monotonic() + within_s if within_s else self._late_at
 
     def wait(self) -> AttemptEnd:
         """Watch until the script has ended, and end it where it makes no progress.
@@ -231,10 +227,11 @@ class RunningAttempt:
                 if time.time() - seen > _GRACE_S:
                     end_step(self.process, self.attempt)
                 continue
-            if self._is_nan(newest.step):
-                cause = Cause.NAN_LOSS
-                assert newest.step
-                reason = f"loss is {newest.step.loss} in step {newest.step.step}"
+            step = newest.step
+            # Training itself counts and limits the steps that it skips.
+            is_limited = self._record.options.get("training.max_skipped_steps")
+            if step and step.loss and not math.isfinite(step.loss) and not is_limited:
+                cause, reason = Cause.NAN_LOSS, f"loss is {step.loss} in step {step.step}"
             elif hang := self.clock.hang:
                 cause, who = Cause.HANG, describe_stacks(self.attempt, self._record.world)
                 reason = "; ".join(filter(None, [hang, who]))
@@ -246,12 +243,6 @@ class RunningAttempt:
             # Ranks outlive a torchrun that was killed.
             end_orphan_processes(self.cell)
         return self._end(code, seen, cause, reason)
-
-    def _is_nan(self, step: StepMetrics | None) -> bool:
-        # Training itself counts and limits the steps that it skips.
-        if self._record.options.get("training.max_skipped_steps"):
-            return False
-        return bool(step and step.loss and not math.isfinite(step.loss))
 
     def _has_checkpoint(self) -> bool:
         options = self._record.options
@@ -319,16 +310,15 @@ def end_orphan_processes(cell: CellFolder) -> None:
 
 
 def _orphans(cell: CellFolder) -> list[psutil.Process]:
-    job, found = own_job(), []
+    job, found = own_job(), list[psutil.Process]()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             variables = process.environ()
             is_of_cell = variables.get("CELL_DIR") == str(cell.path)
             jobs = {variables.get(name) for name in ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")}
-            if not (
-                is_of_cell and "COOKBOOK_ATTEMPT_DIR" in variables and (not job or job in jobs)
-            ):
-                continue
-            if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+            is_own = (
+                is_of_cell and "COOKBOOK_ATTEMPT_DIR" in variables and process.pid != os.getpid()
+            )
+            if is_own and (not job or job in jobs) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

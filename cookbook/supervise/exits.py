@@ -6,6 +6,7 @@ where Slurm ended it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import os
@@ -16,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cookbook.base.errors import InputError
 from cookbook.observe.failure import cause_of, find_cause, remedy_for
 from cookbook.observe.metrics import read_steps
 from cookbook.run.folder import Attempt, CellFolder
@@ -37,10 +37,9 @@ GO_ON = "python submit.py run --resume RUN"
 
 
 class Action(enum.Enum):
-    """What to do after an attempt."""
+    """What to do after an attempt; RESTART starts another step in the same allocation."""
 
     RESTART = "restart"
-    """Start another step in the same allocation."""
     REQUEUE = "requeue"
     STOP = "stop"
 
@@ -100,18 +99,21 @@ def decide(
         lost_nodes: nodes of the allocation that Slurm gives no work to.
         is_time_over: Slurm asked the job to stop before its time limit or a preemption.
     """
-    last = ends[-1]
-    rule = RULES[last.cause]
-    if last.cause is Cause.SAVED:
+    cause, rule = ends[-1].cause, RULES[ends[-1].cause]
+    counted = [end for end in ends if RULES[end.cause].is_counted]
+    idle, why = attempts_without_progress(ends), ""
+    if cause is Cause.SAVED:
         return Decision(rule.action, "requeued, to go on from there")
     if rule.action is Action.STOP:
-        return _stop(f"stopped: {last.cause} would come again", last.cause)
-    counted = [end for end in ends if RULES[end.cause].is_counted]
-    if len(counted) > most:
-        return _stop(f"stopped: restarted {most} times, as max_restarts allows", last.cause)
-    idle = attempts_without_progress(ends)
-    if idle > rule.most_idle:
-        return _stop(f"stopped: {idle} attempts in a row came no further", last.cause)
+        why = f"{cause} would come again"
+    elif len(counted) > most:
+        why = f"restarted {most} times, as max_restarts allows"
+    elif idle > rule.most_idle:
+        why = f"{idle} attempts in a row came no further"
+    if why:
+        remedy = remedy_for(cause)
+        more = f"; {remedy}, then: {GO_ON}" if remedy else ""
+        return Decision(Action.STOP, f"stopped: {why}{more}")
     if lost_nodes or rule.action is Action.REQUEUE:
         nodes = ", ".join(lost_nodes) or "a node"
         return Decision(Action.REQUEUE, f"requeued without {nodes}, which Slurm cannot use")
@@ -126,17 +128,10 @@ def attempts_without_progress(ends: Sequence[AttemptEnd]) -> int:
     furthest, idle = 0, 0
     for end in ends:
         step = end.last_step or 0
-        if step <= furthest and RULES[end.cause].is_counted:
-            idle += 1
-        elif RULES[end.cause].is_counted:
-            idle = 0
+        if RULES[end.cause].is_counted:
+            idle = idle + 1 if step <= furthest else 0
         furthest = max(furthest, step)
     return idle
-
-
-def _stop(words: str, cause: Cause) -> Decision:
-    remedy = remedy_for(cause)
-    return Decision(Action.STOP, f"{words}; {remedy}, then: {GO_ON}" if remedy else words)
 
 
 # With less room than this no log can be written either, so that none can name the cause.
@@ -147,19 +142,9 @@ def classify_exit(
     cell: CellFolder, attempt: Attempt, record: CellRecord, started: float, code: int | None
 ) -> AttemptEnd:
     """Return how an attempt ended that nobody stopped."""
-    end = _with_steps(
-        AttemptEnd(
-            attempt.number,
-            Cause.FINISHED,
-            exit_code=code,
-            started=started,
-            ended=time.time(),
-            job_id=own_job(),
-            left_out=_excluded(attempt),
-        ),
-        attempt,
-        record,
-    )
+    now, excluded = time.time(), _excluded(attempt)
+    end = AttemptEnd(attempt.number, Cause.FINISHED, None, code, started, ended=now)
+    end = _with_steps(replace(end, job_id=own_job(), left_out=excluded), attempt, record)
     if (step := saved_step(attempt)) is not None:
         reason = f"asked to stop, it saved step {step} and ended"
         return replace(end, cause=Cause.SAVED, reason=reason)
@@ -169,10 +154,8 @@ def classify_exit(
     if free < _FULL_DISK_BYTES:
         reason = f"{free >> 20} MiB are free at {cell.path}"
         return replace(end, cause=Cause.DISK_FULL, reason=reason)
-    failure = find_cause(attempt.path, code)
-    if failure is None:
-        return replace(end, cause=Cause.ERROR)
-    return replace(end, cause=failure.cause, reason=failure.reason)
+    cause, reason = find_cause(attempt.path, code)
+    return replace(end, cause=cause, reason=reason)
 
 
 def refused_end(attempt: Attempt, reason: str) -> AttemptEnd:
@@ -211,11 +194,10 @@ def saved_step(attempt: Attempt) -> int | None:
 
 def _read_stopped(attempt: Attempt) -> tuple[str, str]:
     """Return the job and the step that the ranks noted after that checkpoint, else empty texts."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         job_id, step = attempt.stopped.read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return "", ""
-    return job_id, step
+        return job_id, step
+    return "", ""
 
 
 def restarts() -> int:
@@ -271,25 +253,17 @@ def stop_reason(signal_name: str, started: float | None, log: Path = _OWN_LOG) -
         started: seconds since the epoch; a requeued job's log holds the lines of earlier attempts.
         log: the batch step's standard error, by default this process's own.
     """
-    return _SLURM_REASONS.get(_slurm_words(log, started or 0.0) or "", (CANCELLED, signal_name))
-
-
-def _slurm_words(log: Path, started: float) -> str | None:
-    """Return why Slurm ended the job, by its line in `log`; None without one since `started`."""
-    try:
-        # A terminal or a pipe can't be read back.
-        if not log.is_file():
-            return None
-        with log.open("rb") as file:
+    text = ""
+    # A terminal or a pipe can't be read back.
+    if log.is_file():
+        with contextlib.suppress(OSError), log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
             text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return None
     for at, why in reversed(_CANCELLED_AT.findall(text)):
         # Whole seconds, of another machine's clock.
-        if time.mktime(time.strptime(at, "%Y-%m-%dT%H:%M:%S")) >= started - 5:
-            return str(why)
-    return None
+        if time.mktime(time.strptime(at, "%Y-%m-%dT%H:%M:%S")) >= (started or 0.0) - 5:
+            return _SLURM_REASONS.get(why, (CANCELLED, signal_name))
+    return CANCELLED, signal_name
 
 
 def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
@@ -306,26 +280,13 @@ def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
     attempts = cell.attempts()
     if not attempts or attempts[-1].end.exists():
         return
-    attempt = attempts[-1]
-    try:
-        status = read_status(cell)
-    except InputError:
-        return
+    attempt, status = attempts[-1], read_status(cell)
     if status.attempt != attempt.number or status.state not in OPEN or not status.started:
         return
-    try:
-        ended = attempt.log.stat().st_mtime
-    except OSError:
-        ended = time.time()
-    end = AttemptEnd(
-        attempt.number,
-        Cause.CUT_SHORT,
-        "its supervisor was killed, or its node was lost",
-        started=status.started,
-        ended=ended,
-        job_id=own_job(),
-        decision="started again",
-    )
+    ended = attempt.log.stat().st_mtime if attempt.log.exists() else time.time()
+    why = "its supervisor was killed, or its node was lost"
+    end = AttemptEnd(attempt.number, Cause.CUT_SHORT, why, started=status.started, ended=ended)
+    end = replace(end, job_id=own_job(), decision="started again")
     by_slurm, _ = stopped_end(end, "")
     if by_slurm.reason:
         end = replace(by_slurm, decision="started again by Slurm")

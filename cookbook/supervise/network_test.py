@@ -48,14 +48,16 @@ class RankGroups:
     def groups(self, world: int) -> list[list[int]]:
         """Return the groups of the all-to-all, as TorchTitan lays out expert parallelism."""
         size, stride = min(self.expert_parallel, world), self.stride
-        if size < 2:
-            return []
         block = size * stride
-        return [
-            list(range(start + offset, start + block, stride))
-            for start in range(0, world - block + 1, block)
-            for offset in range(stride)
-        ]
+        return (
+            []
+            if size < 2
+            else [
+                list(range(start + offset, start + block, stride))
+                for start in range(0, world - block + 1, block)
+                for offset in range(stride)
+            ]
+        )
 
 
 @dataclass
@@ -90,24 +92,16 @@ def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
         return NetworkVerdict(whole.slowest)
     fault = whole.faults[0]
     if len(nodes) < 3:
-        bad = _test_alone(sorted(nodes), groups) if len(nodes) == 2 else {}
+        alone = sorted(nodes) if len(nodes) == 2 else []
+        faults = _test([[node] for node in alone], groups).faults if alone else {}
+        bad = {alone[number]: why for number, why in faults.items()} if len(faults) == 1 else {}
         return NetworkVerdict(whole.slowest, bad, error="" if bad else fault)
     bad, all_fail = _search(sorted(nodes), groups)
-    if bad:
-        return NetworkVerdict(whole.slowest, bad)
     if all_fail:
         return NetworkVerdict(whole.slowest, error=f"{fault}; all pairs of nodes fail too")
-    fault += "; each pair of nodes passes by itself"
-    if whole.is_slow:
-        return NetworkVerdict(whole.slowest, warning=fault)
-    return NetworkVerdict(whole.slowest, error=fault)
-
-
-def _test_alone(nodes: Sequence[str], groups: RankGroups) -> dict[str, str]:
-    """Return the one of two nodes that fails by itself; nothing where both do or none does."""
-    outcome = _test([[node] for node in nodes], groups)
-    bad = {nodes[number]: fault for number, fault in outcome.faults.items()}
-    return bad if len(bad) == 1 else {}
+    fault = "" if bad else f"{fault}; each pair of nodes passes by itself"
+    words = {"warning" if whole.is_slow else "error": fault}
+    return NetworkVerdict(whole.slowest, bad, **words)
 
 
 def _search(nodes: Sequence[str], groups: RankGroups) -> tuple[dict[str, str], bool]:
@@ -156,14 +150,9 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
         "timeout_s": _COLLECTIVE_S,
     }
     start = int(os.environ.get("SLURM_JOB_ID") or 0) * 17
-    question = Question(
-        teams=teams,
-        addresses=list(node_addresses([team[0] for team in teams]).values()),
-        ports=[_PORTS[(start + number) % len(_PORTS)] for number in range(len(teams))],
-        ranks_per_node=groups.ranks_per_node,
-        plan=plan,
-        limit_s=LIMIT_S,
-    )
+    addresses = list(node_addresses([team[0] for team in teams]).values())
+    ports = [_PORTS[(start + number) % len(_PORTS)] for number in range(len(teams))]
+    question = Question(teams, addresses, ports, groups.ranks_per_node, plan, LIMIT_S)
     measured: list[dict[str, Any]] = []
     ended: dict[str, str] = {}
 

@@ -79,12 +79,11 @@ def report_node(question: Question) -> Report:
     )
     problems = node_problems(here)
     facts = {"Python": platform.python_version()}
-    for name in [pin.name for pin in read_pins()]:
-        found = find_distribution(name)
-        facts[name] = found.version if found else "not installed"
+    for pin in read_pins():
+        found = find_distribution(pin.name)
+        facts[pin.name] = found.version if found else "not installed"
     facts["cookbook"] = _hash(sorted((ROOT / "cookbook").rglob("*.py")))
-    for name, path in question.files.items():
-        facts[name] = _digest(Path(path))
+    facts |= {name: _digest(Path(path)) for name, path in question.files.items()}
     if here.installed_gpus:
         facts["GPU driver"] = here.installed_gpus[0].driver
         facts["GPU model"] = here.installed_gpus[0].model.name
@@ -120,10 +119,8 @@ def format_report(report: Report) -> list[str]:
     """Return the report as lines for a `Reader`."""
     text = json.dumps(asdict(report))
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
-    return [
-        f"{_MARK} {report.node} {number}/{len(pieces)} {piece}"
-        for number, piece in enumerate(pieces)
-    ]
+    head, total = f"{_MARK} {report.node}", len(pieces)
+    return [f"{head} {number}/{total} {piece}" for number, piece in enumerate(pieces)]
 
 
 class Reader:
@@ -142,9 +139,7 @@ class Reader:
         pieces[int(number)] = piece
         if len(pieces) < int(total):
             return None
-        content = json.loads("".join(pieces[index] for index in range(int(total))))
-        problems = {name: (text, hours) for name, (text, hours) in content["problems"].items()}
-        return Report(content["node"], content["clock"], problems, content["facts"])
+        return Report(**json.loads("".join(pieces[index] for index in range(int(total)))))
 
 
 if __name__ == "__main__":

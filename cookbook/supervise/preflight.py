@@ -87,7 +87,6 @@ class JobNodes:
 
     @property
     def healthy(self) -> list[str]:
-        """The nodes without a known fault."""
         return [node for node in self.nodes if node not in self.faults]
 
     def listed(self) -> dict[str, Excluded]:
@@ -120,8 +119,14 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     if mode == "off":
         return nodes[: record.nodes]
     job = JobNodes(cell, attempt, record, cluster_from_record(record), nodes)
-    started = time.monotonic()
-    exclude_known(job)
+    started, listed = time.monotonic(), job.listed()
+    for node, why in retry_while_busy(lambda _: slurm.drained(job.nodes)).items():
+        job.faults[node] = [Fault("Slurm", why, 0.0)]
+        job.log(f"{node}: {why}; excluded")
+    for node in job.nodes:
+        if node in listed:
+            job.faults[node] = [Fault("list", listed[node].reason, 0.0)]
+            job.log(str(listed[node]))
     ask_nodes(job)
     decide(job)
     while mode == "full" and not check_network(job):
@@ -138,18 +143,6 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     return chosen
 
 
-def exclude_known(job: JobNodes) -> None:
-    """Exclude the nodes that are on the list, and those that Slurm has drained meanwhile."""
-    listed = job.listed()
-    for node, why in retry_while_busy(lambda _: slurm.drained(job.nodes)).items():
-        job.faults[node] = [Fault("Slurm", why, 0.0)]
-        job.log(f"{node}: {why}; excluded")
-    for node in job.nodes:
-        if node in listed:
-            job.faults[node] = [Fault("list", listed[node].reason, 0.0)]
-            job.log(str(listed[node]))
-
-
 def ask_nodes(job: JobNodes) -> None:
     """Have all nodes report at once; add the faults of each and the differences among them."""
     asked, reports, received = job.healthy, dict[str, Report](), dict[str, float]()
@@ -158,11 +151,21 @@ def ask_nodes(job: JobNodes) -> None:
     reader = Reader()
 
     def on_line(line: str, moment: float) -> None:
-        report = reader.read(line)
-        if report is not None:
+        if (report := reader.read(line)) is not None:
             reports[report.node], received[report.node] = report, moment
 
-    question = json.dumps(asdict(_question(job)))
+    options, record = job.record.options, job.record
+    deepep = options.get("parallelism.expert_parallel_comm_backend") == "deepep"
+    degree = options.get("parallelism.expert_parallel_degree") or 1
+    paths = {"tokenizer": "model.hf_assets_path", "data": "training.dataset_path"}
+    asking = Question(
+        cluster=job.cluster.name,
+        profile=dict(record.profile),
+        folder=str(job.cell.path),
+        deepep_between_nodes=deepep and degree > record.ranks_per_node,
+        files={name: str(path) for name, key in paths.items() if (path := options.get(key))},
+    )
+    question = json.dumps(asdict(asking))
     left, waiting, silent = REPORT_S, list(asked), dict[str, str]()
     # When a node cannot start its task, Slurm also ends those of slower nodes: ask them again.
     for _ in range(2):
@@ -176,37 +179,20 @@ def ask_nodes(job: JobNodes) -> None:
         if not end.not_launched:
             break
     answers = [reports[node] for node in asked if node in reports]
+    different, late = differing(answers), skewed(answers, received)
     found: Faults = {}
     for node in asked:
+        problems = {"answer": (silent[node], PASSING_H)}
         if node in reports:
-            for check, (text, hours) in reports[node].problems.items():
-                found.setdefault(node, []).append(Fault(check, text, hours))
-        else:
-            found[node] = [Fault("answer", silent[node], PASSING_H)]
-    for faults in (differing(answers), skewed(answers, received)):
-        for node, fault in faults.items():
-            found.setdefault(node, []).append(fault)
+            problems = reports[node].problems
+        faults = [Fault(check, text, hours) for check, (text, hours) in problems.items()]
+        faults += [of[node] for of in (different, late) if node in of]
+        if faults:
+            found[node] = faults
     if common := common_fault(found, asked):
         raise CannotStartError(f"{common}; no fault of single nodes, none is excluded")
     job.faults |= found
     _remember(job, found)
-
-
-def _question(job: JobNodes) -> Question:
-    options, record = job.record.options, job.record
-    deepep = options.get("parallelism.expert_parallel_comm_backend") == "deepep"
-    degree = options.get("parallelism.expert_parallel_degree") or 1
-    paths = {
-        "tokenizer": options.get("model.hf_assets_path"),
-        "data": options.get("training.dataset_path"),
-    }
-    return Question(
-        cluster=job.cluster.name,
-        profile=dict(record.profile),
-        folder=str(job.cell.path),
-        deepep_between_nodes=deepep and degree > record.ranks_per_node,
-        files={name: str(path) for name, path in paths.items() if path},
-    )
 
 
 def _last_words(node: str, end: StepEnd) -> str:
@@ -228,13 +214,12 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for report in reports for name in report.facts):
         # A node without GPUs has no driver; that is another check's fault.
-        knowing = [report for report in reports if name in report.facts]
-        counts = Counter(report.facts[name] for report in knowing)
-        # Counter keeps the order, and max takes the first of two.
-        usual = max(counts, key=lambda value: counts[value])
-        for report in knowing:
-            if (value := report.facts[name]) != usual:
-                found.setdefault(report.node, []).append(f"{name} is {value}, elsewhere {usual}")
+        values = {report.node: report.facts[name] for report in reports if name in report.facts}
+        # Of equal counts the first.
+        ((usual, _),) = Counter(values.values()).most_common(1)
+        for node, value in values.items():
+            if value != usual:
+                found.setdefault(node, []).append(f"{name} is {value}, elsewhere {usual}")
     faults = {}
     for node, differences in found.items():
         words = "; ".join(differences[:_MOST_DIFFERENCES])
@@ -246,17 +231,14 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
 
 def skewed(reports: Sequence[Report], received: Mapping[str, float]) -> dict[str, Fault]:
     """Return the nodes whose clock differs from the others'."""
-    offsets = {report.node: report.clock - received[report.node] for report in reports}
-    middle = statistics.median(offsets.values()) if offsets else 0.0
-    return {
-        node: Fault(
-            "clock",
-            f"its clock is {abs(off - middle):.0f} s {'ahead' if off > middle else 'behind'}",
-            PASSING_H,
-        )
-        for node, off in offsets.items()
-        if abs(off - middle) > _MOST_SKEW_S
-    }
+    clocks = {report.node: report.clock - received[report.node] for report in reports}
+    middle = statistics.median(clocks.values()) if clocks else 0.0
+    faults = {}
+    for node, off in ((node, clock - middle) for node, clock in clocks.items()):
+        if abs(off) > _MOST_SKEW_S:
+            words = f"its clock is {abs(off):.0f} s {'ahead' if off > 0 else 'behind'}"
+            faults[node] = Fault("clock", words, PASSING_H)
+    return faults
 
 
 def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
@@ -335,7 +317,12 @@ def decide(job: JobNodes) -> None:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
         raise CannotStartError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    of_user = _excluded_by_user(job, job_id)
+    # The nodes that this job excludes for good, not for the list's sake.
+    of_list = set(job.listed())
+    for attempt in job.cell.attempts():
+        of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
+    of_list -= set(job.cluster.exclude)
+    of_user = [node for node in slurm.left_out_by(job_id) if node not in of_list]
     choice = _slurm_choice(job, of_user)
     if choice.short and job.record.too_few_nodes == "stop":
         raise CannotStartError(
@@ -358,22 +345,11 @@ def decide(job: JobNodes) -> None:
     raise RequeueNeededError(why, words, [*of_user, *choice.nodes], choice.begin)
 
 
-def _excluded_by_user(job: JobNodes, job_id: str) -> list[str]:
-    """Return the nodes that this job excludes for good, not for the list's sake."""
-    of_list = set(job.listed())
-    for attempt in job.cell.attempts():
-        of_list.update(read_json(attempt.preflight).get("for_slurm", ()))
-    of_list -= set(job.cluster.exclude)
-    return [node for node in slurm.left_out_by(job_id) if node not in of_list]
-
-
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
     """Choose what Slurm excludes beside `of_user`, of all nodes that this job could get."""
-    needed = len(job.nodes)
+    needed, listed, now = len(job.nodes), job.listed(), time.time()
     known = slurm.partition_nodes(os.environ.get("SLURM_JOB_PARTITION"))
     known = [node for node in known if node not in of_user]
-    listed = job.listed()
-    now = time.time()
     for node, faults in job.faults.items():
         hours = max(fault.hours for fault in faults)
         # Also a node that could not be put on the list.

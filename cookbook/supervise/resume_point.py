@@ -45,12 +45,12 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
     options = _options_of(record)
     if not options["checkpoint.enable"]:
         return Found(None)
-    wanted, place = options[_LOAD_STEP], _folder(folder, options)
-    saved = saved_steps(place)
-    if wanted != -1:
-        saved = [(step, path) for step, path in saved if step == wanted]
+    wanted, place = options[_LOAD_STEP], folder.path / str(options["checkpoint.folder"])
+    saved = [one for one in saved_steps(place) if wanted in (-1, one[0])]
     damaged: list[Checkpoint] = []
-    good = _last_good_step(folder)
+    end = read_attempt_end(folder.attempts()[-1]) if folder.attempts() else None
+    # The last step before the newest attempt's loss became NaN.
+    good = (end.last_good_step or 0) if end and end.cause is Cause.NAN_LOSS else None
     for step, path in saved:
         checkpoint = read_checkpoint(step, path)
         if good is not None and step > good and checkpoint.damage is None:
@@ -58,7 +58,16 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
             checkpoint = replace(checkpoint, damage=damage)
         if checkpoint.damage is None:
             _check_states(checkpoint, saved, options)
-            _check_readers(checkpoint, record, options)
+            layout, readers = layout_of(options, record.world), checkpoint.text_readers
+            ranks = layout.dp_replicate * layout.dp_shard
+            if step and readers != ranks and "dataloader" not in options[_EXCLUDED]:
+                raise InputError(
+                    shown_path(path),
+                    f"{readers} data-parallel ranks read the texts, and now there are {ranks}; "
+                    "TorchTitan cannot reshard the data loader's state",
+                    f"keep {readers} data-parallel ranks (more ranks can go to TP or PP), or read "
+                    f"the texts from the start with {_EXCLUDED}=dataloader",
+                )
             return Found(checkpoint, tuple(damaged))
         damaged.append(checkpoint)
     # TorchTitan reads `load_step` only where the folder exists.
@@ -75,19 +84,6 @@ def _options_of(record: CellRecord) -> Options:
     return Options(load_stack(), {name: Setting(v, "") for name, v in record.options.items()})
 
 
-def _folder(folder: CellFolder, options: Options) -> Path:
-    return folder.path / str(options["checkpoint.folder"])
-
-
-def _last_good_step(folder: CellFolder) -> int | None:
-    """Return the last step before the newest attempt's loss became NaN; None if it did not."""
-    attempts = folder.attempts()
-    end = read_attempt_end(attempts[-1]) if attempts else None
-    if end is None or end.cause is not Cause.NAN_LOSS:
-        return None
-    return end.last_good_step or 0
-
-
 def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options: Options) -> None:
     missing = [s for s in STATES if s not in checkpoint.states | set(options[_EXCLUDED])]
     # From step 0, a seed, TorchTitan loads the model alone.
@@ -96,18 +92,14 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
     older = (read_checkpoint(step, path) for step, path in saved if step < checkpoint.step)
     full = next((one for one in older if not one.damage and one.states == set(STATES)), None)
     if full is None:
-        remedy = (
-            "start a new run from its weights with "
-            f"checkpoint.initial_load_path={checkpoint.path.resolve()}"
-        )
+        remedy = "start a new run from its weights with "
+        remedy += f"checkpoint.initial_load_path={checkpoint.path.resolve()}"
         if (checkpoint.path / "model.safetensors.index.json").is_file():
             remedy += " checkpoint.initial_load_in_hf=true"
     else:
         kept = checkpoint.path.parent.parent / f"model-{checkpoint.path.name}"
-        remedy = (
-            f"to continue after step {full.step}, move it away: "
-            f"mv {shown_path(checkpoint.path)} {shown_path(kept)}"
-        )
+        remedy = f"to continue after step {full.step}, move it away: "
+        remedy += f"mv {shown_path(checkpoint.path)} {shown_path(kept)}"
     raise InputError(
         shown_path(checkpoint.path),
         f"holds the model without {', '.join(missing)} (checkpoint.last_save_model_only), so "
@@ -116,24 +108,11 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
     )
 
 
-def _check_readers(checkpoint: Checkpoint, record: CellRecord, options: Options) -> None:
-    layout = layout_of(options, record.world)
-    readers, ranks = checkpoint.text_readers, layout.dp_replicate * layout.dp_shard
-    if checkpoint.step and readers != ranks and "dataloader" not in options[_EXCLUDED]:
-        raise InputError(
-            shown_path(checkpoint.path),
-            f"{readers} data-parallel ranks read the texts, and now there are {ranks}; TorchTitan "
-            "cannot reshard the data loader's state",
-            f"keep {readers} data-parallel ranks (more ranks can go to TP or PP), or read the "
-            f"texts from the start with {_EXCLUDED}=dataloader",
-        )
-
-
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     """Move the damaged checkpoints aside, and note where the attempt resumes."""
     found = find_checkpoint(folder, record)
     options = _options_of(record)
-    saved, steps = _folder(folder, options), options["training.steps"]
+    saved, steps = folder.path / str(options["checkpoint.folder"]), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
     passed = tuple(_move_aside(one, saved) for one in found.damaged)
     # TorchTitan reads `initial_load_path` only where this folder does not exist.

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -88,8 +88,7 @@ class Supervisor:
         self.arguments = list(arguments)
         self.running: RunningAttempt | None = None
         self.signal_number = 0
-        self.is_time_over = False
-        self._is_preparing = False
+        self.is_time_over = self._is_preparing = False
         self._usual: float | None = None
         self._earlier: list[Attempt] = []
         # Seconds for a checkpoint from Slurm's warning on; 0 for no limit.
@@ -103,8 +102,8 @@ class Supervisor:
 
     def _run(self) -> int:
         # `submit.py cancel` and Slurm end a job with SIGTERM.
-        signal.signal(signal.SIGTERM, self._stop)
-        signal.signal(signal.SIGINT, self._stop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
         # Slurm sends it before the time limit, and before a preemption if configured so.
         signal.signal(signal.SIGUSR1, self._ask_to_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -131,19 +130,18 @@ class Supervisor:
                 self._pass_over(cell, began)
                 continue
             try:
-                code = self._run_cell(cell)
+                codes[cell.name] = self._run_cell(cell)
             except FileNotFoundError:
                 if cell.record.exists():
                     raise
                 log(f"{cell.path} was deleted: nothing is kept of it")
-                self.running, code = None, 1
-            if code:
-                codes[cell.name] = code
+                self.running, codes[cell.name] = None, 1
         if self.signal_number:
             return 128 + self.signal_number
-        if codes:
-            log(f"failed: {', '.join(codes)}")
-        return next(iter(codes.values()), 0)
+        failed = {name: code for name, code in codes.items() if code}
+        if failed:
+            log(f"failed: {', '.join(failed)}")
+        return next(iter(failed.values()), 0)
 
     def _pass_over(self, cell: CellFolder, began: float) -> None:
         """Note why a cell gets no turn in this job, which was told to stop."""
@@ -215,31 +213,19 @@ class Supervisor:
             now = Status(RUNNING, attempt.number, started=time.time(), restarts=restarts())
             write_status(cell, now)
             try:
-                self._is_preparing = True
                 environment = self._prepare(cell, attempt, record)
-                self._is_preparing = False
             except SignalReceivedError:
                 return replace(refused_end(attempt, ""), exit_code=None), None
             except RequeueNeededError as needed:
-                self._is_preparing = False
                 end = refused_end(attempt, f"preflight: {needed}")
                 return end, self._requeue(cell, end, needed.words, needed.nodes, needed.begin)
             except (InputError, JobError, OSError) as error:
-                self._is_preparing = False
                 if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 is_of_nodes = isinstance(error, JobError)
                 return refused_end(attempt, f"{'preflight: ' * is_of_nodes}{error}"), None
-            self.running = RunningAttempt(
-                cell,
-                attempt,
-                record,
-                environment,
-                self.arguments,
-                self.timeouts,
-                self._usual,
-                self._earlier,
-            )
+            pace = (self.timeouts, self._usual, self._earlier)
+            self.running = RunningAttempt(cell, attempt, record, environment, self.arguments, *pace)
             self._earlier = [*self._earlier, attempt]
             if self.is_time_over:
                 self._ask_to_stop(signal.SIGUSR1, None)
@@ -253,7 +239,6 @@ class Supervisor:
 
     def _prepare(self, cell: CellFolder, attempt: Attempt, record: CellRecord) -> dict[str, str]:
         """Choose the attempt's checkpoint and nodes; return the variables that its script reads."""
-        prepare(cell, attempt, record)
         ranks = sorted({0, record.loss_rank})
         local_ranks = sorted({rank % record.ranks_per_node for rank in ranks})
         environment = {
@@ -262,13 +247,22 @@ class Supervisor:
             # TorchTitan warns unless the rank with the loss is among these.
             "LOG_RANK": ",".join(map(str, ranks)),
             "SHOWN_RANKS": ",".join(map(str, local_ranks)),
-            **_wandb_run(cell),
         }
-        if slurm_job():
-            nodes = preflight(cell, attempt, record)
-            environment["NUM_NODES"] = str(len(nodes))
-            environment["TRAIN_NODES"] = ",".join(nodes)
-            environment["HEAD_ADDRESS"] = head_address(nodes[0])
+        self._is_preparing = True
+        try:
+            prepare(cell, attempt, record)
+            if "WANDB_RUN_ID" not in os.environ:
+                # All attempts of a cell are one run of Weights & Biases.
+                if not cell.wandb_id.exists():
+                    write_whole(cell.wandb_id, secrets.token_hex(6))
+                environment |= {"WANDB_RUN_ID": cell.wandb_id.read_text(), "WANDB_RESUME": "allow"}
+            if slurm_job():
+                nodes = preflight(cell, attempt, record)
+                environment["NUM_NODES"] = str(len(nodes))
+                environment["TRAIN_NODES"] = ",".join(nodes)
+                environment["HEAD_ADDRESS"] = head_address(nodes[0])
+        finally:
+            self._is_preparing = False
         return environment
 
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
@@ -280,10 +274,10 @@ class Supervisor:
         # An attempt that was refused before its first file has no folder.
         if attempt.path.is_dir():
             write_attempt_end(attempt, end)
-        is_over = state != RUNNING
-        code, ended = (end.exit_code, end.ended) if is_over else (None, None)
-        status = Status(state, end.attempt, reason, code, end.started, ended, restarts())
-        write_status(cell, status)
+        code, ended = (end.exit_code, end.ended) if state != RUNNING else (None, None)
+        write_status(
+            cell, Status(state, attempt.number, reason, code, end.started, ended, restarts())
+        )
 
     def _lost_nodes(self) -> list[str]:
         """Return the job's nodes that Slurm cannot use; wait where the controller is away."""
@@ -316,14 +310,16 @@ class Supervisor:
         try:
             # Slurm signals all processes of the job between the two commands of this, and they
             # inherit the mask. A job that is being cancelled would be brought back.
-            with _signals_blocked():
+            before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            try:
                 if not self.signal_number:
                     slurm.requeue(job_id, exclude, begin)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before_mask)
         except JobError as error:
             write_status(cell, before)
-            return Decision(
-                Action.STOP, f"stopped: could not be {words} ({error}); to go on: {GO_ON}"
-            )
+            why = f"stopped: could not be {words} ({error}); to go on: {GO_ON}"
+            return Decision(Action.STOP, why)
         deadline = time.monotonic() + _REQUEUE_S
         while not self.signal_number and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -346,15 +342,6 @@ class Supervisor:
         self.is_time_over = True
         if self.running is not None:
             self.running.ask_to_stop(float(os.environ.get("COOKBOOK_LATE_S") or self._late_s))
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_with_respawn(work: Callable[[], int]) -> NoReturn:
@@ -395,12 +382,3 @@ def log(words: str) -> None:
     """Write a line to the job's log, which may be on a full disk."""
     with contextlib.suppress(OSError):
         print(f"cookbook: {words}", file=sys.stderr, flush=True)
-
-
-def _wandb_run(cell: CellFolder) -> dict[str, str]:
-    """Return the variables by which all attempts of a cell are one run of Weights & Biases."""
-    if "WANDB_RUN_ID" in os.environ:
-        return {}
-    if not cell.wandb_id.exists():
-        write_whole(cell.wandb_id, secrets.token_hex(6))
-    return {"WANDB_RUN_ID": cell.wandb_id.read_text(), "WANDB_RESUME": "allow"}
