@@ -55,20 +55,17 @@ def read_excluded(runs: Path | None = None) -> list[Excluded]:
     path = excluded_file(runs)
     if not path.exists():
         return []
-    file = read_yaml(path)
-    found = []
+    file, found = read_yaml(path), []
     for node, entry in file.content.items():
         if not isinstance(entry, dict):
             wanted = f"found {described(entry)}, allowed: until and reason"
             raise InputError(file.place(node), wanted)
+        written, remedy = entry.get("until"), "write it as 2027-01-31 18:00"
         try:
-            moment = datetime.fromisoformat(str(entry.get("until")))
+            moment = datetime.fromisoformat(str(written))
         except ValueError:
-            raise InputError(
-                file.place(node, "until"),
-                f"found {described(entry.get('until'))}, allowed: a time in UTC",
-                "write it as 2027-01-31 18:00",
-            ) from None
+            wanted = f"found {described(written)}, allowed: a time in UTC"
+            raise InputError(file.place(node, "until"), wanted, remedy) from None
         until = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         found.append(Excluded(node, until, _one_line(str(entry.get("reason") or "no reason"))))
     return [one for one in found if one.until > time.time()]
@@ -122,8 +119,7 @@ def choose(needed: int, nodes: Sequence[str], excluded: Sequence[Excluded]) -> C
     left, the job begins when enough of them may be used again.
     """
     listed = sorted((one for one in excluded if one.node in set(nodes)), key=lambda one: one.until)
-    short = max(0, needed - (len(nodes) - len(listed)))
-    names = tuple(one.node for one in listed[short:])
-    if not short or short > len(listed):
-        return Choice(tuple(one.node for one in listed))
-    return Choice(names, listed[short - 1].until, short)
+    short, names = needed - (len(nodes) - len(listed)), tuple(one.node for one in listed)
+    if not 0 < short <= len(listed):
+        return Choice(names)
+    return Choice(names[short:], listed[short - 1].until, short)

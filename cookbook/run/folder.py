@@ -67,8 +67,7 @@ class Attempt:
 
     def logs(self) -> list[Path]:
         """Return every log that may hold metrics lines, of all ranks."""
-        logs = [self.log, *self.path.glob("ranks/*/attempt_*/*/stdout.log")]
-        return [log for log in logs if log.is_file()]
+        return [self.log, *self.path.glob("ranks/*/attempt_*/*/stdout.log")]
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,8 @@ class CellFolder:
 
     def attempts(self) -> list[Attempt]:
         """Return the attempts so far, in order."""
-        paths = _by_number(self.path, "attempt-")
-        return [Attempt(path, int(path.name.removeprefix("attempt-"))) for path in paths]
+        numbers = (path.name.removeprefix("attempt-") for path in self.path.glob("attempt-*"))
+        return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
 
     def attempt(self, number: int) -> Attempt:
         """Return the attempt of this number, whether it exists or not."""
@@ -119,13 +118,6 @@ class CellFolder:
                 return attempt.log
         logs = sorted(self.job_files.glob("*.log"), key=lambda path: path.stat().st_mtime)
         return logs[-1] if logs else None
-
-
-def _by_number(folder: Path, prefix: str) -> list[Path]:
-    """Return the paths `<prefix><number>` in `folder` by their number: 10 comes after 9."""
-    pattern = re.compile(rf"{prefix}([0-9]+)")
-    found = [(pattern.fullmatch(path.name), path) for path in folder.glob(f"{prefix}*")]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
 _NAME = re.compile(r"step-([0-9]+)")
@@ -158,7 +150,7 @@ def saved_steps(folder: Path) -> list[tuple[int, Path]]:
     """Return step and path of each `step-N` in `folder`, whole or not, the newest first."""
     found = [
         (int(match[1]), path)
-        for path in (folder.iterdir() if folder.is_dir() else ())
+        for path in folder.glob("step-*")
         if (match := _NAME.fullmatch(path.name)) and path.is_dir()
     ]
     return sorted(found, reverse=True)

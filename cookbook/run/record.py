@@ -28,7 +28,7 @@ from cookbook.base.yamlfile import read_yaml
 from cookbook.run.folder import CellFolder
 
 _SHARING = ("tensor", "context", "pipeline")
-_OF_SCRIPTS = ("job.custom_config_module", "experimental.custom_import", "job.description")
+_OF_SCRIPTS = {"job.custom_config_module", "experimental.custom_import", "job.description"}
 
 
 @dataclass(frozen=True)
@@ -114,21 +114,13 @@ class CellRecord:
     @property
     def asked_options(self) -> dict[str, Any]:
         """The options without those by which every script starts the cookbook's own part."""
-        return {
-            name: value
-            for name, value in self.options.items()
-            if not name.startswith("cookbook.") and name not in _OF_SCRIPTS
-        }
+        hidden = {name for name in self.options if name.startswith("cookbook.")} | _OF_SCRIPTS
+        return {name: value for name, value in self.options.items() if name not in hidden}
 
     def as_yaml(self) -> str:
         """Return the content of `cell.yaml`."""
-        content = {
-            name: dict(value) if isinstance(value, dict) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
-        for name in ("files", "too_few_nodes", "profile"):
-            if not content[name]:
-                del content[name]
+        seldom, content = ("files", "too_few_nodes", "profile"), dataclasses.asdict(self)
+        content = {key: value for key, value in content.items() if value or key not in seldom}
         text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
         return text
 

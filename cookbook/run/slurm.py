@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cookbook.base.errors import JobError
 
@@ -116,9 +116,7 @@ def requeue(
     wants it must outlast Slurm's signal.
     """
     _output_of(["scontrol", "requeue", job_id])
-    changes = []
-    if leave_out is not None:
-        changes.append(f"ExcNodeList={','.join(leave_out)}")
+    changes = [] if leave_out is None else [f"ExcNodeList={','.join(leave_out)}"]
     if begin is not None:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
         changes.append(f"StartTime={moment}")
@@ -186,15 +184,12 @@ def partition_nodes(partition: str | None) -> list[str]:
     Nodes that are down or drained are among them: a job may wait for those.
     """
     answer = _run(["sinfo", "--noheader", "--Node", "--format=%N %P"])
-    if answer.returncode:
-        return []
-    rows = [line.split() for line in answer.stdout.splitlines()]
-    rows = [row for row in rows if len(row) == 2]
-    if partition:
-        # A job may name several, of which it gets one.
-        wanted = partition.split(",")
-        return sorted({name for name, where in rows if where.rstrip("*") in wanted})
-    return sorted({name for name, where in rows if where.endswith("*")})
+    lines = [] if answer.returncode else answer.stdout.splitlines()
+    rows = [row for line in lines if len(row := line.split()) == 2]
+    if not partition:
+        partition = ",".join(where.rstrip("*") for _, where in rows if where.endswith("*"))
+    # A job may name several, of which it gets one.
+    return sorted({name for name, where in rows if where.rstrip("*") in partition.split(",")})
 
 
 @functools.cache
@@ -265,25 +260,19 @@ def _from_sacct(wanted: set[str], patience: float) -> dict[str, JobInfo]:
     answer = _run(command, patience)
     if answer.returncode:
         return {}
-    infos = {}
-    for line in answer.stdout.splitlines():
-        job_id, _, rest = line.partition("|")
-        if job_id in wanted:
-            state, _, code = rest.partition("|")
-            # "CANCELLED by 1000"
-            infos[job_id] = JobInfo(state.partition(" ")[0], f"exit code {code}" if code else "")
-    return infos
+    rows = (line.split("|") for line in answer.stdout.splitlines())
+    return {
+        # "CANCELLED by 1000"
+        job_id: JobInfo(state.partition(" ")[0], f"exit code {code}" if code else "")
+        for job_id, state, code in rows
+        if job_id in wanted
+    }
 
 
 def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=submit_environment(),
-        )
+        options: dict[str, Any] = {"capture_output": True, "text": True}
+        return subprocess.run(command, timeout=timeout, env=submit_environment(), **options)
     except FileNotFoundError:
         remedy = "log in to the cluster, or use --cluster local"
         raise JobError(f"{command[0]} is not on PATH; {remedy}") from None
@@ -396,17 +385,15 @@ def _try_step(
     errors: list[str] = []
 
     def read_output() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout or ():
             started.append(time.monotonic())
             if line.strip() != _STARTED:
                 on_line(line, time.time())
 
-    def read_errors() -> None:
-        assert process.stderr is not None
-        errors.extend(process.stderr)
-
-    readers = [threading.Thread(target=one, daemon=True) for one in (read_output, read_errors)]
+    readers = [
+        threading.Thread(target=read_output, daemon=True),
+        threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True),
+    ]
     for reader in readers:
         reader.start()
     is_late = False

@@ -55,14 +55,14 @@ class RunProcess:
 
 
 def process_job(pid: int) -> Job:
-    """Return the identity of a process that has just been started on this machine."""
+    """Return the identity of a process of this machine; `started` is None if it has ended."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return Job(str(pid), host=socket.gethostname(), boot=boot, started=_start_ticks(pid))
-
-
-def is_elsewhere(job: Job) -> bool:
-    """Whether the job is a process of another machine, which is out of sight here."""
-    return job.host is not None and job.host != socket.gethostname()
+    started = None
+    with contextlib.suppress(OSError):
+        # proc(5), from the third field on. psutil's times shift with the clock.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        started = None if fields[0] in "ZX" else fields[19]
+    return Job(str(pid), host=socket.gethostname(), boot=boot, started=started)
 
 
 def is_alive(job: Job) -> bool:
@@ -83,11 +83,6 @@ def run_processes(folder: Path) -> list[RunProcess]:
     return found
 
 
-def trains(process: RunProcess, cell: CellFolder) -> bool:
-    """Whether the process is one of the cell's training."""
-    return process.cell == cell.path.resolve()
-
-
 def stop_processes(folder: Path, job: Job | None = None) -> int:
     """Tell a local job to end: its process, else its supervisor, else all its processes."""
     if job is not None and is_alive(job):
@@ -101,16 +96,6 @@ def stop_processes(folder: Path, job: Job | None = None) -> int:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
     return len(targets)
-
-
-def _start_ticks(pid: int) -> str | None:
-    """Return when a process started, in ticks since the boot; None if it has ended."""
-    try:
-        # proc(5), from the third field on. psutil's times shift with the clock.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 COMPLETING = "Slurm: COMPLETING"
@@ -154,7 +139,7 @@ def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]
     """
     if run.scheduler == "slurm":
         return _slurm_states(run, patience)
-    return [_local_state(run, cell, *_read(cell)) for cell in run.cells]
+    return [_local_state(run, cell) for cell in run.cells]
 
 
 def _read(cell: CellFolder) -> tuple[Status, Job | None]:
@@ -173,7 +158,7 @@ def _slurm_states(run: Run, patience: float) -> list[CellState]:
     before = {cell: _read(cell) for cell in run.cells}
     unsettled = [cell for cell, (status, _) in before.items() if status.state not in _SETTLED]
     if not unsettled:
-        return [_state(cell, s.state, s.reason, s, job) for cell, (s, job) in before.items()]
+        return [_state(cell, status, job) for cell, (status, job) in before.items()]
     # Before the second look: without a submitter at work no further job is to come.
     is_open = is_submit_locked(run.folder)
     infos: Mapping[str, slurm.JobInfo] = {}
@@ -189,19 +174,27 @@ def _slurm_states(run: Run, patience: float) -> list[CellState]:
     num_cells = Counter(job.job_id for job in jobs_of.values() if job)
     states = []
     for cell, job in jobs_of.items():
-        status, info = after[cell][0], infos.get(job.job_id) if job else None
-        if status.state in _SETTLED or (job is None and (silence or is_open)):
-            states.append(_state(cell, status.state, status.reason, status, job))
-        elif job is None:
-            is_lost = status.state == QUEUED
-            lost = f"{_NEVER_SUBMITTED} unless squeue --me shows its job"
-            found = (FAILED, lost) if is_lost else (status.state, status.reason)
-            states.append(_state(cell, *found, status, job))
-        elif (info := _settle_end(cell, job, status, info)) is not None:
-            merge = merge_shared_job_state if num_cells[job.job_id] > 1 else merge_slurm_state
-            states.append(_state(cell, *merge(status, info), status, job))
-        else:
-            states.append(_unseen_state(run, cell, status, job, silence))
+        status, is_known = after[cell][0], True
+        found: tuple[str, str | None] | None = None
+        if job is None and status.state == QUEUED and not (silence or is_open):
+            found = FAILED, f"{_NEVER_SUBMITTED} unless squeue --me shows its job"
+        elif job is not None and status.state not in _SETTLED:
+            info = _settle_end(cell, job, status, infos.get(job.job_id))
+            if info is not None:
+                merge = merge_shared_job_state if num_cells[job.job_id] > 1 else merge_slurm_state
+                found = merge(status, info)
+            elif silence is not None:
+                words = f"Slurm does not answer ({silence}); this is the job's own last word"
+                reason, is_known = "; ".join(filter(None, [status.reason, words])), False
+                found = status.state, reason
+            elif status.state in OPEN and os.getuid() not in (0, run.folder.stat().st_uid):
+                # Slurm may hide the jobs of others.
+                words = f"Slurm shows no job {job.job_id} of the run's owner; the job said "
+                found = UNKNOWN, words + status.state
+            elif status.state in OPEN:
+                words = f"job {job.job_id} is gone, and neither Slurm nor the job said how it ended"
+                found = FAILED, words
+        states.append(_state(cell, status, job, found, is_known))
     return states
 
 
@@ -223,24 +216,6 @@ def _settle_end(
         with contextlib.suppress(OSError):
             write_json(cell.end, End(job.job_id, info.restarts, info.state, info.reason))
     return info
-
-
-def _unseen_state(
-    run: Run, cell: CellFolder, status: Status, job: Job, silence: str | None
-) -> CellState:
-    """Return the state of a cell whose job is not in Slurm's answer, if there was one."""
-    if silence is not None:
-        words = f"Slurm does not answer ({silence}); this is the job's own last word"
-        reason = "; ".join(filter(None, [status.reason, words]))
-        return replace(_state(cell, status.state, reason, status, job), is_known=False)
-    if status.state not in OPEN:
-        return _state(cell, status.state, status.reason, status, job)
-    if os.getuid() not in (0, run.folder.stat().st_uid):
-        # Slurm may hide the jobs of others.
-        reason = f"Slurm shows no job {job.job_id} of the run's owner; the job said {status.state}"
-        return _state(cell, UNKNOWN, reason, status, job)
-    reason = f"job {job.job_id} is gone, and neither Slurm nor the job said how it ended"
-    return _state(cell, FAILED, reason, status, job)
 
 
 def merge_slurm_state(status: Status, info: slurm.JobInfo) -> tuple[str, str | None]:
@@ -292,44 +267,42 @@ def _in_slurms_words(info: slurm.JobInfo) -> str:
     return " ".join(["Slurm:", info.state, info.reason]).strip()
 
 
-def _local_state(run: Run, cell: CellFolder, status: Status, job: Job | None) -> CellState:
-    if status.state in OPEN and job is not None and is_elsewhere(job):
-        words = f"runs on {job.host}, and can be followed and stopped only there"
-        return replace(_state(cell, status.state, words, status, job), is_known=False)
-    if status.state in OPEN and job is not None and not is_alive(job):
-        left = run_processes(run.folder)
-        # The last word may have come between the two looks.
-        status, _ = _read(cell)
-        num_training = sum(trains(one, cell) for one in left)
-        if status.state in OPEN and not any(one.cell is None for one in left):
-            reason = f"process {job.job_id} is gone: killed, or the machine was restarted"
-            if num_training:
-                reason = (
-                    f"process {job.job_id} was killed, {num_training} of its processes go on; "
-                    f"stop them: python submit.py cancel {run.name}"
-                )
-            state = status.state if num_training else FAILED
-            return _state(cell, state, reason, status, job)
-    elif status.state == QUEUED and job is None and not is_submit_locked(run.folder):
+def _local_state(run: Run, cell: CellFolder) -> CellState:
+    (status, job), found, is_known = _read(cell), None, True
+    if status.state in OPEN and job is not None:
+        if job.host not in (None, socket.gethostname()):
+            words = f"runs on {job.host}, and can be followed and stopped only there"
+            found, is_known = (status.state, words), False
+        elif not is_alive(job):
+            left = run_processes(run.folder)
+            # The last word may have come between the two looks.
+            status, _ = _read(cell)
+            num_training = sum(one.cell == cell.path.resolve() for one in left)
+            if status.state in OPEN and not any(one.cell is None for one in left):
+                words = f"process {job.job_id} is gone: killed, or the machine was restarted"
+                if num_training:
+                    words = f"process {job.job_id} was killed, {num_training} of its processes go "
+                    words += f"on; stop them: python submit.py cancel {run.name}"
+                found = status.state if num_training else FAILED, words
+    elif status.state == QUEUED and not is_submit_locked(run.folder):
         # The lock goes after the last job was noted, which may have been since the look.
         status, job = _read(cell)
         if status.state == QUEUED and job is None:
-            return _state(cell, FAILED, _NEVER_SUBMITTED, status, job)
-    return _state(cell, status.state, status.reason, status, job)
+            found = FAILED, _NEVER_SUBMITTED
+    return _state(cell, status, job, found, is_known)
 
 
 def _state(
-    cell: CellFolder, state: str, reason: str | None, status: Status, job: Job | None
+    cell: CellFolder,
+    status: Status,
+    job: Job | None,
+    found: tuple[str, str | None] | None = None,
+    is_known: bool = True,
 ) -> CellState:
-    return CellState(
-        cell=cell.name,
-        state=state,
-        reason=reason or None,
-        job_id=job.job_id if job else None,
-        attempt=status.attempt,
-        started=status.started,
-        ended=status.ended,
-    )
+    """Return the state with what was `found` in place of the job's own word."""
+    state, reason = found or (status.state, status.reason)
+    job_id, times = job.job_id if job else None, (status.started, status.ended)
+    return CellState(cell.name, state, reason or None, job_id, status.attempt, *times, is_known)
 
 
 def cancel_run(run: Run, report: Callable[[int], None] = lambda num_jobs: None) -> list[str]:

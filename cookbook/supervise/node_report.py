@@ -139,7 +139,9 @@ class Reader:
         pieces[int(number)] = piece
         if len(pieces) < int(total):
             return None
-        return Report(**json.loads("".join(pieces[index] for index in range(int(total)))))
+        content = json.loads("".join(pieces[index] for index in range(int(total))))
+        content["problems"] = {name: tuple(one) for name, one in content["problems"].items()}
+        return Report(**content)
 
 
 if __name__ == "__main__":
