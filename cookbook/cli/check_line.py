@@ -12,8 +12,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cookbook.base.errors import InputError, nearest
 from cookbook.base.gpus import has_slurm
@@ -30,8 +30,7 @@ _CHECKS = (
 _SEEN = "looked at: the rules, this environment"
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """`NAME=VALUE ... sbatch OPTIONS SCRIPT WORDS`."""
 
     variables: dict[str, str]
@@ -45,15 +44,26 @@ def check_line(arguments: argparse.Namespace) -> int:
     """Return 0 if the job that an sbatch line asks for may run."""
     line = _parse(arguments.line)
     text = line.script.read_text(encoding="utf-8", errors="replace")
-    _refuse_another(line.script, text.splitlines())
-    header = _options([*_header(line.script, text.splitlines())])
+    lines = text.splitlines()
+    if lines[:1] != ["#!/bin/bash"] or not {line.strip() for line in lines}.issuperset(_CHECKS):
+        raise InputError(
+            f"check-line: {line.script}",
+            "is no script of the cookbook, and was not run",
+            "name train_671b.sh, train_16b.sh, a script of `python submit.py render`, or a copy",
+        )
+    header = _options([*_header(line.script, lines)])
     # Options on the line win over those in the file.
     typed = _options(line.options)
     export = typed.export or header.export or ""
     variables = line.variables | dict(
         item.split("=", 1) for item in export.split(",") if _VARIABLE.match(item)
     )
-    _refuse_misspelt(variables, text)
+    known = set(re.findall(r"\$\{([A-Z_]+):?-", text)) | {"PRECISION", "EP_BACKEND", "RECIPE"}
+    for name in variables:
+        close = nearest(name, known)
+        if name not in known and close and f"{{{name}" not in text:
+            found = "is no variable that the script reads"
+            raise InputError(name, found, f"did you mean {close[0]}?")
     nodes = (typed.nodes or header.nodes or "1").partition("-")[0]
     if not nodes.isdecimal():
         raise InputError("sbatch --nodes", f"found {nodes!r}, allowed: a whole number")
@@ -62,29 +72,25 @@ def check_line(arguments: argparse.Namespace) -> int:
     if line.runner == "sbatch":
         job = {"JOB_ID": "0", "JOB_NUM_NODES": nodes, "SUBMIT_DIR": str(Path.cwd())}
         environment |= {f"SLURM_{name}": value for name, value in job.items()}
-    found = (_gpus_per_node(options, num_nodes) for options in (typed, header))
-    if (gpus := next((one for one in found if one is not None), None)) is not None:
+    counts = (_gpus_per_node(options, num_nodes) for options in (typed, header))
+    if (gpus := next((one for one in counts if one is not None), None)) is not None:
         environment["SLURM_GPUS_ON_NODE"] = str(gpus)
     folder = line.script.resolve().parent
     if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():
         environment["COOKBOOK_ROOT"] = str(folder)
     command = ["bash", str(line.script), *line.words]
-    done = subprocess.run(command, env=environment | variables, stdout=subprocess.DEVNULL)
-    if done.returncode == 2:
-        # The script has said why.
-        return 2
-    if done.returncode != CHECKED:
-        print(f"submit.py: {line.script} would end with status {done.returncode}", file=sys.stderr)
-        return 1
+    status = subprocess.call(command, env=environment | variables, stdout=subprocess.DEVNULL)
+    if status != CHECKED:
+        # With 2 the script has said why.
+        if status != 2:
+            print(f"submit.py: {line.script} would end with status {status}", file=sys.stderr)
+        return 2 if status == 2 else 1
     if line.runner == "bash" or not has_slurm() or not node_groups():
         print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
         return 0
-    answer = subprocess.run(
-        ["sbatch", "--test-only", *line.options, str(line.script), *line.words],
-        env=submit_environment() | variables,
-        capture_output=True,
-        text=True,
-    )
+    command = ["sbatch", "--test-only", *line.options, *command[1:]]
+    environment = submit_environment() | variables
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     if answer.returncode:
         print(f"submit.py: sbatch refuses it: {answer.stderr.strip()}", file=sys.stderr)
         return 1
@@ -100,31 +106,14 @@ def _parse(line: Sequence[str]) -> _Line:
         variables[name] = value
     runner = words.pop(0) if words and words[0] in ("sbatch", "bash") else "sbatch"
     if words and not words[0].startswith("-") and not Path(words[0]).is_file():
-        raise InputError(
-            "check-line",
-            f"found {words[0]!r}, which is no file; allowed: sbatch or bash, options, a script",
-        )
+        found = f"found {words[0]!r}, which is no file; allowed: sbatch or bash, options, a script"
+        raise InputError("check-line", found)
     # The value of an option may stand by itself, so the script is the first word that is a file.
     for position, word in enumerate(words):
         if not word.startswith("-") and Path(word).is_file():
             return _Line(variables, runner, words[:position], Path(word), words[position + 1 :])
-    raise InputError(
-        "check-line",
-        "names no script that is here",
-        "write: python submit.py check-line PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh",
-    )
-
-
-def _refuse_another(script: Path, content: Sequence[str]) -> None:
-    """Refuse scripts that do not ask before they train: they are not the cookbook's."""
-    lines = [line.strip() for line in content]
-    if content[:1] == ["#!/bin/bash"] and all(check in lines for check in _CHECKS):
-        return
-    raise InputError(
-        f"check-line: {script}",
-        "is no script of the cookbook, and was not run",
-        "name train_671b.sh, train_16b.sh, a script of `python submit.py render`, or a copy",
-    )
+    remedy = "write: python submit.py check-line PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh"
+    raise InputError("check-line", "names no script that is here", remedy)
 
 
 def _header(script: Path, content: Sequence[str]) -> Iterator[str]:
@@ -141,16 +130,6 @@ def _header(script: Path, content: Sequence[str]) -> Iterator[str]:
             yield from text.split()[1:]
         elif text.strip() and not text.lstrip().startswith("#"):
             command = command or number
-
-
-def _refuse_misspelt(variables: dict[str, str], script: str) -> None:
-    known = set(re.findall(r"\$\{([A-Z_]+):?-", script)) | {"PRECISION", "EP_BACKEND", "RECIPE"}
-    for name in variables:
-        close = nearest(name, known)
-        if name not in known and close and f"{{{name}" not in script:
-            raise InputError(
-                name, "is no variable that the script reads", f"did you mean {close[0]}?"
-            )
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TextIO
+from typing import Any, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -62,9 +62,8 @@ class Progress:
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             # Output of other code stays as it is.
-            self._live = Live(
-                console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-            )
+            as_is: Any = {"redirect_stdout": False, "redirect_stderr": False}
+            self._live = Live(console=console, auto_refresh=False, **as_is)
             self._live.start()
 
     def update(self, cells: Sequence[CellProgress]) -> None:
@@ -121,10 +120,8 @@ def _render_picture(cells: Sequence[CellProgress], console: Console) -> Group:
     names = [name for name in _COLUMNS if name in widths]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for head in ("", "", *(_COLUMNS[name] for name in names)):
-        is_number = head not in ("", "step")
-        table.add_column(
-            head, no_wrap=True, overflow="crop", justify="right" if is_number else "left"
-        )
+        side: Literal["left", "right"] = "left" if head in ("", "step") else "right"
+        table.add_column(head, no_wrap=True, overflow="crop", justify=side)
     for cell, field in zip(shown, fields, strict=True):
         state = Text(cell.state, _STYLES.get(cell.state, ""))
         notes = [Text(field[name], "magenta" if name == "note" else "") for name in names]
@@ -146,18 +143,16 @@ def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
         fields["step"] = cell.phase or ""
     if is_running and len(cell.speeds) > 1:
         fields["sparks"] = sparkline(cell.speeds, is_ascii)
-    if cell.tokens_per_second is not None:
-        fields["speed"] = f"{cell.tokens_per_second:,.0f}"
-    if cell.loss is not None:
-        fields["loss"] = f"{cell.loss:.4f}"
-    if cell.elapsed is not None:
-        fields["elapsed"] = duration(cell.elapsed)
-    if cell.left is not None and is_running:
-        fields["left"] = duration(cell.left)
+    speed, left = cell.tokens_per_second, cell.left if is_running else None
     notes = [] if cell.is_known else ["unconfirmed"]
     notes += ["emulated"] if cell.emulated and cell.state != "refused" else []
-    fields["note"] = ", ".join(notes)
-    return fields
+    return fields | {
+        "speed": "" if speed is None else f"{speed:,.0f}",
+        "loss": "" if cell.loss is None else f"{cell.loss:.4f}",
+        "elapsed": "" if cell.elapsed is None else duration(cell.elapsed),
+        "left": "" if left is None else duration(left),
+        "note": ", ".join(notes),
+    }
 
 
 def summarize(cells: Sequence[CellProgress]) -> str:

@@ -37,8 +37,8 @@ from cookbook.run.status import (
     OPEN,
     REFUSED,
     RUNNING,
+    read_json,
     read_resumptions,
-    read_status,
 )
 
 # Fewer steps show no pace.
@@ -50,8 +50,7 @@ _PATIENCE_S = 20.0
 
 def show_status(arguments: argparse.Namespace) -> int:
     """Print a line for each cell: state, job, step, reason; or watch on, as `run` does."""
-    pending = _pending_scripts() if arguments.run is None and not run_names() else []
-    if pending:
+    if arguments.run is None and not run_names() and (pending := _pending_scripts()):
         print("\n".join(pending))
         return 0
     run = find_run(arguments.run)
@@ -64,17 +63,13 @@ def show_status(arguments: argparse.Namespace) -> int:
         step = f"step {progress.step}/{progress.total_steps}" if progress.step else ""
         if progress.validation_loss is not None:
             step += f", validation loss {progress.validation_loss:.4f}"
-        job = f"job {state.job_id}" if state.job_id else ""
-        rows.append(
-            [state.cell, state.state, job, step or progress.phase or "", state.reason or ""]
-        )
+        job, step = f"job {state.job_id}" if state.job_id else "", step or progress.phase or ""
+        rows.append([state.cell, state.state, job, step, state.reason or ""])
     if rows:
         print(text_table(rows, width=terminal_width()))
     for cell in run.cells:
-        for resumption in read_resumptions(cell.attempts()):
-            for line in resumption.lines:
-                print(f"{cell.name}: {line}")
-        for line in collect_history(cell, _record(cell)).lines:
+        lines = [line for one in read_resumptions(cell.attempts()) for line in one.lines]
+        for line in [*lines, *collect_history(cell, _record(cell)).lines]:
             print(f"{cell.name}: {line}")
     if run.scheduler == "slurm":
         try:
@@ -91,13 +86,9 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 def _pending_scripts() -> list[str]:
     """Return a line for each waiting job of plain sbatch: its run begins when it starts."""
-    if not has_slurm():
-        return []
-    try:
-        jobs = slurm.user_jobs(os.getuid(), slurm.PATIENCE_S)
-    except JobError:
-        return []
-    lines = []
+    jobs, lines = list[slurm.UserJob](), []
+    with contextlib.suppress(JobError):
+        jobs = slurm.user_jobs(os.getuid(), slurm.PATIENCE_S) if has_slurm() else []
     for job in jobs:
         is_ours = job.state in slurm.WAITING and job.script.name != "submission.sh"
         if is_ours and job.script.is_file() and "cookbook.supervise" in job.script.read_text():
@@ -150,15 +141,10 @@ def named_cell(name: str | None) -> tuple[Run, CellFolder]:
     started = [cell.name for cell in run.cells if cell.newest_log()]
     if not started:
         # By its file: `logs` asks Slurm, which may be slow, only once.
-        return run, next(filter(_is_open, run.cells), run.cells[0])
+        is_open = [cell for cell in run.cells if read_json(cell.status).get("state") in OPEN]
+        return run, (is_open or run.cells)[0]
     running = [state.cell for state in cell_states(run) if state.state == RUNNING]
     return run, run.cell((running or started[-1:])[0])
-
-
-def _is_open(cell: CellFolder) -> bool:
-    with contextlib.suppress(InputError):
-        return read_status(cell).state in OPEN
-    return False
 
 
 def _state(run: Run, cell: CellFolder) -> CellState:

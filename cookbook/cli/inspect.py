@@ -26,7 +26,7 @@ from cookbook.config.recipe import (
     load_recipe,
     names_in,
 )
-from cookbook.config.resolve import merge_config
+from cookbook.config.resolve import Layers, merge_config
 from cookbook.config.sweep import (
     CellRequest,
     Sweep,
@@ -47,15 +47,10 @@ def requested_cell(arguments: argparse.Namespace, settings: Settings | None = No
 
 def merged_cell(arguments: argparse.Namespace) -> Cell:
     """Return the one cell of a recipe unjudged: its layout may not fit the cluster."""
-    request = _request(arguments)
-    recipe = load_recipe(arguments.recipe)
-    return merge_config(
-        recipe,
-        *requested_pair(recipe, request),
-        request.cluster,
-        nodes=request.nodes,
-        layers=({}, {}, request.overrides),
-    )
+    request, recipe = _request(arguments), load_recipe(arguments.recipe)
+    pair, nodes = requested_pair(recipe, request), request.nodes
+    layers: Layers = ({}, {}, request.overrides)
+    return merge_config(recipe, *pair, request.cluster, nodes=nodes, layers=layers)
 
 
 def requested_sweep(arguments: argparse.Namespace) -> tuple[Sweep, list[Cell]]:
@@ -193,11 +188,9 @@ def new(arguments: argparse.Namespace) -> int:
     if kind == "":
         # Cells are named after it; in quotes, since `1e5` and `true` are no texts to YAML.
         text = re.sub(r"(?m)^name:.*$", f'name: "{name}"', text, count=1)
-    if kind in _LEFT_OUT:
-        key = _LEFT_OUT[kind]
-        text = re.sub(
-            rf"(?m)^(?:#[^\n]*\n)*{key}:[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*", "", text, count=1
-        )
+    if key := _LEFT_OUT.get(kind):
+        block = rf"(?m)^(?:#[^\n]*\n)*{key}:[^\n]*\n(?:[ \t]+[^\n]*\n|-[^\n]*\n)*"
+        text = re.sub(block, "", text, count=1)
     write_whole(target, text)
     print(f"wrote {shown_path(target)}; edit it, then:")
     print(f"  python submit.py {_TRY[kind].format(name=name)}")
@@ -210,14 +203,12 @@ def _kind(arguments: argparse.Namespace) -> str:
         kind: str = arguments.kind
         return "" if kind == "recipe" else kind.replace("-", "_")
     found = [kind for kind in KINDS if arguments.source in names_in(kind)]
-    if len(found) == 1:
-        return found[0]
     if not found:
         # Lists the recipes; --help names the other kinds.
         find_file("", arguments.source)
-    kinds = ", ".join(KINDS[kind] for kind in found)
-    raise InputError(
-        "--from",
-        f"{arguments.source!r} is the name of several files ({kinds})",
-        "say which: --kind recipe, precision, ep-backend, cluster or sweep",
-    )
+    if len(found) > 1:
+        kinds = ", ".join(KINDS[kind] for kind in found)
+        names = f"{arguments.source!r} is the name of several files ({kinds})"
+        remedy = "say which: --kind recipe, precision, ep-backend, cluster or sweep"
+        raise InputError("--from", names, remedy)
+    return found[0]

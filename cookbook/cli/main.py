@@ -11,7 +11,7 @@ import io
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cookbook.base.errors import InputError, nearest, run_command
 
@@ -36,12 +36,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # argparse lists the verbs and leaves the typo to the reader.
-        if wrong := re.match(
-            r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message
-        ):
-            close = nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))
-            if close:
-                message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
+        wrong = re.match(r"argument VERB: invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if wrong and (close := nearest(wrong[1], re.findall(r"[a-z-]+", wrong[2]))):
+            message = f"unknown verb {wrong[1]!r}; did you mean {close[0]!r}?"
         if message == "argument --set: expected one argument":
             message += ", such as --set training.steps=3"
         self.exit(2, f"{self.prog}: {message}; see: python {self.prog} --help\n")
@@ -49,12 +46,8 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs; each has a `handler` that takes the parsed arguments."""
-    parser = _Parser(
-        prog="submit.py",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = _Parser("submit.py", None, _DESCRIPTION, _EPILOG, formatter_class=as_written)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     def verb(name: str, text: str, handler: str) -> argparse.ArgumentParser:
@@ -62,12 +55,13 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(handler=handler)
         return added
 
+    def flag(parser: argparse.ArgumentParser, *names: str, text: str) -> None:
+        parser.add_argument(*names, action="store_true", help=text)
+
     verb("list", "list recipes, precisions, EP backends, clusters and sweeps", "inspect:list_all")
     show = verb("show", "print a fully resolved cell as YAML", "inspect:show_cell")
-    show.add_argument("recipe", metavar="RECIPE")
-    show.add_argument("--origins", action="store_true", help="with the place that set each value")
+    flag(show, "--origins", text="with the place that set each value")
     render = verb("render", "print the sbatch script of a cell", "inspect:render_cell")
-    render.add_argument("recipe", metavar="RECIPE")
     render.add_argument("-o", "--output", metavar="FILE", help="write it to FILE instead")
     new = verb("new", "copy a recipe, overlay, cluster or sweep, to edit", "inspect:new")
     new.add_argument("name", metavar="NAME")
@@ -77,73 +71,39 @@ def build_parser() -> argparse.ArgumentParser:
 
     check = verb("check", "say whether each cell can run, why not, and what it needs", "run:check")
     check.add_argument("recipe", metavar="RECIPE-or-SWEEP")
-    check.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    check.add_argument(
-        "--rules-only", action="store_true", help="do not let TorchTitan build the cells"
-    )
+    flag(check, "--rules-only", text="do not let TorchTitan build the cells")
     plan = verb("plan", "print the fastest layouts of a recipe that fit, predicted", "plan:plan")
-    plan.add_argument("recipe", metavar="RECIPE")
-    plan.add_argument(
-        "--vary",
-        metavar="KEY=V,V,...",
-        action="append",
-        default=[],
-        help="an option, precision or ep_backend, with the values to try; --set holds one",
-    )
+    for shown in (show, render, plan):
+        shown.add_argument("recipe", metavar="RECIPE")
+    values = "an option, precision or ep_backend, with the values to try; --set holds one"
+    plan.add_argument("--vary", metavar="KEY=V,V,...", action="append", default=[], help=values)
     plan.add_argument("--best", metavar="N", type=int, default=10, help="how many to print (10)")
     plan.add_argument("--documents", metavar="MEAN:MEDIAN", help="tokens of the texts' documents")
-    plan.add_argument(
-        "--explain",
-        metavar="FROM,TO",
-        nargs="?",
-        const="0,1",
-        help="walk from one layout to another, term by term; 0 is the recipe (0,1)",
-    )
+    walk = "walk from one layout to another, term by term; 0 is the recipe (0,1)"
+    plan.add_argument("--explain", metavar="FROM,TO", nargs="?", const="0,1", help=walk)
     plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
     plan.add_argument("--figure", metavar="FILE.svg", help="draw memory against speed")
-    plan.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     line = verb("check-line", "say whether an sbatch line's job may run", "check_line:check_line")
-    line.add_argument(
-        "line",
-        metavar="LINE",
-        nargs=argparse.REMAINDER,
-        help="as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ...",
-    )
+    typed = "as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ..."
+    line.add_argument("line", metavar="LINE", nargs=argparse.REMAINDER, help=typed)
 
     run = verb("run", "train one cell, or go on with one that has ended", "run:run")
     run.add_argument("recipe", metavar="RECIPE", nargs="?")
-    run.add_argument(
-        "--resume",
-        metavar="RUN[/CELL]",
-        help="go on from its newest checkpoint, with --set and --nodes as you name them",
-    )
+    newest = "go on from its newest checkpoint, with --set and --nodes as you name them"
+    run.add_argument("--resume", metavar="RUN[/CELL]", help=newest)
     sweep = verb("sweep", "train every cell of a sweep", "run:run_sweep")
     sweep.add_argument("sweep", metavar="SWEEP")
-    sweep.add_argument(
-        "--one-allocation",
-        action="store_true",
-        help="train the cells one after another in one Slurm job, on the same nodes",
-    )
-    sweep.add_argument(
-        "--repeat",
-        metavar="N",
-        type=int,
-        default=1,
-        help="train every cell N times, in the order A B B A; the report pairs them",
-    )
+    in_one = "train the cells one after another in one Slurm job, on the same nodes"
+    flag(sweep, "--one-allocation", text=in_one)
+    often = "train every cell N times, in the order A B B A; the report pairs them"
+    sweep.add_argument("--repeat", metavar="N", type=int, default=1, help=often)
 
     status = verb("status", "say how far each cell of a run is", "follow:show_status")
-    status.add_argument(
-        "-w", "--watch", action="store_true", help="go on to the end, then report, as `run` does"
-    )
+    flag(status, "-w", "--watch", text="go on to the end, then report, as `run` does")
     logs = verb("logs", "print the log of a cell", "follow:show_logs")
-    logs.add_argument(
-        "cell",
-        metavar="RUN/CELL",
-        nargs="?",
-        help="also CELL of the newest run, or RUN; without: the newest run's running cell",
-    )
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the cell has ended")
+    default = "also CELL of the newest run, or RUN; without: the newest run's running cell"
+    logs.add_argument("cell", metavar="RUN/CELL", nargs="?", help=default)
+    flag(logs, "-f", "--follow", text="go on until the cell has ended")
     cancel = verb("cancel", "cancel what still waits or runs of a run", "follow:cancel")
     report = verb("report", "print the results of a run, and make its page", "follow:show_report")
     for followed in (status, cancel, report):
@@ -152,36 +112,21 @@ def build_parser() -> argparse.ArgumentParser:
     export = verb("export", "write a cell's weights for transformers", "training:export_weights")
     export.add_argument("cell", metavar="RUN/CELL")
     export.add_argument("--to", metavar="FOLDER", required=True, help="a new folder")
-    export.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="of all tensors but the routing bias (default: bfloat16)",
-    )
+    dtypes, of = ("bfloat16", "float32"), "of all tensors but the routing bias (default: bfloat16)"
+    export.add_argument("--dtype", choices=dtypes, default="bfloat16", help=of)
     export.add_argument("--step", metavar="N", type=int, help="the newest where none is named")
     data = verb("data", "count the documents and tokens of text files", "training:count_texts")
     data.add_argument("files", metavar="FILES", nargs="+", help="globs, files or folders")
     data.add_argument("--tokenizer", metavar="FOLDER", required=True)
     data.add_argument("--text-key", metavar="KEY", default="text")
     data.add_argument("--seq-len", metavar="N", type=int, default=8192)
-    compare = verb(
-        "compare", "compare two runs; status 1 where a cell got slower", "follow:compare"
-    )
+    two = "compare two runs; status 1 where a cell got slower"
+    compare = verb("compare", two, "follow:compare")
     compare.add_argument("runs", metavar="RUN", nargs="+", help="the reference, and the other run")
-    compare.add_argument(
-        "--with",
-        dest="other",
-        choices=("published",),
-        help="compare with the published numbers, and not with the first run",
-    )
-    compare.add_argument(
-        "--tolerance",
-        metavar="PERCENT",
-        type=float,
-        default=5.0,
-        help="how much slower a cell may be (default: 5)",
-    )
-    compare.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    other = "compare with the published numbers, and not with the first run"
+    compare.add_argument("--with", dest="other", choices=("published",), help=other)
+    percent = "how much slower a cell may be (default: 5)"
+    compare.add_argument("--tolerance", metavar="PERCENT", type=float, default=5.0, help=percent)
     profile = verb("profile", "print where a training step goes", "profile:profile")
     profile.add_argument(
         "target",
@@ -189,29 +134,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="a recipe, trained for a few steps; or RUN, RUN/CELL, a folder, or rank0_trace.json",
     )
     profile.add_argument("--ranks", metavar="R,R,...", help="whose traces to read, or: all")
-    profile.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
+    untried = "submit without trying memory and TorchTitan; broken rules refuse all the same"
     for launched in (run, sweep, profile):
-        launched.add_argument(
-            "--dry-run", action="store_true", help="show the cells, submit nothing"
-        )
-        launched.add_argument(
-            "--no-check",
-            action="store_true",
-            help="submit without trying memory and TorchTitan; broken rules refuse all the same",
-        )
-        launched.add_argument("--detach", action="store_true", help="submit, and do not wait")
+        flag(launched, "--dry-run", text="show the cells, submit nothing")
+        flag(launched, "--no-check", text=untried)
+        flag(launched, "--detach", text="submit, and do not wait")
     for made in (show, render, check, plan, run, sweep, profile):
         _cell_options(made)
     doctor = verb("doctor", "say whether this machine is ready, and what to do", "main:_doctor")
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
-    doctor.add_argument("--json", action="store_true")
-    doctor.add_argument(
-        "--numerics",
-        action="store_true",
-        help="compare the kernels of this machine's GPUs with a reference (with --cluster: of one "
-        "node, as a job)",
-    )
+    for printed in (check, plan, compare, profile, doctor):
+        flag(printed, "--json", text="one JSON object instead of tables")
+    kernels = "compare the kernels of this machine's GPUs with a reference (with --cluster: of one "
+    flag(doctor, "--numerics", text=f"{kernels}node, as a job)")
     doctor.add_argument("--output", metavar="FILE", help="where --numerics writes JSON")
     return parser
 
@@ -222,23 +158,18 @@ def _cell_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ep-backend", metavar="E", help="standard, deepep, ... (see list)")
     group.add_argument("--cluster", metavar="C", help="a profile's name or file")
     group.add_argument("--nodes", metavar="N", type=int)
-    group.add_argument(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        help="any TorchTitan option; may be given several times",
-    )
+    often = "any TorchTitan option; may be given several times"
+    setting: dict[str, Any] = {"metavar": "SECTION.KEY=VALUE", "action": "append", "default": []}
+    group.add_argument("--set", help=often, **setting)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Check this machine; no module of a verb, since it must work without any package."""
     from cookbook.doctor.__main__ import main as diagnose
 
-    words = ["--json"] if arguments.json else []
-    words += ["--cluster", arguments.cluster] if arguments.cluster else []
-    words += ["--numerics"] if arguments.numerics else []
-    words += ["--output", arguments.output] if arguments.output else []
+    words = [f"--{name}" for name in ("json", "numerics") if getattr(arguments, name)]
+    for name in ("cluster", "output"):
+        words += [f"--{name}", value] if (value := getattr(arguments, name)) else []
     return diagnose(words)
 
 

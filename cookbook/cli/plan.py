@@ -94,7 +94,6 @@ def _walk(
     if 0 in (start, end) and validation_errors(base):
         raise InputError("--explain", "the recipe's own layout cannot run here", "as 1,2")
     if max(start, end) >= len(known):
-        raise InputError(
-            "--explain", f"found {max(start, end)}, allowed: 0 (the recipe) to {len(known) - 1}"
-        )
+        allowed = f"0 (the recipe) to {len(known) - 1}"
+        raise InputError("--explain", f"found {max(start, end)}, allowed: {allowed}")
     return walk(known[start], known[end], documents)

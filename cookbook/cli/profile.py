@@ -13,7 +13,6 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.cli.follow import watch_run
 from cookbook.cli.inspect import check_figure, requested_cell, write_output
 from cookbook.cli.run import start_run
-from cookbook.config.cell import Cell
 from cookbook.config.options import Setting, command_line_settings
 from cookbook.config.recipe import names_in
 from cookbook.profile.profile import (
@@ -44,16 +43,8 @@ _SETTINGS = {
     "checkpoint.enable": False,
 }
 # They choose what to train, and mean nothing for a trace.
-_OF_RECIPES = (
-    "precision",
-    "ep_backend",
-    "cluster",
-    "nodes",
-    "set",
-    "dry_run",
-    "no_check",
-    "detach",
-)
+_OF_RECIPES: tuple[str, ...] = ("precision", "ep_backend", "cluster", "nodes", "set")
+_OF_RECIPES += ("dry_run", "no_check", "detach")
 
 
 def profile(arguments: argparse.Namespace) -> int:
@@ -100,7 +91,13 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
         # The last steps are the traced ones, however many there are.
         settings["profiling.profile_freq"] = steps
     cell = requested_cell(arguments, settings)
-    _check_schedule(cell)
+    frequency = cell.options["profiling.profile_freq"]
+    needed = cell.options["profiling.profiler_warmup"] + cell.options["profiling.profiler_active"]
+    # The rules of options know the shortest schedule.
+    if frequency > cell.steps:
+        found = f"found {frequency}, allowed: {needed} to {cell.steps}"
+        remedy = "TorchTitan's profiler warms up and then traces the last steps"
+        raise InputError("--set profiling.profile_freq", found, remedy)
     run = start_run(f"{cell.recipe.short_name}-profile", [cell], arguments)
     if isinstance(run, int):
         return run
@@ -113,18 +110,6 @@ def _trained(arguments: argparse.Namespace) -> CellFolder | int:
         log = f"python submit.py logs {run.name}/{state.cell}"
         raise JobError(f"{run.name}/{state.cell} {state.state}{reason}; its log: {log}")
     return run.cell(state.cell)
-
-
-def _check_schedule(cell: Cell) -> None:
-    """Refuse a trace after the last step; the rules of options know the shortest schedule."""
-    frequency = cell.options["profiling.profile_freq"]
-    needed = cell.options["profiling.profiler_warmup"] + cell.options["profiling.profiler_active"]
-    if frequency > cell.steps:
-        raise InputError(
-            "--set profiling.profile_freq",
-            f"found {frequency}, allowed: {needed} to {cell.steps}",
-            "TorchTitan's profiler warms up and then traces the last steps",
-        )
 
 
 def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
@@ -145,11 +130,9 @@ def _of_run(run: Run, named: CellFolder | None) -> tuple[str, dict[int, Path]]:
     cells = run.cells if named is None else [named]
     traced = {cell.name: traces for cell in cells if (traces := cell_traces(cell))}
     if not traced:
-        raise InputError(
-            f"{run.name}/{named.name}" if named else run.name,
-            "left no trace",
-            "its profiler was off: python submit.py profile RECIPE turns it on",
-        )
+        place = f"{run.name}/{named.name}" if named else run.name
+        remedy = "its profiler was off: python submit.py profile RECIPE turns it on"
+        raise InputError(place, "left no trace", remedy)
     if len(traced) > 1:
         raise InputError(run.name, f"several cells left traces: {', '.join(traced)}", "name one")
     ((cell_name, traces),) = traced.items()

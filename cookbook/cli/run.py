@@ -42,13 +42,11 @@ def check(arguments: argparse.Namespace) -> int:
         known = [*names_in(""), *names_in("sweep")]
         raise unknown_name("check", "recipe or sweep", arguments.recipe, known)
     else:
-        cell = requested_cell(arguments)
-        name, cells = cell.recipe.short_name, [cell]
+        cells = [requested_cell(arguments)]
+        name = cells[0].recipe.short_name
     checks = check_cells(cells, build=not arguments.rules_only)
-    if arguments.json:
-        print(render_json(checks), end="")
-    else:
-        print(render_text(name, checks, terminal_width()), end="")
+    as_text = "" if arguments.json else render_text(name, checks, terminal_width())
+    print(as_text or render_json(checks), end="")
     return 0 if all(one.may_run for one in checks) else 1
 
 
@@ -62,12 +60,8 @@ def judged_cells(cells: Sequence[Cell], arguments: argparse.Namespace) -> tuple[
     gpus = sum(cell.world for cell in cells if cell.cluster.gpu and not cell.refused)
     build = is_checked and not arguments.dry_run and gpus > 0 and cluster.scheduler == "slurm"
     if build:
-        print(
-            f"checking {len(cells)} cell(s) before {gpus} GPUs are asked for "
-            "(--no-check skips this) ...",
-            file=sys.stderr,
-            flush=True,
-        )
+        words = f"checking {len(cells)} cell(s) before {gpus} GPUs are asked for (--no-check skips"
+        print(f"{words} this) ...", file=sys.stderr, flush=True)
     checks = check_cells(cells, build=build, is_submitted=not arguments.dry_run)
     findings = [finding for one in checks for finding in one.findings if is_checked]
     for text in dict.fromkeys(str(one) for one in findings if one.level == WARNING):
@@ -176,11 +170,9 @@ def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) ->
 def _resume(arguments: argparse.Namespace) -> int:
     for name in ("recipe", "precision", "ep_backend", "cluster"):
         if given := getattr(arguments, name):
-            raise InputError(
-                f"--resume {arguments.resume}",
-                f"goes on with the cell's own {name.replace('_', ' ')}, found {given!r}",
-                "leave that out, or start a new run",
-            )
+            own = f"goes on with the cell's own {name.replace('_', ' ')}, found {given!r}"
+            place = f"--resume {arguments.resume}"
+            raise InputError(place, own, "leave that out, or start a new run")
     run, named = find_cell(arguments.resume)
     folders = run.cells if named is None else [named]
     if arguments.dry_run:
@@ -245,14 +237,13 @@ def _refuse_running(run: Run, folders: Sequence[CellFolder]) -> None:
         is_open = state.state not in ENDED or not state.is_known
         # Only the holder of the lock submits it, which is this process.
         is_open = is_open and not (state.state == QUEUED and state.job_id is None)
-        if not is_open or (state.cell not in names and state.job_id not in jobs):
-            continue
-        place = f"{run.name}/{state.cell}"
-        if state.state in OPEN and state.is_known:
-            wait = f"wait for its end, or: python submit.py cancel {run.name}"
-            raise InputError(place, f"is {state.state}", wait)
-        reason = state.reason or "its state is not known"
-        raise InputError(place, f"may still run: {reason}", "find out, and end it")
+        if is_open and (state.cell in names or state.job_id in jobs):
+            reason = state.reason or "its state is not known"
+            found, remedy = f"may still run: {reason}", "find out, and end it"
+            if state.state in OPEN and state.is_known:
+                found = f"is {state.state}"
+                remedy = f"wait for its end, or: python submit.py cancel {run.name}"
+            raise InputError(f"{run.name}/{state.cell}", found, remedy)
 
 
 def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
@@ -266,9 +257,7 @@ def _find_checkpoint(run: Run, folder: CellFolder, cell: Cell) -> Found:
         new_run = f"start a new run: {command}" if command else "start a new run"
         raise InputError("checkpoint.enable", reason, new_run)
     if found.checkpoint.step >= cell.steps:
-        raise InputError(
-            shown_path(folder.path),
-            f"has made all of its {cell.steps} steps",
-            f"ask for more: --set training.steps={2 * cell.steps}",
-        )
+        remedy = f"ask for more: --set training.steps={2 * cell.steps}"
+        made = f"has made all of its {cell.steps} steps"
+        raise InputError(shown_path(folder.path), made, remedy)
     return found
