@@ -99,7 +99,7 @@ class CellFolder:
 
     def attempts(self) -> list[Attempt]:
         """Return the attempts so far, in order."""
-        numbers = (path.name.removeprefix("attempt-") for path in self.path.glob("attempt-*"))
+        numbers = (path.name.removeprefix("attempt-") for path in self.path.glob("attempt-[0-9]*"))
         return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
 
     def attempt(self, number: int) -> Attempt:
