@@ -57,12 +57,10 @@ class Model(Sizes):
     by_document: bool
 
     def is_moe(self, layer: int) -> bool:
-        """Whether the layer has routed experts."""
         return layer >= self.n_dense_layers
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """The head dimensions of queries and keys, and of values."""
         return self.nope + self.rope, self.v_head
 
 

@@ -50,7 +50,6 @@ class Built:
         return list(dict.fromkeys(text for rank in self.ranks for text in rank[key]))
 
     def active(self, key: str) -> set[str]:
-        """Return what runs under `key` on any stage."""
         found = (rank["active"][key] or "" for rank in self.ranks)
         return {word for words in found for word in words.split(" and ") if word}
 
@@ -175,22 +174,18 @@ class CellCheck:
 
     @property
     def may_run(self) -> bool:
-        """Whether nothing refuses the cell."""
         return not self.judged.errors
 
     @property
     def peak(self) -> StageMemory | None:
-        """The stage that needs most."""
         return max(self.stages, key=lambda stage: stage.total, default=None)
 
     @property
     def is_built(self) -> bool:
-        """Whether TorchTitan built it."""
         return bool(self.built and self.built.ranks)
 
     @property
     def active(self) -> dict[str, str]:
-        """The kernels of the model that was built; a stage with nothing quantized has no say."""
         if self.built is None or not self.built.ranks:
             return {}
         found = {key: self.built.active(key) for key in self.built.ranks[0]["active"]}
@@ -310,7 +305,6 @@ def _refusal(cell: Cell, failure: Mapping[str, Any]) -> Finding:
 
 
 def _remedy(check: CellCheck, largest: str) -> str:
-    """Return how to lower the largest term."""
     if largest in ("activations", "recomputed layer", "layer's temporaries"):
         mode = check.cell.options["activation_checkpoint.mode"]
         more = "" if mode == "full" else "set activation_checkpoint.mode full, or "

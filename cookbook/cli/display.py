@@ -35,8 +35,6 @@ _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 @dataclass(frozen=True, slots=True)
 class CellProgress:
-    """The progress of one cell; unknown values are None."""
-
     name: str
     state: str
     step: int | None = None
@@ -67,7 +65,6 @@ class Progress:
             self._live.start()
 
     def update(self, cells: Sequence[CellProgress]) -> None:
-        """Show the cells as they are now."""
         if self._live is not None:
             self._live.update(_render_picture(cells, self._live.console), refresh=True)
             return

@@ -162,7 +162,6 @@ def _print_from(log: Path, offset: int) -> int:
 
 
 def cancel(arguments: argparse.Namespace) -> int:
-    """Cancel the cells of a run that wait or run."""
     try:
         run = find_run(arguments.run)
     except InputError:
@@ -199,7 +198,6 @@ class Watcher:
         self._tails: dict[Path, Tail] = {}
 
     def look(self, patience: float = slurm.PATIENCE_S) -> list[tuple[CellState, CellProgress]]:
-        """Return the cells as they are now, in the run's order."""
         return [(state, self._progress(state)) for state in cell_states(self.run, patience)]
 
     def _progress(self, state: CellState) -> CellProgress:
@@ -303,7 +301,6 @@ def wait_for(run: Run) -> int:
 
 
 def show_report(arguments: argparse.Namespace) -> int:
-    """Print the results of a run."""
     print_report(find_run(arguments.run), arguments.format)
     return 0
 

@@ -54,7 +54,6 @@ def merged_cell(arguments: argparse.Namespace) -> Cell:
 
 
 def requested_sweep(arguments: argparse.Namespace) -> tuple[Sweep, list[Cell]]:
-    """Return the sweep and its cells."""
     sweep = load_sweep(arguments.sweep)
     return sweep, expand_sweep(sweep, _request(arguments))
 
@@ -141,7 +140,6 @@ def _cluster(name: str) -> str:
 
 
 def show_cell(arguments: argparse.Namespace) -> int:
-    """Print the resolved cell as YAML."""
     cell = requested_cell(arguments)
     record = cell.record()
     if arguments.origins:

@@ -174,7 +174,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _unknown_words(arguments: argparse.Namespace, unknown: Sequence[str]) -> InputError:
-    """Return the error for words that the verb does not take."""
     word, *rest = unknown
     settings = getattr(arguments, "set", None)
     if settings is not None and re.match(r"--\w+\.", word):
@@ -188,7 +187,6 @@ def _unknown_words(arguments: argparse.Namespace, unknown: Sequence[str]) -> Inp
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; return the exit status."""
     return run_command("submit.py", lambda: _run(words))
 
 

@@ -48,7 +48,6 @@ _OF_RECIPES += ("dry_run", "no_check", "detach")
 
 
 def profile(arguments: argparse.Namespace) -> int:
-    """Print where a step goes."""
     if arguments.figure is not None:
         check_figure(arguments.figure)
     traces: Path | dict[int, Path]

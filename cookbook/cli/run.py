@@ -83,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
-    """Train every cell of a sweep that can run."""
     sweep, cells = requested_sweep(arguments)
     if arguments.repeat < 1:
         raise InputError("--repeat", f"found {arguments.repeat}, allowed: 1 and up")
@@ -134,7 +133,6 @@ def start_run(
 
 
 def report_jobs(run: Run, job_ids: Sequence[str], is_detached: bool) -> None:
-    """Print the ids of submitted jobs, and how to follow them if nobody waits."""
     kind = "Slurm job" if run.scheduler == "slurm" else "process"
     shown = ", ".join(job_ids[:8]) + (", ..." if len(job_ids) > 8 else "")
     print(f"submitted as {kind} {shown}: {shown_path(run.folder)}\n", flush=True)

@@ -33,18 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Say whether this machine is ready for this stack, and what to do where not. "
         "Exit status 1 where there is a problem.",
     )
-    parser.add_argument(
-        "--local", action="store_true", help="only what runs on this machine alone need"
-    )
+    alone = "only what runs on this machine alone need"
+    parser.add_argument("--local", action="store_true", help=alone)
     parser.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     parser.add_argument("--partition", help="the Slurm partition to look at (default: its default)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument(
-        "--numerics",
-        action="store_true",
-        help="compare this machine's kernels with a reference instead; with --cluster, as a job "
-        "of one node",
-    )
+    kernels = "compare this machine's kernels with a reference instead; with --cluster, as a job of"
+    parser.add_argument("--numerics", action="store_true", help=f"{kernels} one node")
     parser.add_argument("--output", type=Path, help="where --numerics writes its proofs as JSON")
     parsed = parser.parse_args(arguments)
     cluster: Cluster | None = None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from cookbook.base.gpus import InstalledGpu, NoGpusError, read_gpus, select_visible
 from cookbook.base.paths import ROOT
@@ -35,16 +35,9 @@ class Answer:
 
 def ask(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
     """Run `command` here, for `timeout_s` seconds at most."""
+    text: Any = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(command, timeout=timeout_s, stdin=subprocess.DEVNULL, **text)
     except subprocess.TimeoutExpired:
         return Answer(None, error=f"{command[0]}: no answer in {timeout_s:.0f} s")
     except OSError as error:
@@ -95,7 +88,6 @@ class Surroundings:
 
     @property
     def installed_gpus(self) -> tuple[InstalledGpu, ...]:
-        """All GPUs of this machine."""
         return () if isinstance(self._gpus, NoGpusError) else self._gpus
 
     @property
@@ -104,12 +96,10 @@ class Surroundings:
 
     @functools.cached_property
     def gpus(self) -> tuple[InstalledGpu, ...]:
-        """The GPUs that a run started here gets."""
         return select_visible(self.installed_gpus, self.environment.get("CUDA_VISIBLE_DEVICES"))
 
     @property
     def runs(self) -> Path:
-        """Where runs go."""
         return self.repository / (self.environment.get("COOKBOOK_RUNS") or "runs")
 
     @property
@@ -118,7 +108,6 @@ class Surroundings:
 
     @property
     def sends_jobs(self) -> bool:
-        """Whether runs go to other machines."""
         return self.cluster.scheduler == "slurm" if self.cluster else self.has_slurm
 
     @property
@@ -180,8 +169,6 @@ CHECKS: list[Check] = []
 def check(
     name: str, *, local: bool = False, node_hours: float | None = None
 ) -> Callable[[Callable[[Surroundings], Verdict]], Check]:
-    """Make a function a check of the doctor."""
-
     def add(look: Callable[[Surroundings], Verdict]) -> Check:
         CHECKS.append(Check(name, look, local, node_hours))
         return CHECKS[-1]
@@ -193,7 +180,6 @@ _WIDTH = 100
 
 
 def diagnose(here: Surroundings) -> list[Finding]:
-    """Return the findings of every check, in reading order."""
     looked = [one.finding(here) for one in CHECKS if one.is_for_local or not here.local]
     return [finding for finding in looked if finding]
 
@@ -203,17 +189,16 @@ def node_problems(here: Surroundings) -> dict[str, tuple[str, float]]:
 
     Warnings do not count.
     """
-    problems = {}
-    for one in CHECKS:
-        if one.node_hours is not None:
-            finding = one.finding(here)
-            if finding and finding.state == "problem":
-                problems[one.name] = (finding.found, one.node_hours)
-    return problems
+    return {
+        one.name: (finding.found, one.node_hours)
+        for one in CHECKS
+        if one.node_hours is not None
+        and (finding := one.finding(here))
+        and finding.state == "problem"
+    }
 
 
 def is_ready(findings: Sequence[Finding]) -> bool:
-    """Return whether nothing stands in the way; warnings do not."""
     return all(finding.state != "problem" for finding in findings)
 
 

@@ -10,11 +10,15 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from cookbook.base.gpus import Gpu, InstalledGpu
 from cookbook.doctor.check import State, Surroundings, Verdict, check
 from cookbook.install import find_distribution
 from cookbook.install.deepep import torch_cuda
+
+if TYPE_CHECKING:
+    from cookbook.config.cluster import Cluster
 
 GIB = 1024**3
 NETWORK_FILE = "/etc/profile.d/90-nccl-network-vars.sh"
@@ -43,21 +47,22 @@ def gpus(here: Surroundings) -> Verdict:
     oldest = OLDEST_DRIVER.get(torch_cuda(here.site).split(".")[0], 0)
     if least >= 10:
         oldest = max(oldest, OLDEST_BLACKWELL_DRIVER)
-    branch = re.match("[0-9]+", driver)
-    if branch and int(branch[0]) < oldest:
+    if driver_branch(driver) < oldest:
         return "problem", found, f"this stack needs driver {oldest} or later"
-    if here.sends_jobs and not _fits_profile(here, models):
-        assert here.cluster is not None
-        return (
-            "problem" if here.is_in_job else "warning",
-            f"{found}; {_promised(here)}",
-            f"run this on a node of {here.cluster.name}, or correct its `gpu` and `gpus_per_node`",
-        )
+    if here.cluster and here.sends_jobs and not _fits_profile(here.cluster, models):
+        remedy = f"run this on a node of {here.cluster.name}, or correct its `gpu` and "
+        state: State = "problem" if here.is_in_job else "warning"
+        return state, f"{found}; {_promised(here)}", f"{remedy}`gpus_per_node`"
     if len(kinds) > 1:
         return "warning", found, "ranks on unlike GPUs wait for the slowest"
     if least < 9:
         return "warning", found, "DeepEP and float8 need Hopper or later"
     return "ok", f"{found}: {_ability(models[0])}"
+
+
+def driver_branch(driver: str) -> int:
+    """Return 580 for 580.95.05."""
+    return int("0" + driver.partition(".")[0])
 
 
 def _without_gpus(here: Surroundings) -> Verdict:
@@ -88,19 +93,17 @@ def _promised(here: Surroundings) -> str:
     return f"{cluster.name} has {gpus} a node: {_ability(cluster.gpu)}"
 
 
-def _fits_profile(here: Surroundings, models: Sequence[Gpu]) -> bool:
-    cluster = here.cluster
-    if cluster is None or cluster.gpu is None:
-        return True
-    wanted = cluster.gpu
+def _fits_profile(cluster: Cluster, models: Sequence[Gpu]) -> bool:
+    wanted, sizes = cluster.gpu, [model.memory_gib for model in models]
     # Names differ in their spelling, and profiles give the memory that a job can use.
-    return len(models) == cluster.ranks_per_node and all(
-        model.compute_capability == wanted.compute_capability
-        and (
-            not model.memory_gib
-            or abs(model.memory_gib - wanted.memory_gib) < 0.1 * wanted.memory_gib
+    return wanted is None or (
+        len(models) == cluster.ranks_per_node
+        and {model.compute_capability for model in models} == {wanted.compute_capability}
+        and all(
+            abs(size / wanted.memory_gib - 1) < 0.1
+            for model in models
+            if (size := model.memory_gib)
         )
-        for model in models
     )
 
 
@@ -109,9 +112,8 @@ def _described(gpu: Gpu) -> str:
 
 
 def _ability(gpu: Gpu) -> str:
-    if gpu.compute_capability >= 10:
-        return "MXFP8 in hardware"
-    return "float8; MXFP8 only emulated"
+    has_mxfp8 = gpu.compute_capability >= 10
+    return "MXFP8 in hardware" if has_mxfp8 else "float8; MXFP8 only emulated"
 
 
 # An idle B200 or H200 has less than 1 GiB in use.
@@ -202,8 +204,8 @@ def nvlink(here: Surroundings) -> Verdict:
     most = max((gpu.links for gpu in here.gpus), default=0)
     if len(here.gpus) < 2 or not most:
         return None
-    few = _faults(here, lambda gpu: f"{gpu.links} of {most} links up" if gpu.links < most else "")
-    if few:
+    words = "{} of {} links up".format
+    if few := _faults(here, lambda gpu: words(gpu.links, most) if gpu.links < most else ""):
         return "problem", few, "restart the fabric manager, or have it repaired"
     return "ok", f"{most} links up on each of {len(here.gpus)} GPUs"
 

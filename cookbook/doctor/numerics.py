@@ -16,9 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import visible_gpus
@@ -39,8 +38,7 @@ _CPU_RANKS = 2
 _RECIPES = {"gpu": ("deepseek_v3_16b", "qwen3_30b_a3b"), "cpu": ("debug", "qwen3_debug")}
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A cell to prove, and why it is left out; None where it is not."""
 
     cell: Cell
@@ -53,12 +51,8 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
     Returns:
         The exit status: 0 where no kernel is wrong.
     """
-    if cluster is None or cluster.scheduler == "local":
-        return _prove_here(output)
-    return _prove_on(cluster, output)
-
-
-def _prove_here(output: Path | None) -> int:
+    if cluster is not None and cluster.scheduler != "local":
+        return _prove_on(cluster, output)
     gpus = visible_gpus()
     ranks = len(gpus) or _CPU_RANKS
     chosen = candidates(this_machine(ranks, gpus[0] if gpus else None))
@@ -110,11 +104,11 @@ def _prove_here(output: Path | None) -> int:
 def _prove_on(cluster: Cluster, output: Path | None) -> int:
     """Prove the same on a node of `cluster`, as a job that is waited for."""
     if shutil.which("srun") is None:
-        raise InputError(
-            f"--cluster {cluster.name}",
-            "there is no srun here to start a job with",
-            "run it on a login node, or leave --cluster out to prove this machine's own kernels",
+        place, found = f"--cluster {cluster.name}", "there is no srun here to start a job with"
+        remedy = (
+            "run it on a login node, or leave --cluster out to prove this machine's own kernels"
         )
+        raise InputError(place, found, remedy)
     words = ["srun", "--nodes=1", "--ntasks=1", "--job-name=cookbook-numerics"]
     if cluster.gpus_per_node:
         words.append(f"--gpus-per-node={cluster.gpus_per_node}")

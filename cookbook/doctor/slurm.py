@@ -26,11 +26,8 @@ def slurm(here: Surroundings) -> Verdict:
         return "problem" if here.cluster else "warning", found, remedy
     if config.status != 0:
         reason = (config.error or config.output).strip().partition("\n")[0]
-        return (
-            "problem",
-            f"the controller does not answer{': ' + reason if reason else ''}",
-            "ask who runs the cluster; --cluster local works without Slurm",
-        )
+        found = f"the controller does not answer{': ' + reason if reason else ''}"
+        return "problem", found, "ask who runs the cluster; --cluster local works without Slurm"
     version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", config.output, re.MULTILINE)
     accounting = "slurmdbd" in config.output
     states = "sacct" if accounting else "squeue and each run's status file"
@@ -42,38 +39,30 @@ def partition(here: Surroundings) -> Verdict:
     if not here.has_slurm or here.answer(CONFIG).status != 0:
         return None
     rows = [line.split("|") for line in here.answer(PARTITIONS).output.splitlines()]
-    partitions: dict[str, list[list[str]]] = {}
-    for row in rows:
-        if len(row) == 5:
-            partitions.setdefault(row[0].rstrip("*"), []).append(row)
+    partitions = {row[0].rstrip("*") for row in rows}
     default = next((row[0].rstrip("*") for row in rows if row[0].endswith("*")), None)
     name = here.partition or (here.cluster.partition if here.cluster else None) or default
     if name is None or name not in partitions:
         found = f"no partition {name!r}" if name else "no default partition"
         known = ", ".join(sorted(partitions)) or "none"
         return "problem", f"{found}; there are: {known}", "name one in the cluster profile"
-    nodes = sum(int(row[2]) for row in partitions[name] if row[2].isdigit())
-    resources = sorted({row[3] for row in partitions[name]} - {"(null)"})
+    rows = [row for row in rows if row[0].rstrip("*") == name]
+    nodes = sum(int(row[2]) for row in rows)
+    resources = sorted({row[3] for row in rows} - {"(null)"})
     found = f"{name}: {nodes} nodes, {' '.join(resources) or 'no GPUs declared'}"
-    if any(row[1] != "up" for row in partitions[name]):
+    if any(row[1] != "up" for row in rows):
         return "problem", f"{found}, not up", "ask who runs the cluster"
     if here.cluster and here.cluster.gpu:
         profile, gpus = here.cluster.name, here.cluster.ranks_per_node
-        fitting = [row for row in partitions[name] if row[2].isdigit() and _gpus(row[3]) >= gpus]
-        count = sum(int(row[2]) for row in fitting)
+        count = sum(int(row[2]) for row in rows if _gpus(row[3]) >= gpus)
         if not count:
-            return (
-                "problem",
-                f"{found}: no node has the {gpus} GPUs that {profile} asks for",
-                "name another partition in the profile, or correct its `gpus_per_node`",
-            )
+            found += f": no node has the {gpus} GPUs that {profile} asks for"
+            remedy = "name another partition in the profile, or correct its `gpus_per_node`"
+            return "problem", found, remedy
         if count < here.cluster.nodes:
-            return (
-                "warning",
-                f"{found}: {count} have {gpus} GPUs, and {profile} says {here.cluster.nodes} nodes",
-                "correct `nodes` in the profile, or pass --nodes",
-            )
-    return "ok", f"{found}, time limit {partitions[name][0][4]}"
+            found += f": {count} have {gpus} GPUs, and {profile} says {here.cluster.nodes} nodes"
+            return "warning", found, "correct `nodes` in the profile, or pass --nodes"
+    return "ok", f"{found}, time limit {rows[0][4]}"
 
 
 def _gpus(resources: str) -> int:

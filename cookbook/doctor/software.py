@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor.check import State, Surroundings, Verdict, check
-from cookbook.doctor.machine import OLDEST_DRIVER
+from cookbook.doctor.machine import OLDEST_DRIVER, driver_branch
 from cookbook.install import find_distribution, package_folder
 from cookbook.install.attention import (
     PACKAGE,
@@ -90,11 +91,9 @@ def compiler(here: Surroundings) -> Verdict:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         missing.append("Python.h")
     if missing:
-        return (
-            "problem" if here.gpus else "warning",
-            f"{' and '.join(missing)} missing, which torch.compile needs",
-            "install gcc and the headers of this Python (Debian and Ubuntu: gcc, python3-dev)",
-        )
+        found = f"{' and '.join(missing)} missing, which torch.compile needs"
+        remedy = "install gcc and the headers of this Python (Debian and Ubuntu: gcc, python3-dev)"
+        return "problem" if here.gpus else "warning", found, remedy
     return "ok", "C compiler and Python headers"
 
 
@@ -128,17 +127,12 @@ def deepep(here: Surroundings) -> Verdict:
         found = f"{built.version}, intra-node kernels only: one node at most"
         return "warning", found, f"{rebuild}; torch must bring its NVSHMEM wheel"
     # Its own search path names the wheel; LD_LIBRARY_PATH comes before that.
-    loaded = re.search(
-        r"libnvshmem_host\S* => (/\S+)", here.answer(("ldd", str(built.library))).output
-    )
-    wheel = find_nvshmem(here.site)
+    linked = here.answer(("ldd", str(built.library))).output
+    loaded, wheel = re.search(r"libnvshmem_host\S* => (/\S+)", linked), find_nvshmem(here.site)
     if loaded and wheel and Path(loaded[1]).parent.resolve() != (wheel.folder / "lib").resolve():
-        return (
-            "problem",
-            f"{built.version}, linked with NVSHMEM {wheel.version} in {wheel.folder}/lib, would "
-            f"load {loaded[1]}",
-            f"take {Path(loaded[1]).parent} out of LD_LIBRARY_PATH",
-        )
+        found = f"{built.version}, linked with NVSHMEM {wheel.version} in {wheel.folder}/lib, would"
+        remedy = f"take {Path(loaded[1]).parent} out of LD_LIBRARY_PATH"
+        return "problem", f"{found} load {loaded[1]}", remedy
     nvshmem = f", NVSHMEM in {loaded[1]}" if loaded else ""
     return "ok", f"{built.version}, inter-node kernels{nvshmem}"
 
@@ -165,8 +159,7 @@ def flash_attention(here: Surroundings) -> Verdict:
     if not here.gpus:
         return "ok", f"{version}, its compiler for CUDA {listed}"
     driver = here.gpus[0].driver
-    branch = re.match("[0-9]+", driver)
-    number = int(branch[0]) if branch else 0
+    number = driver_branch(driver)
     fitting = [major for major in compilers if OLDEST_DRIVER.get(str(major), number + 1) <= number]
     if not fitting:
         found = f"{version}: its compiler is for CUDA {listed}, which driver {driver} does not take"
@@ -183,18 +176,11 @@ def tokenizers(here: Surroundings) -> Verdict:
     folders = sorted({match[1] for text in texts if (match := named.search(text))})
     wanted = ("tokenizer.json", "tokenizer_config.json")
     folders = [folder for folder in folders if not folder.startswith("assets/local")]
-    lost = [
-        folder
-        for folder in folders
-        if not all((here.repository / folder / file).is_file() for file in wanted)
-    ]
-    if lost:
+    files = {folder: [here.repository / folder / name for name in wanted] for folder in folders}
+    if lost := [folder for folder in folders if not all(map(Path.is_file, files[folder]))]:
         remedy = f"run ./setup.sh where the hub can be reached, or copy {' and '.join(wanted)}"
-        return (
-            "warning" if here.trains_for_real else "not here",
-            f"not in {', '.join(lost)}",
-            remedy,
-        )
+        state: State = "warning" if here.trains_for_real else "not here"
+        return state, f"not in {', '.join(lost)}", remedy
     return "ok", ", ".join(folders)
 
 
@@ -208,11 +194,9 @@ def local_corpus(here: Surroundings) -> Verdict:
 @check("wandb")
 def wandb(here: Surroundings) -> Verdict:
     home = Path(here.environment.get("HOME", ""))
-    netrc = Path(here.environment.get("NETRC") or home / ".netrc")
-    try:
+    netrc, logged_in = Path(here.environment.get("NETRC") or home / ".netrc"), False
+    with contextlib.suppress(OSError):
         logged_in = "api.wandb.ai" in netrc.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        logged_in = False
     if here.environment.get("WANDB_API_KEY") or logged_in:
         return "ok", "a key is there: metrics go to TensorBoard and W&B"
     remedy = "export WANDB_API_KEY or run `wandb login` to have them on W&B too"

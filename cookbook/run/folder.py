@@ -98,7 +98,6 @@ class CellFolder:
         return self.path.name
 
     def attempts(self) -> list[Attempt]:
-        """Return the attempts so far, in order."""
         numbers = (path.name.removeprefix("attempt-") for path in self.path.glob("attempt-[0-9]*"))
         return [self.attempt(number) for number in sorted(map(int, filter(str.isdecimal, numbers)))]
 

@@ -78,12 +78,10 @@ class CellRecord:
 
     @property
     def world(self) -> int:
-        """Ranks that train."""
         return self.nodes * self.ranks_per_node
 
     @property
     def steps(self) -> int | None:
-        """Training steps to reach."""
         return self._count("training.steps")
 
     @property
@@ -118,14 +116,12 @@ class CellRecord:
         return {name: value for name, value in self.options.items() if name not in hidden}
 
     def as_yaml(self) -> str:
-        """Return the content of `cell.yaml`."""
         seldom, content = ("files", "too_few_nodes", "profile"), dataclasses.asdict(self)
         content = {key: value for key, value in content.items() if value or key not in seldom}
         text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
         return text
 
     def write(self, path: Path) -> None:
-        """Write it to `path`."""
         write_whole(path, self.as_yaml())
 
     def _count(self, option: str) -> int | None:

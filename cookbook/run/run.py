@@ -67,12 +67,10 @@ class Run:
 
     @property
     def job_files(self) -> Path:
-        """submitit's files of a job that runs all cells."""
         return self.folder / "job"
 
     @property
     def submission(self) -> Path:
-        """The batch file of such a job."""
         return self.job_files / "submission.sh"
 
     def cell(self, name: str) -> CellFolder:
@@ -95,18 +93,15 @@ def new_record(asked: RunRecord) -> RunRecord:
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
-    """Write `run.json`."""
     write_json(folder / _FILE, record)
     note_new_job(folder)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether `folder` is the folder of a run."""
     return (folder / _FILE).is_file()
 
 
 def read_run(folder: Path) -> Run:
-    """Read the run in `folder`."""
     # The folder may have been renamed.
     record = replace(read_json_as(RunRecord, folder / _FILE), run=folder.name)
     # Scripts with CELL_DIR=runs/mine/... join one run, maybe in the same second: none of them

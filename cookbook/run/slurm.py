@@ -237,7 +237,6 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def left_out_by(job_id: str) -> list[str]:
-    """Return the nodes that the job leaves out."""
     shown = _run(["scontrol", "show", "job", job_id]).stdout
     found = re.search(r"\bExcNodeList=(\S+)", shown)
     return nodes_in(found[1]) if found and found[1] != "(null)" else []
@@ -302,8 +301,6 @@ _GRACE_S = 3.0
 
 @dataclass(frozen=True)
 class StepEnd:
-    """How a step ended."""
-
     seconds: float
     is_late: bool
     not_launched: dict[str, str]

@@ -299,7 +299,6 @@ def _state(
     found: tuple[str, str | None] | None = None,
     is_known: bool = True,
 ) -> CellState:
-    """Return the state with what was `found` in place of the job's own word."""
     state, reason = found or (status.state, status.reason)
     job_id, times = job.job_id if job else None, (status.started, status.ended)
     return CellState(cell.name, state, reason or None, job_id, status.attempt, *times, is_known)

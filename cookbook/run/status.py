@@ -222,7 +222,6 @@ def read_attempt_end(attempt: Attempt) -> AttemptEnd | None:
 
 
 def read_history(attempts: Iterable[Attempt]) -> list[AttemptEnd]:
-    """Read the ends of the attempts that have one, in their order."""
     return [end for attempt in attempts if (end := read_attempt_end(attempt))]
 
 
@@ -237,15 +236,12 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where an attempt continues."""
-
     attempt: int
     step: int | None
     passed_over: tuple[PassedOver, ...] = ()
 
     @property
     def lines(self) -> list[str]:
-        """Lines to show the user."""
         lines = [
             f"attempt {self.attempt} passed over {one.checkpoint}: {one.damage}; "
             f"moved to {one.moved_to}"

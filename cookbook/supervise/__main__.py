@@ -181,7 +181,6 @@ CHECKED = 3
 
 
 def parse(words: Sequence[str]) -> Start:
-    """Return the facts that a script hands over."""
     parser = argparse.ArgumentParser(prog="python -m cookbook.supervise")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--script", type=Path, required=True)

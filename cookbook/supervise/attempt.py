@@ -59,7 +59,6 @@ class Timeouts:
     least_save_s: float = 0.0
 
     def adjusted(self, record: CellRecord) -> Timeouts:
-        """Return the timeouts for this cell's options."""
         pauses = any(record.options.get(name) for name in _PAUSES)
         # Async saves: the logged time covers only the copy; the next save waits for the write.
         is_async = record.options.get("checkpoint.async_mode", "disabled") != "disabled"
@@ -156,8 +155,6 @@ _STEP_S, _TERM_S, _KILL_S = 15.0, 5.0, 5.0
 
 
 class RunningAttempt:
-    """A cell's script at work."""
-
     def __init__(
         self,
         cell: CellFolder,

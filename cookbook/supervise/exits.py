@@ -46,8 +46,6 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What follows from a cause."""
-
     action: Action
     is_counted: bool = True
     most_idle: int = 2
@@ -182,7 +180,6 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
 
 
 def _excluded(attempt: Attempt) -> tuple[str, ...]:
-    """Return the nodes that the attempt's preflight excluded."""
     return tuple(read_json(attempt.preflight).get("excluded", ()))
 
 

@@ -37,8 +37,6 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The ranks to test."""
-
     ranks_per_node: int
     device: str
     floor: Bandwidth

@@ -68,7 +68,6 @@ class Report:
 
 
 def report_node(question: Question) -> Report:
-    """Return the report of this node."""
     record = CellRecord(cluster=question.cluster, profile=Unchecked(question.profile))
     here = Surroundings(
         cluster=cluster_from_record(record),
@@ -116,7 +115,6 @@ def _hash(paths: Iterable[Path]) -> str:
 
 
 def format_report(report: Report) -> list[str]:
-    """Return the report as lines for a `Reader`."""
     text = json.dumps(asdict(report))
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     head, total = f"{_MARK} {report.node}", len(pieces)
@@ -130,7 +128,6 @@ class Reader:
         self._pieces: dict[str, dict[int, str]] = {}
 
     def read(self, line: str) -> Report | None:
-        """Return the report that `line` completes."""
         found = _PART.match(line)
         if found is None:
             return None

@@ -196,7 +196,6 @@ def ask_nodes(job: JobNodes) -> None:
 
 
 def _last_words(node: str, end: StepEnd) -> str:
-    """Return why a node whose task was started gave no report."""
     if end.is_late:
         return f"no answer in {REPORT_S:.0f} s"
     lines = end.errors.splitlines()
@@ -230,7 +229,6 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
 
 
 def skewed(reports: Sequence[Report], received: Mapping[str, float]) -> dict[str, Fault]:
-    """Return the nodes whose clock differs from the others'."""
     clocks = {report.node: report.clock - received[report.node] for report in reports}
     middle = statistics.median(clocks.values()) if clocks else 0.0
     faults = {}

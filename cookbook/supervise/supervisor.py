@@ -110,7 +110,6 @@ class Supervisor:
         return self.supervise()
 
     def supervise(self) -> int:
-        """Run the cells; return the exit status."""
         cells = [CellFolder(Path(folder)) for folder in self.folders]
         job_id, began, codes = own_job(), time.time(), dict[str, int]()
         for cell in cells:
