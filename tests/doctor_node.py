@@ -15,7 +15,7 @@ from cookbook.config.cluster import load_cluster
 from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Answer, Finding, Surroundings, diagnose, node_problems
 from cookbook.doctor.machine import KERNEL_LOG
-from cookbook.doctor.slurm import CONFIG, PARTITIONS
+from cookbook.doctor.software import CONFIG, PARTITIONS
 from tests.submit import ROOT
 
 COMMIT = next(pin.value for pin in read_pins() if pin.source)

@@ -19,7 +19,7 @@ from cookbook.config.stack import read_pins, stack_name
 from cookbook.doctor.__main__ import main
 from cookbook.doctor.check import Answer, is_ready, node_problems, render_findings
 from cookbook.doctor.machine import DCGM_HEALTH, KERNEL_LOG
-from cookbook.doctor.slurm import CONFIG, PARTITIONS
+from cookbook.doctor.software import CONFIG, PARTITIONS
 from tests.doctor_node import A100, B200, COMMIT, COMPILER_FILE, H200, LIMITS, Node, whole_node
 from tests.submit import ROOT
 

@@ -94,16 +94,12 @@ def _promised(here: Surroundings) -> str:
 
 
 def _fits_profile(cluster: Cluster, models: Sequence[Gpu]) -> bool:
-    wanted, sizes = cluster.gpu, [model.memory_gib for model in models]
+    wanted, sizes = cluster.gpu, [model.memory_gib for model in models if model.memory_gib]
     # Names differ in their spelling, and profiles give the memory that a job can use.
     return wanted is None or (
         len(models) == cluster.ranks_per_node
         and {model.compute_capability for model in models} == {wanted.compute_capability}
-        and all(
-            abs(size / wanted.memory_gib - 1) < 0.1
-            for model in models
-            if (size := model.memory_gib)
-        )
+        and all(abs(size - wanted.memory_gib) < 0.1 * wanted.memory_gib for size in sizes)
     )
 
 

@@ -104,11 +104,9 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
 def _prove_on(cluster: Cluster, output: Path | None) -> int:
     """Prove the same on a node of `cluster`, as a job that is waited for."""
     if shutil.which("srun") is None:
-        place, found = f"--cluster {cluster.name}", "there is no srun here to start a job with"
-        remedy = (
-            "run it on a login node, or leave --cluster out to prove this machine's own kernels"
-        )
-        raise InputError(place, found, remedy)
+        remedy = "run it on a login node, or leave --cluster out to prove this machine's kernels"
+        found = "there is no srun here to start a job with"
+        raise InputError(f"--cluster {cluster.name}", found, remedy)
     words = ["srun", "--nodes=1", "--ntasks=1", "--job-name=cookbook-numerics"]
     if cluster.gpus_per_node:
         words.append(f"--gpus-per-node={cluster.gpus_per_node}")
