@@ -13,7 +13,6 @@ from typing import Any
 
 # The place of an error about a bare name; `named_at` replaces it.
 _KINDS = ("recipe", "precision", "EP backend", "cluster", "sweep")
-_INTERRUPTED = 130
 
 
 class InputError(Exception):
@@ -78,9 +77,8 @@ def described(value: Any) -> str:
         return f"the number {value}"
     if value is None:
         return "nothing"
-    if isinstance(value, dict):
-        return "a mapping"
-    return "a list" if isinstance(value, list) else repr(value)
+    kinds: dict[type, str] = {dict: "a mapping", list: "a list"}
+    return kinds.get(type(value)) or repr(value)
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:
@@ -101,9 +99,7 @@ def run_command(name: str, work: Callable[[], int]) -> int:
             status = work()
         except SystemExit as end:
             # argparse, after --help and after a wrong option.
-            if not isinstance(end.code, int | None):
-                raise
-            status = end.code or 0
+            status = int(end.code or 0)
         sys.stdout.flush()
     except InputError as error:
         status, message = 2, str(error)
@@ -115,7 +111,7 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         parts = (error.filename, error.strerror or error)
         status, message = 1, ": ".join(str(part) for part in parts if part)
     except KeyboardInterrupt:
-        status = _INTERRUPTED
+        status = 130
     if message:
         print(f"{name}: {message}", file=sys.stderr)
     try:

@@ -7,6 +7,7 @@ records the lengths of documents in `texts.json` beside the runs, for `check` an
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -25,6 +26,7 @@ from cookbook.base.paths import runs_folder
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 # Documents read, and shuffled, at a time.
 WINDOW = 4096
+_LENGTHS = "texts.json"
 _WEIGHTED = re.compile(r"(\d+(?:\.\d+)?):(.+)")
 
 
@@ -185,29 +187,24 @@ def write_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path, mean: float, median: float
 ) -> None:
     """Record the mean and the median length of the documents, in tokens."""
-    found = _read() | {_key(sources, text_key, tokenizer): [mean, median]}
-    write_whole(_path(), json_text(found))
+    found = _read_lengths() | {_key(sources, text_key, tokenizer): [mean, median]}
+    write_whole(runs_folder() / _LENGTHS, json_text(found))
 
 
 def read_lengths(
     sources: Sequence[TextSource], text_key: str, tokenizer: Path
 ) -> tuple[float, float] | None:
     """Return mean and median; None if these files, as they are now, were not counted."""
-    found = _read().get(_key(sources, text_key, tokenizer))
+    found = _read_lengths().get(_key(sources, text_key, tokenizer))
     return (found[0], found[1]) if found else None
 
 
-def _path() -> Path:
-    return runs_folder() / "texts.json"
-
-
-def _read() -> dict[str, list[float]]:
-    try:
-        found: dict[str, list[float]] = json.loads(_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        # Nothing was counted yet, and a damaged file is counted anew.
-        return {}
-    return found
+def _read_lengths() -> dict[str, list[float]]:
+    # Nothing was counted yet, and a damaged file is counted anew.
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, list[float]] = json.loads((runs_folder() / _LENGTHS).read_bytes())
+        return found
+    return {}
 
 
 def _key(sources: Sequence[TextSource], text_key: str, tokenizer: Path) -> str:

@@ -119,11 +119,12 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
 def build_cells(cells: Sequence[Cell]) -> list[Built]:
     """Build every cell; cells that differ in their names alone are built once."""
     known: dict[str, Built] = {}
-    keys = [json.dumps(_request(cell)) for cell in cells]
+    found = []
     with dry_run() as build:
-        for key, cell in zip(keys, cells, strict=True):
-            known[key] = known.get(key) or build(cell)
-    return [known[key] for key in keys]
+        for cell in cells:
+            key = json.dumps(_request(cell))
+            found.append(known.setdefault(key, known.get(key) or build(cell)))
+    return found
 
 
 def _request(cell: Cell) -> dict[str, Any]:
@@ -194,10 +195,8 @@ class CellCheck:
     @property
     def verdict(self) -> str | None:
         """`fits`, `tight` or `will not fit`; None without a GPU, or where memory is not known."""
-        gpu = self.cell.cluster.gpu
-        if self.peak is None or gpu is None:
-            return None
-        return verdict(self.peak.total, gpu.memory_gib, self.cell.options)
+        gpu, peak = self.cell.cluster.gpu, self.peak
+        return verdict(peak.total, gpu.memory_gib, self.cell.options) if peak and gpu else None
 
     @property
     def summary(self) -> str:
@@ -207,8 +206,7 @@ class CellCheck:
         if self.peak is None:
             not_built = "by the rules; TorchTitan did not build it"
             return f"built; {self.no_step}" if self.is_built else not_built
-        words = f"needs {self.peak.total:.0f} GiB a GPU"
-        gpu = self.cell.cluster.gpu
+        words, gpu = f"needs {self.peak.total:.0f} GiB a GPU", self.cell.cluster.gpu
         return f"{self.verdict}: {words} of {gpu.memory_gib:.0f}" if gpu else words
 
 
@@ -227,10 +225,9 @@ def check_cells(
         advice = tuple(found for rule in ADVICE for found in rule(cell)) if is_divided else ()
         checks.append(CellCheck(cell, judged, advice))
     wanted = [one.cell for one in checks if build and not one.judged.rules]
-    names = [cell.name for cell in wanted]
-    built = dict(zip(names, build_cells(wanted) if wanted else (), strict=True))
+    built = iter(build_cells(wanted) if wanted else ())
     return [
-        _with_build(one, built[one.cell.name]) if one.cell.name in built else one for one in checks
+        one if one.judged.rules or not build else _with_build(one, next(built)) for one in checks
     ]
 
 
@@ -246,11 +243,9 @@ def _with_build(check: CellCheck, built: Built) -> CellCheck:
             check = replace(check, no_step=str(error))
     found = [*_build_findings(check, built)]
     others = tuple(finding for finding in found if finding.level != ERROR)
-    check = replace(check, advice=(*check.advice, *others))
-    if built.unavailable:
-        return check
     errors = tuple(finding for finding in found if finding.level == ERROR)
-    return replace(check, judged=replace(check.judged, built=errors))
+    judged = replace(check.judged, built=check.judged.built if built.unavailable else errors)
+    return replace(check, judged=judged, advice=(*check.advice, *others))
 
 
 def _build_findings(check: CellCheck, built: Built) -> Iterator[Finding]:
@@ -306,8 +301,8 @@ def _refusal(cell: Cell, failure: Mapping[str, Any]) -> Finding:
 
 def _remedy(check: CellCheck, largest: str) -> str:
     if largest in ("activations", "recomputed layer", "layer's temporaries"):
-        mode = check.cell.options["activation_checkpoint.mode"]
-        more = "" if mode == "full" else "set activation_checkpoint.mode full, or "
+        is_full = check.cell.options["activation_checkpoint.mode"] == "full"
+        more = "" if is_full else "set activation_checkpoint.mode full, or "
         return f"{more}lower training.local_batch_size"
     if largest == "logits and loss":
         return "lower training.local_batch_size, or compile the loss"

@@ -10,6 +10,7 @@ not needed here; with --plan, which only says what would be done, 4 where there 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -140,12 +141,11 @@ def compile_missing(arch: str, plan: bool, into: Path) -> int:
 
 def _is_compiled(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
     """Return whether all kernels for a kind of GPU are there, made from the same."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         stamp = json.loads((into / f"sm{capability}.json").read_text(encoding="utf-8"))
         kernels = [Path(stamp["folder"], kernel) for kernel in stamp["kernels"]]
         return bool(stamp["made_from"] == made_from) and all(map(Path.is_file, kernels))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return False
 
 
 def _compile(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
@@ -162,10 +162,8 @@ def _compile(into: Path, capability: int, made_from: Mapping[str, Any]) -> bool:
             kernel_cache.ENABLED: "1",
             kernel_cache.FOLDER: cache,
         }
-        command = [sys.executable, "-m", _COMPILE]
-        done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, text=True, check=False
-        )
+        command, pipe = [sys.executable, "-m", _COMPILE], subprocess.PIPE
+        done = subprocess.run(command, env=environment, stdout=pipe, text=True, check=False)
         if done.returncode:
             return False
         made = json.loads(done.stdout.splitlines()[-1])

@@ -8,6 +8,7 @@ with `--training.dataset=c4_test --training.dataset_path=FOLDER/corpus` and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import platform
@@ -44,11 +45,10 @@ SMALLEST_CORPUS = 1_000_000
 
 def is_made(folder: Path) -> bool:
     """Return whether `folder` holds a corpus and a tokenizer that were written to the end."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in stamp["bytes"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    return False
 
 
 def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
@@ -60,11 +60,8 @@ def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
     root = sources or Path(sysconfig.get_path("stdlib"))
     documents = list(_read_documents(root))
     if sum(map(len, documents)) < SMALLEST_CORPUS:
-        raise InputError(
-            str(root),
-            "holds too few Python sources to train on",
-            "use a Python that has its standard library as files",
-        )
+        remedy = "use a Python that has its standard library as files"
+        raise InputError(str(root), "holds too few Python sources to train on", remedy)
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
     contents = {
         "corpus/stdlib.jsonl": lines,
@@ -81,19 +78,18 @@ def make_corpus(folder: Path, sources: Path | None = None) -> dict[str, int]:
 
 
 def _read_documents(root: Path) -> Iterator[str]:
-    names = []
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root)
-        # _sysconfigdata holds the paths of the machine that built this Python.
-        if LEFT_OUT.isdisjoint(name.parts) and not name.name.startswith("_sysconfigdata"):
-            names.append(name.as_posix())
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    # _sysconfigdata holds the paths of the machine that built this Python.
+    names = [
+        path.as_posix()
+        for path in paths
+        if LEFT_OUT.isdisjoint(path.parts) and not path.name.startswith("_sysconfigdata")
+    ]
     for document in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        try:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             text = (root / document).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if text.strip():
-            yield text
+            if text.strip():
+                yield text
 
 
 def _train_tokenizer(documents: list[str]) -> str:
@@ -122,13 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m cookbook.install.corpus",
         description="Make a text corpus and a tokenizer from Python's own sources, in seconds.",
     )
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        default=LOCAL_ASSETS,
-        help="where corpus/ and tokenizer/ go (default: %(default)s)",
-    )
+    where = "where corpus/ and tokenizer/ go (default: %(default)s)"
+    parser.add_argument("folder", nargs="?", type=Path, default=LOCAL_ASSETS, help=where)
     parser.add_argument("--again", action="store_true", help="make it anew where it is there")
     parsed = parser.parse_args(arguments)
     if is_made(parsed.folder) and not parsed.again:

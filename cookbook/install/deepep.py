@@ -10,6 +10,7 @@ Nothing is imported from torch or DeepEP: login nodes lack the GPU driver that t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
@@ -58,8 +59,7 @@ def find_nvshmem(path: Sequence[str] | None = None) -> Nvshmem | None:
     # DeepEP links the host library by the file name it finds and the device library statically.
     if folder is None or not (folder / "lib/libnvshmem_device.a").is_file():
         return None
-    major = torch_cuda(path).split(".")[0]
-    found = find_distribution(f"nvidia-nvshmem-cu{major}", path)
+    found = find_distribution(f"nvidia-nvshmem-cu{torch_cuda(path).split('.')[0]}", path)
     return Nvshmem(folder, found.version) if found else None
 
 
@@ -131,11 +131,9 @@ class Plan:
     nvshmem: str
 
     def __str__(self) -> str:
-        kernels = (
-            f"with inter-node kernels (NVSHMEM {self.nvshmem})"
-            if self.nvshmem
-            else "with intra-node kernels only, since torch brought no NVSHMEM wheel"
-        )
+        kernels = "with intra-node kernels only, since torch brought no NVSHMEM wheel"
+        if self.nvshmem:
+            kernels = f"with inter-node kernels (NVSHMEM {self.nvshmem})"
         return f"DeepEP {self.commit[:7]} for GPUs {self.arch}, {kernels}"
 
 
@@ -148,8 +146,24 @@ def make_plan(arch: str) -> tuple[Plan, Toolkit]:
     cuda, torch = torch_cuda(), find_distribution("torch")
     if torch is None or not cuda:
         raise CannotBuildError("torch is not here or built without CUDA")
-    toolkit = _pick_toolkit(cuda, _find_toolkits(cuda))
-    arch = arch or _gpu_archs()
+    found, major = _find_toolkits(cuda), int(cuda.split(".")[0])
+    if not found:
+        raise CannotBuildError(
+            "no CUDA toolkit (nvcc with its headers) found; name its folder in CUDA_HOME"
+        )
+    toolkit = next((one for one in found if one.release[0] == major), None)
+    if toolkit is None:
+        raise CannotBuildError(
+            f"torch is built for CUDA {cuda} and the toolkit found is {found[0]}: the major "
+            f"versions must agree; install a CUDA {major} toolkit beside it and name it in "
+            "CUDA_HOME, or take torch for the other version with --torch-index"
+        )
+    if not arch:
+        # All GPUs: CUDA_VISIBLE_DEVICES is about one job, and the build serves them all.
+        here = sorted({gpu.model.compute_capability for gpu in installed_gpus()})
+        if old := ", ".join(str(one) for one in here if one < 9):
+            raise CannotBuildError(f"DeepEP needs Hopper or Blackwell GPUs; here are GPUs {old}")
+        arch = ";".join(map(str, here))
     if not arch:
         raise CannotBuildError(
             "no GPU here tells for which one to build; "
@@ -182,46 +196,18 @@ def _find_toolkits(cuda: str) -> list[Toolkit]:
     return found
 
 
-def _pick_toolkit(cuda: str, found: list[Toolkit]) -> Toolkit:
-    major = int(cuda.split(".")[0])
-    if not found:
-        raise CannotBuildError(
-            "no CUDA toolkit (nvcc with its headers) found; name its folder in CUDA_HOME"
-        )
-    for toolkit in found:
-        if toolkit.release[0] == major:
-            return toolkit
-    raise CannotBuildError(
-        f"torch is built for CUDA {cuda} and the toolkit found is {found[0]}: the major versions "
-        f"must agree; install a CUDA {major} toolkit beside it and name it in CUDA_HOME, or take "
-        "torch for the other version with --torch-index"
-    )
-
-
-def _gpu_archs() -> str:
-    # All that are installed: CUDA_VISIBLE_DEVICES is about one job, and the build serves them all.
-    found = {gpu.model.compute_capability for gpu in installed_gpus()}
-    if too_old := sorted(capability for capability in found if capability < 9):
-        raise CannotBuildError(
-            f"DeepEP needs Hopper or Blackwell GPUs; here are GPUs {', '.join(map(str, too_old))}"
-        )
-    return ";".join(map(str, sorted(found)))
-
-
 def is_built(arch: str) -> bool:
     """Return whether the pin is installed, for this torch and (where it is named) for `arch`."""
     installed, torch = find_deepep(), find_distribution("torch")
     if installed is None or torch is None or installed.library is None:
         return False
-    try:
+    built_from = (installed.commit, torch.version, torch_cuda())
+    with contextlib.suppress(OSError, ValueError, TypeError):
         stamp = Plan(**json.loads(STAMP.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return False
-    return (
-        (stamp.commit, stamp.torch, stamp.cuda) == (deepep_pin().value, torch.version, torch_cuda())
-        and installed.commit == stamp.commit
-        and set(filter(None, arch.split(";"))) <= set(stamp.arch.split(";"))
-    )
+        is_this = (stamp.commit, stamp.torch, stamp.cuda) == built_from
+        wanted = set(filter(None, arch.split(";")))
+        return is_this and stamp.commit == deepep_pin().value and wanted <= {*stamp.arch.split(";")}
+    return False
 
 
 def build(plan: Plan, toolkit: Toolkit) -> None:
@@ -232,20 +218,15 @@ def build(plan: Plan, toolkit: Toolkit) -> None:
         subprocess.run([*PIP, *tools], check=True)
     # A wheel that pip cached may have been built against another torch or another toolkit.
     options = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--force-reinstall"]
-    subprocess.run(
-        [*PIP, *options, "--verbose", deepep_pin().requirement],
-        env=_build_environment(plan, toolkit),
-        check=True,
-    )
+    command = [*PIP, *options, "--verbose", deepep_pin().requirement]
+    subprocess.run(command, env=_build_environment(plan, toolkit), check=True)
     built = find_deepep()
     if built is None or built.library is None:
         raise CannotBuildError("pip ended well, but deep_ep is not installed")
     # A build that does not find NVSHMEM ends well, without them.
     if bool(plan.nvshmem) != built.internode:
-        raise CannotBuildError(
-            f"{built.library.name} was built {'with' if built.internode else 'without'} "
-            "inter-node kernels, other than planned"
-        )
+        kernels = f"{'with' if built.internode else 'without'} inter-node kernels"
+        raise CannotBuildError(f"{built.library.name} was built {kernels}, other than planned")
     write_whole(STAMP, json.dumps(asdict(plan), indent=2) + "\n")
 
 
@@ -258,11 +239,10 @@ def _build_environment(plan: Plan, toolkit: Toolkit) -> dict[str, str]:
         "CUDA_HOME": str(toolkit.home),
         "TORCH_CUDA_ARCH_LIST": plan.arch,
         "GIT_TERMINAL_PROMPT": "0",
-        # Login nodes have no driver to link with; the toolkit has a stand-in for its library.
-        "LIBRARY_PATH": f"{os.environ.get('LIBRARY_PATH', '')}:{toolkit.home}/lib64/stubs".lstrip(
-            ":"
-        ),
     }
+    # Login nodes have no driver to link with; the toolkit has a stand-in for its library.
+    libraries = os.environ.get("LIBRARY_PATH"), f"{toolkit.home}/lib64/stubs"
+    environment["LIBRARY_PATH"] = ":".join(filter(None, libraries))
     environment.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, MOST_JOBS)))
     # From CUDA 13 on, cuda/std/tuple is in a folder that nvcc adds only for its own sources.
     if (cccl := toolkit.home / "include/cccl").is_dir():

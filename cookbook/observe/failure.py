@@ -7,6 +7,7 @@ to `stacks/rank-<r>.txt`; one without it has stopped, is gone, or still makes st
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cookbook.observe.metrics import COLOURS, RANK
+from cookbook.observe.metrics import COLOURS, RANK, lines_of
 from cookbook.run.folder import Attempt
 from cookbook.run.status import Cause
 
@@ -179,19 +180,16 @@ def _read_errors(attempt: Path) -> list[_Finding]:
     """
     # With several nodes a local rank is no global one.
     is_one_node = len(list(attempt.glob("ranks/*"))) == 1
-    found = []
+    found: list[tuple[float, _Finding]] = []
     for path in attempt.glob("ranks/*/attempt_*/*/error.json"):
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             message: Any = json.loads(path.read_bytes())["message"]
             stack = str(message["extraInfo"]["py_callstack"])
-            time = float(message["extraInfo"]["timestamp"])
             text = " ".join(str(message["message"]).split())
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if _BUILD_ERROR.match(text) and "in __init__" in stack and "train.py" in stack:
-            text = f"{text[: _MAX_CHARACTERS - 50]} (while the job was built)"
-        rank = path.parent.name if is_one_node else None
-        found.append((time, _exception(text, rank, _RAISED)))
+            if _BUILD_ERROR.match(text) and "in __init__" in stack and "train.py" in stack:
+                text = f"{text[: _MAX_CHARACTERS - 50]} (while the job was built)"
+            finding = _exception(text, path.parent.name if is_one_node else None, _RAISED)
+            found.append((float(message["extraInfo"]["timestamp"]), finding))
     return [finding for _, finding in sorted(found, key=lambda item: item[0])]
 
 
@@ -231,16 +229,12 @@ def _read_console(log: Path) -> list[_Finding]:
 
 def _plain_lines(log: Path) -> Iterator[str]:
     """Yield the lines of a log that may say why, without colours; `\\r` ends a progress bar."""
-    try:
-        with log.open("rb") as file:
-            for line in file:
-                if b"step:" in line and b"loss:" in line and b"\r" not in line:
-                    continue
-                text = line[-4096:] if b"\r" in line else line[:4096]
-                for part in text.decode("utf-8", "replace").rstrip().split("\r"):
-                    yield COLOURS.sub("", part).rstrip()
-    except OSError:
-        return
+    for line in lines_of(log):
+        has_bar = b"\r" in line
+        if has_bar or b"step:" not in line or b"loss:" not in line:
+            text = line[-4096:] if has_bar else line[:4096]
+            for part in text.decode("utf-8", "replace").rstrip().split("\r"):
+                yield COLOURS.sub("", part).rstrip()
 
 
 def _ranks_missing_from_collective(attempt: Path) -> list[int]:
@@ -277,7 +271,7 @@ def describe_stacks(attempt: Attempt, world: int) -> str | None:
     if not places:
         return None
     missing = [rank for rank in range(world) if rank not in places]
-    (usual, count), *_ = Counter(places.values()).most_common(1)
+    ((usual, count),) = Counter(places.values()).most_common(1)
     others = "the other one" if count == 1 else f"the other {count}"
     if missing:
         return f"{_ranks(missing)} not heard of (stopped, or gone); {others} in {usual}"
@@ -289,10 +283,7 @@ def describe_stacks(attempt: Attempt, world: int) -> str | None:
 
 def _place(path: Path) -> str | None:
     """Return the innermost frame of the main thread outside torch: `name (file.py:12)`."""
-    try:
-        text = path.read_text("utf-8", "replace")
-    except OSError:
-        return None
+    text = b"".join(lines_of(path)).decode("utf-8", "replace")
     # faulthandler prints the main thread last, and of each thread the innermost frame first.
     thread = re.split(r"^(?:Current t|T)hread 0x.*$", text, flags=re.MULTILINE)[-1]
     frames = [found for line in thread.splitlines() if (found := _FRAME.match(line))]

@@ -92,7 +92,10 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
     for position, (attempt, end) in enumerate(zip(attempts, ends, strict=True)):
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
-            kept = _last_saved(cell, record)
+            # An absolute path stands for itself.
+            folder = cell.path / str(record.options.get("checkpoint.folder", "checkpoint"))
+            saved = saved_steps(folder)
+            kept = next((step for step, path in saved if (path / ".metadata").is_file()), 0)
         summaries.append(_summary(attempt, end, times[position], kept))
     started = ends[0].started if ends[0] else None
     if started is None and times[0]:
@@ -112,7 +115,7 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
 def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
     """Return the median step time of the latest attempt with logged steps, else None."""
     for attempt in reversed(attempts):
-        pairs = [(one, other) for one, other in pairwise(_step_times(attempt)) if one[0] > 0]
+        pairs = pairwise(one for one in _step_times(attempt) if one[0] > 0)
         seconds = [
             (then - at) / (later - step) for (step, at), (later, then) in pairs if later > step
         ]
@@ -132,7 +135,6 @@ def _summary(
     """Summarize an attempt whose steps after `kept` are lost; None: no step is."""
     steps = [step for step, _ in times if step]
     first, last = (min(steps), max(steps)) if steps else (None, None)
-    known = end is not None and end.started is not None and end.ended is not None
     lost = 0
     if first is not None and last is not None and kept is not None:
         lost = max(0, last - max(kept, first - 1))
@@ -140,7 +142,7 @@ def _summary(
         attempt=attempt.number,
         first_step=first,
         last_step=last,
-        seconds=end.ended - end.started if end and known and end.ended and end.started else None,
+        seconds=end.ended - end.started if end and end.ended and end.started else None,
         cause=str(end.cause) if end else None,
         reason=end.reason if end else None,
         decision=end.decision if end else None,
@@ -154,21 +156,12 @@ def _summary(
     )
 
 
-def _last_saved(cell: CellFolder, record: CellRecord) -> int:
-    """Return the step of the newest finished checkpoint; 0 without one."""
-    # An absolute path stands for itself.
-    saved = saved_steps(cell.path / str(record.options.get("checkpoint.folder", "checkpoint")))
-    return next((step for step, path in saved if (path / ".metadata").is_file()), 0)
-
-
 def _step_times(attempt: Attempt, record: CellRecord | None = None) -> list[tuple[int, float]]:
     """Return the logged steps and when, in seconds; step 0 is the start of training."""
     times = [(one.step, one.time) for one in read_steps(attempt, record) if one.time is not None]
     before = seconds_to_first_step(attempt.log)
-    if times and before is not None:
-        # Not the console's own time: its node may be in another time zone.
-        return [(0, times[0][1] - before), *times]
-    return times
+    # Not the console's own time: its node may be in another time zone.
+    return [(0, times[0][1] - before), *times] if times and before is not None else times
 
 
 def _steps(count: int) -> str:

@@ -134,24 +134,20 @@ def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
 
 def parse_phase(line: bytes, rank: int | None = None) -> Phase | None:
     """Return the phase that a line of `rank` (any rank: None) opens; None where it opens none."""
-    if b" - INFO - " not in line:
-        return None
-    text = line.decode("utf-8", "replace")
+    text = line.decode("utf-8", "replace") if b" - INFO - " in line else ""
     found = _PHASE.search(text)
     ranks = RANK.findall(text, 0, found.start()) if found else []
-    if found is None or (rank is not None and ranks[-1:] != [str(rank)]):
-        return None
-    return _PHASES[found[1]]
+    is_of_rank = rank is None or ranks[-1:] == [str(rank)]
+    return _PHASES[found[1]] if found and is_of_rank else None
 
 
-def read_console(log: Path, rank: int | None = None) -> Iterator[StepMetrics]:
-    """Yield the metrics lines of a log in order, of one rank or of all.
+def read_console(log: Path, rank: int | None = None) -> list[StepMetrics]:
+    """Return the metrics lines of a log in order, of one rank or of all.
 
     The last line is left out while its newline is missing: the job may still be writing it.
     """
-    for line in lines_of(log):
-        if line.endswith(b"\n") and (metrics := parse_step(line, rank)) is not None:
-            yield metrics
+    lines = (line for line in lines_of(log) if line.endswith(b"\n"))
+    return [found for line in lines if (found := parse_step(line, rank)) is not None]
 
 
 def read_peak_memory(logs: Iterable[Path]) -> float | None:
@@ -225,7 +221,7 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
             steps[-1] = replace(steps[-1], validation_loss=metrics.validation_loss)
     if steps:
         return steps
-    shown = list(read_console(attempt.log))
+    shown = read_console(attempt.log)
     rank = (record or CellRecord()).loss_rank
     own = [one for one in shown if one.rank == rank]
     # Where the console hides that rank; ranks outside the last PP stage print a negative loss.
@@ -349,9 +345,7 @@ def _parse(line: bytes) -> StepMetrics | None:
     try:
         content: dict[str, Any] = json.loads(line)
         # NaN and infinite values are text.
-        values: dict[str, Any] = {
-            name: float(content[name]) for name in _FIGURES if name in content
-        }
+        values: Any = {name: float(content[name]) for name in _FIGURES if name in content}
         loss = values.pop("loss", None)
         return replace(StepMetrics(content.get("rank"), int(content["step"]), loss), **values)
     except (ValueError, TypeError, KeyError, AttributeError):
