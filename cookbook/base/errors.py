@@ -99,7 +99,9 @@ def run_command(name: str, work: Callable[[], int]) -> int:
             status = work()
         except SystemExit as end:
             # argparse, after --help and after a wrong option.
-            status = int(end.code or 0)
+            if not isinstance(end.code, int | None):
+                raise
+            status = end.code or 0
         sys.stdout.flush()
     except InputError as error:
         status, message = 2, str(error)
