@@ -21,7 +21,7 @@ from cookbook.base.files import locked
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import shown_path
 from cookbook.config import validate as rules
-from cookbook.config.cell import ERROR, Cell, Finding
+from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Options, parse_argv
 from cookbook.config.recipe import Overlay, load_ep_backend, load_precision, load_recipe
