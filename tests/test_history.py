@@ -92,6 +92,14 @@ def test_steps_after_the_checkpoint(cell: CellFolder, saved: dict[int, bool], lo
     assert collect_history(cell, CellRecord()).steps_lost == lost
 
 
+def test_what_the_newest_attempt_loses_is_not_known_before_its_end(cell: CellFolder) -> None:
+    attempt(cell, 0, 10, range(1, 9), ended(0, Cause.LOST_NODE, 0, 26))
+    attempt(cell, 1, 40, range(0))
+    assert collect_history(cell, CellRecord()).lines[-1] == "8 steps lost"
+    attempt(cell, 2, 70, range(1, 9))
+    assert collect_history(cell, CellRecord()).lines[-1].startswith("8 steps lost before attempt 2")
+
+
 def test_where_a_checkpoint_was_spoilt_two_attempts_lose_steps(cell: CellFolder) -> None:
     attempt(cell, 0, 10, range(1, 6), ended(0, Cause.DEAD_RANK, 0, 26))
     attempt(cell, 1, 40, range(5, 9), ended(1, Cause.DEAD_RANK, 30, 50), resumed=4)

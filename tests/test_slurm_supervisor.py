@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -12,12 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cookbook.cli.main import main
 from cookbook.config.cell import Cell
 from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import Run
 from cookbook.run.states import cell_states
 from cookbook.run.status import AttemptEnd, Cause, read_history
 from tests.cells import Point
+from tests.check_cells import with_options
+from tests.saved import save
 from tests.slurm_cluster import SlurmCluster
 from tests.waiting import until
 
@@ -128,3 +132,47 @@ def test_a_node_that_slurm_takes_back_after_a_failure_is_left(
         assert last not in hosts.stdout.split()
     finally:
         slurm.run("scontrol", "update", f"NodeName={last}", "State=RESUME")
+
+
+# Makes six steps at once, and none in a later attempt.
+STEPS = """
+A="${COOKBOOK_ATTEMPT_DIR}"; exec >>"${A}/train.log" 2>&1
+[[ "${A}" == *-0 ]] && for i in 1 2 3 4 5 6; do
+  echo "[rank0]:[titan] 2026-11-20 18:29:22,279 - root - INFO - step: ${i}  loss: 7  x: 1"
+done
+echo waits; exec sleep 300
+"""
+
+
+def test_the_steps_after_the_checkpoint_are_lost_by_a_requeue_and_a_cancellation(
+    slurm: SlurmCluster, cell: Cell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = {"saved": 2, "unsaved": 6, "cancelled": 6}
+    cell = replace(with_options(cell, {"checkpoint.enable": True}), nodes=1)
+    cells = [replace(cell, name=name) for name in lost]
+    run = create_run("lost", cells)
+    for one in run.cells:
+        one.script.write_text(STEPS)
+    saved, unsaved, cancelled = submit_run(run, cells)
+
+    def waits(number: int, *names: str) -> bool:
+        logs = [run.cell(name).attempt(number).log for name in names]
+        return all(log.exists() and "waits" in log.read_text() for log in logs)
+
+    def said(verb: str) -> dict[str, int]:
+        assert main([verb, run.name]) == 0
+        found = re.findall(r"(?m)^(?:- )?(\w+): (\d+) steps? lost", capsys.readouterr().out)
+        return {name: int(steps) for name, steps in found}
+
+    until(lambda: waits(0, *lost), 60, lambda: cell_states(run))
+    save(run.cell("saved").path / "checkpoint", 4, readers=1)
+    assert said("status") == said("report") == {}
+    for job in (saved, unsaved):
+        slurm.run("scontrol", "requeue", job)
+    slurm.run("scancel", cancelled)
+    ended = ["queued", "queued", "cancelled"]
+    until(lambda: [one.state for one in cell_states(run)] == ended, 60, lambda: cell_states(run))
+    assert said("status") == said("report") == lost
+    # Before its first step, the next attempt has lost nothing more.
+    until(lambda: waits(1, "saved", "unsaved"), 90, lambda: cell_states(run))
+    assert said("status") == said("report") == lost

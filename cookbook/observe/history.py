@@ -69,7 +69,10 @@ class History:
         ended_well = all(one.cause in (None, Cause.FINISHED) for one in self.attempts)
         if ended_well and len(self.attempts) < 2:
             return []
-        total = f"{_steps(self.steps_lost)} lost"
+        total, last = f"{_steps(self.steps_lost)} lost", self.attempts[-1]
+        if last.cause is None and last.first_step is not None:
+            # It trains, or its node was lost and nobody has noted that yet.
+            total += f" before attempt {last.attempt}"
         if self.effective is not None:
             total += f", effective training time {self.effective:.0%}"
         return [*(one.line for one in self.attempts), total]
