@@ -140,8 +140,15 @@ def build_parser() -> argparse.ArgumentParser:
         flag(launched, "--dry-run", text="show the cells, submit nothing")
         flag(launched, "--no-check", text=untried)
         flag(launched, "--detach", text="submit, and do not wait")
+    often = "any TorchTitan option; may be given several times"
+    setting: dict[str, Any] = {"metavar": "SECTION.KEY=VALUE", "action": "append", "default": []}
     for made in (show, render, check, plan, run, sweep, profile):
-        _cell_options(made)
+        group = made.add_argument_group("cell options")
+        group.add_argument("--precision", metavar="P", help="bf16, mxfp8, ... (see list)")
+        group.add_argument("--ep-backend", metavar="E", help="standard, deepep, ... (see list)")
+        group.add_argument("--cluster", metavar="C", help="a profile's name or file")
+        group.add_argument("--nodes", metavar="N", type=int)
+        group.add_argument("--set", help=often, **setting)
     doctor = verb("doctor", "say whether this machine is ready, and what to do", "main:_doctor")
     doctor.add_argument("--cluster", metavar="C", help="the cluster profile to check for")
     for printed in (check, plan, compare, profile, doctor):
@@ -150,17 +157,6 @@ def build_parser() -> argparse.ArgumentParser:
     flag(doctor, "--numerics", text=f"{kernels}node, as a job)")
     doctor.add_argument("--output", metavar="FILE", help="where --numerics writes JSON")
     return parser
-
-
-def _cell_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("cell options")
-    group.add_argument("--precision", metavar="P", help="bf16, mxfp8, ... (see list)")
-    group.add_argument("--ep-backend", metavar="E", help="standard, deepep, ... (see list)")
-    group.add_argument("--cluster", metavar="C", help="a profile's name or file")
-    group.add_argument("--nodes", metavar="N", type=int)
-    often = "any TorchTitan option; may be given several times"
-    setting: dict[str, Any] = {"metavar": "SECTION.KEY=VALUE", "action": "append", "default": []}
-    group.add_argument("--set", help=often, **setting)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from cookbook.profile.profile import (
     render_text,
 )
 from cookbook.run.folder import CellFolder
-from cookbook.run.run import Run, find_cell, is_run, run_names
+from cookbook.run.run import find_cell, is_run, run_names
 from cookbook.run.states import cell_states
 from cookbook.run.status import FINISHED
 
@@ -120,12 +120,10 @@ def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
         cell = CellFolder(path)
         traces = cell_traces(cell) if cell.attempts() else folder_traces(path)
         return shown_path(path), traces or folder_traces(path)
-    if path.is_dir() or {name, name.rpartition("/")[0]} & {*run_names()}:
-        return _of_run(*find_cell(name))
-    raise unknown_name("profile", "recipe, run or trace", name, [*names_in(""), *run_names()])
-
-
-def _of_run(run: Run, named: CellFolder | None) -> tuple[str, dict[int, Path]]:
+    if not path.is_dir() and not {name, name.rpartition("/")[0]} & {*run_names()}:
+        known = [*names_in(""), *run_names()]
+        raise unknown_name("profile", "recipe, run or trace", name, known)
+    run, named = find_cell(name)
     cells = run.cells if named is None else [named]
     traced = {cell.name: traces for cell in cells if (traces := cell_traces(cell))}
     if not traced:

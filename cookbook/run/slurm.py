@@ -162,7 +162,15 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
         if job_id in wanted
     }
     if (missing := wanted - infos.keys()) and shutil.which("sacct"):
-        infos.update(_from_sacct(missing, patience))
+        command = ["sacct", "--noheader", "--parsable2", "--allocations"]
+        command += ["--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(missing))}"]
+        answer = _run(command, patience)
+        lines = [] if answer.returncode else answer.stdout.splitlines()
+        for job_id, state, code in (line.split("|") for line in lines):
+            if job_id in missing:
+                # "CANCELLED by 1000"
+                reason = f"exit code {code}" if code else ""
+                infos[job_id] = JobInfo(state.partition(" ")[0], reason)
     return infos
 
 
@@ -251,21 +259,6 @@ def _squeue(*options: str, patience: float) -> list[list[str]]:
     return [
         [field.strip() for field in line.split("|")[:-1]] for line in answer.stdout.splitlines()
     ]
-
-
-def _from_sacct(wanted: set[str], patience: float) -> dict[str, JobInfo]:
-    command = ["sacct", "--noheader", "--parsable2", "--allocations"]
-    command += ["--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(wanted))}"]
-    answer = _run(command, patience)
-    if answer.returncode:
-        return {}
-    rows = (line.split("|") for line in answer.stdout.splitlines())
-    return {
-        # "CANCELLED by 1000"
-        job_id: JobInfo(state.partition(" ")[0], f"exit code {code}" if code else "")
-        for job_id, state, code in rows
-        if job_id in wanted
-    }
 
 
 def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.CompletedProcess[str]:
@@ -370,16 +363,9 @@ def _try_step(
     on_line: Callable[[str, float], None],
     is_enough: Callable[[], bool],
 ) -> StepEnd:
-    created, started = time.monotonic(), list[float]()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    errors: list[str] = []
+    created, started, errors = time.monotonic(), list[float](), list[str]()
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, errors="replace", **pipes)
 
     def read_output() -> None:
         for line in process.stdout or ():
@@ -413,16 +399,11 @@ def _try_step(
     text = "".join(errors)
     not_launched = {node: why.strip() for node, why in _NOT_LAUNCHED.findall(text)}
     if not started and not not_launched and process.returncode:
-        raise _no_step(text, start_limit_s if is_late else None)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        # The first line is the error; the advice that follows is dropped.
+        by_srun = [line for line in lines if line.startswith("srun: error: ")]
+        why = by_srun[0] if by_srun else (lines or ["no message from srun"])[-1]
+        why = f"none in {start_limit_s:.0f} s ({why})" if is_late else why
+        error = NoAnswerError if is_passing(why) else JobError
+        raise error(f"Slurm starts no step on the job's nodes: {why}")
     return StepEnd(time.monotonic() - (started or [created])[0], is_late, not_launched, text)
-
-
-def _no_step(errors: str, late_after_s: float | None) -> JobError:
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    # The first line is the error; the advice that follows is dropped.
-    why = next((line for line in lines if line.startswith("srun: error: ")), "")
-    why = why or (lines or ["no message from srun"])[-1]
-    if late_after_s is not None:
-        why = f"none in {late_after_s:.0f} s ({why})"
-    error = NoAnswerError if is_passing(why) else JobError
-    return error(f"Slurm starts no step on the job's nodes: {why}")

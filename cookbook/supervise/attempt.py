@@ -211,8 +211,11 @@ class RunningAttempt:
                 continue
             if self._late_at is not None and time.monotonic() > self._late_at:
                 self._late_at = None
-                # Without a checkpoint, a requeued job would make the same steps again.
-                if self._has_checkpoint():
+                options = self._record.options
+                folder = self.cell.path / str(options.get("checkpoint.folder", "checkpoint"))
+                # Without a checkpoint, a requeued job would make the same steps again; one that is
+                # still being written has no .metadata.
+                if options.get("checkpoint.enable") and any(folder.glob("step-*/.metadata")):
                     late = "asked to stop, it has not ended in time"
                     return self._end(None, None, Cause.TOO_LATE, late)
             newest = self._tail.read()
@@ -240,12 +243,6 @@ class RunningAttempt:
             # Ranks outlive a torchrun that was killed.
             end_orphan_processes(self.cell)
         return self._end(code, seen, cause, reason)
-
-    def _has_checkpoint(self) -> bool:
-        options = self._record.options
-        folder = self.cell.path / str(options.get("checkpoint.folder", "checkpoint"))
-        # A checkpoint that is still being written has no .metadata.
-        return bool(options.get("checkpoint.enable")) and any(folder.glob("step-*/.metadata"))
 
     def _end(
         self, code: int | None, seen: float | None, cause: Cause | None, reason: str | None

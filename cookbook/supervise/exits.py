@@ -99,7 +99,13 @@ def decide(
     """
     cause, rule = ends[-1].cause, RULES[ends[-1].cause]
     counted = [end for end in ends if RULES[end.cause].is_counted]
-    idle, why = attempts_without_progress(ends), ""
+    # The attempts at the end that made no step beyond those before them.
+    furthest, idle, why = 0, 0, ""
+    for end in ends:
+        step = end.last_step or 0
+        if RULES[end.cause].is_counted:
+            idle = idle + 1 if step <= furthest else 0
+        furthest = max(furthest, step)
     if cause is Cause.SAVED:
         return Decision(rule.action, "requeued, to go on from there")
     if rule.action is Action.STOP:
@@ -121,17 +127,6 @@ def decide(
     return Decision(Action.RESTART, f"restarted {count}")
 
 
-def attempts_without_progress(ends: Sequence[AttemptEnd]) -> int:
-    """Count the attempts at the end that made no step beyond those before them."""
-    furthest, idle = 0, 0
-    for end in ends:
-        step = end.last_step or 0
-        if RULES[end.cause].is_counted:
-            idle = idle + 1 if step <= furthest else 0
-        furthest = max(furthest, step)
-    return idle
-
-
 # With less room than this no log can be written either, so that none can name the cause.
 _FULL_DISK_BYTES = 8 << 20
 
@@ -143,7 +138,7 @@ def classify_exit(
     now, excluded = time.time(), _excluded(attempt)
     end = AttemptEnd(attempt.number, Cause.FINISHED, None, code, started, ended=now)
     end = _with_steps(replace(end, job_id=own_job(), left_out=excluded), attempt, record)
-    if (step := saved_step(attempt)) is not None:
+    if (step := _read_stopped(attempt)[1]).isdecimal():
         reason = f"asked to stop, it saved step {step} and ended"
         return replace(end, cause=Cause.SAVED, reason=reason)
     if not code:
@@ -181,12 +176,6 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
 
 def _excluded(attempt: Attempt) -> tuple[str, ...]:
     return tuple(read_json(attempt.preflight).get("excluded", ()))
-
-
-def saved_step(attempt: Attempt) -> int | None:
-    """Return the step that the attempt saved when it was asked to stop; None if it did not."""
-    step = _read_stopped(attempt)[1]
-    return int(step) if step.isdecimal() else None
 
 
 def _read_stopped(attempt: Attempt) -> tuple[str, str]:

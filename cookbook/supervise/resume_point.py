@@ -114,12 +114,20 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     options = _options_of(record)
     saved, steps = folder.path / str(options["checkpoint.folder"]), options["training.steps"]
     attempt.path.mkdir(parents=True, exist_ok=True)
-    passed = tuple(_move_aside(one, saved) for one in found.damaged)
+    # Outside the checkpoints' folder, where TorchTitan takes every name with `step-N` for one.
+    aside, passed = saved.with_name(f"{saved.name}-damaged"), []
+    for one in found.damaged:
+        aside.mkdir(parents=True, exist_ok=True)
+        name = one.path.name
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        target = next(path for path in map(aside.joinpath, names) if not path.exists())
+        one.path.rename(target)
+        passed.append(PassedOver(name, str(one.damage), str(target)))
     # TorchTitan reads `initial_load_path` only where this folder does not exist.
     if passed and not any(saved.iterdir()):
         saved.rmdir()
     step = found.checkpoint.step if found.checkpoint else None
-    resumption = Resumption(attempt.number, step, passed)
+    resumption = Resumption(attempt.number, step, tuple(passed))
     if step is not None and step >= steps:
         print(
             f"cookbook: all {steps} steps were made before, so nothing is left to do; "
@@ -134,14 +142,3 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
         for line in resumption.lines:
             for stream in (log, sys.stderr):
                 print(f"cookbook: {line}", file=stream)
-
-
-def _move_aside(checkpoint: Checkpoint, saved: Path) -> PassedOver:
-    # Outside the checkpoints' folder, where TorchTitan takes every name with `step-N` for one.
-    aside = saved.with_name(f"{saved.name}-damaged")
-    aside.mkdir(parents=True, exist_ok=True)
-    name = checkpoint.path.name
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    target = next(path for path in map(aside.joinpath, names) if not path.exists())
-    checkpoint.path.rename(target)
-    return PassedOver(name, str(checkpoint.damage), str(target))
