@@ -261,7 +261,7 @@ def test_a_run_whose_folder_was_deleted_is_cancelled(
     monkeypatch.setenv("COOKBOOK_RUNS", str(run.folder.parent))
     shutil.rmtree(run.folder)
     with pytest.raises(JobError, match=f"deleted.*cancel {run.name}"):
-        watching.watch(run)
+        watching.watch_run(run)
     assert not run.folder.exists() and process.poll() is None
     assert main(["cancel", run.name]) == 0
     assert process.wait(10) == -signal.SIGTERM

@@ -100,12 +100,11 @@ def _pending_scripts() -> list[str]:
 def show_logs(arguments: argparse.Namespace) -> int:
     """Print the log of a cell's last attempt; with -f, go on until the cell has ended."""
     run, cell = named_cell(arguments.cell)
-    log = cell.newest_log()
-    while log is None and arguments.follow and not _state(run, cell).has_ended:
-        time.sleep(POLL_S[run.scheduler])
-        log = cell.newest_log()
-    if log is None:
+    while (log := cell.newest_log()) is None:
         state = _state(run, cell)
+        if arguments.follow and not state.has_ended:
+            time.sleep(POLL_S[run.scheduler])
+            continue
         is_started = state.state == RUNNING
         why = state.reason or ("nothing is written yet" if is_started else "not started")
         raise InputError(f"{run.name}/{cell.name}", f"has no log: {state.state}, {why}")
@@ -248,34 +247,27 @@ def _record(cell: CellFolder) -> CellRecord:
         return CellRecord()
 
 
-def watch(run: Run) -> None:
-    """Show progress until every cell has ended.
+def watch_run(run: Run) -> bool:
+    """Show the progress until every cell has ended; False if the user stopped watching.
 
     Raises:
         JobError: somebody deleted the run's folder.
     """
-    progress, watcher = Progress(sys.stdout), Watcher(run)
+    watcher = Watcher(run)
     try:
-        while True:
-            if not is_run(run.folder):
-                raise JobError(
-                    f"{shown_path(run.folder)}: was deleted, and its jobs may go on; "
-                    f"stop them: python submit.py cancel {run.name}"
-                )
-            cells = watcher.look(_PATIENCE_S)
-            progress.update([cell for _, cell in cells])
-            # While Slurm does not answer, the jobs go on, and so does this.
-            if all(state.has_ended for state, _ in cells):
-                return
-            time.sleep(POLL_S[run.scheduler])
-    finally:
-        progress.close()
-
-
-def watch_run(run: Run) -> bool:
-    """Show the progress until all has ended; False if the user stopped watching."""
-    try:
-        watch(run)
+        with contextlib.closing(Progress(sys.stdout)) as progress:
+            while True:
+                if not is_run(run.folder):
+                    raise JobError(
+                        f"{shown_path(run.folder)}: was deleted, and its jobs may go on; "
+                        f"stop them: python submit.py cancel {run.name}"
+                    )
+                cells = watcher.look(_PATIENCE_S)
+                progress.update([cell for _, cell in cells])
+                # While Slurm does not answer, the jobs go on, and so does this.
+                if all(state.has_ended for state, _ in cells):
+                    return True
+                time.sleep(POLL_S[run.scheduler])
     except KeyboardInterrupt:
         print(
             f"\nThe jobs go on. To follow them:\n"
@@ -286,7 +278,6 @@ def watch_run(run: Run) -> bool:
             f"  python submit.py cancel {run.name}"
         )
         return False
-    return True
 
 
 def wait_for(run: Run) -> int:
@@ -342,11 +333,9 @@ def compare(arguments: argparse.Namespace) -> int:
         raise InputError("--tolerance", f"found {arguments.tolerance:g}, allowed: 0 to 100 percent")
     names = arguments.runs
     if len(names) != (1 if arguments.other else 2) or "published" in names:
-        raise InputError(
-            f"compare {' '.join(names)}",
-            f"names {len(names)} run{'s' if len(names) > 1 else ''}",
-            "name one run with --with published, else two",
-        )
+        named = f"names {len(names)} run{'s' if len(names) > 1 else ''}"
+        remedy = "name one run with --with published, else two"
+        raise InputError(f"compare {' '.join(names)}", named, remedy)
     found = [find_run(name) for name in names]
     first, *others = [collect_results(run, cell_states(run)) for run in found]
     if arguments.other:
@@ -356,10 +345,9 @@ def compare(arguments: argparse.Namespace) -> int:
     if not comparison.slower and all(row.speed is None for row in comparison.rows):
         reasons = [row.incomparable for row in comparison.rows if row.incomparable]
         nothing = "no cell is just what was published" if arguments.other else "no cell is in both"
-        raise InputError(
-            f"compare {' and '.join(run.name for run in found)}",
-            f"there is nothing to compare: {reasons[0] if reasons else nothing}",
-        )
+        place = f"compare {' and '.join(run.name for run in found)}"
+        why = reasons[0] if reasons else nothing
+        raise InputError(place, f"there is nothing to compare: {why}")
     text = comparison_json(comparison) if arguments.json else comparison_markdown(comparison)
     print(text, end="")
     return 1 if comparison.slower else 0

@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--explain", metavar="FROM,TO", nargs="?", const="0,1", help=walk)
     plan.add_argument("-o", "--output", metavar="FILE.yaml", help="write the first as a recipe")
     plan.add_argument("--figure", metavar="FILE.svg", help="draw memory against speed")
-    line = verb("check-line", "say whether an sbatch line's job may run", "check_line:check_line")
+    line = verb("check-line", "say whether an sbatch line's job may run", "run:check_line")
     typed = "as you would type it: PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh ..."
     line.add_argument("line", metavar="LINE", nargs=argparse.REMAINDER, help=typed)
 
