@@ -34,7 +34,7 @@ ONE_NODE = "qwen3_30b_a3b"
         (
             ONE_NODE,
             {f"{P}.context_parallel_degree": 2, "model.attention": "flash_attention_4"},
-            "FlashAttention-4 computes each document on one rank",
+            "FlashAttention-4 computes a sequence on one rank",
         ),
     ],
 )

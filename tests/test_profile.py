@@ -111,14 +111,15 @@ def test_of_several_traced_cells_one_is_to_be_named(runs: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.titan
-def test_a_recipe_is_trained_and_profiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["debug", "qwen3_debug"])
+def test_a_recipe_is_trained_and_profiled(recipe: str, tmp_path: Path) -> None:
     if not (ROOT / "assets/local/stamp.json").exists():
         command = [sys.executable, "-m", "cookbook.install.corpus", "assets/local"]
         subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     small = ["training.seq_len=64", "training.steps=3", "profiling.profiler_warmup=1"]
     words = [word for setting in small for word in ("--set", setting)]
     answer = submit(
-        *["profile", "debug", "--cluster", "local", "--json", *words],
+        *["profile", recipe, "--cluster", "local", "--json", *words],
         runs=tmp_path,
         variables={"CUDA_VISIBLE_DEVICES": ""},
         timeout=280,
@@ -138,6 +139,6 @@ def test_a_recipe_is_trained_and_profiled(tmp_path: Path) -> None:
         assert expected | {"loss", "copies", "ep", "communication"} <= set(rank["categories"])
         assert rank["gemms"]["grouped_gemms"]["tflops"] > 0
     (run,) = tmp_path.iterdir()
-    assert run.name.startswith("debug-profile-")
+    assert run.name.startswith(f"{recipe.replace('_', '-')}-profile-")
     again = submit("profile", run.name, "--json", runs=tmp_path)
     assert json.loads(again.stdout)["ranks"] == found["ranks"]

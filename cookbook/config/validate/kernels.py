@@ -178,7 +178,7 @@ def context_parallel_attention(cell: Cell) -> Problems:
     title = cell.options.model_title
     reason = f"TorchTitan has context parallelism for SDPA only, and {title} has {own}"
     if cell.uses_flash_attention:
-        reason = "FlashAttention-4 computes each document on one rank, and context parallelism "
-        reason += f"({cell.layout.cp}) cuts documents over several"
+        reason = "FlashAttention-4 computes a sequence on one rank, and context parallelism "
+        reason += f"({cell.layout.cp}) cuts it over several"
     remedy = f"set it to 1, or set {ATTENTION}=flavor" if own == _SDPA else "set it to 1"
     yield DEGREES["cp"], reason, remedy

@@ -62,8 +62,8 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
         return
     if job_config.parallelism.context_parallel_degree > 1:
         raise refuse(
-            f"model.attention={FLASH_ATTENTION_4} computes each document on one rank, and "
-            "parallelism.context_parallel_degree > 1 cuts documents over several; set it to 1"
+            f"model.attention={FLASH_ATTENTION_4} computes a sequence on one rank, and "
+            "parallelism.context_parallel_degree > 1 cuts it over several; set it to 1"
         )
     reason = varlen_attention.why_not()
     if model_args.head_dims not in _HEAD_DIMS:
