@@ -1,1 +1,0 @@
-"""Predicts a cell's memory, traffic and step time, without torch and without building it."""
