@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from cookbook.base.errors import InputError
+from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.cli.inspect import check_figure, merged_cell, write_output
 from cookbook.config.cell import Cell
@@ -17,10 +18,10 @@ from cookbook.config.validate import validation_errors
 from cookbook.plan.report import (
     check_target,
     render_json,
+    render_recipe,
     render_svg,
     render_text,
     render_walk,
-    write_recipe,
 )
 from cookbook.plan.search import Candidate, Found, Stop, evaluate, search, walk
 from cookbook.plan.space import rejected_values, space_of
@@ -67,7 +68,8 @@ def plan(arguments: argparse.Namespace) -> int:
     ranked = found.ranked()
     way = _walk(arguments.explain, base, ranked, documents) if arguments.explain else []
     if arguments.output and ranked:
-        write_recipe(Path(arguments.output), ranked[0], base)
+        path = Path(arguments.output)
+        write_whole(path, render_recipe(path.stem, ranked[0], base))
     if arguments.figure:
         write_output("--figure", arguments.figure, render_svg(found, base, recipe))
     if arguments.json:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from cookbook.base.errors import InputError
-from cookbook.base.files import write_whole
 from cookbook.base.tables import INK, QUIET, draw_figure, text_table
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cell import ATTENTION, Cell
@@ -231,14 +230,7 @@ def check_target(path: Path) -> None:
         raise InputError(shown_path(path), "exists already", "choose another name")
 
 
-def write_recipe(path: Path, candidate: Candidate, base: Cell) -> None:
-    """Write `candidate` to `path`; errors are those of `check_target`."""
-    check_target(path)
-    write_whole(path, render_recipe(path.stem, candidate, base))
-
-
 def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
-    """Return the text of the file."""
     cell, step, recipe = candidate.cell, candidate.step, candidate.cell.recipe
     lines = [
         f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
@@ -266,11 +258,10 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
             lines.append(f"{field.name}: {_scalar(value)}")
     theirs = {**cell.cluster.settings, **cell.ep_backend.settings, **cell.precision.settings}
     theirs |= cell.precision.emulated or {}
+    defaults = cell.options.stack.options
     sections: dict[str, list[str]] = {}
     for option, value in cell.options.values.items():
-        if option in theirs or (
-            value is None and cell.options.stack.options[option].default is None
-        ):
+        if option in theirs or value is defaults[option].default is None:
             continue
         section, _, key = option.partition(".")
         own = sections.setdefault(section, ["", f"{section}:"])

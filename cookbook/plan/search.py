@@ -78,7 +78,6 @@ class Found:
         return front
 
     def counts(self) -> dict[str, int]:
-        """Return the number of layouts by verdict."""
         verdicts = [one.verdict for one in self.candidates]
         looked_at, fit = len(verdicts) + self.larger, verdicts.count(FITS)
         tight = verdicts.count(TIGHT)
@@ -131,11 +130,8 @@ def search(
 
 def _structure(cell: Cell, mode: str) -> str:
     """Return all settings as a key, but for the batch and recomputation."""
-    rest = [
-        (name, value)
-        for name, value in sorted(cell.options.values.items())
-        if name != BATCH and not name.startswith("activation_checkpoint.")
-    ]
+    values = sorted(cell.options.values.items())
+    rest = [one for one in values if not one[0].startswith((BATCH, "activation_checkpoint."))]
     return json.dumps([cell.pair, mode, rest], default=str)
 
 

@@ -106,7 +106,6 @@ class Space:
                 yield replace(start, options=options, name=f"{start.name}-{len(seen)}")
 
     def with_setting(self, option: str, setting: Setting) -> Cell:
-        """Return the base with one option set."""
         return replace(self.base, options=self.base.options.override({option: setting}))
 
     def _with_overlays(self, precision: str, ep_backend: str) -> Cell:

@@ -222,11 +222,6 @@ def parse_documents(place: str, text: str) -> Documents:
     return found
 
 
-def mean_attended_tokens(documents: Documents, seq_len: int) -> float:
-    """Return the mean number of tokens that a token attends to, itself included."""
-    return statistics.fmean(_attended(documents, seq_len))
-
-
 @functools.cache
 def slowest_attended_tokens(
     documents: Documents, seq_len: int, sequences: int, ranks: int

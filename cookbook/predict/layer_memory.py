@@ -145,7 +145,23 @@ def _moe(s: Shapes) -> LayerBytes:
     gate_up, saved_out = (2 * hidden, rows) if "grouped_mm" in s.saves else (0.0, 0.0)
     base, selected = router + shared, gate_up + shared_mm
     if s.row_kernels:
-        return _moe_with_row_kernels(s, base, selected, rows, hidden)
+        # titan/tt_0_2_2/row_kernels.py, in PyTorch and its own kernels. Gate and up are copied side
+        # by side, the third is cast where FSDP does not.
+        copies = 3.0 if s.autocast else 2.0
+        weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
+        # The experts' input, gate and up, their scored product, and the weights as multiplied.
+        saved = base + rows + 3 * hidden + weights
+        exchanges = s.ep > 1 and "communication" in s.saves
+        return LayerBytes(
+            saved=saved,
+            selected=selected + s.act * s.sent_rows * s.dim * exchanges,
+            selected_of_saved=selected,
+            # Backward: the gradients of outputs, gate, up, input and weights.
+            temporary=2 * rows + 3 * hidden + weights,
+            freed=(rows,),
+            freed_again=(rows, hidden),
+            between=saved,
+        )
     experts = rows + _activations(s) * hidden
     # Pieces compiled one by one: the norm's output, the router's, and the rows that experts get.
     between = router + s.act * s.tokens * s.dim + rows
@@ -155,7 +171,23 @@ def _moe(s: Shapes) -> LayerBytes:
         between += hidden
         experts += 0.0 if s.compiled else hidden
     if s.deepep:
-        return _moe_with_deepep(s, base + experts, selected, saved_out, rows, hidden, between)
+        received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
+        out, returned = float(s.act * s.tokens * s.dim), float(s.act * s.sent_tokens * s.dim)
+        # The experts' outputs are kept for the gradient of their scores. With scored activations no
+        # gradient needs them.
+        outputs = rows
+        if s.scored_activations:
+            outputs = saved_out = returned = 0.0
+        exchanged = received + returned if "communication" in s.saves else 0.0
+        return LayerBytes(
+            saved=base + experts + outputs,
+            selected=selected + saved_out + exchanged,
+            selected_of_saved=selected + saved_out,
+            temporary=max(2 * received + out, 2 * rows + 3 * hidden),
+            freed=(out,),
+            freed_again=(rows,) * 2 + (hidden,) * 3,
+            between=between + outputs,
+        )
     # One row a (token, expert) pair; under TP the standard path fills rows for all tokens.
     sent, all_rows = float(s.act * s.sent_rows * s.dim), float(s.tokens * s.top_k * s.dim)
     tokens = 4.0 * s.tokens * s.dim
@@ -174,56 +206,6 @@ def _moe(s: Shapes) -> LayerBytes:
         freed=freed,
         freed_again=(weighted,),
         between=between + weighted,
-    )
-
-
-def _moe_with_deepep(
-    s: Shapes,
-    saved: float,
-    selected: float,
-    saved_out: float,
-    rows: float,
-    hidden: float,
-    between: float,
-) -> LayerBytes:
-    received = s.act * s.sent_tokens * s.ranks_per_token * s.dim
-    tokens, returned = float(s.act * s.tokens * s.dim), float(s.act * s.sent_tokens * s.dim)
-    # The experts' outputs are kept for the gradient of their scores. With scored activations no
-    # gradient needs them.
-    outputs = rows
-    if s.scored_activations:
-        outputs = saved_out = returned = 0.0
-    sent = received + returned if "communication" in s.saves else 0.0
-    return LayerBytes(
-        saved=saved + outputs,
-        selected=selected + saved_out + sent,
-        selected_of_saved=selected + saved_out,
-        temporary=max(2 * received + tokens, 2 * rows + 3 * hidden),
-        freed=(tokens,),
-        freed_again=(rows,) * 2 + (hidden,) * 3,
-        between=between + outputs,
-    )
-
-
-def _moe_with_row_kernels(
-    s: Shapes, saved: float, selected: float, rows: float, hidden: float
-) -> LayerBytes:
-    """Return the bytes of titan/tt_0_2_2/row_kernels.py, in PyTorch and its own kernels."""
-    # Gate and up are copied side by side, the third is cast where FSDP does not.
-    copies = 3.0 if s.autocast else 2.0
-    weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-    # The experts' input, gate and up, their scored product, and the weights as they are multiplied.
-    saved += rows + 3 * hidden + weights
-    exchanged = s.act * s.sent_rows * s.dim if s.ep > 1 and "communication" in s.saves else 0
-    return LayerBytes(
-        saved=saved,
-        selected=selected + exchanged,
-        selected_of_saved=selected,
-        # Backward: the gradients of outputs, gate, up, input and weights.
-        temporary=2 * rows + 3 * hidden + weights,
-        freed=(rows,),
-        freed_again=(rows, hidden),
-        between=saved,
     )
 
 

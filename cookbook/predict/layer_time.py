@@ -34,7 +34,6 @@ ROWS, LOSS, POINTWISE, QUANTIZING = "moving rows", "loss", "pointwise", "quantiz
 
 
 def add(*terms: Mapping[str, float]) -> Terms:
-    """Return the sums, kind by kind."""
     total: Counter[str] = Counter()
     for one in terms:
         total.update(one)
@@ -42,7 +41,6 @@ def add(*terms: Mapping[str, float]) -> Terms:
 
 
 def scaled(terms: Mapping[str, float], factor: float) -> Terms:
-    """Return each kind `factor` times."""
     return {kind: factor * time_ms for kind, time_ms in terms.items()}
 
 
@@ -79,7 +77,6 @@ class Kernels:
         return self.multiply(products(operators, self.shapes.tokens), backward)
 
     def multiply(self, some: Iterable[Product], backward: bool) -> Terms:
-        """Time products of linear layers, like `dense`."""
         share = self.hardware.dense_gemm_share
         return add(
             *(
@@ -280,7 +277,6 @@ class RoutedLayer:
     chunks: int
 
     def forward_wait_ms(self) -> float:
-        """Return how long a forward waits."""
         computed_ms, sent_ms = self.first_ms, 0.0
         for chunk in range(self.chunks):
             sent_ms += self.exchange_ms
@@ -317,13 +313,14 @@ class LayerTimes:
         s = kernels.shapes
         self._overlapped = overlapped and s.deepep and s.ep > 1 and not kernels.is_released
         self._exchange_ms = links.expert_exchanges_ms()
-        self._tensor_ms = links.tensor_exchange_ms()
+        self._tensor_ms = links.nccl_ms(links.tensor())
         # One layer of each kind, dense and with routed experts; a backward without recomputation.
         self._forward = {moe: self._compute(moe, False) for moe in (False, True)}
         self._backward = {moe: self._compute(moe, True) for moe in (False, True)}
-        self._forward[True] = add(
-            self._forward[True], {EP: self._sent_ms(False), HOST: self._host_ms()}
-        )
+        # The GPU waits while the host reads the number of received rows.
+        host_ms = kernels.hardware.host_ms_per_routed_layer if cell.layout.ep > 1 else 0.0
+        sent = {EP: self._sent_ms(False), HOST: host_ms}
+        self._forward[True] = add(self._forward[True], sent)
 
     def _compute(self, moe: bool, backward: bool) -> Terms:
         """Time a layer's kernels and its exchanges over TP."""
@@ -352,10 +349,6 @@ class LayerTimes:
         wait_ms = layer.backward_wait_ms(before_ms) if backward else layer.forward_wait_ms()
         hidden_ms = 2 * k.chunks * chunk_ms - wait_ms
         return wait_ms + hidden_ms * (1 / k.hardware.compute_beside_deepep_share - 1)
-
-    def _host_ms(self) -> float:
-        """Return how long the GPU waits while the host reads the number of received rows."""
-        return self._kernels.hardware.host_ms_per_routed_layer if self._cell.layout.ep > 1 else 0.0
 
     def _backward_of(self, layer: Layer) -> Terms:
         """Return a backward with all that is computed and sent again."""

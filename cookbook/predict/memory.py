@@ -65,7 +65,6 @@ class StageMemory:
 
     @property
     def largest(self) -> str:
-        """The largest cause."""
         return max(self.terms, key=lambda name: self.terms[name])
 
 

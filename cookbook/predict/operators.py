@@ -35,7 +35,6 @@ class Operator:
 
     @property
     def numel(self) -> int:
-        """Elements of the weight."""
         return math.prod(self.shape)
 
 
@@ -87,18 +86,15 @@ def expert_operators(s: Sizes) -> Iterator[Operator]:
 
 
 def layer_operators(s: Sizes, moe: bool) -> list[Operator]:
-    """Return all of a transformer block's."""
     found = [*attention_operators(s), *feed_forward_operators(s, moe)]
     return [*found, *expert_operators(s)] if moe else found
 
 
 def embedding_operators(s: Sizes) -> list[Operator]:
-    """Return the token embedding."""
     return [Operator("tok_embeddings", (s.vocab, s.dim), 0)]
 
 
 def head_operators(s: Sizes) -> list[Operator]:
-    """Return the last norm and the output layer."""
     return [Operator("norm", (s.dim,)), Operator("output", (s.vocab, s.dim), 0)]
 
 
@@ -123,7 +119,6 @@ class Unit:
         return self.local * self.bytes
 
     def is_of_layer(self, layer: int) -> bool:
-        """Whether it holds parameters of layer `layer`."""
         return f"{self.name}.".startswith(f"layers.{layer}.")
 
 

@@ -101,7 +101,6 @@ class Played:
 
     @property
     def busiest(self) -> int:
-        """The rank that works longest."""
         return max(range(len(self.busy_ms)), key=self.busy_ms.__getitem__)
 
     @property
@@ -186,7 +185,6 @@ class Part:
         return sum(unit.gathered for unit in self.units)
 
     def units_of(self, layer: Layer) -> list[Unit]:
-        """Return the FSDP modules of one layer."""
         return [unit for unit in self.units if unit.is_of_layer(layer.id)]
 
 
@@ -222,12 +220,10 @@ class Rank:
 
     @property
     def units(self) -> list[Unit]:
-        """The FSDP modules of all parts."""
         return [unit for part in self.parts for unit in part.units]
 
     @property
     def layers(self) -> list[Layer]:
-        """The layers of all parts."""
         return [layer for part in self.parts for layer in part.layers]
 
     @property
@@ -266,22 +262,26 @@ def describe_ranks(cell: Cell, model: Model | None = None) -> tuple[Rank, ...]:
     model = model or model_of(cell)
     options, layout = cell.options, cell.layout
     splits = _split(cell, model)
-    actions = _actions(cell, len(splits))
-    step = options["training.local_batch_size"] * layout.dp_replicate * layout.dp_shard
+    batch = options["training.local_batch_size"]
+    actions = Actions(([0],), ([[1]],), ([],), range(1))
+    if layout.pp > 1:
+        count = batch // options[f"{_PP}_microbatch_size"]
+        actions = actions_of(_schedule(cell), layout.pp, len(splits) // layout.pp, count)
+    step = batch * layout.dp_replicate * layout.dp_shard
     total, active, flops = _counts(model, options["training.seq_len"])
     ranks = []
     for rank in range(layout.pp):
-        stages = actions.stages[rank] if actions else [0]
+        stages = actions.stages[rank]
         recomputed = iter(_recomputed(cell, [len(splits[stage]) for stage in stages]))
         ranks.append(
             Rank(
                 rank=rank * layout.stage_ranks,
                 parts=tuple(_part(cell, model, splits, stage, recomputed) for stage in stages),
                 stages=stages,
-                in_flight=actions.in_flight[rank] if actions else [[1]],
-                actions=actions.actions[rank] if actions else [],
+                in_flight=actions.in_flight[rank],
+                actions=actions.actions[rank],
                 num_stages=len(splits),
-                num_microbatches=len(actions.microbatches) if actions else 1,
+                num_microbatches=len(actions.microbatches),
                 gradient_accumulation_steps=max(options["training.global_batch_size"] // step, 1),
                 mixed_precision=layout.dp_shard * layout.cp > 1 or layout.ep > 1,
                 groups=_groups(layout),
@@ -335,15 +335,6 @@ def _schedule(cell: Cell) -> str:
         place = cell.options.origin(f"{_PP}_schedule")
         raise InputError(place, f"the schedule {asked!r} is not simulated", "try Interleaved1F1B")
     return known[asked.lower()]
-
-
-def _actions(cell: Cell, num_stages: int) -> Actions | None:
-    pp = cell.layout.pp
-    if pp == 1:
-        return None
-    size = cell.options[f"{_PP}_microbatch_size"]
-    count = cell.options["training.local_batch_size"] // size
-    return actions_of(_schedule(cell), pp, num_stages // pp, count)
 
 
 def _part(

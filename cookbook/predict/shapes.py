@@ -73,7 +73,6 @@ class Shapes(Sizes):
 
 
 def shapes_of(cell: Cell, rank: Rank) -> Shapes:
-    """Return the shapes on `rank`."""
     model, layout, options = rank.model, cell.layout, cell.options
     batch = options[
         "parallelism.pipeline_parallel_microbatch_size"

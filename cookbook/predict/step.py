@@ -13,6 +13,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import Cell
+from cookbook.config.options import DEGREES
 from cookbook.predict.facts import (
     Documents,
     Hardware,
@@ -22,7 +23,7 @@ from cookbook.predict.facts import (
 )
 from cookbook.predict.layer_time import HOST, Kernels, LayerTimes, add, scaled
 from cookbook.predict.rank import Layer, Rank, describe_ranks, play
-from cookbook.predict.shapes import Shapes, shapes_of
+from cookbook.predict.shapes import shapes_of
 from cookbook.predict.traffic import Links
 
 OPTIMIZER, COPIES = "optimizer and gradient norm", "copies and casts, FSDP's packing"
@@ -48,7 +49,6 @@ class StepTime:
 
     @property
     def step_ms(self) -> float:
-        """The whole step."""
         return sum(self.terms_ms.values())
 
     @property
@@ -58,7 +58,6 @@ class StepTime:
 
     @property
     def largest(self) -> str:
-        """The largest cause."""
         return max(self.terms_ms, key=lambda name: self.terms_ms[name])
 
     @property
@@ -100,7 +99,11 @@ def predict_step(
     documents = documents_of(cell, documents)
     ranks = ranks or describe_ranks(cell)
     layout, options = cell.layout, cell.options
-    shapes, seq_len = _as_it_runs(cell, shapes_of(cell, ranks[0])), options["training.seq_len"]
+    shapes, seq_len = shapes_of(cell, ranks[0]), options["training.seq_len"]
+    if cell.hooks != options.stack.hooks and shapes.deepep:
+        # TorchTitan as released exchanges every token once for each TP rank.
+        sent_rows, rows = shapes.sent_rows * layout.tp, shapes.rows * layout.tp
+        shapes = replace(shapes, sent_tokens=shapes.tokens, sent_rows=sent_rows, rows=rows)
     meeting = max(layout.ep * layout.etp // layout.tp, 1) if layout.ep > 1 else layout.dp_shard
     sequences = max(shapes.tokens // seq_len, 1)
     attended = (seq_len + 1) / 2
@@ -163,7 +166,8 @@ def _busiest(ranks: Sequence[Rank], times: LayerTimes, links: Links) -> tuple[Ra
             for kind, time_ms in {"F": forward, "B": backward, **halves}.items():
                 durations[stage, kind] = time_ms
     last = ranks[0].num_stages - 1
-    played = play([rank.actions for rank in ranks], durations, last, links.stage_ms())
+    sent_ms = links.nccl_ms(links.stage())
+    played = play([rank.actions for rank in ranks], durations, last, sent_ms)
     return ranks[played.busiest], played.bubble_ms
 
 
@@ -188,19 +192,6 @@ def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple
     return exposed, hidden
 
 
-def _as_it_runs(cell: Cell, shapes: Shapes) -> Shapes:
-    """Return DeepEP's shapes as TorchTitan released it: every token once for each TP rank."""
-    released, tp = cell.hooks != cell.options.stack.hooks, cell.layout.tp
-    if not (released and shapes.deepep):
-        return shapes
-    return replace(
-        shapes,
-        sent_tokens=shapes.tokens,
-        sent_rows=shapes.sent_rows * tp,
-        rows=shapes.rows * tp,
-    )
-
-
 def refuse_unmodelled(cell: Cell) -> None:
     """Raise InputError, at the option to change, for a cell whose time is not modelled."""
     if cell.emulated:
@@ -210,16 +201,18 @@ def refuse_unmodelled(cell: Cell) -> None:
             "take bf16 and standard, or a cluster whose GPUs have it",
         )
     options = cell.options
-    unmodelled = {
-        "parallelism.context_parallel_degree": ("context parallelism", cell.layout.cp > 1),
-        "compile.enable": ("a model that is not compiled", not cell.is_compiled),
-        "training.enable_cpu_offload": ("CPU offload", options["training.enable_cpu_offload"]),
-        "optimizer.implementation": (
-            "an optimizer that is not fused",
-            options["optimizer.implementation"] != "fused",
+    offloads = options["training.enable_cpu_offload"]
+    is_unfused = options["optimizer.implementation"] != "fused"
+    for name, is_found, found, remedy in (
+        (DEGREES["cp"], cell.layout.cp > 1, "context parallelism", "set it to 1"),
+        (
+            "compile.enable",
+            not cell.is_compiled,
+            "a model that is not compiled",
+            "compile the model",
         ),
-    }
-    remedies = ("set it to 1", "compile the model", "set it to false", "take fused")
-    for (name, (found, is_found)), remedy in zip(unmodelled.items(), remedies, strict=True):
+        ("training.enable_cpu_offload", offloads, "CPU offload", "set it to false"),
+        ("optimizer.implementation", is_unfused, "an optimizer that is not fused", "take fused"),
+    ):
         if is_found:
             raise InputError(options.origin(name), f"{found}: its time is not modelled", remedy)

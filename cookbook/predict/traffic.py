@@ -33,7 +33,6 @@ class Traffic:
         return Traffic(self.nvlink + other.nvlink, self.infiniband + other.infiniband)
 
     def times(self, count: float) -> Traffic:
-        """Return this `count` times over."""
         return Traffic(self.nvlink * count, self.infiniband * count)
 
 
@@ -244,24 +243,17 @@ class Links(Exchanges):
         sent_ms = self._ms(self.deepep(), hw.deepep_nvlink_gb_per_s, hw.deepep_infiniband_share)
         return hw.deepep_latency_ms + sent_ms / chunks
 
-    def tensor_exchange_ms(self) -> float:
-        """Return that of an all-gather or reduce-scatter of the hidden states over TP."""
-        return self._nccl_ms(self.tensor())
-
-    def stage_ms(self) -> float:
-        """Return that of a microbatch's hidden states to the next pipeline stage."""
-        return self._nccl_ms(self.stage())
-
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
         """Return those of an FSDP module: its gather, and its reduction, over replicas too.
 
         Args:
             beside_compute: NCCL shares the GPU with compute, and takes longer.
         """
-        gather, reduce, replicas = (self._nccl_ms(sent, beside_compute) for sent in self.unit(unit))
+        gather, reduce, replicas = (self.nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 
-    def _nccl_ms(self, sent: Traffic, beside_compute: bool = False) -> float:
+    def nccl_ms(self, sent: Traffic, beside_compute: bool = False) -> float:
+        """Return that of bytes that NCCL sends."""
         hw = self.hardware
         share = hw.nccl_beside_compute_share if beside_compute else hw.nccl_nvlink_share
         return self._ms(sent, hw.nvlink_gb_per_s * share, hw.nccl_infiniband_share)
