@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,6 +96,9 @@ class Chart:
     band: float | None = None
 
 
+Points = tuple[list[float], list[float]]
+
+
 @dataclass(frozen=True)
 class _Cell:
     """A cell with its place in the run, its baseline, and the part of its name that differs."""
@@ -105,9 +108,7 @@ class _Cell:
     label: str
     base: Result | None
 
-    def line(
-        self, points: tuple[list[float], list[float]], label: str = "", is_pale: bool = False
-    ) -> Line:
+    def line(self, points: Points, label: str = "", is_pale: bool = False) -> Line:
         turn, colour = divmod(self.number, len(COLOURS))
         return Line(label or self.label, colour, *points, turn % 2 > 0, is_pale)
 
@@ -127,12 +128,9 @@ def charts_of(results: RunResults) -> list[Chart]:
 def short_labels(names: Sequence[str]) -> list[str]:
     """Return the names without the words that all of them begin with (`671b-`)."""
     words = [name.split("-") for name in names]
-    num = 0
-    if len(words) > 1:
-        shortest = min(map(len, words)) - 1
-        while num < shortest and len({word[num] for word in words}) == 1:
-            num += 1
-    return ["-".join(word[num:]) for word in words]
+    columns = zip(*(one[:-1] for one in words), strict=False)
+    alike = [*takewhile(lambda column: len({*column}) == 1, columns)] if len(words) > 1 else []
+    return ["-".join(one[len(alike) :]) for one in words]
 
 
 def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
@@ -189,7 +187,6 @@ def _losses(result: Result) -> dict[int, float]:
 
 
 def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Return the loss of every cell."""
     found = [(cell, losses) for cell in cells if (losses := _losses(cell.result))]
     caption = "The loss of every logged step."
     if any(len(losses) > _FEW_STEPS for _, losses in found):
@@ -199,16 +196,11 @@ def loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
 
 
 def validation_loss(cells: Sequence[_Cell], unit: str) -> Chart | None:
-    """Return the validation loss of every cell that validates."""
     lines = []
     for cell in cells:
-        points = [
-            (one.step, one.validation_loss)
-            for one in cell.result.curve
-            if one.validation_loss is not None and np.isfinite(one.validation_loss)
-        ]
-        if points:
-            lines.append(cell.line(([step for step, _ in points], [loss for _, loss in points])))
+        losses = {one.step: one.validation_loss for one in cell.result.curve}
+        if known := {at: loss for at, loss in losses.items() if loss and np.isfinite(loss)}:
+            lines.append(cell.line(([*known], [*known.values()])))
     caption = "The loss on the same validation batches each time."
     return _chart("validation-loss", "Validation loss", caption, "loss", lines)
 
@@ -221,11 +213,8 @@ def loss_difference(cells: Sequence[_Cell], unit: str) -> Chart | None:
         if base is None or base is own or (base.recipe, base.batch) != (own.recipe, own.batch):
             continue
         known = _losses(base)
-        percents = {
-            step: 100 * (loss / known[step] - 1)
-            for step, loss in _losses(own).items()
-            if known.get(step)
-        }
+        losses = {step: loss for step, loss in _losses(own).items() if known.get(step)}
+        percents = {step: 100 * (loss / known[step] - 1) for step, loss in losses.items()}
         if len(percents) > 1:
             is_mean |= len(percents) > _FEW_STEPS
             lines.append(cell.line(running_mean([*percents], [*percents.values()])))
@@ -246,12 +235,9 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
     for cell in cells:
         tokens = cell.result.tokens_per_step_per_gpu or 0.0
         for number, run in enumerate(cell.result.runs, 1):
-            seconds = {
-                one.step: tokens / one.tokens_per_second
-                for one in run.curve
-                if one.tokens_per_second and tokens
-            }
-            if not seconds:
+            speeds = {one.step: one.tokens_per_second for one in run.curve}
+            seconds = {at: tokens / speed for at, speed in speeds.items() if speed}
+            if not (seconds and tokens):
                 continue
             label = f"{cell.label}, repeat {number}" if cell.result.repeats else cell.label
             line = cell.line(thin([*seconds], [*seconds.values()]), label, number > 1)
@@ -314,9 +300,7 @@ def _chart(name: str, title: str, caption: str, unit: str, lines: Sequence[Line]
     return Chart(name, title, caption, unit, low - pad, high + pad, tuple(lines))
 
 
-def running_mean(
-    steps: Sequence[float], values: Sequence[float]
-) -> tuple[list[float], list[float]]:
+def running_mean(steps: Sequence[float], values: Sequence[float]) -> Points:
     """Return the centred running mean over a fortieth of many steps; few steps as they are."""
     if len(steps) <= _FEW_STEPS:
         return list(steps), list(values)
@@ -327,7 +311,7 @@ def running_mean(
     return centres[::every].tolist(), mean[::every].tolist()
 
 
-def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+def thin(steps: Sequence[float], values: Sequence[float]) -> Points:
     """Return at most `_MOST_POINTS` points: the lowest and highest of each stretch of steps."""
     if len(steps) <= _MOST_POINTS:
         return list(steps), list(values)

@@ -65,7 +65,9 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     by_reference = attention is not None and "reference" in attention
     is_low_precision_emulated = record.emulated or bool(active.get("emulated"))
     raw_loss = curve[-1].loss if curve else None
-    expected = expected_step(folder.name, record)
+    validated = [one.validation_loss for one in curve if one.validation_loss is not None]
+    step = expected_step(folder.name, record)
+    predicted, largest = (step.tokens_per_second_per_gpu, step.largest) if step else (None, None)
     status = None if state.state == UNKNOWN else state.state
     reasons = [state.reason, problem]
     if status is None and record.refused:
@@ -73,6 +75,9 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     if status == FAILED and attempts:
         found = find_reason(attempts[-1].path)
         reasons.append(found if found and found not in (state.reason or "") else None)
+    # An sbatch line may have turned it on after the script's name.
+    is_asked = bool(attempts) and record.options.get("profiling.enable_profiling") is True
+    profiled = is_asked or any(attempt.traces.is_dir() for attempt in attempts)
     reasons.append(_non_finite(curve))
     if status != REFUSED:
         reasons.append(_EMULATED_REASON if is_low_precision_emulated else None)
@@ -91,10 +96,7 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         mfu=None if record.device == "cpu" else median_of(step.mfu for step in measured),
         memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=raw_loss if raw_loss is not None and math.isfinite(raw_loss) else None,
-        validation_loss=next(
-            (one.validation_loss for one in reversed(curve) if one.validation_loss is not None),
-            None,
-        ),
+        validation_loss=validated[-1] if validated else None,
         published_tokens_per_second_per_gpu=record.published_tokens_per_second_per_gpu,
         attention=attention,
         mean_attended_length=active.get("mean_attended_length") or None,
@@ -105,17 +107,10 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         throughput=throughput,
         gpu_hours=gpu_hours(folder, record),
         cost_per_billion_tokens=cost_per_billion_tokens(record, throughput),
-        predicted_tokens_per_second_per_gpu=expected.tokens_per_second_per_gpu
-        if expected
-        else None,
-        predicted_largest=expected.largest if expected else None,
+        predicted_tokens_per_second_per_gpu=predicted,
+        predicted_largest=largest,
         router_load=summarize_load(loads),
-        # An sbatch line may have turned it on after the script's name.
-        profiled=bool(attempts)
-        and (
-            record.options.get("profiling.enable_profiling") is True
-            or any(attempt.traces.is_dir() for attempt in attempts)
-        ),
+        profiled=profiled,
         total_steps=record.steps,
         device=record.device,
         stand_in_for=record.stand_in_for,

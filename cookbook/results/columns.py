@@ -52,7 +52,6 @@ class Table:
     align: str
 
     def markdown(self) -> str:
-        """Return the table in Markdown that also reads well as text."""
         return markdown_table(self.head, self.rows, self.align)
 
 
@@ -139,7 +138,6 @@ def gain_text(ratio: float | None) -> str:
 
 
 def interval_text(cell: Result) -> str:
-    """Return the interval of a cell's speed-up."""
     if cell.speed is None or cell.speed.low is None:
         return UNKNOWN
     return f"{gain_text(cell.speed.low)} to {gain_text(cell.speed.high)}"

@@ -112,20 +112,13 @@ def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
     if unlike(cell, base, ""):
         return None
     # The median of a few steps is no result: a cell that failed may have been slow, or broken.
-    pairs = [
-        (one, other)
-        for one, other in zip(cell.runs, base.runs, strict=False)
-        if one.status == FINISHED == other.status
-    ]
-    speeds = [
-        (one.tokens_per_second_per_gpu, other.tokens_per_second_per_gpu) for one, other in pairs
-    ]
+    pairs = [*zip(cell.runs, base.runs, strict=False)]
+    pairs = [pair for pair in pairs if {run.status for run in pair} == {FINISHED}]
+    speeds = [[run.tokens_per_second_per_gpu for run in pair] for pair in pairs]
     known = [(one, other) for one, other in speeds if one and other]
     if len(known) > 1:
         return paired_speed_up(known)
-    for one, other in pairs:
-        return speed_up(speeds_of(one.curve), speeds_of(other.curve))
-    return None
+    return speed_up(*(speeds_of(run.curve) for run in pairs[0])) if pairs else None
 
 
 def _loss_verdicts(cells: dict[str, Result]) -> dict[str, tuple[LossVerdict, LossVerdict]]:
@@ -173,7 +166,6 @@ class Comparison:
 
     @property
     def slower(self) -> list[Result]:
-        """The cells that end the command with status 1."""
         return [row for row in self.rows if row.is_slower]
 
 
@@ -194,11 +186,14 @@ def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
     rows = []
     for cell in (_of_run(run, cell) for cell in run.cells):
         published, speeds = cell.published_tokens_per_second_per_gpu, speeds_of(cell.curve)
-        if published is not None:
-            reason = _incomparable(cell, cell)
-            speed = None if reason else speed_up(speeds, [published] * len(speeds))
-            is_slower = cell.status != FINISHED if reason else _is_slower(speed, tolerance)
-            rows.append(_compared(cell, published, speed, reason, is_slower))
+        if published is None:
+            continue
+        cell = replace(cell, reference_tokens=published, incomparable=_incomparable(cell, cell))
+        if cell.incomparable:
+            rows.append(replace(cell, is_slower=cell.status != FINISHED))
+        else:
+            speed = speed_up(speeds, [published] * len(speeds))
+            rows.append(replace(cell, speed=speed, is_slower=_is_slower(speed, tolerance)))
     return Comparison(PUBLISHED, tolerance, tuple(rows), (), run.unit)
 
 
@@ -206,33 +201,24 @@ def _of_run(results: RunResults, cell: Result) -> Result:
     return replace(cell, run=results.run.run, speed=None, loss=None, loss_last_tenth=None)
 
 
-def _compared(
-    cell: Result, tokens: float | None, speed: SpeedUp | None, reason: str | None, is_slower: bool
-) -> Result:
-    return replace(
-        cell, reference_tokens=tokens, speed=speed, incomparable=reason, is_slower=is_slower
-    )
-
-
 def _compare(cell: Result, base: Result, tolerance: float) -> Result:
     tokens = base.tokens_per_second_per_gpu
-    if reason := _incomparable(cell, base):
-        is_slower = base.status == FINISHED != cell.status
-        return _compared(cell, tokens, None, reason, is_slower)
-    own, other = (
-        [run.tokens_per_second_per_gpu for run in one.runs if run.status == FINISHED]
-        for one in (cell, base)
+    cell = replace(cell, reference_tokens=tokens, incomparable=_incomparable(cell, base))
+    if cell.incomparable:
+        return replace(cell, is_slower=base.status == FINISHED != cell.status)
+    finished = ([run for run in one.runs if run.status == FINISHED] for one in (cell, base))
+    own, of_base = (
+        [*filter(None, (run.tokens_per_second_per_gpu for run in runs))] for runs in finished
     )
-    known, of_base = [speed for speed in own if speed], [speed for speed in other if speed]
-    if len(known) > 1 and len(of_base) > 1:
-        speed: SpeedUp | None = unpaired_speed_up(known, of_base)
+    if len(own) > 1 and len(of_base) > 1:
+        speed: SpeedUp | None = unpaired_speed_up(own, of_base)
     else:
         speed = speed_up(speeds_of(cell.runs[0].curve), speeds_of(base.runs[0].curve))
     if cell.batch == base.batch:
         whole, last = judge_curves(losses_of(cell.curve), losses_of(base.curve))
         cell = replace(cell, loss=whole, loss_last_tenth=last)
     is_slower = tokens is not None and _is_slower(speed, tolerance)
-    return _compared(cell, tokens, speed, None, is_slower)
+    return replace(cell, speed=speed, is_slower=is_slower)
 
 
 def _incomparable(cell: Result, base: Result) -> str | None:

@@ -59,7 +59,6 @@ def render_markdown(results: RunResults) -> str:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """Return a Markdown list."""
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -135,23 +134,16 @@ def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
 
 
 def _losses(cells: Sequence[Result]) -> Iterator[str]:
-    verdicts = {cell.name: worst_verdict(cell) for cell in cells}
-    parts = []
-    for verdict, margin in (
-        (EQUIVALENT, f" within ±{MARGIN:.2%}"),
-        (DIFFERENT, ""),
-        (CANNOT_TELL, ""),
-    ):
-        if names := [name for name, found in verdicts.items() if found == verdict]:
-            parts.append(f"{verdict}{margin}: {', '.join(names)}")
+    names: dict[str, list[str]] = {EQUIVALENT: [], DIFFERENT: [], CANNOT_TELL: []}
+    for cell in cells:
+        found = {one.verdict for one in (cell.loss, cell.loss_last_tenth) if one is not None}
+        # The worse of the whole curve and its last tenth.
+        if worst := next((one for one in (DIFFERENT, CANNOT_TELL, *found) if one in found), None):
+            names[worst].append(cell.name)
+    margin = {EQUIVALENT: f" within ±{MARGIN:.2%}"}
+    parts = [f"{one}{margin.get(one, '')}: {', '.join(names[one])}" for one in names if names[one]]
     if parts:
         yield f"Loss against the baseline: {'; '.join(parts)}."
-
-
-def worst_verdict(cell: Result) -> str | None:
-    """Return the worse verdict of the whole loss curve and its last tenth."""
-    found = [one.verdict for one in (cell.loss, cell.loss_last_tenth) if one is not None]
-    return min(found, key=(DIFFERENT, CANNOT_TELL, EQUIVALENT).index) if found else None
 
 
 def facts(results: RunResults) -> list[str]:
@@ -363,7 +355,6 @@ def _conditions(results: RunResults) -> dict[str, Conditions]:
 
 
 def render_page(results: RunResults) -> str:
-    """Return the report as one HTML page."""
     jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,

@@ -224,8 +224,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
     if not own or not reference:
         return None
     ratio = math.log(statistics.median(own) / statistics.median(reference))
-    spread = None
-    num = min(len(own), len(reference))
+    spread, num = None, min(len(own), len(reference))
     if num >= LEAST_VALUES:
         parts = [
             math.log(statistics.median(one) / statistics.median(other))
@@ -329,7 +328,6 @@ class LossVerdict:
 
 
 def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
-    """Return the loss by step; steps without one are left out."""
     return {step.step: step.loss for step in steps if step.loss is not None}
 
 
