@@ -30,6 +30,10 @@ class InputError(Exception):
         self.remedy = remedy
         super().__init__(f"{place}: {found}" + (f"; {remedy}" if remedy else ""))
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
+        # Of three arguments, so that it crosses processes.
+        return type(self), (self.place, self.found, self.remedy)
+
 
 class JobError(Exception):
     """The work failed although the input was right: status 1."""

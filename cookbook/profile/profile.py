@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -85,17 +86,11 @@ def folder_traces(folder: Path) -> dict[int, Path]:
 
 
 def _newest(folder: Path) -> dict[int, Path]:
-    steps = {
-        int(number): path
-        for path in folder.glob("iteration_*")
-        if (number := path.name.removeprefix("iteration_")).isdecimal()
-    }
-    for candidate in [folder, *(steps[step] for step in sorted(steps, reverse=True))]:
-        found = {
-            int(match[1]): path
-            for path in candidate.glob("*")
-            if (match := _TRACE.fullmatch(path.name)) and path.is_file()
-        }
+    steps = folder.glob("iteration_*[0-9]")
+    newest_first = sorted(steps, key=lambda path: int(path.name.split("_")[1]), reverse=True)
+    for candidate in (folder, *newest_first):
+        matches = ((_TRACE.fullmatch(path.name), path) for path in candidate.glob("*"))
+        found = {int(match[1]): path for match, path in matches if match and path.is_file()}
         if found:
             return dict(sorted(found.items()))
     return {}
@@ -138,27 +133,14 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
         with ProcessPoolExecutor(
             workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL)
         ) as pool:
-            found = list(pool.map(_profile_or_error, paths))
+            ranks = list(pool.map(profile_rank, paths))
     except BrokenProcessPool:
         raise JobError(
             f"{source}: a process that read a trace was killed, perhaps for its memory; "
             "read fewer at a time: --ranks"
         ) from None
-    ranks = []
-    for one in found:
-        if not isinstance(one, RankProfile):
-            raise InputError(*one)
-        ranks.append(one)
     ranks.sort(key=lambda rank: (rank.stage or 0, rank.rank or 0))
     return Profile(source, tuple(ranks), tuple(waits_for_others(ranks)))
-
-
-def _profile_or_error(path: Path) -> RankProfile | tuple[str, str, str]:
-    """Return an InputError as its parts, which pickle can restore."""
-    try:
-        return profile_rank(path)
-    except InputError as error:
-        return error.place, error.found, error.remedy
 
 
 def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] | None]:
@@ -169,32 +151,31 @@ def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] |
     of a group's ranks were read, this is a lower bound. None for a rank without matched calls.
     """
     calls: dict[tuple[object, ...], dict[int, list[float]]] = {}
-    ran: list[dict[str, float]] = [{} for _ in ranks]
+    ran: list[dict[str, float]] = [defaultdict(float) for _ in ranks]
     for index, rank in enumerate(ranks):
         for call in rank.calls:
             key = (call.category, rank.steps, call.step, *call.key)
             calls.setdefault(key, {}).setdefault(index, []).append(call.duration)
-            ran[index][call.category] = ran[index].get(call.category, 0.0) + call.duration
-    waited: list[dict[str, float]] = [{} for _ in ranks]
+            ran[index][call.category] += call.duration
+    waited: list[dict[str, float]] = [defaultdict(float) for _ in ranks]
     for (name, *_), by_rank in calls.items():
-        category = str(name)
         # The n-th call of one is the n-th of the others, if they made equally many. A sender
         # waits for its receiver and the other way round: neither came last.
-        if category == "pp" or len(by_rank) < 2 or len(set(map(len, by_rank.values()))) > 1:
+        if name == "pp" or len(by_rank) < 2 or len(set(map(len, by_rank.values()))) > 1:
             continue
         least = sum(map(min, zip(*by_rank.values(), strict=True)))
         for index, durations in by_rank.items():
-            before = waited[index].get(category, 0.0)
-            waited[index][category] = before + sum(durations) - least
+            own = waited[index]
+            own[str(name)] = own[str(name)] + sum(durations) - least
     # As much of the waiting is exposed as of the communication as a whole.
-    return [
+    exposed = [
         {
             name: rank.counted.get(name, 0.0) * wait / (total[name] or 1)
             for name, wait in own.items()
         }
-        or None
         for rank, own, total in zip(ranks, waited, ran, strict=True)
     ]
+    return [own or None for own in exposed]
 
 
 HOST = "idle: the host had launched nothing"

@@ -7,6 +7,7 @@ exposed communication; in the rest the device is idle.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,7 +232,7 @@ def explain_idle(
         gap, following = gap[known], following[known]
         launched[gap] = np.clip(kernels.launched[following], start[gap], end[gap])
         thread[gap] = kernels.thread[following]
-    causes: dict[str, float] = {}
+    causes: dict[str, float] = defaultdict(float)
     for one in np.unique(thread):
         own = (thread == one) & (launched > start)
         before = host.innermost(one, start[own])
@@ -240,8 +241,7 @@ def explain_idle(
             # The host had waited for the device itself, and so could launch nothing ahead.
             waited = first != NOTHING and _BLOCKED.search(host.trace.names[events.name[first]])
             name = _activity(host, first if waited else middle)
-            cause = f"had waited for the GPU in {name}" if waited else name
-            causes[cause] = causes.get(cause, 0.0) + float(us)
+            causes[f"had waited for the GPU in {name}" if waited else name] += float(us)
     return float((launched - start).sum()), float((end - launched).sum()), causes
 
 

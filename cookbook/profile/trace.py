@@ -133,12 +133,10 @@ class Trace:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU worked."""
         return len(self.device) > 0
 
     @property
     def gpu(self) -> str | None:
-        """The GPU's name."""
         return self.header.gpu if self.on_gpu else None
 
 
@@ -150,7 +148,6 @@ def read_header(path: Path) -> Header:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a whole trace."""
     place = shown_path(path)
     reader = _Reader()
     # The hook takes each event as it is parsed, so that events are never in memory all at once.
@@ -249,7 +246,6 @@ class _Reader:
         return self._threads.setdefault(thread, -1 - len(self._threads))
 
     def trace(self, header: Header) -> Trace:
-        """Return everything that was collected."""
         host = np.rec.fromarrays(np.array(self._host).reshape(-1, 7).T, dtype=HOST)
         host = host[np.lexsort((-host.end, host.start, host.thread))]
         name, start, end, correlation, collective = np.array(self._device).reshape(-1, 5).T
