@@ -126,11 +126,7 @@ def read_sections(file: YamlFile) -> Settings:
 def read_options(
     file: YamlFile, mapping: Mapping[str, Any], within: tuple[str, ...] = ()
 ) -> Settings:
-    """Read options by dotted name; `a: {b: 1}` and `a.b: 1` mean the same.
-
-    Args:
-        within: the keys of `mapping` in the file.
-    """
+    """Read options by dotted name below the keys `within`; `a: {b: 1}` is the same as `a.b: 1`."""
     stack, settings = load_stack(), dict[str, Setting]()
 
     def read(mapping: Mapping[str, Any], keys: tuple[str, ...], prefix: str) -> None:
@@ -226,11 +222,7 @@ RESERVED = frozenset(
 
 
 def check_environment(file: YamlFile, environment: Words, sources: Words | None = None) -> None:
-    """Refuse variables that a job cannot export, and values that need expansion by a shell.
-
-    Args:
-        sources: the variables of `environment_from`.
-    """
+    """Refuse variables that a job cannot export, and values that need expansion by a shell."""
     taken = [("environment", name) for name in environment]
     taken += [("environment_from", str(name)) for pair in (sources or {}).items() for name in pair]
     for key, name in taken:

@@ -201,11 +201,7 @@ _BY_GPU = {"fp8": ("mxfp8", "float8")}
 
 @dataclass(frozen=True)
 class Needs:
-    """What an overlay asks of the machine and of the rest of the cell.
-
-    Attributes:
-        settings: options that must have these values.
-    """
+    """What an overlay asks of the machine and of other options, which must have these values."""
 
     settings: SkipValidation[Settings]
     device: Literal["cuda"] | None = None
@@ -242,11 +238,7 @@ class Overlay:
 
 
 def load_precision(name: str, gpu: Gpu | None = None) -> Overlay:
-    """Read the precision called `name`, by a synonym, or at the path `name`.
-
-    Args:
-        gpu: decides the meaning of a name that each generation of GPUs has for itself.
-    """
+    """Read the precision of a name, synonym or path; `fp8` means the format that `gpu` has."""
     if name not in _BY_GPU:
         return load_overlay("precision", name)
     for choice in _BY_GPU[name] if gpu else ():

@@ -253,10 +253,7 @@ def cell_on(
     name: str = "",
     source: str = "bench",
 ) -> Cell:
-    """Return a recipe with its overlays and `options` over them, not judged.
-
-    So one may ask for options that the rules refuse or do not know.
-    """
+    """Return a recipe with its overlays and any `options` over them, refused or not."""
     overlays = load_precision(precision), load_ep_backend(ep_backend)
     asked = {option: Setting(value, source) for option, value in options.items()}
     cell = merge_config(load_recipe(recipe), *overlays, cluster, layers=({}, {}, asked))

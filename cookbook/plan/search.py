@@ -55,10 +55,7 @@ class Candidate:
 
 @dataclass
 class Found:
-    """The candidates of a search, or those until it was interrupted.
-
-    `larger` layouts need no less memory than one that does not fit.
-    """
+    """The candidates so far; `larger` layouts need no less memory than one that does not fit."""
 
     candidates: list[Candidate] = field(default_factory=list)
     larger: int = 0
@@ -215,10 +212,7 @@ class Stop:
 
 
 def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Stop]:
-    """Go from `start` to `end`, a group of options at a time; both are stops.
-
-    A stop that the rules refuse goes together with the next change.
-    """
+    """Go from `start` to `end` by groups of options; a refused stop goes with the next change."""
 
     def stop(changed: str, cell: Cell) -> Stop:
         candidate = evaluate(cell, documents)

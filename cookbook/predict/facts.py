@@ -30,10 +30,7 @@ _FOLDER = RECIPES / "hardware"
 
 @dataclass(frozen=True)
 class Hardware:
-    """The facts, by name; the unit is the last part of each name, a share is of 1.
-
-    Between nodes facts are None for a machine that is a single node.
-    """
+    """The facts, units last in their names, shares of 1; those between nodes may be missing."""
 
     name: str
     path: Path
@@ -92,11 +89,7 @@ _File = make_dataclass(
 
 
 def hardware_of(cell: Cell) -> Hardware:
-    """Return the facts of the cell's GPU.
-
-    Raises:
-        InputError: no GPU, or one without facts.
-    """
+    """Return the facts of the cell's GPU; InputError without a GPU, or for one without facts."""
     place, gpu = f"cluster {cell.cluster.name}", cell.cluster.gpu
     if gpu is None:
         raise InputError(place, "has no GPU", "times are predicted for GPUs only")
@@ -119,11 +112,7 @@ def hardware_of(cell: Cell) -> Hardware:
 
 @functools.cache
 def load_hardware(path: Path) -> Hardware:
-    """Read one file.
-
-    Raises:
-        InputError: a fact is missing, unknown, without a source, or no positive number.
-    """
+    """Read one file; InputError where a fact is missing, unknown, sourceless or not positive."""
     found: Any = fill(_File, read_yaml(path), beside=("description",))
     facts = {one.name: fact for one in _FACTS if (fact := getattr(found, one.name))}
     values: dict[str, Any] = {name: fact.value for name, fact in facts.items()}
@@ -138,11 +127,7 @@ _SEQUENCES, _DRAWS = 2000, 400
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents whose lengths, in tokens, are taken as log-normal.
-
-    Attributes:
-        source: where the two figures are from.
-    """
+    """Documents of log-normal lengths in tokens; `source` of the two figures."""
 
     mean_tokens: float
     median_tokens: float

@@ -49,11 +49,7 @@ class LayerBytes:
 
 
 def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> LayerBytes:
-    """Return the bytes of a layer with routed experts, or of a dense one.
-
-    Args:
-        products: that selective recomputation saves in compiled code.
-    """
+    """Return a layer's bytes, where selective recomputation saves `products` in compiled code."""
     attention = _attention(shapes)
     feed_forward = _moe(shapes) if moe else _dense(shapes)
     # The allocator reuses the memory that one frees for the other.
@@ -113,10 +109,7 @@ def _attention(s: Shapes) -> LayerBytes:
 
 
 def _activations(s: Shapes) -> int:
-    """Return how many tensors of the hidden size SwiGLU saves.
-
-    Gate, up and their product, which the last matrix's gradient reads; eager also SiLU.
-    """
+    """Return how many tensors SwiGLU saves: gate, up and their product; eager also SiLU."""
     return 3 if s.compiled else 4
 
 

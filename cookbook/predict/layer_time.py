@@ -46,11 +46,7 @@ def scaled(terms: Mapping[str, float], factor: float) -> Terms:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a cell's layers on a GPU.
-
-    Attributes:
-        attended_tokens: of a token on the slowest rank, on average.
-    """
+    """The kernels of a cell's layers; a token of the slowest rank attends to `attended_tokens`."""
 
     cell: Cell
     hardware: Hardware
@@ -290,11 +286,7 @@ class RoutedLayer:
         return end_ms - self.first_ms - self.experts_ms - self.second_ms
 
     def backward_wait_ms(self, before_ms: float = 0.0) -> float:
-        """Return how long a backward waits.
-
-        Args:
-            before_ms: computed while the first gradients are sent: the recomputed forward.
-        """
+        """Return how long a backward waits; gradients are sent while it recomputes `before_ms`."""
         sent_ms = self.chunks * self.exchange_ms
         computed_ms = before_ms + self.second_ms
         for chunk in range(self.chunks):
@@ -335,11 +327,7 @@ class LayerTimes:
         return add(*terms, *([k.experts(backward), k.move_rows(backward)] if moe else []))
 
     def _sent_ms(self, backward: bool, before_ms: float = 0.0) -> float:
-        """Return how long a layer waits for its exchanges, and how much its compute loses.
-
-        Args:
-            before_ms: recomputed while the first gradients are sent.
-        """
+        """Return how long a layer waits for its exchanges, and how much its compute loses."""
         if not self._overlapped:
             return self._exchange_ms
         k = self._kernels

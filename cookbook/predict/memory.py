@@ -79,11 +79,7 @@ def verdict(total_gib: float, gpu_gib: float, options: Options) -> str:
 def predict_memory(
     cell: Cell, rank: Rank, environment: Mapping[str, str] | None = None
 ) -> StageMemory:
-    """Predict the peak of `rank`.
-
-    Args:
-        environment: the job's, where that is not the cell's own.
-    """
+    """Predict the peak of `rank`; `environment` is the job's, where that is not the cell's own."""
     shapes = shapes_of(cell, rank)
     layers = RankLayers(cell, rank, shapes)
     state = _state(cell, rank)

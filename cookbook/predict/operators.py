@@ -125,11 +125,7 @@ class Unit:
 def fsdp_units(
     operators: Iterable[Operator], layout: Layout, layer: int | None = None, *, width: int = 4
 ) -> list[Unit]:
-    """Return the FSDP modules of `operators`, those of one layer or the model's ends.
-
-    Args:
-        width: bytes of a stored element.
-    """
+    """Return the FSDP modules of a layer or of the model's ends; `width`: bytes of an element."""
     units: dict[str, Unit] = {}
     for one in operators:
         name = one.module if layer is None else f"layers.{layer}"

@@ -51,11 +51,7 @@ class Actions:
 
 @functools.cache
 def actions_of(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Actions:
-    """Return the actions of torch's `schedule`.
-
-    Raises:
-        InputError: torch is not installed, or its class refuses the numbers.
-    """
+    """Return torch's actions; InputError without torch, or where its class refuses the numbers."""
     process = _process()
     assert process.stdin
     assert process.stdout
@@ -233,11 +229,7 @@ class Rank:
 
 
 def model_of(cell: Cell) -> Model:
-    """Return the model's sizes.
-
-    Raises:
-        InputError: a model whose layers are not counted here.
-    """
+    """Return the model's sizes; InputError for a model whose layers are not counted here."""
     name, flavor = cell.options["model.name"], cell.options["model.flavor"]
     family, model = cell.options.family, cell.options.model
     if model is None:
@@ -364,11 +356,7 @@ def _part(
 
 
 def _recomputed(cell: Cell, sizes: Sequence[int]) -> list[bool]:
-    """Return whether each of a rank's layers is recomputed; every n-th counts over all parts.
-
-    Args:
-        sizes: the layers of each part.
-    """
+    """Return whether each layer is recomputed, for parts of `sizes` layers; every n-th of all."""
     mode = cell.options["activation_checkpoint.mode"]
     option = cell.options["activation_checkpoint.selective_ac_option"]
     flags = [mode in ("full", "selective")] * sum(sizes)

@@ -181,10 +181,7 @@ def _chosen_experts(model: Model) -> Any:
 
 
 def spared_products(cell: Cell, s: Shapes, moe: bool) -> list[Product]:
-    """Return a layer's dense products that selective recomputation of compiled code spares.
-
-    Those of the save list's `mm` that are worth their memory, in BF16.
-    """
+    """Return a layer's products that the save list's `mm` spares in compiled code, in BF16."""
     # TorchTitan's own list names `mm` too, and does not see it in compiled code.
     if not (moe and s.compiled and cell.saves and "mm" in cell.options[SAVE_LIST]):
         return []

@@ -244,11 +244,7 @@ class Links(Exchanges):
         return hw.deepep_latency_ms + sent_ms / chunks
 
     def unit_ms(self, unit: Unit, beside_compute: bool = False) -> tuple[float, float]:
-        """Return those of an FSDP module: its gather, and its reduction, over replicas too.
-
-        Args:
-            beside_compute: NCCL shares the GPU with compute, and takes longer.
-        """
+        """Return an FSDP module's gather, and its reduction over replicas too."""
         gather, reduce, replicas = (self.nccl_ms(sent, beside_compute) for sent in self.unit(unit))
         return gather, reduce + 2 * replicas
 

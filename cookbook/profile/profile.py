@@ -32,11 +32,7 @@ _TRACE = re.compile(r"rank[-_]?(\d+).*\.json(\.gz)?")
 
 @dataclass(frozen=True)
 class Profile:
-    """Where a step goes, by rank.
-
-    Attributes:
-        waited: of each rank's exposed communication, the time it waited for other ranks.
-    """
+    """Where a step goes, and of its exposed communication the part `waited` for others, by rank."""
 
     source: str
     ranks: tuple[RankProfile, ...]

@@ -110,10 +110,7 @@ class Header:
         self.stage = self.pipeline.index(self.rank) if is_known and self.rank is not None else None
 
     def group_ranks(self, description: str) -> list[int]:
-        """Return the ranks of this rank's process group of that description.
-
-        Empty for a group of one rank, and for one of all ranks, which is PyTorch's `default_pg`.
-        """
+        """Return the ranks of a process group of this rank; empty for one rank, and for all."""
         for group in self._groups:
             if group["pg_desc"] == description and len(group["ranks"]) > 1:
                 return list(group["ranks"])

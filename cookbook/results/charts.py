@@ -323,11 +323,7 @@ def thin(steps: Sequence[float], values: Sequence[float]) -> Points:
 
 
 def draw_chart(chart: Chart) -> dict[str, bytes]:
-    """Return the picture as `svg` and as `png`.
-
-    Raises:
-        ModuleNotFoundError: Matplotlib is not installed.
-    """
+    """Return the picture as `svg` and as `png`; ModuleNotFoundError without Matplotlib."""
     if chart.bars:
         height = 1.0 + 0.6 * len(chart.bars)
         return draw_figure(chart.name, height, lambda axes: _draw_bars(axes, chart), grid="x")

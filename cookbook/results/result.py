@@ -164,11 +164,7 @@ def masks_differ(one: Result, other: Result) -> bool:
 
 
 def unlike(cell: Result, base: Result, where: str) -> str | None:
-    """Return why the speeds of two cells are not comparable; None where they are.
-
-    Args:
-        where: the other cell's place, such as `in RUN`.
-    """
+    """Return why the speeds of two cells, the other one `where`, are not comparable; else None."""
     if cell.emulated or base.emulated:
         return "emulated numerics have no speed"
     if cell.recipe != base.recipe:

@@ -103,10 +103,7 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def t_below(value: float, freedom: int) -> float:
-    """Return Student's distribution function by its finite sums.
-
-    Abramowitz and Stegun, 26.7.3 and 26.7.4.
-    """
+    """Return Student's distribution function (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(value / math.sqrt(freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
     odd = freedom % 2
@@ -247,10 +244,7 @@ def paired_speed_up(pairs: Iterable[tuple[float, float]]) -> SpeedUp | None:
 
 
 def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp:
-    """Return the speed-up from at least two repeats of each, not measured in turn.
-
-    Both share one variance.
-    """
+    """Return the speed-up from several repeats of each, not in turn; both share one variance."""
     logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
     ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
     freedom = len(own) + len(reference) - 2
@@ -332,10 +326,7 @@ def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
 
 
 def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdict]:
-    """Return the verdicts on one run of each, over the whole curve and over its last tenth.
-
-    Only steps that both logged count, so they may log at different intervals.
-    """
+    """Return the verdicts on one run of each, over the steps that both logged: all, last tenth."""
     verdicts = []
     for window, steps in _windows([own, reference]):
         pair = [own[step] for step in steps], [reference[step] for step in steps]
@@ -355,10 +346,7 @@ def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdi
 def judge_repeats(
     cells: Mapping[str, Sequence[Losses]], reference: str
 ) -> dict[str, tuple[LossVerdict, LossVerdict]]:
-    """Return the verdicts on every cell but `reference`, from several runs of each, or of some.
-
-    The variance is pooled over the runs of every cell.
-    """
+    """Return the verdicts on every cell but `reference`; one variance is pooled over all runs."""
     found: dict[str, list[LossVerdict]] = {name: [] for name in cells if name != reference}
     for window, steps in _windows([run for runs in cells.values() for run in runs]):
         means = {
@@ -412,11 +400,7 @@ def _judge(
     num_steps: int,
     runs: int,
 ) -> LossVerdict:
-    """Return the verdict on the difference of two means, known to plus or minus `half`.
-
-    Args:
-        reason: why `half` is None, where it is.
-    """
+    """Return the verdict on the difference of two means, known to plus or minus `half`."""
     verdict = CANNOT_TELL
     if not all(map(math.isfinite, reference)):
         reason = "the reference's loss is no number"

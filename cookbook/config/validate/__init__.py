@@ -214,11 +214,7 @@ def _shapes(
 
 
 def read_shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shapes of a safetensors file's tensors, from its header.
-
-    Raises:
-        ValueError: it is no such file.
-    """
+    """Return the shapes in a safetensors file's header; ValueError for another file."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > 100 * 2**20:

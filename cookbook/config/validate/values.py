@@ -117,10 +117,7 @@ def pinned_memory(cell: Cell) -> Problems:
 
 @rule(RULES, reference=_RECOMPUTATION, is_input=True)
 def selected(cell: Cell) -> Problems:
-    """Operators, or every n-th layer: TorchTitan ends on any other word once the model is built.
-
-    Of 0 it recomputes every layer, which is called `full`.
-    """
+    """`op` or n, at which TorchTitan ends once the model is built; 0 recomputes every layer."""
     option = "activation_checkpoint.selective_ac_option"
     chosen = cell.options[option]
     if chosen == "op" or re.fullmatch("0*[1-9][0-9]*", chosen):
