@@ -17,7 +17,7 @@ from pathlib import Path
 from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.base.text_files import check_sources
-from cookbook.config.cell import ATTENTION, ERROR, WARNING, Cell, Finding, Verdict
+from cookbook.config.cell import ATTENTION, WARNING, Cell, Finding, Problems, Rule, Verdict, rule
 from cookbook.config.cluster import runs_here
 from cookbook.config.validate import kernels, layout, values
 
@@ -62,7 +62,7 @@ def missing_here(cell: Cell, is_submitted: bool = False) -> list[Finding]:
     Errors where its job would run in this environment, or `is_submitted` from it. Elsewhere
     warnings, as a plan for another cluster needs nothing here.
     """
-    found = [*_missing(cell)]
+    found = [finding for rule in HERE for finding in rule(cell)]
     if not found or is_submitted or runs_here(cell.cluster):
         return found
     words = f" (no obstacle: jobs on cluster {cell.cluster.name} run elsewhere)"
@@ -75,28 +75,6 @@ def missing_packages(cell: Cell) -> list[str]:
     return sorted(name for name in needed if importlib.util.find_spec(name) is None)
 
 
-def _missing(cell: Cell) -> Iterator[Finding]:
-    for name, (file, remedy) in _PATHS.items():
-        value = cell.options[name]
-        if not value or (name.startswith("checkpoint.") and not cell.options["checkpoint.enable"]):
-            continue
-        # The job runs in the checkout's folder.
-        path, shown = ROOT / value / file, Path(value) / file
-        if not path.exists():
-            yield Finding(ERROR, "files", name, f"{shown} is not there", remedy)
-        elif name == "training.dataset_path" and not path.is_dir():
-            yield Finding(ERROR, "files", name, f"{shown} is a file, allowed: a folder", remedy)
-    yield from training_files(cell)
-    # A container has packages of its own.
-    if cell.cluster.container is not None:
-        return
-    if missing := missing_packages(cell):
-        yield Finding(ERROR, "packages", "", f"not installed: {', '.join(missing)}", _SET_UP)
-    if _lacks_flash_attention(cell):
-        reason = "FlashAttention-4 (flash-attn-4) is not installed"
-        yield Finding(ERROR, "packages", ATTENTION, reason, f"{_SET_UP}, or set {ATTENTION}=flavor")
-
-
 def _lacks_flash_attention(cell: Cell) -> bool:
     if not cell.uses_flash_attention or cell.attends_by_reference:
         return False
@@ -106,24 +84,35 @@ def _lacks_flash_attention(cell: Cell) -> bool:
     return not any(Path(folder, "cute").is_dir() for folder in folders or ())
 
 
-def training_files(cell: Cell) -> Iterator[Finding]:
-    """Faults of the files that the job would read, as this machine sees them."""
+# Of what this machine has. The job runs in the checkout's folder.
+HERE: list[Rule] = []
+
+
+@rule(HERE)
+def files(cell: Cell) -> Problems:
+    """Paths that are not there, and texts that cannot be read."""
     options = cell.options
+    for name, (file, remedy) in _PATHS.items():
+        value = options[name]
+        if not value or (name.startswith("checkpoint.") and not options["checkpoint.enable"]):
+            continue
+        path, shown = ROOT / value / file, Path(value) / file
+        if not path.exists():
+            yield name, f"{shown} is not there", remedy
+        elif name == "training.dataset_path" and not path.is_dir():
+            yield name, f"{shown} is a file, allowed: a folder", remedy
     for section, name in (("training", "data.files"), ("validation", "data.validation_files")):
-        if options[f"{section}.dataset"] == values.TEXT and options[name]:
-            if section == "validation" and not options["validation.enable"]:
-                continue
+        is_used = section == "training" or options["validation.enable"]
+        if options[f"{section}.dataset"] == values.TEXT and options[name] and is_used:
             try:
                 check_sources(options[name], options["data.text_key"], ROOT)
             except InputError as error:
                 place = "" if error.place == "data.files" else f"{error.place}: "
-                yield Finding(ERROR, "files", name, f"{place}{error.found}", error.remedy)
-    yield from _vocabulary(cell)
-    if options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]:
-        yield from _published_weights(cell)
+                yield name, f"{place}{error.found}", error.remedy
 
 
-def _vocabulary(cell: Cell) -> Iterator[Finding]:
+@rule(HERE)
+def vocabulary(cell: Cell) -> Problems:
     """A token that the model lacks ends a job on the GPU with an index error."""
     path, model = cell.options["model.hf_assets_path"], cell.options.model
     tokenizer = ROOT / (path or "") / "tokenizer.json"
@@ -131,23 +120,23 @@ def _vocabulary(cell: Cell) -> Iterator[Finding]:
         return
     try:
         content = json.loads(tokenizer.read_text(encoding="utf-8"))
-        tokens = content.get("model", {}).get("vocab", {})
-        largest = max(
-            len(tokens) - 1, *(token["id"] for token in content.get("added_tokens", ())), 0
-        )
+        added = [token["id"] for token in content.get("added_tokens", ())]
+        largest = max(len(content.get("model", {}).get("vocab", {})) - 1, *added, 0)
     except (ValueError, AttributeError, KeyError, TypeError):
         # The tokenizer's own reader says more.
         return
     if largest >= model.vocab:
         title, last = cell.options.model_title, model.vocab - 1
         reason = f"{path} has tokens up to {largest}, {title} takes tokens up to {last}"
-        remedy = "use the model's own tokenizer, or a larger flavor"
-        yield Finding(ERROR, "vocabulary", "model.hf_assets_path", reason, remedy)
+        yield "model.hf_assets_path", reason, "use the model's own tokenizer, or a larger flavor"
 
 
-def _published_weights(cell: Cell) -> Iterator[Finding]:
+@rule(HERE)
+def weights(cell: Cell) -> Problems:
     """A missing checkpoint, one that is quantized unlike the options, or one of other shapes."""
     options = cell.options
+    if not (options["checkpoint.enable"] and options["checkpoint.initial_load_in_hf"]):
+        return
     option = "checkpoint.initial_load_path"
     shown = options[option] or options["model.hf_assets_path"]
     if not options[option]:
@@ -158,7 +147,7 @@ def _published_weights(cell: Cell) -> Iterator[Finding]:
     if not files:
         if folder.is_dir():
             remedy = "download the weights there, or set checkpoint.initial_load_path"
-            yield Finding(ERROR, "weights", option, f"{shown} has no *.safetensors files", remedy)
+            yield option, f"{shown} has no *.safetensors files", remedy
         return
     try:
         if index.is_file():
@@ -166,51 +155,57 @@ def _published_weights(cell: Cell) -> Iterator[Finding]:
             missing = sorted({file for file in names.values() if not (folder / file).is_file()})
             if missing:
                 reason = f"{shown} lacks {len(missing)} of its files, {missing[0]} first"
-                yield Finding(ERROR, "weights", option, reason, "download the whole checkpoint")
+                yield option, reason, "download the whole checkpoint"
                 return
         else:
             names = {name: file.name for file in files for name in read_shapes(file)}
-        yield from _quantization(cell, names, shown)
-        yield from _shapes(cell, folder, names, shown, option)
+        quantized = any(name.endswith("weight_scale_inv") for name in names)
+        is_said = "checkpoint.initial_load_in_hf_quantized"
+        if quantized and not options[is_said]:
+            reason = f"{shown} is quantized in blocks of FP8, whose raw values would be trained on"
+            yield is_said, reason, "set it to true"
+        if not quantized and options[is_said]:
+            yield is_said, f"{shown} is not quantized", "set it to false"
+        for reason, remedy in _unlike_model(cell, folder, names):
+            yield option, f"{shown}{reason}", remedy
     except (ValueError, KeyError, OSError, struct.error) as error:
         reason = f"{shown} cannot be read ({type(error).__name__}: {error})"
-        yield Finding(ERROR, "weights", option, reason, "download the checkpoint again")
+        yield option, reason, "download the checkpoint again"
 
 
-def _quantization(cell: Cell, names: dict[str, str], shown: str) -> Iterator[Finding]:
-    option = "checkpoint.initial_load_in_hf_quantized"
-    quantized = any(name.endswith("weight_scale_inv") for name in names)
-    if quantized and not cell.options[option]:
-        reason = f"{shown} is quantized in blocks of FP8, whose raw values would be trained on"
-        yield Finding(ERROR, "weights", option, reason, "set it to true")
-    if not quantized and cell.options[option]:
-        yield Finding(ERROR, "weights", option, f"{shown} is not quantized", "set it to false")
-
-
-def _shapes(
-    cell: Cell, folder: Path, names: dict[str, str], shown: str, option: str
-) -> Iterator[Finding]:
+def _unlike_model(cell: Cell, folder: Path, names: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Reason and remedy of the first tensor that does not fit the model."""
     family, model, title = cell.options.family, cell.options.model, cell.options.model_title
     if family is None or model is None:
         return
     layers = {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)", name))}
+    flavor = "set model.flavor to the checkpoint's"
     if len(layers) not in (model.n_layers, model.n_layers + family.extra_layers):
-        reason = f"{shown} has {len(layers)} layers, {title} has {model.n_layers}"
-        yield Finding(ERROR, "weights", option, reason, "set model.flavor to the checkpoint's")
+        yield f" has {len(layers)} layers, {title} has {model.n_layers}", flavor
         return
     for name, dims in family.weights.items():
         if name not in names:
-            reason = f"{shown} has no {name}, which {title} needs"
-            yield Finding(ERROR, "weights", option, reason, "name weights of this model")
+            yield f" has no {name}, which {title} needs", "name weights of this model"
             return
         shape = read_shapes(folder / names[name])[name]
         expected = [
             getattr(model, dim) if dim else size for dim, size in zip(dims, shape, strict=True)
         ]
         if shape != expected:
-            reason = f"{shown}: {name} is {shape}, {title} has {expected}"
-            yield Finding(ERROR, "weights", option, reason, "set model.flavor to the checkpoint's")
+            yield f": {name} is {shape}, {title} has {expected}", flavor
             return
+
+
+@rule(HERE)
+def packages(cell: Cell) -> Problems:
+    """A container has packages of its own."""
+    if cell.cluster.container is not None:
+        return
+    if missing := missing_packages(cell):
+        yield "", f"not installed: {', '.join(missing)}", _SET_UP
+    if _lacks_flash_attention(cell):
+        reason = "FlashAttention-4 (flash-attn-4) is not installed"
+        yield ATTENTION, reason, f"{_SET_UP}, or set {ATTENTION}=flavor"
 
 
 def read_shapes(file: Path) -> dict[str, list[int]]:
