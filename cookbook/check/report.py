@@ -9,21 +9,20 @@ from cookbook.base.tables import text_table
 from cookbook.check.check import CellCheck
 from cookbook.config.cell import Finding
 from cookbook.predict.facts import attended_text
-from cookbook.predict.memory import state_gib
+from cookbook.predict.memory import StageMemory, state_gib
+from cookbook.predict.rank import Rank
 from cookbook.predict.traffic import EP_BACKENDS
 
 
 def render_json(checks: Sequence[CellCheck]) -> str:
     """`{"may_run", "cells": [...]}`; what is not known is null."""
-    content = {
-        "may_run": all(check.may_run for check in checks),
-        "cells": [_as_mapping(check) for check in checks],
-    }
-    return json.dumps(content, indent=2) + "\n"
+    may_run, cells = all(check.may_run for check in checks), list(map(_as_mapping, checks))
+    return json.dumps({"may_run": may_run, "cells": cells}, indent=2) + "\n"
 
 
 def _as_mapping(check: CellCheck) -> dict[str, object]:
     cell, gpu, built = check.cell, check.cell.cluster.gpu, check.built
+    judged, parts = check.judged, ("rules", "built", "here")
     return {
         "name": cell.name,
         "recipe": cell.recipe.name,
@@ -33,39 +32,37 @@ def _as_mapping(check: CellCheck) -> dict[str, object]:
         "ranks": cell.world,
         "may_run": check.may_run,
         "summary": check.summary,
-        "looked_at": {
-            part: getattr(check.judged, part) is not None for part in ("rules", "built", "here")
-        },
+        "looked_at": {part: getattr(judged, part) is not None for part in parts},
         "findings": [finding.as_mapping() for finding in check.findings],
         "active": check.active or None,
         "built": check.is_built,
         "build_seconds": built.seconds if built and check.is_built else None,
         "not_exercised": built.noted("not_exercised") if built else None,
-        "memory": {
+        "memory": check.peak
+        and {
             "verdict": check.verdict,
             "gpu_gib": gpu.memory_gib if gpu else None,
             "total_gib": round(check.peak.total, 2),
             "largest": check.peak.largest,
-            "stages": [
-                {
-                    "rank": stage.rank,
-                    "pipeline_stages": rank.stages,
-                    "local_parameters": rank.local_parameters,
-                    "state_gib": round(state_gib(rank), 3),
-                    "moment": stage.moment,
-                    "terms_gib": {name: round(size, 3) for name, size in stage.terms.items()},
-                    "reserved_gib": round(stage.reserved, 2),
-                    "outside_gib": round(stage.outside, 2),
-                    "total_gib": round(stage.total, 2),
-                }
-                for stage, rank in zip(check.stages, check.ranks, strict=True)
-            ],
-        }
-        if check.peak
-        else None,
+            "stages": list(map(_stage_mapping, check.stages, check.ranks)),
+        },
         "work": check.work.as_mapping() if check.work else None,
         "step": check.step.as_mapping() if check.step else None,
         "no_step": check.no_step or None,
+    }
+
+
+def _stage_mapping(stage: StageMemory, rank: Rank) -> dict[str, object]:
+    return {
+        "rank": stage.rank,
+        "pipeline_stages": rank.stages,
+        "local_parameters": rank.local_parameters,
+        "state_gib": round(state_gib(rank), 3),
+        "moment": stage.moment,
+        "terms_gib": {name: round(size, 3) for name, size in stage.terms.items()},
+        "reserved_gib": round(stage.reserved, 2),
+        "outside_gib": round(stage.outside, 2),
+        "total_gib": round(stage.total, 2),
     }
 
 
@@ -77,10 +74,8 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
     """
     first = checks[0].cell
     cluster = first.cluster
-    verdicts = [
-        [check.cell.name, "may run" if check.may_run else "REFUSED", check.summary]
-        for check in checks
-    ]
+    words = {True: "may run", False: "REFUSED"}
+    verdicts = [[check.cell.name, words[check.may_run], check.summary] for check in checks]
     lines = [
         f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}",
         text_table(verdicts, width=width, indent=2),
@@ -114,9 +109,7 @@ def render_text(name: str, checks: Sequence[CellCheck], width: int | None = None
 
 
 def _findings(findings: Iterable[Finding], width: int | None) -> str:
-    rows = [
-        [f"{finding.level}:", f"{finding}\n{finding.reference}".rstrip()] for finding in findings
-    ]
+    rows = [[f"{one.level}:", f"{one}\n{one.reference}".rstrip()] for one in findings]
     return text_table(rows, width=width, indent=2)
 
 

@@ -36,7 +36,7 @@ _PLAIN_NAME = re.compile(r"[\w.+-]+", re.ASCII)
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -46,7 +46,7 @@ def _environment() -> jinja2.Environment:
         autoescape=False,
     )
     environment.filters["shquote"] = shquote
-    return environment
+    return environment.get_template("train.sbatch.j2")
 
 
 def shquote(value: object) -> str:
@@ -80,14 +80,13 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns W&B on).",
         f"Rendered by `submit.py render` from {cell.recipe.path.name} for {cell.cluster.name}.",
     ]
-    return render_template(
+    return _render(
+        cell.recipe,
         cell.cluster,
+        header,
         file_name=file_name,
-        header=header,
         sbatch=sbatch_lines(cell),
-        short_name=cell.recipe.short_name,
         cell_name=cell.name,
-        recipe=reference("", cell.recipe.path),
         precision=shquote(reference("precision", cell.precision.path)),
         ep_backend=shquote(reference("ep_backend", cell.ep_backend.path)),
         root=str(root),
@@ -105,28 +104,24 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
     )
 
 
-def render_template(cluster: Cluster, header: list[str], **context: Any) -> str:
+def _render(recipe: Recipe, cluster: Cluster, header: list[str], **context: Any) -> str:
     """Fill the template for a cell or a launcher on `cluster`."""
     container = cluster.container
     mounts = "".join(f",{mount}" for mount in container.mounts) if container else ""
-    return (
-        _environment()
-        .get_template("train.sbatch.j2")
-        .render(
-            # A description may have several lines, a comment only one.
-            header=[" ".join(line.splitlines()) for line in header],
-            scheduler=cluster.scheduler,
-            cluster=reference("cluster", cluster.path),
-            ranks_per_node=cluster.ranks_per_node,
-            source=[
-                *((file, True) for file in cluster.source),
-                *((file, False) for file in cluster.source_if_exists),
-            ],
-            container=container,
-            container_mounts=shquote(mounts) if mounts else "",
-            port=cluster.rendezvous_port,
-            **context,
-        )
+    sources = [(file, True) for file in cluster.source]
+    return _template().render(
+        # A description may have several lines, a comment only one.
+        header=[" ".join(line.splitlines()) for line in header],
+        scheduler=cluster.scheduler,
+        cluster=reference("cluster", cluster.path),
+        ranks_per_node=cluster.ranks_per_node,
+        source=sources + [(file, False) for file in cluster.source_if_exists],
+        container=container,
+        container_mounts=shquote(mounts) if mounts else "",
+        port=cluster.rendezvous_port,
+        short_name=recipe.short_name,
+        recipe=reference("", recipe.path),
+        **context,
     )
 
 
@@ -188,7 +183,7 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
 
     It names no absolute path, so that it can be checked in; otherwise it is `render_script`'s text.
     """
-    stack = load_stack()
+    stack, title = load_stack(), recipe.description.partition(":")[0]
     precisions = [load_precision(name) for name in names_in("precision")]
     if cluster.gpu:
         fp8 = load_precision("fp8", cluster.gpu)
@@ -214,14 +209,13 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         "COOKBOOK_ROOT, VENV, WANDB_API_KEY (turns Weights & Biases on), WANDB_PROJECT",
         f"Rendered by `make golden` from {recipe.path.name} for {cluster.name}; edit a copy.",
     ]
-    return render_template(
+    return _render(
+        recipe,
         cluster,
+        header,
         file_name=file_name,
-        header=header,
         sbatch=sbatch_lines(first, job_name=recipe.short_name),
-        short_name=recipe.short_name,
         cell_name=None,
-        recipe=reference("", recipe.path),
         precision='"${PRECISION}"',
         ep_backend='"${EP_BACKEND}"',
         root=None,
@@ -234,10 +228,7 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
             for name, other in overlay.environment_from.items()
         ],
         spare_nodes=recipe.spare_nodes,
-        train_args=[
-            *launch_argv(stack, recipe.description.partition(":")[0]),
-            *argv_of(stack, recipe.settings),
-        ],
+        train_args=[*launch_argv(stack, title), *argv_of(stack, recipe.settings)],
         cluster_args=argv_of(stack, cluster.settings),
     )
 
@@ -249,9 +240,8 @@ def _examples(recipe: Recipe, file_name: str) -> list[str]:
         if pair != "bf16+standard":
             command = f"PRECISION={precision} EP_BACKEND={backend} sbatch {file_name}"
             examples.append((command, f"published: {pair}"))
-    examples.append(
-        (f"sbatch --nodes=16 {file_name} --training.steps=50", "fewer nodes, more steps")
-    )
+    command = f"sbatch --nodes=16 {file_name} --training.steps=50"
+    examples.append((command, "fewer nodes, more steps"))
     width = max(len(command) for command, _ in examples)
     return [f"  {command:<{width}}  # {meaning}" for command, meaning in examples]
 

@@ -81,11 +81,10 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
                     raise
                 continue
             return read_run(root / name)
+        raise JobError(f"{root}: no free name for a run of {sweep}")
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-    shutil.rmtree(building, ignore_errors=True)
-    raise JobError(f"{root}: no free name for a run of {sweep}")
 
 
 _VERSIONS = "1.5."
@@ -120,21 +119,18 @@ class CellSlurmExecutor(SlurmExecutor):
         options["output"] = str(self.folder / "%j.log")
         if choice.begin is not None:
             options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
-        lines = [f"#SBATCH {option_word(name, value)}" for name, value in options.items()]
-        return "\n".join(
-            [
-                "#!/bin/bash",
-                f"# Runs {self.title} under the cookbook's supervisor.",
-                *lines,
-                "export SUBMITIT_EXECUTOR=slurm",
-                f"export PYTHONPATH={shlex.quote(_python_path())}",
-                # The job trains in the environment that submitted it.
-                f"export VENV={shlex.quote(sys.prefix)}",
-                # exec, so that Slurm's signals reach the supervisor and not a shell above it.
-                f"exec {command}",
-                "",
-            ]
-        )
+        lines = [
+            "#!/bin/bash",
+            f"# Runs {self.title} under the cookbook's supervisor.",
+            *(f"#SBATCH {option_word(name, value)}" for name, value in options.items()),
+            "export SUBMITIT_EXECUTOR=slurm",
+            f"export PYTHONPATH={shlex.quote(_python_path())}",
+            # The job trains in the environment that submitted it.
+            f"export VENV={shlex.quote(sys.prefix)}",
+            # exec, so that Slurm's signals reach the supervisor and not a shell above it.
+            f"exec {command}",
+        ]
+        return "\n".join(lines) + "\n"
 
     # `sbatch` drops inherited variables; `cancel` of a deleted run finds the job by this path.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
@@ -166,14 +162,9 @@ class RunLocalExecutor(LocalExecutor):
         }
         # A session of its own: Ctrl-C in the terminal must not reach the training. No output: a
         # reader of ours (`| tee`, ssh) would wait for its end; the job's log is a file.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "submitit.local._local", str(self.folder)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        words = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
+        none: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        process = subprocess.Popen(words, env=environment, start_new_session=True, **none)
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
@@ -280,8 +271,7 @@ def leave_out(cell: Cell) -> Choice:
     nodes = [node for node in partition_nodes(cell.cluster.partition) if node not in never]
     choice = choose(needed, nodes, excluded)
     if choice.short and cell.recipe.too_few_nodes == "stop":
-        raise JobError(
-            f"not enough healthy nodes: {choice.short} of {needed} missing; "
-            f"see {shown_path(excluded_file())}, or ask for fewer with --nodes"
-        )
+        remedy = f"see {shown_path(excluded_file())}, or ask for fewer with --nodes"
+        missing = f"{choice.short} of {needed} missing"
+        raise JobError(f"not enough healthy nodes: {missing}; {remedy}")
     return choice
