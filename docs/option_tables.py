@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from cookbook.base import schema
+from cookbook.base import yamlfile
 from cookbook.base.paths import ROOT
 from cookbook.base.tables import markdown_table
 from cookbook.config.cluster import Cluster
@@ -19,14 +19,14 @@ from cookbook.config.stack import Option, load_stack
 
 _OWN = ROOT / "cookbook/titan/tt_0_2_2/job_config.py"
 _ALLOWED = {
-    schema.Text: "text",
-    schema.Texts: "list",
-    schema.Flag: "true, false",
-    schema.Count: "1 or more",
-    schema.Natural: "0 or more",
-    schema.Number: "above 0",
-    schema.Numbers: "mapping",
-    schema.Words: "mapping",
+    yamlfile.Text: "text",
+    yamlfile.Texts: "list",
+    yamlfile.Flag: "true, false",
+    yamlfile.Count: "1 or more",
+    yamlfile.Natural: "0 or more",
+    yamlfile.Number: "above 0",
+    yamlfile.Numbers: "mapping",
+    yamlfile.Words: "mapping",
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cookbook.base.schema import Words
+from cookbook.base.yamlfile import Words
 from cookbook.config.cell import Cell
 from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import Run

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cookbook.base.schema import Unchecked
+from cookbook.base.yamlfile import Unchecked
 from cookbook.observe.metrics import (
     LoadStep,
     Phase,

@@ -10,7 +10,7 @@ import pytest
 
 from bench.memory import compare
 from cookbook.base.paths import ROOT
-from cookbook.base.schema import Words
+from cookbook.base.yamlfile import Words
 from cookbook.config.cell import Cell
 from cookbook.predict import memory
 from cookbook.predict.layer_memory import RankLayers, layer_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.base.schema import Unchecked
+from cookbook.base.yamlfile import Unchecked
 from cookbook.config.cluster import Bandwidth, load_cluster
 from cookbook.run import slurm
 from cookbook.run.excluded import exclude_nodes, read_excluded

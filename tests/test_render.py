@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cookbook.base.paths import ROOT
-from cookbook.base.schema import Words
+from cookbook.base.yamlfile import Words
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.options import Setting

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.paths import ROOT
-from cookbook.base.schema import Unchecked
+from cookbook.base.yamlfile import Unchecked
 from cookbook.results.report import facts, notes
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord

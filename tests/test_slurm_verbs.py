@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.base.schema import Words
+from cookbook.base.yamlfile import Words
 from cookbook.cli.main import main
 from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import release_submit_lock

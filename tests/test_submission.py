@@ -10,7 +10,7 @@ import pytest
 
 from cookbook.base.errors import JobError
 from cookbook.base.paths import ROOT
-from cookbook.base.schema import Words
+from cookbook.base.yamlfile import Words
 from cookbook.config.cell import Cell
 from cookbook.launch.script import option_word, sbatch_options
 from cookbook.launch.submit import create_run, submit_run

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.base.schema import Unchecked
+from cookbook.base.yamlfile import Unchecked
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.status import (

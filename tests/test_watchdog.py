@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cookbook.base.schema import Unchecked
+from cookbook.base.yamlfile import Unchecked
 from cookbook.observe.metrics import Newest, Phase, StepMetrics
 from cookbook.run.record import CellRecord
 from cookbook.supervise.attempt import StepClock, Timeouts

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.schema import Number, Text
+try:
+    from cookbook.base.yamlfile import Number, Text
+except ModuleNotFoundError:
+    # The doctor looks at GPUs before any package is installed.
+    Text, Number = str, float  # type: ignore[misc]
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 

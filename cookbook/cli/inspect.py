@@ -12,8 +12,7 @@ from pathlib import Path
 from cookbook.base.errors import InputError, named_at
 from cookbook.base.files import write_whole
 from cookbook.base.paths import RECIPES
-from cookbook.base.schema import Unchecked
-from cookbook.base.yamlfile import shown_path
+from cookbook.base.yamlfile import Unchecked, shown_path
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.options import Settings, command_line_settings

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import nearest
-from cookbook.base.schema import Unchecked, Words
+from cookbook.base.yamlfile import Unchecked, Words
 from cookbook.config.cluster import Cluster
 from cookbook.config.options import Layout, Options, argv_of, exported, layout_of
 from cookbook.config.recipe import (

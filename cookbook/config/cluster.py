@@ -14,8 +14,18 @@ from pydantic import SkipValidation
 
 from cookbook.base.errors import InputError, described
 from cookbook.base.gpus import Gpu, has_slurm, visible_gpus
-from cookbook.base.schema import Count, Flag, Natural, Number, Text, Texts, Words, fill
-from cookbook.base.yamlfile import YamlFile, read_yaml
+from cookbook.base.yamlfile import (
+    Count,
+    Flag,
+    Natural,
+    Number,
+    Text,
+    Texts,
+    Words,
+    YamlFile,
+    fill,
+    read_yaml,
+)
 from cookbook.config.options import Settings, check_environment, read_sections, sections
 from cookbook.config.recipe import find_file, names_in
 from cookbook.run import slurm

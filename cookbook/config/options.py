@@ -9,8 +9,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.family import Family, Model
-from cookbook.base.schema import Words
-from cookbook.base.yamlfile import YamlFile
+from cookbook.base.yamlfile import Words, YamlFile
 from cookbook.config.stack import Stack, load_stack
 
 

@@ -20,7 +20,7 @@ from pydantic import SkipValidation
 from cookbook.base.errors import InputError, named_at, unknown_name
 from cookbook.base.gpus import Gpu
 from cookbook.base.paths import RECIPES
-from cookbook.base.schema import (
+from cookbook.base.yamlfile import (
     Count,
     Flag,
     Natural,
@@ -29,10 +29,12 @@ from cookbook.base.schema import (
     Text,
     Texts,
     Words,
+    YamlFile,
     fill,
     mapping_at,
+    read_yaml,
+    shown_path,
 )
-from cookbook.base.yamlfile import YamlFile, read_yaml, shown_path
 from cookbook.config.options import (
     Options,
     Setting,

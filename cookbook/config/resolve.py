@@ -10,7 +10,7 @@ from typing import Any
 
 from cookbook.base.errors import InputError, named_at
 from cookbook.base.gpus import Gpu
-from cookbook.base.schema import Words
+from cookbook.base.yamlfile import Words
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.options import DEGREES, Options, Setting, Settings

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cookbook.base.errors import InputError, described, named_at, unknown_name
-from cookbook.base.schema import Text, Texts, Unchecked, fill
-from cookbook.base.yamlfile import YamlFile, read_yaml
+from cookbook.base.yamlfile import Text, Texts, Unchecked, YamlFile, fill, read_yaml
 from cookbook.config.cell import Cell
 from cookbook.config.cluster import Cluster
 from cookbook.config.options import Setting, Settings, read_options, sections

@@ -19,9 +19,8 @@ from typing import Any
 
 from cookbook.base.errors import InputError
 from cookbook.base.paths import RECIPES, ROOT
-from cookbook.base.schema import Number, Text, fill
 from cookbook.base.text_files import find_sources, read_lengths
-from cookbook.base.yamlfile import read_yaml
+from cookbook.base.yamlfile import Number, Text, fill, read_yaml
 from cookbook.config.cell import Cell
 from cookbook.predict.rank import model_of
 

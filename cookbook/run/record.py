@@ -14,7 +14,7 @@ import yaml
 from cookbook.base.errors import InputError
 from cookbook.base.family import loss_rank
 from cookbook.base.files import write_whole
-from cookbook.base.schema import (
+from cookbook.base.yamlfile import (
     Count,
     Flag,
     Natural,
@@ -23,8 +23,8 @@ from cookbook.base.schema import (
     Unchecked,
     Words,
     fill,
+    read_yaml,
 )
-from cookbook.base.yamlfile import read_yaml
 from cookbook.run.folder import CellFolder
 
 _SHARING = ("tensor", "context", "pipeline")

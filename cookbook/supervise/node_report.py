@@ -24,7 +24,7 @@ from typing import Any
 
 from cookbook.base.gpus import read_gpus
 from cookbook.base.paths import ROOT
-from cookbook.base.schema import Unchecked
+from cookbook.base.yamlfile import Unchecked
 from cookbook.config.cluster import cluster_from_record
 from cookbook.config.stack import read_pins
 from cookbook.doctor.check import Surroundings, ask, node_problems
