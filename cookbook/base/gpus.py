@@ -16,7 +16,7 @@ try:
     from cookbook.base.yamlfile import Number, Text
 except ModuleNotFoundError:
     # The doctor looks at GPUs before any package is installed.
-    Text, Number = str, float  # type: ignore[misc]
+    Text, Number = str, float
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
