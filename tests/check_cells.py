@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.base.errors import InputError
-from cookbook.check.check import check_cells
 from cookbook.config.cell import ERROR, Cell, Finding
 from cookbook.config.cluster import Cluster, load_cluster
 from cookbook.config.options import Setting
@@ -62,12 +61,6 @@ def refusals(recipe: str, options: dict[str, Any], **where: Any) -> list[Finding
     except InputError as error:
         return [Finding(ERROR, "input", error.place, error.found, error.remedy, "")]
     return validation_errors(cell)
-
-
-def findings(cell: Cell) -> list[Finding]:
-    """All that is known of the cell without building it."""
-    (check,) = check_cells([cell], build=False)
-    return list(check.findings)
 
 
 def h200(folder: Path, gpus: int = 4) -> Cluster:

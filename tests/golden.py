@@ -34,7 +34,6 @@ _CONTAINER = str(Path(__file__).parent / "clusters/container.yaml")
 def golden_scripts() -> dict[str, str]:
     """The text of each script in tests/golden, by its file name."""
     cells = [
-        _cell("deepseek_v3_671b", "mxfp8", "deepep", "soperator-b200"),
         _cell("deepseek_v3_16b", "mxfp8", "mxfp8_a2a", _CONTAINER),
         _cell("debug", "mxfp8", "standard", "local"),
     ]

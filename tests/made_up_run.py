@@ -24,7 +24,7 @@ from cookbook.run.run import read_run
 from cookbook.run.states import cell_states
 
 NAME = "matrix-20261120-182922"
-# The charts of these runs, which do not validate; tests/test_validation_report.py has some that do.
+# The charts of these runs, which do not validate; tests/test_report.py has some that do.
 DRAWN = [name for name in NAMES if name != "validation-loss"]
 _BEGIN = datetime(2026, 11, 20, 18, 29, 22, 279_000, tzinfo=UTC)
 
@@ -67,17 +67,10 @@ class Run:
         folder = self.folder / name
         folder.mkdir(parents=True)
         self.cells.append(name)
-        described = {
-            "name": name,
-            "recipe": "debug",
-            "precision": "bf16",
-            "ep_backend": "standard",
-            "nodes": 1,
-            "ranks_per_node": 2,
-            "device": "cuda",
-            "emulated": False,
-            "options": {"training.steps": 20},
-        }
+        described: dict[str, Any] = {"name": name, "recipe": "debug", "precision": "bf16"}
+        described |= {"ep_backend": "standard"}
+        described |= {"nodes": 1, "ranks_per_node": 2, "device": "cuda", "emulated": False}
+        described |= {"options": {"training.steps": 20}}
         (folder / "cell.yaml").write_text(yaml.safe_dump(described | cell))
         if state is not None:
             status = {"state": state, "reason": reason}
@@ -122,58 +115,44 @@ STALLED, STALL_STEP = "bf16-deepep", 500
 LOADED = ("bf16-standard", "mxfp8-deepep")
 
 
-def make_run(runs: Path, steps: int = 1500, partly: bool = False, repeats: int = 1) -> Path:
-    """Write a run below `runs`.
-
-    Args:
-        repeats: how often each cell was trained.
-        partly: one cell has finished, one runs, one has failed, one waits.
-    """
+def make_run(runs: Path, steps: int = 1500) -> Path:
+    """Write a run of four finished cells below `runs`."""
     run = Run(runs, "671b-bf16-standard")
-    words = ("finished", "running", "failed", "queued") if partly else ("finished",) * 4
     shared = random.Random(1)
     noise = [shared.gauss(0, 0.05) for _ in range(steps)]
-    for number, (pair, state) in enumerate(zip(_TOKENS, words, strict=True)):
-        done = {"finished": steps, "running": steps // 3, "failed": steps // 2, "queued": 0}[state]
-        for repeat in range(1, repeats + 1):
-            seed = number + 4 * repeat if repeat > 1 else number
-            _add_cell(run, seed, pair, state, steps, noise[:done], repeat)
+    for number, pair in enumerate(_TOKENS):
+        _add_cell(run, number, pair, noise)
     created = {"created": "2026-11-20T18:29:22Z", "user": "ada", "commit": "33acf20"}
     run.write(**created, cluster="soperator-b200", stack="2026.02")
     return run.folder
 
 
-def _add_cell(
-    run: Run, number: int, pair: str, state: str, steps: int, noise: list[float], repeat: int
-) -> None:
+def _add_cell(run: Run, number: int, pair: str, noise: list[float]) -> None:
     precision, _, ep_backend = pair.partition("-")
     options: dict[str, Any] = {
         "model.flavor": "671B",
         "parallelism.pipeline_parallel_degree": 2,
         "parallelism.tensor_parallel_degree": 2,
         "parallelism.expert_parallel_comm_backend": ep_backend,
-        "training.steps": steps,
+        "training.steps": len(noise),
         "training.seq_len": 8192,
         "training.local_batch_size": 64,
     }
     if precision == "mxfp8":
         options["quantize.grouped_mm.mx.recipe_name"] = "mxfp8"
-    attempts = [_steps(pair, number, noise)] if noise else []
+    attempts = [_steps(pair, number, noise)]
     cut = RESTART_STEP - 1
     if pair == RESTARTED and len(noise) > cut:
         # It ran on to 30 steps behind its checkpoint before a node was lost.
         attempts = [attempts[0][: cut + 30], attempts[0][cut:]]
-    name = f"671b-{pair}"
     folder = run.add(
-        f"{name}-r{repeat}" if repeat > 1 else name,
+        f"671b-{pair}",
         *(
             "".join(
                 _line(step, when + timedelta(minutes=20 * late), *row) for step, when, *row in kept
             )
             for late, kept in enumerate(attempts)
         ),
-        state=state,
-        reason="rank 7: CUDA out of memory" if state == "failed" else None,
         recipe="deepseek_v3_671b",
         precision=precision,
         ep_backend=ep_backend,
@@ -185,8 +164,6 @@ def _add_cell(
         published_source="https://example.org/article" if pair in _PUBLISHED else None,
         baseline=run.baseline,
         options=options,
-        repeat=repeat,
-        repeat_of=name if repeat > 1 else None,
     )
     for late, kept in enumerate(attempts, 1):
         path = folder / f"attempt-{late}"

@@ -109,19 +109,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--number", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--least", type=float, default=65.0, help="percent that must be found")
-    parser.add_argument("--lines", type=Path, help="keep the measured lines in this file")
     options = parser.parse_args(words)
     jobs = os.cpu_count() or 1
     with checkouts(jobs, SECONDS) as free:
-        if options.lines and options.lines.exists():
-            stored = json.loads(options.lines.read_text())
-            lines = {n: {int(k): v for k, v in found.items()} for n, found in stored.items()}
-        else:
-            checkout = free.get()
-            lines = measure(checkout.folder.parent)
-            free.put(checkout)
-            if options.lines:
-                options.lines.write_text(json.dumps(lines))
+        checkout = free.get()
+        lines = measure(checkout.folder.parent)
+        free.put(checkout)
         chosen = set(options.files or (_changed_since(options.since) if options.since else lines))
         places = []
         for name in sorted(chosen & set(lines)):

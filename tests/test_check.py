@@ -13,7 +13,7 @@ import pytest
 from cookbook.base.gpus import Gpu
 from cookbook.check import check
 from cookbook.check.check import Built, CellCheck, check_cells
-from cookbook.check.report import render_json, render_text
+from cookbook.check.report import render_json
 from cookbook.check.warnings import saving, small_experts
 from cookbook.config.cell import Cell, Finding
 from cookbook.config.cluster import load_cluster
@@ -98,10 +98,7 @@ def test_the_fullest_stage_decides_wherever_it_is(
     ("options", "remedy"),
     [
         ({}, "use more GPUs: parameters, gradients and optimizer state alone take 59 GiB"),
-        (
-            {"activation_checkpoint.mode": "none"},
-            f"set activation_checkpoint.mode full, or lower {BATCH}",
-        ),
+        ({MODE: "none"}, f"set {MODE} full, or lower {BATCH}"),
         ({BATCH: 64, "loss.num_chunks": 8}, f"lower {BATCH}"),
         ({BATCH: 16, "compile.components": ["model"]}, f"lower {BATCH}, or compile the loss"),
     ],
@@ -143,25 +140,6 @@ def test_option_of_a_failure(message: str, option: str, monkeypatch: pytest.Monk
     (found,) = checked([cell], [Built(failure=failure)], monkeypatch)
     assert found.judged.errors[0].option == option
     assert f"refuses it: {message} (rank 3, torchtitan/train.py:12)" in found.summary
-
-
-def test_bytes_are_told_in_gib_and_warnings_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = on_gpus(4)
-    said = ["Warmup steps exceed", "something is odd", "something is odd"]
-    (found,) = checked([cell], [built(cell, warnings=said)], monkeypatch)
-    texts = [one.reason for one in found.findings if one.rule == "torchtitan"]
-    assert texts == ["TorchTitan warns: something is odd"]
-    text = render_text("mine", [found])
-    assert found.work
-    sent = found.work.traffic["fsdp"].nvlink / 2**30
-    (row,) = [line.split() for line in text.splitlines() if line.strip().startswith("FSDP  ")]
-    assert row == ["FSDP", f"{sent:.1f}", "0.0"]
-    (row,) = [line.split() for line in text.splitlines() if "this cell" in line]
-    assert row[:2] == ["EP", "standard"]
-    assert "attention flex" in text and "not exercised:\n    kernels" in text
-    # A finding without a reference takes no line for one; the other empty line parts the tables.
-    noted = text[: text.index("  active: ")]
-    assert "warning:" in noted and noted.count("\n\n") == 1
 
 
 def test_a_model_that_is_not_counted_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

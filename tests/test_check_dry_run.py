@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from cookbook.config.cell import Cell
 from cookbook.config.options import DEGREES
 from cookbook.config.validate import validation_errors
 from tests.check_cells import cell_of, cluster_of, with_options
+from tests.waiting import until
 
 pytestmark = pytest.mark.titan
 
@@ -142,21 +142,10 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path, monkeypatch: pytest.Mon
         building = threading.Thread(target=opened, args=(cell_of("deepseek_v3_671b"),))
         building.start()
         # Each rank is built in a process of its own.
-        deadline = time.monotonic() + 20
-        while not (ranks := _children(pid)) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: _children(pid))
+        ranks = _children(pid)
         raise KeyboardInterrupt
     building.join(20)
-    assert ranks and not building.is_alive()
-    deadline = time.monotonic() + 5
-    while any(map(_runs, {pid, *ranks})) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(_runs, {pid, *ranks}))
+    assert not building.is_alive()
+    until(lambda: not any(map(psutil.pid_exists, {pid, *ranks})))
     assert not list(tmp_path.iterdir())
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

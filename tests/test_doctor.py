@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,15 +181,6 @@ def test_the_disk_is_that_of_the_runs(node: Node) -> None:
     assert f"free in {checkout}," in node.findings()["disk"].found
     (checkout / "elsewhere/runs").mkdir(parents=True)
     assert f"free in {checkout}/elsewhere/runs," in node.findings()["disk"].found
-
-
-def test_a_user_id_without_a_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that is started with any number."""
-    monkeypatch.setattr(os, "getuid", lambda: 987654321)
-    finding = node.findings()["user"]
-    assert finding.state == "problem" and finding.remedy == "export USER=somebody"
-    node.environment["USER"] = "somebody"
-    assert "user" not in node.findings()
 
 
 def test_a_key_of_wandb_login_counts(node: Node) -> None:

@@ -83,17 +83,6 @@ def test_a_hang_is_not_blamed_on_the_rank_that_reports_it(
             ],
             "rank 0: OSError: no such disk",
         ),
-        # A CheckpointException prints the ranks' own errors below it.
-        (
-            [
-                TRACEBACK,
-                "torch.distributed.checkpoint.api.CheckpointException: CheckpointException "
-                "ranks:dict_keys([0, 1])",
-                *(f"{TRACEBACK} (RANK 0)", '  File "y.py", line 2, in write', MISSING),
-                *(f"{TRACEBACK} (RANK 1)", '  File "y.py", line 2, in write', MISSING),
-            ],
-            MISSING,
-        ),
         # torchrun ends the other ranks of a node.
         (
             [FAILED.format(-15, 0), FAILED.format(-9, 5), EXITED],

@@ -49,9 +49,13 @@ def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    for command in commands("2"):
-        said = run(command)
-    assert "documents  400" in said
+    def metrics(name: str) -> list[dict[str, float]]:
+        """What the newest run of the cell wrote."""
+        newest = max((folder / "runs").glob("my-model-*"), key=lambda path: path.stat().st_mtime)
+        lines = (newest / name / "attempt-0/metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    assert "documents  400" in [run(command) for command in commands("2")][-1]
     for command in commands("3"):
         run(command)
     recipe = folder / "recipes/my-model.yaml"
@@ -63,23 +67,16 @@ def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None
     recipe.write_text(yaml.safe_dump(merged))
     for section in ("4", "5"):
         for command in commands(section):
-            said = run(command)
+            run(command)
     (first,) = (folder / "runs").glob("my-model-*")
     cell = json.loads(run("python submit.py report --format json"))["cells"][0]
     assert cell["status"] == "finished" and cell["steps"] == 8
-    metrics = [
-        json.loads(line)
-        for line in (first / f"{cell['name']}/attempt-0/metrics.jsonl").read_text().splitlines()
-    ]
-    validated = {
-        line["step"]: line["validation_loss"] for line in metrics if "validation_loss" in line
-    }
+    trained = metrics(cell["name"])
+    validated = {one["step"]: one["validation_loss"] for one in trained if "validation_loss" in one}
     assert list(validated) == [1, 4, 8] and validated[8] < validated[1]
     export, again = commands("6")
     assert "exported" in run(export.replace("RUN", first.name))
     assert (folder / "my-export/model.safetensors.index.json").exists()
     run(again)
-    run_of_export = max((folder / "runs").glob("my-model-*"), key=lambda path: path.stat().st_mtime)
-    lines = (run_of_export / f"{cell['name']}/attempt-0/metrics.jsonl").read_text().splitlines()
     # The first step of the second run sees the weights of the first run's last.
-    assert json.loads(lines[0])["loss"] < metrics[0]["loss"] - 0.05
+    assert metrics(cell["name"])[0]["loss"] < trained[0]["loss"] - 0.05

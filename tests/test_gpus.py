@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cookbook.base import gpus
 from cookbook.base.gpus import (
     Gpu,
     InstalledGpu,
@@ -117,23 +116,3 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(chosen: str | None, seen:
 )
 def test_the_peak_is_the_cards_for_the_format(name: str, bits: int, peak: float | None) -> None:
     assert peak_tflops(name, bits) == peak
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        (
-            "NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12\nGCC version: 12.3",
-            "535.183.01",
-        ),
-        ("NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n", "580.159.04"),
-        (None, None),
-    ],
-)
-def test_the_drivers_version_is_the_kernels_word(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, version: str | None
-) -> None:
-    if text is not None:
-        (tmp_path / "version").write_text(f"NVRM version: {text}")
-    monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "version")
-    assert gpus.driver_version() == version

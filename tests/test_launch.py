@@ -1,12 +1,17 @@
-"""`run` and `sweep`: which cells are checked before they queue, submitted, and waited for."""
+"""`run` and `sweep`: which cells are checked, submitted and waited for; the words for sbatch."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cookbook.base.errors import JobError
+from cookbook.base.paths import ROOT
+from cookbook.base.yamlfile import Words
 from cookbook.check import check
 from cookbook.check.check import Built
 from cookbook.cli import run
@@ -14,8 +19,13 @@ from cookbook.cli.main import main
 from cookbook.config import validate
 from cookbook.config.cell import HINT, WARNING, Cell, Finding
 from cookbook.launch import submit as executor
+from cookbook.launch.script import option_word, sbatch_options
+from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.record import read_record
-from cookbook.run.run import Run
+from cookbook.run.run import Run, is_submit_locked
+from cookbook.run.status import read_job, read_status
+from tests.cells import CLUSTERS, Point
+from tests.programs import write_program
 
 SWEEP = ["sweep", "smoke", "--nodes", "1", "--cluster"]
 FAILURE = {"error": "no such thing", "rank": 0, "place": "torchtitan/a.py:1", "kind": "ValueError"}
@@ -121,3 +131,128 @@ def test_one_wrong_cell_fails_a_check(machine: Machine, capsys: pytest.CaptureFi
     machine.built.clear()
     assert main([*words, "--rules-only"]) == 0
     assert machine.built == []
+
+
+ON_SLURM = [
+    cell
+    for cell in (Point("debug", "bf16", "standard", name).cell() for name in CLUSTERS)
+    if cell.cluster.scheduler == "slurm"
+]
+
+# It takes what it is given, but for the job of that number.
+_SBATCH = """\
+#!/bin/bash
+count="$(find "{taken}" -type f | wc -l)"
+cp "${{@: -1}}" "{taken}/${{count}}"
+if [[ "${{count}}" == "{refuses}" ]]; then
+  echo "sbatch: error: Batch job submission failed: Invalid account" >&2
+  exit 1
+fi
+echo "$((4711 + count))"
+"""
+_SINFO = "#!/bin/sh\nfor n in 0 1 2 3; do echo \"worker-$n main*\"; done\necho 'worker-9 hidden'\n"
+
+
+class Slurm:
+    """Stand-ins for sbatch and sinfo; `taken` holds the batch files in turn."""
+
+    def __init__(self, folder: Path) -> None:
+        self.taken = folder / "taken"
+        self.taken.mkdir(parents=True)
+        self.folder = folder
+        self.refuse("none")
+        write_program(self.folder / "bin/sinfo", _SINFO)
+
+    def refuse(self, number: str) -> None:
+        write_program(self.folder / "bin/sbatch", _SBATCH.format(taken=self.taken, refuses=number))
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    slurm = Slurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{slurm.folder / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
+    return slurm
+
+
+@pytest.fixture
+def cells() -> list[Cell]:
+    """Three that run, and between them one that is refused."""
+    cell = Point("debug", "bf16", "standard", "soperator-b200").cell()
+    names = ("a", "b", "c")
+    found = [replace(cell, name=name) for name in names]
+    found.insert(1, replace(cell, name="no", refused="does not fit"))
+    return found
+
+
+def test_each_cell_that_can_run_is_a_job_of_its_own(slurm: Slurm, cells: list[Cell]) -> None:
+    run = create_run("smoke", cells)
+    # Until all is submitted, a cell without a job is waited for.
+    assert is_submit_locked(run.folder)
+    assert submit_run(run, cells) == ["4711", "4712", "4713"]
+    assert not is_submit_locked(run.folder)
+    jobs = [job and job.job_id for job in map(read_job, run.cells)]
+    assert jobs == ["4711", None, "4712", "4713"]
+    states = [read_status(cell).state for cell in run.cells]
+    assert states == ["queued", "refused", "queued", "queued"]
+
+
+def test_the_batch_file(slurm: Slurm, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somebody/elses")
+    run = create_run("smoke", cells[:1])
+    submit_run(run, cells[:1])
+    lines = (slurm.taken / "0").read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = sbatch_options(cells[0]) | {"output": f"{run.cell('a').job_files}/%j.log"}
+    header = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert header == [option_word(name, value) for name, value in options.items()]
+    exports = dict(
+        line.removeprefix("export ").split("=", 1) for line in lines if line.startswith("export ")
+    )
+    assert exports == {
+        "SUBMITIT_EXECUTOR": "slurm",
+        "PYTHONPATH": f"{ROOT}:/somebody/elses",
+        "VENV": sys.prefix,
+    }
+    # Slurm's signals go to the batch shell: it must be the supervisor by then.
+    assert lines[-1].startswith(f"exec {sys.executable} ")
+
+
+def test_what_sbatch_refuses_and_all_after_it_has_failed(slurm: Slurm, cells: list[Cell]) -> None:
+    slurm.refuse("1")
+    run = create_run("smoke", cells)
+    with pytest.raises(JobError, match="b: sbatch refused it: Batch job submission failed: Inv"):
+        submit_run(run, cells)
+    assert not is_submit_locked(run.folder)
+    states = [(read_status(cell).state, read_job(cell) is not None) for cell in run.cells]
+    assert states == [("queued", True), ("refused", False), ("failed", False), ("failed", False)]
+    for name in ("b", "c"):
+        assert (read_status(run.cell(name)).reason or "").startswith("not queued: sbatch refused")
+
+
+@pytest.mark.parametrize("cell", ON_SLURM, ids=lambda cell: cell.cluster.name)
+def test_one_task_a_node_sees_all_of_its_gpus(cell: Cell) -> None:
+    options = sbatch_options(cell)
+    assert (options["nodes"], options["ntasks-per-node"]) == (cell.nodes, 1)
+    # Untyped, and never by task: a task must see all GPUs of its node.
+    assert options.get("gpus-per-node") == (8 if cell.cluster.gpu else None)
+    assert not {"gpus-per-task", "gres", "gpus"} & set(options)
+    # Its other processes would die of it.
+    assert str(options["signal"]).startswith("B:USR1@")
+    assert ("requeue" in options) != ("no-requeue" in options)
+    # A share of the memory for each CPU is too little for nodes that are one's own.
+    memory = (True, 0) if cell.cluster.exclusive else (None, None)
+    assert (options.get("exclusive"), options.get("mem")) == memory
+    # The log before a requeue stays.
+    assert options["open-mode"] == "append"
+    assert sbatch_options(cell, "671b")["job-name"] == "671b"
+
+
+def test_options_and_excluded_nodes_of_the_profile_are_added() -> None:
+    extra: dict[str, str | bool] = {"reservation": "moe", "spread-job": True, "contiguous": False}
+    cell = ON_SLURM[0]
+    cluster = replace(cell.cluster, sbatch=Words(extra), exclude=("worker-7", "worker-9"))
+    options = sbatch_options(replace(cell, cluster=cluster), leave_out=["worker-9", "worker-1"])
+    assert (options["reservation"], options["spread-job"]) == ("moe", True)
+    assert "contiguous" not in options
+    assert options["exclude"] == "worker-7,worker-9,worker-1"

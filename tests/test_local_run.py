@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -135,14 +134,11 @@ def test_the_second_familys_matrix_trains_by_its_stand_in(tmp_path: Path) -> Non
     assert _submit("compare", run.name, run.name, runs=tmp_path).status == 0
 
 
-def _processes_of(folder: Path) -> list[int]:
+def _processes_of(folder: Path) -> list[psutil.Process]:
     """Processes with the folder, or its target, on their command line."""
     names = {str(folder), str(folder.resolve())}
-    return [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if any(name in word for word in process.info["cmdline"] or [] for name in names)
-    ]
+    words = {one: " ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])}
+    return [process for process, said in words.items() if any(name in said for name in names)]
 
 
 @pytest.fixture
@@ -172,7 +168,7 @@ def started(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
         driver.kill()
         driver.wait()
         for process in _processes_of(runs):
-            os.kill(process, signal.SIGKILL)
+            process.kill()
 
 
 def test_ctrl_c_leaves_the_job_to_cancel(started: tuple[Path, subprocess.Popen[str]]) -> None:

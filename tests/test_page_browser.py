@@ -105,17 +105,6 @@ def test_texts_are_legible_and_apart(browser: Browser, full: Path, width: int, s
                 assert not overlap(one, other), (name, one, other)
 
 
-def test_bars_are_as_long_as_their_numbers(browser: Browser, full: Path) -> None:
-    with opened(browser, full, java_script_enabled=False) as seen:
-        bars = [box["right"] - box["left"] for box in seen.boxes(".bar .value")]
-        tokens = [float(text) for text in seen.column("table-cells", 2)]
-        ratios = [bar / value for bar, value in zip(bars, tokens, strict=True)]
-        assert ratios == pytest.approx([ratios[0]] * 4, rel=0.01)
-        first, *_ = seen.boxes(".bar .value")
-        bases = [box["left"] for box in seen.boxes(".bar .base")]
-        assert bases == pytest.approx([first["right"]] * 3, abs=1)
-
-
 def test_the_pointers_step_is_read_off(browser: Browser, full: Path) -> None:
     with opened(browser, full) as seen:
         drawn(seen)

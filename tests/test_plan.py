@@ -227,17 +227,6 @@ def test_memory_budgets_are_layouts_of_their_own() -> None:
     assert {recomputation(one.cell) for one in found.candidates} == named
 
 
-def test_a_varied_budget_brings_its_mode_and_no_other_mode_reads_it() -> None:
-    every = cells(DEEPEP, *SMALL, f"{BUDGET}=0.3,0.6")
-    # At TP 1 and 2 each.
-    assert [cell.options[MODE] for cell in every].count("memory_budget") == 4
-    assert len(every) == 2 * (2 + len(RECOMPUTATION))
-    every = cells(DEEPEP, *SMALL, f"{EVERY}=2")
-    of_layers = [cell for cell in every if cell.options[MODE] == "selective"]
-    assert {(recomputation(c), *c.options[SAVE_LIST]) for c in of_layers} == {("1 layer in 2",)}
-    assert len(every) == 2 * 3
-
-
 NARROW = on_gpus(8, {TP: 8, EP: 1})
 WIDE = on_gpus(8, {TP: 1, EP: 8, BATCH: 2})
 

@@ -225,7 +225,6 @@ OWN_LAYOUT = "the recipe's own layout cannot run here; as 1,2"
     [
         ([*ONE_NODE, "-o", "won.txt"], "-o won.txt: is not the name of a YAML file"),
         ([*ONE_NODE, "--best", "-1"], "--best: found -1, allowed: 0 and up"),
-        ([*ONE_NODE, "--explain", "1"], "--explain: found '1', allowed: FROM,TO"),
         ([*ONE_NODE, "--explain", "1,3"], "--explain: found 3, allowed: 0 (the recipe) to 2"),
         # Its EP 32 is more than the node has, but the search has its own.
         ([*UNHELD, "--explain", "0,1"], f"--explain: {OWN_LAYOUT}"),

@@ -1,10 +1,13 @@
-"""The nodes of a job before training: who is bad, who trains, and what becomes of the job."""
+"""The nodes of a job before training: who is bad, who trains; the list of nodes to leave out."""
 
 from __future__ import annotations
 
 import json
 import random
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +19,13 @@ from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import Unchecked
 from cookbook.config.cluster import Bandwidth, load_cluster
 from cookbook.run import slurm
-from cookbook.run.excluded import exclude_nodes, read_excluded
+from cookbook.run.excluded import Choice, Excluded, choose, exclude_nodes, read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import StepEnd
+from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
-from cookbook.supervise.network_test import NetworkVerdict
+from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups
 from cookbook.supervise.node_report import Question, Reader, Report, format_report
 from cookbook.supervise.preflight import (
     CannotStartError,
@@ -78,10 +82,7 @@ def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
     first, second = _report("worker-9", {"torch": "2.10"}), _report("worker-1", {"torch": "2.9"})
     assert differing([first, second]).keys() == {"worker-1"}
     assert differing([second, first]).keys() == {"worker-9"}
-    # Many differences fit into a line; a fact that a node does not know is none.
-    reports = [_report(name, {f"p{k}": "1" for k in range(9)}) for name in names(3)]
-    reports[1] = _report("worker-1", {f"p{k}": "2" for k in range(9)})
-    assert differing(reports)["worker-1"].reason.endswith("p2 is 2, elsewhere 1; and 6 more")
+    # A fact that a node does not know is no difference.
     assert differing([_report("worker-0", {"driver": "580"}), _report("worker-1", {})]) == {}
 
 
@@ -245,7 +246,136 @@ def test_the_heads_address(monkeypatch: pytest.MonkeyPatch, resolved: str, addre
     monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
     assert head_address("worker-0") == address
     assert asked == ["worker-0-ib"] * 3
-    monkeypatch.setattr(module, "_RESOLVE_S", -1.0)
-    asked.clear()
-    with pytest.raises(CannotStartError, match="cannot resolve the head node worker-0: neither"):
-        head_address("worker-0")
+
+
+def test_the_groups_are_those_of_torchtitan() -> None:
+    floor = Bandwidth(1, 1)
+    assert RankGroups(8, "cuda", floor, 4).groups(8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # With experts split over TP, the ranks of a group are that far apart.
+    assert RankGroups(8, "cuda", floor, 2, 2).groups(8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert RankGroups(8, "cuda", floor).groups(8) == []
+    assert len(RankGroups(8, "cuda", floor, 32).groups(256)) == 8
+    # Of a pair of nodes only, all ranks.
+    assert RankGroups(8, "cuda", floor, 32).groups(16) == [list(range(16))]
+
+
+def network(monkeypatch: pytest.MonkeyPatch, bad: Sequence[str], is_slow: bool) -> None:
+    """A network in which a test fails where a bad node takes part."""
+
+    def run(teams: list[list[str]], groups: RankGroups) -> Outcome:
+        nodes = [node for team in teams for node in team]
+        assert len(set(nodes)) == len(nodes), "a node is in two teams"
+        failed = {n: f"of {team}" for n, team in enumerate(teams) if set(team) & set(bad)}
+        return Outcome({"all_reduce": 1.0}, failed, set(failed) if is_slow else set())
+
+    monkeypatch.setattr(network_test, "_test", run)
+
+
+GROUPS = RankGroups(8, "cuda", Bandwidth(1, 1), 8)
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 9, 32])
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_bad_nodes_are_found(monkeypatch: pytest.MonkeyPatch, count: int, is_slow: bool) -> None:
+    choice = random.Random(count)
+    for size in {1, max(1, count // 4)}:
+        bad = choice.sample(names(count), size)
+        network(monkeypatch, bad, is_slow)
+        verdict = network_test.test_bandwidth(names(count), GROUPS)
+        assert sorted(verdict.bad) == sorted(bad)
+        assert not verdict.error and not verdict.warning
+
+
+def test_a_fault_that_is_no_single_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    network(monkeypatch, [], is_slow=False)
+    assert network_test.test_bandwidth(names(4), GROUPS).slowest == {"all_reduce": 1.0}
+    network(monkeypatch, names(4), is_slow=True)
+    verdict = network_test.test_bandwidth(names(4), GROUPS)
+    assert not verdict.bad and "all pairs of nodes fail too" in verdict.error
+
+    def only_together(teams: list[list[str]], groups: RankGroups) -> Outcome:
+        return Outcome({}, {0: "slow"}, {0}) if len(teams[0]) == 4 else Outcome()
+
+    monkeypatch.setattr(network_test, "_test", only_together)
+    verdict = network_test.test_bandwidth(names(4), GROUPS)
+    assert "each pair of nodes passes by itself" in verdict.warning
+    assert not verdict.bad and not verdict.error
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The list, in a folder of runs of the test's own."""
+    monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path))
+    return tmp_path / "excluded.yaml"
+
+
+def test_a_node_is_left_out_until_its_entry_expires(path: Path) -> None:
+    assert read_excluded() == []
+    path.write_text(
+        "worker-1:\n  until: 2020-01-01\n  reason: old\n"
+        "worker-2:\n  until: 2999-01-01   # for ever\n"
+    )
+    exclude_nodes({"worker-7": "GPU 3: # 'a' \"b\" \\ \x07\nsecond line"}, hours=24)
+    found = {one.node: one for one in read_excluded()}
+    assert {node: one.reason for node, one in found.items()} == {
+        "worker-2": "no reason",
+        "worker-7": "GPU 3: # 'a' \"b\" \\   second line",
+    }
+    assert abs(found["worker-7"].until - time.time() - 24 * 3600) <= 60
+    text = path.read_text()
+    assert "worker-1" not in text and text.startswith("#") and "delete its entry" in text
+
+
+def test_a_node_is_never_left_out_for_a_shorter_time_than_before(path: Path) -> None:
+    for reason, hours, expected in (("ECC", 24, "ECC"), ("disk", 1, "ECC"), ("new", 48, "new")):
+        exclude_nodes({"worker-1": reason}, hours=hours)
+        assert [one.reason for one in read_excluded()] == [expected]
+
+
+def test_a_link_to_a_shared_list_stays_a_link(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    path.symlink_to(tmp_path / "shared/excluded.yaml")
+    exclude_nodes({"worker-1": "ECC"}, hours=1)
+    assert path.is_symlink() and "worker-1" in (tmp_path / "shared/excluded.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("worker-1: until tomorrow\n", r"excluded.yaml:1: worker-1: found the text"),
+        ("worker-1:\n  until: tomorrow\n", r"excluded.yaml:2: worker-1.until: .* 2027-01-31 18:00"),
+        ("worker-1:\n  reason: no time\n", r"worker-1.until: found nothing"),
+        ("worker-1: [\n", "YAML syntax"),
+    ],
+)
+def test_a_broken_list_is_not_overwritten(path: Path, text: str, message: str) -> None:
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_excluded()
+    with pytest.raises(InputError, match=message):
+        exclude_nodes({"worker-2": "ECC"}, hours=1)
+    assert path.read_text() == text
+
+
+def test_writers_at_the_same_time_lose_nothing(path: Path) -> None:
+    code = (
+        "import sys\nfrom cookbook.run.excluded import exclude_nodes\n"
+        "for k in range(8):\n    exclude_nodes({f'worker-{sys.argv[1]}-{k}': 'ECC'}, hours=1)\n"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, str(number)], cwd=ROOT) for number in range(4)
+    ]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    assert len(read_excluded()) == 32
+
+
+def test_the_choice_leaves_out_what_slurm_knows() -> None:
+    nodes = [f"worker-{number}" for number in range(4)]
+    listed = [Excluded("worker-1", 50.0, "a"), Excluded("worker-3", 20.0, "b")]
+    elsewhere = Excluded("elsewhere", 9.0, "c")
+    assert choose(2, nodes, [*listed, elsewhere]) == Choice(("worker-3", "worker-1"))
+    # Too few: the one that is back first is not left out, and the job begins then.
+    assert choose(3, nodes, listed) == Choice(("worker-1",), 20.0, 1)
+    assert choose(4, nodes, listed) == Choice((), 50.0, 2)
+    # The partition never had as many: sbatch will refuse that.
+    assert choose(5, nodes, listed) == Choice(("worker-3", "worker-1"))

@@ -1,14 +1,24 @@
-"""Where a step goes, on small traces with known answers; reading trace files."""
+"""Where a step goes, on small traces with known answers; several ranks; trace files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from cookbook.base.errors import InputError
+from cookbook.profile.profile import (
+    Profile,
+    cell_traces,
+    choose_ranks,
+    folder_traces,
+    make_profile,
+    render_text,
+)
 from cookbook.profile.rank import RankProfile, profile_rank
 from cookbook.profile.trace import read_header, read_trace
+from cookbook.run.folder import CellFolder
 from tests.traces import ALL_GATHER, AUTOGRAD, GEMM, POINTWISE, TraceFile
 
 DEEPEP = "void deep_ep::intranode::dispatch<4, 768, 8192>(int4*, float*, int*)"
@@ -158,17 +168,6 @@ def test_a_cpus_operations_are_its_work(tmp_path: Path) -> None:
     assert profile.causes["_c10d_functional::wait_tensor"] == pytest.approx(1)
 
 
-def test_a_grouped_gemm_on_a_cpu_counts_once_although_it_is_made_of_others(tmp_path: Path) -> None:
-    trace = TraceFile(gpu=None).step(7, 0, 1_000)
-    dims = [[64, 32], [2, 32, 16]]
-    trace.op("aten::_grouped_mm", 0, 1_000, Input_Dims=dims)
-    trace.op("aten::mm", 100, 500, Input_Dims=[[32, 32], [32, 16]])
-    trace.op("aten::mm", 500, 900, Input_Dims=[[32, 32], [32, 16]])
-    profile = _profiled(trace, tmp_path)
-    assert profile.counted == pytest.approx({"grouped_gemms": 1})
-    assert profile.gemms["grouped_gemms"].tflops == pytest.approx(2 * 64 * 32 * 16 / 1e-3 / 1e12)
-
-
 def _trace(rank: int = 3) -> TraceFile:
     trace = TraceFile(rank, world=8, pipeline=[3, 7], groups=[("mesh_ep", [0, 1, 2, 3])])
     trace.step(7, 0, 1_000).op("aten::mm", 10, 20)
@@ -205,3 +204,84 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes, word
     path.write_bytes(content)
     with pytest.raises(InputError, match=words):
         read_trace(path)
+
+
+COMBINE = "void deep_ep::intranode::combine<__nv_bfloat16, 4>(int4*)"
+
+
+def _rank(rank: int, world: int, stages: int, compute: float) -> TraceFile:
+    """Computes for `compute` us of 10 ms, then is in an all-reduce to the end."""
+    pipeline = [rank % (world // stages) + stage * (world // stages) for stage in range(stages)]
+    trace = TraceFile(rank, world, pipeline=pipeline)
+    trace.step(7, 0, 10_000).kernel(GEMM, 0, compute, launched=0)
+    return trace.collective("allreduce", "default_pg", compute, 10_000, launched=0)
+
+
+def _write(folder: Path, world: int, stages: int = 1) -> dict[int, Path]:
+    for rank in range(world):
+        _rank(rank, world, stages, 4_000 + 1_000 * (rank * 3 % 5)).write(folder)
+    return folder_traces(folder)
+
+
+def _ranks(paths: Sequence[Path]) -> list[int]:
+    return [int(path.name.removeprefix("rank").partition("_")[0]) for path in paths]
+
+
+def _waited(profile: Profile, category: str) -> list[float]:
+    assert all(waited is not None for waited in profile.waited)
+    return [waited[category] for waited in profile.waited if waited is not None]
+
+
+def test_few_traces_are_all_read_and_of_many_one_of_each_stage(tmp_path: Path) -> None:
+    few, many = _write(tmp_path / "few", 8, 2), _write(tmp_path / "many", 12, 2)
+    assert _ranks(choose_ranks(few, None)) == [*range(8)]
+    assert _ranks(choose_ranks(many, None)) == [0, 6]
+    assert _ranks(choose_ranks(many, "all")) == [*range(12)]
+    assert _ranks(choose_ranks(many, "11, 2,2")) == [2, 11]
+
+
+def test_the_newest_attempt_and_its_last_step_are_read(tmp_path: Path) -> None:
+    cell = CellFolder(tmp_path / "cell")
+    for attempt, step in ((0, 90), (1, 8), (1, 16), (1, 9)):
+        folder = cell.path / f"attempt-{attempt}" / "profile_traces" / f"iteration_{step}"
+        _rank(0, 1, 1, 1_000).write(folder)
+    (cell.path / "attempt-2").mkdir()
+    (trace,) = cell_traces(cell).values()
+    assert trace.parts[-4:-1] == ("attempt-1", "profile_traces", "iteration_16")
+    with pytest.raises(InputError, match="holds no trace"):
+        folder_traces(cell.path / "attempt-2")
+
+
+def test_of_each_stage_the_first_the_slowest_and_the_fastest_are_shown(tmp_path: Path) -> None:
+    traces = _write(tmp_path, 8, 2)
+    profile = make_profile("x", choose_ranks(traces, None))
+    # Compute by rank: 4, 7, 5, 8, 6, 4, 7, 5 ms.
+    shown = [(profile.ranks[index].rank, said) for index, said in profile.shown()]
+    assert shown == [(0, "fastest"), (3, "slowest"), (4, ""), (6, "slowest"), (5, "fastest")]
+    assert [profile.ranks[index].stage for index, _ in profile.shown()] == [0, 0, 1, 1, 1]
+    text = render_text(profile)
+    assert "stage 1, rank 6  slowest" in text
+
+
+def test_the_last_rank_to_come_waits_for_nobody(tmp_path: Path) -> None:
+    for rank, late in enumerate((4_000, 9_000)):
+        trace = TraceFile(rank, 2).step(7, 0, 10_000).kernel(GEMM, 0, late, launched=0)
+        trace.collective("allreduce", "default_pg", late, 10_000, launched=0).write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    # The last takes 1 ms, which is what the call costs; the first is in it for 6.
+    assert _waited(profile, "reductions") == pytest.approx([5, 0])
+    assert "5.0 for other ranks" in render_text(profile)
+
+
+def test_the_nth_call_is_matched_with_the_nth_of_the_same_step(tmp_path: Path) -> None:
+    # Each rank is late once: in step 7 the first, in step 8 the second.
+    for rank, durations in enumerate(((1_000, 3_000), (4_000, 1_000))):
+        trace = TraceFile(rank, 2)
+        for index, duration in enumerate(durations):
+            start = 10_000 * index
+            trace.step(7 + index, start, start + 10_000)
+            trace.kernel(COMBINE, start, start + duration, launched=start)
+        trace.write(tmp_path)
+    profile = make_profile("x", choose_ranks(folder_traces(tmp_path), None))
+    # Milliseconds a step, of two.
+    assert _waited(profile, "ep") == pytest.approx([1, 1.5])

@@ -1,19 +1,37 @@
-"""Recipe and overlay files are read, or refused with one message that names file and key."""
+"""Recipes, overlays, clusters and their YAML are read, or refused with file and key."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cookbook.base.errors import InputError
+from cookbook.base.gpus import visible_gpus
+from cookbook.base.paths import RECIPES
+from cookbook.base.yamlfile import parse_yaml
 from cookbook.cli.main import main
 from cookbook.config.cluster import load_cluster
-from cookbook.config.options import exported
-from cookbook.config.recipe import load_overlay, load_precision, load_recipe, names_in
+from cookbook.config.options import RESERVED, exported
+from cookbook.config.recipe import (
+    implied,
+    load_ep_backend,
+    load_overlay,
+    load_precision,
+    load_recipe,
+    names_in,
+)
+from cookbook.config.resolve import resolve_cell
 from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep, sweep_of_recipe
 from cookbook.plan.search import evaluate
-from tests.cells import EP_BACKENDS, PRECISIONS, walked
+from tests.cells import CLUSTERS, EP_BACKENDS, POINTS, PRECISIONS, Point, walked
 from tests.cells import RECIPES as RECIPE_NAMES
+from tests.check_cells import cell_of
+from tests.golden import golden_scripts, launchers
+from tests.stand_in_gpus import stand_in_gpus
 
 SWEEPS = walked(names_in("sweep"))
 HEAD = "name: mine\ndescription: mine\nnodes: 1\n"
@@ -37,19 +55,6 @@ def test_every_recipe_is_read_and_explained(name: str) -> None:
     for option, setting in recipe.settings.items():
         line = int(setting.origin.split(":")[1])
         assert option.rpartition(".")[2] in text[line - 1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    walked([("precision", name) for name in PRECISIONS])
-    + [("ep_backend", name) for name in EP_BACKENDS],
-)
-def test_every_overlay_is_read_and_explained(kind: str, name: str) -> None:
-    overlay = load_overlay(kind, name)
-    assert overlay.name == name and overlay.description
-    assert overlay.path.read_text(encoding="utf-8").startswith("# ")
-    for synonym in overlay.synonyms:
-        assert load_overlay(kind, synonym).name == name
 
 
 # Each recipe and sweep, on the cluster that it is made for.
@@ -104,3 +109,202 @@ def test_environments_are_what_a_shell_exports(tmp_path: Path) -> None:
     environment = load_precision(str(tmp_path / "mine.yaml")).environment
     expected = {"A": "1", "B": "1", "C": "3.10", "D": "x y", "E": "0", "F": "1_000"}
     assert exported(environment) == expected
+
+
+def _read(text: str) -> dict[str, Any]:
+    return dict(parse_yaml(text, Path("some.yaml")).content)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1_000", 1000),
+        ("12:00:00", "12:00:00"),
+        ("2026-02-01", "2026-02-01"),
+        ("007", "007"),
+        ("0x1F", "0x1F"),
+        ("FALSE", False),
+        ("", None),
+        ("\u0665", "\u0665"),
+        ("[1, a, {b: 2}]", [1, "a", {"b": 2}]),
+    ],
+)
+def test_scalars(text: str, value: Any) -> None:
+    read = _read(f"key: {text}")["key"]
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1, 2", "some.yaml:2:1: YAML syntax: while parsing a flow sequence"),
+        ("a: b: c", "some.yaml:1:5: YAML syntax: mapping values are not allowed"),
+        ("a: 1\na: 2", "some.yaml:2: a: stands twice, first in line 1"),
+        ("- a", "some.yaml: found a list at the top, allowed: a mapping"),
+        ("a: 1\n---\nb: 2", "some.yaml:2:1: YAML syntax: expected a single document"),
+        ("a: !thing x", "some.yaml:1:4: YAML syntax: could not determine a constructor"),
+        ("[1]: 2", "some.yaml:1: keys must be plain names"),
+    ],
+)
+def test_a_broken_file_is_one_message_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        _read(text)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_profile_and_overlay_is_explained() -> None:
+    files = [load_cluster(name) for name in CLUSTERS]
+    assert all(one.device == ("cuda" if one.gpu else "cpu") for one in files)
+    overlays = [*map(load_precision, PRECISIONS), *map(load_ep_backend, EP_BACKENDS)]
+    explained: list[Any] = [*files, *overlays]
+    for one in explained:
+        assert one.description and one.path.read_text(encoding="utf-8").startswith("# ")
+
+
+H200: dict[str, Any] = {"name": "NVIDIA H200"}
+
+
+def test_time_limits_of_sbatch_are_taken(tmp_path: Path) -> None:
+    for time in ("90", "1-12", "UNLIMITED", "infinite"):
+        path = tmp_path / f"{time}.yaml"
+        path.write_text(f'description: mine\nscheduler: slurm\ntime: "{time}"\n')
+        assert load_cluster(str(path)).time == time
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen", "ranks", "device"),
+    [
+        ([H200] * 4, None, 4, "cuda"),
+        ([H200] * 4, "1,3", 2, "cuda"),
+        ([H200] * 4, "", 2, "cpu"),
+        # Unlike ones would run at the pace of the slowest.
+        ([H200, {"name": "NVIDIA T4", "capability": [7, 5], "mib": 15360}], None, 1, "cuda"),
+        ([], None, 2, "cpu"),
+        ([{"mib": None}], None, 1, "cuda"),
+    ],
+)
+def test_the_local_profile_is_filled_in_from_the_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[dict[str, Any]],
+    chosen: str | None,
+    ranks: int,
+    device: str,
+) -> None:
+    stand_in_gpus(monkeypatch, tmp_path, gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    visible_gpus.cache_clear()
+    load_cluster.cache_clear()
+    try:
+        cluster = load_cluster("local")
+        assert (cluster.ranks_per_node, cluster.device) == (ranks, device)
+        found = (cluster.gpu.name, cluster.gpu.memory_gib) if cluster.gpu else None
+        gib = 0.0 if gpus == [{"mib": None}] else 140.4
+        assert found == (("NVIDIA H200", gib) if device == "cuda" else None)
+    finally:
+        visible_gpus.cache_clear()
+        load_cluster.cache_clear()
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_every_overlay_turns_on_what_it_declares(point: Point) -> None:
+    cell = point.cell()
+    declared = {**cell.precision.expect, **cell.ep_backend.expect}
+    assert implied(cell.options) == {
+        name.removeprefix("cookbook."): setting.value for name, setting in declared.items()
+    }
+
+
+def _copy(folder: Path, kind: str, name: str, *changes: tuple[str, str]) -> str:
+    text = (RECIPES / kind / f"{name}.yaml").read_text(encoding="utf-8")
+    for old, new in [("synonyms: [", "# synonyms: ["), *changes]:
+        text = text.replace(old, new)
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_copied_precision_passes_under_its_own_name(tmp_path: Path, name: str) -> None:
+    mine = load_precision(_copy(tmp_path, "precision", name))
+    for point in POINTS:
+        if point.precision != name:
+            continue
+        cell = point.cell()
+        settings = cell.options.settings.items()
+        asked = {name: one for name, one in settings if one.origin.startswith("--set")}
+        copy = resolve_cell(
+            cell.recipe, mine, cell.ep_backend, cell.cluster, layers=({}, {}, asked)
+        )
+        assert copy.name == cell.name.replace(f"-{name}-", "-mine-")
+        assert copy.options.values == cell.options.values
+        # No rule knows an overlay by its name.
+        assert (copy.refused is None) == (cell.refused is None), copy.refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "old", "new", "words"),
+    [
+        (
+            "precision", "mxfp8", "grouped_gemms: mxfp8", "grouped_gemms: bf16",
+            "precision mine expects grouped_gemms bf16, and the options turn on mxfp8",
+        ),
+        (
+            "ep_backend", "mxfp8_a2a", "  expert_parallel_a2a_combine_bwd_precision: mxfp8\n", "",
+            "EP backend mine expects dispatch mxfp8, and the options turn on mxfp8 in one",
+        ),
+        (
+            "ep_backend", "standard", "dispatch: standard", "dispatch: deepep",
+            "EP backend mine expects dispatch deepep, and the options turn on standard",
+        ),
+    ],
+)  # fmt: skip
+def test_a_declaration_that_is_not_what_trains_is_refused_with_both(
+    tmp_path: Path, kind: str, name: str, old: str, new: str, words: str
+) -> None:
+    load_overlay.cache_clear()
+    path = _copy(tmp_path, kind, name, (old, new))
+    overlays = {"precision": "mxfp8" if kind == "ep_backend" else path}
+    overlays |= {"ep_backend": path} if kind == "ep_backend" else {}
+    cell = cell_of("deepseek_v3_16b", **overlays)  # type: ignore[arg-type]
+    assert cell.refused and words in cell.refused
+    assert "would stop at its first step; correct the options, or `expect` in mine.yaml" in (
+        cell.refused
+    )
+
+
+# Read from the caller's environment where it is set; a profile may set it for everyone.
+FREE = {"WANDB_PROJECT", "NCCL_IB_HCA", "HOSTNAME"}
+
+
+def test_every_variable_of_the_scripts_is_reserved() -> None:
+    assigned: set[str] = set()
+    for text in [*golden_scripts().values(), *launchers().values()]:
+        assigned |= set(re.findall(r"(?m)^\s*(?:export )?([A-Z][A-Z_]*)\+?=", text))
+        # The supervisor exports the others that a script reads.
+        assigned |= set(re.findall(r"[$][{]([A-Z][A-Z_]*)[}]", text))
+    assert {"CELL_DIR", "TRAIN_NODES", "ATTEMPT", "TRAIN_ARGS", "PYTHONPATH"} <= assigned
+    own = {name for name in assigned if not name.startswith(("COOKBOOK_", "SLURM_"))}
+    overlays = [*map(load_precision, PRECISIONS), *map(load_ep_backend, EP_BACKENDS)]
+    exported = {name for one in overlays for name in (*one.environment, *one.environment_from)}
+    exported |= {name for cluster in CLUSTERS for name in load_cluster(cluster).environment}
+    assert own - FREE - exported <= RESERVED
+
+
+def test_every_read_only_variable_of_bash_is_reserved() -> None:
+    listed = subprocess.run(["bash", "-c", "readonly -p"], capture_output=True, text=True).stdout
+    found = set(re.findall(r"(?m)^declare -\w+ (\w+)", listed))
+    assert {"EUID", "SHELLOPTS"} <= found <= RESERVED
+
+
+@pytest.mark.parametrize("name", ["CELL_DIR", "COOKBOOK_ROOT", "SLURM_JOB_ID"])
+def test_a_variable_of_the_scripts_is_refused(tmp_path: Path, name: str) -> None:
+    path = _copy(tmp_path, "precision", "bf16")
+    with Path(path).open("a") as file:
+        file.write(f"environment_from: {{{name}: OTHER}}\n")
+    with pytest.raises(InputError, match=rf"environment_from.{name}: is a variable of bash or"):
+        load_precision(path)

@@ -1,4 +1,4 @@
-"""The folder of a run: made whole, found by name, read back, also where somebody spoilt it."""
+"""The folder and the records of a run: made whole, found by name, read back."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from cookbook.base.errors import InputError
-from cookbook.base.paths import ROOT, runs_folder
+from cookbook.base.files import write_whole
 from cookbook.config.cell import Cell
 from cookbook.launch import submit
 from cookbook.launch.script import render_script
 from cookbook.launch.submit import create_run
+from cookbook.run import run as records
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import read_record
+from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import find_run, note_new_job, read_run, run_names
 from cookbook.run.status import (
     FAILED,
@@ -32,6 +34,7 @@ from cookbook.run.status import (
     write_status,
 )
 from tests.cells import Point
+from tests.checkout import commit_all
 from tests.submit import listing
 
 
@@ -184,12 +187,6 @@ def test_a_run_that_nobody_took_is_not_the_newest(tmp_path: Path, cells: list[Ce
     assert find_run(None).folder == failed.folder
 
 
-def test_a_relative_folder_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COOKBOOK_RUNS", "elsewhere/runs")
-    assert runs_folder() == ROOT / "elsewhere/runs"
-
-
 def test_cells_that_were_added_by_hand_are_part_of_the_run(tmp_path: Path) -> None:
     record = {"run": "mine", "scheduler": "slurm", "cells": ["b"]}
     folder = _run_json(tmp_path, json.dumps(record))
@@ -198,3 +195,72 @@ def test_cells_that_were_added_by_hand_are_part_of_the_run(tmp_path: Path) -> No
         (folder / name / "cell.yaml").write_text("name: x")
     (folder / "job").mkdir()
     assert [cell.name for cell in read_run(folder).cells] == ["b", "a"]
+
+
+def test_all_of_a_cell_is_in_its_record(tmp_path: Path) -> None:
+    """What is lost here is lost for good: a report knows a cell by its record alone."""
+    cell = replace(
+        Point("debug", "mxfp8", "standard", "local").cell(),
+        stand_in_for="deepseek_v3_671b",
+        refused="does not fit",
+        published=918.0,
+        baseline="debug-bf16-standard",
+        prediction="predicted 5",
+        repeat_of="debug-mxfp8-standard",
+        repeat=2,
+    )
+    cell.record().write(tmp_path / "cell.yaml")
+    read = read_record(tmp_path / "cell.yaml")
+    assert read == cell.record()
+    same = ["name", "stand_in_for", "refused", "baseline", "prediction", "repeat_of", "repeat"]
+    same += ["nodes", "emulated", "max_restarts", "environment"]
+    assert {name: getattr(read, name) for name in same} == {n: getattr(cell, n) for n in same}
+    assert read.emulated and read.published_tokens_per_second_per_gpu == 918.0
+    parts = (cell.recipe, cell.precision, cell.ep_backend, cell.cluster)
+    named = (read.recipe, read.precision, read.ep_backend, read.cluster)
+    assert named == tuple(part.name for part in parts)
+    assert (read.stack, read.device) == ("2026.02", "cpu")
+    assert read.ranks_per_node == cell.cluster.ranks_per_node
+    assert read.options == cell.options.values and read.options["training.steps"] == cell.steps
+    # What only a later attempt or a user's own file brings.
+    empty = {"files", "published_source", "profile", "too_few_nodes"}
+    left = {field.name for field in fields(CellRecord) if not getattr(read, field.name)}
+    assert left <= empty | {"environment"}
+
+
+def test_a_commit_with_changes_has_a_plus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert records.commit() is None
+
+    (tmp_path / "file").write_text("one\n")
+    head = commit_all(tmp_path)[:7]
+    # Runs and notes lie beside the files; the code that runs is the commit's.
+    (tmp_path / "notes").touch()
+    assert records.commit() == head
+    (tmp_path / "file").write_text("two\n")
+    assert records.commit() == f"{head}+"
+    record = records.new_record(records.RunRecord("local", (), "r", cluster="c", stack="s"))
+    records.write_run(tmp_path, record)
+    assert json.loads((tmp_path / "run.json").read_text())["commit"] == f"{head}+"
+
+
+def test_who_reads_while_it_is_written_sees_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    write_whole(path, "old, and long\n")
+    with path.open() as reader:
+        assert reader.read(3) == "old"
+        write_whole(path, b"new\n", mode=0o755)
+        assert reader.read() == ", and long\n"
+    assert path.read_text() == "new\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, "old\n")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "no text: \ud800")
+    assert path.read_text() == "old\n"
+    assert list(tmp_path.iterdir()) == [path]

@@ -180,27 +180,6 @@ def test_a_variable_from_another_one_does_not_replace_the_users(job: Job) -> Non
     assert "CARDS" not in job.run().environment
 
 
-def test_of_a_launchers_words_the_later_ones_win(job: Job) -> None:
-    """The recipe's, the EP backend's, the precision's, the cluster's, then those of the line."""
-    cluster = job.cluster(debug={"seed": 44})
-    job.script.write_text(render_launcher(load_recipe("debug"), cluster, "train.sh"))
-    start = job.run("--debug.seed=5", PRECISION="mxfp8", EP_BACKEND="deepep")
-    assert start.status == 0, start.output
-    words = start.train_args
-    heads = (
-        "--training.seq_len=",
-        "--cookbook.dispatch=deepep",
-        "--cookbook.grouped_gemms=mxfp8",
-        "--debug.seed=44",
-        "--job.dump_folder=",
-        "--debug.seed=5",
-    )
-    found = [next(n for n, word in enumerate(words) if word.startswith(head)) for head in heads]
-    assert found == sorted(found)
-    assert "--cell=debug-mxfp8-deepep" in start.asked
-    assert "--precision=mxfp8" in start.asked and "--ep-backend=deepep" in start.asked
-
-
 @pytest.mark.parametrize(
     ("environment", "said"),
     [

@@ -223,9 +223,10 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             self.send_error(404)
             return
         body = json.dumps({"path": self.path}).encode()
+        commit = 5 * "01234567"
         self.send_response(200)
-        self.send_header("ETag", '"0123456789abcdef0123456789abcdef01234567"')
-        self.send_header("X-Repo-Commit", "0123456789abcdef0123456789abcdef01234567")
+        self.send_header("ETag", f'"{commit}"')
+        self.send_header("X-Repo-Commit", commit)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":

@@ -1,4 +1,4 @@
-"""What is stopped on this machine is said to be, and nothing of it stays."""
+"""What is stopped here is said to be, and nothing of it stays; a disk that is full."""
 
 from __future__ import annotations
 
@@ -25,20 +25,25 @@ from tests.waiting import until
 CELL = Point("debug", "bf16", "standard", "local")
 
 
+def write_script(folder: Path, torchrun: str) -> Path:
+    """The cell's script, and an environment for it whose torchrun is that."""
+    write_program(folder / "venv/bin/torchrun", torchrun)
+    write_program(folder / "venv/bin/python", PYTHON)
+    script = folder / "train.sh"
+    script.write_text(render_script(CELL.cell()))
+    return script
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGTERM, 0)]
 )
 def test_a_stopped_script_is_cancelled(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    binaries, cell = tmp_path / "venv" / "bin", tmp_path / "runs" / "r" / "a"
+    cell = tmp_path / "runs" / "r" / "a"
     # torchrun may end well of it, having saved a checkpoint.
     end = "trap 'exit 0' TERM\n" if status == 0 else ""
     torchrun = f"#!/bin/bash\n{end}echo trains\nfor i in {{1..600}}; do sleep 0.1; done\n"
-    write_program(binaries / "torchrun", torchrun)
-    write_program(binaries / "python", PYTHON)
-    script = tmp_path / "train.sh"
-    script.write_text(render_script(CELL.cell()))
     process = subprocess.Popen(
-        ["bash", str(script)],
+        ["bash", str(write_script(tmp_path, torchrun))],
         cwd=ROOT,
         env={**os.environ, "VENV": str(tmp_path / "venv"), "CELL_DIR": str(cell)},
         stdout=subprocess.DEVNULL,
@@ -129,3 +134,47 @@ def test_ranks_that_nobody_supervises_are_named_and_can_be_cancelled(run: Run) -
         for stranger in strangers:
             stranger.kill()
             stranger.wait()
+
+
+# More than a disk of this size holds; the training itself writes nothing else and ends well.
+_TORCHRUN = """\
+#!/bin/bash
+echo "[rank0]: step 1"
+head -c 4M /dev/zero >"${DISK}/runs/a-file-of-somebody-else"
+for i in {1..2000}; do echo "[rank0]: a line of the log, the last step is far away ${i}"; done
+exit "${TORCHRUN_STATUS:-0}"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own needs root, which CI has")
+@pytest.mark.parametrize(("status", "state"), [(0, "finished"), (1, "failed")])
+def test_a_full_disk_changes_nothing_of_the_end(tmp_path: Path, status: int, state: str) -> None:
+    disk, script = tmp_path / "disk", write_script(tmp_path, _TORCHRUN)
+    disk.mkdir()
+    # The mount is this process's own, and gone with it.
+    shell = (
+        'mount -t tmpfs -o size=256k disk "${DISK}" && bash "$1"; echo "code=$?"; '
+        'cat "${CELL_DIR}/status.json"'
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", shell, "bash", str(script)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "DISK": str(disk),
+            "CELL_DIR": str(disk / "runs/r/a"),
+            "COOKBOOK_RUNS": str(disk / "runs"),
+            "VENV": str(tmp_path / "venv"),
+            "TORCHRUN_STATUS": str(status),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    words, _, found = done.stdout.rpartition("code=")
+    code, _, written = found.partition("\n")
+    assert json.loads(written)["state"] == state, done
+    assert int(code) == status, done
+    assert "Traceback" not in done.stderr + words
+    # The job's own log is elsewhere, and whole.
+    assert "far away 2000" in words

@@ -168,12 +168,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("command", "options", "says"), WRONG, ids=[f"{n}: {w[2][-30:]}" for n, w in enumerate(WRONG)]
 )
 def test_a_wrong_input_is_refused_in_one_line(
-    command: str,
-    options: dict[str, Any],
-    says: str,
-    inputs: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, options: dict[str, Any], says: str, inputs: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setenv("COOKBOOK_RUNS", str(inputs / "runs"))
     words = command.replace("RUN", Run(inputs).folder.name).split()
@@ -230,14 +225,6 @@ def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
     assert "warm_up_ends" not in advice({"lr_scheduler.warmup_steps": 8})
     assert "warm_up_ends" not in advice(warm_up | {"lr_scheduler.total_steps": 9})
     assert "warm_up_ends" not in advice(warm_up | {"debug.moe_force_load_balance": True})
-
-
-def test_check_says_how_much_is_read(tmp_path: Path) -> None:
-    save(tmp_path / "hf", shapes_of())
-    with (tmp_path / "hf/a.safetensors").open("ab") as file:
-        file.truncate(30_000_000)
-    options = LOAD | {f"{C}.initial_load_path": str(tmp_path / "hf")}
-    assert "0.03 GB are read from" in advice(options)["weights_are_read"]
 
 
 def test_a_folder_names_its_text_files(tmp_path: Path) -> None:

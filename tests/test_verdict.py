@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
-from cookbook.base.gpus import Gpu
 from cookbook.base.paths import ROOT
 from cookbook.cli.main import main
 from cookbook.config.cell import ERROR, WARNING, Cell, train_argv
 from cookbook.config.cluster import default_cluster, runs_here
 from cookbook.config.options import command_line_settings
-from cookbook.config.recipe import load_precision
 from cookbook.config.validate import judge, missing_here
 from cookbook.launch.submit import create_run
 from cookbook.run import slurm
@@ -98,9 +96,6 @@ def test_every_asker_gives_the_same_verdict(
     for option in options:
         words += ["--set", option]
     check = main(["check", *words, "--rules-only", "--json"])
-    if said := capsys.readouterr().out:
-        (one,) = json.loads(said)["cells"]
-        assert one["looked_at"] == {"rules": True, "built": False, "here": True}
     dry_run = main(["run", *words, "--dry-run"])
     start = _start([recipe, precision, ep_backend, *options], tmp_path)
     given = command_line_settings(options)
@@ -172,29 +167,17 @@ def test_the_default_cluster_is_the_one_that_slurm_has(
     assert default_cluster() == "h200-node"
 
 
-def test_fp8_is_the_format_of_the_gpu() -> None:
-    names = {"A": 9.0, "B": 10.0}
-    found = [load_precision("fp8", Gpu(name, cc, 80)).name for name, cc in names.items()]
-    assert found == ["float8", "mxfp8"]
-    for gpu in (None, Gpu("A100", 8.0, 80)):
-        with pytest.raises(InputError, match="depends on the GPU; name mxfp8 or float8"):
-            load_precision("fp8", gpu)
-
-
-def _missing(cell: Cell) -> list[tuple[str, str]]:
-    return [(one.option, one.reason) for one in missing_here(cell, is_submitted=True)]
-
-
 def test_paths_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "tokenizer").mkdir()
     load = "checkpoint.initial_load_path"
-    cell = with_options(cell_of("debug", cluster="local"), {"checkpoint.enable": True})
 
     def missing(tokenizer: object, data: object, checkpoint: Any = None) -> list[tuple[str, str]]:
         paths = {TOKENIZER: str(tokenizer), DATA: str(data), load: checkpoint}
-        return _missing(with_options(cell, paths))
+        cell = with_options(cell_of("debug", cluster="local"), {"checkpoint.enable": True, **paths})
+        found = missing_here(cell, is_submitted=True)
+        return [(one.option, one.reason) for one in found]
 
     # A folder without the file is no tokenizer.
     assert missing(tmp_path / "tokenizer", tmp_path / "data") == [
@@ -208,12 +191,3 @@ def test_paths_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert missing(file.parent, "data") == [(DATA, "data is not there")]
     assert missing(file.parent, file) == [(DATA, f"{file} is a file, allowed: a folder")]
     assert missing(file.parent, tmp_path, "/none") == [(load, "/none is not there")]
-
-
-@pytest.mark.parametrize(("cluster", "is_lacking"), [("local", False), ("h200-node", True)])
-def test_flash_attention_4(monkeypatch: pytest.MonkeyPatch, cluster: str, is_lacking: bool) -> None:
-    """On a CPU its reference runs, which needs no package."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    cell = with_options(cell_of("debug", cluster=cluster), {"model.attention": "flash_attention_4"})
-    found = [one.option for one in judge(cell).findings if one.rule == "packages"]
-    assert ("model.attention" in found) is is_lacking
