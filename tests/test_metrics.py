@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.yamlfile import Unchecked
+from cookbook.observe.history import collect_history, longest_save, usual_step_time
 from cookbook.observe.metrics import (
     LoadStep,
     Phase,
@@ -308,7 +309,7 @@ def test_where_a_checkpoint_was_spoilt_two_attempts_lose_steps(cell: CellFolder)
     assert [one.steps_lost for one in collect_history(cell, CellRecord()).attempts] == [3, 4, 0]
 
 
-def test_the_usual_time_of_a_step_is_that_of_the_newest_attempt_with_some(cell: CellFolder) -> None:
+def test_the_usual_time_of_a_step_is_the_newest_attempts(cell: CellFolder) -> None:
     assert usual_step_time(cell.attempts()) is None
     trained(cell, 0, 10, range(1, 9))
     trained(cell, 1, 40, range(7, 9))

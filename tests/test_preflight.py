@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError
+from cookbook.base.paths import ROOT
 from cookbook.base.yamlfile import Unchecked
 from cookbook.config.cluster import Bandwidth, load_cluster
 from cookbook.run import slurm
