@@ -72,17 +72,11 @@ def dry_run(module: str = "cookbook.titan.dry_build") -> Iterator[Callable[[Cell
             "WANDB_MODE": "disabled",
         }
         with said.open("w") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, load_stack().hooks],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                # The children it forks must end with it.
-                start_new_session=True,
-            )
+            command = [sys.executable, "-m", module, load_stack().hooks]
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            # The children it forks must end with it.
+            pipes |= {"env": environment, "start_new_session": True}
+            process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
         assert process.stdin
         assert process.stdout
         requests, answers = process.stdin, process.stdout

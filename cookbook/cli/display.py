@@ -132,8 +132,7 @@ def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
     is_running = cell.state == "running"
     fields = dict.fromkeys(_COLUMNS, "")
     if cell.step is not None:
-        total = f"/{cell.total_steps:,}" if cell.total_steps else ""
-        fields["step"] = f"{cell.step:,}{total}"
+        fields["step"] = f"{cell.step:,}" + (f"/{cell.total_steps:,}" if cell.total_steps else "")
         if is_running and cell.total_steps:
             fields["bar"] = bar(cell.step / cell.total_steps, _BAR, is_ascii)
     elif is_running:

@@ -153,11 +153,9 @@ def render_cell(arguments: argparse.Namespace) -> int:
     """Print the cell's script, or write it; 1 if the rules refuse the cell."""
     cell = requested_cell(arguments)
     if cell.stand_in_for:
-        raise InputError(
-            f"--cluster {cell.cluster.name}",
-            f"would train {cell.recipe.name} in place of {cell.stand_in_for}",
-            f"name the cluster that the script is for, or render {cell.recipe.name}",
-        )
+        remedy = f"name the cluster that the script is for, or render {cell.recipe.name}"
+        found = f"would train {cell.recipe.name} in place of {cell.stand_in_for}"
+        raise InputError(f"--cluster {cell.cluster.name}", found, remedy)
     if cell.refused:
         print(f"submit.py: {cell.name} is refused: {cell.refused}", file=sys.stderr)
     status = 1 if cell.refused else 0

@@ -297,11 +297,11 @@ def check_line(arguments: argparse.Namespace) -> int:
     text = line.script.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
     if lines[:1] != ["#!/bin/bash"] or not {line.strip() for line in lines}.issuperset(_CHECKS):
-        raise InputError(
-            f"check-line: {line.script}",
-            "is no script of the cookbook, and was not run",
-            "name train_671b.sh, train_16b.sh, a script of `python submit.py render`, or a copy",
+        remedy = (
+            "name train_671b.sh, train_16b.sh, a script of `python submit.py render`, or a copy"
         )
+        found = "is no script of the cookbook, and was not run"
+        raise InputError(f"check-line: {line.script}", found, remedy)
     header = _options([*_header(line.script, lines)])
     # Options on the line win over those in the file.
     typed = _options(line.options)
@@ -373,11 +373,11 @@ def _header(script: Path, content: Sequence[str]) -> Iterator[str]:
     for number, text in enumerate(content, 1):
         if text.startswith("#SBATCH "):
             if command:
-                raise InputError(
-                    f"{script}:{number}",
-                    f"sbatch does not read `{text}`: it stands below the command in line {command}",
-                    "move that command below all #SBATCH lines",
+                found = (
+                    f"sbatch does not read `{text}`: it stands below the command in line {command}"
                 )
+                remedy = "move that command below all #SBATCH lines"
+                raise InputError(f"{script}:{number}", found, remedy)
             yield from text.split()[1:]
         elif text.strip() and not text.lstrip().startswith("#"):
             command = command or number

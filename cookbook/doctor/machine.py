@@ -108,8 +108,7 @@ def _described(gpu: Gpu) -> str:
 
 
 def _ability(gpu: Gpu) -> str:
-    has_mxfp8 = gpu.compute_capability >= 10
-    return "MXFP8 in hardware" if has_mxfp8 else "float8; MXFP8 only emulated"
+    return "MXFP8 in hardware" if gpu.compute_capability >= 10 else "float8; MXFP8 only emulated"
 
 
 # An idle B200 or H200 has less than 1 GiB in use.
@@ -237,12 +236,10 @@ def ibgda(here: Surroundings) -> Verdict:
         return "ok", "driver options EnableStreamMemOPs and PeerMappingOverride"
     if here.path("/dev/gdrdrv").exists() or here.path("/sys/module/gdrdrv").exists():
         return "ok", "through GDRCopy (gdrdrv is loaded)"
-    return (
-        "problem" if here.deepep_between_nodes else "warning",
-        "neither the driver's options nor GDRCopy: DeepEP stays within a node",
-        f"set in /etc/modprobe.d and reload the driver: options nvidia {' '.join(missing)}; "
-        "or load gdrdrv",
-    )
+    options = f"options nvidia {' '.join(missing)}"
+    remedy = f"set in /etc/modprobe.d and reload the driver: {options}; or load gdrdrv"
+    found = "neither the driver's options nor GDRCopy: DeepEP stays within a node"
+    return "problem" if here.deepep_between_nodes else "warning", found, remedy
 
 
 @check("memlock", node_hours=24)
@@ -255,11 +252,9 @@ def memlock(here: Surroundings) -> Verdict:
     mib = int(match[1]) / 1024**2
     if not here.installed_gpus:
         return "not here", f"{mib:.0f} MiB here; the compute nodes' limit counts"
-    return (
-        "problem" if _devices(here) else "warning",
-        f"{mib:.0f} MiB: too little to register GPU buffers with the network",
-        "ulimit -l unlimited, in slurmd's unit or /etc/security/limits.conf",
-    )
+    found = f"{mib:.0f} MiB: too little to register GPU buffers with the network"
+    remedy = "ulimit -l unlimited, in slurmd's unit or /etc/security/limits.conf"
+    return "problem" if _devices(here) else "warning", found, remedy
 
 
 def _devices(here: Surroundings) -> dict[str, str]:
@@ -282,11 +277,9 @@ def network(here: Surroundings) -> Verdict:
         found = f"no RDMA device here; {place} names {chosen}" if chosen else "no RDMA device here"
         return "not here", f"{found}; one node, or TCP between nodes"
     if not chosen:
-        return (
-            "warning",
-            f"{len(devices)} devices and no NCCL_IB_HCA: NCCL may take a virtual one",
-            "name the devices that belong to the GPUs, e.g. NCCL_IB_HCA=mlx5_4:1,mlx5_5:1",
-        )
+        found = f"{len(devices)} devices and no NCCL_IB_HCA: NCCL may take a virtual one"
+        remedy = "name the devices that belong to the GPUs, e.g. NCCL_IB_HCA=mlx5_4:1,mlx5_5:1"
+        return "warning", found, remedy
     if chosen.startswith("^"):
         return "ok", f"{place}: all but {chosen[1:]}"
     named = [name.split(":")[0] for name in chosen.lstrip("=").split(",") if name]

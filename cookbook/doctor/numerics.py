@@ -89,8 +89,7 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
                 print(line, end="", flush=True, file=None if _VERDICT.match(line) else log)
         status = torchrun.returncode
         if not written.exists():
-            reason = find_reason(folder) or f"torchrun ended with status {status}"
-            print(f"\nnot proved: {reason}")
+            print(f"\nnot proved: {find_reason(folder) or f'torchrun ended with status {status}'}")
             return 1
         found = json.loads(written.read_text(encoding="utf-8"))
     proofs, where = found["proofs"], found["gpu"] or "the CPU"

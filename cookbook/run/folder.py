@@ -176,12 +176,10 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
 
 def _short_files(path: Path, needed: dict[str, int]) -> Iterator[str]:
     for name, size in sorted(needed.items()):
-        try:
-            found = (path / name).stat().st_size
-        except OSError:
+        found = (path / name).stat().st_size if (path / name).exists() else None
+        if found is None:
             yield f"{name} is missing"
-            continue
-        if found < size:
+        elif found < size:
             yield f"{name} has {found:,} of {size:,} bytes"
 
 

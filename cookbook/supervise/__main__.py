@@ -91,14 +91,12 @@ def validate(start: Start) -> Cell:
     )
     granted, ranks = os.environ.get("SLURM_GPUS_ON_NODE", ""), cell.cluster.ranks_per_node
     if cell.cluster.gpu is not None and granted.isdecimal() and int(granted) < ranks:
-        raise InputError(
-            "sbatch --gpus-per-node",
-            f"the job has {granted} GPUs a node, and the script starts {ranks} ranks",
-            f"ask for --gpus-per-node={ranks}, or set gpus_per_node in the cluster's profile",
-        )
+        found = f"the job has {granted} GPUs a node, and the script starts {ranks} ranks"
+        remedy = f"ask for --gpus-per-node={ranks}, or set gpus_per_node in the cluster's profile"
+        raise InputError("sbatch --gpus-per-node", found, remedy)
     is_submitted = not os.environ.get("COOKBOOK_CHECK")
-    for found in rules.judge(cell, is_submitted=is_submitted).errors:
-        raise InputError(found.option or cell.name, found.reason, found.remedy)
+    for error in rules.judge(cell, is_submitted=is_submitted).errors:
+        raise InputError(error.option or cell.name, error.reason, error.remedy)
     _check_folder(start.folder.path, cell)
     find_checkpoint(start.folder, cell.record())
     return replace(cell, published=published_number(cell))
@@ -116,21 +114,16 @@ def _check_folder(path: Path, cell: Cell) -> None:
     if path == Path("/") or (path.exists() and not path.is_dir()):
         raise InputError(place, "is no folder of a cell", "name one below runs/, or unset CELL_DIR")
     if path.parent == runs_folder().resolve():
-        raise InputError(
-            place,
-            "is the folder of a run, allowed: one of a cell below it",
-            f"try CELL_DIR={shown_path(path / cell.name)}",
-        )
+        wrong = "is the folder of a run, allowed: one of a cell below it"
+        raise InputError(place, wrong, f"try CELL_DIR={shown_path(path / cell.name)}")
     first, asked = earlier_record(CellFolder(path)), cell.record()
     found, wanted = (
         f"{one.recipe} {one.precision} {one.ep_backend}" for one in (first or asked, asked)
     )
     if found != wanted:
-        raise InputError(
-            place,
-            f"holds a cell of {found}, and this job trains {wanted}",
-            "unset CELL_DIR, or set PRECISION and EP_BACKEND as they were",
-        )
+        remedy = "unset CELL_DIR, or set PRECISION and EP_BACKEND as they were"
+        wrong = f"holds a cell of {found}, and this job trains {wanted}"
+        raise InputError(place, wrong, remedy)
 
 
 def start_run(start: Start) -> None:

@@ -180,11 +180,8 @@ class RunningAttempt:
         self._late_at: float | None = None
         self._started = time.time()
         # A session of its own, so that a signal reaches all that the script starts.
-        self.process = subprocess.Popen(
-            ["bash", str(cell.script), *arguments],
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
+        words, variables = ["bash", str(cell.script), *arguments], {**os.environ, **environment}
+        self.process = subprocess.Popen(words, env=variables, start_new_session=True)
 
     def send(self, number: int) -> None:
         """Send a signal to all that the script has started; it then ends in its own time."""

@@ -47,15 +47,9 @@ class RankGroups:
         """Return the groups of the all-to-all, as TorchTitan lays out expert parallelism."""
         size, stride = min(self.expert_parallel, world), self.stride
         block = size * stride
-        return (
-            []
-            if size < 2
-            else [
-                list(range(start + offset, start + block, stride))
-                for start in range(0, world - block + 1, block)
-                for offset in range(stride)
-            ]
-        )
+        starts = range(0, world - block + 1, block) if size > 1 else ()
+        groups = ((start, offset) for start in starts for offset in range(stride))
+        return [list(range(start + offset, start + block, stride)) for start, offset in groups]
 
 
 @dataclass
@@ -183,10 +177,8 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
             outcome.slowest[name] = min(speed, outcome.slowest.get(name, speed))
             if speed < (wanted := getattr(groups.floor, name)):
                 outcome.is_slow.add(number)
-                outcome.faults[number] = (
-                    f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s, "
-                    f"the profile wants {wanted:g}"
-                )
+                words = f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s, "
+                outcome.faults[number] = f"{words}the profile wants {wanted:g}"
         errors = sorted((f"{n}: {ended[n]}" for n in team if ended.get(n)), key=is_consequence)
         errors += [f"{node}: no answer" for node in team if node not in ended]
         if errors:

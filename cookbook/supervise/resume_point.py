@@ -72,11 +72,9 @@ def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
         damaged.append(checkpoint)
     # TorchTitan reads `load_step` only where the folder exists.
     if wanted != -1 and (damaged or place.is_dir()):
-        raise InputError(
-            f"{_LOAD_STEP}: step-{wanted}",
-            str(damaged[0].damage if damaged else "is not there"),
-            f"leave {_LOAD_STEP} out, and the newest whole checkpoint is taken",
-        )
+        remedy = f"leave {_LOAD_STEP} out, and the newest whole checkpoint is taken"
+        found = str(damaged[0].damage if damaged else "is not there")
+        raise InputError(f"{_LOAD_STEP}: step-{wanted}", found, remedy)
     return Found(None, tuple(damaged))
 
 
@@ -100,11 +98,9 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
         kept = checkpoint.path.parent.parent / f"model-{checkpoint.path.name}"
         remedy = f"to continue after step {full.step}, move it away: "
         remedy += f"mv {shown_path(checkpoint.path)} {shown_path(kept)}"
+    found = f"holds the model without {', '.join(missing)} (checkpoint.last_save_model_only), so "
     raise InputError(
-        shown_path(checkpoint.path),
-        f"holds the model without {', '.join(missing)} (checkpoint.last_save_model_only), so "
-        "training cannot continue from it",
-        remedy,
+        shown_path(checkpoint.path), f"{found}training cannot continue from it", remedy
     )
 
 

@@ -280,8 +280,7 @@ class Supervisor:
 
     def _lost_nodes(self) -> list[str]:
         """Return the job's nodes that Slurm cannot use; wait where the controller is away."""
-        nodes = os.environ.get("SLURM_JOB_NODELIST") if slurm_job() else None
-        is_logged = False
+        nodes, is_logged = os.environ.get("SLURM_JOB_NODELIST") if slurm_job() else None, False
         while nodes and not self.signal_number:
             try:
                 return slurm.lost_nodes(nodes)
