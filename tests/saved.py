@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.run.folder import STATES
+from cookbook.run.folder import PARTS
 
 BYTES = 1000
 FILES = ("__0_0.distcp", "__1_0.distcp")
@@ -39,7 +39,7 @@ class Place:
     length: int
 
 
-def save(folder: Path, step: int, states: tuple[str, ...] = STATES, readers: int = 2) -> Path:
+def save(folder: Path, step: int, states: tuple[str, ...] = PARTS, readers: int = 2) -> Path:
     """Write the checkpoint `step-<step>` of two ranks, each file of BYTES bytes."""
     path = folder / f"step-{step}"
     path.mkdir(parents=True)

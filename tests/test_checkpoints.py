@@ -13,7 +13,7 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.config.cell import train_argv
-from cookbook.run.folder import STATES, CellFolder
+from cookbook.run.folder import PARTS, CellFolder
 from cookbook.run.record import read_record
 from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from cookbook.supervise.__main__ import CHECKED, Start, main, start_run
@@ -191,7 +191,7 @@ def test_the_model_alone_can_start_a_new_run_and_a_seed_does(cell: Started) -> N
     last = save(cell.saved, 6, states=())
     with pytest.raises(InputError, match=f"checkpoint.initial_load_path={last}"):
         cell.start()
-    cell.start(f"--checkpoint.exclude_from_loading={','.join(STATES)}")
+    cell.start(f"--checkpoint.exclude_from_loading={','.join(PARTS)}")
     assert cell.step() == 6
     shutil.rmtree(last)
     save(cell.saved, 0, states=())

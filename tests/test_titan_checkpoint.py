@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from cookbook.run.folder import STATES, read_checkpoint
+from cookbook.run.folder import PARTS, read_checkpoint
 from tests.titan_ranks import run_ranks
 from tests.titan_run import (
     BF16,
@@ -117,7 +117,7 @@ def test_asked_on_one_node_all_ranks_end_at_one_checkpoint_and_lose_nothing(
     assert "cookbook: asked to stop; the run ends at a checkpoint of step 2" in stopped["said"]
     assert saved(tmp_path) == ["step-2"]
     checkpoint = read_checkpoint(2, tmp_path / "checkpoint" / "step-2")
-    assert (checkpoint.damage, checkpoint.states) == (None, frozenset(STATES))
+    assert (checkpoint.damage, checkpoint.states) == (None, frozenset(PARTS))
     # Rank 0 alone says so, once it is whole; with the job that is to be requeued.
     assert (tmp_path / "attempts/0/stopped").read_text() == "77 2\n"
     assert not (tmp_path / "attempts/1/stopped").exists()
@@ -355,7 +355,7 @@ def test_torchtitans_checkpoints_are_read_without_torch(
 ) -> None:
     assets, folder, _ = two_ranks
     full = read_checkpoint(2, folder / "checkpoint" / "step-2")
-    assert (full.damage, full.states, full.text_readers) == (None, frozenset(STATES), 2)
+    assert (full.damage, full.states, full.text_readers) == (None, frozenset(PARTS), 2)
     # TorchTitan's default at the last step.
     model_only = "--checkpoint.last-save-model-only"
     run(assets, tmp_path / "a", 2, *EP2, *RESHARDED, model_only, steps=1)

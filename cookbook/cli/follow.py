@@ -30,16 +30,8 @@ from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
-from cookbook.run.states import CellState, cancel_deleted, cancel_run, cell_states
-from cookbook.run.status import (
-    FAILED,
-    FINISHED,
-    OPEN,
-    REFUSED,
-    RUNNING,
-    read_json,
-    read_resumptions,
-)
+from cookbook.run.states import SETTLED, CellState, cancel_deleted, cancel_run, cell_states
+from cookbook.run.status import FAILED, OPEN, RUNNING, read_json, read_resumptions
 
 # Fewer steps show no pace.
 _LEAST_STEPS = 4
@@ -288,7 +280,7 @@ def wait_for(run: Run) -> int:
     failed = [cell for cell, state in states.items() if state == FAILED]
     for cell in failed:
         print(f"{cell} failed; its log: python submit.py logs {run.name}/{cell}")
-    return 0 if set(states.values()) <= {FINISHED, REFUSED} else 1
+    return 0 if set(states.values()) <= SETTLED else 1
 
 
 def show_report(arguments: argparse.Namespace) -> int:

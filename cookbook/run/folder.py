@@ -124,8 +124,8 @@ _METADATA = ".metadata"
 # TorchTitan takes this for a checkpoint too, and then cannot load it.
 _HUGGING_FACE = "model.safetensors.index.json"
 _TEXTS = "dataloader.dp_rank_"
-# The state beside the model that training needs, by the head of its entries' names.
-STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+# The parts beside the model that training needs, by the head of its entries' names.
+PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Checkpoint:
 
     Attributes:
         damage: why it cannot be loaded, None if it is whole.
-        states: those of STATES that it holds.
+        states: those of PARTS that it holds.
         text_readers: data-parallel ranks that saved their position in the texts.
     """
 
@@ -169,7 +169,7 @@ def read_checkpoint(step: int, path: Path) -> Checkpoint:
         path,
         step,
         next(_short_files(path, needed), None),
-        frozenset(name.partition(".")[0] for name in names) & frozenset(STATES),
+        frozenset(name.partition(".")[0] for name in names) & frozenset(PARTS),
         sum(name.startswith(_TEXTS) for name in names),
     )
 

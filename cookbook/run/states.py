@@ -99,7 +99,7 @@ def stop_processes(folder: Path, job: Job | None = None) -> int:
 
 
 COMPLETING = "Slurm: COMPLETING"
-_SETTLED = frozenset({FINISHED, REFUSED})
+SETTLED = frozenset({FINISHED, REFUSED})
 _NEVER_SUBMITTED = "never submitted: submit.py ended before it reached this cell; start it anew"
 
 
@@ -156,7 +156,7 @@ def _read(cell: CellFolder) -> tuple[Status, Job | None]:
 
 def _slurm_states(run: Run, patience: float) -> list[CellState]:
     before = {cell: _read(cell) for cell in run.cells}
-    unsettled = [cell for cell, (status, _) in before.items() if status.state not in _SETTLED]
+    unsettled = [cell for cell, (status, _) in before.items() if status.state not in SETTLED]
     if not unsettled:
         return [_state(cell, status, job) for cell, (status, job) in before.items()]
     # Before the second look: without a submitter at work no further job is to come.
@@ -178,7 +178,7 @@ def _slurm_states(run: Run, patience: float) -> list[CellState]:
         found: tuple[str, str | None] | None = None
         if job is None and status.state == QUEUED and not (silence or is_open):
             found = FAILED, f"{_NEVER_SUBMITTED} unless squeue --me shows its job"
-        elif job is not None and status.state not in _SETTLED:
+        elif job is not None and status.state not in SETTLED:
             info = _settle_end(cell, job, status, infos.get(job.job_id))
             if info is not None:
                 merge = merge_shared_job_state if num_cells[job.job_id] > 1 else merge_slurm_state

@@ -27,19 +27,10 @@ from cookbook.config.options import Options, parse_argv
 from cookbook.config.recipe import Overlay, load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import published_number
 from cookbook.config.stack import load_stack
-from cookbook.run import slurm
+from cookbook.run import slurm, status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import earlier_record, keep_request, read_record
 from cookbook.run.run import RunRecord, is_run, new_record, note_new_job, read_run, write_run
-from cookbook.run.status import (
-    OPEN,
-    RUNNING,
-    Status,
-    read_job,
-    read_status,
-    write_job,
-    write_status,
-)
 from cookbook.supervise.exits import restarts
 from cookbook.supervise.resume_point import find_checkpoint
 from cookbook.supervise.supervisor import Supervisor
@@ -129,7 +120,7 @@ def _check_folder(path: Path, cell: Cell) -> None:
 def start_run(start: Start) -> None:
     """Validate the script and note its run; a restart by Slurm finds that done."""
     folder, job_id = start.folder, os.environ.get("SLURM_JOB_ID")
-    job = read_job(folder)
+    job = status.read_job(folder)
     if restarts() and folder.record.exists() and job and job.job_id == job_id:
         return
     cell = validate(start)
@@ -137,9 +128,10 @@ def start_run(start: Start) -> None:
         _refuse_another_job(folder)
         number = folder.next_attempt().number
         keep_request(folder, cell.job_record(), start.script.read_text(encoding="utf-8"))
-        write_status(folder, Status(RUNNING, number, started=time.time(), restarts=restarts()))
+        now = status.Status(status.RUNNING, number, started=time.time(), restarts=restarts())
+        status.write_status(folder, now)
         if job_id:
-            write_job(folder, job_id)
+            status.write_job(folder, job_id)
         else:
             folder.job.unlink(missing_ok=True)
         run = folder.path.parent
@@ -156,8 +148,8 @@ def _refuse_another_job(folder: CellFolder) -> None:
     own, run = os.environ.get("SLURM_JOB_ID"), folder.path.parent
     if own is None or not is_run(run) or read_run(run).scheduler != "slurm":
         return
-    job = read_job(folder)
-    if job is None or job.job_id == own or read_status(folder).state not in OPEN:
+    job = status.read_job(folder)
+    if job is None or job.job_id == own or status.read_status(folder).state not in status.OPEN:
         return
     info = slurm.job_infos([job.job_id]).get(job.job_id)
     if info is not None and info.state in slurm.WAITING | slurm.ACTIVE:

@@ -17,14 +17,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.options import Options, Setting, layout_of
 from cookbook.config.stack import load_stack
-from cookbook.run.folder import (
-    STATES,
-    Attempt,
-    CellFolder,
-    Checkpoint,
-    read_checkpoint,
-    saved_steps,
-)
+from cookbook.run.folder import PARTS, Attempt, CellFolder, Checkpoint, read_checkpoint, saved_steps
 from cookbook.run.record import CellRecord
 from cookbook.run.status import Cause, PassedOver, Resumption, read_attempt_end, write_json
 
@@ -83,12 +76,12 @@ def _options_of(record: CellRecord) -> Options:
 
 
 def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options: Options) -> None:
-    missing = [s for s in STATES if s not in checkpoint.states | set(options[_EXCLUDED])]
+    missing = [s for s in PARTS if s not in checkpoint.states | set(options[_EXCLUDED])]
     # From step 0, a seed, TorchTitan loads the model alone.
     if checkpoint.step == 0 or not missing:
         return
     older = (read_checkpoint(step, path) for step, path in saved if step < checkpoint.step)
-    full = next((one for one in older if not one.damage and one.states == set(STATES)), None)
+    full = next((one for one in older if not one.damage and one.states == set(PARTS)), None)
     if full is None:
         remedy = "start a new run from its weights with "
         remedy += f"checkpoint.initial_load_path={checkpoint.path.resolve()}"

@@ -45,20 +45,9 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
+from cookbook.supervise import exits
 from cookbook.supervise.attempt import RunningAttempt, Timeouts, end_orphan_step
-from cookbook.supervise.exits import (
-    GO_ON,
-    Action,
-    Decision,
-    decide,
-    note_killed_attempt,
-    own_job,
-    refused_end,
-    restarts,
-    slurm_job,
-    stop_reason,
-    stopped_end,
-)
+from cookbook.supervise.exits import GO_ON, Action, Decision
 from cookbook.supervise.preflight import RequeueNeededError, head_address, preflight
 from cookbook.supervise.resume_point import prepare
 
@@ -96,7 +85,7 @@ class Supervisor:
 
     def __call__(self) -> NoReturn:
         """Run the cells and exit: with 0, a failed cell's status, or as its signal would end it."""
-        if slurm_job():
+        if exits.slurm_job():
             run_with_respawn(self._run)
         sys.exit(self._run())
 
@@ -111,16 +100,16 @@ class Supervisor:
 
     def supervise(self) -> int:
         cells = [CellFolder(Path(folder)) for folder in self.folders]
-        job_id, began, codes = own_job(), time.time(), dict[str, int]()
+        job_id, began, codes = exits.own_job(), time.time(), dict[str, int]()
         for cell in cells:
             # The submitter may have been killed before it noted this job.
             if job_id and not cell.job.exists():
-                write_job(cell, job_id if slurm_job() else process_job(int(job_id)))
+                write_job(cell, job_id if exits.slurm_job() else process_job(int(job_id)))
         for cell in cells:
             if read_status(cell).state in (FINISHED, REFUSED):
                 continue
             job = read_job(cell)
-            if job and slurm_job() and job.job_id != job_id:
+            if job and exits.slurm_job() and job.job_id != job_id:
                 # Nobody noted this job, and the cell was submitted again before it started.
                 log(f"{cell.path}: job {job.job_id} trains here, so this one leaves it alone")
                 codes[cell.name] = 1
@@ -144,7 +133,7 @@ class Supervisor:
 
     def _pass_over(self, cell: CellFolder, began: float) -> None:
         """Note why a cell gets no turn in this job, which was told to stop."""
-        state, why = stop_reason(signal.Signals(self.signal_number).name, began)
+        state, why = exits.stop_reason(signal.Signals(self.signal_number).name, began)
         if state == QUEUED:
             # Slurm starts the job again, and the cell has its turn then.
             return
@@ -152,7 +141,7 @@ class Supervisor:
         if state != CANCELLED:
             reason = f"the allocation ended before its turn ({why})"
         status = replace(read_status(cell), state=CANCELLED, reason=reason, exit_code=None)
-        write_status(cell, replace(status, restarts=restarts()))
+        write_status(cell, replace(status, restarts=exits.restarts()))
 
     def _run_cell(self, cell: CellFolder) -> int:
         """Run attempts until the cell has ended; return its exit status."""
@@ -160,13 +149,14 @@ class Supervisor:
             record = read_record(cell.record)
         except InputError as error:
             log(str(error))
-            write_status(cell, Status(FAILED, reason=str(error), exit_code=2, restarts=restarts()))
+            failed = Status(FAILED, reason=str(error), exit_code=2, restarts=exits.restarts())
+            write_status(cell, failed)
             return 2
-        if slurm_job() and record.profile:
+        if exits.slurm_job() and record.profile:
             self._late_s = float(cluster_from_record(record).late_seconds)
         end_orphan_step(cell)
-        note_killed_attempt(cell, record)
-        job_id = own_job()
+        exits.note_killed_attempt(cell, record)
+        job_id = exits.own_job()
         # A requeued job has attempts from before.
         ends = [end for end in read_history(cell.attempts()) if job_id and end.job_id == job_id]
         # Another job may train with other options.
@@ -177,7 +167,7 @@ class Supervisor:
             if decision is not None and decision.action is Action.REQUEUE:
                 return 0
             if self.signal_number:
-                end, state = stopped_end(end, signal.Signals(self.signal_number).name)
+                end, state = exits.stopped_end(end, signal.Signals(self.signal_number).name)
                 self._write(cell, end, state, end.reason)
                 return 0
             if end.cause is Cause.FINISHED:
@@ -185,7 +175,7 @@ class Supervisor:
                 return 0
             if decision is None:
                 lost = self._lost_nodes()
-                decision = decide([*ends, end], record.max_restarts, lost, self.is_time_over)
+                decision = exits.decide([*ends, end], record.max_restarts, lost, self.is_time_over)
                 if decision.action is Action.REQUEUE:
                     decision = self._requeue(cell, end, decision.words)
             end = replace(end, decision=decision.words)
@@ -209,20 +199,20 @@ class Supervisor:
         """
         if self.running is None:
             attempt = cell.next_attempt()
-            now = Status(RUNNING, attempt.number, started=time.time(), restarts=restarts())
+            now = Status(RUNNING, attempt.number, started=time.time(), restarts=exits.restarts())
             write_status(cell, now)
             try:
                 environment = self._prepare(cell, attempt, record)
             except SignalReceivedError:
-                return replace(refused_end(attempt, ""), exit_code=None), None
+                return replace(exits.refused_end(attempt, ""), exit_code=None), None
             except RequeueNeededError as needed:
-                end = refused_end(attempt, f"preflight: {needed}")
+                end = exits.refused_end(attempt, f"preflight: {needed}")
                 return end, self._requeue(cell, end, needed.words, needed.nodes, needed.begin)
             except (InputError, JobError, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 is_of_nodes = isinstance(error, JobError)
-                return refused_end(attempt, f"{'preflight: ' * is_of_nodes}{error}"), None
+                return exits.refused_end(attempt, f"{'preflight: ' * is_of_nodes}{error}"), None
             pace = (self.timeouts, self._usual, self._earlier)
             self.running = RunningAttempt(cell, attempt, record, environment, self.arguments, *pace)
             self._earlier = [*self._earlier, attempt]
@@ -255,7 +245,7 @@ class Supervisor:
                 if not cell.wandb_id.exists():
                     write_whole(cell.wandb_id, secrets.token_hex(6))
                 environment |= {"WANDB_RUN_ID": cell.wandb_id.read_text(), "WANDB_RESUME": "allow"}
-            if slurm_job():
+            if exits.slurm_job():
                 nodes = preflight(cell, attempt, record)
                 environment["NUM_NODES"] = str(len(nodes))
                 environment["TRAIN_NODES"] = ",".join(nodes)
@@ -275,12 +265,13 @@ class Supervisor:
             write_attempt_end(attempt, end)
         code, ended = (end.exit_code, end.ended) if state != RUNNING else (None, None)
         write_status(
-            cell, Status(state, attempt.number, reason, code, end.started, ended, restarts())
+            cell, Status(state, attempt.number, reason, code, end.started, ended, exits.restarts())
         )
 
     def _lost_nodes(self) -> list[str]:
         """Return the job's nodes that Slurm cannot use; wait where the controller is away."""
-        nodes, is_logged = os.environ.get("SLURM_JOB_NODELIST") if slurm_job() else None, False
+        nodes = os.environ.get("SLURM_JOB_NODELIST") if exits.slurm_job() else None
+        is_logged = False
         while nodes and not self.signal_number:
             try:
                 return slurm.lost_nodes(nodes)
@@ -300,7 +291,7 @@ class Supervisor:
         begin: float | None = None,
     ) -> Decision:
         """Requeue this job, which ends this process; where Slurm refuses, stop the cell."""
-        job_id = slurm_job()
+        job_id = exits.slurm_job()
         if job_id is None:
             return Decision(Action.STOP, f"stopped; to go on: {GO_ON}")
         before = read_status(cell)
@@ -322,7 +313,7 @@ class Supervisor:
         while not self.signal_number and time.monotonic() < deadline:
             time.sleep(0.2)
         if self.signal_number:
-            stopped, state = stopped_end(end, signal.Signals(self.signal_number).name)
+            stopped, state = exits.stopped_end(end, signal.Signals(self.signal_number).name)
             if state != QUEUED:
                 # Somebody has cancelled it meanwhile.
                 self._write(cell, end, state, stopped.reason)
