@@ -44,7 +44,7 @@ from cookbook.run.status import (
     write_job,
     write_status,
 )
-from cookbook.supervise import supervisor
+from cookbook.supervise import exits
 from cookbook.supervise.exits import stop_reason
 from cookbook.supervise.supervisor import Supervisor
 from tests.programs import write_program
@@ -399,7 +399,7 @@ def test_what_has_no_turn_says_why(
     for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    monkeypatch.setattr(supervisor, "stop_reason", lambda name, began: told)
+    monkeypatch.setattr(exits, "stop_reason", lambda name, began: told)
     cells = [CellFolder(tmp_path / "run" / name) for name in ("waits", "failed before")]
     before = Status(FAILED, 3, "x", 1, 5.0)
     for cell, status in zip(cells, (Status(QUEUED), before), strict=True):
