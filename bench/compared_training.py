@@ -36,7 +36,7 @@ from bench.known_faults import put_in_fault
 from bench.plain_experts import plain_experts
 from cookbook.base.files import write_whole
 from cookbook.titan.tt_0_2_2.checkpoint import plain
-from cookbook.titan.tt_0_2_2.router_load import RouterLoad
+from cookbook.titan.tt_0_2_2.routing import RouterLoad
 
 VARIABLE = "COMPARED"
 # Of DeepSeek-V3 a dense layer and two of experts, small enough for gloo.

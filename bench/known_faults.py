@@ -99,7 +99,7 @@ FAULTS: dict[str, Patch] = {
         instead(lambda counts, alignment: counts),
     ),
     "a pipeline's gradients are not divided": (
-        f"{_STACK}.loss.scale_gradient",
+        f"{_STACK}.loss_and_optimizer.scale_gradient",
         instead(lambda loss, factor: loss),
     ),
     "tokens that are no training are counted": (

@@ -57,7 +57,7 @@ def launchers() -> dict[str, str]:
 
 def option_table() -> str:
     """The table of the installed TorchTitan, as `cookbook/config/tables/<name>.json` holds it."""
-    command = [sys.executable, "-m", "cookbook.titan.tt_0_2_2.option_table"]
+    command = [sys.executable, "-m", "cookbook.titan.tt_0_2_2.job_config"]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

@@ -20,9 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
-from cookbook.titan.dry_build.__main__ import main
-from cookbook.titan.dry_build.schedules import in_flight, rank_actions
-from cookbook.titan.dry_build.world import Build, describe
+from cookbook.titan.common.schedules import in_flight, rank_actions
+from cookbook.titan.dry_build import Build, describe, main
 from cookbook.titan.tt_0_2_2.families import FAMILIES
 
 COUNTS: dict[str, int] = {}

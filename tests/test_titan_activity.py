@@ -374,7 +374,7 @@ def test_unlogged_steps_are_logged_once_a_minute(
 
 def loss_with(pp: bool, global_batch: int) -> tuple[float, torch.Tensor]:
     """The loss of 6 tokens and its gradient, at 2 x 3 data-parallel ranks and a batch of 4 x 5."""
-    from cookbook.titan.tt_0_2_2.loss import build_loss
+    from cookbook.titan.tt_0_2_2.loss_and_optimizer import build_loss
 
     training = SimpleNamespace(global_batch_size=global_batch, local_batch_size=4, seq_len=5)
     config: Any = SimpleNamespace(
@@ -406,7 +406,7 @@ def test_a_pipeline_reports_the_loss_and_gets_gradients_per_token(
 def test_only_training_counts_tokens(patches_applied: set[str]) -> None:
     from torchtitan.models.moe.moe import MoEArgs, build_moe
 
-    from cookbook.titan.tt_0_2_2.router_load import count_in_training_only
+    from cookbook.titan.tt_0_2_2.routing import count_in_training_only
 
     args = MoEArgs(num_experts=4, num_shared_experts=0, top_k=2, use_grouped_mm=False)
     moe: Any = build_moe(args, 8, 8, "standard")

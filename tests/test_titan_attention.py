@@ -159,7 +159,7 @@ def test_what_cannot_be_is_refused_before_the_model_is_built(
     job: Any, why_not: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     from cookbook.titan.common import varlen_attention
-    from cookbook.titan.tt_0_2_2.attention import choose_attention
+    from cookbook.titan.tt_0_2_2.families.parts import choose_attention
 
     monkeypatch.setattr(varlen_attention, "why_not", lambda: why_not)
     args = SimpleNamespace(attn_type="sdpa", head_dims=(192, job.v_head_dim))

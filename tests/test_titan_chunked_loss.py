@@ -80,7 +80,7 @@ def gradients_over_tp() -> Gradients:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from cookbook.titan.tt_0_2_2 import loss as output_loss
+    from cookbook.titan.tt_0_2_2 import loss_and_optimizer as output_loss
 
     hidden, model, labels = batch()
     output_loss.hand_on(model)
@@ -99,7 +99,7 @@ def gradients_over_fsdp() -> Gradients:
     """Of one that FSDP would shard again after its forward; two ranks have the same batch."""
     from torch.distributed.fsdp import fully_shard
 
-    from cookbook.titan.tt_0_2_2 import loss as output_loss
+    from cookbook.titan.tt_0_2_2 import loss_and_optimizer as output_loss
     from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
 
     hidden, model, labels = batch()
@@ -132,7 +132,7 @@ def test_an_output_layer_on_two_ranks_has_the_gradients_of_one(
 
 def test_without_fsdp_it_multiplies_in_the_type_of_autocast() -> None:
     from cookbook.titan.common.chunked_loss import chunked_cross_entropy
-    from cookbook.titan.tt_0_2_2.loss import build_chunked_loss
+    from cookbook.titan.tt_0_2_2.loss_and_optimizer import build_chunked_loss
 
     torch.manual_seed(0)
     hidden: Any = torch.randn(2, 7, 16)

@@ -310,7 +310,7 @@ def test_published_weights_without_a_routing_bias_load(
 def test_a_damaged_checkpoint_is_asked_for_every_routing_bias(
     score_func: str, saved: set[str], asked: set[str] | None
 ) -> None:
-    from cookbook.titan.tt_0_2_2.published_weights import without_missing_bias
+    from cookbook.titan.tt_0_2_2.checkpoint import without_missing_bias
 
     metadata = SimpleNamespace(state_dict_metadata=saved | {"weight"})
 

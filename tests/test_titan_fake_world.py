@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cookbook.titan.dry_build import __main__ as dry_build
-from cookbook.titan.dry_build.schedules import in_flight, rank_actions
+from cookbook.titan import dry_build
+from cookbook.titan.common.schedules import in_flight, rank_actions
 
 pytestmark = pytest.mark.titan
 

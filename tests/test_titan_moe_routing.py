@@ -20,7 +20,7 @@ TOKENS, EXPERTS, GROUPS, OPEN, TOP_K = 4096, 32, 8, 4, 8
 
 
 def routed(dp_rank: int, layers: int = 2, batch: int = 2) -> list[torch.Tensor]:
-    from cookbook.titan.tt_0_2_2.moe_routing import route_at_random
+    from cookbook.titan.tt_0_2_2.routing import route_at_random
 
     model = nn.Module()
     model.layers = nn.ModuleDict()
@@ -68,7 +68,7 @@ def test_ranks_of_other_tokens_deal_other_experts_and_tp_ranks_the_same() -> Non
 
 
 def test_contradicting_options_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    from cookbook.titan.tt_0_2_2.moe_routing import chosen_routing
+    from cookbook.titan.tt_0_2_2.routing import chosen_routing
 
     def config(forced: bool, routing: str) -> Any:
         debug = SimpleNamespace(moe_force_load_balance=forced, moe_routing=routing)

@@ -65,7 +65,7 @@ def test_the_rate_stays_at_the_end_of_its_schedule(decay_type: str) -> None:
     import torch
     from torchtitan.config.job_config import LRScheduler
 
-    from cookbook.titan.tt_0_2_2.optimizer import build_lr_schedulers
+    from cookbook.titan.tt_0_2_2.loss_and_optimizer import build_lr_schedulers
 
     def rates(steps: int, total: int | None) -> list[float]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -63,7 +63,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def scored(mode: str, backend: str | None) -> Run:
     """Outputs and gradients, and which operators ran how often."""
-    from cookbook.titan.tt_0_2_2.probs_on_activations import ProbsOnActivations
+    from cookbook.titan.tt_0_2_2.row_kernels import ProbsOnActivations
 
     compute = ProbsOnActivations()
     if backend:
@@ -134,7 +134,7 @@ class Products(Computed):
 @pytest.mark.parametrize("backend", [None, NIGHTLY_INDUCTOR])
 @pytest.mark.parametrize(("mode", "kept"), [("none", 2), ("full", 0), ("selective", 2)])
 def test_nobody_keeps_the_last_product(mode: str, kept: int, backend: str | None) -> None:
-    from cookbook.titan.tt_0_2_2.probs_on_activations import ProbsOnActivations
+    from cookbook.titan.tt_0_2_2.row_kernels import ProbsOnActivations
 
     compute = ProbsOnActivations()
     if backend:

@@ -14,24 +14,25 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from cookbook.titan.common import varlen_attention as varlen
-from cookbook.titan.self_check import gemms, rows
-from cookbook.titan.self_check.attention import (
+from cookbook.titan.self_check import (
+    BF16,
+    FP8,
+    Error,
+    KernelCase,
+    error_of,
+    products,
+    random_routing,
+    rows,
+    run_case,
+    uneven_counts,
+)
+from cookbook.titan.self_check.products import (
     Attend,
     AttentionShape,
     attention_errors,
     attention_inputs,
     document_ends,
     flash_attention_4,
-)
-from cookbook.titan.self_check.cases import (
-    BF16,
-    FP8,
-    Error,
-    KernelCase,
-    error_of,
-    random_routing,
-    run_case,
-    uneven_counts,
 )
 from tests.self_check_fault import (
     halves_swapped,
@@ -49,7 +50,7 @@ pytestmark = [
 ]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-LOSS = "cookbook.titan.self_check.gemms.chunked_cross_entropy"
+LOSS = "cookbook.titan.self_check.products.chunked_cross_entropy"
 
 
 def wrong(errors: Iterable[Error]) -> list[str]:
@@ -129,11 +130,13 @@ def test_some_experts_of_a_proof_have_no_row_one_or_more_than_a_tile() -> None:
 
 def test_gemms_are_held_to_the_bound_of_their_format() -> None:
     """A format that quantizes must show it; a weight gradient in high precision must not."""
-    least = {kind: [bound.least > 0 for bound in bounds] for kind, bounds in gemms.BOUNDS.items()}
+    least = {
+        kind: [bound.least > 0 for bound in bounds] for kind, bounds in products.BOUNDS.items()
+    }
     assert least["bf16"] == [False] * 3
     assert least["mxfp8"] == least["fp8_rowwise"] == least["mx"] == [True] * 3
     assert least["mxfp8_wgrad_with_hp"] == [True, True, False]
-    whole = {kind: [bound.whole for bound in bounds] for kind, bounds in gemms.BOUNDS.items()}
+    whole = {kind: [bound.whole for bound in bounds] for kind, bounds in products.BOUNDS.items()}
     # One rounding to E4M3 is a part of 0.026 on average, to BF16 of 0.0017.
     assert whole["mxfp8_wgrad_with_hp"][2] == whole["bf16"][0] < 0.01
     assert all(0.026 < one < 0.06 for one in whole["mxfp8"])
@@ -238,7 +241,7 @@ class TestAttention:
 )
 def test_a_wrong_loss_in_chunks_is_found(fault: Any, expected: list[str] | None) -> None:
     with put_in(LOSS, fault or (lambda original: original)):
-        found = wrong(gemms.loss_errors(95, 32, 64, 4, None, None, "cpu"))
+        found = wrong(products.loss_errors(95, 32, 64, 4, None, None, "cpu"))
     everything = ["loss", "gradient of the weight", "gradient of the hidden states"]
     assert found == (everything if expected is None else expected)
 

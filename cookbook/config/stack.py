@@ -1,7 +1,7 @@
 """A stack: pinned packages, and the options and models of its TorchTitan.
 
 Read from `requirements.txt` and from `tables/<name>.json`, which is made from the installed
-TorchTitan (see `option_table.py` of the stack's package in `titan/`).
+TorchTitan (see `job_config.py` of the stack's package in `titan/`).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ _SET_BY_SCRIPTS = {
     "profiling.save_traces_folder": "it is in the attempt's folder",
     "profiling.save_memory_snapshot_folder": "it is in the attempt's folder",
     "job.custom_config_module": "add options to the stack's job_config.py in cookbook/titan",
-    "experimental.custom_import": "add it to the stack's spec.py in cookbook/titan",
+    "experimental.custom_import": "add it to the stack's package in cookbook/titan",
     "cookbook.precision": "use --precision",
     "cookbook.ep_backend": "use --ep-backend",
     "cookbook.grouped_gemms": "set grouped_gemms in the precision's `expect` block",

@@ -76,7 +76,7 @@ def actions_of(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
 @functools.cache
 def _process() -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "cookbook.titan.dry_build.schedules"],
+        [sys.executable, "-m", "cookbook.titan.common.schedules"],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,

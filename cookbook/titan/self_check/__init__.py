@@ -1,0 +1,232 @@
+"""A kernel's test case: its errors against a reference in higher precision, and their bounds.
+
+An error is a norm of differences over a norm of the reference, of each whole tensor and of every
+part of it (a row, a column of a group, ...): one lost row of many is as large as a wrong tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The largest error that passes.
+
+    Attributes:
+        whole, part: of a whole tensor, of one part of it.
+        least: of a whole tensor whose operands are quantized: with less, nothing quantized them.
+    """
+
+    whole: float
+    part: float
+    least: float = 0.0
+
+
+# One rounding to BF16 is 0.0017 on average; the others leave room for a few of them.
+BF16 = Bound(0.006, 0.012)
+# E4M3 has 3 bits of mantissa: a product of two rounded operands is 0.036 off, with a scale for each
+# row as with one for each block of 32.
+FP8 = Bound(0.048, 0.09, least=0.008)
+# One of two factors is rounded to E4M3; a sum over 8 experts has a third of its error.
+FP8_ONCE = Bound(0.036, 0.06, least=0.004)
+
+
+@dataclass(frozen=True)
+class Error:
+    """The error of one tensor of a kernel, output or gradient; infinite where it holds NaN."""
+
+    tensor: str
+    whole: float
+    part: float
+    bound: Bound
+
+    @property
+    def share(self) -> float:
+        """The error in units of its bound; above 1 it is too large."""
+        return max(self.whole / self.bound.whole, self.part / self.bound.part)
+
+    @property
+    def fault(self) -> str | None:
+        """Why the tensor is wrong; None where it is right."""
+        bound, off = self.bound, f"{self.tensor} is off by {self.whole:.2g}"
+        if self.whole < bound.least:
+            return f"{off}, its format alone makes {bound.least:g} or more: nothing was quantized"
+        if self.whole > bound.whole:
+            return f"{off}, allowed {bound.whole:g}"
+        if self.part > bound.part:
+            return f"a part of {self.tensor} is off by {self.part:.2g}, allowed {bound.part:g}"
+        return None
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A kernel that a cell uses, at one shape.
+
+    Attributes:
+        kernel: such as `flash_attention_4` or `grouped GEMM mxfp8`.
+        run: makes inputs, runs the kernel, and yields the errors of its output and gradients.
+        avoid: the option that does without it.
+        collective: all ranks must run it together.
+    """
+
+    kernel: str
+    shape: str
+    run: Callable[[], Iterable[Error]]
+    avoid: str
+    collective: bool = False
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """The errors of one case; none where it did not run to its end, for the reason `failure`."""
+
+    kernel: str
+    shape: str
+    errors: tuple[Error, ...]
+    failure: str | None
+    avoid: str
+    seconds: float
+
+    @property
+    def fault(self) -> str | None:
+        """Why the kernel is not to be trusted, in one line; None where it is right."""
+        found = self.failure or next(filter(None, (error.fault for error in self.errors)), None)
+        return f"{self.kernel} at {self.shape}: {found}" if found else None
+
+    @property
+    def share(self) -> float:
+        """The largest of its errors in units of their bounds."""
+        return max((error.share for error in self.errors), default=math.inf)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its content for a file; numbers that JSON does not know are null."""
+        content = asdict(self) | {"ok": self.fault is None}
+        for error in content["errors"]:
+            for name in ("whole", "part"):
+                error[name] = error[name] if math.isfinite(error[name]) else None
+        return content
+
+
+def run_case(case: KernelCase, device: str) -> CaseResult:
+    """Run one case; a kernel that raises has failed, and stops no other."""
+    began = time.perf_counter()
+    errors: tuple[Error, ...] = ()
+    failure = None
+    try:
+        errors = tuple(case.run())
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:
+        failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    seconds = round(time.perf_counter() - began, 2)
+    return CaseResult(case.kernel, case.shape, errors, failure, case.avoid, seconds)
+
+
+def error_of(
+    tensor: str,
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    bound: Bound,
+    parts: Sequence[tuple[int, ...]] = ((0,),),
+    floor: float = 1e-8,
+    sizes: torch.Tensor | None = None,
+) -> Error:
+    """Return the error of a tensor and of the worst of its parts.
+
+    Args:
+        parts: each cuts the tensor into parts, by the dimensions that a part has for itself.
+        floor: the least size of a part, in units of the parts' mean over the last dimension. A part
+            that is zero in the reference must be zero.
+        sizes: measure errors by these instead of `expected`, which may cancel to nothing.
+    """
+    if found.shape != expected.shape:
+        raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
+    wrong = (found.to(expected.dtype) - expected).square_()
+    right = (expected if sizes is None else sizes).square()
+    whole = _root_of_ratio(float(wrong.sum()), float(right.sum()))
+    part = 0.0
+    for cut in parts if right.numel() else ():
+        others = [dim for dim in range(right.dim()) if dim not in cut]
+        squares = [wrong, right]
+        if cut == (1,):
+            # All rows of a column weigh the same, or a few large ones would decide.
+            rows = right.sum(1, keepdim=True).clamp_min(1e-30)
+            squares = [wrong / rows, right / rows]
+        one, other = (x.sum(others) if others else x for x in squares)
+        least = (floor * other.mean(-1, keepdim=True)).clamp_min(1e-30)
+        part = max(part, _root_of_ratio(float((one / other.maximum(least)).amax()), 1.0))
+    return Error(tensor, whole, part, bound)
+
+
+def _root_of_ratio(wrong: float, right: float) -> float:
+    """Return the root of a ratio of squares; infinite for NaN, and for anything over nothing."""
+    if math.isnan(wrong) or math.isnan(right):
+        return math.inf
+    if right == 0:
+        return math.inf if wrong else 0.0
+    return math.sqrt(wrong / right)
+
+
+# --- Inputs that make faults visible: uneven sizes and groups, empty experts. Each has a generator
+# of its own, since a case must not move the random numbers of a training.
+
+
+def generator(device: str, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def random_rows(rows: int, columns: int, device: str, seed: int) -> torch.Tensor:
+    """Return (rows, columns), BF16, all of one size."""
+    return torch.randn(rows, columns, device=device, generator=generator(device, seed)).bfloat16()
+
+
+def uneven_values(rows: int, columns: int, device: str, seed: int) -> torch.Tensor:
+    """Return (rows, columns), BF16; rows and blocks of 32 columns differ by powers of two.
+
+    So the scale of another row or block makes a large error.
+    """
+    random = generator(device, seed)
+    values = torch.randn(rows, columns, device=device, generator=random)
+    by_row = torch.randint(-3, 4, (rows, 1), device=device, generator=random)
+    by_block = torch.randint(-1, 2, (1, -(-columns // 32)), device=device, generator=random)
+    sizes = by_row + by_block.repeat_interleave(32, dim=1)[:, :columns]
+    return (values * torch.exp2(sizes.float())).bfloat16()
+
+
+def uneven_counts(experts: int, rows: int) -> list[int]:
+    """Return rows of each expert, about `rows` in all; some have none, one, or one beyond a tile.
+
+    The last expert has rows, so that a kernel which stops early is seen.
+    """
+    unusual = (0, 1, 31, 33, 129, 7)
+    counts = [max(1, rows // experts)] * experts
+    for place, count in enumerate(unusual[:experts]):
+        counts[place * experts // min(len(unusual), experts)] = count
+    counts[-1] = min(127, max(3, rows // experts - 1))
+    if experts > 2:
+        counts[1] += max(0, rows - sum(counts))
+    return counts
+
+
+def random_routing(
+    tokens: int, experts: int, top_k: int, device: str, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return experts and scores, (tokens, top k); the experts 1 and experts - 2 get no token.
+
+    Expert 0 gets more than its share. Scores lie between 0.25 and 1, so that no copy is negligible.
+    """
+    random = generator(device, seed)
+    preference = torch.rand(tokens, experts, device=device, generator=random)
+    preference[:, 0] += 0.3
+    if experts >= top_k + 2:
+        preference[:, [1, experts - 2]] = -1
+    chosen = preference.topk(top_k, dim=1).indices
+    scores = 0.25 + 0.75 * torch.rand(tokens, top_k, device=device, generator=random)
+    return chosen, scores

@@ -24,7 +24,7 @@ from cookbook.titan.common.expert_groups import (
     spread,
 )
 from cookbook.titan.common.token_shard import TokenShard, shard_tokens
-from cookbook.titan.self_check.cases import (
+from cookbook.titan.self_check import (
     BF16,
     FP8_ONCE,
     Bound,

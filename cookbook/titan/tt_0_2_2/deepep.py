@@ -44,8 +44,8 @@ from cookbook.titan.common.token_shard import (
     with_partial_gradient,
 )
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.probs_on_activations import experts_with_probs
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
+from cookbook.titan.tt_0_2_2.row_kernels import experts_with_probs
 
 # Both ends of an exchange on DeepEP's stream; its tensors are allocated there and kept for both.
 _STREAMS = {"async_finish": True, "allocate_on_comm_stream": True}

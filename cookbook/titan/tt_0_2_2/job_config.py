@@ -1,12 +1,30 @@
-"""The options that the cookbook adds to TorchTitan's own `JobConfig`.
+"""The options that the cookbook adds to TorchTitan's own `JobConfig`, and the table of all.
 
 `--job.custom_config_module` names this module. TorchTitan merges these dataclasses, section by
 section and field by field, into its own. Both read the types at run time, so there is no
 `from __future__ import annotations`.
+
+    python -m cookbook.titan.tt_0_2_2.job_config > cookbook/config/tables/2026.02.json
+
+prints the table of all options and models. The driver reads it instead of importing torch, so that
+`submit.py` answers at once; a test holds it against the installed TorchTitan.
 """
 
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from torchtitan.config import ConfigManager
+from torchtitan.config import JobConfig as TitanJobConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
+from cookbook.base.family import Family
+from cookbook.titan.tt_0_2_2.families import FAMILIES, REFUSED
+from cookbook.titan.tt_0_2_2.text_data import DATASET
 
 
 @dataclass
@@ -204,3 +222,66 @@ class JobConfig:
 
     quantize: Quantize = field(default_factory=Quantize)
     """The cookbook's additions to `quantize`."""
+
+
+def option_table() -> dict[str, Any]:
+    """Return each option's default by dotted name, or where that does not tell its kind, an entry.
+
+    An entry has `kind` or `choices`, `optional`, and `default` where it is not None.
+    """
+    merged = ConfigManager._merge_configs(TitanJobConfig, JobConfig)
+    return dict(_entries(merged, ""))
+
+
+def _entries(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for one in dataclasses.fields(section):
+        if dataclasses.is_dataclass(one.type):
+            yield from _entries(one.type, f"{prefix}{one.name}.")
+        else:
+            yield f"{prefix}{one.name}", _entry(one)
+
+
+def _entry(one: dataclasses.Field[Any]) -> Any:
+    is_union = typing.get_origin(one.type) in (typing.Union, types.UnionType)
+    kinds = list(typing.get_args(one.type)) if is_union else [one.type]
+    default = one.default
+    if one.default_factory is not dataclasses.MISSING:
+        default = one.default_factory()
+    names = {kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not list}
+    name = next((name for name in ("bool", "float", "int", "str") if name in names), "lists")
+    entry: dict[str, Any] = {"kind": "list" if list[str] in kinds else name}
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            entry = {"choices": list(typing.get_args(kind))}
+    if type(None) not in kinds:
+        return (
+            default if entry == {"kind": type(default).__name__} else {**entry, "default": default}
+        )
+    return {**entry, "optional": True, **({} if default is None else {"default": default})}
+
+
+def family_table(family: Family) -> dict[str, Any]:
+    """Return a family's entry, in which sizes that all flavors share stand once."""
+    entry = dataclasses.asdict(family)
+    flavors = entry["flavors"].values()
+    first, *others = flavors
+    shared = {key: size for key, size in first.items() if all(one[key] == size for one in others)}
+    for sizes in flavors:
+        for key in shared:
+            del sizes[key]
+    return {**entry, "shared": shared}
+
+
+def main() -> None:
+    """Print the table."""
+    table = {
+        "options": option_table(),
+        "families": [family_table(parts.family) for parts in FAMILIES.values()],
+        "refused_families": REFUSED,
+        "datasets": [*DATASETS, DATASET],
+    }
+    print(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -29,11 +29,10 @@ from cookbook.base.files import write_whole
 from cookbook.base.gpus import driver_version
 from cookbook.titan.common.process import StallAlarm
 from cookbook.titan.tt_0_2_2 import activity
-from cookbook.titan.tt_0_2_2.attention import observe_attention
-from cookbook.titan.tt_0_2_2.moe_routing import observe_routing
-from cookbook.titan.tt_0_2_2.optimizer import skipped_steps
+from cookbook.titan.tt_0_2_2.families.parts import observe_attention
+from cookbook.titan.tt_0_2_2.loss_and_optimizer import skipped_steps
 from cookbook.titan.tt_0_2_2.recomputation import observe_recomputation
-from cookbook.titan.tt_0_2_2.router_load import RouterLoad
+from cookbook.titan.tt_0_2_2.routing import RouterLoad, observe_routing
 from cookbook.titan.tt_0_2_2.self_check import check_kernels
 from cookbook.titan.tt_0_2_2.versions import versions
 

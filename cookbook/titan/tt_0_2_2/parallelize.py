@@ -33,21 +33,31 @@ from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.checkpoint import save_plain_weights
 from cookbook.titan.tt_0_2_2.cpu import sum_gradients_in_fsdp
 from cookbook.titan.tt_0_2_2.families import FAMILIES
-from cookbook.titan.tt_0_2_2.loss import HandingOnColwiseParallel, hand_on, keep_gathered
-from cookbook.titan.tt_0_2_2.moe_routing import RANDOM, chosen_routing, route_at_random
+from cookbook.titan.tt_0_2_2.loss_and_optimizer import (
+    HandingOnColwiseParallel,
+    hand_on,
+    keep_gathered,
+)
 from cookbook.titan.tt_0_2_2.mxfp8 import (
     Precisions,
     QuantizedExpertParallel,
     prepare_quantized_a2a,
 )
-from cookbook.titan.tt_0_2_2.probs_on_activations import experts_with_probs
 from cookbook.titan.tt_0_2_2.recomputation import apply_ac
-from cookbook.titan.tt_0_2_2.router_load import count_in_training_only, count_load, moe_layers
+from cookbook.titan.tt_0_2_2.routing import (
+    RANDOM,
+    chosen_routing,
+    count_in_training_only,
+    count_load,
+    moe_layers,
+    route_at_random,
+)
 from cookbook.titan.tt_0_2_2.row_kernels import (
     RowExpertParallel,
     RowExpertTensorParallel,
     RowMoE,
     RowTensorParallel,
+    experts_with_probs,
     use_row_kernels,
 )
 

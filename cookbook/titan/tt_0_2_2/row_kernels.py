@@ -1,13 +1,18 @@
-"""MoE layers of the EP backends `standard` and `mxfp8_a2a` with `cookbook.row_kernels`.
+"""Routed experts whose scores weight activations, and the row kernels of two EP backends.
 
-TorchTitan orders rows by an index, weights the experts' outputs by a batched GEMM in float32 and
-writes them back by another index. Here rows are ordered and brought back in one pass each, and the
-scores weight the activations (`probs_on_activations.py`).
+An expert's output is linear in its activation: the sum over a token's experts is the same but for
+rounding. No gradient needs the outputs then: they are not kept, and recomputation stops before the
+last product. Megatron Core applies "probs on activations" since v0.13. The EP backend `deepep` does
+so with `deepep.score_activations`, `standard` and `mxfp8_a2a` with `cookbook.row_kernels`.
+
+There TorchTitan orders rows by an index, weights the experts' outputs by a batched GEMM in float32
+and writes them back by another index. Here rows are ordered and brought back in one pass each.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +21,7 @@ import torch.nn as nn
 import torchtitan.models.moe.utils as moe_utils
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import DTensor, distribute_module
 from torchtitan.distributed.expert_parallel import (
     ExpertParallel,
     ExpertTensorParallel,
@@ -35,7 +40,6 @@ from cookbook.titan.common.expert_groups import (
 from cookbook.titan.common.token_shard import TokenShard, shard_tokens, sum_gradient_over_tp
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions, exchange_counts, receive, send
-from cookbook.titan.tt_0_2_2.probs_on_activations import group_products, local_weights
 from cookbook.titan.tt_0_2_2.recomputation import in_recompute, last_product, not_saved
 
 
@@ -199,3 +203,81 @@ class RowExpertTensorParallel(ExpertTensorParallel):
         experts: Any = module
         experts.cookbook_ep, experts.cookbook_tp = device_mesh["ep"], device_mesh["etp"]
         return distribute_module(module, device_mesh, partition_fn=self._partition_fn)
+
+
+class ProbsOnActivations:
+    """The computation of `GroupedExperts.forward`, which takes no scores.
+
+    Like TorchTitan's function it is compiled once for all layers, which are alike.
+    """
+
+    def __init__(self) -> None:
+        self._activate: Callable[..., torch.Tensor] = _activate
+        self._project: Callable[..., torch.Tensor] = group_products
+        self.is_compiled = False
+
+    def compile(self, backend: str) -> None:
+        """Compile both halves; further calls change nothing."""
+        if not self.is_compiled:
+            self._activate = torch.compile(_activate, backend=backend, fullgraph=True)
+            self._project = torch.compile(group_products, backend=backend, fullgraph=True)
+            self.is_compiled = True
+
+    def __call__(
+        self, experts: Any, rows: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Return scored outputs (rows, features); their values are undefined in recomputation.
+
+        Args:
+            experts: TorchTitan's `GroupedExperts`.
+            rows: (rows, features), in padded groups by expert.
+            scores: (rows, 1) float32.
+            ends: (local experts,) int32, where each group of rows ends.
+        """
+        w1, w2, w3 = local_weights(experts)
+        if not experts.use_grouped_mm:
+            activations = _activate(w1, w3, rows, scores, ends, grouped=False)
+            return group_products(activations, w2, ends, grouped=False)
+        # The number of rows differs in each layer and step.
+        torch._dynamo.mark_dynamic(rows, 0)
+        torch._dynamo.mark_dynamic(scores, 0)
+        activations = self._activate(w1, w3, rows, scores, ends)
+        torch._dynamo.mark_dynamic(activations, 0)
+        with last_product():
+            return self._project(activations, w2, ends).type_as(rows)
+
+
+def _activate(
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    rows: torch.Tensor,
+    scores: torch.Tensor,
+    ends: torch.Tensor,
+    grouped: bool = True,
+) -> torch.Tensor:
+    # Grouped GEMMs take BF16 only. Cast once, so that one copy is kept.
+    rows = rows.bfloat16() if grouped else rows
+    activations = torch.nn.functional.silu(group_products(rows, w1, ends, grouped))
+    activations = activations * group_products(rows, w3, ends, grouped)
+    return (activations * scores).type_as(activations)
+
+
+def group_products(
+    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, grouped: bool = True
+) -> torch.Tensor:
+    """Multiply each group of rows with its expert's weights (experts, out, in)."""
+    if grouped:
+        return torch._grouped_mm(rows, weights.bfloat16().transpose(-2, -1), offs=ends)
+    # The last part belongs to no expert.
+    *parts, rest = rows.tensor_split(ends.tolist())
+    products = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[1])])
+
+
+def local_weights(experts: Any) -> list[torch.Tensor]:
+    """Return this rank's part of the three weights of `GroupedExperts`."""
+    weights = (experts.w1, experts.w2, experts.w3)
+    return [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+
+
+experts_with_probs = ProbsOnActivations()

@@ -24,7 +24,7 @@ from torchtitan.tools.logging import logger
 
 from cookbook.base.files import write_whole
 from cookbook.titan.common import varlen_attention
-from cookbook.titan.self_check.cases import CaseResult, run_case
+from cookbook.titan.self_check import CaseResult, run_case
 from cookbook.titan.tt_0_2_2 import activity
 from cookbook.titan.tt_0_2_2.self_check_cases import Cell, kernel_cases
 from cookbook.titan.tt_0_2_2.versions import refuse, versions

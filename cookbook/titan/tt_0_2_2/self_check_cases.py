@@ -29,19 +29,17 @@ from torchtitan.protocols.model_converter import build_model_converters
 
 from cookbook.titan.common.token_shard import TokenShard
 from cookbook.titan.common.varlen_attention import bounds_capacity
-from cookbook.titan.self_check import gemms, rows
-from cookbook.titan.self_check.attention import (
+from cookbook.titan.self_check import Error, KernelCase, products, rows
+from cookbook.titan.self_check.products import (
     SCORES,
     Attend,
     AttentionShape,
     attention_errors,
     flash_attention_4,
 )
-from cookbook.titan.self_check.cases import Error, KernelCase
 from cookbook.titan.tt_0_2_2.activity import observe_model
-from cookbook.titan.tt_0_2_2.attention import FLASH_ATTENTION_4
 from cookbook.titan.tt_0_2_2.families import FAMILIES
-from cookbook.titan.tt_0_2_2.families.parts import FamilyParts
+from cookbook.titan.tt_0_2_2.families.parts import FLASH_ATTENTION_4, FamilyParts
 from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
 from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
@@ -205,11 +203,13 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
     (kind,) = observe_model([probe]).grouped_gemms
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
     num_rows = min(cell.limits.rows, 512 * cell.local_experts)
-    own = gemms.GroupedShape(cell.local_experts, num_rows, cell.expert_hidden, args.dim, alignment)
+    own = products.GroupedShape(
+        cell.local_experts, num_rows, cell.expert_hidden, args.dim, alignment
+    )
     shapes = [own, replace(own, n=own.k, k=own.n)]
     if cell.device == "cuda":
         # Short sums, where one wrong scale of a block is a large part.
-        shapes.append(gemms.GroupedShape(9, 700, 384, 256, alignment))
+        shapes.append(products.GroupedShape(9, 700, 384, 256, alignment))
     else:
         shapes = [replace(one, experts=min(one.experts, 8)) for one in shapes]
     kernel = f"grouped GEMM {kind}"
@@ -217,7 +217,7 @@ def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
         yield KernelCase(
             kernel,
             str(shape),
-            partial(gemms.grouped_errors, shape, kind, partial(_multiply, cell), cell.device),
+            partial(products.grouped_errors, shape, kind, partial(_multiply, cell), cell.device),
             _AVOID.get(kernel, "precision bf16 does without it"),
         )
 
@@ -236,7 +236,7 @@ def _experts(cell: Cell, weight: torch.Tensor) -> nn.Module:
 
 def _multiply(
     cell: Cell, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor
-) -> gemms.Products:
+) -> products.Products:
     """Return the three products by the path that the cell's experts take."""
     leaf: Any = _experts(cell, weight.clone()).w1
     x = x.clone().requires_grad_()
@@ -270,7 +270,7 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
 
         def run(layer: nn.Linear = layer, kind: str = kind) -> Iterator[Error]:
             own = layer.to_empty(device=cell.device).bfloat16()
-            return gemms.linear_errors(own, num_rows, kind, cell.device)
+            return products.linear_errors(own, num_rows, kind, cell.device)
 
         kernel = f"linear layer {kind}"
         avoid = _AVOID.get(kernel, _NO_OPTION)
@@ -314,7 +314,7 @@ def _loss(cell: Cell) -> Iterator[KernelCase]:
     yield KernelCase(
         "loss in chunks",
         f"{tokens:,} tokens of {args.dim}, {args.vocab_size:,} words, {num_chunks} chunks",
-        partial(gemms.loss_errors, *shape, group, backend, cell.device),
+        partial(products.loss_errors, *shape, group, backend, cell.device),
         _AVOID["loss in chunks"],
         collective=group is not None,
     )

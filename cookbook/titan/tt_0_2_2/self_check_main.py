@@ -24,7 +24,7 @@ from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.train_spec import get_train_spec
 
 from cookbook.base.files import write_whole
-from cookbook.titan.self_check.cases import CaseResult
+from cookbook.titan.self_check import CaseResult
 from cookbook.titan.tt_0_2_2.self_check import as_json, run_cases
 from cookbook.titan.tt_0_2_2.self_check_cases import Cell
 

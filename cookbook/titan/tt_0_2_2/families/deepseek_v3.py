@@ -25,8 +25,14 @@ from torchtitan.models.deepseek_v3.model.model import (
 from torchtitan.models.moe import MoEArgs
 
 from cookbook.base.family import Model
-from cookbook.titan.tt_0_2_2.attention import AttentionChoice, DocumentAttentionKernel
-from cookbook.titan.tt_0_2_2.families.parts import CookbookArgs, FamilyParts, copied, sizes_of
+from cookbook.titan.tt_0_2_2.families.parts import (
+    AttentionChoice,
+    CookbookArgs,
+    DocumentAttentionKernel,
+    FamilyParts,
+    copied,
+    sizes_of,
+)
 
 
 class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):

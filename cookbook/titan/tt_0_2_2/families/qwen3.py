@@ -19,8 +19,14 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs, get_train_spec, qwen3_args
 from torchtitan.models.qwen3.model.model import Attention, Qwen3Model, apply_rotary_emb
 
 from cookbook.base.family import Model
-from cookbook.titan.tt_0_2_2.attention import AttentionChoice, DocumentAttentionKernel
-from cookbook.titan.tt_0_2_2.families.parts import CookbookArgs, FamilyParts, copied, sizes_of
+from cookbook.titan.tt_0_2_2.families.parts import (
+    AttentionChoice,
+    CookbookArgs,
+    DocumentAttentionKernel,
+    FamilyParts,
+    copied,
+    sizes_of,
+)
 from cookbook.titan.tt_0_2_2.recomputation import operators_of
 
 # Operators that TorchTitan saves for DeepSeek-V3 and not for this model.

@@ -1,6 +1,6 @@
 """Prints the actions of pipeline schedules, as torch's own classes list them.
 
-    python -m cookbook.titan.dry_build.schedules
+    python -m cookbook.titan.common.schedules
 
 It answers each JSON line on standard input with one line: `stages` of every rank, `in_flight`, and
 `actions`: for every rank a list of [stage, kind, microbatch], where kind is F (forward), B
