@@ -2,7 +2,7 @@
 
     python -m tests.golden        (or: make golden)
 
-Recorded are the scripts of a few cells in tests/golden, train_671b.sh and train_16b.sh, and the
+Recorded are a cell's script in tests/golden, train_671b.sh and train_16b.sh, and the
 table of the installed TorchTitan's options. Tests compare all of them exactly; look at `git diff`
 before you commit what this has renewed.
 """
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from cookbook.base.files import write_whole
 from cookbook.base.paths import ROOT
-from cookbook.config.cell import Cell
 from cookbook.config.cluster import load_cluster
 from cookbook.config.recipe import load_ep_backend, load_precision, load_recipe
 from cookbook.config.resolve import resolve_cell
@@ -33,17 +31,11 @@ _CONTAINER = str(Path(__file__).parent / "clusters/container.yaml")
 
 def golden_scripts() -> dict[str, str]:
     """The text of each script in tests/golden, by its file name."""
-    cells = [
-        _cell("deepseek_v3_16b", "mxfp8", "mxfp8_a2a", _CONTAINER),
-        _cell("debug", "mxfp8", "standard", "local"),
-    ]
+    overlays = load_precision("mxfp8"), load_ep_backend("mxfp8_a2a")
+    cell = resolve_cell(load_recipe("deepseek_v3_16b"), *overlays, load_cluster(_CONTAINER))
     # A profile that is outside recipes/ is named by its path.
-    return {
-        f"{cell.name}-{cell.cluster.name}.sh": render_script(cell, _ROOT).replace(
-            str(ROOT), str(_ROOT)
-        )
-        for cell in cells
-    }
+    script = render_script(cell, _ROOT).replace(str(ROOT), str(_ROOT))
+    return {f"{cell.name}-{cell.cluster.name}.sh": script}
 
 
 def launchers() -> dict[str, str]:
@@ -59,15 +51,6 @@ def option_table() -> str:
     """The table of the installed TorchTitan, as `cookbook/config/tables/<name>.json` holds it."""
     command = [sys.executable, "-m", "cookbook.titan.tt_0_2_2.job_config"]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def _cell(recipe: str, precision: str, ep_backend: str, cluster: str) -> Cell:
-    profile = load_cluster(cluster)
-    if profile.scheduler == "local":
-        # As on a machine without GPUs, whatever this one has.
-        profile = replace(profile, gpu=None, gpus_per_node=None)
-    overlays = load_precision(precision), load_ep_backend(ep_backend)
-    return resolve_cell(load_recipe(recipe), *overlays, profile)
 
 
 def main() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 
 from bench import convergence, memory, step_times
 from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, sign_flips, t_test
-from bench.gradient_cases import Case, corrected_cases, fault_cases, qwen3_cases
+from bench.gradient_cases import qwen3_cases
 from bench.gradient_table import corrected, is_seen, render, verdict, worst
 from bench.step_times import POINTS, PREDICTED, cell_of_point, compare, keep, read_points
 from cookbook.base.paths import ROOT
@@ -189,41 +186,6 @@ def test_a_token_that_takes_another_expert_excuses_parameters_alone() -> None:
     assert is_seen(run(4e-6, 3e-4, choices=1))
     table = render({"runs": [run(0.0, reference="", name="b"), chose]})
     assert "agrees, 1 chose otherwise" in table
-
-
-def test_what_was_measured_is_what_the_command_runs() -> None:
-    listed = {case.name for case in (*corrected_cases(), *fault_cases())}
-    assert {one["name"] for one in EXACT if one["reference"] and not one.get("scale")} == listed
-    for one in RUNS:
-        chosen = {key: one[key] for key in ("precision", "backend", "layout", "variant", "fault")}
-        if one["scale"]:
-            continue
-        case = Case(**chosen, exact=one["exact"])
-        assert case.name == one["name"]
-        if one["reference"]:
-            assert one["reference"] == case.reference.name in BY_NAME
-
-
-def test_ranks_that_share_gpus_see_one_each(tmp_path: Path) -> None:
-    """As many as there are, in turn; for NCCL each is a host of its own."""
-    said = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:], __name__]))"
-    (tmp_path / "said.py").write_text(said)
-    seen = []
-    for rank in range(4):
-        here = {"CUDA_VISIBLE_DEVICES": "5,3", "LOCAL_RANK": str(rank), "RANK": str(rank + 8)}
-        found = subprocess.run(
-            [sys.executable, "-m", "bench.shared_gpus", "said", "--job.dump_folder=x"],
-            cwd=ROOT,
-            env={**os.environ, **here, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            check=True,
-        )
-        variables, words, name = json.loads(found.stdout)
-        assert (words, name) == (["--job.dump_folder=x"], "__main__")
-        assert (variables["LOCAL_RANK"], variables["RANK"]) == ("0", str(rank + 8))
-        seen.append((variables["CUDA_VISIBLE_DEVICES"], variables["NCCL_HOSTID"]))
-    assert [gpu for gpu, _ in seen] == ["5", "3", "5", "3"]
-    assert len({host for _, host in seen}) == 4
 
 
 def test_corrected_cells_agree_and_every_fault_is_seen() -> None:

@@ -14,7 +14,7 @@ from cookbook.base.gpus import Gpu
 from cookbook.check import check
 from cookbook.check.check import Built, CellCheck, check_cells
 from cookbook.check.report import render_json
-from cookbook.check.warnings import saving, small_experts
+from cookbook.check.warnings import saving
 from cookbook.config.cell import Cell, Finding
 from cookbook.config.cluster import load_cluster
 from cookbook.config.resolve import this_machine
@@ -167,15 +167,6 @@ def test_kernels_other_than_expected_refuse_a_cell(
     (found,) = checked([cell], [built(cell, *stages)], monkeypatch)
     reasons = [one.reason for one in found.judged.errors if one.rule == "expectation"]
     assert len(reasons) == bool(told) and all(told in reason for reason in reasons)
-
-
-@pytest.mark.parametrize(("hidden", "told"), [(1408, True), (2047, True), (2048, False)])
-def test_small_experts_are_told_of_and_those_of_the_671b_are_not(hidden: int, told: bool) -> None:
-    cell = cell_of(BIG, {PP: 1}, precision="mxfp8")
-    assert not cell.emulated
-    (rank,) = describe_ranks(cell)
-    model = dataclasses.replace(rank.model, expert_hidden=hidden)
-    assert bool([*small_experts(cell, [dataclasses.replace(rank, model=model)])]) is told
 
 
 ASYNC = {"checkpoint.enable": True, "checkpoint.async_mode": "async"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -16,8 +15,6 @@ import pytest
 import yaml
 
 from cookbook.config.recipe import names_in
-from cookbook.config.stack import read_pins
-from cookbook.install import find_distribution, import_name
 from tests.checkout import copy_checkout
 from tests.programs import write_program
 from tests.start import start
@@ -227,14 +224,6 @@ class TestWithoutPackages:
             profile = start([*BARE, *words, "--cluster", "local"], tmp_path)
             assert (profile.returncode, profile.stderr.count("\n")) == (2, 1)
             assert "is not installed" in profile.stderr
-
-    def test_pinned_packages_are_known_by_their_import_names(self) -> None:
-        installed = [pin.name for pin in read_pins() if find_distribution(pin.name)]
-        assert {"PyYAML", "Jinja2"} <= set(installed)
-        missing = [
-            name for name in installed if importlib.util.find_spec(import_name(name)) is None
-        ]
-        assert missing == []
 
 
 class TestOldPython:

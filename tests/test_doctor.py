@@ -183,13 +183,6 @@ def test_the_disk_is_that_of_the_runs(node: Node) -> None:
     assert f"free in {checkout}/elsewhere/runs," in node.findings()["disk"].found
 
 
-def test_a_key_of_wandb_login_counts(node: Node) -> None:
-    netrc = node.write("home/.netrc", "machine api.wandb.ai login user password never-shown\n")
-    for environment in ({"HOME": str(netrc.parent)}, {"HOME": "/", "NETRC": str(netrc)}):
-        node.environment = environment
-        assert node.findings()["wandb"].state == "ok"
-
-
 def test_gpus_are_those_that_a_run_gets(node: Node) -> None:
     node.environment["CUDA_VISIBLE_DEVICES"] = "0,1"
     found = node.findings()["gpus"].found

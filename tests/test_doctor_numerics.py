@@ -84,22 +84,23 @@ def test_on_a_cluster_it_is_a_job_of_one_node(
 
 # Stands in for torchrun: keeps its words and the cells, and writes what the ranks would have.
 TORCHRUN = """
-import os, shutil, sys
+import json, shutil, sys
 from pathlib import Path
 folder = Path(__file__).parents[2]
+case = json.loads((folder / "case").read_text())
 (folder / "words").write_text("\\n".join(sys.argv[1:]))
 shutil.copy(sys.argv[-3], folder / "cells")
-if (folder / "proofs").exists():
-    shutil.copy(folder / "proofs", sys.argv[-1])
+if "proofs" in case:
+    content = {"gpu": None, "seconds": 7.4, "proofs": [{"ok": ok} for ok in case["proofs"]]}
+    Path(sys.argv[-1]).write_text(json.dumps(content))
 print("a rejected configuration", file=sys.stderr)
 print("a path that does not exist!")
 print("ok     a kernel")
-if (folder / "stderr.log").exists():
-    (ranks,) = (word.partition("=")[2] for word in sys.argv if word.startswith("--log-dir"))
-    rank = Path(ranks, "none_x", "attempt_0", "1")
-    rank.mkdir(parents=True)
-    shutil.copy(folder / "stderr.log", rank)
-sys.exit(int((folder / "status").read_text()))
+(ranks,) = (word.partition("=")[2] for word in sys.argv if word.startswith("--log-dir"))
+rank = Path(ranks, "none_x", "attempt_0", "1")
+rank.mkdir(parents=True)
+(rank / "stderr.log").write_text(case.get("stderr", ""))
+sys.exit(case["ends"])
 """
 IMPORT_ERROR = """\
 Traceback (most recent call last):
@@ -109,46 +110,35 @@ ModuleNotFoundError: No module named 'nothing'
 """
 
 
-@pytest.mark.parametrize("cluster", [[], ["--cluster", "local"]])
 @pytest.mark.parametrize(
-    ("oks", "ends", "stderr", "status", "verdict"),
+    ("case", "status", "verdict"),
     [
-        ([True, True], 0, "", 0, "2 kernels proved on the CPU in 7 s"),
-        ([True, False], 1, "", 1, "1 of 2 kernels are wrong on the CPU"),
-        (None, 9, "", 1, "not proved: torchrun ended with status 9"),
-        (None, 1, IMPORT_ERROR, 1, "not proved: ModuleNotFoundError: No module named 'nothing'"),
+        ({"ends": 0, "proofs": [True, True]}, 0, "2 kernels proved on the CPU in 7 s"),
+        ({"ends": 1, "proofs": [True, False]}, 1, "1 of 2 kernels are wrong on the CPU"),
+        ({"ends": 9}, 1, "not proved: torchrun ended with status 9"),
+        (
+            {"ends": 1, "stderr": IMPORT_ERROR},
+            *(1, "not proved: ModuleNotFoundError: No module named 'nothing'"),
+        ),
     ],
 )
 def test_the_status_says_whether_all_kernels_are_right(
-    oks: list[bool] | None,
-    ends: int,
-    stderr: str,
-    status: int,
-    verdict: str,
-    cluster: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    case: dict[str, Any], status: int, verdict: str, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     (tmp_path / "torch/distributed").mkdir(parents=True)
     for package in ("torch", "torch/distributed"):
         (tmp_path / package / "__init__.py").touch()
     (tmp_path / "torch/distributed/run.py").write_text(TORCHRUN)
-    (tmp_path / "status").write_text(str(ends))
-    if stderr:
-        (tmp_path / "stderr.log").write_text(stderr)
-    if oks is not None:
-        proofs = {"gpu": None, "seconds": 7.4, "proofs": [{"ok": ok} for ok in oks]}
-        (tmp_path / "proofs").write_text(json.dumps(proofs))
+    (tmp_path / "case").write_text(json.dumps(case))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(numerics, "visible_gpus", list)
     output = tmp_path / "out.json"
-    assert main(["--numerics", *cluster, "--output", str(output)]) == status
+    assert main(["--numerics", "--cluster", "local", "--output", str(output)]) == status
     said = capfd.readouterr()
     printed = said.out.splitlines()
     assert "ok     a kernel" in printed and "exist!" not in said.out
     assert (printed[-1], said.err) == (verdict, "")
-    assert output.exists() == (oks is not None)
+    assert output.exists() == ("proofs" in case)
     words = (tmp_path / "words").read_text().splitlines()
     assert "--nproc-per-node=2" in words and words[-1] == str(output)
     # Only the verdicts of rank 0 are shown.

@@ -121,22 +121,6 @@ def test_a_log_is_followed_through_a_new_attempt_to_the_end(
     assert printed(capfd, "a", follow=True) == ["four", "five"]
 
 
-def test_a_refused_cell_does_not_hide_the_one_that_waits(
-    run: Run, capfd: pytest.CaptureFixture[str], happening: Callable[..., Iterator[Happen]]
-) -> None:
-    run.add("refused", state="refused")
-    folder = run.add("waits", state="running")
-    run.write()
-
-    def finished() -> None:
-        (folder / "attempt-0").mkdir()
-        (folder / "attempt-0/train.log").write_text("one\n")
-        (folder / "status.json").write_text('{"state": "finished"}')
-
-    happening(finished)
-    assert printed(capfd, follow=True) == ["one"]
-
-
 def test_status_has_steps_and_reasons(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.add("a", metrics_line(7), state="running")
     run.add("b", metrics_line(3), state="failed", reason="out of memory")
@@ -280,19 +264,6 @@ def picture(
 def test_a_narrow_terminal_keeps_step_and_time_left(columns: int, heads: str, line: str) -> None:
     cell = replace(LEFT, speeds=(800.0, 800.0, 100.0, 800.0, 0.0, 400.0))
     assert [one.strip() for one in picture([cell], columns)[1:]] == [heads, line]
-
-
-def test_many_cells_show_the_busy_ones() -> None:
-    cells = [replace(QUEUED, name=f"cell-{n}") for n in range(50)]
-    cells[40] = replace(RUNNING, name="cell-40")
-    cells[45] = replace(RUNNING, name="cell-45", state="failed")
-    lines = picture(cells, rows=8)
-    assert lines[0] == "50 cells: 1 running, 1 failed, 48 queued; 10/40 steps"
-    assert [line.split()[0] for line in lines[2:]] == [
-        *("cell-0", "cell-1", "cell-40", "cell-45"),
-        "and",
-    ]
-    assert lines[6] == "and 46 more"
 
 
 def test_the_summary_counts_states_steps_and_time() -> None:

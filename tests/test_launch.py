@@ -17,7 +17,7 @@ from cookbook.check.check import Built
 from cookbook.cli import run
 from cookbook.cli.main import main
 from cookbook.config import validate
-from cookbook.config.cell import HINT, WARNING, Cell, Finding
+from cookbook.config.cell import Cell
 from cookbook.launch import submit as executor
 from cookbook.launch.script import option_word, sbatch_options
 from cookbook.launch.submit import create_run, submit_run
@@ -111,15 +111,6 @@ def test_where_all_are_refused_nothing_is_made(machine: Machine, tmp_path: Path)
     machine.failing = set(NAMES)
     assert main([*SWEEP, "soperator-b200"]) == 1
     assert (machine.submitted, machine.waited_for, list(tmp_path.iterdir())) == ([], [], [])
-
-
-def test_a_warning_of_several_cells_is_said_once(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = [Finding(WARNING, "a", "", "is doubtful"), Finding(HINT, "b", "", "could be faster")]
-    monkeypatch.setattr(check, "ADVICE", [lambda cell: found])
-    assert main([*SWEEP, "soperator-b200", "--dry-run"]) == 0
-    assert capsys.readouterr().err == "warning: is doubtful\n"
 
 
 def test_one_wrong_cell_fails_a_check(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

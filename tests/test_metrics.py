@@ -301,14 +301,6 @@ def test_what_the_newest_attempt_loses_is_not_known_before_its_end(cell: CellFol
     assert collect_history(cell, CellRecord()).lines[-1].startswith("8 steps lost before attempt 2")
 
 
-def test_where_a_checkpoint_was_spoilt_two_attempts_lose_steps(cell: CellFolder) -> None:
-    trained(cell, 0, 10, range(1, 6), over(0, Cause.DEAD_RANK, 0, 26))
-    trained(cell, 1, 40, range(5, 9), over(1, Cause.DEAD_RANK, 30, 50), resumed=4)
-    # Neither the checkpoint of step 4 nor a later one is whole.
-    trained(cell, 2, 70, range(3, 9), over(2, Cause.FINISHED, 60, 90), resumed=2)
-    assert [one.steps_lost for one in collect_history(cell, CellRecord()).attempts] == [3, 4, 0]
-
-
 def test_the_usual_time_of_a_step_is_the_newest_attempts(cell: CellFolder) -> None:
     assert usual_step_time(cell.attempts()) is None
     trained(cell, 0, 10, range(1, 9))

@@ -333,13 +333,6 @@ def test_a_node_is_never_left_out_for_a_shorter_time_than_before(path: Path) -> 
         assert [one.reason for one in read_excluded()] == [expected]
 
 
-def test_a_link_to_a_shared_list_stays_a_link(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    path.symlink_to(tmp_path / "shared/excluded.yaml")
-    exclude_nodes({"worker-1": "ECC"}, hours=1)
-    assert path.is_symlink() and "worker-1" in (tmp_path / "shared/excluded.yaml").read_text()
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
