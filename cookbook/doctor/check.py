@@ -156,9 +156,10 @@ class Check:
     look: Callable[[Surroundings], Verdict]
     is_for_local: bool
     node_hours: float | None = None
+    is_for_gpus: bool = False
 
     def finding(self, here: Surroundings) -> Finding | None:
-        verdict = self.look(here)
+        verdict = self.look(here) if here.gpus or not self.is_for_gpus else None
         return Finding(self.name, *verdict) if verdict else None
 
 
@@ -167,10 +168,10 @@ CHECKS: list[Check] = []
 
 
 def check(
-    name: str, *, local: bool = False, node_hours: float | None = None
+    name: str, *, local: bool = False, node_hours: float | None = None, of_gpus: bool = False
 ) -> Callable[[Callable[[Surroundings], Verdict]], Check]:
     def add(look: Callable[[Surroundings], Verdict]) -> Check:
-        CHECKS.append(Check(name, look, local, node_hours))
+        CHECKS.append(Check(name, look, local, node_hours, of_gpus))
         return CHECKS[-1]
 
     return add

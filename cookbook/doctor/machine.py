@@ -139,7 +139,7 @@ def _faults(here: Surroundings, fault: Callable[[InstalledGpu], str]) -> str:
     return "; ".join(f"GPU {index}: {words}" for index, words in found)
 
 
-@check("idle", node_hours=1)
+@check("idle", node_hours=1, of_gpus=True)
 def idle(here: Surroundings) -> Verdict:
     def use(gpu: InstalledGpu) -> str:
         if gpu.processes:
@@ -147,15 +147,13 @@ def idle(here: Surroundings) -> Verdict:
         gib = gpu.memory_used_mib / 1024
         return f"{gib:.0f} GiB in use" if gpu.memory_used_mib > _IDLE_MIB else ""
 
-    if not here.gpus:
-        return None
     if found := _faults(here, use):
         # Outside a job somebody may well be using them.
         return "problem" if here.is_in_job else "warning", found, "end what is left over there"
     return "ok", "no GPU is in use"
 
 
-@check("gpu memory", node_hours=24)
+@check("gpu memory", node_hours=24, of_gpus=True)
 def gpu_memory(here: Surroundings) -> Verdict:
     def errors(gpu: InstalledGpu) -> str:
         count = gpu.ecc_errors
@@ -166,18 +164,14 @@ def gpu_memory(here: Surroundings) -> Verdict:
             words.append("a memory row waits for a reset of the GPU")
         return ", ".join(words)
 
-    if not here.gpus:
-        return None
     if found := _faults(here, errors):
         return "problem", found, "reset the GPU, or replace it"
     return "ok", "no uncorrectable error since the driver was loaded"
 
 
-@check("xid", node_hours=24)
+@check("xid", node_hours=24, of_gpus=True)
 def xid(here: Surroundings) -> Verdict:
     """The driver's errors of the last day in the kernel's log, where one may read it."""
-    if not here.gpus:
-        return None
     log, uptime = here.answer(KERNEL_LOG), here.text("/proc/uptime").split()
     if log.status != 0 or not uptime:
         return "not here", "the kernel's log cannot be read here"
@@ -205,11 +199,9 @@ def nvlink(here: Surroundings) -> Verdict:
     return "ok", f"{most} links up on each of {len(here.gpus)} GPUs"
 
 
-@check("dcgm", node_hours=24)
+@check("dcgm", node_hours=24, of_gpus=True)
 def dcgm(here: Surroundings) -> Verdict:
     """The verdict of NVIDIA's own watch over the GPUs, where it runs and was started to watch."""
-    if not here.gpus:
-        return None
     output = here.answer(DCGM_HEALTH).output
     overall = re.search(r"Overall Health[\s|:]+(\w+)", output)
     if overall is None:

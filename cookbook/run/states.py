@@ -46,14 +46,6 @@ RUN_VARIABLE = "COOKBOOK_RUN"
 _CELL_VARIABLE = "CELL_DIR"
 
 
-@dataclass(frozen=True)
-class RunProcess:
-    """A process of a run; `cell` is the folder of the cell that it trains, None for supervisors."""
-
-    process: psutil.Process
-    cell: Path | None
-
-
 def process_job(pid: int) -> Job:
     """Return the identity of a process of this machine; `started` is None if it has ended."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -71,15 +63,17 @@ def is_alive(job: Job) -> bool:
     return now.started is not None and (now.boot, now.started) == (job.boot, job.started)
 
 
-def run_processes(folder: Path) -> list[RunProcess]:
-    """Return this user's processes that belong to the run in `folder`, which may be deleted."""
-    mark = str(folder.resolve())
-    found = []
+def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
+    """Return this user's processes of the run in `folder`, which may be deleted.
+
+    Each has the folder of the cell that it trains, None for supervisors.
+    """
+    mark, found = str(folder.resolve()), dict[psutil.Process, Path | None]()
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
         if variables.get(RUN_VARIABLE) == mark:
             cell = variables.get(_CELL_VARIABLE)
-            found.append(RunProcess(process, Path(cell).resolve() if cell else None))
+            found[process] = Path(cell).resolve() if cell else None
     return found
 
 
@@ -89,8 +83,7 @@ def stop_processes(folder: Path, job: Job | None = None) -> int:
         targets = [psutil.Process(int(job.job_id))]
     else:
         left = run_processes(folder)
-        supervisors = [one for one in left if one.cell is None]
-        targets = [one.process for one in supervisors or left]
+        targets = [process for process, cell in left.items() if cell is None] or [*left]
     for process in targets:
         # It may have ended since the look.
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -274,11 +267,11 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
             words = f"runs on {job.host}, and can be followed and stopped only there"
             found, is_known = (status.state, words), False
         elif not is_alive(job):
-            left = run_processes(run.folder)
+            left = list(run_processes(run.folder).values())
             # The last word may have come between the two looks.
             status, _ = _read(cell)
-            num_training = sum(one.cell == cell.path.resolve() for one in left)
-            if status.state in OPEN and not any(one.cell is None for one in left):
+            num_training = left.count(cell.path.resolve())
+            if status.state in OPEN and None not in left:
                 words = f"process {job.job_id} is gone: killed, or the machine was restarted"
                 if num_training:
                     words = f"process {job.job_id} was killed, {num_training} of its processes go "
