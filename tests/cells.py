@@ -1,7 +1,5 @@
 """Every cell that the files of the cookbook can make, for tests to walk through."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

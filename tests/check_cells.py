@@ -1,7 +1,5 @@
 """Makes cells to check, also some that the driver would not let pass."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copy this checkout for tests that change or install a part of it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stand-in for a node of the cluster, for the doctor's tests."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ table of the installed TorchTitan's options. Tests compare all of them exactly; 
 before you commit what this has renewed.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.made_up_run FOLDER: the run of four cells by which the page is looked at.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

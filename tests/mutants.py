@@ -6,8 +6,6 @@ Run each fault's tests and print found or NOT FOUND. Exit with status 1 if one w
 a test that found one also fails without it. `tests/random_mutants.py` generates faults instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

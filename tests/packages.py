@@ -1,7 +1,5 @@
 """Makes the training stack seem to be installed where the driver is tested without it."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A machine on which nothing takes time but what a test says, so that a term is counted by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

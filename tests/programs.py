@@ -1,7 +1,5 @@
 """Programs that stand in for others."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

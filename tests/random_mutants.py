@@ -7,8 +7,6 @@ condition or statement at a time and run at most 30 of the functions that run th
 by ranks and in other processes are left out: their lines have no measured tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

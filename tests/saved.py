@@ -1,7 +1,5 @@
 """Checkpoints as PyTorch lays them out in a folder, without PyTorch."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import dataclass
 from pathlib import Path

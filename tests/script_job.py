@@ -1,7 +1,5 @@
 """A cell's script in a job of two nodes, with stand-ins for all that it starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

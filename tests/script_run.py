@@ -3,8 +3,6 @@
 Stand-ins for Slurm's commands are put on PATH; the script itself is run as it is.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ is given adds them to each environment that it makes, so that pip finds every pi
 with little more than a name stand in for FlashAttention-4's packages, which few test machines have.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Gives a test's process GPUs that NVML lists; `nvml_stand_in/pynvml.py` answers for them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

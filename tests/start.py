@@ -1,7 +1,5 @@
 """Starts commands as a user would, and returns how they end."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls `submit.py` as a user does: in this process, or as one of its own where that matters."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

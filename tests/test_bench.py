@@ -1,7 +1,5 @@
 """The benchmarks' tables, verdicts, the registered rule, and predictions beside measurements."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

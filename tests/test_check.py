@@ -1,7 +1,5 @@
 """Where check's verdicts turn, its advice, and its report of what TorchTitan built; no torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -3,8 +3,6 @@
 One subprocess builds them all; it is the one that `submit.py check` starts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import threading

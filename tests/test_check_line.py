@@ -1,7 +1,5 @@
 """`submit.py check-line`: an sbatch line is judged before it waits in the queue."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

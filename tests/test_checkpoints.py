@@ -1,7 +1,5 @@
 """The start of a script's run: its record, and the checkpoint that it resumes at."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """How `submit.py` starts, what it prints and writes, and its exit status."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

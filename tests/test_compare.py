@@ -1,7 +1,5 @@
 """Runs beside one another, and what a comparison's exit status says."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

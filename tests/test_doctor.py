@@ -1,7 +1,5 @@
 """The doctor on a stand-in for a node that is whole at first, then has one part broken."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which cells `doctor --numerics` proves on which machine, and how it is started on a cluster."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

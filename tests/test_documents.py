@@ -1,7 +1,5 @@
 """The documents' paths and links lead somewhere, and their commands are real."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Why an attempt ended, and what follows; when no step for so long is a hang."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

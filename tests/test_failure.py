@@ -1,7 +1,5 @@
 """Why an attempt failed: a rank's exception, the most telling line, or the rank that stopped."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands of docs/guide/first-hour.md, one after another, on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

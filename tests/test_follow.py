@@ -1,7 +1,5 @@
 """`logs`, `status` and `cancel`; the watcher of cells that run, and its display."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

@@ -1,7 +1,5 @@
 """GPUs as NVML lists them, and those of them that CUDA shows."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

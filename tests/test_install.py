@@ -1,7 +1,5 @@
 """What installed packages can do, whether a build is the wanted one; the local corpus."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

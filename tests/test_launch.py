@@ -1,7 +1,5 @@
 """`run` and `sweep`: which cells are checked, submitted and waited for; the words for sbatch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Degrees, worlds and stages: what divides; test_check_dry_run.py compares with TorchTitan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`submit.py` on this machine: real TorchTitan on the CPU, followed and stopped."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

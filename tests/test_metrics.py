@@ -1,7 +1,5 @@
 """The steps of an attempt, its router's load and the history of a cell's attempts."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

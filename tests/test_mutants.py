@@ -1,7 +1,5 @@
 """The list of faults is valid, and its runner tells found from not found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

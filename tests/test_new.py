@@ -1,7 +1,5 @@
 """`submit.py new`: copies that can be read, listed, checked and used under their own names."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What `report` writes beside what it prints: files, figures and a page, from the logs alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The search over layouts: which it tries, skips, keeps, explains and rejects."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

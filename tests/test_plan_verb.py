@@ -1,7 +1,5 @@
 """`plan` as a command, and what it prints, writes and draws of layouts that are made up."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

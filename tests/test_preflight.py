@@ -1,7 +1,5 @@
 """The nodes of a job before training: who is bad, who trains; the list of nodes to leave out."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """`submit.py profile`: of traces that are there, and of a recipe that it trains on the CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

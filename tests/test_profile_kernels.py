@@ -1,7 +1,5 @@
 """Kernels by their real names, and what they are counted as."""
 
-from __future__ import annotations
-
 import pytest
 
 from cookbook.profile.kernels import NO_WORK, Source, category_of

@@ -1,7 +1,5 @@
 """Where a step goes, on small traces with known answers; several ranks; trace files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recipes, overlays, clusters and their YAML are read, or refused with file and key."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Wrong inputs are refused in one line that names the place, what was found and what to do."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 from collections.abc import Callable

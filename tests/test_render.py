@@ -1,7 +1,5 @@
 """Rendered scripts: bash, shellcheck and TorchTitan read them as meant."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

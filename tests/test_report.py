@@ -1,7 +1,5 @@
 """The report's text: tables, facts, notes, validation, the answer in three sentences; its JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

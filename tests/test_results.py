@@ -1,7 +1,5 @@
 """Run folders as a run leaves them give the right figures, repeats of cells included."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

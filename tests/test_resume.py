@@ -1,7 +1,5 @@
 """Recorded cells go on: how they are made again, which go on, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The rooms of the house: imports run downwards only, files stay small and open with a sentence."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The folder and the records of a run: made whole, found by name, read back."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """How a rendered script hands over to the supervisor, and starts torchrun for an attempt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 A full install from the index is what CI starts with.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """setup.sh's DeepEP, FlashAttention-4 and tokenizers, from stand-ins for what they come from."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import re

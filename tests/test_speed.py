@@ -1,7 +1,5 @@
 """Speeds and losses of curves: the measured part, intervals and how often they hold the truth."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Options and values: the words that TorchTitan reads as just these values."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

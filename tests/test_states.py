@@ -1,7 +1,5 @@
 """The state of a cell from its files and processes, or a stand-in for Slurm; shared allocations."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

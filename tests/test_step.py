@@ -1,7 +1,5 @@
 """The short steps of a preflight, and a Slurm that answers late."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is stopped here is said to be, and nothing of it stays; a disk that is full."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Sweep files and command lines become cells, which TorchTitan takes as they were meant."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

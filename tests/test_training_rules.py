@@ -1,7 +1,5 @@
 """Weights, texts and validation that would fail in a job are refused before it is queued."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shlex

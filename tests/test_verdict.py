@@ -1,7 +1,5 @@
 """One verdict, whoever asks; what this environment lacks is said as such."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
