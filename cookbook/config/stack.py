@@ -71,16 +71,9 @@ class Option:
 
     name: str
     kind: str
-    default: Any = None
+    default: Any
     optional: bool = False
     choices: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, name: str, entry: Any) -> Option:
-        """Read an option of a stack's table: its default, which tells its kind, or more."""
-        if not isinstance(entry, dict):
-            return cls(name, type(entry).__name__, entry)
-        return cls(name, **{"kind": "choice", **entry, "choices": tuple(entry.get("choices", ()))})
 
     def check(self, place: str, value: Any) -> Any:
         """Return `value` as TorchTitan holds it; another type or choice is an input error."""
@@ -222,7 +215,11 @@ def load_stack(name: str | None = None) -> Stack:
     if name not in known:
         raise unknown_name("requirements.txt", "stack", name, known)
     table = json.loads((_TABLES / f"{name}.json").read_text(encoding="utf-8"))
-    options = {option: Option.of(option, entry) for option, entry in table["options"].items()}
+    choices, optional = table["choices"], table["optional"]
+    options = {}
+    for one, default in table["options"].items():
+        kind = optional.get(one, "choice" if one in choices else type(default).__name__)
+        options[one] = Option(one, kind, default, one in optional, tuple(choices.get(one, ())))
     families = {entry["name"]: Family.of(entry) for entry in table["families"]}
     pins = {pin.name: pin.value for pin in read_pins(REQUIREMENTS)}
     refused = table["refused_families"]

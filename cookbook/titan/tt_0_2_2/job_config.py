@@ -224,40 +224,35 @@ class JobConfig:
     """The cookbook's additions to `quantize`."""
 
 
-def option_table() -> dict[str, Any]:
-    """Return each option's default by dotted name, or where that does not tell its kind, an entry.
-
-    An entry has `kind` or `choices`, `optional`, and `default` where it is not None.
-    """
+def option_table() -> dict[str, dict[str, Any]]:
+    """Return defaults, choices, and the kinds of options that may be None, by dotted name."""
     merged = ConfigManager._merge_configs(TitanJobConfig, JobConfig)
-    return dict(_entries(merged, ""))
+    table: dict[str, dict[str, Any]] = {"options": {}, "optional": {}, "choices": {}}
+    for name, one in _fields(merged, ""):
+        is_union = typing.get_origin(one.type) in (typing.Union, types.UnionType)
+        kinds = list(typing.get_args(one.type)) if is_union else [one.type]
+        default = one.default
+        if one.default_factory is not dataclasses.MISSING:
+            default = one.default_factory()
+        table["options"][name] = default
+        for kind in kinds:
+            if typing.get_origin(kind) is typing.Literal:
+                table["choices"][name] = list(typing.get_args(kind))
+        if type(None) in kinds:
+            kind = next(
+                (word.__name__ for word in (bool, float, int, str) if word in kinds), "lists"
+            )
+            kind = "list" if list[str] in kinds else kind
+            table["optional"][name] = "choice" if name in table["choices"] else kind
+    return table
 
 
-def _entries(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _fields(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     for one in dataclasses.fields(section):
         if dataclasses.is_dataclass(one.type):
-            yield from _entries(one.type, f"{prefix}{one.name}.")
+            yield from _fields(one.type, f"{prefix}{one.name}.")
         else:
-            yield f"{prefix}{one.name}", _entry(one)
-
-
-def _entry(one: dataclasses.Field[Any]) -> Any:
-    is_union = typing.get_origin(one.type) in (typing.Union, types.UnionType)
-    kinds = list(typing.get_args(one.type)) if is_union else [one.type]
-    default = one.default
-    if one.default_factory is not dataclasses.MISSING:
-        default = one.default_factory()
-    names = {kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not list}
-    name = next((name for name in ("bool", "float", "int", "str") if name in names), "lists")
-    entry: dict[str, Any] = {"kind": "list" if list[str] in kinds else name}
-    for kind in kinds:
-        if typing.get_origin(kind) is typing.Literal:
-            entry = {"choices": list(typing.get_args(kind))}
-    if type(None) not in kinds:
-        return (
-            default if entry == {"kind": type(default).__name__} else {**entry, "default": default}
-        )
-    return {**entry, "optional": True, **({} if default is None else {"default": default})}
+            yield f"{prefix}{one.name}", one
 
 
 def family_table(family: Family) -> dict[str, Any]:
@@ -275,7 +270,7 @@ def family_table(family: Family) -> dict[str, Any]:
 def main() -> None:
     """Print the table."""
     table = {
-        "options": option_table(),
+        **option_table(),
         "families": [family_table(parts.family) for parts in FAMILIES.values()],
         "refused_families": REFUSED,
         "datasets": [*DATASETS, DATASET],
