@@ -95,17 +95,12 @@ def hardware_of(cell: Cell) -> Hardware:
     known = [load_hardware(path) for path in sorted(_FOLDER.glob("*.yaml"))]
     found = next((one for one in known if one.name in gpu.name.split()), None)
     if found is None:
-        raise InputError(
-            place,
-            f"nothing is known of the speed of a {gpu.name}",
-            f"describe it in recipes/hardware/, as {', '.join(one.path.name for one in known)}",
-        )
+        remedy = f"describe it in recipes/hardware/, as {', '.join(one.path.name for one in known)}"
+        raise InputError(place, f"nothing is known of the speed of a {gpu.name}", remedy)
     if cell.nodes > 1 and found.infiniband_gb_per_s is None:
-        raise InputError(
-            f"recipes/hardware/{found.path.name}",
-            "says nothing of the network between nodes",
-            "add infiniband_gb_per_s and the shares of it, or use one node",
-        )
+        reason = "says nothing of the network between nodes"
+        remedy = "add infiniband_gb_per_s and the shares of it, or use one node"
+        raise InputError(f"recipes/hardware/{found.path.name}", reason, remedy)
     return found
 
 
@@ -162,11 +157,11 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
         return C4
     if path and path.rstrip("/").endswith("assets/local/corpus"):
         return LOCAL
-    raise InputError(
-        cell.options.origin("training.dataset_path" if path else "training.dataset"),
-        f"the length of the documents of {path or name} is not known, and attention depends on it",
-        "pass it: --documents MEAN:MEDIAN, in tokens",
+    place = cell.options.origin("training.dataset_path" if path else "training.dataset")
+    found = (
+        f"the length of the documents of {path or name} is not known, and attention depends on it"
     )
+    raise InputError(place, found, "pass it: --documents MEAN:MEDIAN, in tokens")
 
 
 def attended_text(documents: Documents | None, seq_len: int) -> str:
@@ -185,11 +180,9 @@ def _counted(cell: Cell) -> Documents:
     if lengths is None:
         words = ["data", *files, "--tokenizer", assets]
         words += ["--text-key", key] if key != "text" else []
-        raise InputError(
-            cell.options.origin("data.files"),
-            "the length of their documents was not counted, and attention depends on it",
-            f"run: python submit.py {shlex.join(words)}",
-        )
+        found = "the length of their documents was not counted, and attention depends on it"
+        remedy = f"run: python submit.py {shlex.join(words)}"
+        raise InputError(cell.options.origin("data.files"), found, remedy)
     mean, median = lengths
     return Documents(mean, min(mean, median), "counted by submit.py data")
 

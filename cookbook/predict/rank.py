@@ -64,11 +64,8 @@ def actions_of(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
         line = ""
     if not line.strip():
         _process.cache_clear()
-        raise InputError(
-            "parallelism.pipeline_parallel_schedule",
-            f"torch did not list the actions of {schedule} with {microbatches} microbatches",
-            "is torch installed? bash setup.sh",
-        )
+        found = f"torch did not list the actions of {schedule} with {microbatches} microbatches"
+        raise InputError(f"{_PP}_schedule", found, "is torch installed? bash setup.sh")
     answer = {name: tuple(of_ranks) for name, of_ranks in json.loads(line).items()}
     return Actions(**answer, microbatches=range(microbatches))
 
@@ -234,11 +231,9 @@ def model_of(cell: Cell) -> Model:
     family, model = cell.options.family, cell.options.model
     if model is None:
         known = family.flavors if family else cell.options.stack.families
-        raise InputError(
-            cell.options.origin("model.flavor" if family else "model.name"),
-            f"the layers of {name} {flavor} are not counted",
-            f"counted: {', '.join(known)}",
-        )
+        place = cell.options.origin("model.flavor" if family else "model.name")
+        found = f"the layers of {name} {flavor} are not counted"
+        raise InputError(place, found, f"counted: {', '.join(known)}")
     return model
 
 
@@ -305,11 +300,8 @@ def _split(cell: Cell, model: Model) -> list[list[int]]:
         return stage_layers(1, model.n_layers)
     by_module = "parallelism.module_fqns_per_model_part"
     if cell.options[by_module]:
-        raise InputError(
-            cell.options.origin(by_module),
-            "stages that are named module by module are not counted",
-            f"use {_PP}_layers_per_stage",
-        )
+        found = "stages that are named module by module are not counted"
+        raise InputError(cell.options.origin(by_module), found, f"use {_PP}_layers_per_stage")
     ends = [cell.options[f"{_PP}_{end}_stage_less_layers"] for end in ("first", "last")]
     per_stage = cell.options[f"{_PP}_layers_per_stage"]
     if per_stage is None:

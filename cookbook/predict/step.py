@@ -113,12 +113,12 @@ def predict_step(
     times = LayerTimes(cell, kernels, links, overlapped)
     least_ms = hardware.host_ms_per_routed_layer
     if times.compute_ms(Layer(0, moe=True, recomputed=False))[0] < least_ms:
-        raise InputError(
-            options.origin("training.local_batch_size"),
+        found = (
             f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets the "
-            "pace, which is not modelled",
-            "take more tokens a microbatch",
         )
+        found += "pace, which is not modelled"
+        place = options.origin("training.local_batch_size")
+        raise InputError(place, found, "take more tokens a microbatch")
     rounds = ranks[0].gradient_accumulation_steps
     busiest, bubble_ms = _busiest(ranks, times, links)
     microbatches = busiest.num_microbatches * rounds
@@ -195,11 +195,9 @@ def _fsdp_ms(rank: Rank, links: Links, times: LayerTimes, gathers: int) -> tuple
 def refuse_unmodelled(cell: Cell) -> None:
     """Raise InputError, at the option to change, for a cell whose time is not modelled."""
     if cell.emulated:
-        raise InputError(
-            cell.emulated_parts[0].name,
-            "is emulated on this cluster: its time says nothing",
-            "take bf16 and standard, or a cluster whose GPUs have it",
-        )
+        found = "is emulated on this cluster: its time says nothing"
+        remedy = "take bf16 and standard, or a cluster whose GPUs have it"
+        raise InputError(cell.emulated_parts[0].name, found, remedy)
     options = cell.options
     offloads = options["training.enable_cpu_offload"]
     is_unfused = options["optimizer.implementation"] != "fused"
