@@ -147,11 +147,8 @@ class Cell:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that the job exports; cluster, EP backend, precision: the later wins."""
-        return {
-            **exported(self.cluster.environment),
-            **exported(self.ep_backend.environment),
-            **exported(self.precision.environment),
-        }
+        parts = (self.cluster, self.ep_backend, self.precision)
+        return {name: one for part in parts for name, one in exported(part.environment).items()}
 
     @property
     def max_restarts(self) -> int:
@@ -192,11 +189,8 @@ class Cell:
 
     def job_record(self) -> CellRecord:
         """Return the record with all that a job needs, so that it reads no recipe again."""
-        return replace(
-            self.record(),
-            too_few_nodes=self.recipe.too_few_nodes,
-            profile=Unchecked(self.cluster.content),
-        )
+        profile = Unchecked(self.cluster.content)
+        return replace(self.record(), too_few_nodes=self.recipe.too_few_nodes, profile=profile)
 
 
 def train_argv(cell: Cell) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -160,11 +161,8 @@ def command_line_settings(words: Sequence[str], flag: str = "--set") -> Settings
 
 
 def argv_of(stack: Stack, settings: Settings) -> list[str]:
-    return [
-        word
-        for name, setting in settings.items()
-        for word in stack.options[name].arguments(setting.value)
-    ]
+    words = (stack.options[name].arguments(one.value) for name, one in settings.items())
+    return [*itertools.chain(*words)]
 
 
 def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
@@ -179,9 +177,7 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
     while left:
         word = left.pop(0)
         if not (word.startswith("--") and "." in word.partition("=")[0]):
-            remedy = (
-                "TorchTitan's options begin with --section.key, sbatch's stand before the script"
-            )
+            remedy = "TorchTitan's begin with --section.key, sbatch's stand before the script"
             raise InputError(place, f"found {word!r}", remedy)
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -233,9 +229,7 @@ def check_environment(file: YamlFile, environment: Words, sources: Words | None 
     for name, word in environment.items():
         if isinstance(word, str) and _EXPANSION.search(word):
             found = f"found {word!r}, and values are exported as they stand: nothing is expanded"
-            remedy = (
-                "write the full value, or export it in a file that the cluster's `source` names"
-            )
+            remedy = "write it in full, or export it in a file that the cluster's `source` names"
             raise InputError(file.place("environment", name), found, remedy)
 
 

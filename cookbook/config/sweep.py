@@ -88,18 +88,17 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
     for recipe, point in itertools.product(sweep.recipes, sweep.points):
         if point.recipe not in (None, recipe):
             continue
-        pair = requested_pair(recipe, request, point.pair)
+        pair, own = (
+            requested_pair(recipe, request, point.pair),
+            {**sweep.settings, **point.settings},
+        )
         for values in itertools.product(*axes.values()):
             cell = resolve_cell(
                 recipe,
                 *pair,
                 request.cluster,
                 nodes=request.nodes,
-                layers=(
-                    {**sweep.settings, **point.settings},
-                    dict(zip(axes, values, strict=True)),
-                    request.overrides,
-                ),
+                layers=(own, dict(zip(axes, values, strict=True)), request.overrides),
                 suffix=point.name,
             )
             group = f"{recipe.name} {point.name} {[setting.value for setting in values]}"
@@ -221,15 +220,8 @@ def load_sweep(name: str) -> Sweep:
             found = "an empty list, a sweep over nothing" if values == [] else described(values)
             raise InputError(place, f"found {found}, allowed: a list of at least one value")
         axes[name] = tuple(Setting(option.check(place, value), place) for value in values)
-    return Sweep(
-        name=path.stem,
-        description=own.description,
-        recipes=recipes,
-        points=points,
-        baseline=baseline,
-        settings=read_options(file, own.options, ("options",)),
-        vary=axes,
-    )
+    settings = read_options(file, own.options, ("options",))
+    return Sweep(path.stem, own.description, recipes, points, baseline, settings, axes)
 
 
 def sweep_of_recipe(name: str) -> Sweep:

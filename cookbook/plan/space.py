@@ -91,6 +91,7 @@ class Space:
 
     def all_candidates(self) -> Iterator[Cell]:
         """Return refused layouts too."""
+        origins = {name: f"--vary {name}" for name in self.varied}
         for pair in itertools.product(*(self.overlays[kind] for kind in OVERLAYS)):
             start, seen = self._with_overlays(*pair), set[str]()
             for chosen in self._combinations(start):
@@ -98,10 +99,7 @@ class Space:
                 if key in seen:
                     continue
                 seen.add(key)
-                settings = {
-                    name: Setting(value, f"--vary {name}" if name in self.varied else "plan")
-                    for name, value in chosen.items()
-                }
+                settings = {n: Setting(v, origins.get(n, "plan")) for n, v in chosen.items()}
                 options = start.options.override(settings)
                 yield replace(start, options=options, name=f"{start.name}-{len(seen)}")
 

@@ -209,14 +209,11 @@ class RankLayers:
         self._cell, self._rank, self._shapes = cell, rank, shapes
         # A layer with DeepEP knows that no gradient needs this one's output.
         needless = [_SHARED_DOWN] if shapes.deepep else []
-        self._bytes = {
-            moe: layer_bytes(
-                shapes,
-                moe,
-                [p for p in spared_products(cell, shapes, moe) if p.module not in needless],
-            )
-            for moe in (False, True)
-        }
+        self._bytes = {}
+        for moe in (False, True):
+            products = spared_products(cell, shapes, moe)
+            needed = [one for one in products if one.module not in needless]
+            self._bytes[moe] = layer_bytes(shapes, moe, needed)
 
     def _cost(self, layer: Layer) -> tuple[LayerBytes, float, float]:
         """Return the layer's bytes, those that it keeps, and those that recomputation restores."""

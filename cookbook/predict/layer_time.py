@@ -74,12 +74,8 @@ class Kernels:
 
     def multiply(self, some: Iterable[Product], backward: bool) -> Terms:
         share = self.hardware.dense_gemm_share
-        return add(
-            *(
-                self._product(one, DENSE, share, linear_format(self.cell, one.module), backward)
-                for one in some
-            )
-        )
+        formats = ((one, linear_format(self.cell, one.module)) for one in some)
+        return add(*(self._product(one, DENSE, share, kind, backward) for one, kind in formats))
 
     def shared_halves_ms(self, backward: bool) -> tuple[float, float]:
         """Return the shared experts' parts before and behind the routed ones in the forward."""
@@ -108,12 +104,8 @@ class Kernels:
         kind = None if active == "bf16" or self.cell.emulated else active
         # Weights are read, and quantized, for each chunk.
         groups = self.shapes.num_experts // self.shapes.ep * self.chunks
-        terms = add(
-            *(
-                self._product(one, GROUPED, share, kind, backward, groups)
-                for one in self._expert_products
-            )
-        )
+        products = self._expert_products
+        terms = add(*(self._product(p, GROUPED, share, kind, backward, groups) for p in products))
         if backward and self.chunks > 1:
             # The gradients of the weights, one chunk's added to another's.
             added = 3.0 * self.shapes.act * self._expert_weights * (self.chunks - 1)
@@ -147,10 +139,8 @@ class Kernels:
                 gemm, elements = flops / fast + flops / slow, outputs + weights
         is_mx = quantized.startswith("mx")
         per_element = hw.mxfp8_quantize_bytes if is_mx else hw.float8_quantize_bytes
-        return {
-            kind: max(gemm, bytes_ms / 2),
-            QUANTIZING: self.bytes_ms(per_element * elements),
-        }
+        quantizing_ms = self.bytes_ms(per_element * elements)
+        return {kind: max(gemm, bytes_ms / 2), QUANTIZING: quantizing_ms}
 
     def attend(self, backward: bool) -> Terms:
         """Time attention itself: two products forward, five backward, over attended tokens."""

@@ -337,10 +337,8 @@ def _part(
         moe = model.is_moe(layer)
         if moe not in alike:
             alike[moe] = fsdp_units(layer_operators(model, moe), layout, 0, width=width)
-        units += [
-            replace(unit, name=unit.name.replace("layers.0", f"layers.{layer}"))
-            for unit in alike[moe]
-        ]
+        name = f"layers.{layer}"
+        units += [replace(one, name=one.name.replace("layers.0", name)) for one in alike[moe]]
     if is_last:
         units += fsdp_units(head_operators(model), layout, width=width)
     layers = (Layer(layer, model.is_moe(layer), next(recomputed)) for layer in splits[stage])

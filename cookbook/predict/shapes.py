@@ -74,11 +74,8 @@ class Shapes(Sizes):
 
 def shapes_of(cell: Cell, rank: Rank) -> Shapes:
     model, layout, options = rank.model, cell.layout, cell.options
-    batch = options[
-        "parallelism.pipeline_parallel_microbatch_size"
-        if layout.pp > 1
-        else "training.local_batch_size"
-    ]
+    microbatch = "parallelism.pipeline_parallel_microbatch_size"
+    batch = options[microbatch if layout.pp > 1 else "training.local_batch_size"]
     tokens = batch * options["training.seq_len"] // layout.cp
     components = options["compile.components"] if options["compile.enable"] else []
     num_chunks = options[NUM_CHUNKS]
@@ -88,6 +85,7 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
     routing = routing_of(cell)
     uneven = UNEVEN_ROUTING if routing == "trained" and layout.ep > 1 else 1.0
     is_alone = layout.tp == layout.pp == 1
+    is_mixed = rank.mixed_precision or is_alone
     nodes = max(layout.ep * layout.etp // cell.cluster.ranks_per_node, 1)
     sizes = asdict(model) | {
         "heads": -(-model.heads // layout.tp),
@@ -107,9 +105,7 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
         rows=int(sent * model.top_k * uneven),
         ranks_per_token=destinations(model, layout.ep, routing),
         nodes_per_token=destinations(model, nodes, routing),
-        act=BYTES[options["training.mixed_precision_param"]]
-        if rank.mixed_precision or is_alone
-        else 4,
+        act=BYTES[options["training.mixed_precision_param"] if is_mixed else "float32"],
         grad=BYTES[options["training.mixed_precision_reduce"]],
         ep=layout.ep,
         deepep=cell.uses_deepep,

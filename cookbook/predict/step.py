@@ -199,16 +199,11 @@ def refuse_unmodelled(cell: Cell) -> None:
         remedy = "take bf16 and standard, or a cluster whose GPUs have it"
         raise InputError(cell.emulated_parts[0].name, found, remedy)
     options = cell.options
-    offloads = options["training.enable_cpu_offload"]
+    offloads, is_eager = options["training.enable_cpu_offload"], not cell.is_compiled
     is_unfused = options["optimizer.implementation"] != "fused"
     for name, is_found, found, remedy in (
         (DEGREES["cp"], cell.layout.cp > 1, "context parallelism", "set it to 1"),
-        (
-            "compile.enable",
-            not cell.is_compiled,
-            "a model that is not compiled",
-            "compile the model",
-        ),
+        ("compile.enable", is_eager, "a model that is not compiled", "compile the model"),
         ("training.enable_cpu_offload", offloads, "CPU offload", "set it to false"),
         ("optimizer.implementation", is_unfused, "an optimizer that is not fused", "take fused"),
     ):

@@ -79,11 +79,8 @@ class Exchanges:
         group = self._group(unit.shards, layout.ep * layout.etp if is_expert else layout.tp)
         stage = layout.dp_shard * layout.cp * layout.tp
         replicas = self._group(layout.dp_replicate, stage)
-        return (
-            group.gather(unit.gathered * s.act),
-            group.gather(unit.gathered * s.grad),
-            replicas.gather(unit.local * s.grad),
-        )
+        gather, reduce = (group.gather(unit.gathered * size) for size in (s.act, s.grad))
+        return gather, reduce, replicas.gather(unit.local * s.grad)
 
     def tensor(self) -> Traffic:
         """Return that of a gather or reduction of the hidden states over TP."""
@@ -227,15 +224,9 @@ class Links(Exchanges):
         is_quantized = self.cell.ep_backend.expects("dispatch") == "mxfp8"
         widths = (MXFP8_BYTES if is_quantized else self.shapes.act, self.shapes.act)
         hw = self.hardware
-        return sum(
-            hw.all_to_all_latency_ms
-            + self._ms(
-                self.all_to_all(width),
-                hw.nvlink_gb_per_s * hw.all_to_all_nvlink_share,
-                hw.all_to_all_infiniband_share,
-            )
-            for width in widths
-        )
+        speeds = hw.nvlink_gb_per_s * hw.all_to_all_nvlink_share, hw.all_to_all_infiniband_share
+        sent_ms = (self._ms(self.all_to_all(width), *speeds) for width in widths)
+        return sum(hw.all_to_all_latency_ms + one_ms for one_ms in sent_ms)
 
     def deepep_ms(self, chunks: int = 1) -> float:
         """Return that of one exchange of one of a layer's `chunks`, where DeepEP sends."""

@@ -131,10 +131,8 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
         ) as pool:
             ranks = list(pool.map(profile_rank, paths))
     except BrokenProcessPool:
-        raise JobError(
-            f"{source}: a process that read a trace was killed, perhaps for its memory; "
-            "read fewer at a time: --ranks"
-        ) from None
+        found = f"{source}: a process that read a trace was killed, perhaps for its memory"
+        raise JobError(f"{found}; read fewer at a time: --ranks") from None
     ranks.sort(key=lambda rank: (rank.stage or 0, rank.rank or 0))
     return Profile(source, tuple(ranks), tuple(waits_for_others(ranks)))
 
@@ -276,10 +274,8 @@ def _notes(profile: Profile) -> Iterator[str]:
                 "long they took; the last to come waits least"
             )
         else:
-            yield (
-                "one rank's trace cannot tell waiting for other ranks from a slow network; name "
-                "more with --ranks"
-            )
+            words = "one rank's trace cannot tell waiting for other ranks from a slow network"
+            yield f"{words}; name more with --ranks"
     yield "the profiler slows the host down: take speeds from a run without it"
 
 
@@ -289,10 +285,7 @@ def render_json(profile: Profile) -> str:
         "source": profile.source,
         "device": profile.device,
         "on_gpu": profile.ranks[0].on_gpu,
-        "ranks": [
-            _rank_json(rank, waited)
-            for rank, waited in zip(profile.ranks, profile.waited, strict=True)
-        ],
+        "ranks": [*map(_rank_json, profile.ranks, profile.waited)],
     }
     return json.dumps(content, indent=1) + "\n"
 

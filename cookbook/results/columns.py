@@ -118,11 +118,8 @@ def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
 def report_tables(results: RunResults) -> dict[str, Table]:
     """Return every table of a report with something to show, by name; the main one always."""
     found = {name: rows_of(results, name) for name in TITLES}
-    return {
-        name: table_of(rows, name, results.unit)
-        for name, rows in found.items()
-        if rows or name == CELLS
-    }
+    shown = {name: rows for name, rows in found.items() if rows or name == CELLS}
+    return {name: table_of(rows, name, results.unit) for name, rows in shown.items()}
 
 
 def tokens_text(value: float | None) -> str:

@@ -116,11 +116,8 @@ def _conditions(title: str, cells: Mapping[str, Mapping[str, str]]) -> Condition
 
 def _devices(run: RunResults) -> str:
     """Return `256 x NVIDIA B200`, of every number and kind that a cell of the run had."""
-    found = {
-        f"{cell.world} x {cell.active.get('gpu') or 'CPU rank'}": None
-        for cell in run.cells
-        if cell.active
-    }
+    active = ((cell.world, cell.active) for cell in run.cells if cell.active)
+    found = dict.fromkeys(f"{world} x {one.get('gpu') or 'CPU rank'}" for world, one in active)
     return " and ".join(found) or UNKNOWN
 
 

@@ -279,11 +279,8 @@ def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> Spee
 
 def _with_speed(steps: Iterable[StepMetrics]) -> list[tuple[int, float]]:
     """Return the steps that have a speed, and their speeds."""
-    return [
-        (step.step, step.tokens_per_second)
-        for step in steps
-        if step.tokens_per_second is not None and 0 < step.tokens_per_second < math.inf
-    ]
+    speeds = ((one.step, one.tokens_per_second) for one in steps)
+    return [(step, speed) for step, speed in speeds if speed and 0 < speed < math.inf]
 
 
 # DeepSeek-V3 (arXiv:2412.19437, section 3.3) holds FP8 training to BF16 by this relative distance.

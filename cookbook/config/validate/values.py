@@ -135,11 +135,8 @@ def unused(cell: Cell) -> Problems:
     mode = cell.options["activation_checkpoint.mode"]
     if cell.options[SAVE_LIST] and not cell.saves:
         remedy = "set activation_checkpoint.mode=selective and selective_ac_option=op"
-        yield (
-            SAVE_LIST,
-            f"activation_checkpoint.mode {mode} has no use for a list of operators",
-            remedy,
-        )
+        reason = f"activation_checkpoint.mode {mode} has no use for a list of operators"
+        yield SAVE_LIST, reason, remedy
     if cell.options[LAYERS_KEPT] and mode not in ("full", "selective"):
         reason = f"activation_checkpoint.mode {mode} recomputes no layer as a whole"
         yield LAYERS_KEPT, reason, "set activation_checkpoint.mode=selective or full"
