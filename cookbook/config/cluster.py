@@ -125,11 +125,7 @@ _TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<rest>[0-9]+(?::[0-9]+){0,2})")
 
 
 def default_cluster() -> str:
-    """COOKBOOK_CLUSTER, `local` without Slurm, else the one profile that fits Slurm's nodes.
-
-    Raises:
-        InputError: none fits, or several.
-    """
+    """COOKBOOK_CLUSTER, `local` without Slurm, else the one profile that fits; else InputError."""
     if name := os.environ.get("COOKBOOK_CLUSTER"):
         return name
     groups = slurm.node_groups() if has_slurm() else None

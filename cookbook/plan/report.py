@@ -85,11 +85,7 @@ def render_json(
     stops: Sequence[Stop] = (),
     rejected: Sequence[str] = (),
 ) -> str:
-    """Return `{"layouts", "left_out", "recipe", "best", "front", "walk"}`, and where they run.
-
-    Args:
-        rejected: requested values that no layout has, with the reason.
-    """
+    """Return all that was found; `rejected` are values that no layout has, each with its reason."""
     walk = [
         {
             "changed": stop.changed,

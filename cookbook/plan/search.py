@@ -29,12 +29,9 @@ BATCH = "training.local_batch_size"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that the rules allow.
+    """A layout that the rules allow, and the `memory` of the stage that needs most.
 
-    Attributes:
-        memory: of the stage that needs most.
-        verdict: as in `check`: `fits`, `tight` or `will not fit`.
-        step: None where it does not fit well, or its time is not modelled (`unknown` says why).
+    `step` is None where it does not fit well, or its time is not modelled (`unknown` says why).
     """
 
     cell: Cell

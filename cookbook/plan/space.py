@@ -73,13 +73,7 @@ _MOST_ASKED = 500
 
 @dataclass(frozen=True)
 class Space:
-    """A recipe's cell, and the values of each axis.
-
-    Attributes:
-        base: the cell as it was asked for.
-        varied: values of options that the user varies, or holds.
-        overlays: names of precisions, and of EP backends.
-    """
+    """The cell as it was asked for, values of its options, and names of its `overlays`, to vary."""
 
     base: Cell
     varied: Mapping[str, Sequence[Any]]

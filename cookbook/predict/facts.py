@@ -138,10 +138,7 @@ LOCAL = Documents(6453, 3520, "counted: docs/evidence/performance/h200x2-8layers
 
 
 def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None:
-    """Return the documents that bound attention; None where tokens attend to whole sequences.
-
-    Args:
-        named: taken in place of those of the cell's dataset.
+    """Return the documents that bound attention, `named` ones first; None for whole sequences.
 
     Raises:
         InputError: a dataset whose documents are not known here.

@@ -238,10 +238,7 @@ def model_of(cell: Cell) -> Model:
 
 
 def describe_ranks(cell: Cell, model: Model | None = None) -> tuple[Rank, ...]:
-    """Return the first rank of every pipeline rank.
-
-    Args:
-        model: that of the cell's flavor where None.
+    """Return the first rank of every pipeline rank; `model` is the flavor's where None.
 
     Raises:
         InputError: a model, or a way to cut it into stages, that is not counted.

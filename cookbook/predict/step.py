@@ -83,12 +83,9 @@ def predict_step(
     hardware: Hardware | None = None,
     overlapped: bool = True,
 ) -> StepTime:
-    """Predict the step of a cell.
+    """Predict the step of a cell; ranks, documents and hardware are its own where None.
 
     Args:
-        ranks: of every pipeline rank; counted where None.
-        documents: those of the cell's dataset where None.
-        hardware: that of the cell's GPU where None.
         overlapped: whether a DeepEP layer computes beside its exchanges, as it does today.
 
     Raises:

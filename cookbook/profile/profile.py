@@ -93,11 +93,9 @@ def _newest(folder: Path) -> dict[int, Path]:
 
 
 def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
-    """Return the traces to read.
+    """Return the traces that are `asked`: `all`, ranks separated by commas, or None.
 
-    Args:
-        asked: `all`, or ranks separated by commas; None reads up to `MOST_TRACES`, and of more
-            ranks the first of each pipeline stage.
+    None reads up to `MOST_TRACES`, and of more ranks the first of each pipeline stage.
     """
     if asked is None and len(traces) > MOST_TRACES:
         first = min(traces)
@@ -117,12 +115,7 @@ def choose_ranks(traces: Mapping[int, Path], asked: str | None) -> list[Path]:
 
 
 def make_profile(source: str, paths: Sequence[Path]) -> Profile:
-    """Read the traces, several at once where there are cores for it.
-
-    Raises:
-        InputError: a trace cannot be read.
-        JobError: a process that read one was killed.
-    """
+    """Read the traces in parallel; InputError for a broken one, JobError for a killed reader."""
     workers = min(len(paths), len(os.sched_getaffinity(0)))
     try:
         # An interrupt ends the whole command; its readers print no tracebacks.

@@ -78,12 +78,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over the steps, or bars.
-
-    Attributes:
-        unit: of the values; `low`, `high`: the range of the axis.
-        band: half the height of the margin about 0.
-    """
+    """Lines over the steps, or bars; `low` to `high` in `unit`, a band of ±`band` about 0."""
 
     name: str
     title: str

@@ -30,11 +30,7 @@ from cookbook.run.status import FINISHED
 
 
 def against_baseline(folders: Iterable[Result]) -> list[Result]:
-    """Merge the repeats of each cell; add speed-ups and loss verdicts where cells are comparable.
-
-    Args:
-        folders: a Result for each folder of the run, so that each repeat is one.
-    """
+    """Merge repeats, a Result each; add speed-ups and loss verdicts where cells are comparable."""
     runs: dict[str, list[Result]] = {}
     for result in folders:
         runs.setdefault(result.repeat_of or result.name, []).append(result)
