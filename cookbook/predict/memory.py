@@ -84,7 +84,10 @@ def predict_memory(
     layers = RankLayers(cell, rank, shapes)
     state = _state(cell, rank)
     kept = _kept(rank, layers, shapes)
-    expandable = _is_expandable(environment or cell.environment)
+    # Expandable segments map pages, so that all free memory is one block.
+    variables = environment or cell.environment
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    expandable = any("expandable_segments:True" in variables.get(name, "") for name in names)
     moments = {
         "the loss": {**_loss(rank, shapes, layers, expandable), **kept},
         "a layer's backward": {**layers.backward(), **kept},
@@ -105,14 +108,16 @@ def predict_memory(
     if gpu:
         workspace = CUBLAS_BYTES_SM90 if gpu.compute_capability >= 9 else CUBLAS_BYTES
         compute["cuBLAS workspaces"] = float(CUBLAS_THREADS * workspace)
-    reduced, on_the_way = _fsdp_streams(cell, rank, shapes)
-    terms = {
-        **compute,
-        "fragments": sum(compute.values()) * (FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS),
-        "gradients": reduced,
-        "all-gather stream": on_the_way,
-        "dispatch stream": layers.dispatched(),
-    }
+    fragments = FRAGMENTS_EXPANDABLE if expandable else FRAGMENTS
+    terms = {**compute, "fragments": sum(compute.values()) * fragments}
+    if rank.mixed_precision:
+        # The pools of FSDP's streams: gradients, and the gathered module in use and the prefetched
+        # one. A group of one rank copies without a stream.
+        offloads = cell.options["training.enable_cpu_offload"]
+        terms["gradients"] = float((max if offloads else sum)(unit.size for unit in rank.units))
+        gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
+        terms["all-gather stream"] = float(sum(gathered[-2:]) * shapes.act)
+    terms["dispatch stream"] = layers.dispatched()
     return StageMemory(
         rank=rank.rank,
         moment=moment,
@@ -230,35 +235,14 @@ def _loss_bytes(rank: Rank, shapes: Shapes) -> int:
     return (16 if shapes.loss_parallel else 12) + kept
 
 
-def _fsdp_streams(cell: Cell, rank: Rank, shapes: Shapes) -> tuple[float, float]:
-    """Return the bytes in the pools of FSDP's reduce-scatter and all-gather streams."""
-    if not rank.mixed_precision:
-        return 0.0, 0.0
-    offloads = cell.options["training.enable_cpu_offload"]
-    reduced = (max if offloads else sum)(unit.size for unit in rank.units)
-    # The one in use and the one that is prefetched; a group of one rank copies without a stream.
-    gathered = sorted(unit.gathered for unit in rank.units if unit.shards > 1)
-    return float(reduced), float(sum(gathered[-2:]) * shapes.act)
-
-
-def _is_expandable(environment: Mapping[str, str]) -> bool:
-    """Return whether the allocator maps pages, so that all free memory is one block."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:True" in environment.get(name, "") for name in names)
-
-
 def _outside_gib(rank: Rank, shapes: Shapes) -> float:
     # `batch` has no traffic of its own, and the world group is one more.
     groups = len(rank.groups.keys() - {"batch"}) + 1
-    buffers = _deepep_buffers(shapes) / GIB if shapes.deepep else 0.0
-    return CONTEXT_GIB + NCCL_GROUP_GIB * groups + buffers
-
-
-def _deepep_buffers(shapes: Shapes) -> float:
-    """Return `Config.get_nvl_buffer_size_hint` and its RDMA twin at DeepEP's default configuration.
-
-    Ten channels (20 SMs), 256 tokens of receive queue a channel and NVLink peer, 128 a node.
-    """
+    outside = CONTEXT_GIB + NCCL_GROUP_GIB * groups
+    if not shapes.deepep:
+        return outside
+    # `Config.get_nvl_buffer_size_hint` and its RDMA twin at DeepEP's default configuration: ten
+    # channels (20 SMs), 256 tokens of receive queue a channel and NVLink peer, 128 a node.
     token = shapes.dim * 2 + shapes.top_k * 12
     peers, nodes = min(shapes.ep, 8), shapes.ep // 8
-    return 10.0 * token * (peers * 256 + (2 * nodes * 128 if nodes > 1 else 0))
+    return outside + 10.0 * token * (peers * 256 + (2 * nodes * 128 if nodes > 1 else 0)) / GIB

@@ -135,10 +135,8 @@ def padded_tokens(cell: Cell, sequences: int) -> int:
 
 def routing_of(cell: Cell) -> str:
     """Return how tokens choose experts: `trained`, `random` or `round_robin`."""
-    options, name = cell.options, "debug.moe_routing"
-    if options["debug.moe_force_load_balance"]:
-        return "round_robin"
-    return str(options[name]) if name in options.stack.options else "trained"
+    forced = cell.options["debug.moe_force_load_balance"]
+    return "round_robin" if forced else str(cell.options["debug.moe_routing"])
 
 
 @functools.cache

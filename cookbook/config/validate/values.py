@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 from cookbook.base.errors import nearest
-from cookbook.base.family import Model
 from cookbook.config.cell import (
     LAYERS_KEPT,
     SAVE_LIST,
@@ -217,16 +216,12 @@ def formats(cell: Cell) -> Problems:
         option = f"{section}.initial_load_model_only"
         yield option, "is false, and published weights hold the model alone", "set it to true"
     if options[f"{section}.last_save_in_hf"]:
-        size = 4 * _expert_parameters(cell.options.model) / 1e9
+        model, size = cell.options.model, 0.0
+        if model:
+            # FP32; the routed experts are nearly all of a large model.
+            layers = model.n_layers - model.n_dense_layers
+            size = 12.0 * layers * model.num_experts * model.dim * model.expert_hidden / 1e9
         if size > _LARGEST_HF_SAVE_GB:
             reason = f"rank 0 would write {size:,.0f} GB as one file, until a collective times out"
             remedy = "leave it out, and run: python submit.py export RUN/CELL --to FOLDER"
             yield f"{section}.last_save_in_hf", reason, remedy
-
-
-def _expert_parameters(model: Model | None) -> float:
-    """Parameters of the routed experts, which are nearly all of a large model."""
-    if model is None:
-        return 0
-    layers = model.n_layers - model.n_dense_layers
-    return 3.0 * layers * model.num_experts * model.dim * model.expert_hidden
