@@ -205,7 +205,7 @@ class TestWithoutPackages:
         assert (done.returncode, done.stdout) == (2, "")
         assert re.fullmatch(
             rf"submit.py: {sys.executable}: \w+ is not installed, and VENV={tmp_path}/none holds "
-            rf"no Python; run: bash {ROOT}/setup.sh\n",
+            rf"no Python; run: bash {ROOT}/setup.sh, with VENV unset\n",
             done.stderr,
         )
 

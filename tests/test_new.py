@@ -60,9 +60,12 @@ def test_files_of_other_kinds_are_copied_without_the_names_of_the_original(own: 
     ("words", "message"),
     [
         (["debug", "--from", "debug"], "recipes/debug.yaml: exists already; choose another name"),
-        (["a/b", "--from", "debug"], "NAME: found 'a/b', allowed: letters, digits"),
+        (
+            ["a/b", "--from", "debug"],
+            "NAME: found 'a/b', a path; write b: the copy goes to recipes",
+        ),
         (["x" * 61, "--from", "debug"], "at most 60, a letter or digit first"),
-        (["other", "--from", "debgu"], "unknown recipe 'debgu'; allowed: debug, "),
+        (["other", "--from", "debgu"], "--from: unknown name 'debgu'; allowed: bf16, "),
         (["other", "--from", "bf16", "--kind", "sweep"], "unknown sweep 'bf16'; allowed: conv"),
         (["other"], "the following arguments are required: --from"),
     ],

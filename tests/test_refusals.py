@@ -87,6 +87,26 @@ def test_a_wrong_command_is_status_2_and_one_line_and_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["folder.yaml"]
 
 
+@pytest.mark.parametrize("case", TABLE["remedies"], ids=lambda case: case[3])
+def test_a_remedy_that_is_followed_works(
+    case: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    kind, wrong, words, says, right, followed = case
+    monkeypatch.chdir(tmp_path)
+    for status, text, line in ((2, wrong, words), (0, right, followed)):
+        # A file that was read is kept by its name.
+        path = tmp_path / str(status) / "mine.yaml"
+        path.parent.mkdir()
+        path.write_text(HEADS.get(kind, "") + text, encoding="utf-8")
+        line = line.replace("MINE", str(path)).replace("ROOT", str(ROOT))
+        assert main(line.split()) == status
+        said = capfd.readouterr().err
+        assert status == 0 or (says in said and len(said.splitlines()) == 1), said
+
+
 @pytest.mark.parametrize("case", TABLE["rules"], ids=lambda case: f"{case[3]}: {case[4]}")
 def test_a_cell_that_cannot_run_is_refused_with_its_option_and_reason(case: list[Any]) -> None:
     recipe, options, where, option, words = case

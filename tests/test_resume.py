@@ -89,6 +89,10 @@ def test_a_dry_run_says_where_each_cell_goes_on_and_writes_nothing() -> None:
         (["--set=training.step=9"], "nearest: training.steps"),
         (["--set=training.steps=4"], "has made all of its 4 steps; ask for more: --set training"),
         (["--set=checkpoint.enable=false"], "checkpoint.enable: is off, so nothing is loaded"),
+        (
+            ["--set=model.flavor=16B"],
+            "found 16B, and the checkpoint is of debugmodel; leave it out",
+        ),
         (["--nodes=3"], "--nodes: found 3, allowed: 1 to 2 on cluster cpu-nodes"),
         (["--nodes=2"], "2 data-parallel ranks read the texts, and now there are 4"),
         (["--set=parallelism.expert_parallel_degree=3"], "3 does not divide"),

@@ -74,6 +74,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("a.txt"), "a.txt, allowed: .jsonl"),
     (DRY_RUN, text("good.jsonl,0.5:{}/good.jsonl"), "has no weight and others have one"),
     (DRY_RUN, {"training.dataset": "text", f"{D}.files": "0:{}/good.jsonl"}, "has weight 0"),
+    (DRY_RUN, {"training.dataset": "text", f"{D}.files": "70%:{}/good.jsonl"}, "such as 0.7, not"),
     (
         DRY_RUN,
         {"model.hf_assets_path": "{}/large"},

@@ -134,6 +134,9 @@ def test_what_is_missing_refuses_where_the_job_would_run_here(
     assert judge(cell, is_submitted=True).refused
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert judge(cell).refused
+    # The job's script starts its Python.
+    monkeypatch.setenv("VENV", "/nowhere")
+    assert "VENV" in {one.option for one in judge(cell).here or ()}
     assert verdict.parts == "looked at: the rules, this environment; not: TorchTitan's build"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -83,6 +84,17 @@ def described(value: Any) -> str:
         return "nothing"
     kinds: dict[type, str] = {dict: "a mapping", list: "a list"}
     return kinds.get(type(value)) or repr(value)
+
+
+def quotes_remedy(value: Any, allowed: str) -> str:
+    """Return the remedy where quotes, or the lack of them, gave `value` another type."""
+    if allowed == "a text" and isinstance(value, bool | int | float):
+        return "put it in quotes"
+    reader = {"a whole number": int, "a number": float}.get(allowed)
+    if reader and isinstance(value, str) and value.isascii():
+        with contextlib.suppress(ValueError):
+            return "remove the quotes" if math.isfinite(reader(value)) else ""
+    return ""
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:

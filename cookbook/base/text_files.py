@@ -111,11 +111,15 @@ def _files(pattern: str, root: Path) -> list[Path]:
     if not found:
         start = f"relative paths start at {root.resolve()}"
         remedy = f"name {', '.join(SUFFIXES)} files; {start}"
+        if re.match(r"[\d.]+%?:", pattern):
+            remedy = "a weight is a number such as 0.7, not a percentage"
         raise InputError("data.files", f"{pattern!r} matches no file", remedy)
     for file in found:
         if not file.name.endswith(SUFFIXES):
             allowed = ", ".join(SUFFIXES)
-            raise InputError("data.files", f"found {file}, allowed: {allowed}", "narrow the glob")
+            raise InputError(
+                "data.files", f"found {file}, allowed: {allowed}", "convert it, or narrow the glob"
+            )
         if not file.stat().st_size:
             raise InputError("data.files", f"{file} is empty", "remove it, or narrow the glob")
     return found

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from cookbook.base.errors import InputError, described, unknown_name
+from cookbook.base.errors import InputError, described, quotes_remedy, unknown_name
 
 Keys = tuple[str, ...]
 _TAG = "tag:yaml.org,2002:"
@@ -107,7 +107,8 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
         for key_node, value_node in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key, str) or key == "<<":
-                raise InputError(f"{shown}:{line}", "keys must be plain names")
+                remedy = "write out what << stands for" if key == "<<" else ""
+                raise InputError(f"{shown}:{line}", "keys must be plain names", remedy)
             below = (*keys, key)
             if key in mapping:
                 place = f"{shown}:{line}: {'.'.join(below)}"
@@ -124,7 +125,10 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
         at = f"{shown}:{mark.line + 1}:{mark.column + 1}" if mark else shown
         parts = [getattr(error, name, None) for name in ("context", "problem")]
         problem = ", ".join(filter(None, parts)) or " ".join(str(error).split())
-        raise InputError(at, f"YAML syntax: {problem}", "check indentation and quotes") from None
+        line = text.splitlines()[mark.line : mark.line + 1] if mark else []
+        is_tab = any("\t" in one[: mark.column + 1] for one in line)
+        remedy = "indent with spaces, not tabs" if is_tab else "check indentation and quotes"
+        raise InputError(at, f"YAML syntax: {problem}", remedy) from None
     if not isinstance(content, dict):
         found = f"found {described(content)} at the top, allowed: a mapping of keys"
         raise InputError(shown, found)
@@ -229,8 +233,7 @@ def _input_error(
         hint = typing.get_type_hints(cls)[first]
         inner = next(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
         allowed += f" of {', '.join(field.name for field in dataclasses.fields(inner))}"
-    is_unquoted = allowed == "a text" and not isinstance(found, dict | list | str | None)
-    remedy = "put it in quotes" if is_unquoted else ""
+    remedy = quotes_remedy(found, allowed)
     return InputError(place, f"found {described(found)}, allowed: {allowed}", remedy)
 
 

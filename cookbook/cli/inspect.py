@@ -7,9 +7,10 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
-from cookbook.base.errors import InputError, named_at
+from cookbook.base.errors import InputError, named_at, unknown_name
 from cookbook.base.files import write_whole
 from cookbook.base.paths import RECIPES
 from cookbook.base.yamlfile import Unchecked, shown_path
@@ -175,7 +176,11 @@ def render_cell(arguments: argparse.Namespace) -> int:
 def new(arguments: argparse.Namespace) -> int:
     """Copy a recipe, precision, EP backend, cluster or sweep under a new name."""
     kind = _kind(arguments)
-    name = check_name("NAME", re.sub(r"\.ya?ml$", "", arguments.name))
+    *folders, name = re.sub(r"\.ya?ml$", "", arguments.name).split("/")
+    if folders:
+        remedy = f"write {name}: the copy goes to {shown_path(RECIPES / kind)}"
+        raise InputError("NAME", f"found {arguments.name!r}, a path", remedy)
+    check_name("NAME", name)
     target = RECIPES / kind / f"{name}.yaml"
     if target.exists():
         raise InputError(shown_path(target), "exists already", "choose another name")
@@ -197,13 +202,17 @@ def _kind(arguments: argparse.Namespace) -> str:
     if arguments.kind is not None:
         kind: str = arguments.kind
         return "" if kind == "recipe" else kind.replace("-", "_")
-    found = [kind for kind in KINDS if arguments.source in names_in(kind)]
-    if not found:
-        # Lists the recipes; --help names the other kinds.
-        find_file("", arguments.source)
-    if len(found) > 1:
+    source = Path(arguments.source)
+    known = {kind: names_in(kind) for kind in KINDS}
+    if is_file := source.suffix in (".yaml", ".yml"):
+        found = [kind for kind in KINDS if source.resolve().parent == RECIPES / kind]
+    else:
+        found = [kind for kind, names in known.items() if arguments.source in names]
+    if not (found or is_file):
+        raise unknown_name("--from", "name", arguments.source, {*chain(*known.values())})
+    if len(found) != 1:
         kinds = ", ".join(KINDS[kind] for kind in found)
-        names = f"{arguments.source!r} is the name of several files ({kinds})"
+        names = f"is the name of several files ({kinds})" if found else "does not tell its kind"
         remedy = "say which: --kind recipe, precision, ep-backend, cluster or sweep"
-        raise InputError("--from", names, remedy)
+        raise InputError("--from", f"{arguments.source!r} {names}", remedy)
     return found[0]

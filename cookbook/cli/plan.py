@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -33,6 +34,9 @@ def plan(arguments: argparse.Namespace) -> int:
     """Search, print and write the layouts that were found; 1 if nothing fits."""
     if arguments.best < 0:
         raise InputError("--best", f"found {arguments.best}, allowed: 0 and up")
+    if arguments.explain and not re.fullmatch(r"\d+,\d+", arguments.explain, re.ASCII):
+        found = f"found {arguments.explain!r}, allowed: FROM,TO"
+        raise InputError("--explain", found, "as 0,1, from the recipe to the first")
     if arguments.figure:
         check_figure(arguments.figure)
     base = merged_cell(arguments)
@@ -88,11 +92,8 @@ def _walk(
     words: str, base: Cell, ranked: list[Candidate], documents: Documents | None
 ) -> list[Stop]:
     """Walk FROM,TO: places in the table; 0 is the recipe."""
-    places = words.split(",")
     known: list[Cell] = [base, *(one.cell for one in ranked)]
-    if len(places) != 2 or not all(place.isdigit() for place in places):
-        raise InputError("--explain", f"found {words!r}, allowed: FROM,TO, as 0,1")
-    start, end = map(int, places)
+    start, end = map(int, words.split(","))
     if 0 in (start, end) and validation_errors(base):
         raise InputError("--explain", "the recipe's own layout cannot run here", "as 1,2")
     if max(start, end) >= len(known):

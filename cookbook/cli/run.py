@@ -312,7 +312,7 @@ def check_line(arguments: argparse.Namespace) -> int:
     known = set(re.findall(r"\$\{([A-Z_]+):?-", text)) | {"PRECISION", "EP_BACKEND", "RECIPE"}
     for name in variables:
         close = nearest(name, known)
-        if name not in known and close and f"{{{name}" not in text:
+        if name not in known and close and not re.search(rf"\{{{name}\b", text):
             found = "is no variable that the script reads"
             raise InputError(name, found, f"did you mean {close[0]}?")
     nodes = (typed.nodes or header.nodes or "1").partition("-")[0]
@@ -350,7 +350,8 @@ def check_line(arguments: argparse.Namespace) -> int:
 
 
 def _parse(line: Sequence[str]) -> _Line:
-    words = list(line)
+    # In quotes, it is one word.
+    words = shlex.split(line[0]) if len(line) == 1 and not Path(line[0]).is_file() else list(line)
     variables = {}
     while words and _VARIABLE.match(words[0]):
         name, _, value = words.pop(0).partition("=")

@@ -121,6 +121,8 @@ _TAKEN = frozenset(
     | {"gpus-per-node", "job-name", "ntasks", "ntasks-per-node", "mem", "no-requeue", "output"}
     | {"error", "open-mode", "array", "wrap", "chdir", "export", "signal"}
 )
+# sm_90 is 9.0.
+_NO_CAPABILITY = 20
 _TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<rest>[0-9]+(?::[0-9]+){0,2})")
 
 
@@ -194,6 +196,10 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
         yield ("gpus_per_node",), "goes with `gpu`", "set both, or neither for CPU"
     if "ranks_per_node" in file.content and cluster.gpu is not None:
         yield ("ranks_per_node",), "is for CPU nodes", "there is a rank for each GPU"
+    if cluster.gpu and cluster.gpu.compute_capability >= _NO_CAPABILITY:
+        found = f"found {cluster.gpu.compute_capability:g}, allowed: MAJOR.MINOR"
+        remedy = f"write {cluster.gpu.compute_capability / 10:.1f}"
+        yield ("gpu", "compute_capability"), found, remedy
     # sbatch reads both words in any case.
     is_word = cluster.time and cluster.time.upper() in ("INFINITE", "UNLIMITED")
     if cluster.time and not is_word and seconds_of(cluster.time) is None:
@@ -212,8 +218,9 @@ def _problems(file: YamlFile, cluster: Cluster) -> Iterator[tuple[tuple[str, ...
             is_key = key in {field.name for field in fields(Cluster)}
             remedy = f"set the profile's own key `{key}`" if is_key else "leave it out"
             yield ("sbatch", option), "is set by the cookbook itself", remedy
-        elif not re.fullmatch("[a-z][a-z-]*", option):
-            remedy = f"write {name}" if re.fullmatch("[a-z][a-z-]*", name) else ""
+        elif not re.fullmatch("[a-z][a-z-]+", option):
+            name = name.lstrip("-")
+            remedy = f"write {name}" if re.fullmatch("[a-z][a-z-]+", name) else "see man sbatch"
             yield ("sbatch", option), "is not the long name of an sbatch option", remedy
     one_line = {key: [getattr(cluster, key)] for key in ("partition", "account", "time")}
     one_line |= {"exclude": [*cluster.exclude], "sbatch": [*cluster.sbatch.values()]}

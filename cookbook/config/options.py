@@ -178,6 +178,8 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
         word = left.pop(0)
         if not (word.startswith("--") and "." in word.partition("=")[0]):
             remedy = "TorchTitan's begin with --section.key, sbatch's stand before the script"
+            if (own := re.sub("=.*", "", word)) in ("--precision", "--ep-backend"):
+                remedy = f"write {own[2:].replace('-', '_').upper()}=NAME before sbatch"
             raise InputError(place, f"found {word!r}", remedy)
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -199,7 +201,7 @@ def parse_argv(words: Sequence[str], place: str, stack: Stack) -> Options:
             value = option.check(at, items)
         else:
             if not equals and not left:
-                raise InputError(at, "has no value")
+                raise InputError(at, "has no value", f"write --{name}=VALUE")
             value = option.parse(at, text if equals else left.pop(0))
         settings[option.name] = Setting(value, at)
     return Options(stack, settings)

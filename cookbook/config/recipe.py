@@ -54,6 +54,14 @@ KINDS = {
     "cluster": "cluster",
     "sweep": "sweep",
 }
+# The remedy where a file of another kind has the name.
+_OTHER_KIND = {
+    "": "write: python submit.py run {}",
+    "precision": "it is a precision: --precision {}",
+    "ep_backend": "it is an EP backend: --ep-backend {}",
+    "cluster": "it is a cluster: --cluster {}",
+    "sweep": "write: python submit.py sweep {}",
+}
 # Safe in a shell, in a path, and as a name of jobs and W&B runs. A cell's name holds three of them
 # and becomes a folder, whose name may have 255 bytes.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
@@ -98,17 +106,17 @@ def find_file(kind: str, name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
-            is_folder = f"is a folder, not a {title} file"
+            wrong = " is a folder, not a" if path.is_dir() else ": no such"
             remedy = f"did you mean {path.stem!r}?" if path.stem in names_in(kind) else ""
-            raise InputError(name, is_folder if path.is_dir() else f"no such {title} file", remedy)
+            raise InputError(title, f"{name}{wrong} {title} file", remedy)
         check_name(f"{name}: the file's name", path.stem)
         return path
     if name in names_in(kind):
         return RECIPES / kind / f"{name}.yaml"
     error = unknown_name(title, title, name, names_in(kind))
-    for other, verb in {"": "run", "sweep": "sweep"}.items():
-        if kind in ("", "sweep") and name in names_in(other):
-            raise InputError(error.place, error.found, f"write: python submit.py {verb} {name}")
+    for other, remedy in _OTHER_KIND.items():
+        if name in names_in(other):
+            raise InputError(error.place, error.found, remedy.format(name))
     raise error
 
 
@@ -363,8 +371,10 @@ class Recipe:
 
     @property
     def pair(self) -> tuple[Overlay, Overlay]:
-        with named_at(shown_path(self.path)):
-            return load_precision(self.precision), load_ep_backend(self.ep_backend)
+        with named_at(f"{shown_path(self.path)}: precision"):
+            precision = load_precision(self.precision)
+        with named_at(f"{shown_path(self.path)}: ep_backend"):
+            return precision, load_ep_backend(self.ep_backend)
 
 
 @functools.cache
@@ -372,6 +382,9 @@ def load_recipe(name: str) -> Recipe:
     """Read the recipe called `name`, or at the path `name`."""
     path = find_file("", name)
     file = read_yaml(path)
+    if "recipes" in file.content:
+        remedy = f"write: python submit.py sweep {name}"
+        raise InputError(file.place("recipes"), "is a key of a sweep", remedy)
     settings = read_sections(file)
     recipe = fill(Recipe, file, beside=sections(), name=path.stem, settings=settings, path=path)
     check_name(file.place("name"), recipe.short_name)

@@ -195,6 +195,10 @@ def cell_from_record(
         settings[total] = Setting(record.steps, f"{place}: training.steps")
     trained = Options(stack, settings)
     options = trained.override(overrides)
+    for option in ("model.name", "model.flavor"):
+        if option in trained and options[option] != trained[option]:
+            found = f"found {options[option]}, and the checkpoint is of {trained[option]}"
+            raise InputError(options.origin(option), found, "leave it out, or start a new run")
     reads_anew = "dataloader" in options["checkpoint.exclude_from_loading"]
     for option in ("data.files", "data.shuffle_seed"):
         if trained["data.files"] and options[option] != trained[option] and not reads_anew:

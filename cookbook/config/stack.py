@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.base.errors import InputError, described, nearest, unknown_name
+from cookbook.base.errors import InputError, described, nearest, quotes_remedy, unknown_name
 from cookbook.base.family import Family
 from cookbook.base.paths import REQUIREMENTS
 
@@ -88,9 +88,11 @@ class Option:
         if self.kind == "float" and _holds("int", value):
             value = float(value)
         if not _holds(self.kind, value):
-            quotes = self.kind == "str" and isinstance(value, bool | int | float)
-            remedy = "put it in quotes" if quotes else ""
-            found = f"found {described(value)}, allowed: {_ALLOWED[self.kind]}"
+            allowed = _ALLOWED[self.kind]
+            found, remedy = (
+                f"found {described(value)}, allowed: {allowed}",
+                quotes_remedy(value, allowed),
+            )
             raise InputError(place, found, remedy)
         if self.kind == "list" and not value and self.default:
             # TorchTitan reads an empty word as a list of one empty name.
@@ -148,6 +150,10 @@ def _holds(kind: str, value: Any) -> bool:
     return type(value).__name__ == kind and is_finite
 
 
+def _initials(key: str) -> str:
+    return "".join(word[:1] for word in key.split("_"))
+
+
 _TABLES = Path(__file__).parent / "tables"
 # Options that the scripts set, after all settings, and the remedy.
 _SET_BY_SCRIPTS = {
@@ -158,12 +164,20 @@ _SET_BY_SCRIPTS = {
     "profiling.save_memory_snapshot_folder": "it is in the attempt's folder",
     "job.custom_config_module": "add options to the stack's job_config.py in cookbook/titan",
     "experimental.custom_import": "add it to the stack's package in cookbook/titan",
-    "cookbook.precision": "use --precision",
-    "cookbook.ep_backend": "use --ep-backend",
+    "cookbook.precision": "use --precision, or PRECISION before sbatch",
+    "cookbook.ep_backend": "use --ep-backend, or EP_BACKEND before sbatch",
     "cookbook.grouped_gemms": "set grouped_gemms in the precision's `expect` block",
     "cookbook.linear_layers": "set linear_layers in the precision's `expect` block",
     "cookbook.dispatch": "set dispatch in the EP backend's `expect` block",
     "cookbook.emulated": "it follows from precision and cluster",
+}
+
+
+# Keys of the cookbook's own files that are no options.
+_OWN_KEYS = {
+    "precision": "use --precision, or `precision` at the top of a recipe or sweep",
+    "ep_backend": "use --ep-backend, or `ep_backend` at the top of a recipe or sweep",
+    "nodes": "use --nodes, or `nodes` at the top of a recipe",
 }
 
 
@@ -191,17 +205,21 @@ class Stack:
     def option(self, place: str, name: str) -> Option:
         """Return the option called `name`; an error names the nearest real ones."""
         if name not in self.options:
-            # Else options of any section whose last word is near.
+            # Else options of any section whose last word is near, or a degree by its initials.
             last = {full: full.rpartition(".")[2] for full in self.options}
+            last = {full: key for full, key in last.items() if full not in _SET_BY_SCRIPTS}
             keys = nearest(name.rpartition(".")[2], {*last.values()})
-            close = nearest(name, self.options, 3) or [n for n in last if last[n] in keys]
+            keys += [key for key in last.values() if _initials(key) == f"{name}d"]
+            close = nearest(name, last, 3) or [n for n in last if last[n] in keys]
             found = f"TorchTitan {self.pins['torchtitan']} has no option {name!r}"
             remedy = f"nearest: {', '.join(close)}" if close else ""
-            raise InputError(place, found, remedy or "see `python -m torchtitan.train --help`")
+            raise InputError(place, found, remedy or "see docs/reference/options.md")
         return self.options[name]
 
     def setting(self, place: str, name: str) -> Option:
         """Return `option(name)` for YAML files and `--set`; those that scripts set are an error."""
+        if name in _OWN_KEYS:
+            raise InputError(place, "is no option of TorchTitan", _OWN_KEYS[name])
         if name in _SET_BY_SCRIPTS:
             raise InputError(place, f"{name} is set by the scripts", _SET_BY_SCRIPTS[name])
         return self.option(place, name)

@@ -194,6 +194,9 @@ def load_sweep(name: str) -> Sweep:
     """Read the sweep called `name`, or at the path `name`."""
     path = find_file("sweep", name)
     file = read_yaml(path)
+    if "recipes" not in file.content and "nodes" in file.content:
+        remedy = f"write: python submit.py run {name}"
+        raise InputError(file.place("nodes"), "is a key of a recipe", remedy)
     for key in file.content:
         if key.partition(".")[0] in sections():
             found = "is a TorchTitan option, not a key of a sweep"

@@ -34,8 +34,8 @@ def explain_missing(error: ModuleNotFoundError) -> Exception:
     venv = os.environ.get("VENV")
     if venv and not Path(venv, "bin/python").exists():
         found += f", and VENV={venv} holds no Python"
-    set_up = shlex.quote(str(ROOT / "setup.sh"))
-    return InputError(sys.executable, found, f"run: bash {set_up}")
+    set_up = f"run: bash {shlex.quote(str(ROOT / 'setup.sh'))}"
+    return InputError(sys.executable, found, f"{set_up}, with VENV unset" if venv else set_up)
 
 
 def package_folder(name: str, path: Sequence[str] | None = None) -> Path | None:

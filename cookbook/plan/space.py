@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cookbook.base.errors import InputError
+from cookbook.base.errors import InputError, named_at
 from cookbook.config.cell import (
     ATTENTION,
     EP_CHUNKS,
@@ -219,7 +219,8 @@ def space_of(
             raise InputError(place, "has no values", "write --vary KEY=VALUE,VALUE")
         values = text.split(",")
         if key in OVERLAYS:
-            named[key] = [load_overlay(key, name).name for name in values]
+            with named_at(place):
+                named[key] = [load_overlay(key, name).name for name in values]
             continue
         option = stack.setting(place, key)
         if key in varied:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import struct
 from collections.abc import Iterator
@@ -109,6 +110,14 @@ def files(cell: Cell) -> Problems:
             except InputError as error:
                 place = "" if error.place == "data.files" else f"{error.place}: "
                 yield name, f"{place}{error.found}", error.remedy
+
+
+@rule(HERE)
+def environment(cell: Cell) -> Problems:
+    """The job's script starts the Python of VENV."""
+    venv = os.environ.get("VENV")
+    if venv and not Path(venv, "bin/python").exists():
+        yield "VENV", f"no Python at {venv}", "name a virtual environment, or unset VENV"
 
 
 @rule(HERE)

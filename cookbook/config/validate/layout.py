@@ -104,6 +104,7 @@ def _impossible(options: Options) -> Iterator[_Problem]:
         # Without a family there are no flavors to compare with.
         elif names and found not in names:
             _, reason, remedy = unknown(option, found, names)
+            reason = reason if option in options else f"is not set; {reason.partition(', ')[2]}"
             yield option, f"{family.title}: {reason}" if family else reason, remedy
     for option in (*DEGREES.values(), _BATCH):
         is_auto = option == DEGREES["dp_shard"]
