@@ -125,8 +125,8 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
         at = f"{shown}:{mark.line + 1}:{mark.column + 1}" if mark else shown
         parts = [getattr(error, name, None) for name in ("context", "problem")]
         problem = ", ".join(filter(None, parts)) or " ".join(str(error).split())
-        line = text.splitlines()[mark.line : mark.line + 1] if mark else []
-        is_tab = any("\t" in one[: mark.column + 1] for one in line)
+        before = "".join(text.splitlines()[mark.line :][:1])[: mark.column + 1] if mark else ""
+        is_tab = before.isspace() and "\t" in before
         remedy = "indent with spaces, not tabs" if is_tab else "check indentation and quotes"
         raise InputError(at, f"YAML syntax: {problem}", remedy) from None
     if not isinstance(content, dict):

@@ -35,8 +35,8 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.best < 0:
         raise InputError("--best", f"found {arguments.best}, allowed: 0 and up")
     if arguments.explain and not re.fullmatch(r"\d+,\d+", arguments.explain, re.ASCII):
-        found = f"found {arguments.explain!r}, allowed: FROM,TO"
-        raise InputError("--explain", found, "as 0,1, from the recipe to the first")
+        wrong = f"found {arguments.explain!r}, allowed: FROM,TO"
+        raise InputError("--explain", wrong, "as 0,1, from the recipe to the first")
     if arguments.figure:
         check_figure(arguments.figure)
     base = merged_cell(arguments)

@@ -91,8 +91,8 @@ def hardware_of(cell: Cell) -> Hardware:
     """Return the facts of the cell's GPU; InputError without a GPU, or for one without facts."""
     place, gpu = f"cluster {cell.cluster.name}", cell.cluster.gpu
     if gpu is None:
-        found = "has no GPU, and times are predicted for GPUs only"
-        raise InputError(place, found, "name another: --cluster h200-node")
+        wrong = "has no GPU, and times are predicted for GPUs only"
+        raise InputError(place, wrong, "name another: --cluster h200-node")
     known = [load_hardware(path) for path in sorted(_FOLDER.glob("*.yaml"))]
     found = next((one for one in known if one.name in gpu.name.split()), None)
     if found is None:
