@@ -110,7 +110,7 @@ cd "${COOKBOOK_ROOT}"
 CELL_DIR="$(realpath -m "${CELL_DIR:-${COOKBOOK_RUNS:-runs}/16b/${CELL}}")"
 
 VENV="${VENV:-${COOKBOOK_ROOT}/.venv}"
-[[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh"
+[[ -x "${VENV}/bin/python" ]] || fail "VENV: no Python at ${VENV}; run: bash ${COOKBOOK_ROOT}/setup.sh, with VENV unset"
 export PATH="${VENV}/bin:${PATH}"
 # For `--experimental.custom_import=cookbook.titan.tt_0_2_2`.
 export PYTHONPATH="${COOKBOOK_ROOT}${PYTHONPATH:+:${PYTHONPATH}}"

@@ -134,6 +134,8 @@ def test_what_is_missing_refuses_where_the_job_would_run_here(
     assert judge(cell, is_submitted=True).refused
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert judge(cell).refused
+    tilde = judge(with_options(cell, {TOKENIZER: "~/tokenizer"}), is_submitted=True)
+    assert str(tilde.refused).endswith("write the whole path: nothing is expanded")
     # The job's script starts its Python.
     monkeypatch.setenv("VENV", "/nowhere")
     assert "VENV" in {one.option for one in judge(cell).here or ()}

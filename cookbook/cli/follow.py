@@ -52,7 +52,7 @@ def show_status(arguments: argparse.Namespace) -> int:
     looks = Watcher(run).look()
     rows = []
     for state, progress in looks:
-        step = f"step {progress.step}/{progress.total_steps}" if progress.step else ""
+        step = f"step {progress.step}/{progress.total_steps or '?'}" if progress.step else ""
         if progress.validation_loss is not None:
             step += f", validation loss {progress.validation_loss:.4f}"
         job, step = f"job {state.job_id}" if state.job_id else "", step or progress.phase or ""

@@ -25,7 +25,7 @@ from cookbook.config.validate import kernels, layout, values
 _SET_UP = "run: bash setup.sh"
 # Options that hold a path, the file that must be there, and the remedy where it is not.
 _PATHS = {
-    "model.hf_assets_path": ("tokenizer.json", f"{_SET_UP}, or copy the tokenizer there"),
+    "model.hf_assets_path": ("tokenizer.json", f"{_SET_UP}, or set it to the folder of a tokenizer"),
     "training.dataset_path": ("", "set it to a folder that this machine sees"),
     "checkpoint.initial_load_path": ("", "set it to a checkpoint that this machine sees"),
     "job.config_file": ("", "set it to a file that this machine sees"),
@@ -99,6 +99,8 @@ def files(cell: Cell) -> Problems:
             continue
         path, shown = ROOT / value / file, Path(value) / file
         if not path.exists():
+            is_whole = value[0] not in "~$"
+            remedy = remedy if is_whole else "write the whole path: nothing is expanded"
             yield name, f"{shown} is not there", remedy
         elif name == "training.dataset_path" and not path.is_dir():
             yield name, f"{shown} is a file, allowed: a folder", remedy
