@@ -3,6 +3,7 @@
 Stand-ins for Slurm's commands are put on PATH; the script itself is run as it is.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,8 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.packages import stack_packages
 from tests.programs import write_program
+
+
+def stack_packages(folder: Path) -> str:
+    """A folder for PYTHONPATH: an empty torchao where this Python has none, else nothing.
+
+    A job is refused where a package is missing that its precision needs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if importlib.util.find_spec("torchao") is None:
+        (folder / "torchao").mkdir(exist_ok=True)
+        (folder / "torchao/__init__.py").touch()
+    return str(folder)
+
 
 _PROGRAMS = {
     "srun": """\

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages import stack_packages
 from tests.programs import write_program
+from tests.script_run import stack_packages
 from tests.submit import ROOT, environment, listing
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,24 @@ import yaml
 from cookbook.config.recipe import names_in
 from tests.checkout import copy_checkout
 from tests.programs import write_program
-from tests.start import start
 from tests.submit import ROOT, environment, listing, submit
+
+
+def start(
+    command: list[str], folder: Path, variables: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run `command`; runs go to `folder`, and no environment is started again into."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(folder / "runs", **{"VENV": str(folder / "none"), **(variables or {})}),
+        capture_output=True,
+        timeout=300,
+    )
+    return subprocess.CompletedProcess(
+        command, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
+
 
 VERBS = ["list", "show", "render", "new", "run", "sweep", "status", "logs", "cancel", "report"]
 VERBS += ["check", "check-line", "doctor", "profile", "plan", "compare", "export", "data"]

@@ -82,13 +82,6 @@ def both(*breaks: Break) -> Break:
 
 
 BROKEN: list[tuple[Break, str, str, str]] = [
-    (
-        both(
-            write("root/proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n"),
-            write("root/sys/module/gdrdrv/version", ""),
-        ),
-        *("ibgda", "ok", "through GDRCopy (gdrdrv is loaded)"),
-    ),
     (lambda node: node.install("torchao", "0.17.0"), "pins", "problem", "torchao is 0.17.0"),
     (
         write("site/torchao/_C_mxfp8.abi3.so", b"\x7fELF libcudart.so.13 ..."),
@@ -124,10 +117,6 @@ BROKEN: list[tuple[Break, str, str, str]] = [
         *("slurm", "problem", "does not answer: slurm_load_ctl_conf error"),
     ),
     (lambda node: node.commands.remove("sbatch"), "slurm", "not here", "--cluster local"),
-    (
-        answer(CONFIG, 0, "AccountingStorageType = accounting_storage/slurmdbd\n"),
-        *("slurm", "ok", "states come from sacct"),
-    ),
     (answer(PARTITIONS, 0, "main*|down|32|(null)|1:00\n"), "partition", "problem", "not up"),
     (uninstall("flash-attn-4"), "flash attention", "warning", "not installed: cells with"),
     (

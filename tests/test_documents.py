@@ -1,5 +1,7 @@
 """The documents' paths and links lead somewhere, and their commands are real."""
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -7,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cookbook.base.paths import ROOT
 from cookbook.config.options import DEGREES
@@ -46,7 +49,7 @@ def test_paths_and_links_lead_somewhere(path: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
 
 
-# The commands of first-hour.md run in tests/test_first_hour.py.
+# The commands of first-hour.md run below.
 GUIDE = walked(
     [
         ROOT / "README.md",
@@ -105,3 +108,68 @@ def test_every_verb_and_option_of_the_guide_exists(tmp_path: Path) -> None:
 def test_the_measured_sweeps_still_expand(sweep: Path, tmp_path: Path) -> None:
     words = ("sweep", str(sweep), "--cluster", "h200-node", "--dry-run")
     assert submit(*words, runs=tmp_path).status == 0
+
+
+FIRST_HOUR = (ROOT / "docs/guide/first-hour.md").read_text(encoding="utf-8")
+
+
+def commands_of(section: str) -> list[str]:
+    """The commands of a numbered section."""
+    text = FIRST_HOUR.split(f"\n## {section}.")[1].split("\n## ")[0]
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    return walked([line for block in blocks for line in block.splitlines()])
+
+
+@pytest.mark.titan
+def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None:
+    folder = copy_checkout(tmp_path / "checkout")
+    (folder / "assets").symlink_to(ROOT / "assets")
+    (folder / ".venv").symlink_to(Path(sys.prefix))
+    environment = {**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    for name in ("COOKBOOK_CLUSTER", "COOKBOOK_RUNS"):
+        environment.pop(name, None)
+
+    def run(command: str) -> str:
+        done = subprocess.run(
+            ["bash", "-euc", command],
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def metrics(name: str) -> list[dict[str, float]]:
+        """What the newest run of the cell wrote."""
+        newest = max((folder / "runs").glob("my-model-*"), key=lambda path: path.stat().st_mtime)
+        lines = (newest / name / "attempt-0/metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    assert "documents  400" in [run(command) for command in commands_of("2")][-1]
+    for command in commands_of("3"):
+        run(command)
+    recipe = folder / "recipes/my-model.yaml"
+    edits = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", FIRST_HOUR, re.S)[0])
+    merged = yaml.safe_load(recipe.read_text())
+    del merged["training"]["dataset"], merged["training"]["dataset_path"]
+    for section, values in edits.items():
+        merged[section] = merged.get(section, {}) | values
+    recipe.write_text(yaml.safe_dump(merged))
+    for section in ("4", "5"):
+        for command in commands_of(section):
+            run(command)
+    (first,) = (folder / "runs").glob("my-model-*")
+    cell = json.loads(run("python submit.py report --format json"))["cells"][0]
+    assert cell["status"] == "finished" and cell["steps"] == 8
+    trained = metrics(cell["name"])
+    validated = {one["step"]: one["validation_loss"] for one in trained if "validation_loss" in one}
+    assert list(validated) == [1, 4, 8] and validated[8] < validated[1]
+    export, again = commands_of("6")
+    assert "exported" in run(export.replace("RUN", first.name))
+    assert (folder / "my-export/model.safetensors.index.json").exists()
+    run(again)
+    # The first step of the second run sees the weights of the first run's last.
+    assert metrics(cell["name"])[0]["loss"] < trained[0]["loss"] - 0.05

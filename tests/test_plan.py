@@ -102,15 +102,6 @@ def test_kept_layers_count_in_a_search(option: str, values: list[Any], mode: str
     assert len({one.speed for one in together.ranked()}) == len(together.ranked()) > 2
 
 
-@pytest.mark.titan
-def test_layouts_with_a_pipeline_share_nothing_wrong() -> None:
-    options = {PP: 2, EP: 4, SCHEDULE: "1F1B"}
-    every = [with_options(DEEPEP, {**options, BATCH: batch}) for batch in (4, 8, 16)]
-    for one in search(every).candidates:
-        alone = evaluate(one.cell)
-        assert (one.memory, one.step) == (alone.memory, alone.step)
-
-
 def test_an_interrupted_search_keeps_its_candidates(tried: list[Cell]) -> None:
     def stop(found: Found) -> None:
         if len(found.candidates) == 7:

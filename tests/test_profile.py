@@ -1,4 +1,4 @@
-"""`submit.py profile`: of traces that are there, and of a recipe that it trains on the CPU."""
+"""`submit.py profile` of traces and of a recipe; kernels by their names."""
 
 import json
 import subprocess
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cookbook.profile.kernels import NO_WORK, Source, category_of
 from tests.made_up_run import Run
 from tests.submit import ROOT, Answer, listing, submit
 from tests.traces import GEMM, TraceFile
@@ -140,3 +141,137 @@ def test_a_recipe_is_trained_and_profiled(recipe: str, tmp_path: Path) -> None:
     assert run.name.startswith(f"{recipe.replace('_', '-')}-profile-")
     again = submit("profile", run.name, "--json", runs=tmp_path)
     assert json.loads(again.stdout)["ranks"] == found["ranks"]
+
+
+# As profilers of this stack name them: H100, H200 and B200, torch 2.10 and 2.11.
+KERNELS = {
+    "attention": [
+        "triton_tem_fused_flex_attention_0",
+        "triton_tem_fused_flex_attention_backward_zeros_7",
+        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_0",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_5_64x128x128_4x1x1",
+        "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>(Flash_fwd_params)",
+    ],
+    "grouped_gemms": [
+        "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>(...)",
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::"
+        "GroupProblemShape<cute::tuple<int, int, int>>, cutlass::gemm::collective::...>>",
+    ],
+    "dense_gemms": [
+        "nvjet_tst_192x192_64x4_1x2_h_bz_coopB_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>()",
+        "triton_tem_fused_mm_4",
+        "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, __nv_bfloat16>",
+    ],
+    "moving_rows": [
+        "_spread_kernel",
+        "_place_kernel",
+        "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<...>>",
+        "void at::native::indexing_backward_kernel_stride_1<c10::BFloat16, 4>(long const*)",
+        "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)",
+        "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>(...)",
+        "void at::native::kernelHistogram1D<long, long, long, 1, 2, -1>(...)",
+        "triton_poi_fused_scatter_add_3",
+    ],
+    "quantization": [
+        "void mxfp8_quantize_kernel<__nv_bfloat16, __nv_fp8_e4m3, 32ul, 1ul, 0>(CUtensorMap_st)",
+        "to_mxfp8_dim0_kernel",
+        "triton_scale_swizzle_M_groups",
+        "_triton_fp8_per_group_rowwise_scales_kernel",
+        "triton_red_fused__to_copy_abs_amax_clamp_div_mul_2",
+    ],
+    "loss": [
+        "triton_red_fused__log_softmax__to_copy_nll_loss_forward_0",
+        "void (anonymous namespace)::cunn_SoftMaxForward<4, float>(LogSoftMaxForwardEpilogue)",
+    ],
+    "optimizer": [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, "
+        "FusedAdamMathFunctor<float, 4, ADAM_MODE::ADAMW, false>>",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<LpNormFunctor<float>>",
+    ],
+    "copies": [
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel(char**, char**)",
+    ],
+    "pointwise": [
+        "triton_poi_fused_add_mul_silu_3",
+        "triton_red_fused__fused_rms_norm__to_copy_add_1",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+        "triton_poi_fused_embedding_0",
+        "void at::native::(anonymous namespace)::embedding_backward_feature_kernel<float>",
+    ],
+    "ep": [
+        "void deep_ep::intranode::dispatch<4, 768, 8192>(int4*, float*, int*, long*)",
+        "void deep_ep::internode::combine<true, 4, __nv_bfloat16, 8>(int4*, float*)",
+        "deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*, int*, int*, int*, bool*)",
+        "_mxfp8_all_to_all_v_kernel",
+    ],
+    "other": ["colleagues_kernel"],
+}
+NAMES = [(category, name) for category, names in KERNELS.items() for name in names]
+NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.mark.parametrize(("category", "name"), NAMES)
+def test_a_kernels_name_says_what_it_is_for(category: str, name: str) -> None:
+    assert category_of(Source(name)) == category
+
+
+@pytest.mark.parametrize(
+    ("category", "collective", "group", "inside"),
+    [
+        ("ep", "all_to_allv", "mesh_ep", ()),
+        # A mesh of all ranks has PyTorch's own group: EP 4, FSDP 4 on 4 GPUs.
+        ("ep", "all_to_allv", "default_pg", ()),
+        ("fsdp", "_allgather_base", "default_pg", ("FSDP::all_gather (layers.3)",)),
+        ("fsdp", "_reduce_scatter_base", "mesh_efsdp", ()),
+        ("fsdp", "allreduce", "mesh_dp_replicate", ("FSDP::post_backward_reduce",)),
+        ("tp", "_allgather_base", "mesh_tp", ()),
+        ("tp", "_reduce_scatter_base", "default_pg", ()),
+        ("cp", "_allgather_base", "mesh_cp", ()),
+        ("pp", "send", "mesh_pp", ()),
+        ("reductions", "allreduce", "mesh_pp", ()),
+        ("reductions", "allreduce", "mesh_loss_mesh", ()),
+        ("reductions", "allreduce", "default_pg", ()),
+        ("communication", "_allgather_base", "mesh_mine", ()),
+        ("communication", "", "", ()),
+    ],
+)
+def test_collectives(category: str, collective: str, group: str, inside: tuple[str, ...]) -> None:
+    source = Source(NCCL, inside=inside, collective=collective, group=group)
+    assert category_of(source) == category
+
+
+ELEMENTWISE = "void at::native::elementwise_kernel<128, 2>"
+
+
+@pytest.mark.parametrize(
+    ("category", "name", "inside"),
+    [
+        # The same kernel, by what launched it.
+        ("pointwise", ELEMENTWISE, ("aten::mul",)),
+        ("optimizer", ELEMENTWISE, ("aten::mul", "Optimizer.step#AdamW.step")),
+        ("attention", ELEMENTWISE, ("aten::mul", "cookbook::varlen_attention")),
+        ("copies", ELEMENTWISE, ("fsdp::chunk_cat",)),
+        ("loss", "void cunn_SoftMaxForward<4, float>", ("aten::_log_softmax",)),
+        ("loss", "triton_red_fused_exp_sum_0", ("Torch-Compiled Region", "ChunkedCrossEntropy")),
+        ("dense_gemms", "nvjet_tst_256x128", ("aten::mm", "_ChunkedCrossEntropyBackward")),
+        ("attention", "nvjet_tst_128x64", ("aten::bmm", "aten::_scaled_dot_product_attention")),
+        ("copies", "multi_tensor_apply_kernel<CopyFunctor>", ("aten::_foreach_copy_",)),
+        ("quantization", "triton_poi_fused_x", ("torchao::mxfp8_quantize",)),
+        ("grouped_gemms", "cutlass_kernel", ("aten::_scaled_grouped_mm",)),
+        # Of a GEMM's operation only what casts is not a GEMM.
+        ("quantization", "to_mxfp8_dim1_kernel", ("aten::_scaled_grouped_mm",)),
+        (NO_WORK, "_c10d_functional::wait_tensor", ("_c10d_functional::wait_tensor",)),
+        ("pp", "gloo:recv", ("gloo:recv",)),
+        ("ep", "aten::view", ("aten::view", "gloo:all_to_all")),
+        ("communication", "gloo:all_reduce", ("gloo:all_reduce",)),
+        (NO_WORK, "MulBackward0", ("MulBackward0",)),
+        ("other", "CompiledFunctionBackward", ("CompiledFunctionBackward",)),
+    ],
+)
+def test_the_launcher_decides(category: str, name: str, inside: tuple[str, ...]) -> None:
+    assert category_of(Source(name, operation=inside[0], inside=inside)) == category

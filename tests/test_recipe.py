@@ -46,9 +46,6 @@ def test_every_recipe_is_read_and_explained(name: str) -> None:
         family = load_recipe(recipe.stand_in).settings["model.name"].value
         assert family == recipe.settings["model.name"].value
     text = recipe.path.read_text(encoding="utf-8").splitlines()
-    # Commented, so that someone can learn from it and copy it.
-    assert text[0].startswith("# ")
-    assert sum(line.lstrip().startswith("#") for line in text) >= 5
     # Every setting knows where it stands.
     for option, setting in recipe.settings.items():
         line = int(setting.origin.split(":")[1])
@@ -180,7 +177,6 @@ def test_time_limits_of_sbatch_are_taken(tmp_path: Path) -> None:
         # Unlike ones would run at the pace of the slowest.
         ([H200, {"name": "NVIDIA T4", "capability": [7, 5], "mib": 15360}], None, 1, "cuda"),
         ([], None, 2, "cpu"),
-        ([{"mib": None}], None, 1, "cuda"),
     ],
 )
 def test_the_local_profile_is_filled_in_from_the_machine(
@@ -201,8 +197,7 @@ def test_the_local_profile_is_filled_in_from_the_machine(
         cluster = load_cluster("local")
         assert (cluster.ranks_per_node, cluster.device) == (ranks, device)
         found = (cluster.gpu.name, cluster.gpu.memory_gib) if cluster.gpu else None
-        gib = 0.0 if gpus == [{"mib": None}] else 140.4
-        assert found == (("NVIDIA H200", gib) if device == "cuda" else None)
+        assert found == (("NVIDIA H200", 140.4) if device == "cuda" else None)
     finally:
         visible_gpus.cache_clear()
         load_cluster.cache_clear()
@@ -254,10 +249,6 @@ def test_a_copied_precision_passes_under_its_own_name(tmp_path: Path, name: str)
         (
             "ep_backend", "mxfp8_a2a", "  expert_parallel_a2a_combine_bwd_precision: mxfp8\n", "",
             "EP backend mine expects dispatch mxfp8, and the options turn on mxfp8 in one",
-        ),
-        (
-            "ep_backend", "standard", "dispatch: standard", "dispatch: deepep",
-            "EP backend mine expects dispatch deepep, and the options turn on standard",
         ),
     ],
 )  # fmt: skip

@@ -23,7 +23,8 @@ from cookbook.run.status import AttemptEnd, Cause, write_attempt_end
 from tests.made_up_run import Run, metrics_line
 
 LOGS = Path(__file__).parent / "logs"
-PP = "parallelism.pipeline_parallel_degree"
+BATCH = "training.local_batch_size"
+TP, PP, EP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "expert"))
 
 
 @pytest.fixture
@@ -87,15 +88,6 @@ def test_only_cells_that_finished_have_a_speedup(run: Run, name: str, state: str
     assert (base.speedup, other.speedup) == (None if name == "base" else 1.0, None)
     # What was measured is still shown.
     assert other.tokens_per_second_per_gpu == 100
-
-
-def test_each_cell_may_name_its_own_baseline(run: Run) -> None:
-    run.baseline = None
-    log = metrics_line(1) + metrics_line(2)
-    run.add("a", log, baseline="a")
-    run.add("b", log.replace("tps: 100", "tps: 150"), baseline="a")
-    run.add("c", log, baseline=None)
-    assert [cell.speedup for cell in run.collect().cells] == [1.0, 1.5, None]
 
 
 def log_of(**active: Any) -> str:
@@ -211,17 +203,9 @@ def test_memory_is_the_peak_of_all_attempts(run: Run) -> None:
     ("options", "expected"),
     [
         # Of two nodes with eight ranks each.
-        ({"training.local_batch_size": 4}, 4 * 512),
-        (
-            {
-                "training.local_batch_size": 4,
-                "parallelism.tensor_parallel_degree": 2,
-                PP: 2,
-                "parallelism.expert_parallel_degree": 8,
-            },
-            512,
-        ),
-        ({"training.local_batch_size": 4, "training.global_batch_size": 256}, 16 * 512),
+        ({BATCH: 4}, 4 * 512),
+        ({BATCH: 4, TP: 2, PP: 2, EP: 8}, 512),
+        ({BATCH: 4, "training.global_batch_size": 256}, 16 * 512),
         # TorchTitan's default.
         ({"training.global_batch_size": -1}, None),
     ],

@@ -29,13 +29,6 @@ def ready(checkout: Checkout) -> Checkout:
     return checkout
 
 
-def test_help_says_what_and_touches_nothing(checkout: Checkout) -> None:
-    result = checkout.setup("--help")
-    assert result.returncode == 0
-    assert "minutes" in result.stdout and "--torch-index URL" in result.stdout
-    assert not checkout.exists("build") and not checkout.exists(".venv")
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -66,7 +66,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DRY_RUN, text("god*.jsonl"), "god*.jsonl' matches no file"),
     (DRY_RUN, text("broken.jsonl"), "broken.jsonl:2: is no line of JSON"),
     (DRY_RUN, text("other-key.jsonl"), "other-key.jsonl:2: has no key 'text', found: content"),
-    (DRY_RUN, text("number.jsonl"), "number.jsonl:1: text holds no text, found int"),
     (DRY_RUN, text("empty.jsonl"), "empty.jsonl is empty"),
     (DRY_RUN, text("blank.jsonl"), "blank.jsonl: has no documents"),
     (DRY_RUN, text("cut.jsonl.gz"), "cut.jsonl.gz: cannot be read"),
@@ -130,7 +129,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "good.jsonl": good,
         "broken.jsonl": good + '{"text": \n',
         "other-key.jsonl": good + '{"content": "x"}\n',
-        "number.jsonl": '{"text": 5}\n',
         "empty.jsonl": "",
         "blank.jsonl": "\n\n",
         "no.parquet": "no parquet",
@@ -197,13 +195,6 @@ def test_texts_of_a_new_start(inputs: Path, monkeypatch: pytest.MonkeyPatch, cap
     words += [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
     main(words)
     assert "cell continues after step 2 of 9" in capsys.readouterr().out
-
-
-def test_relative_texts_start_at_the_cookbook(inputs: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(inputs)
-    words = ["--set", "training.dataset=text", "--set", f"{D}.files=good.jsonl"]
-    assert main([*DRY_RUN.split(), *words]) == 1
-    assert "'good.jsonl' matches no file" in capsys.readouterr().out
 
 
 def test_cells_share_no_absolute_checkpoint_folder() -> None:
