@@ -12,7 +12,7 @@ import pytest
 from bench import convergence, memory, step_times
 from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, sign_flips, t_test
 from bench.gradient_cases import qwen3_cases
-from bench.gradient_table import corrected, is_seen, render, verdict, worst
+from bench.gradient_table import corrected, is_seen, verdict, worst
 from bench.step_times import POINTS, PREDICTED, cell_of_point, compare, keep, read_points
 from cookbook.base.paths import ROOT
 from cookbook.predict.memory import FITS, FITS_PIPELINE
@@ -137,8 +137,6 @@ def test_a_job_that_fits_would_fit_if_the_model_erred_as_it_did() -> None:
 
 DOCUMENT = json.loads((ROOT / "docs/evidence/numerics/gradients.json").read_text())
 RUNS: list[dict[str, Any]] = DOCUMENT["runs"]
-BY_NAME = {run["name"]: run for run in RUNS}
-EXACT = [run for run in RUNS if run["exact"]]
 
 
 def run(gradient: float, change: float | None = None, **changes: Any) -> dict[str, Any]:
@@ -171,19 +169,6 @@ def test_an_error_above_its_bound_is_seen_wherever_it_is() -> None:
     assert verdict(run(0.0, reference="")) == "reference"
     found = worst(run(4e-6, 1e-4), "changes")
     assert found is not None and (found.where, found.error) == ("layers.2.gate", 1e-4)
-
-
-def test_a_token_that_takes_another_expert_excuses_parameters_alone() -> None:
-    """And only where something rounds its scores."""
-    chose = run(4e-3, 3e-2, precision="mxfp8", choices=1, layout="tp1-ep4", variant="plain")
-    assert not is_seen(chose) and is_seen(chose | {"choices": 0})
-    assert is_seen(run(4e-3, 3e-2, precision="mxfp8"))
-    assert is_seen(run(6e-3, 3e-2, precision="mxfp8", choices=1))
-    # Not a thousandth of what all choose: 4 x 64 tokens, 3 experts, 2 layers, 5 steps.
-    assert not is_seen(chose | {"choices": 7}) and is_seen(chose | {"choices": 8})
-    assert is_seen(run(4e-6, 3e-4, choices=1))
-    table = render({"runs": [run(0.0, reference="", name="b"), chose]})
-    assert "agrees, 1 chose otherwise" in table
 
 
 def test_corrected_cells_agree_and_every_fault_is_seen() -> None:

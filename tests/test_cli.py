@@ -209,13 +209,6 @@ BARE = [sys.executable, "-S"]
 
 
 class TestWithoutPackages:
-    def test_the_list_of_verbs_is_whole(self, tmp_path: Path) -> None:
-        help_text = start([*BARE, "submit.py", "--help"], tmp_path)
-        assert (help_text.returncode, help_text.stderr) == (0, "")
-        verbs = help_text.stdout.partition("VERB\n")[2].partition("\n\n")[0]
-        named = {line.split()[0] for line in verbs.splitlines() if line[4:5].strip()}
-        assert named == set(VERBS)
-
     @pytest.mark.parametrize("words", ["list", "run debug --dry-run", "check-line sbatch a.sh"])
     def test_a_verb_ends_with_the_sentence_about_setup(self, tmp_path: Path, words: str) -> None:
         done = start([*BARE, "submit.py", *words.split()], tmp_path)

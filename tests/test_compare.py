@@ -145,17 +145,6 @@ def test_incomparable(two: Two, other: dict[str, Any], length: float | None, rea
     assert f"- a in new: {reason}\n" in two.compare().stdout
 
 
-def test_repeats_of_both_runs_are_compared_by_how_far_they_are_apart(two: Two) -> None:
-    for run, speeds in (("old", (100, 102)), ("new", (110, 112))):
-        for number, speed in enumerate(speeds, 1):
-            again = {} if number == 1 else {"repeat_of": "a", "repeat": number}
-            two.add(run, "a" if number == 1 else "a-r2", log_of(speed), **again)
-    speed = of_new(two.as_json())["speed"]
-    assert (speed["basis"], speed["num"]) == ("repeats", 2)
-    # Two degrees of freedom: t is 4.303; the logarithms' variance is about 1.8e-4 a run.
-    assert speed["high"] - speed["low"] == pytest.approx(1.1 * 2 * 4.303 * 0.0134, rel=0.1)
-
-
 def test_losses_are_compared_where_batches_are_alike(two: Two) -> None:
     batch = {"training.steps": 40, "training.seq_len": 64, "training.local_batch_size": 2}
     two.add("old", "a", log_of(100), options=batch)

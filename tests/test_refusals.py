@@ -1,7 +1,6 @@
 """Wrong inputs are refused in one line that names the place, what was found and what to do."""
 
 import dataclasses
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from cookbook.config.sweep import CellRequest, expand_sweep, load_sweep
 from cookbook.predict.facts import Documents
 from cookbook.predict.rank import describe_ranks
 from cookbook.predict.step import StepTime, predict_step
-from tests.check_cells import STACK, cell_of, cluster_of, refusals
+from tests.check_cells import cell_of, cluster_of, refusals
 
 TABLE = yaml.safe_load((ROOT / "tests/refusals.yaml").read_text(encoding="utf-8"))
 LOAD: dict[str, Callable[[str], object]] = {
@@ -180,17 +179,6 @@ ONE_NODE = "qwen3_30b_a3b"
 def test_refusals_name_the_family(recipe: str, options: dict[str, Any], reason: str) -> None:
     found = refusals(recipe, options, nodes=8)
     assert reason in "\n".join(map(str, found))
-
-
-def test_a_family_is_named_in_its_own_file_alone() -> None:
-    names = "|".join([*STACK.families, *STACK.refused_families])
-    found = subprocess.run(
-        ["grep", "-rlEw", "--include=*.py", names, "cookbook"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    folder = "cookbook/titan/tt_0_2_2/families"
-    files = {*found.stdout.split()} - {f"{folder}/__init__.py"}
-    assert files <= {f"{folder}/{name}.py" for name in STACK.families}
 
 
 @pytest.mark.parametrize(

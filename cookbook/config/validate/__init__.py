@@ -25,7 +25,10 @@ from cookbook.config.validate import kernels, layout, values
 _SET_UP = "run: bash setup.sh"
 # Options that hold a path, the file that must be there, and the remedy where it is not.
 _PATHS = {
-    "model.hf_assets_path": ("tokenizer.json", f"{_SET_UP}, or set it to the folder of a tokenizer"),
+    "model.hf_assets_path": (
+        "tokenizer.json",
+        f"{_SET_UP}, or set it to the folder of a tokenizer",
+    ),
     "training.dataset_path": ("", "set it to a folder that this machine sees"),
     "checkpoint.initial_load_path": ("", "set it to a checkpoint that this machine sees"),
     "job.config_file": ("", "set it to a file that this machine sees"),
