@@ -145,22 +145,18 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def chaos(
-    faults: Sequence[Planned], seed: int, folder: Path, is_short: bool = False
-) -> tuple[list[Survived], list[str]]:
-    """Run without faults (unless `is_short`) and with them; return their cost and violations."""
+def chaos(faults: Sequence[Planned], seed: int, folder: Path) -> tuple[list[Survived], list[str]]:
+    """Run without faults and with them; return their cost and violations."""
     # The run makes more steps while a fault is put in and seen.
     steps = sum(one.steps + 2 for one in faults) + 3
     chance = random.Random(seed)
     survived: list[Survived] = []
     with small_disk(folder / "disk") as disk, chaos_cluster(folder / "slurm") as cluster:
         began = time.monotonic()
-        expected = {}
-        if not is_short:
-            undisturbed = start_run(cluster, folder / "undisturbed", steps, saves=False)
-            cluster.wait(undisturbed.job_id, timeout=120 + 20 * steps)
-            expected = undisturbed.losses(undisturbed.attempt)
-            print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
+        undisturbed = start_run(cluster, folder / "undisturbed", steps, saves=False)
+        cluster.wait(undisturbed.job_id, timeout=120 + 20 * steps)
+        expected = undisturbed.losses(undisturbed.attempt)
+        print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
         run = start_run(cluster, disk, steps)
         for number, planned in enumerate(faults, 1):
             survived.append(survive(run, planned, chance))

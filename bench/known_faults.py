@@ -54,16 +54,6 @@ def _every_rank_sends_all(moe: Any, x: torch.Tensor) -> torch.Tensor:
     return reduce_scatter_sequence((routed + shared).view(whole.shape), mesh)
 
 
-def _unquantized(backward: Any) -> Any:
-    """The combine's backward, which sends gradients as they are."""
-
-    def faulty(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.mxfp8_bwd = False
-        return backward.__func__(ctx, grad)
-
-    return staticmethod(faulty)
-
-
 def _scores_squared(sent: tuple[Any, ...]) -> tuple[Any, ...]:
     received, experts, scores, counts = sent
     return received, experts, scores * scores, counts
@@ -108,10 +98,7 @@ FAULTS: dict[str, Patch] = {
     ),
     "the weight gradient's recipe is ignored": _of_kernel("the weight gradient's recipe ignored"),
     "the dispatch is not quantized": _of_kernel("one exchange of two not quantized"),
-    "the combine is not quantized": (
-        "torchao.prototype.moe_training.ep.a2a_combine._A2ACombineHPFwdMXFP8Bwd.backward",
-        _unquantized,
-    ),
+    "the combine is not quantized": _of_kernel("the other exchange not quantized"),
     "scores are applied twice": (f"{_STACK}.deepep.dispatch", with_result(_scores_squared)),
     "scores are applied before the experts": (
         f"{_STACK}.deepep.SendingExperts._compute",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.checkout import PRELOADED, copy_checkout
-from tests.slurm_cluster import SlurmCluster
+from tests.slurm_cluster import CPU_NODES, SlurmCluster
 from tests.slurm_installed import require_slurm
 
 # The default is this machine's Slurm; tests mean the published cluster.
@@ -50,18 +50,23 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield cluster
 
 
-TWO_NODES = """
-description: two CPU nodes of the test cluster
-scheduler: slurm
-nodes: 2
-ranks_per_node: 1
-emulate: true
-cpus_per_task: 2
-exclusive: false
-partition: main
-time: "00:10:00"
-environment: {OMP_NUM_THREADS: 1}
-"""
+@pytest.fixture(scope="module")
+def own_slurm(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmCluster]:
+    """A cluster of its module's NODES nodes, with its SLURM_SETTINGS if it has some."""
+    require_slurm()
+    settings = getattr(request.module, "SLURM_SETTINGS", None)
+    folder = tmp_path_factory.mktemp("s")
+    with SlurmCluster.start(folder, nodes=request.module.NODES, settings=settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def small(own_slurm: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The module's own cluster, which is idle after the test."""
+    yield own_slurm
+    own_slurm.cancel_all()
 
 
 @pytest.fixture
@@ -72,7 +77,7 @@ def two_nodes(
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, slurm.env[name])
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
-    (tmp_path / "two-nodes.yaml").write_text(TWO_NODES)
+    (tmp_path / "two-nodes.yaml").write_text(f"{CPU_NODES}nodes: 2\n")
     yield tmp_path / "two-nodes.yaml"
     slurm.cancel_all()
 

@@ -11,7 +11,6 @@ import dataclasses
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch.nn as nn
@@ -33,19 +32,19 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 def view_rank(build: Build, stack: str) -> dict[str, Any]:
     """Return the parts of the model on this rank, and the pipeline's order."""
     trainer = build.trainer
+    family = FAMILIES[trainer.job_config.model.name]
+    modules = [module for part in trainer.model_parts for module in part.modules()]
+    meshes = trainer.parallel_dims.get_all_one_dimensional_meshes()
     return describe(build, stack) | {
         **COUNTS,
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
-        "model": dataclasses.asdict(_sizes_of(trainer)),
-        "mixed_precision": _is_mixed(trainer),
-        "groups": _communicators(trainer.parallel_dims),
+        "model": dataclasses.asdict(family.sizes(trainer.model_args)),
+        # Without FSDP parameters stay as they are.
+        "mixed_precision": any(isinstance(module, FSDPModule) for module in modules),
+        "groups": {name: mesh.size() for name, mesh in meshes.items()},
         **_pipeline(trainer),
     }
-
-
-def _sizes_of(trainer: Any) -> Any:
-    return FAMILIES[trainer.job_config.model.name].sizes(trainer.model_args)
 
 
 def count_models() -> None:
@@ -71,7 +70,9 @@ def count_models() -> None:
 def _view_part(part: nn.Module) -> dict[str, Any]:
     units: dict[str, Counter[str]] = {}
     sharded_by: dict[str, int] = {}
-    wrapped = sorted((_plain(name) for name, _ in _fsdp_modules(part)), key=len, reverse=True)
+    named = part.named_modules()
+    units_of_fsdp = [_plain(name) for name, one in named if name and isinstance(one, FSDPModule)]
+    wrapped = sorted(units_of_fsdp, key=len, reverse=True)
     for name, parameter in part.named_parameters():
         plain = _plain(name)
         unit = next((found for found in wrapped if f"{plain}.".startswith(f"{found}.")), "")
@@ -88,7 +89,7 @@ def _view_part(part: nn.Module) -> dict[str, Any]:
         "layers": [
             {
                 "id": int(layer_id),
-                "moe": any(name.startswith("moe.") for name, _ in _plain_parameters(layer)),
+                "moe": any(_plain(name).startswith("moe.") for name, _ in layer.named_parameters()),
                 "recomputed": any(
                     isinstance(module, CheckpointWrapper) for module in layer.modules()
                 ),
@@ -100,19 +101,8 @@ def _view_part(part: nn.Module) -> dict[str, Any]:
     }
 
 
-def _fsdp_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in part.named_modules():
-        if name and isinstance(module, FSDPModule):
-            yield name, module
-
-
 def _plain(name: str) -> str:
     return _WRAPPERS.sub("", f"{name}.").rstrip(".")
-
-
-def _plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in module.named_parameters():
-        yield _plain(name), parameter
 
 
 def _sizes(parameter: nn.Parameter) -> tuple[int, int, int]:
@@ -131,18 +121,6 @@ def _sizes(parameter: nn.Parameter) -> tuple[int, int, int]:
         else:
             gathered = -(-gathered // size)
     return parameter.to_local().numel(), gathered, shards
-
-
-def _is_mixed(trainer: Any) -> bool:
-    """Whether parameters are gathered in the low precision; without FSDP they stay as they are."""
-    return any(
-        isinstance(module, FSDPModule) for part in trainer.model_parts for module in part.modules()
-    )
-
-
-def _communicators(parallel_dims: Any) -> dict[str, int]:
-    meshes = parallel_dims.get_all_one_dimensional_meshes()
-    return {name: mesh.size() for name, mesh in meshes.items()}
 
 
 def _pipeline(trainer: Any) -> dict[str, Any]:

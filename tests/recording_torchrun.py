@@ -1,7 +1,6 @@
 """Makes a `torchrun` that writes down how it was started.
 
-The environment tells it where and how: TORCHRUN_RECORDS, the folder of records; TORCHRUN_SECONDS,
-how long it then "trains"; TORCHRUN_FAILS_ON, the node on which it ends with status 1.
+The environment tells it where: TORCHRUN_RECORDS, the folder of records.
 """
 
 from __future__ import annotations
@@ -83,6 +82,3 @@ def _record() -> None:
 
 if __name__ == "__main__":
     _record()
-    time.sleep(float(os.environ.get("TORCHRUN_SECONDS", "0")))
-    if os.environ.get("TORCHRUN_FAILS_ON") == os.environ.get("SLURMD_NODENAME"):
-        sys.exit("torchrun: fails on purpose")

@@ -11,18 +11,10 @@ from unittest.mock import patch
 
 import torch
 
-JOB = (
-    "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
-    "--experimental.custom_import=cookbook.titan.tt_0_2_2",
-    "--model.name=deepseek_v3",
-    "--model.flavor=debugmodel",
-    "--training.seq_len=64",
-    "--training.local_batch_size=2",
-)
-FLEX = ("--model.flavor=debugmodel_flex_attn",)
-FLASH = ("--model.attention=flash_attention_4",)
-EP2 = ("--parallelism.expert_parallel_degree=2",)
-TP2 = ("--parallelism.tensor_parallel_degree=2",)
+from tests import titan_run
+from tests.titan_run import EP2, TP2
+
+JOB = (*titan_run.JOB, "--training.seq_len=64", "--training.local_batch_size=2")
 DEEPEP = (*EP2, "--parallelism.expert_parallel_comm_backend=deepep")
 A2A = (
     *EP2,
@@ -30,6 +22,7 @@ A2A = (
     "--parallelism.expert_parallel_a2a_combine_bwd_precision=mxfp8",
 )
 CHUNKS = ("--loss.num_chunks=4",)
+ROW_KERNELS = ("--cookbook.row_kernels",)
 MXFP8 = (
     "--model.converters=quantize.grouped_mm.mx,quantize.linear.mx",
     "--quantize.grouped_mm.mx.fqns=experts",
@@ -107,7 +100,7 @@ class _Spoil(torch.autograd.Function):
         return ctx.change(grad.clone()), None
 
 
-def with_argument(place: int, change: Callable[[Any], Any]) -> Any:
+def with_argument(place: int | slice, change: Callable[[Any], Any]) -> Any:
     """A kernel that takes the argument at `place` for another."""
 
     def wrap(original: Any) -> Wrapper:

@@ -24,13 +24,10 @@ from tests.self_check_fault import (
     A2A,
     CHUNKS,
     DEEPEP,
-    EP2,
-    FLASH,
-    FLEX,
     FLOAT8,
     JOB,
     MXFP8,
-    TP2,
+    ROW_KERNELS,
     WGRAD_HP,
     Fault,
     Wrapper,
@@ -43,6 +40,7 @@ from tests.self_check_fault import (
     with_gradient,
     with_result,
 )
+from tests.titan_run import EP2, FLASH, FLEX, TP2
 
 # Where kernels lie that several faults are put into.
 GROUPS = "cookbook.titan.common.expert_groups"
@@ -61,11 +59,21 @@ _RECIPE = f"{AO}._to_mxfp8_then_scaled_grouped_mm"
 _TO_MX = "torchao.prototype.mx_formats.mx_tensor.to_mx"
 _FP8_SCALES = f"{AO}.triton_fp8_per_group_colwise_scales"
 _ROUTER = f"{STACK}.parallelize.sum_gradient_over_tp"
+_SWIGLU = f"{GROUPS}._activation_gradient"
 _DISPATCH = "torchao.prototype.moe_training.ep.a2a_dispatch._A2ADispatchMXFP8FwdHPBwd.forward"
+_COMBINE = "torchao.prototype.moe_training.ep.a2a_combine._A2ACombineHPFwdMXFP8Bwd.backward"
 
 _row_lost = with_result(scaled(0, at=-9))
 _reversed = with_result(lambda parts: parts[::-1])
+_swapped = with_argument(slice(1, 3), lambda weights: weights[::-1])
 _next_groups_scales = with_result(lambda made: (made[0], made[1].roll(1, 0)))
+
+
+_next_row = with_result(neighbours(0))
+
+
+def _in_fp8(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.float8_e4m3fn).to(values.dtype)
 
 
 def _causal_mask(*batch: Any) -> Any:
@@ -179,6 +187,25 @@ def _next_experts_rows(original: Any) -> Wrapper:
     return lambda *args: original(*args).roll(int(args[-1].sizes[0]), 0)
 
 
+def _without_base(original: Any) -> Wrapper:
+    return lambda *args: original(*args[:5])
+
+
+def _one_copy_lost(found: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    copies, slots = found
+    return copies.masked_fill(copies == 21, -1), slots
+
+
+def _unquantized(backward: Any) -> Any:
+    """The combine's backward, which sends gradients as they are."""
+
+    def faulty(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.mxfp8_bwd = False
+        return backward.__func__(ctx, grad)
+
+    return staticmethod(faulty)
+
+
 Row = tuple[str, str, Any]
 
 
@@ -248,6 +275,32 @@ FAULTS = (
         ("scores' gradients of other copies", f"{GROUPS}._dot", with_result(neighbours(1))),
     ),
     *_of(
+        *("rows to expert groups and back", ROW_KERNELS),
+        ("the shared experts' output not added", f"{GROUPS}._collect", _without_base),
+        ("rows one slot too far", f"{GROUPS}._spread", _next_row),
+        ("a row's last number lost", f"{GROUPS}._spread", with_result(scaled(0, at=-1, dim=1))),
+        ("a copy in a plan of the device lost", f"{GROUPS}._place", with_result(_one_copy_lost)),
+        ("scores of the next row", f"{GROUPS}._at", _next_row),
+    ),
+    *_of(
+        *("scored SwiGLU", ROW_KERNELS),
+        ("activations of the next row", f"{GROUPS}._activate", _next_row),
+        (
+            "the gate's gradient off",
+            _SWIGLU,
+            with_result(lambda found: (found[0] * 1.01, found[1])),
+        ),
+        (
+            "the scores' gradient off",
+            _SWIGLU,
+            with_result(lambda found: (found[0], found[1] * 1.1)),
+        ),
+    ),
+    *_of(
+        *("experts' weights side by side", ROW_KERNELS),
+        ("gate and up swapped", f"{ROWS}.join", _swapped),
+    ),
+    *_of(
         *("dispatch and combine deepep", DEEPEP),
         ("rows of the next expert", f"{STACK}.deepep.spread", _next_experts_rows),
         ("a token's sum halved", f"{STACK}.deepep.arrive", with_result(scaled(0.5, at=5))),
@@ -260,6 +313,8 @@ FAULTS = (
         *("dispatch and combine standard", EP2),
         ("the last row not brought back", f"{_EP}._unpermute", with_result(without_last_rows(1))),
         ("received rows in another order", f"{_EP}._permute", with_argument(0, neighbours(0))),
+        ("rows that are quantized", f"{_EP}._unpermute", with_result(_in_fp8)),
+        ("gradients that are quantized", f"{_EP}._permute", with_gradient(0, _in_fp8)),
     ),
     *_of(
         *("dispatch and combine standard", (*EP2, *TP2)),
@@ -269,6 +324,7 @@ FAULTS = (
     *_of(
         *("dispatch and combine mxfp8_a2a", A2A),
         ("one exchange of two not quantized", _DISPATCH, instead(staticmethod(plain_send))),
+        ("the other exchange not quantized", _COMBINE, _unquantized),
         ("scales of the neighbouring block sent", _CAST, with_result(_neighbours_cast)),
     ),
 )

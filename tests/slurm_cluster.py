@@ -22,8 +22,20 @@ from pathlib import Path
 from tests.slurm_conf import MUNGE_SOCKET, Settings, write_configuration
 from tests.slurm_installed import search_path
 
-__all__ = ["Settings", "SlurmCluster", "SlurmError"]
+__all__ = ["CPU_NODES", "Settings", "SlurmCluster", "SlurmError"]
 
+# A profile of nodes of the cluster, to which tests add their number.
+CPU_NODES = """
+description: CPU nodes of the test cluster
+scheduler: slurm
+ranks_per_node: 1
+emulate: true
+cpus_per_task: 2
+exclusive: false
+partition: main
+time: "00:10:00"
+environment: {OMP_NUM_THREADS: 1}
+"""
 FINISHED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"})
 FINISHED |= {"OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 
@@ -166,18 +178,6 @@ class SlurmCluster:
             raise SlurmError(message) from None
         assert seen is not None
         return seen
-
-    def requeue(self, job_id: str, timeout: float = 60) -> int:
-        """Requeue a running job and wait until it runs; return its SLURM_RESTART_COUNT."""
-        before = int(self.job_field(job_id, "Restarts") or 0)
-        self.run("scontrol", "requeue", job_id)
-        deadline = time.monotonic() + timeout
-        while int(self.job_field(job_id, "Restarts") or 0) == before:
-            if time.monotonic() > deadline:
-                raise SlurmError(f"job {job_id}: not requeued\n{self.log_tail('slurmctld')}")
-            time.sleep(0.1)
-        self.wait(job_id, {"RUNNING"}, timeout)
-        return int(self.job_field(job_id, "Restarts") or 0)
 
     def cancel_all(self, timeout: float = 60) -> None:
         """Cancel every job and wait until all nodes are idle."""

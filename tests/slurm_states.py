@@ -15,9 +15,10 @@ from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import Run
 from cookbook.run.states import cancel_run, cell_states
 from cookbook.run.status import read_job
+from tests.cells import Point
 from tests.made_up_run import metrics_line
 from tests.programs import write_program
-from tests.slurm_cluster import Settings, SlurmCluster
+from tests.slurm_cluster import CPU_NODES, Settings, SlurmCluster
 from tests.waiting import until
 
 LOG_LINE = metrics_line(3).strip()
@@ -161,6 +162,13 @@ class States:
     def _all(self) -> dict[str, str]:
         shown = self.cluster.run("squeue", "--states=all", "--noheader", "--format=%A %T").stdout
         return dict(line.split() for line in shown.splitlines())
+
+
+def one_node_cell(folder: Path) -> Cell:
+    """The debug model on one node, by a profile in `folder`."""
+    profile = folder / "one-node.yaml"
+    profile.write_text(f"{CPU_NODES}nodes: 1\n")
+    return Point("debug", "bf16", "standard", str(profile)).cell()
 
 
 def prepare(cluster: SlurmCluster, cell: Cell) -> States:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench import convergence, memory, step_times
+from bench import chaos, convergence, memory, step_times
+from bench.chaos_faults import FAULTS
 from bench.convergence import MARGIN, REFERENCE, SEEDS, holm, judge, judge_by, sign_flips, t_test
 from bench.gradient_cases import qwen3_cases
 from bench.gradient_table import corrected, is_seen, verdict, worst
@@ -21,6 +22,12 @@ from tests.cells import walked
 
 # Student's sleep data: t is 4.0621, p of 9 degrees of freedom 0.001416 (one-sided).
 SLEEP = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
+
+
+def test_a_plan_of_faults_is_repeatable_and_has_every_kind() -> None:
+    assert chaos.plan(20, 1) == chaos.plan(20, 1) != chaos.plan(20, 2)
+    assert {one.name for one in chaos.plan(20, 3)} == set(FAULTS)
+    assert len(chaos.plan(20, 3)) == 20
 
 
 def test_documents_have_the_tables_of_their_data(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
 from cookbook.cli.main import main
@@ -40,25 +38,6 @@ def test_documents_of_one_length_attend_to_half_of_it() -> None:
     assert mean_attended_tokens(alike, 8192) == (64 + 1) / 2
     endless = Documents(10_000_001, 10_000_000, "drawn")
     assert mean_attended_tokens(endless, 4096) == pytest.approx((4096 + 1) / 2, rel=0.01)
-
-
-@settings(deadline=None, max_examples=15)
-@given(
-    mean=st.floats(20, 20_000),
-    ratio=st.floats(1.01, 4),
-    ranks=st.sampled_from([2, 8, 64]),
-    sequences=st.sampled_from([1, 4]),
-)
-def test_the_slowest_of_more_ranks_is_no_faster(
-    mean: float, ratio: float, ranks: int, sequences: int
-) -> None:
-    documents = Documents(mean, mean / ratio, "drawn")
-    one = slowest_attended_tokens(documents, 2048, sequences, 1)
-    most = slowest_attended_tokens(documents, 2048, sequences, ranks)
-    assert 1 <= one <= most * 1.02
-    assert most <= (2048 + 1) / 2
-    # A larger batch evens it out.
-    assert slowest_attended_tokens(documents, 2048, 8 * sequences, ranks) <= most * 1.05
 
 
 def test_the_documents_of_a_cell() -> None:

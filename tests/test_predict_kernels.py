@@ -6,8 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cookbook.predict.facts import Hardware
 from cookbook.predict.layer_time import Kernels, LayerTimes, RoutedLayer
@@ -279,18 +277,6 @@ def test_dense_gemms_that_are_worth_it_are_saved_in_compiled_code(
     assert found == pytest.approx(again * forward["dense GEMMs"])
 
 
-def test_quantized_gemms_are_repeated_with_what_quantizes_them() -> None:
-    cell = on_gpus(4, {**SELECTIVE, LIST: ["mm"]}, precision="float8")
-    facts = only(bf16_peak_tflops=1.0, memory_bandwidth_gb_per_s=1.0, float8_quantize_bytes=1.0)
-    times = layers(facts, cell, kv_lora=3)
-    forward, _ = times.part(part(True))
-    again = times.again(True, recomputed=True)
-    assert again["quantizing"] == forward["quantizing"] > 0
-    # Only the router's GEMM stays in BF16. It is saved.
-    gate = max(2 * 100 * 8 * 4 / 1e9, 2 * (100 * 4 + 8 * 4 + 100 * 8) / 1e6)
-    assert forward["dense GEMMs"] - again["dense GEMMs"] == pytest.approx(gate)
-
-
 def test_a_memory_budget_computes_again_what_it_does_not_keep() -> None:
     budget = {
         "activation_checkpoint.mode": "memory_budget",
@@ -312,20 +298,6 @@ def test_the_host_is_waited_for_where_tokens_are_sent() -> None:
     assert (forward["host"], backward.get("host")) == (4.0, None)
     alone = on_gpus(4, {"parallelism.expert_parallel_degree": 1})
     assert layers(facts, alone).part(part(True))[0]["host"] == 0
-
-
-def test_a_pipelines_gradients_are_added_in_fp32() -> None:
-    """Read in BF16, and the FP32 sum read and written: 10 bytes a gathered element."""
-    units = (Unit("layers.0", 1, 7, 7, 4), Unit("layers.1", 1, 3, 3, 4))
-    rank = dataclasses.replace(RANK, parts=(Part(units, (), False, False),))
-    found = kernels(only(memory_bandwidth_gb_per_s=1.0))
-    assert found.kept_gradients_ms(rank) == pytest.approx(10 * 10 / 1e6)
-    assert found.kept_gradients_ms(dataclasses.replace(rank, mixed_precision=False)) == 0
-
-
-# Times in ms: an exchange, the experts, the halves of the shared experts.
-TIMES = st.floats(0, 50)
-LAYERS = st.builds(RoutedLayer, TIMES, TIMES, TIMES, TIMES, st.integers(1, 5))
 
 
 @pytest.mark.parametrize(
@@ -353,20 +325,3 @@ def test_what_is_computed_again_hides_the_first_gradients() -> None:
     layer = RoutedLayer(5, 10, 2, 1, 1)
     assert layer.backward_wait_ms(before_ms=3) == pytest.approx(1 + 3)
     assert layer.backward_wait_ms(before_ms=30) == pytest.approx(3)
-
-
-@given(LAYERS, TIMES)
-def test_waits_are_a_part_of_what_is_sent(layer: RoutedLayer, before: float) -> None:
-    sent = 2 * layer.chunks * layer.exchange_ms
-    for wait in (layer.forward_wait_ms(), layer.backward_wait_ms(before)):
-        assert -1e-9 <= wait <= sent + 1e-9
-
-
-@given(LAYERS, st.sampled_from(["exchange_ms", "experts_ms", "first_ms", "second_ms"]), TIMES)
-def test_more_work_never_ends_sooner(layer: RoutedLayer, name: str, more: float) -> None:
-    def ends(one: RoutedLayer) -> list[float]:
-        computed = one.first_ms + one.experts_ms + one.second_ms
-        return [computed + one.forward_wait_ms(), computed + one.backward_wait_ms()]
-
-    changed = dataclasses.replace(layer, **{name: getattr(layer, name) + more})
-    assert all(after >= end - 1e-9 for end, after in zip(ends(layer), ends(changed), strict=True))

@@ -12,10 +12,9 @@ import pytest
 from cookbook.base.family import Model
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
-from cookbook.config.options import Options, Setting
 from cookbook.config.resolve import this_machine
-from cookbook.config.stack import Option
-from cookbook.predict.layer_memory import RankLayers
+from cookbook.predict import memory as memory_terms
+from cookbook.predict.layer_memory import RankLayers, layer_bytes
 from cookbook.predict.memory import GIB, StageMemory, predict_memory
 from cookbook.predict.operators import Unit
 from cookbook.predict.rank import Layer, Part, describe_ranks, model_of
@@ -151,18 +150,6 @@ def test_compiled_layers_keep_the_gemms_that_are_worth_it(ep_backend: str, down:
     assert recomputed[0] - recomputed[1] == 2 * TOKENS * (latents + gate_up)
 
 
-def test_the_shared_experts_save_the_same_gemms_with_each_ep_backend() -> None:
-    eager = {**SELECTIVE, "compile.components": ["loss"]}
-    of_gemms = {}
-    for backend in ("standard", "deepep"):
-        saves = [
-            kept(on_gpus(4, {**eager, LIST: list(names)}, ep_backend=backend))
-            for names in (("communication",), ("communication", "mm"))
-        ]
-        of_gemms[backend] = saves[1] - saves[0]
-    assert of_gemms["deepep"] == of_gemms["standard"] > 0
-
-
 def test_a_layers_backward_has_its_parameters_and_the_next_ones() -> None:
     found = layers_of(on_gpus(4)).backward()
     (rank,) = describe_ranks(on_gpus(4))
@@ -204,14 +191,6 @@ def test_tp_ranks_share_the_tokens_where_experts_are_whole(etp: int, sent: int) 
     assert (found.sent_tokens, found.expert_hidden) == (sent, HIDDEN // etp)
 
 
-@pytest.mark.parametrize(("capability", "block"), [(9.0, 64), (10.0, 128)])
-def test_flash_attention_pads_documents_to_blocks(capability: float, block: int) -> None:
-    cluster = this_machine(4, Gpu("a GPU", capability, 80))
-    cell = dataclasses.replace(on_gpus(4), cluster=cluster)
-    # 3 sequences with room for 64 documents each.
-    assert padded_tokens(cell, 3) == 3 * 8192 + (3 * 64 + 1) * block
-
-
 DEEPSEEK = model_of(cell_of("deepseek_v3_671b"))
 SMALL = model_of(on_gpus(4))
 
@@ -250,8 +229,6 @@ def test_round_robin_sends_a_token_to_the_fewest_ranks() -> None:
     # Dealt out in turn they are neighbours: all on one rank, or six on three.
     assert destinations(DEEPSEEK, 32, "round_robin") == 1
     assert [destinations(SMALL, places, "round_robin") for places in (1, 4, 32)] == [1, 1.25, 3]
-    assert destinations(DEEPSEEK, 32, "random") == pytest.approx(6.857, rel=0.003)
-    assert destinations(DEEPSEEK, 4, "random") == pytest.approx(3.115, rel=0.003)
 
 
 @pytest.mark.parametrize(
@@ -266,12 +243,8 @@ def test_round_robin_sends_a_token_to_the_fewest_ranks() -> None:
 def test_trained_routing_is_uneven_and_dealt_routing_is_not(
     forced: bool, routing: str, rows: int
 ) -> None:
-    cell = on_gpus(4, {"debug.moe_force_load_balance": forced})
-    name = "debug.moe_routing"
-    known = {**cell.options.stack.options, name: Option(name, "str", "trained")}
-    stack = dataclasses.replace(cell.options.stack, options=known)
-    settings = {**cell.options.settings, name: Setting(routing, "--set")}
-    cell = dataclasses.replace(cell, options=Options(stack, settings))
+    options = {"debug.moe_force_load_balance": forced, "debug.moe_routing": routing}
+    cell = with_options(on_gpus(4), options)
     found = shapes_of(cell, describe_ranks(cell)[0])
     assert (found.sent_rows, found.rows) == (ROWS, rows)
 
@@ -298,3 +271,83 @@ def test_a_rank_keeps_at_most_three_stages_gathered() -> None:
     assert terms["activations"] == pytest.approx(5 * 2 * hidden)
     # Stages 2, 4 and 6 receive from both sides, stage 0 from the next one alone.
     assert terms["pipeline receive buffers"] == pytest.approx(7 * 6 * hidden)
+
+
+CHUNKED, SCORED = {"loss.num_chunks": 8}, {"deepep.score_activations": True}
+FLASH = {"model.attention": "flash_attention_4"}
+
+
+def deepep(*options: dict[str, Any]) -> Cell:
+    """The 16B with DeepEP on 4 H200."""
+    merged = {name: value for one in options for name, value in one.items()}
+    return on_gpus(4, merged, ep_backend="deepep")
+
+
+def saving(*names: str) -> dict[str, Any]:
+    return SELECTIVE | {LIST: list(names)}
+
+
+@pytest.mark.titan
+def test_671b_has_its_published_share_a_rank() -> None:
+    cell = cell_of("deepseek_v3_671b")
+    ranks = describe_ranks(cell)
+    assert ranks[0].local_parameters == 2_542_205_696
+    stored = predict_memory(cell, ranks[0]).terms
+    state = stored["parameters"] + stored["optimizer state"] + stored["gradients"]
+    assert state == pytest.approx(37.9, abs=0.05)
+    assert max(predict_memory(cell, one).total for one in ranks) < 178 * 0.88
+
+
+def test_logits_of_a_chunk_and_gradients_in_fp32() -> None:
+    def logits(options: dict[str, Any]) -> float:
+        cell = deepep(CHUNKED, options)
+        (rank,) = describe_ranks(cell)
+        shapes = shapes_of(cell, rank)
+        terms = memory_terms._loss(rank, shapes, RankLayers(cell, rank, shapes), True)
+        return terms["logits and loss"]
+
+    gradients = 4 * (TOKENS + WORDS) * DIM
+    assert logits({}) == gradients + TOKENS / 8 * WORDS * 2
+    assert logits(EAGER_LOSS) == gradients + TOKENS / 8 * WORDS * 14
+    # A rank has half of the words, and so of the logits; the hidden states are whole.
+    half = 4 * (TOKENS + WORDS / 2) * DIM
+    assert logits(TP2) == half + max(TOKENS / 8 * WORDS, half / 2)
+
+
+def test_scored_activations_keep_less() -> None:
+    """No gradient needs the last product's rows, nor their return."""
+    every = ("attention", "communication", "grouped_mm")
+    plain, scored = (kept(deepep(saving(*every), one)) for one in ({}, SCORED))
+    assert plain - scored == pytest.approx(MOE_LAYERS * 2 * (ROWS + TOKENS) * DIM)
+    shapes = [shapes_of(cell, describe_ranks(cell)[0]) for cell in (deepep(), deepep(SCORED))]
+    layers = [layer_bytes(one, moe=True) for one in shapes]
+    assert layers[0].saved - layers[1].saved == pytest.approx(2 * ROWS * DIM)
+
+
+def test_selective_recomputation_keeps_the_output_of_flash_attention() -> None:
+    """Compiled, FlexAttention is out of its sight, and an operator is not."""
+    selective, full = (
+        kept(deepep(mode, FLASH)) - kept(deepep(mode)) for mode in (SELECTIVE, {MODE: "full"})
+    )
+    # 16 heads of 128 in BF16, and a number in FP32 for each, in all 27 layers.
+    assert selective == pytest.approx(27 * TOKENS * 16 * (128 * 2 + 4))
+    assert full == 0
+
+
+def test_flash_attentions_backward_sums_in_fp32() -> None:
+    cells = [deepep(kind) for kind in ({}, FLASH)]
+    sizes = [shapes_of(cell, describe_ranks(cell)[0]) for cell in cells]
+    # Without a feed-forward network, whose own temporaries are larger here.
+    flex, flash = (layer_bytes(dataclasses.replace(one, dense_hidden=0), False) for one in sizes)
+    # 4 sequences with room for 64 documents each, in blocks of 64 queries on Hopper.
+    rows = TOKENS + (4 * 64 + 1) * 64
+    assert flash.temporary - flex.temporary == 4 * rows * 16 * (192 + 2)
+    assert flash.saved == flex.saved
+
+
+@pytest.mark.parametrize(("capability", "block"), [(9.0, 64), (10.0, 128)])
+def test_flash_attention_pads_documents_to_blocks(capability: float, block: int) -> None:
+    cluster = this_machine(4, Gpu("a GPU", capability, 80))
+    cell = dataclasses.replace(on_gpus(4), cluster=cluster)
+    # 3 sequences with room for 64 documents each.
+    assert padded_tokens(cell, 3) == 3 * 8192 + (3 * 64 + 1) * block

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cookbook.base.errors import InputError
 from cookbook.predict.rank import Played, actions_of, play
+from cookbook.titan.common.schedules import in_flight
 
 pytestmark = pytest.mark.titan
 
 
-def played(
-    schedule: str,
-    ranks: int,
-    per_rank: int,
-    count: int,
-    forward: float = 1.0,
-    transfer: float = 0.0,
-    slow: dict[int, float] | None = None,
-) -> Played:
-    """With a backward of twice the forward; `slow` stages take that many times as long."""
+def played(schedule: str, ranks: int, per_rank: int, count: int, forward: float = 1.0) -> Played:
+    """With a backward of twice the forward."""
     stages = ranks * per_rank
+    factors = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     times = {
-        (stage, kind): factor * forward * (slow or {}).get(stage, 1.0)
-        for stage, (kind, factor) in itertools.product(
-            range(stages), {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}.items()
-        )
+        (stage, kind): factor * forward
+        for stage in range(stages)
+        for kind, factor in factors.items()
     }
-    return play(actions_of(schedule, ranks, per_rank, count).actions, times, stages - 1, transfer)
+    return play(actions_of(schedule, ranks, per_rank, count).actions, times, stages - 1, 0.0)
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "count"), [("1F1B", 4, 8), ("GPipe", 2, 6)])
@@ -53,40 +44,51 @@ def test_a_backward_in_halves_leaves_less_bubble() -> None:
     assert halves.end_ms < whole.end_ms
 
 
-def test_every_rank_does_every_microbatch_once() -> None:
-    for schedule, per_rank in (("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("LoopedBFS", 2)):
-        actions = actions_of(schedule, 4, per_rank, 8)
-        assert sorted(stage for stages in actions.stages for stage in stages) == [
-            *range(4 * per_rank)
-        ]
-        for own, stages in zip(actions.actions, actions.stages, strict=True):
-            wanted = {(s, k, m) for s in stages for k in "FB" for m in range(8)}
-            assert {tuple(action) for action in own} == wanted
-            assert len(own) == len(wanted)
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    slow=st.integers(0, 3),
-    factor=st.floats(1.0, 4.0),
-    transfer=st.floats(0.0, 3.0),
-    count=st.sampled_from([4, 8, 12]),
-)
-def test_a_slower_stage_or_link_never_ends_earlier(
-    slow: int, factor: float, transfer: float, count: int
-) -> None:
-    base = played("1F1B", 4, 1, count)
-    slower = played("1F1B", 4, 1, count, transfer=transfer, slow={slow: factor})
-    assert slower.end_ms >= base.end_ms - 1e-9
-    assert slower.bubble_ms >= -1e-9
-    assert slower.busiest == slow or factor == 1.0
-    # No rank can be done before the work of the slowest is.
-    assert slower.end_ms >= max(slower.busy_ms)
-
-
 def test_numbers_that_torch_refuses_are_an_error_of_the_input() -> None:
     with pytest.raises(InputError, match="DualPipeV with 3 microbatches"):
         actions_of("DualPipeV", 4, 2, 3)
     # And the next question is answered all the same.
     answer = actions_of("1F1B", 2, 1, 8)
     assert (answer.stages, answer.in_flight) == (([0], [1]), ([[2]], [[1]]))
+
+
+def test_microbatches_in_flight_end_with_the_gradients_of_the_weights() -> None:
+    answer = actions_of("Interleaved1F1B", 2, 2, 4)
+    # The first rank begins F0 F0 F2 F2 F0 B2 F0, the second F1 F1 F3 B3 F3 B3 F1.
+    assert answer.stages == ([0, 2], [1, 3])
+    assert answer.in_flight == ([[3, 2], [4, 1]], [[2, 1], [3, 0]])
+    # What the weights need is kept until then.
+    halves = ("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1)
+    assert in_flight([[0, *half] for half in halves], [0]) == [[2]]
+
+
+def played_by_hand(actions: Any, transfer_ms: float = 0.0, **times_ms: float) -> Played:
+    times = {(int(name[1:]), name[0]): time for name, time in times_ms.items()}
+    return play(actions, times, max(stage for stage, _ in times), transfer_ms)
+
+
+def test_a_transfer_takes_time_between_ranks_alone() -> None:
+    two = [[[0, "F", 0], [0, "B", 0]], [[1, "F", 0], [1, "B", 0]]]
+    times = {"F0": 1.0, "F1": 2.0, "B1": 4.0, "B0": 3.0}
+    there_and_back = played_by_hand(two, 10.0, **times)
+    assert there_and_back.end_ms == 1 + 10 + 2 + 4 + 10 + 3
+    assert there_and_back.busy_ms == (4, 6)
+    assert (there_and_back.busiest, there_and_back.bubble_ms) == (1, 24)
+    one = [[[0, "F", 0], [1, "F", 0], [1, "B", 0], [0, "B", 0]]]
+    assert played_by_hand(one, 10.0, **times).end_ms == 10
+
+
+def test_what_is_late_is_waited_for_and_what_is_early_is_not() -> None:
+    actions = [[[0, "F", 0], [0, "F", 1]], [[1, "F", 0], [1, "F", 1]]]
+    # The second rank is faster than the first, and then slower.
+    assert played_by_hand(actions, F0=3.0, F1=1.0).end_ms == 3 + 3 + 1
+    assert played_by_hand(actions, F0=1.0, F1=3.0).end_ms == 1 + 3 + 3
+    assert played_by_hand(actions, F0=3.0, F1=1.0).bubble_ms == 1
+
+
+def test_a_gradient_is_handed_on_before_that_of_the_weights_is_there() -> None:
+    halves = [[[0, "F", 0], [0, "I", 0], [0, "W", 0]], [[1, "F", 0], [1, "I", 0], [1, "W", 0]]]
+    found = played_by_hand(halves, F0=1.0, F1=1.0, I1=2.0, I0=2.0, W1=5.0, W0=1.0)
+    # The second rank's W ends at 9; the first one's at 1 + 1 + 2 + 2 + 1.
+    assert found.end_ms == 9
+    assert found.busy_ms == (4, 8)

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from bench.step_times import Comparison, compare, read_points
+from bench.step_times import compare, read_points
 from cookbook.base.errors import InputError
 from cookbook.base.gpus import Gpu
 from cookbook.config.cell import Cell
-from cookbook.predict.facts import Documents, hardware_of, load_hardware
+from cookbook.predict.facts import hardware_of, load_hardware
 from cookbook.predict.step import StepTime, predict_step
 from tests.check_cells import cell_of, h200, with_options
 from tests.predict_machine import FACTS, RATES
@@ -24,7 +22,6 @@ from tests.predict_machine import FACTS, RATES
 MODE = "activation_checkpoint.mode"
 SELECTIVE = {MODE: "selective", "activation_checkpoint.selective_ac_option": "op"}
 SAVES = "activation_checkpoint.op_sac_save_list"
-BATCH = "training.local_batch_size"
 FLASH = {"model.attention": "flash_attention_4"}
 HARDWARE = Path(__file__).resolve().parents[1] / "recipes/hardware"
 CELLS = {
@@ -45,25 +42,6 @@ def step_of(cell: Cell, **facts: Any) -> StepTime:
     return predict_step(cell, hardware=dataclasses.replace(hardware_of(cell), **facts))
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    name=st.sampled_from(list(CELLS)),
-    fact=st.sampled_from(FACTS),
-    factor=st.floats(1.01, 50.0),
-)
-def test_more_speed_is_never_slower(name: str, fact: str, factor: float) -> None:
-    cell = CELLS[name]
-    if fact == "host_ms_per_routed_layer":
-        # With a host that is much slower, the cell is refused.
-        factor = min(factor, 2.0)
-    before = step_of(cell)
-    after = step_of(cell, **{fact: getattr(hardware_of(cell), fact) * factor})
-    if fact.endswith(RATES):
-        assert after.step_ms <= before.step_ms * (1 + 1e-9)
-    else:
-        assert after.step_ms >= before.step_ms * (1 - 1e-9)
-
-
 @pytest.mark.parametrize("fact", FACTS)
 def test_every_fact_has_a_unit_and_counts(fact: str) -> None:
     assert fact.endswith((*RATES, "_ms", "us_per_token", "_bytes", "_tokens", "ms_per_step")) or (
@@ -74,144 +52,36 @@ def test_every_fact_has_a_unit_and_counts(fact: str) -> None:
     released = dataclasses.replace(
         cell_of("deepseek_v3_16b", {}, ep_backend="deepep"), hooks="none"
     )
-    cells = [*CELLS.values(), float8, plain, released]
-    changed = [
-        step_of(cell, **{fact: getattr(hardware_of(cell), fact) / 100}).step_ms for cell in cells
-    ]
-    assert changed != [step_of(cell).step_ms for cell in cells]
-
-
-@settings(deadline=None, max_examples=15)
-@given(
-    name=st.sampled_from(list(CELLS)),
-    batch=st.sampled_from([4, 8, 16]),
-    mean=st.floats(50, 20_000),
-    ratio=st.floats(1.05, 4),
-)
-def test_no_term_is_negative_and_they_add_up(
-    name: str, batch: int, mean: float, ratio: float
-) -> None:
-    cell = with_options(CELLS[name], {BATCH: batch})
-    step = predict_step(cell, documents=Documents(mean, mean / ratio, "drawn"))
-    assert min(step.terms_ms.values()) > 0
-    assert sum(step.terms_ms.values()) == pytest.approx(step.step_ms)
-    assert 0 <= step.recompute_ms < step.step_ms
-    tokens = batch * cell.options["training.seq_len"] / cell.layout.tp
-    assert step.tokens_per_gpu == tokens
-    assert step.tokens_per_second_per_gpu == pytest.approx(1000 * tokens / step.step_ms)
-    larger = predict_step(with_options(cell, {BATCH: 2 * batch}))
-    assert larger.step_ms > predict_step(cell).step_ms
-
-
-def test_what_is_computed_again_takes_its_time() -> None:
-    cell = with_options(CELLS["fast"], FLASH)
-    saved = ["attention", "communication"]
-    modes: list[dict[str, Any]] = [
-        {MODE: "none"},
-        {**SELECTIVE, SAVES: [*saved, "grouped_mm"]},
-        {**SELECTIVE, SAVES: saved},
-        {**SELECTIVE, SAVES: ["attention"]},
-        {MODE: "full"},
-    ]
-    overlapped = [predict_step(with_options(cell, mode)).step_ms for mode in modes]
-    assert overlapped == sorted(set(overlapped))
-    # Where each exchange is waited for at once, what is sent hides under nothing that is repeated.
-    steps = [predict_step(with_options(cell, mode), overlapped=False) for mode in modes]
-    times = [step.step_ms for step in steps]
-    assert times == sorted(set(times))
-    assert steps[0].recompute_ms == 0
-    # What is saved is not done again; the rest is.
-    again = [step.recompute_ms for step in steps]
-    # Of FSDP's exchanges a longer backward hides more.
-    fsdp = [step.terms_ms["FSDP, exposed"] for step in steps]
-    assert times[-1] - times[0] == pytest.approx(again[-1] + fsdp[-1] - fsdp[0])
-    for kind, first, last in (("EP, exposed", 2, 3), ("attention", 0, 3), ("grouped GEMMs", 1, 2)):
-        left, right = steps[first].terms_ms[kind], steps[last].terms_ms[kind]
-        assert (left == right) is (kind == "attention"), kind
-    every_second = {
-        **SELECTIVE,
-        "activation_checkpoint.selective_ac_option": "2",
-    }
-    half = predict_step(with_options(cell, every_second), overlapped=False)
-    # 29 of the 58 layers with experts; and one of the three without.
-    gemms = [step.terms_ms["grouped GEMMs"] for step in (steps[0], half, steps[-1])]
-    assert gemms[1] == pytest.approx((gemms[0] + gemms[2]) / 2)
-    assert again[-1] / 3 < half.recompute_ms < again[-1] / 2
-    budget = with_options(cell, {MODE: "memory_budget", "activation_checkpoint.memory_budget": 0.5})
-    assert 0 < predict_step(budget, overlapped=False).recompute_ms < again[-1] / 2
-
-
-def test_deepep_waits_for_less_beside_compute() -> None:
-    cell = with_options(CELLS["fast"], FLASH)
-    waits = [
-        predict_step(with_options(cell, {"deepep.num_chunks": chunks})).terms_ms["EP, exposed"]
-        for chunks in (1, 2)
-    ]
-    at_once = predict_step(cell, overlapped=False).terms_ms["EP, exposed"]
-    assert 0 < waits[1] < 0.8 * waits[0] < 0.8 * 0.8 * at_once
-    # The recipe computes again, and under that the first gradients travel.
-    none = predict_step(with_options(cell, {MODE: "none", SAVES: []}))
-    assert waits[1] < none.terms_ms["EP, exposed"]
-    # In many chunks weights are read, and their gradients added, as often.
-    steps = [predict_step(with_options(cell, {"deepep.num_chunks": n})).step_ms for n in (2, 16)]
-    assert steps[0] < steps[1]
-    standard = cell_of("deepseek_v3_671b_fast", precision="mxfp8", ep_backend="standard")
-    released = dataclasses.replace(cell, hooks="none")
-    for one in (standard, released):
-        assert predict_step(one).terms_ms == predict_step(one, overlapped=False).terms_ms
+    assert any(
+        step_of(cell, **{fact: getattr(hardware_of(cell), fact) / 100}) != step_of(cell)
+        for cell in [*CELLS.values(), float8, plain, released]
+    )
 
 
 def test_scored_activations_leave_less_to_do_again() -> None:
     scored = {"deepep.score_activations": True}
-    for options, less in (
-        # Two products of three again; nothing where they are saved; the way back.
-        ({MODE: "full", SAVES: []}, {"grouped GEMMs": 11 / 12, "EP, exposed": 1}),
-        ({SAVES: ["communication"]}, {"grouped GEMMs": 11 / 12}),
-        ({SAVES: ["communication", "grouped_mm"]}, {"grouped GEMMs": 1}),
-        ({MODE: "none", SAVES: []}, {"grouped GEMMs": 1}),
+    for options, gemms in (
+        # Two products of three again; nothing where they are saved.
+        ({MODE: "full", SAVES: []}, 11 / 12),
+        ({SAVES: ["communication"]}, 11 / 12),
+        ({SAVES: ["communication", "grouped_mm"]}, 1),
+        ({MODE: "none", SAVES: []}, 1),
     ):
         cell = cell_of("deepseek_v3_16b", FLASH | SELECTIVE | options, ep_backend="deepep")
         steps = [predict_step(one, overlapped=False) for one in (cell, with_options(cell, scored))]
-        assert steps[1].step_ms < steps[0].step_ms
-        for kind in ("grouped GEMMs", "EP, exposed", "moving rows"):
-            ratio = steps[1].terms_ms[kind] / steps[0].terms_ms[kind]
-            if less.get(kind) == 1 and kind == "EP, exposed":
-                # Six exchanges were five and a half of two kinds.
-                assert 0.7 < ratio < 0.95
-            elif kind in less:
-                assert ratio == pytest.approx(less[kind], rel=1e-3), (options, kind)
-        assert steps[1].terms_ms["moving rows"] < 0.9 * steps[0].terms_ms["moving rows"]
+        ratios = {name: one / steps[0].terms_ms[name] for name, one in steps[1].terms_ms.items()}
+        assert ratios["grouped GEMMs"] == pytest.approx(gemms, rel=1e-3), options
+        assert ratios["moving rows"] < 0.9
+        # Six exchanges were five and a half of two kinds.
+        assert options.get(MODE) != "full" or 0.7 < ratios["EP, exposed"] < 0.95
     standard = cell_of("deepseek_v3_16b", ep_backend="standard")
     assert predict_step(standard) == predict_step(with_options(standard, scored))
 
 
-def test_the_fast_recipe_is_predicted_far_above_the_published_best() -> None:
-    assert predict_step(CELLS["fast"]).tokens_per_second_per_gpu > 2.8 * 918
-
-
-def test_quantizing_costs_and_pays() -> None:
-    cells = {
-        precision: cell_of("deepseek_v3_671b_fast", precision=precision, ep_backend="deepep")
-        for precision in ("bf16", "mxfp8", "mxfp8_wgrad_hp", "mxfp8_linear")
-    }
-    steps = {name: predict_step(cell) for name, cell in cells.items()}
-    assert "quantizing" not in steps["bf16"].terms_ms
-    grouped = {name: step.terms_ms["grouped GEMMs"] for name, step in steps.items()}
-    assert grouped["mxfp8"] < grouped["mxfp8_wgrad_hp"] < grouped["bf16"]
-    # The dense layers change where linear layers are converted, and only those not filtered out.
-    dense = {name: step.terms_ms["dense GEMMs"] for name, step in steps.items()}
-    assert dense["mxfp8_linear"] < dense["mxfp8"] == dense["bf16"]
-    assert dense["mxfp8_linear"] > 0.7 * dense["bf16"]
-
-
-@pytest.fixture(scope="module")
-def comparisons() -> list[Comparison]:
-    return list(compare(read_points()))
-
-
 @pytest.mark.titan
-def test_every_measured_point_is_predicted(comparisons: list[Comparison]) -> None:
-    known = [one for one in comparisons if one.error is not None and not one.point.note]
+def test_every_measured_point_is_predicted() -> None:
+    compared = compare(read_points())
+    known = [one for one in compared if one.error is not None and not one.point.note]
     assert len(known) >= 25
     errors = {f"{one.point.name} {one.point.documents}": abs(one.error or 0) for one in known}
     # At TP 2 without full recomputation the host sets the pace, which is not modelled.
@@ -267,16 +137,15 @@ def test_emulation_and_unknown_gpus_are_refused(tmp_path: Path) -> None:
         predict_step(emulated)
     plain = cell_of("deepseek_v3_16b", options, cluster=node)
     assert predict_step(plain).step_ms > 0
-    other = dataclasses.replace(plain, cluster=dataclasses.replace(node, gpu=Gpu("H100", 9.0, 80)))
-    with pytest.raises(InputError, match=r"nothing is known of the speed of a H100.*b200.yaml"):
-        predict_step(other)
-    # GB200 is not B200: another machine altogether.
-    other = dataclasses.replace(plain, cluster=dataclasses.replace(node, gpu=Gpu("GB200", 10, 180)))
-    with pytest.raises(InputError, match="GB200"):
-        predict_step(other)
-    none = dataclasses.replace(plain, cluster=dataclasses.replace(node, gpu=None))
-    with pytest.raises(InputError, match="has no GPU"):
-        predict_step(none)
+    for gpu, said in (
+        (Gpu("H100", 9.0, 80), r"nothing is known of the speed of a H100.*b200.yaml"),
+        # GB200 is not B200: another machine altogether.
+        (Gpu("GB200", 10, 180), "GB200"),
+        (None, "has no GPU"),
+    ):
+        other = dataclasses.replace(plain, cluster=dataclasses.replace(node, gpu=gpu))
+        with pytest.raises(InputError, match=said):
+            predict_step(other)
     with pytest.raises(InputError, match="nothing of the network between nodes"):
         predict_step(dataclasses.replace(plain, nodes=2))
 

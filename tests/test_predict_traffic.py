@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cookbook.config.cell import Cell
-from cookbook.predict.operators import Unit
-from cookbook.predict.rank import Layer, Part, Rank, describe_ranks
+from cookbook.config.options import Layout
+from cookbook.predict.operators import Unit, fsdp_units, layer_operators
+from cookbook.predict.rank import Layer, Part, Rank, describe_ranks, model_of
 from cookbook.predict.shapes import destinations
 from cookbook.predict.traffic import Traffic, Work, count_work, step_traffic
 from tests.check_cells import cell_of, with_options
@@ -133,3 +135,38 @@ def test_work_is_torchtitans_count_and_lies_where_the_ranks_do() -> None:
     # 4096 tokens x 8 rows of 7168 in BF16, six times a layer; 30 such layers on the fuller rank.
     rows = 4096 * 8 * 7168 * 2 * 6 * 30 * 64
     assert sent[0] == pytest.approx(rows * 24 / 32)
+
+
+# Experts of 3 x 4 x 10.
+MODEL = replace(model_of(on_gpus(4)), dim=10, expert_hidden=4, num_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shards", "gathered", "local"),
+    [
+        # Two experts of 120 on each of 4 ranks.
+        ({"dp_shard": 4, "ep": 4}, 1, 240, 240),
+        ({"dp_shard": 8, "ep": 4}, 2, 240, 120),
+        # EP takes TP's ranks too.
+        ({"dp_shard": 4, "tp": 2, "ep": 4}, 2, 240, 120),
+        # But where experts are cut over TP: half of each.
+        ({"dp_shard": 4, "tp": 2, "ep": 4, "etp": 2}, 1, 120, 120),
+        # As many shards as experts cut the experts, more of them the next axis: 4 rows of 10
+        # become one, 10 rows of 4 three.
+        ({"dp_shard": 8, "ep": 2}, 4, 480, 120),
+        ({"dp_shard": 16, "ep": 4}, 4, 240, 2 * (10 + 12 + 10)),
+    ],
+)
+def test_experts_are_divided_over_ep_tp_and_fsdp(
+    degrees: dict[str, int], shards: int, gathered: int, local: int
+) -> None:
+    ones = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"), 1)
+    units = fsdp_units(layer_operators(MODEL, True), Layout(world=64, **(ones | degrees)), 1)
+    (own,) = (unit for unit in units if unit.name == "layers.1.moe.experts")
+    assert (own.shards, own.gathered, own.local) == (shards, gathered, local)
+
+
+def test_without_fsdp_nothing_is_cast() -> None:
+    degrees = {"parallelism.tensor_parallel_degree": 4, "parallelism.expert_parallel_degree": 1}
+    (alone,) = describe_ranks(on_gpus(4, degrees))
+    assert not alone.mixed_precision

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,44 +16,26 @@ from cookbook.run.run import Run
 from cookbook.run.slurm import nodes_in
 from cookbook.run.states import cell_states
 from tests.cells import Point
-from tests.slurm_cluster import SlurmCluster
-from tests.slurm_installed import require_slurm
+from tests.slurm_cluster import CPU_NODES, SlurmCluster
 
 pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parent.parent
-CLUSTER = """
-description: CPU nodes of the test cluster
-scheduler: slurm
-nodes: 4
-ranks_per_node: 1
-emulate: true
-cpus_per_task: 2
-exclude: [worker-3]
-"""
+NODES = 4
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    require_slurm()
-    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=4) as cluster:
-        yield cluster
-
-
-@pytest.fixture(autouse=True)
-def _at_the_cluster(
-    four: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+@pytest.fixture
+def four(small: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
+    """The cluster that this process is on."""
     for name in ("SLURM_CONF", "PATH", "COOKBOOK_PREFLIGHT"):
-        monkeypatch.setenv(name, four.env[name])
+        monkeypatch.setenv(name, small.env[name])
     monkeypatch.setenv("COOKBOOK_RUNS", str(tmp_path / "runs"))
-    yield
-    four.cancel_all()
+    return small
 
 
 def _cell(tmp_path: Path, recipe: str = "debug") -> Cell:
     profile = tmp_path / "nodes.yaml"
-    profile.write_text(CLUSTER)
+    profile.write_text(f"{CPU_NODES}nodes: 4\nexclude: [worker-3]\n")
     return Point(recipe, "bf16", "standard", str(profile)).cell()
 
 

@@ -8,49 +8,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cookbook.run.excluded import read_excluded
-from tests.gpu_jobs import EP_8, Jobs
-from tests.gpu_nodes import GpuNodes
+from tests.gpu_nodes import EP_8, GpuNodes, Jobs
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_installed import require_slurm
 from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    require_slurm()
-    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=13) as cluster:
-        yield cluster
+NODES = 13
 
 
 @pytest.fixture
-def jobs(small: SlurmCluster, checkout: Path, tmp_path: Path) -> Iterator[Jobs]:
+def jobs(small: SlurmCluster, checkout: Path, tmp_path: Path) -> Jobs:
     gpus = GpuNodes.install(tmp_path / "gpus", tmp_path / "venv" / "bin")
-    yield Jobs(small, checkout, tmp_path, gpus)
-    small.cancel_all()
-
-
-def test_thirty_two_nodes_that_are_well_train_after_one_line(
-    slurm: SlurmCluster, checkout: Path, tmp_path: Path
-) -> None:
-    gpus = GpuNodes.install(tmp_path / "gpus", tmp_path / "venv" / "bin")
-    jobs = Jobs(slurm, checkout, tmp_path, gpus)
-    job = jobs.submit("--nodes=32")
-    assert slurm.wait(job) == "COMPLETED", jobs.log(job)
-    assert len({node for _, node in jobs.trained_on()}) == 32
-    (line,) = [line for line in jobs.log(job).splitlines() if "preflight" in line]
-    assert line.startswith("cookbook: preflight: 32 healthy node(s) (")
-    # The same line is in the attempt's own log, and nobody is on the list.
-    (log,) = tmp_path.glob("runs/*/*/attempt-0/train.log")
-    assert line in log.read_text()
-    assert jobs.left_out() == {}
+    return Jobs(small, checkout, tmp_path, gpus)
 
 
 def test_three_bad_nodes_of_ten_are_left_out_of_the_next_attempt(jobs: Jobs) -> None:
@@ -110,7 +86,11 @@ def test_a_spare_node_takes_the_place_of_a_bad_one_in_the_same_attempt(jobs: Job
     address = jobs.cluster.run("scontrol", "show", "node", "worker-1", "--oneliner").stdout
     host = jobs.records()[0].option("--rdzv-endpoint").partition(":")[0]
     assert f"NodeAddr={host} " in address
-    assert "3 healthy node(s), 1 spare" in jobs.log(job)
+    (line,) = [line for line in jobs.log(job).splitlines() if "healthy" in line]
+    assert "preflight: 3 healthy node(s), 1 spare" in line
+    # It is in the attempt's own log, too.
+    (log,) = jobs.folder.glob("runs/*/*/attempt-0/train.log")
+    assert line in log.read_text()
     assert jobs.left_out().keys() == {"worker-0"}
 
 
@@ -224,3 +204,24 @@ def test_a_job_that_may_not_be_requeued_says_so(jobs: Jobs) -> None:
     assert jobs.left_out().keys() == {"worker-0"} and jobs.trained_on() == []
     assert f"scontrol requeue {job}: " in jobs.status()["reason"]
     assert jobs.status()["state"] == "failed"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("daemon", ["controller", "munge"])
+def test_a_daemon_that_is_away_while_a_job_begins_costs_no_job(jobs: Jobs, daemon: str) -> None:
+    """The script asks it where it was submitted, which nodes are drained, for a step."""
+    begun, gone = jobs.folder / "begun", jobs.folder / "gone"
+    script = jobs.checkout / "train_16b.sh"
+    waits = f"touch '{begun}'\nuntil [[ -e '{gone}' ]]; do sleep 0.1; done\n"
+    text = script.read_text().replace("set -euo pipefail\n", f"set -euo pipefail\n{waits}", 1)
+    late = jobs.folder / "late.sh"
+    late.write_text(text)
+    job = jobs.submit("--nodes=2", script=late, COOKBOOK_ROOT=str(jobs.checkout))
+    until(begun.exists)
+    getattr(jobs.cluster, f"stop_{daemon}")()
+    gone.touch()
+    until(lambda: "preflight: waits for Slurm: scontrol show node: " in jobs.log(job))
+    getattr(jobs.cluster, f"start_{daemon}")()
+    assert jobs.cluster.wait(job, timeout=120) == "COMPLETED", jobs.log(job)
+    assert jobs.trained_on() == [(0, "worker-0"), (0, "worker-1")]
+    assert jobs.left_out() == {}

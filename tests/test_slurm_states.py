@@ -14,11 +14,17 @@ import pytest
 from cookbook.cli.main import main
 from cookbook.results import report as reports
 from cookbook.run.states import cell_states
-from tests.cells import Point
 from tests.slurm_cluster import SlurmCluster
 from tests.slurm_installed import require_slurm
-from tests.slurm_states import LOG_LINE, PLANS, SETTINGS, States, prepare, site_configuration
-from tests.test_slurm_truth import CLUSTER
+from tests.slurm_states import (
+    LOG_LINE,
+    PLANS,
+    SETTINGS,
+    States,
+    one_node_cell,
+    prepare,
+    site_configuration,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
@@ -115,9 +121,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[States]:
         for name in ("SLURM_CONF", "PATH"):
             environment.setenv(name, cluster.env[name])
         environment.setenv("COOKBOOK_RUNS", str(folder / "runs"))
-        profile = folder / "one-node.yaml"
-        profile.write_text(CLUSTER)
-        yield prepare(cluster, Point("debug", "bf16", "standard", str(profile)).cell())
+        yield prepare(cluster, one_node_cell(folder))
 
 
 @pytest.fixture

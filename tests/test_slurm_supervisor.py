@@ -1,23 +1,20 @@
-"""The supervisor on a real Slurm: it ends its own step alone, and outlives its own death."""
+"""The supervisor on a real Slurm: of one cell, and of several that share an allocation."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cookbook.cli.main import main
 from cookbook.config.cell import Cell
 from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import Run
-from cookbook.run.states import cell_states
+from cookbook.run.states import cancel_run, cell_states
 from cookbook.run.status import AttemptEnd, Cause, read_history
 from tests.cells import Point
 from tests.check_cells import with_options
@@ -39,14 +36,12 @@ srun --job-name="attempt-${K}" --kill-on-bad-exit=1 bash -c "$FAULT"
 
 @pytest.fixture
 def cell(two_nodes: Path) -> Cell:
-    return replace(Point("debug", "bf16", "standard", str(two_nodes)).cell(), nodes=2)
+    return Point("debug", "bf16", "standard", str(two_nodes)).cell()
 
 
 def start(cell: Cell, fault: str) -> tuple[Run, str]:
-    run = create_run("supervised", [cell])
-    run.cells[0].script.write_text(SCRIPT.replace("$FAULT", fault))
-    (job,) = submit_run(run, [cell])
-    return run, job
+    run = started(replace(cell, nodes=2), SCRIPT.replace("$FAULT", fault))
+    return run, job_of(run)
 
 
 def ends(run: Run) -> list[AttemptEnd]:
@@ -76,39 +71,6 @@ def test_a_step_that_hangs_is_ended_and_a_users_own_step_goes_on(
     finally:
         mine.kill()
         mine.wait()
-
-
-def processes_with(has: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    """The processes of this machine that `has`; one may end while it is looked at."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if has(process):
-                found.append(process)
-    return found
-
-
-def test_a_killed_supervisor_is_started_again_and_ends_what_it_left(
-    slurm: SlurmCluster, cell: Cell
-) -> None:
-    run, job = start(cell, "sleep 300")
-    until(lambda: "attempt-0" in steps_of(slurm, job))
-    folder = str(run.cells[0].job_files)
-
-    def tasks() -> list[psutil.Process]:
-        words = ["sleep", "300"]
-        return processes_with(
-            lambda one: one.cmdline() == words and one.environ().get("SLURM_JOB_ID") == job
-        )
-
-    # Slurm names a step before its tasks run.
-    until(lambda: len(tasks()) == 2)
-    found = processes_with(lambda one: folder in one.cmdline())
-    (child,) = [one for one in found if one.ppid() in {other.pid for other in found}]
-    child.send_signal(signal.SIGKILL)
-    slurm.wait(job, {"COMPLETED"}, timeout=60)
-    assert [end.cause for end in ends(run)] == [Cause.CUT_SHORT, Cause.FINISHED]
-    assert not tasks()
 
 
 @pytest.mark.nightly
@@ -148,7 +110,7 @@ def test_the_steps_after_the_checkpoint_are_lost_by_a_requeue_and_a_cancellation
     slurm: SlurmCluster, cell: Cell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost = {"saved": 2, "unsaved": 6, "cancelled": 6}
-    cell = replace(with_options(cell, {"checkpoint.enable": True}), nodes=1)
+    cell = with_options(cell, {"checkpoint.enable": True})
     cells = [replace(cell, name=name) for name in lost]
     run = create_run("lost", cells)
     for one in run.cells:
@@ -176,3 +138,90 @@ def test_the_steps_after_the_checkpoint_are_lost_by_a_requeue_and_a_cancellation
     # Before its first step, the next attempt has lost nothing more.
     until(lambda: waits(1, "saved", "unsaved"), 90, lambda: cell_states(run))
     assert said("status") == said("report") == lost
+
+
+# Each says that it began, and goes on when it is told to.
+WAITS = 'touch "$CELL_DIR/began"; while ! [ -e "$CELL_DIR/go" ]; do sleep 0.1; done\n'
+
+
+def started(cell: Cell, *bodies: str) -> Run:
+    """A run of a cell for each body, which stands in for the cell's train.sh; submitted as one."""
+    cells = [replace(cell, name=f"cell-{n}") for n in range(len(bodies))]
+    run = create_run("together", cells)
+    for one, body in zip(run.cells, bodies, strict=True):
+        one.script.write_text(body)
+    assert len(submit_run(run, cells, one_allocation=True)) == 1
+    return run
+
+
+def states(run: Run) -> list[str]:
+    return [state.state for state in cell_states(run)]
+
+
+def job_of(run: Run) -> str:
+    (job,) = {state.job_id for state in cell_states(run)}
+    assert job is not None
+    return job
+
+
+def go(run: Run, number: int) -> None:
+    (run.cells[number].path / "go").touch()
+
+
+def began(run: Run, number: int) -> Callable[[], bool]:
+    return (run.cells[number].path / "began").exists
+
+
+def test_each_cell_has_its_own_state_while_one_job_runs_all(
+    slurm: SlurmCluster, cell: Cell
+) -> None:
+    run = started(cell, WAITS, WAITS + "exit 3\n", WAITS)
+    until(began(run, 0))
+    assert states(run) == ["running", "queued", "queued"]
+    assert cell_states(run)[1].reason == "waits for its turn in the allocation"
+    job = job_of(run)
+    go(run, 0)
+    until(began(run, 1))
+    assert states(run) == ["finished", "running", "queued"]
+    go(run, 1)
+    until(began(run, 2))
+    # A cell that fails ends no other, and its end is known before the job's.
+    assert states(run) == ["finished", "failed", "running"]
+    assert cell_states(run)[1].has_ended and not cell_states(run)[2].has_ended
+    go(run, 2)
+    assert slurm.wait(job) == "FAILED"
+    until(lambda: states(run) == ["finished", "failed", "finished"])
+    assert "exit status 3" in (cell_states(run)[1].reason or "")
+    assert slurm.job_field(job, "JobName") == "together"
+
+
+def test_cancel_stops_what_runs_and_what_waits(slurm: SlurmCluster, cell: Cell) -> None:
+    run = started(cell, "exit 0\n", WAITS, WAITS)
+    until(began(run, 1))
+    assert cancel_run(run) == ["cell-1", "cell-2"]
+    assert slurm.wait(job_of(run)) == "CANCELLED"
+    until(lambda: states(run) == ["finished", "cancelled", "cancelled"])
+
+
+def test_a_requeued_job_goes_on_with_the_cells_that_are_left(
+    slurm: SlurmCluster, cell: Cell
+) -> None:
+    run = started(cell, 'touch "$CELL_DIR/began-$SLURM_RESTART_COUNT"\n', WAITS, WAITS)
+    until(began(run, 1))
+    (run.cells[1].path / "began").unlink()
+    slurm.run("scontrol", "requeue", job_of(run))
+    seen: set[str] = set()
+
+    def goes_on() -> bool:
+        seen.update(states(run)[1:])
+        return began(run, 1)()
+
+    until(goes_on, 90)
+    # At no moment is one of them over: who watches would take leave.
+    assert seen == {"running", "queued"}
+    assert states(run) == ["finished", "running", "queued"]
+    for number in (1, 2):
+        go(run, number)
+    assert slurm.wait(job_of(run)) == "COMPLETED"
+    until(lambda: states(run) == ["finished"] * 3)
+    assert [path.name for path in run.cells[0].path.glob("began-*")] in (["began-"], ["began-0"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.slurm_cluster import SlurmCluster, tail
-from tests.submit import broken_corpus
+from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -30,7 +30,7 @@ def submit(slurm: SlurmCluster, tmp_path: Path, two_nodes: Path) -> Any:
     environment = {"COOKBOOK_RUNS": str(tmp_path / "runs"), "VENV": sys.prefix}
 
     def call(*words: str, check: int | None = 0) -> subprocess.CompletedProcess[str]:
-        if words[0] in ("sweep", "run"):
+        if words[0] in ("sweep", "run") and "--resume" not in words:
             words = (*words, *SMALL, "--cluster", str(profile), "--nodes", "2")
         command = (sys.executable, str(ROOT / "submit.py"), *words)
         done = slurm.run(*command, check=False, env=environment, timeout=400)
@@ -101,19 +101,6 @@ def test_the_job_runs_the_bytes_that_render_prints(slurm: SlurmCluster, submit: 
     assert slurm.wait(job) == "CANCELLED"
 
 
-@pytest.mark.nightly
-def test_a_failing_cell_says_why_and_ends_with_status_1(
-    slurm: SlurmCluster, submit: Any, tmp_path: Path
-) -> None:
-    corpus = broken_corpus(tmp_path)
-    done = submit("run", "debug", "--set", f"training.dataset_path={corpus}", check=1)
-    assert "DatasetGenerationError" in done.stdout and "Traceback" not in done.stdout
-    status = json.loads((_newest(submit.runs) / "debug-bf16-standard/status.json").read_text())
-    assert "DatasetGenerationError" in status["reason"]
-    job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
-    assert slurm.job_field(job["job_id"], "JobState") == "FAILED"
-
-
 def test_an_enclosing_jobs_variables_do_not_reach_the_new_job(
     slurm: SlurmCluster, submit: Any
 ) -> None:
@@ -127,3 +114,58 @@ def test_an_enclosing_jobs_variables_do_not_reach_the_new_job(
     )
     job = json.loads((_newest(submit.runs) / "debug-bf16-standard" / "job.json").read_text())
     assert slurm.job_field(job["job_id"], "Partition") == "main"
+
+
+TRAINED = "debug-bf16-standard"
+RESUMABLE = (
+    "--set=checkpoint.enable=true",
+    "--set=checkpoint.last_save_model_only=false",
+    "--set=lr_scheduler.decay_ratio=0",
+)
+
+
+def steps_of(runs: Path, attempt: int) -> list[int]:
+    logs = list(runs.glob(f"*/{TRAINED}/attempt-{attempt}/train.log"))
+    said = "".join(log.read_text() for log in logs)
+    return [int(step) for step in re.findall(r"rank0.* step: +(\d+) +loss", said)]
+
+
+@pytest.mark.nightly
+def test_an_ended_run_goes_on_in_another_job(slurm: SlurmCluster, submit: Any) -> None:
+    submit("run", "debug", "--set=training.steps=2", *RESUMABLE, "--detach")
+    run = _newest(submit.runs)
+    more = ("--resume", run.name, "--set", "training.steps=3")
+    refused = submit("run", *more, check=2)
+    assert re.search(rf"{TRAINED}: is (queued|running); wait for its end", refused.stderr)
+    first = json.loads((run / TRAINED / "job.json").read_text())["job_id"]
+    assert slurm.wait(first, timeout=200) == "COMPLETED"
+    submit("run", *more)
+    second = json.loads((run / TRAINED / "job.json").read_text())["job_id"]
+    assert int(second) > int(first)
+    assert slurm.job_field(second, "JobState") == "COMPLETED"
+    assert f"{TRAINED}: attempt 1 continues after step 2" in submit("status").stdout
+    (found,) = json.loads(submit("report", "--format", "json").stdout)["cells"]
+    assert (found["status"], found["steps"]) == ("finished", 3)
+    assert steps_of(submit.runs, 1) == [3]
+    # The learning rate keeps the schedule of the steps that were asked for first.
+    assert "lr_scheduler.total_steps: 2" in (run / TRAINED / "cell.yaml").read_text()
+    assert "training.steps: 2" in (run / TRAINED / "attempt-0/cell.yaml").read_text()
+
+
+@pytest.mark.nightly
+def test_torchtitan_saves_when_slurm_tells_the_job_to_stop(
+    slurm: SlurmCluster, submit: Any, tmp_path: Path
+) -> None:
+    clock = ("--set=checkpoint.interval_minutes=30", "--set=checkpoint.async_mode=async")
+    words = ("debug", "--set=training.steps=5", *SMALL, *RESUMABLE, *clock, "--nodes=2")
+    script = tmp_path / "mine.sh"
+    submit("render", *words, "--cluster", str(submit.profile), "-o", str(script))
+    job = slurm.submit(script, cwd=tmp_path, env=submit.environment)
+    until(lambda: steps_of(submit.runs, 0), 90)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    assert slurm.wait(job, {"COMPLETED", "FAILED"}, timeout=200) == "COMPLETED"
+    # Nothing is made twice, and nothing is left out.
+    before = steps_of(submit.runs, 0)
+    assert len(before) < 5 and before + steps_of(submit.runs, 1) == [1, 2, 3, 4, 5]
+    status = submit("status").stdout
+    assert "finished" in status and f"attempt 1 continues after step {before[-1]}" in status

@@ -12,17 +12,22 @@ import pytest
 
 from cookbook.base.yamlfile import Words
 from cookbook.cli.main import main
+from cookbook.config.cell import Cell
 from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.run import release_submit_lock
 from cookbook.run.status import FAILED, Status, write_status
-from tests.cells import Point
 from tests.saved import save
 from tests.slurm_cluster import SlurmCluster
+from tests.slurm_states import one_node_cell
 from tests.submit import ROOT
 from tests.test_check_line import check_line
-from tests.test_slurm_truth import CLUSTER
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("two_nodes")]
+
+
+def held_cell(folder: Path) -> Cell:
+    cell = one_node_cell(folder)
+    return replace(cell, cluster=replace(cell.cluster, sbatch=Words({"hold": True})))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +62,7 @@ def test_status_shows_what_waits_for_plain_sbatch(
 def test_a_job_whose_run_was_deleted_is_cancelled(
     slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile = tmp_path / "one-node.yaml"
-    profile.write_text(CLUSTER)
-    cell = Point("debug", "bf16", "standard", str(profile)).cell()
-    held = replace(cell, cluster=replace(cell.cluster, sbatch=Words({"hold": True})))
+    held = held_cell(tmp_path)
     runs = [create_run("lost", [held]) for _ in range(2)]
     jobs = [submit_run(run, [held])[0] for run in runs]
     shutil.rmtree(runs[0].folder)
@@ -73,12 +75,10 @@ def test_a_job_whose_run_was_deleted_is_cancelled(
 def test_of_several_resumes_at_the_same_moment_one_submits(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    profile = tmp_path / "one-node.yaml"
-    profile.write_text(CLUSTER + "sbatch: {hold: true}\n")
-    run = create_run("mine", [Point("debug", "bf16", "standard", str(profile)).cell()])
+    run = create_run("mine", [held_cell(tmp_path)])
     release_submit_lock(run.folder)
     write_status(run.cells[0], Status(FAILED, 0, "a node was lost", 1))
-    save(run.cells[0].path / "checkpoint", 4)
+    save(run.cells[0].path / "checkpoint", 4, readers=1)
     words = [sys.executable, str(ROOT / "submit.py"), "run", "--resume", run.name, "--detach"]
     words.append("--set=checkpoint.enable=true")
     resumes = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.attention_batches import EOS, LENGTH, PACKINGS, block_mask, tokens_of
-from tests.titan_refusal import refusal
+from tests.titan_run import refusal
 
 pytestmark = [
     pytest.mark.titan,
@@ -57,54 +57,34 @@ def loss_and_gradients(model: Any, tokens: torch.Tensor, masks: Any) -> list[tor
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def assert_same(
-    tokens: torch.Tensor,
-    mask: Any,
-    changes: dict[str, Any],
-    of_flavor: dict[str, Any] | None = None,
-    tolerance: float = 1e-9,
-) -> Any:
-    """Loss and gradients with FlashAttention-4 are those of the flavor's own attention."""
-    own = build_model(small_args("flavor", **changes, **of_flavor or {}))
-    model = build_model(small_args(**changes))
-    assert model.state_dict().keys() == own.state_dict().keys()
-    found = loss_and_gradients(model, tokens, model.get_attention_masks(tokens, TOKENIZER))
-    expected = loss_and_gradients(own, tokens, mask)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-    return model
-
-
-@pytest.fixture
-def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention as PyTorch computes it where nothing is compiled; compiled, it needs a GPU."""
+@pytest.mark.parametrize(
+    ("name", "changes", "of_flavor"),
+    [
+        *((name, {"q_lora_rank": 24 * (len(PACKINGS[name]) > 1)}, {}) for name in PACKINGS),
+        # Scores beyond the length that RoPE was made for; the 16B and 671B at 8192 tokens are.
+        ("batch of 3", {"original_seq_len": LENGTH // 2, "mscale": 3.0}, {}),
+        # A flavor without documents attends to the whole sequence.
+        ("batch of 3", {"attn_mask_type": "causal"}, {"attn_type": "sdpa"}),
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_flavors_own_attention(
+    name: str, changes: dict[str, Any], of_flavor: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.nn.attention.flex_attention import flex_attention
     from torchtitan.models.attention import FlexAttentionWrapper
 
+    # Compiled, it needs a GPU.
     monkeypatch.setattr(FlexAttentionWrapper, "_compiled_flex_attn", staticmethod(flex_attention))
-
-
-@pytest.mark.parametrize("q_lora_rank", [0, 24])
-@pytest.mark.parametrize("name", PACKINGS)
-def test_model_is_the_same_as_with_flex_attention(
-    name: str, q_lora_rank: int, eager_flex: None
-) -> None:
     tokens = tokens_of(PACKINGS[name])
-    assert_same(tokens, block_mask(tokens), {"q_lora_rank": q_lora_rank})
-
-
-def test_scores_of_long_sequences_are_scaled_as_with_flex_attention(eager_flex: None) -> None:
-    """Beyond the length that RoPE was made for; the 16B and 671B at 8192 tokens are."""
-    tokens = tokens_of(PACKINGS["batch of 3"])
-    changes: dict[str, Any] = {"original_seq_len": LENGTH // 2, "mscale": 3.0}
-    model = assert_same(tokens, block_mask(tokens), changes)
-    assert model.layers["0"].attention.softmax_scale > 2 * 192**-0.5
-
-
-def test_a_flavor_without_documents_attends_to_the_whole_sequence() -> None:
-    tokens = tokens_of(PACKINGS["batch of 3"])
-    changes = {"attn_mask_type": "causal"}
-    assert_same(tokens, None, changes, {"attn_type": "sdpa"}, tolerance=1e-6)
+    own = build_model(small_args("flavor", **changes, **of_flavor))
+    model = build_model(small_args(**changes))
+    assert model.state_dict().keys() == own.state_dict().keys()
+    assert (model.layers["0"].attention.softmax_scale > 2 * 192**-0.5) == ("mscale" in changes)
+    found = loss_and_gradients(model, tokens, model.get_attention_masks(tokens, TOKENIZER))
+    expected = loss_and_gradients(own, tokens, None if of_flavor else block_mask(tokens))
+    tolerance = 1e-6 if of_flavor else 1e-9
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def test_a_pipeline_gives_each_microbatch_its_own_documents() -> None:
@@ -123,49 +103,33 @@ def test_a_pipeline_gives_each_microbatch_its_own_documents() -> None:
         torch.testing.assert_close(one, sum(others), rtol=1e-9, atol=1e-9)
 
 
-def test_a_tokenizer_without_an_end_token_is_refused() -> None:
-    model = build_model(small_args())
-    with pytest.raises(AssertionError):
-        model.get_attention_masks(tokens_of(PACKINGS["no end"]), SimpleNamespace(eos_id=None))
-
-
-def config(
-    attention: str = "flash_attention_4", context_parallel_degree: int = 1, v_head_dim: int = 128
-) -> Any:
-    return SimpleNamespace(
-        model=SimpleNamespace(attention=attention),
-        parallelism=SimpleNamespace(context_parallel_degree=context_parallel_degree),
-        v_head_dim=v_head_dim,
-    )
-
-
 @pytest.mark.parametrize(
-    ("job", "why_not", "reason"),
+    ("cp", "v_head_dim", "why_not", "reason"),
     [
-        (config(context_parallel_degree=2), None, "set it to 1"),
-        (config(), "this one is SM80", "this one is SM80"),
-        (
-            config(v_head_dim=64),
-            None,
-            "heads of 192/128 or 128/128 (queries and keys/values), this model has",
-        ),
-        (config("flavor", v_head_dim=64), None, None),
-        (config("flavor"), "this one is SM80", None),
-        (config("flavor", context_parallel_degree=2), None, None),
-        (config(), None, None),
+        (1, 128, None, ""),
+        (2, 128, None, "set it to 1"),
+        (1, 128, "this one is SM80", "this one is SM80"),
+        (1, 64, None, "heads of 192/128 or 128/128 (queries and keys/values), this model has"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_model_is_built(
-    job: Any, why_not: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    cp: int, v_head_dim: int, why_not: str, reason: str, monkeypatch: Any, caplog: Any
 ) -> None:
     from cookbook.titan.common import varlen_attention
     from cookbook.titan.tt_0_2_2.families.parts import choose_attention
 
     monkeypatch.setattr(varlen_attention, "why_not", lambda: why_not)
-    args = SimpleNamespace(attn_type="sdpa", head_dims=(192, job.v_head_dim))
-    if reason is None:
+
+    def chosen(attention: str) -> str:
+        parallelism = SimpleNamespace(context_parallel_degree=cp)
+        job = SimpleNamespace(model=SimpleNamespace(attention=attention), parallelism=parallelism)
+        args = SimpleNamespace(attn_type="sdpa", head_dims=(192, v_head_dim))
         choose_attention(args, job)
-        # TorchTitan makes masks for this type alone.
-        assert args.attn_type == ("sdpa" if job.model.attention == "flavor" else "flex")
+        return str(args.attn_type)
+
+    assert chosen("flavor") == "sdpa"
+    if reason:
+        assert reason in refusal(lambda: chosen("flash_attention_4"), caplog)
     else:
-        assert reason in refusal(lambda: choose_attention(args, job), caplog)
+        # TorchTitan makes masks for this type alone.
+        assert chosen("flash_attention_4") == "flex"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from traceback import StackSummary
@@ -28,7 +27,6 @@ from tests.titan_run import (
     job,
     run,
     train,
-    write_assets,
 )
 
 pytestmark = pytest.mark.titan
@@ -38,22 +36,16 @@ OPTIONS = (*EP2, *STANDARD, *BF16, "--lr_scheduler.decay_ratio=0.0")
 SAVED = (*OPTIONS, "--checkpoint.enable", "--checkpoint.interval=100")
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("assets")
-    write_assets(folder)
-    yield folder
-
-
 def train_until_asked(
-    arguments: list[str], attempts: list[Path], asked: int, step: int, slow: int
+    arguments: list[str], attempts: list[Path], asked: int, step: int
 ) -> dict[str, Any]:
     """`train` in ranks that are each alone on a node, of which one is asked to stop amid a step.
+
+    Rank 1's clock stands still.
 
     Args:
         attempts: each rank's view of the attempt's folder.
         asked: the rank whose node is asked, in the middle of `step`.
-        slow: the rank whose clock stands still.
     """
     from torchtitan.components.metrics import MetricsProcessor
 
@@ -69,20 +61,20 @@ def train_until_asked(
         log(self, of_step, *rest, **extra)
 
     MetricsProcessor.log = ask
-    if rank == slow:
+    if rank == 1:
         setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: 0.0))  # noqa: B010
     return train(arguments, attempts[rank])
 
 
 def trained(
-    assets: Path, out: Path, *options: str, asked: int = 0, step: int = 0, slow: int = 1
+    assets: Path, out: Path, *options: str, asked: int = 0, step: int = 0
 ) -> dict[str, Any]:
     """Four steps on two ranks, unless one is asked to stop; what rank 0 found."""
     attempts = [out / "attempts" / str(rank) for rank in range(2)]
     for attempt in attempts:
         attempt.mkdir(parents=True)
     argv = job(assets, out, *options, steps=4)
-    results = run_ranks(train_until_asked, 2, argv, attempts, asked, step, slow, seconds=200)
+    results = run_ranks(train_until_asked, 2, argv, attempts, asked, step, seconds=200)
     # Every rank made the same steps, and ended by itself.
     assert [result["ended"] for result in results] == [False, False]
     assert len({len(result["losses"]) for result in results}) == 1
@@ -128,9 +120,10 @@ def test_asked_on_one_node_all_ranks_end_at_one_checkpoint_and_lose_nothing(
 
 def test_the_clock_of_rank_0_decides_in_place_of_steps(assets: Path, tmp_path: Path) -> None:
     # 6 ms are over after each step.
-    always = ("--checkpoint.interval_minutes=0.0001", "--checkpoint.keep_latest_k=0")
+    always = ("--checkpoint.interval_minutes=0.0001", "--checkpoint.keep_latest_k=2")
     trained(assets, tmp_path, *SAVED, *always)
-    assert saved(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
+    # The last save counts among those that are kept.
+    assert saved(tmp_path) == ["step-3", "step-4"]
 
 
 class Manager(SimpleNamespace):
@@ -157,8 +150,11 @@ class Manager(SimpleNamespace):
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, without a process group."""
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One rank of job 77, without a process group."""
+    job = {"COOKBOOK_ATTEMPT_DIR": str(tmp_path), "LOCAL_RANK": "0", "SLURM_JOB_ID": "77"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
 
@@ -187,14 +183,9 @@ def test_no_save_begins_while_another_is_being_written(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_stop_is_told_once_its_checkpoint_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_stop_is_told_once_its_checkpoint_is_written(tmp_path: Path) -> None:
     from cookbook.titan.tt_0_2_2 import checkpoint
 
-    monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
     told = tmp_path / checkpoint.STOPPED
     manager = Manager(minutes=0)
     manager._async_wait = lambda: manager.saved.append(-1 if told.exists() else 0)
@@ -212,12 +203,10 @@ def test_a_stop_is_told_once_its_checkpoint_is_written(
 
 @pytest.mark.usefixtures("alone")
 def test_what_training_waits_for_is_said_before_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from cookbook.titan.tt_0_2_2 import checkpoint
 
-    monkeypatch.setenv("COOKBOOK_ATTEMPT_DIR", str(tmp_path))
-    monkeypatch.setenv("LOCAL_RANK", "0")
     caplog.set_level(logging.INFO)
     manager = Manager(minutes=0)
     manager._async_wait = lambda: logging.getLogger().info("waits")
@@ -261,22 +250,14 @@ def saved_state() -> dict[str, Any]:
     model.bf16 = nn.Parameter(torch.full((2,), 3.0))
     save_plain_weights(model)
     state = model.state_dict()
-    types = {
-        name: [type(value).__name__, type(getattr(value, "_local_tensor", value)).__name__]
-        for name, value in state.items()
-    }
-    placements = state["sharded"].placements == (Shard(0),)
+    assert state["sharded"].placements == (Shard(0),)
+    local = {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
     # As a checkpoint is loaded: in place.
-    for value in state.values():
-        getattr(value, "_local_tensor", value).detach().fill_(7.0)
-    found = [
-        model.whole._data,
-        model.sharded.to_local()._data,
-        model.bf16,
-    ]
+    for value in local.values():
+        value.detach().fill_(7.0)
+    found = (model.whole._data, model.sharded.to_local()._data, model.bf16)
     return {
-        "types": types,
-        "placements": placements,
+        "types": {name: type(value) for name, value in local.items()},
         "loaded": [float(value.detach().min()) for value in found],
         "still": type(model.whole.data).__name__,
     }
@@ -284,12 +265,7 @@ def saved_state() -> dict[str, Any]:
 
 def test_weights_are_saved_and_loaded_without_their_wrapper() -> None:
     (found,) = run_ranks(saved_state, 1)
-    assert found["types"] == {
-        "whole": ["Tensor", "Tensor"],
-        "sharded": ["DTensor", "Tensor"],
-        "bf16": ["Tensor", "Tensor"],
-    }
-    assert found["placements"]
+    assert found["types"] == dict.fromkeys(("whole", "sharded", "bf16"), torch.Tensor)
     assert found["loaded"] == [7.0, 7.0, 7.0]
     # The model goes on quantizing.
     assert found["still"] == "ScaledGroupedMMTensor"
@@ -320,44 +296,37 @@ def test_a_failed_checkpoint_names_its_root_cause(monkeypatch: pytest.MonkeyPatc
 
 RESHARDED = (
     *(*STANDARD, *BF16, "--lr_scheduler.decay_ratio=0.0", "--checkpoint.enable"),
-    *("--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"),
+    "--checkpoint.interval=2",
     # BF16 rounds at other places where the ranks divide the work otherwise.
     "--training.mixed_precision_param=float32",
 )
-ROUNDING = 1e-5
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, Any]]:
-    """Assets, the folder of a run of 2 ranks after 2 steps, and what 4 steps of it come to."""
-    folder = tmp_path_factory.mktemp("trained")
-    write_assets(folder / "assets")
-    whole = run(folder / "assets", folder / "whole", 2, *EP2, *RESHARDED, steps=4)
-    shutil.rmtree(folder / "whole" / "checkpoint" / "step-4")
-    yield folder / "assets", folder / "whole", whole
+def two_ranks(
+    assets: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of a run of 2 ranks for 4 steps, and what they come to."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(assets, folder, 2, *EP2, *RESHARDED, steps=4)
 
 
 @pytest.mark.parametrize("layout", [(*EP4, *TP2), (*EP2, *PP2)], ids=["to TP 2, EP 4", "to PP 2"])
 def test_twice_the_ranks_go_on_with_the_same_losses(
-    two_ranks: tuple[Path, Path, Any], tmp_path: Path, layout: tuple[str, ...]
+    assets: Path, two_ranks: tuple[Path, Any], tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
-    assets, folder, whole = two_ranks
-    shutil.copytree(folder, tmp_path / "more")
+    folder, whole = two_ranks
+    shutil.copytree(folder / "checkpoint/step-2", tmp_path / "checkpoint/step-2")
     # The last rank is of the last stage, which knows the loss.
-    options = job(assets, tmp_path / "more", *layout, *RESHARDED, steps=4)
-    more = run_ranks(train, 4, options, seconds=200)[-1]
+    more = run(assets, tmp_path, 4, *layout, *RESHARDED, of_rank=-1, steps=4)
     assert any("Loading the checkpoint from" in text for text in more["said"])
-    assert more["losses"] == pytest.approx(whole["losses"][2:], rel=ROUNDING)
+    assert more["losses"] == pytest.approx(whole["losses"][2:], rel=1e-5)
 
 
-def test_torchtitans_checkpoints_are_read_without_torch(
-    two_ranks: tuple[Path, Path, Any], tmp_path: Path
-) -> None:
-    assets, folder, _ = two_ranks
+def test_torchtitans_checkpoints_are_read_without_torch(two_ranks: tuple[Path, Any]) -> None:
+    folder, _ = two_ranks
     full = read_checkpoint(2, folder / "checkpoint" / "step-2")
     assert (full.damage, full.states, full.text_readers) == (None, frozenset(PARTS), 2)
-    # TorchTitan's default at the last step.
-    model_only = "--checkpoint.last-save-model-only"
-    run(assets, tmp_path / "a", 2, *EP2, *RESHARDED, model_only, steps=1)
-    last = read_checkpoint(1, tmp_path / "a" / "checkpoint" / "step-1")
+    # TorchTitan's default at the last step: the model alone.
+    last = read_checkpoint(4, folder / "checkpoint" / "step-4")
     assert (last.damage, last.states, last.text_readers) == (None, frozenset(), 0)

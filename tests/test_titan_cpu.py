@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.started import python
 
 pytestmark = pytest.mark.titan
 
@@ -95,14 +93,7 @@ print("ok")
 
 
 def run(script: str, supported: bool) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", _BEGIN.replace("SUPPORTED", str(supported)) + script],
-        cwd=Path(__file__).resolve().parents[1],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = python("-c", _BEGIN.replace("SUPPORTED", str(supported)) + script)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Overriding a previously registered kernel" not in done.stderr
     return done.stdout.splitlines()

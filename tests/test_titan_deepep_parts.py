@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.test_titan_recomputation import Computed
 from tests.titan_ranks import run_ranks
 
 pytestmark = pytest.mark.titan
@@ -115,74 +114,55 @@ BACKWARD = [
 ]
 
 
-def test_shared_experts_compute_while_rows_and_gradients_are_sent() -> None:
-    for done, whole in run_ranks(order_of_work, 2, False):
-        assert done == [*FORWARD, "backward", *BACKWARD]
-        assert whole
+# A recomputed layer sends gradients before it computes again, which ends where all is there that
+# the backward reads.
+RECOMPUTED = [*FORWARD, "backward", BACKWARD[0], *FORWARD[:4], *BACKWARD[1:]]
+CHUNKED = [
+    "first half",
+    *("dispatch", "wait", "experts"),
+    # The second chunk is sent before the first one goes back, both under the experts.
+    *("dispatch", "wait", "combine", "experts", "combine"),
+    "second half",
+    *("wait", "wait"),
+    "backward",
+    *("dispatch", "dispatch", "gradients of the second half"),
+    *("wait", "backward of the experts", "wait", "combine"),
+    *("backward of the experts", "gradients of the experts", "combine"),
+    "gradients of the first half",
+    *("wait", "wait"),
+]
 
 
-def test_a_recomputed_layer_sends_gradients_before_it_computes_again() -> None:
-    for done, whole in run_ranks(order_of_work, 2, True):
-        # Which ends where all is there that the backward reads.
-        assert done == [*FORWARD, "backward", BACKWARD[0], *FORWARD[:4], *BACKWARD[1:]]
-        assert whole
+@pytest.mark.parametrize(
+    ("recomputed", "chunks", "expected"),
+    [(False, 1, [*FORWARD, "backward", *BACKWARD]), (True, 1, RECOMPUTED), (False, 2, CHUNKED)],
+    ids=["shared experts beside rows", "recomputed", "chunks"],
+)
+def test_layers_compute_while_rows_and_gradients_are_sent(
+    recomputed: bool, chunks: int, expected: list[str]
+) -> None:
+    assert run_ranks(order_of_work, 2, recomputed, chunks) == [(expected, True)] * 2
 
 
-def test_one_chunk_computes_while_the_next_one_is_sent_and_the_last_one_back() -> None:
-    for done, whole in run_ranks(order_of_work, 2, False, 2):
-        assert done == [
-            "first half",
-            *("dispatch", "wait", "experts"),
-            # The second chunk is sent before the first one goes back, both under the experts.
-            *("dispatch", "wait", "combine", "experts", "combine"),
-            "second half",
-            *("wait", "wait"),
-            "backward",
-            *("dispatch", "dispatch", "gradients of the second half"),
-            *("wait", "backward of the experts", "wait", "combine"),
-            *("backward of the experts", "gradients of the experts", "combine"),
-            "gradients of the first half",
-            *("wait", "wait"),
-        ]
-        assert whole
-
-
-def count(tp: int) -> dict[str, Any]:
-    """What two forwards of the layer count, and the corrections that they name."""
+def count(tp: int) -> tuple[list[float], list[str]]:
+    """How many tokens one and two forwards of the layer count, and the corrections they name."""
     from cookbook.titan.tt_0_2_2 import activity
 
     layer, counts = parallel_layer(tp), []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
+    for _ in range(2):
         layer(torch.randn(1, TOKENS // tp, DIM, dtype=torch.float64))
-        counts.append(layer.tokens_per_expert.clone())
-    return {"counts": counts, "patches_applied": sorted(activity.patches_applied)}
+        counts.append(float(layer.tokens_per_expert.sum()))
+    return counts, sorted(activity.patches_applied)
 
 
-@functools.cache
-def counted(tp: int) -> list[dict[str, Any]]:
-    return run_ranks(count, 2, tp)
-
-
-def test_tokens_are_counted_from_step_to_step() -> None:
-    for found in counted(1):
-        first, second = found["counts"]
-        assert int(first.sum()) == TOKENS * TOP_K
-        # TorchTitan sets them back after each step; gradient accumulation adds to them.
-        assert int(second.sum()) == 2 * TOKENS * TOP_K
-        assert bool((second >= first).all())
-
-
-def test_corrections_have_their_names() -> None:
-    for found in counted(1):
-        assert found["patches_applied"] == ["deepep-padded-groups"]
-    for found in counted(2):
-        assert found["patches_applied"] == [
-            "deepep-padded-groups",
-            "deepep-tokens-split-over-tp",
-            "router-gradients-summed-over-tp",
-            "shared-expert-gradients-not-summed-over-tp",
-        ]
+def test_tokens_are_counted_from_forward_to_forward_and_corrections_have_their_names() -> None:
+    patches = ["deepep-padded-groups"]
+    over_tp = ["deepep-tokens-split-over-tp", "router-gradients-summed-over-tp"]
+    over_tp += ["shared-expert-gradients-not-summed-over-tp"]
+    for tp, names in ((1, patches), (2, patches + over_tp)):
+        # TorchTitan sets the counts back after each step; gradient accumulation adds to them.
+        sums = [TOKENS * TOP_K, 2 * TOKENS * TOP_K]
+        assert run_ranks(count, 2, tp) == [(sums, names)] * 2
 
 
 def send_with_zero_scores() -> tuple[list[int], dict[str, Any]]:
@@ -207,17 +187,13 @@ def send_with_zero_scores() -> tuple[list[int], dict[str, Any]]:
     return dispatch(rows, routing, group)[3], asked
 
 
-def test_a_copy_without_a_score_is_not_sent() -> None:
+def test_a_copy_without_a_score_is_not_sent_and_counts_lie_on_deepeps_own_stream() -> None:
+    (first, asked), (second, _) = run_ranks(send_with_zero_scores, 2)
     # Of each rank's six copies two count for nothing: one for expert 2, one for expert 1.
-    (first, _), (second, _) = run_ranks(send_with_zero_scores, 2)
     assert (first, second) == ([2 * 2, 0], [0, 2 * 2])
-
-
-def test_what_deepep_counts_into_is_allocated_on_its_own_stream() -> None:
-    # Where deterministic fills cannot overwrite it.
-    for _, asked in run_ranks(send_with_zero_scores, 2):
-        on_its_stream = {"async_finish": True, "allocate_on_comm_stream": True}
-        assert asked == {"previous_event": True, **on_its_stream}
+    # Where deterministic fills cannot overwrite them.
+    on_its_stream = {"async_finish": True, "allocate_on_comm_stream": True}
+    assert asked == {"previous_event": True, **on_its_stream}
 
 
 TP, BATCH = 2, 2
@@ -226,18 +202,13 @@ SCORES = BATCH * TOKENS * TOP_K
 Collectives = Counter[tuple[str, int]]
 
 
-class Sent(TorchDispatchMode):
+class Sent(Computed):
     """The collectives over TP, by name and how many numbers each rank puts in."""
 
     def __init__(self, order: list[str]) -> None:
         super().__init__()
         self.collectives: Collectives = Counter()
         self.order = order
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this, torch.compile does not compile below the mode."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -258,21 +229,16 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def whole_input() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(BATCH, TOKENS, DIM, dtype=torch.float64, generator=generator)
-
-
-def sent_in_backward(compiled: bool) -> tuple[Collectives, list[str]]:
+def sent_in_backward() -> tuple[Collectives, list[str]]:
     """The collectives of one backward, and the order of what was sent and waited for."""
     done: list[str] = []
     note_exchanges(done)
     layer = parallel_layer(TP)
-    for name in ("router", "shared_experts") if compiled else ():
+    for name in ("router", "shared_experts"):
         # As TorchTitan's apply_compile: every child but the experts, as one graph each.
         child = torch.compile(getattr(layer, name), backend="aot_eager", fullgraph=True)
         setattr(layer, name, child)
-    x = whole_input().chunk(TP, dim=1)[dist.get_rank()].clone().requires_grad_()
+    x = torch.randn(BATCH, TOKENS // TP, DIM, dtype=torch.float64, requires_grad=True)
     out = layer(x)
     done.clear()
     with Sent(done) as sent:
@@ -280,18 +246,14 @@ def sent_in_backward(compiled: bool) -> tuple[Collectives, list[str]]:
     return sent.collectives, done
 
 
-ONCE = {
-    # The gradient of the output, for the shared experts.
-    ("all_gather_into_tensor", WHOLE // TP): 1,
-    ("reduce_scatter_tensor", WHOLE): 1,
-    ("all_reduce", SCORES): 1,
-}
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_backward_sums_the_whole_once_and_while_rows_are_on_their_way(compiled: bool) -> None:
-    for collectives, order in run_ranks(sent_in_backward, TP, compiled):
-        assert collectives == ONCE
+def test_backward_sums_the_whole_once_and_while_rows_are_on_their_way() -> None:
+    for collectives, order in run_ranks(sent_in_backward, TP):
+        assert collectives == {
+            # The gradient of the output, for the shared experts.
+            ("all_gather_into_tensor", WHOLE // TP): 1,
+            ("reduce_scatter_tensor", WHOLE): 1,
+            ("all_reduce", SCORES): 1,
+        }
         # It starts before the layer waits for the gradients of what it had dispatched, and nobody
         # waits for it before that.
         behind = order[order.index("combine") :]

@@ -3,41 +3,52 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.titan_names import names, replaced
+from tests.started import python
 from tests.titan_ranks import run_ranks
-from tests.titan_refusal import refusal
-from tests.titan_run import A2A, EP2, MXFP8, job, refused, train
+from tests.titan_run import A2A, EP2, MXFP8, job, refusal, refused, train
 
 pytestmark = pytest.mark.titan
 
-# What binds TorchTitan to the CPU.
-CPU_NAMES = {
-    "torch.distributed.barrier",
-    "torch.distributed.tensor._random._rng_tracker",
-    "torch.histc",
-    "torchtitan.components.metrics.device_module",
-    "torchtitan.components.metrics.device_type",
-    "torchtitan.distributed.dual_pipe_v.device_module",
-    "torchtitan.distributed.dual_pipe_v.device_type",
-    "torchtitan.distributed.parallel_dims.device_type",
-    "torchtitan.distributed.utils.device_module",
-    "torchtitan.distributed.utils.device_type",
-    "torchtitan.models.deepseek_v3.model.args.has_cuda_capability",
-    "torchtitan.models.llama4.model.args.has_cuda_capability",
-    "torchtitan.models.moe.utils.generate_permute_indices",
-    "torchtitan.tools.profiling.device_module",
-    "torchtitan.tools.utils.device_module",
-    "torchtitan.tools.utils.device_type",
-    "torchtitan.tools.utils.get_peak_flops",
-}
+_ROOTS = ("torchtitan", "torchao")
+_TORCH = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor._random",
+    "torch.nn.modules.module",
+)
+_MISSING = object()
+
+
+def names() -> dict[str, Any]:
+    """Every name of TorchTitan, TorchAO and PyTorch's main modules, by its dotted path.
+
+    Attributes of a module's own classes and entries of its dictionaries count as names too.
+    """
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and (name.split(".")[0] in _ROOTS or name in _TORCH):
+            for key, value in list(vars(module).items()):
+                found[f"{name}.{key}"] = value
+                kind = type(value)  # not isinstance, for which deprecated objects warn
+                if issubclass(kind, type) and value.__module__ == name:
+                    found |= {f"{name}.{key}.{part}": v for part, v in vars(value).items()}
+                elif issubclass(kind, dict) and not key.startswith("__"):
+                    found |= {f"{name}.{key}[{part}]": v for part, v in value.items()}
+    return found
+
+
+def replaced(before: dict[str, Any]) -> set[str]:
+    """The names of `before` that are gone or mean something else now."""
+    now = names()
+    return {name for name, value in before.items() if now.get(name, _MISSING) is not value}
 
 
 IMPORT_THE_STACK = """
@@ -54,7 +65,7 @@ for module in ("torchtitan.models.llama3", "torchtitan.models.llama4",
                "torchao.prototype.mx_formats.mx_linear", "torchao.float8.float8_linear"):
     importlib.import_module(module)
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
-from tests.titan_names import names, replaced
+from tests.test_titan_doors import names, replaced
 
 def replaced_names(is_gpu):
     torch.cuda.is_available = lambda: is_gpu
@@ -78,27 +89,24 @@ for call, argument in ((replaced_names, True), (replaced_names, False), (refused
 """
 
 
-@pytest.fixture(scope="module")
-def imported() -> tuple[list[Any], str]:
-    """The answers of three processes that import the stack, and what they said."""
-    command = [sys.executable, "-c", IMPORT_THE_STACK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def test_importing_the_stack_replaces_no_name_but_the_devices() -> None:
+    done = python("-c", IMPORT_THE_STACK)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()[-3:]], done.stderr
-
-
-def test_importing_the_stack_replaces_no_name_but_the_devices(
-    imported: tuple[list[Any], str],
-) -> None:
-    on_gpu, on_cpu, _ = imported[0]
-    assert (set(on_gpu), set(on_cpu)) == (set(), CPU_NAMES)
-
-
-def test_another_modules_spec_of_the_same_name_is_refused(imported: tuple[list[Any], str]) -> None:
-    answers, said = imported
-    assert answers[-1] == 1
+    on_gpu, on_cpu, status = [json.loads(line) for line in done.stdout.splitlines()[-3:]]
+    assert on_gpu == []
+    # What binds TorchTitan to the CPU, beside modules' own names of the device.
+    own = ("device_module", "device_type", "has_cuda_capability")
+    assert {name for name in on_cpu if not name.endswith(own)} == {
+        "torch.distributed.barrier",
+        "torch.distributed.tensor._random._rng_tracker",
+        "torch.histc",
+        "torchtitan.models.moe.utils.generate_permute_indices",
+        "torchtitan.tools.utils.get_peak_flops",
+    }
+    # Another module's spec of the same name.
+    assert status == 1
     refusal = "cookbook refuses: another module has registered its own deepseek_v3"
-    assert said.splitlines()[-1].startswith(refusal)
+    assert done.stderr.splitlines()[-1].startswith(refusal)
 
 
 # Replaced by these tests' runner, and by PyTorch for every optimizer.
@@ -118,30 +126,22 @@ def train_and_compare(argv: list[str]) -> dict[str, Any]:
     return result | {"replaced": replaced(before)}
 
 
+# What an MXFP8 job needs until its end, on a CPU; TorchTitan sets the last one itself.
+NEEDED = (
+    "torchao.prototype.moe_training.ep.a2a_",
+    "torchao.prototype.moe_training.scaled_grouped_mm._emulated_",
+    "torchtitan.protocols.model_converter._registry_model_converter_cls[quantize.",
+    # So that ranks agree on when to save, and failures name their cause.
+    "torchtitan.components.checkpoint.CheckpointManager.",
+    "torchtitan.models.moe.utils.TOKEN_GROUP_ALIGN_SIZE_M",
+)
+
+
 def test_a_job_gives_torchtitans_names_back(assets: Path, tmp_path: Path) -> None:
     argv = job(assets, tmp_path, *EP2, *A2A, *MXFP8, steps=1)
     for result in run_ranks(train_and_compare, 2, argv, seconds=200):
         assert len(result["losses"]) == 1
-        assert result["replaced"] == {
-            # What an MXFP8 job needs until its end, on a CPU.
-            "torchao.prototype.moe_training.ep.a2a_combine.all_to_all_single",
-            "torchao.prototype.moe_training.ep.a2a_combine.triton_to_mxfp8_dim0",
-            "torchao.prototype.moe_training.ep.a2a_dispatch.all_to_all_single",
-            "torchao.prototype.moe_training.ep.a2a_dispatch.triton_to_mxfp8_dim0",
-            "torchao.prototype.moe_training.scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d",
-            "torchtitan.protocols.model_converter._registry_model_converter_cls[quantize.grouped_mm.mx]",
-            "torchtitan.protocols.model_converter._registry_model_converter_cls[quantize.linear.mx]",
-            # So that ranks agree on when to save, and failures name their cause.
-            *(
-                f"torchtitan.components.checkpoint.CheckpointManager.{name}"
-                for name in (
-                    *("__init__", "save", "load", "maybe_wait_for_staging", "_async_wait", "close"),
-                )
-            ),
-            # By TorchTitan's own function.
-            "torchtitan.models.moe.utils.TOKEN_GROUP_ALIGN_SIZE_M",
-            *OTHERS,
-        }
+        assert {name for name in result["replaced"] if not name.startswith(NEEDED)} == OTHERS
 
 
 def test_a_job_of_another_model_family_is_torchtitans_own(assets: Path, tmp_path: Path) -> None:
@@ -167,24 +167,11 @@ def test_the_spec_is_torchtitans_but_for_its_doors() -> None:
 
     spec, released = get_train_spec("deepseek_v3"), deepseek_v3.get_train_spec()
     changed = {name for name, value in vars(spec).items() if value != vars(released)[name]}
-    assert changed == {
-        "model_cls",
-        "model_args",
-        "parallelize_fn",
-        "build_loss_fn",
-        "build_metrics_processor_fn",
-        "build_optimizers_fn",
-        "build_lr_schedulers_fn",
-        "state_dict_adapter",
-        "build_dataloader_fn",
-        "build_validator_fn",
-    }
-    ours = {
-        value.__module__.split(".")[0]
-        for name in changed - {"model_args"}
-        for value in [getattr(spec, name)]
-    }
-    assert ours == {"cookbook"}
+    builds = ("loss", "metrics_processor", "optimizers", "lr_schedulers", "dataloader", "validator")
+    doors = {"model_cls", "parallelize_fn", "state_dict_adapter"}
+    doors |= {f"build_{name}_fn" for name in builds}
+    assert changed == {*doors, "model_args"}
+    assert {getattr(spec, name).__module__.split(".")[0] for name in doors} == {"cookbook"}
     # TorchTitan's flavors, with the same sizes, and two more.
     assert set(spec.model_args) == {*released.model_args, "proxy", "16B_8layers"}
     for name, args in released.model_args.items():
@@ -201,35 +188,14 @@ def test_another_version_is_refused_in_one_line(
     from cookbook.titan.tt_0_2_2 import versions
 
     known = versions.installed
-    monkeypatch.setattr(versions, "installed", lambda p: found if p == package else known(p))
-    reason = refusal(versions.check_versions, caplog)
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "installed", lambda p: found if p == package else known(p))
+        reason = refusal(versions.check_versions, caplog)
     assert f"written for {package} " in reason and f"found {found or 'none'}; " in reason
-
-
-def parse(*options: str) -> Any:
-    from torchtitan.config import ConfigManager
-
-    module = "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config"
-    return ConfigManager().parse_args([module, *options])
-
-
-def test_a_build_of_the_known_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel of another index has the CUDA that it was built for in its version."""
-    from cookbook.titan.tt_0_2_2 import versions
-
-    known = versions.installed
+    # A wheel of another index has the CUDA that it was built for in its version.
     monkeypatch.setattr(versions, "installed", lambda package: f"{known(package)}+cu128")
     versions.check_versions()
-    found = versions.versions()
-    assert found["torch"] == torch.__version__ and found["torchao"] == "0.16.0+cu128"
-
-
-def test_each_exchange_is_quantized_by_its_own_option() -> None:
-    from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
-
-    option = "--parallelism.expert_parallel_a2a_{}_precision=mxfp8"
-    for way, wanted in (("dispatch_fwd", (True, False)), ("combine_bwd", (False, True))):
-        assert Precisions.of(parse(option.format(way))) == Precisions(*wanted)
+    assert versions.versions()["torchao"] == "0.16.0+cu128"
 
 
 def draw_random() -> tuple[torch.Tensor, ...]:
@@ -242,16 +208,17 @@ def draw_random() -> tuple[torch.Tensor, ...]:
     torch.manual_seed(42)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     placed = zeros(64, device_mesh=mesh, placements=[Replicate(), Shard(0)])
-    first = placed.normal_().to_local().clone()
-    second = placed.normal_().to_local().clone()
-    plain = torch.rand(4)
+
+    def draw() -> torch.Tensor:
+        return placed.normal_().to_local().clone()
+
+    found = [draw(), draw(), torch.rand(4)]
     # As the next job does, with a seed of its own and with the same.
-    started_anew = []
     for seed in (43, 42):
         seed_shards_apart()
         torch.manual_seed(seed)
-        started_anew.append(placed.normal_().to_local().clone())
-    return first, second, plain, *started_anew
+        found.append(draw())
+    return tuple(found)
 
 
 def test_shards_draw_other_numbers_and_replicas_the_same() -> None:

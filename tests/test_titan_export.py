@@ -21,7 +21,6 @@ from tests.titan_run import (
     STANDARD,
     TP2,
     run,
-    write_assets,
 )
 
 pytestmark = pytest.mark.titan
@@ -50,15 +49,12 @@ def small_model(**changes: Any) -> Any:
     return args
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
-    """A native checkpoint of the small model, and the model."""
+def save_model(args: Any, folder: Path) -> Any:
+    """Write a native checkpoint of a model; return the model."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
-    args = small_model()
-    use_flavor(monkeypatch, "small", args)
     torch.manual_seed(1)
     model = DeepSeekV3Model(args)
     with torch.no_grad():
@@ -68,8 +64,16 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, A
                 buffer.copy_(torch.randn_like(buffer))
         for parameter in model.parameters():
             parameter.mul_(3)
-    dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "step-3"), no_dist=True)
-    return tmp_path / "step-3", model
+    dcp.save(model.state_dict(), checkpoint_id=str(folder), no_dist=True)
+    return model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
+    """A native checkpoint of the small model, and the model."""
+    args = small_model()
+    use_flavor(monkeypatch, "small", args)
+    return tmp_path / "step-3", save_model(args, tmp_path / "step-3")
 
 
 def request(checkpoint: Path, to: Path, **changes: Any) -> Any:
@@ -207,42 +211,54 @@ def test_a_file_that_reads_back_otherwise_is_no_export(
     assert not (tmp_path / "a.safetensors").exists()
 
 
-def debug_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Write assets, and the debug model's weights as safetensors to `in`; what an export names."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+ASKED = {"flavor": "debugmodel", "file_bytes": 3_000_000}
 
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The debug model's weights as safetensors."""
     from cookbook.titan.tt_0_2_2 import export
     from cookbook.titan.tt_0_2_2.families.deepseek_v3 import flavors
 
-    write_assets(folder)
     args: Any = flavors()["debugmodel"]
     args.n_layers, args.n_heads, args.moe_impl = NUM_LAYERS, NUM_HEADS, "standard"
     use_flavor(monkeypatch, "debugmodel", args)
-    model = DeepSeekV3Model(args)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        model.init_weights(buffer_device=torch.device("cpu"))
-    dcp.save(model.state_dict(), checkpoint_id=str(folder / "step-0"), no_dist=True)
-    asked = {"flavor": "debugmodel", "file_bytes": 3_000_000}
-    export.export(request(folder / "step-0", folder / "in", **asked))
-    return asked
+    save_model(args, tmp_path / "step-0")
+    export.export(request(tmp_path / "step-0", tmp_path / "in", **ASKED))
+    return tmp_path / "in"
 
 
-def test_weights_in_blocks_of_fp8_are_read_as_they_were_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def assert_kept(
+    weights: Path, assets: Path, expected: dict[str, Any], ranks: int, *options: str
 ) -> None:
+    """A step that learns nothing exports the weights that it loads."""
     import torch
-    from safetensors.torch import load_file, save_file
 
     from cookbook.titan.tt_0_2_2 import export
 
-    asked = debug_weights(tmp_path, monkeypatch)
-    index_file = tmp_path / "in/model.safetensors.index.json"
+    out, to = weights.with_name("out"), weights.with_name("hf")
+    load = "--checkpoint.initial_load_"
+    loading = ("--checkpoint.enable", f"{load}in_hf", f"{load}path={weights}", "--optimizer.lr=0.0")
+    run(assets, out, ranks, *options, *loading, steps=1)
+    export.export(request(out / "checkpoint/step-1", to, **ASKED))
+    found = tensors_of(to)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        if name.endswith("e_score_correction_bias"):
+            # The optimizer's hook moves it by at most twice 1e-3, whatever the learning rate.
+            assert (found[name] - tensor).abs().max() <= 2.1e-3
+        else:
+            assert torch.equal(found[name], tensor), name
+
+
+def test_weights_in_blocks_of_fp8_are_read_as_they_were_meant(weights: Path, assets: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    index_file = weights / "model.safetensors.index.json"
     index = json.loads(index_file.read_text())
     expected = {}
-    for file in sorted((tmp_path / "in").glob("*.safetensors")):
+    for file in sorted(weights.glob("*.safetensors")):
         tensors = load_file(file)
         for name, weight in list(tensors.items()):
             expected[name] = weight
@@ -259,43 +275,8 @@ def test_weights_in_blocks_of_fp8_are_read_as_they_were_meant(
             expected[name] = tensors[name].float() * spread
         save_file(tensors, file)
     index_file.write_text(json.dumps(index))
-    loading = (
-        "--checkpoint.enable",
-        "--checkpoint.initial_load_in_hf",
-        "--checkpoint.initial_load_in_hf_quantized",
-        f"--checkpoint.initial_load_path={tmp_path / 'in'}",
-        "--optimizer.lr=0.0",
-    )
-    run(tmp_path, tmp_path / "out", 2, *EP2, *STANDARD, *BF16, *loading, steps=1)
-    export.export(request(tmp_path / "out/checkpoint/step-1", tmp_path / "hf", **asked))
-    for name, tensor in tensors_of(tmp_path / "hf").items():
-        if not name.endswith("e_score_correction_bias"):
-            assert torch.equal(tensor, expected[name]), name
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (2, (*EP2, *STANDARD, *BF16)),
-        (2, (*TP2, *BF16)),
-        (2, (*PP2, *BF16, "--parallelism.pipeline_parallel_schedule=1F1B")),
-        (2, (*PP2, *BF16, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B")),
-        (4, (*TP2, *EP2, *STANDARD, *BF16)),
-        (2, (*EP2, *STANDARD, *MXFP8)),
-    ],
-    ids=["ep2", "tp2", "pp2", "interleaved", "tp2-ep2", "mxfp8"],
-)
-def test_weights_go_in_and_out_unchanged(
-    ranks: int, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _go_in_and_out(ranks, options, tmp_path, monkeypatch)
-
-
-def test_published_weights_without_a_routing_bias_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DeepSeek-V2-Lite's, which was balanced by its loss."""
-    _go_in_and_out(2, (*EP2, *STANDARD, *BF16), tmp_path, monkeypatch, has_bias=False)
+    quantized = "--checkpoint.initial_load_in_hf_quantized"
+    assert_kept(weights, assets, expected, 2, *EP2, *STANDARD, *BF16, quantized)
 
 
 @pytest.mark.parametrize(
@@ -330,38 +311,26 @@ def test_a_damaged_checkpoint_is_asked_for_every_routing_bias(
     assert set(found) == (asked or names)
 
 
-def _go_in_and_out(
-    ranks: int,
-    options: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    has_bias: bool = True,
+@pytest.mark.parametrize(
+    ("ranks", "options", "without_bias"),
+    [
+        (4, (*TP2, *EP2, *STANDARD, *BF16), False),
+        (2, (*PP2, *BF16, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"), False),
+        (2, (*EP2, *STANDARD, *MXFP8), False),
+        # DeepSeek-V2-Lite's published weights have no routing bias: it was balanced by its loss.
+        (2, (*EP2, *STANDARD, *BF16), True),
+    ],
+    ids=["tp2-ep2", "interleaved", "mxfp8", "without routing bias"],
+)
+def test_weights_go_in_and_out_unchanged(
+    ranks: int, options: tuple[str, ...], without_bias: bool, weights: Path, assets: Path
 ) -> None:
-    import torch
     from safetensors.torch import load_file, save_file
 
-    from cookbook.titan.tt_0_2_2 import export
-
-    asked = debug_weights(tmp_path, monkeypatch)
-    loading = (
-        "--checkpoint.enable",
-        "--checkpoint.initial_load_in_hf",
-        f"--checkpoint.initial_load_path={tmp_path / 'in'}",
-        # Nothing is learned.
-        "--optimizer.lr=0.0",
-    )
-    before = tensors_of(tmp_path / "in")
-    if not has_bias:
-        for file in (tmp_path / "in").glob("*.safetensors"):
-            tensors = load_file(file).items()
-            save_file({name: one for name, one in tensors if not name.endswith("bias")}, file)
-    run(tmp_path, tmp_path / "out", ranks, *options, *loading, steps=1)
-    export.export(request(tmp_path / "out/checkpoint/step-1", tmp_path / "hf", **asked))
-    after = tensors_of(tmp_path / "hf")
-    assert set(before) == set(after)
-    for name, tensor in before.items():
-        if name.endswith("e_score_correction_bias"):
-            # The optimizer's hook moves it by at most twice 1e-3, whatever the learning rate.
-            assert (after[name] - tensor).abs().max() <= 2.1e-3
-        else:
-            assert torch.equal(after[name], tensor), name
+    expected = tensors_of(weights)
+    for file in weights.glob("*.safetensors") if without_bias else ():
+        tensors = load_file(file).items()
+        save_file({name: one for name, one in tensors if not name.endswith("bias")}, file)
+    if without_bias:
+        expected |= {name: one * 0 for name, one in expected.items() if name.endswith("bias")}
+    assert_kept(weights, assets, expected, ranks, *options)

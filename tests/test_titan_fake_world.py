@@ -5,28 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cookbook.titan import dry_build
-from cookbook.titan.common.schedules import in_flight, rank_actions
+from tests.self_check_fault import FLOAT8
+from tests.started import python
+from tests.titan_run import EP2, FLASH, FLEX, FULL, JOB, PP2, TP2
 
 pytestmark = pytest.mark.titan
 
 MX_GROUPED = ("--model.converters=quantize.grouped_mm.mx", "--quantize.grouped_mm.mx.fqns=experts")
 LINEAR = ("--quantize.linear.mx.filter_fqns=output,moe,attention",)
-FLOAT8 = (
-    "--model.converters=quantize.linear.float8,quantize.grouped_mm.float8",
-    "--quantize.linear.float8.recipe_name=rowwise",
-    "--quantize.linear.float8.filter_fqns=output,router.gate",
-    "--quantize.grouped_mm.float8.fqns=experts",
-)
-PP2 = ("--parallelism.pipeline_parallel_degree=2",)
 HP = ("--quantize.grouped_mm.mx.recipe_name=mxfp8_wgrad_with_hp",)
 
 # The GPU's generation, the options, and what the first rank of each stage finds.
@@ -45,23 +38,17 @@ CASES: dict[str, tuple[float | None, tuple[str, ...], list[tuple[str | None, str
     "a loop over experts": (8.0, (), [("bf16", "bf16")]),
 }
 
-FLEX = ("--model.flavor=debugmodel_flex_attn",)
-FLASH = ("--model.attention=flash_attention_4",)
-COMPILED = ("--compile.enable", "--compile.components=model", "--activation_checkpoint.mode=full")
-TP2 = ("--parallelism.tensor_parallel_degree=2",)
-# The options, and what computes attention.
-ATTENTION: dict[str, tuple[tuple[str, ...], str]] = {
-    "FlexAttention": (FLEX, "flex"),
-    "FlashAttention-4": ((*FLEX, *FLASH, *COMPILED, *TP2), "flash_attention_4"),
+COMPILED = ("--compile.enable", "--compile.components=model", *FULL)
+# By what computes attention, its options.
+ATTENTION: dict[str, tuple[str, ...]] = {
+    "flex": FLEX,
+    "flash_attention_4": (*FLEX, *FLASH, *COMPILED, *TP2),
 }
 
 
 def request(capability: float | None, options: tuple[str, ...]) -> dict[str, Any]:
     argv = [
-        "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
-        "--experimental.custom_import=cookbook.titan.tt_0_2_2",
-        *("--model.name=deepseek_v3", "--model.flavor=debugmodel", "--training.seq_len=64"),
-        *("--parallelism.expert_parallel_degree=2", "--metrics.enable_tensorboard", *options),
+        *(*JOB, *EP2, "--training.seq_len=64", "--metrics.enable_tensorboard", *options),
     ]
     pp = 2 if PP2[0] in options else 1
     gpu = {"compute_capability": capability}
@@ -72,19 +59,15 @@ def request(capability: float | None, options: tuple[str, ...]) -> dict[str, Any
 def answers() -> dict[str, Any]:
     """All cases and a few more, built by one process."""
     requests = {name: request(gpu, options) for name, (gpu, options, _) in CASES.items()}
-    for name, (options, _) in ATTENTION.items():
-        requests[name] = request(9.0, options)
+    requests |= {name: request(9.0, options) for name, options in ATTENTION.items()}
     requests["failed"] = request(10.0, ("--optimizer.name=Adagrad",))
     unknown = "--parallelism.pipeline_parallel_schedule=Nope"
     requests["failed in torch"] = request(10.0, (*PP2, unknown))
     requests["refused"] = request(9.0, MX_GROUPED)
-    done = subprocess.run(
-        [sys.executable, "-m", "cookbook.titan.dry_build", "cookbook.titan.tt_0_2_2"],
+    done = python(
+        *("-m", "cookbook.titan.dry_build", "cookbook.titan.tt_0_2_2"),
+        variables={"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"},
         input="".join(f"{json.dumps(one)}\n" for one in requests.values()),
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"},
-        capture_output=True,
-        text=True,
-        timeout=500,
     )
     _, *lines = done.stdout.splitlines()
     assert len(lines) == len(requests), done.stderr[-3000:]
@@ -103,9 +86,9 @@ def test_what_quantizes_is_seen(answers: dict[str, Any], case: str) -> None:
 @pytest.mark.parametrize("case", ATTENTION)
 def test_attention_is_seen_on_every_stage(answers: dict[str, Any], case: str) -> None:
     views = answers[case]["ranks"]
-    assert [view["active"]["attention"] for view in views] == [ATTENTION[case][1]] * len(views)
+    assert [view["active"]["attention"] for view in views] == [case] * len(views)
     notes = [note for view in views for note in view["not_exercised"] if "FlashAttention" in note]
-    assert len(notes) == (len(views) if "flash" in ATTENTION[case][1] else 0)
+    assert len(notes) == (len(views) if "flash" in case else 0)
 
 
 def test_a_failure_is_put_where_torchtitan_raised_it(answers: dict[str, Any]) -> None:
@@ -118,84 +101,31 @@ def test_a_failure_is_put_where_torchtitan_raised_it(answers: dict[str, Any]) ->
         assert view["place"].startswith("torchtitan/")
 
 
-def killed(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def build_cell(world: int, pp: int) -> list[dict[str, Any]]:
-    """The answers of a cell whose ranks a test builds itself."""
-    ranks: list[dict[str, Any]] = dry_build.build_cell({"world": world, "pp": pp}, dict)["ranks"]
-    return ranks
-
-
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (killed, "the process ended with signal 9"),
+        (lambda request, rank, *_: {"rank": rank}, None),
+        (lambda *_: os.kill(os.getpid(), signal.SIGKILL), "the process ended with signal 9"),
         (lambda *_: sys.exit(1), "the process ended with status 1"),
         (lambda *_: time.sleep(10), "not built within 1 s"),
     ],
 )
-def test_a_rank_without_an_answer_is_told(
-    build: Any, said: str, monkeypatch: pytest.MonkeyPatch
+def test_the_first_rank_of_every_stage_is_built_or_its_end_is_said(
+    build: Any, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dry_build, "_build_rank", build)
     monkeypatch.setattr(dry_build, "_LIMIT_S", 1.0)
-    (first, *_) = build_cell(8, 1)
-    assert (first["rank"], first["error"]) == (0, said)
+    found = dry_build.build_cell({"world": 12, "pp": 3}, dict)["ranks"]
+    assert (found[0]["rank"], found[0].get("error")) == (0, said)
+    assert said or [view["rank"] for view in found] == [0, 4, 8]
 
 
-def test_the_first_rank_of_every_stage_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_build, "_build_rank", lambda request, rank, *_: {"rank": rank})
-    assert [view["rank"] for view in build_cell(12, 3)] == [0, 4, 8]
-
-
-def test_torchtitans_warnings_are_kept_and_not_those_of_the_fake_world(
-    answers: dict[str, Any],
-) -> None:
+def test_torchtitans_warnings_and_the_jobs_refusals_are_quoted(answers: dict[str, Any]) -> None:
     (view,) = answers["bf16"]["ranks"]
     assert any(text.startswith("HF assets path ") for text in view["warnings"])
     assert len(set(view["warnings"])) == len(view["warnings"])
+    # But for those of the fake world.
     assert not [text for text in view["warnings"] if "fake" in text or "peak flops" in text]
-
-
-def test_the_jobs_refusals_are_quoted(answers: dict[str, Any]) -> None:
     (view,) = answers["refused"]["ranks"]
     assert view["kind"] == "SystemExit"
     assert view["error"].startswith("MXFP8 needs a GPU of SM100 (B200) or later")
-
-
-def actions(*words: str) -> list[Any]:
-    """`F0` is a forward of stage 0; B a whole backward, I and W its halves."""
-    kinds = {"F": "FORWARD", "B": "FULL_BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
-    return [
-        SimpleNamespace(
-            sub_actions=None,
-            stage_index=int(word[1]),
-            computation_type=SimpleNamespace(name=kinds[word[0]]),
-            microbatch_index=place,
-        )
-        for place, word in enumerate(words)
-    ]
-
-
-def test_microbatches_in_flight_end_with_the_gradients_of_the_weights() -> None:
-    def counts(stages: list[int], *words: str) -> list[list[int]]:
-        return in_flight(rank_actions(actions(*words), is_single=True), stages)
-
-    assert counts([0], "F0", "B0", "F0", "B0") == [[1]]
-    assert counts([0], "F0", "F0", "B0", "F0", "B0", "B0") == [[2]]
-    # What the weights need is kept until then.
-    assert counts([0], "F0", "I0", "F0", "W0", "I0", "W0") == [[2]]
-    # Two of one stage at a time, and two of the other at another.
-    order = ("F0", "F0", "B0", "F1", "B0", "F1", "B1", "B1")
-    assert counts([0, 1], *order) == [[0, 2], [1, 1], [2, 0]]
-
-
-def test_a_ranks_actions_are_in_its_own_order() -> None:
-    order = actions("F0", "F0", "B0", "I0", "W0")
-    kinds = [kind for _, kind, _ in rank_actions(order, is_single=False)]
-    assert kinds == ["F", "F", "B", "I", "W"]
-    assert [number for *_, number in rank_actions(order, is_single=False)] == [0, 1, 2, 3, 4]
-    # Of a rank with one stage each kind is counted by itself.
-    assert [number for *_, number in rank_actions(order, is_single=True)] == [0, 1, 0, 0, 0]

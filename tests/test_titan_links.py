@@ -1,68 +1,46 @@
-"""The test of the network before training, with torch and gloo on a real Slurm cluster."""
+"""The test of the network before training: on a real Slurm cluster, and on a clock of its own."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cookbook.base.paths import ROOT
 from cookbook.run.excluded import read_excluded
 from tests.gpu_nodes import GpuNodes
 from tests.recording_torchrun import read_records
-from tests.slurm_cluster import SlurmCluster
-from tests.slurm_installed import require_slurm
+from tests.slurm_cluster import CPU_NODES, SlurmCluster
+from tests.started import python
+from tests.titan_ranks import free_port
 
-pytestmark = [pytest.mark.slurm, pytest.mark.titan]
+pytestmark = pytest.mark.titan
 
-ROOT = Path(__file__).resolve().parent.parent
-CLUSTER = """
-description: CPU nodes of the test cluster
-scheduler: slurm
-nodes: 4
-ranks_per_node: 1
-emulate: true
-cpus_per_task: 2
-exclusive: true
-"""
+NODES = 6
 
 
-@pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    require_slurm()
-    with SlurmCluster.start(tmp_path_factory.mktemp("s"), nodes=6) as cluster:
-        yield cluster
-
-
-@pytest.fixture(autouse=True)
-def _left_idle(six: SlurmCluster) -> Iterator[None]:
-    yield
-    six.cancel_all()
-
-
-def _submit(six: SlurmCluster, tmp_path: Path, floor: float, nodes: int) -> str:
+@pytest.mark.slurm
+def test_a_node_that_cannot_talk_is_found_and_left_out(small: SlurmCluster, tmp_path: Path) -> None:
+    gpus = GpuNodes.install(tmp_path / "gpus", tmp_path / "venv/bin")
+    # A network card that is not there.
+    gpus.before_python("worker-2", "export GLOO_SOCKET_IFNAME=none0")
     profile, script = tmp_path / "nodes.yaml", tmp_path / "train.sh"
-    profile.write_text(f"{CLUSTER}bandwidth: {{all_reduce: {floor}, all_to_all: {floor}}}\n")
-    words = ("render", "debug", "--cluster", str(profile), "--nodes", str(nodes))
-    six.run(sys.executable, ROOT / "submit.py", *words, "-o", script)
+    profile.write_text(
+        f"{CPU_NODES}nodes: 4\nbandwidth: {{all_reduce: 1.0e-6, all_to_all: 1.0e-6}}\n"
+    )
+    words = ("render", "debug", "--cluster", str(profile), "--nodes", "4", "-o", script)
+    small.run(sys.executable, ROOT / "submit.py", *words)
     environment = {
         "VENV": str(tmp_path / "venv"),
         "COOKBOOK_RUNS": str(tmp_path / "runs"),
         "TORCHRUN_RECORDS": str(tmp_path / "records"),
         "COOKBOOK_PREFLIGHT": "full",
     }
-    return six.submit(script, cwd=tmp_path, env=environment)
-
-
-def test_a_node_that_cannot_talk_is_found_and_left_out(six: SlurmCluster, tmp_path: Path) -> None:
-    gpus = GpuNodes.install(tmp_path / "gpus", tmp_path / "venv/bin")
-    # A network card that is not there.
-    gpus.before_python("worker-2", "export GLOO_SOCKET_IFNAME=none0")
-    job = _submit(six, tmp_path, floor=1e-6, nodes=4)
+    job = small.submit(script, cwd=tmp_path, env=environment)
     log = tmp_path / f"debug-bf16-standard-{job}.log"
-    assert six.wait(job, timeout=300) == "COMPLETED", log.read_text()
+    assert small.wait(job, timeout=300) == "COMPLETED", log.read_text()
     (left,) = read_excluded(tmp_path / "runs")
     assert left.node == "worker-2"
     assert "the ranks cannot communicate (worker-2: local rank 0: " in left.reason
@@ -75,13 +53,45 @@ def test_a_node_that_cannot_talk_is_found_and_left_out(six: SlurmCluster, tmp_pa
     assert "4 healthy node(s), all_reduce " in log.read_text()
 
 
-def test_a_network_that_is_too_slow_is_no_fault_of_a_node(
-    six: SlurmCluster, tmp_path: Path
-) -> None:
-    GpuNodes.install(tmp_path / "gpus", tmp_path / "venv/bin")
-    job = _submit(six, tmp_path, floor=1e6, nodes=2)
-    log = tmp_path / f"debug-bf16-standard-{job}.log"
-    assert six.wait(job, timeout=300) == "FAILED", log.read_text()
-    assert "the profile wants 1e+06; no fault of single nodes" in log.read_text()
-    assert read_excluded(tmp_path / "runs") == []
-    assert read_records(tmp_path / "records") == []
+# Five ranks, forked from one that has imported torch. The first collective of a group makes its
+# connections, and takes longer.
+_RANKS = """
+import json, os, sys
+from types import SimpleNamespace
+import torch.distributed as dist
+from cookbook.titan.common import collectives
+
+now, connected = [0.0], set()
+def on_the_clock(collective):
+    def timed(*tensors, group=None):
+        now[0] += 1.0 if group in connected else 100.0
+        connected.add(group)
+        return collective(*tensors, group=group)
+    return timed
+
+for rank in range(5):
+    if os.fork() == 0:
+        os.environ["RANK"] = str(rank)
+        dist.all_reduce = on_the_clock(dist.all_reduce)
+        dist.all_to_all_single = on_the_clock(dist.all_to_all_single)
+        collectives.time = SimpleNamespace(monotonic=lambda: now[0])
+        collectives.main(collectives.Plan(**json.loads(sys.argv[1])))
+sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(5)))
+"""
+
+
+def test_bandwidth_is_what_a_rank_must_send_in_the_time_of_one_collective() -> None:
+    plan = {"device": "cpu", "num_bytes": 16000, "groups": [[0, 1], [2, 3, 4]], "timeout_s": 60.0}
+    place = {"WORLD_SIZE": "5", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    done = python("-c", _RANKS, json.dumps(plan), variables={**place, "COOKBOOK_TEAM": "3"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.partition("cookbook-link ")[2] for line in done.stdout.splitlines()]
+    said = sorted((json.loads(line) for line in lines if line), key=lambda one: one["ranks"])
+    assert [(one["team"], one["name"], one["ranks"]) for one in said] == [
+        ("3", "all_to_all", [0, 1]),
+        ("3", "all_reduce", [0, 4]),
+        ("3", "all_to_all", [2, 4]),
+    ]
+    # In a second each: a ring sends and receives 4/5 twice. Of an exchange, a rank's own part
+    # stays; three do not divide 4,000 numbers.
+    assert [one["gb_per_s"] * 1e9 for one in said] == pytest.approx([8000, 25600, 15996 * 2 / 3])

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn as nn
 
+from bench.plain_experts import round_to_mxfp8
 from tests.titan_ranks import run_ranks
-from tests.titan_refusal import refusal
+from tests.titan_run import refusal
 
 pytestmark = pytest.mark.titan
 
@@ -23,13 +24,8 @@ K, N = 64, 96
 
 
 def rounded(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """`values` through MXFP8 along `dim`, with plain operations in float64."""
-    moved = values.double().movedim(dim, -1)
-    blocks = moved.reshape(*moved.shape[:-1], -1, 32)
-    largest = blocks.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest / 448))), 1)
-    scaled = (blocks / scale).float().to(torch.float8_e4m3fn).double() * scale
-    return scaled.reshape(moved.shape).movedim(-1, dim)
+    """`values` through MXFP8 along `dim`, with plain operations."""
+    return round_to_mxfp8(values.movedim(dim, -1)).movedim(-1, dim).double()
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -44,22 +40,10 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def grouped_gemm(recipe: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output and both gradients through the weights that the cookbook's converter makes."""
-    from torchtitan.distributed import ParallelDims
-
-    from cookbook.titan.tt_0_2_2.mxfp8 import MXGroupedMMConverter
-
     x, weight, upstream, offsets = operands()
-    experts = nn.Module()
-    experts.w1 = nn.Parameter(weight.clone())
-    model = nn.ModuleDict({"experts": experts})
-    if recipe != "bf16":
-        mx = SimpleNamespace(fqns=["experts"], recipe_name=recipe, emulate=True)
-        config = SimpleNamespace(
-            model=SimpleNamespace(converters=["quantize.grouped_mm.mx"]),
-            quantize=SimpleNamespace(grouped_mm=SimpleNamespace(mx=mx)),
-        )
-        dims: Any = SimpleNamespace(spec=ParallelDims)
-        MXGroupedMMConverter(config, dims).convert(model)
+    model = nn.ModuleDict({"experts": nn.Module()})
+    model["experts"].w1 = nn.Parameter(weight.clone())
+    convert("grouped_mm", emulate=True, recipe=recipe).convert(model)
     x.requires_grad_()
     w = model["experts"].w1
     out = torch._grouped_mm(x, w.transpose(-2, -1), offs=offsets)
@@ -71,16 +55,6 @@ def grouped_gemm(recipe: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def slices() -> list[slice]:
     ends = [0, *torch.tensor(GROUPS).cumsum(0).tolist()]
     return [slice(start, end) for start, end in pairwise(ends)]
-
-
-def exact() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in float64."""
-    x, weight, upstream, _ = (v.double() for v in operands())
-    groups = slices()
-    out = torch.cat([x[g] @ weight[e].T for e, g in enumerate(groups)])
-    dx = torch.cat([upstream[g] @ weight[e] for e, g in enumerate(groups)])
-    dw = torch.stack([upstream[g].T @ x[g] for g in groups])
-    return out, dx, dw
 
 
 def bf16_error(expected: torch.Tensor) -> torch.Tensor:
@@ -110,76 +84,10 @@ def test_high_precision_weight_gradient_is_one() -> None:
     out, dx, dw = grouped_gemm("mxfp8_wgrad_with_hp")
     quantized = grouped_gemm("mxfp8")
     assert torch.equal(out, quantized[0]) and torch.equal(dx, quantized[1])
-    wanted = exact()[2]
+    x, _, upstream, _ = (one.double() for one in operands())
+    wanted = torch.stack([upstream[g].T @ x[g] for g in slices()])
     assert bool(((dw.double() - wanted).abs() <= bf16_error(wanted)).all())
     assert not torch.equal(dw, quantized[2])
-
-
-def both_weight_gradients() -> tuple[torch.Tensor, torch.Tensor]:
-    """TorchAO's function and the one that takes its place, in a process that has replaced none."""
-    from torchao.prototype.moe_training import scaled_grouped_mm
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-    from cookbook.titan.tt_0_2_2.mxfp8 import emulated_weight_gradient
-
-    original = scaled_grouped_mm._emulated_mxfp8_scaled_grouped_mm_2d_2d
-    x, _, upstream, offsets = operands()
-    a_scale, a = to_mx(upstream.t().contiguous(), torch.float8_e4m3fn, 32)
-    b_scale, b = to_mx(x.t().contiguous(), torch.float8_e4m3fn, 32)
-    arguments = (a, a_scale, b.t(), b_scale.t(), offsets)
-    return emulated_weight_gradient(*arguments), original(*arguments)
-
-
-def test_weight_gradient_is_torchaos_without_its_loop() -> None:
-    assert torch.equal(*run_ranks(both_weight_gradients, 1)[0])
-
-
-def linear_layer(emulate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchtitan.config import ConfigManager
-
-    from cookbook.titan.tt_0_2_2.mxfp8 import MXLinearConverter
-
-    options = [
-        "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
-        "--quantize.linear.mx.recipe_name=mxfp8_cublas_rceil",
-        "--quantize.linear.mx.emulate",
-        "--quantize.linear.mx.filter_fqns=output",
-    ]
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"w1": nn.Linear(K, N, bias=False), "output": nn.Linear(K, N)})
-    model.bfloat16()
-    if emulate:
-        dims: Any = SimpleNamespace(tp_enabled=False)
-        MXLinearConverter(ConfigManager().parse_args(options), dims).convert(model)
-        assert type(model["output"]) is nn.Linear
-        assert type(model["w1"]).__name__ == "MXLinear"
-    x = operands()[0].requires_grad_()
-    out = model["w1"](x)
-    out.backward(operands()[2])
-    assert x.grad is not None and model["w1"].weight.grad is not None
-    return out.detach(), x.grad, model["w1"].weight.grad
-
-
-def test_linear_layers_round_in_each_of_their_gemms() -> None:
-    torch.manual_seed(0)
-    weight = nn.Linear(K, N, bias=False).bfloat16().weight.detach()
-    x, _, upstream, _ = operands()
-    expected = (
-        rounded(x, 1) @ rounded(weight, 1).T,
-        rounded(upstream, 1) @ rounded(weight, 0),
-        rounded(upstream, 0).T @ rounded(x, 0),
-    )
-    exact = (
-        x.double() @ weight.double().T,
-        upstream.double() @ weight.double(),
-        upstream.double().T @ x.double(),
-    )
-    plain = linear_layer(emulate=False)
-    found = linear_layer(emulate=True)
-    for name, got, high, wanted, right in zip(NAMES, found, plain, expected, exact, strict=True):
-        error = (got.double() - wanted).abs()
-        assert bool((error <= bf16_error(wanted)).all()), name
-        assert (got.double() - right).norm() > 4 * (high.double() - right).norm(), name
 
 
 def exchange() -> dict[str, Any]:
@@ -227,10 +135,12 @@ def test_quantized_all_to_all_rounds_what_it_sends_and_nothing_else() -> None:
         assert torch.equal(quantized["back"], rounded(plain["back"], 1).bfloat16())
 
 
-def convert(kind: str, emulate: bool, fqns: Sequence[str] = ("experts",)) -> Any:
+def convert(
+    kind: str, emulate: bool, fqns: Sequence[str] = ("experts",), recipe: str = "mxfp8"
+) -> Any:
     from cookbook.titan.tt_0_2_2 import mxfp8
 
-    grouped = SimpleNamespace(fqns=fqns, recipe_name="mxfp8", emulate=emulate)
+    grouped = SimpleNamespace(fqns=fqns, recipe_name=recipe, emulate=emulate)
     linear = SimpleNamespace(
         recipe_name="mxfp8_cublas",
         emulate=emulate,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cookbook.observe.failure import describe_stacks
 from cookbook.run.folder import Attempt
+from tests.started import lives, python
 from tests.submit import ROOT
+from tests.titan_ranks import free_port
 from tests.titan_run import job
 
 pytestmark = pytest.mark.titan
@@ -54,14 +55,7 @@ os._exit(0)
 
 
 def test_a_rank_that_stands_still_says_where(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _STALL, str(tmp_path), "4"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python("-c", _STALL, str(tmp_path), "4")
     assert done.returncode == 0 and int(done.stdout.split()[-1]) > 0, done.stderr
     assert "stands_still (<string>" in (describe_stacks(Attempt(tmp_path, 0), 1) or "")
     recorded: dict[str, Any] = pickle.loads((tmp_path / "comm_traces" / "rank_0").read_bytes())
@@ -114,37 +108,19 @@ def test_a_rank_ends_with_its_torchrun_and_another_program_does_not() -> None:
     torchrun.kill()
     torchrun.wait()
     deadline = time.monotonic() + 10
-    while _lives(rank) and time.monotonic() < deadline:
+    while lives(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _lives(rank) and _lives(other)
+    assert not lives(rank) and lives(other)
     os.kill(other, signal.SIGKILL)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_run_that_is_done_ends_well_whatever_comes_after(assets: Path, tmp_path: Path) -> None:
     """One rank of `python -m torchtitan.train`, which aborts when its interpreter shuts down."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "1"}
     place |= {"RANK": "0", "LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     options = ("--experimental.custom_import=tests.aborting", "--metrics.enable_tensorboard")
-    command = [sys.executable, "-m", "torchtitan.train", *job(assets, tmp_path, *options, steps=1)]
-    ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | place,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    argv = job(assets, tmp_path, *options, steps=1)
+    ended = python("-m", "torchtitan.train", *argv, variables=place)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert (ended.stdout + ended.stderr).count("cookbook active: ") == 1
     # Nothing of what it wrote is lost.
@@ -188,14 +164,6 @@ def test_the_status_is_the_programs_own(
     (path.parent / "__init__.py").touch()
     path.write_text(_PROGRAM)
     # An empty text is as if the variable were not set: what is printed waits in a buffer.
-    place = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
-    ended = subprocess.run(
-        [sys.executable, "-m", module, *how],
-        cwd=tmp_path,
-        env=os.environ | place,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = python("-m", module, *how, cwd=tmp_path, variables={"PYTHONUNBUFFERED": ""})
     assert ended.returncode == status, ended.stderr
     assert ("the last words" in ended.stdout) == ("fails" not in how)

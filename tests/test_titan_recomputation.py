@@ -1,9 +1,12 @@
-"""Selective recomputation by operator: what is saved, and that nothing else changes."""
+"""Recomputation: what is saved, also of scored experts, and that nothing else changes."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.titan_run import DEEPEP, EP2, EP4, PP2, TP2, active, run, train
+from tests.titan_ranks import run_ranks
+from tests.titan_run import (
+    DEEPEP,
+    EP2,
+    FULL,
+    NUM_HEADS,
+    NUM_LAYERS,
+    SAVE,
+    SELECTIVE,
+    active,
+    job,
+    run,
+    train,
+)
 
 pytestmark = pytest.mark.titan
-
-FULL = ("--activation_checkpoint.mode=full",)
-SELECTIVE = (
-    "--activation_checkpoint.mode=selective",
-    "--activation_checkpoint.selective_ac_option=op",
-)
-SAVE = (*SELECTIVE, "--activation_checkpoint.op_sac_save_list=attention,communication,grouped_mm")
 
 
 def count_and_train(argv: list[str], attempt: None) -> dict[str, Any]:
@@ -40,62 +51,27 @@ def count_and_train(argv: list[str], attempt: None) -> dict[str, Any]:
     return train(argv) | {"calls": dict(calls)}
 
 
-trained = partial(run, of_rank=-1, by=count_and_train)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        pytest.param(
-            *(4, (*EP4, *TP2, *DEEPEP, "--deepep.num_chunks=2")),
-            id="deepep, tp 2, chunks",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(2, (*EP2, *DEEPEP, "--deepep.score_activations"), id="deepep, scored"),
-        pytest.param(4, (*EP2, *PP2), id="standard, pp 2", marks=pytest.mark.nightly),
-    ],
-)
-def test_losses_are_bit_equal_to_full_recomputation(
-    assets: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
+def test_losses_are_bit_equal_to_full_recomputation_and_nothing_is_sent_again(
+    assets: Path, tmp_path: Path
 ) -> None:
-    full = trained(assets, tmp_path / "a", ranks, *options, *FULL)
-    selective = trained(assets, tmp_path / "b", ranks, *options, *SAVE)
-    assert selective["losses"] == full["losses"]
-    assert selective["grad_norms"] == full["grad_norms"]
-    assert (active(full)["recomputation"], active(full)["saved"]) == ("full", None)
-    found = active(selective)
-    assert (found["recomputation"], found["saved"]) == (
-        "selective",
-        "communication and grouped_mm",
-    )
-    if "--parallelism.expert_parallel_comm_backend=deepep" in options:
-        # What forward sent is not sent again.
-        nothing_again = trained(assets, tmp_path / "c", ranks, *options)
-        assert nothing_again["losses"] == full["losses"]
-        sent = [run["calls"]["exchanges"] for run in (nothing_again, selective, full)]
-        assert 0 < sent[0] == sent[1] < sent[2]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout", "mode"),
-    [
-        pytest.param(2, (*EP2, *DEEPEP, "--deepep.score_activations"), SAVE, id="deepep, saved"),
-        # Each stage keeps its last layer: with two of them nothing is left of four layers but two.
-        pytest.param(4, (*EP2, *PP2), FULL, id="standard, pp 2", marks=pytest.mark.nightly),
-    ],
-)
-def test_kept_layers_compute_nothing_again_and_losses_stay(
-    assets: Path, tmp_path: Path, ranks: int, layout: tuple[str, ...], mode: tuple[str, ...]
-) -> None:
-    keep = "--activation_checkpoint.num_layers_kept=1"
-    runs = [
-        trained(assets, tmp_path / str(index), ranks, *layout, *more)
-        for index, more in enumerate((mode, (*mode, keep)))
-    ]
-    assert runs[0]["losses"] == runs[1]["losses"]
-    assert runs[0]["grad_norms"] == runs[1]["grad_norms"]
-    first, second = (active(run)["recomputation"] for run in runs)
-    assert second == " and ".join(sorted(("none", first)))
+    options = (*EP2, *DEEPEP, "--deepep.score_activations")
+    # What a list saves; TorchTitan's own names its own operators, which the corrected layer does
+    # not call.
+    modes: dict[str, tuple[tuple[str, ...], str | None, str]] = {
+        "a": (FULL, None, "full"),
+        "b": (SAVE, "communication and grouped_mm", "selective"),
+        "c": ((), None, "none"),
+        "d": (SELECTIVE, "communication and mm", "selective"),
+    }
+    runs = []
+    for name, (mode, saved, recomputed) in modes.items():
+        found = run(assets, tmp_path / name, 2, *options, *mode, by=count_and_train)
+        assert (active(found)["saved"], active(found)["recomputation"]) == (saved, recomputed)
+        runs.append(found)
+    assert all(one["losses"] == runs[0]["losses"] for one in runs)
+    assert all(one["grad_norms"] == runs[0]["grad_norms"] for one in runs)
+    full, *others = (one["calls"]["exchanges"] for one in runs)
+    assert len(set(others)) == 1 and 0 < others[0] < full
 
 
 @pytest.mark.parametrize(("kept", "left"), [(0, 3), (1, 2), (5, 0)])
@@ -117,19 +93,6 @@ def test_the_last_layers_are_kept(mode: str, kept: int, left: int) -> None:
     ]
     # What is kept is the layer itself.
     assert all(model.layers[str(index)] is plain[str(index)] for index in range(left, 3))
-
-
-def test_without_a_list_deepep_sends_nothing_again(assets: Path, tmp_path: Path) -> None:
-    """TorchTitan lists its own operators, which the corrected layer does not call."""
-    options = (*EP2, *DEEPEP)
-    runs = [
-        trained(assets, tmp_path / str(index), 2, *options, *mode)
-        for index, mode in enumerate(((), SELECTIVE))
-    ]
-    assert runs[0]["losses"] == runs[1]["losses"]
-    assert active(runs[1])["saved"] == "communication and mm"
-    sent = [run["calls"]["exchanges"] for run in runs]
-    assert 0 < sent[0] == sent[1]
 
 
 class Computed(TorchDispatchMode):
@@ -166,7 +129,7 @@ class Layer(nn.Module):
 
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-GROUPED, MM = "aten._grouped_mm.default", "aten.mm.default"
+GROUPED = "aten._grouped_mm.default"
 
 
 def recompute(
@@ -216,22 +179,6 @@ def test_what_is_named_is_computed_once(save: list[str], again: dict[str, int]) 
     assert all(map(torch.equal, gradients, nothing_saved))
 
 
-@pytest.mark.nightly
-def test_a_compiled_regions_grouped_gemms_are_saved_and_gradients_stay() -> None:
-    def compiled(layer: nn.Module) -> nn.Module:
-        layer.compile(fullgraph=True)
-        return layer
-
-    calls, gradients, saved = recompute(["attention", "grouped_mm"], compiled)
-    again, expected, _ = recompute(["communication"], compiled)
-    assert "grouped_mm" in saved
-    assert again[GROUPED] - calls[GROUPED] == 1
-    # It was compiled: Inductor gives a GEMM a buffer to write to, which no list of operators sees.
-    assert again[MM] == 0 < again["aten.mm.out"]
-    # Inductor must not have written over what was saved.
-    assert all(map(torch.equal, gradients, expected))
-
-
 def test_what_a_layer_without_experts_saves_says_nothing_of_the_others() -> None:
     def compiled(layer: nn.Module) -> nn.Module:
         return torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -269,3 +216,182 @@ def test_recomputation_within_a_budget_is_reported(monkeypatch: pytest.MonkeyPat
     assert observe_recomputation([model]) == {"none"}
     monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 0.5)
     assert observe_recomputation([model]) == {"memory_budget 0.5"}
+
+
+LATENTS, VALUES = 128, 96
+
+
+def train_and_count(argv: list[str]) -> dict[str, Any]:
+    """What a rank trains, and by the weights' shape how often the operator multiplied with them.
+
+    And whether one of its products was still there when the next was made.
+    """
+    from torchtitan.models.deepseek_v3 import deepseekv3_args
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from cookbook.titan.tt_0_2_2 import recomputation
+
+    # Latents shorter than the hidden size, and no two weights of one shape.
+    for flavors in (deepseekv3_args, get_train_spec("deepseek_v3").model_args):
+        flavors["debugmodel"].kv_lora_rank = LATENTS
+        flavors["debugmodel"].v_head_dim = VALUES
+    calls: Counter[tuple[int, ...]] = Counter()
+    kept: set[tuple[int, ...]] = set()
+    made: dict[tuple[int, ...], Any] = {}
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        @staticmethod
+        def mm(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            shape = tuple(weights.shape)
+            calls[shape] += 1
+            if shape in made and made[shape]() is not None:
+                kept.add(shape)
+            product = torch.mm(rows, weights)
+            made[shape] = weakref.ref(product.untyped_storage())
+            return product
+
+    vars(recomputation)["torch"] = Counting()
+    return train(argv) | {"calls": dict(calls), "kept": kept}
+
+
+@pytest.mark.nightly
+def test_a_job_computes_each_dense_gemm_once_and_trains_the_same(
+    assets: Path, tmp_path: Path
+) -> None:
+    options = (*EP2, *DEEPEP, "--deepep.score_activations")
+    save = "--activation_checkpoint.op_sac_save_list=attention,communication,grouped_mm,mm"
+    compiled = ("--compile.enable", "--compile.components=model")
+    eager, run = (
+        run_ranks(train_and_count, 2, job(assets, tmp_path / name, *words), seconds=200)[0]
+        for name, words in {"a": options, "b": (*options, *SELECTIVE, save, *compiled)}.items()
+    )
+    assert run["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+    assert run["grad_norms"] == pytest.approx(eager["grad_norms"], rel=1e-3)
+    assert active(run)["saved"] == "communication and grouped_mm and mm"
+    assert not eager["calls"]
+    steps, routed = len(run["losses"]), NUM_LAYERS - 1
+    hidden, shared, values = 256, 512, NUM_HEADS * VALUES
+    # The shared experts' gate and up are saved. What comes down is not, nor is it computed again.
+    assert run["calls"][hidden, shared] == 2 * steps * routed
+    assert run["calls"][shared, hidden] == steps * routed
+    # So is attention's output, which the dense layer has too.
+    assert run["calls"][values, hidden] == steps * NUM_LAYERS
+    assert {(hidden, shared), (values, hidden)} <= run["kept"]
+    assert (shared, hidden) not in run["kept"]
+    # Keys and values come from the latents, which are short.
+    assert not [shape for shape in run["calls"] if shape[0] == LATENTS]
+
+
+NIGHTLY_INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly)
+DIM, HIDDEN, SIZES = 32, 16, [8, 24, 16]
+ROWS = sum(SIZES)
+Run = tuple[list[torch.Tensor], dict[str, int]]
+
+
+def save_grouped_gemms() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    from cookbook.titan.tt_0_2_2.recomputation import SaveList
+
+    listed = SaveList([torch.ops.aten._grouped_mm.default])
+    policy: Any = torch.utils.checkpoint.CheckpointPolicy
+
+    def choose(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        return policy.MUST_SAVE if operator in listed else policy.PREFER_RECOMPUTE
+
+    forward, again = create_selective_checkpoint_contexts(choose)
+    return forward, again
+
+
+RECOMPUTED: dict[str, Callable[..., torch.Tensor] | None] = {
+    "none": None,
+    "full": partial(checkpoint, use_reentrant=False),
+    "selective": partial(checkpoint, use_reentrant=False, context_fn=save_grouped_gemms),
+}
+
+
+def layer() -> Any:
+    from torchtitan.models.moe.moe import GroupedExperts
+
+    torch.manual_seed(0)
+    experts = GroupedExperts(DIM, HIDDEN, len(SIZES), use_grouped_mm=True)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.3)
+    return experts
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(ROWS, DIM, generator=generator)
+    scores = torch.rand(ROWS, 1, generator=generator)
+    return rows.requires_grad_(), scores.requires_grad_(), torch.tensor(SIZES, dtype=torch.int32)
+
+
+def scored(mode: str, backend: str | None) -> Run:
+    """Outputs and gradients, and which operators ran how often."""
+    from cookbook.titan.tt_0_2_2.row_kernels import ProbsOnActivations
+
+    compute = ProbsOnActivations()
+    if backend:
+        compute.compile(backend)
+    experts, (rows, scores, sizes) = layer(), inputs()
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    upstream = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(2))
+    around = RECOMPUTED[mode] or (lambda function: function())
+    shared = torch.ones(ROWS, DIM, requires_grad=True)
+
+    def block() -> torch.Tensor:
+        # What follows saves something, so that nothing before it is left out for being the last.
+        return compute(experts, rows, scores, ends) + shared.sin()
+
+    with Computed() as computed:
+        out = around(block)
+        out.backward(upstream)
+    grads = [one.grad for one in (rows, scores, *experts.parameters())]
+    found = [out.detach(), *(grad for grad in grads if grad is not None)]
+    return found, dict(computed.calls)
+
+
+# Three products forward and six backward; the first two again where they are not saved.
+@pytest.mark.parametrize("backend", [None, NIGHTLY_INDUCTOR])
+@pytest.mark.parametrize(("mode", "products"), [("full", 3 + 2 + 6), ("selective", 3 + 0 + 6)])
+def test_the_last_product_is_neither_saved_nor_repeated(
+    mode: str, products: int, backend: str | None
+) -> None:
+    found, calls = scored(mode, backend)
+    assert calls[GROUPED] == products
+    assert all(map(torch.equal, found, scored("none", backend)[0]))
+
+
+class Products(Computed):
+    """Which grouped GEMMs' results still exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if str(func) == GROUPED:
+            self.made.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+
+@pytest.mark.parametrize("backend", [None, NIGHTLY_INDUCTOR])
+@pytest.mark.parametrize(("mode", "kept"), [("none", 2), ("full", 0), ("selective", 2)])
+def test_nobody_keeps_the_last_product(mode: str, kept: int, backend: str | None) -> None:
+    from cookbook.titan.tt_0_2_2.row_kernels import ProbsOnActivations
+
+    compute = ProbsOnActivations()
+    if backend:
+        compute.compile(backend)
+    experts, given = layer(), inputs()
+    around = RECOMPUTED[mode] or (lambda function: function())
+    with Products() as products:
+        total = around(lambda: compute(experts, *given).sum())
+        gc.collect()
+        alive = [not one.expired() for one in products.made]
+    assert alive == [True] * kept + [False] * (3 - kept)
+    total.backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
+import itertools
 import json
 import pickle
 from collections import Counter
@@ -67,26 +67,9 @@ def loader(
     )
 
 
-def digests(batches: Any, count: int) -> list[str]:
-    """A hash of inputs and labels of each of the next `count` batches."""
-    found = []
-    for _ in range(count):
-        inputs, labels = next(batches)
-        content = inputs["input"].numpy().tobytes() + labels.numpy().tobytes()
-        found.append(hashlib.sha256(content).hexdigest())
-    return found
-
-
-def documents(batches: Any, count: int) -> Counter[str]:
-    """The whole documents of the next `count` batches' rows."""
-    found: Counter[str] = Counter()
-    for _ in range(count):
-        inputs, _ = next(batches)
-        for row in inputs["input"].tolist():
-            text = "".join(chr(token) if token < 256 else "|" for token in row)
-            found.update(text.split("|")[1:-1])
-    found.pop("", None)
-    return found
+def texts(batches: Any, count: int) -> list[str]:
+    """Inputs and labels of each of the next `count` batches."""
+    return [f"{batch['input']} {labels}" for batch, labels in itertools.islice(batches, count)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -98,7 +81,7 @@ def test_two_resumes_in_epochs_1_and_2_read_what_one_run_reads(
     files = [f"0.8:{corpus}/a*", f"0.2:{corpus}/b.jsonl"]
     first, second, rest = 40 // world, 110 // world, 30
     for rank in range(world):
-        whole = digests(iter(loader(files, rank, world, workers)), first + second + rest)
+        whole = texts(iter(loader(files, rank, world, workers)), first + second + rest)
         found = []
         state: Any = None
         for count in (first, second, rest):
@@ -106,7 +89,7 @@ def test_two_resumes_in_epochs_1_and_2_read_what_one_run_reads(
             if state is not None:
                 one.load_state_dict(pickle.loads(state))
             batches = iter(one)
-            found += digests(batches, count)
+            found += texts(batches, count)
             state = pickle.dumps(one.state_dict())
         assert found == whole
         assert len(set(whole)) == len(whole)
@@ -146,14 +129,14 @@ def test_sources_are_mixed_by_their_share_of_the_tokens(tmp_path: Path) -> None:
 
 def test_resuming_with_other_files_is_refused(corpus: Path) -> None:
     one = loader([f"{corpus}/a*"])
-    digests(iter(one), 3)
+    texts(iter(one), 3)
     state = one.state_dict()
     for other in (loader([f"{corpus}/b.jsonl"]), loader([f"{corpus}/a*"], seed=8)):
         other.load_state_dict(state)
         with pytest.raises(SystemExit):
-            digests(iter(other), 1)
+            texts(iter(other), 1)
 
 
 def test_fewer_documents_than_readers_are_refused(corpus: Path) -> None:
     with pytest.raises(InputError, match="60 documents for 64"):
-        digests(iter(loader([f"{corpus}/b.jsonl"], rank=62, world=64)), 1)
+        texts(iter(loader([f"{corpus}/b.jsonl"], rank=62, world=64)), 1)

@@ -17,6 +17,13 @@ import torch.distributed as dist
 from tests.checkout import PRELOADED, STAND_IN
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 def run_ranks(
     function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120
 ) -> list[Any]:
@@ -27,9 +34,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     queue: Any = context.Queue()
     processes = [
         context.Process(target=_rank, args=(function, rank, ranks, port, queue, args), daemon=True)

@@ -104,11 +104,8 @@ def job(
 ) -> list[str]:
     """The argv of a small job; an option that is named again wins."""
     return [
-        "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
-        "--experimental.custom_import=cookbook.titan.tt_0_2_2",
+        *JOB,
         f"--job.dump_folder={out}",
-        "--model.name=deepseek_v3",
-        "--model.flavor=debugmodel",
         f"--model.hf_assets_path={assets / 'tokenizer'}",
         "--training.dataset=c4_test",
         f"--training.dataset_path={assets / data}",
@@ -139,6 +136,8 @@ def run(
     Args:
         of_rank: whose losses; under PP the last rank knows them.
     """
+    if attempt:
+        attempt.mkdir(parents=True, exist_ok=True)
     argv = job(assets, out, *options, **settings)
     results = run_ranks(by, ranks, argv, attempt, seconds=200)
     for result in results:
@@ -160,6 +159,22 @@ def refused(ranks: int, argv: list[str], attempt: Path | None = None) -> str:
     return str(reason.removeprefix("cookbook refuses: "))
 
 
+def refusal(call: Callable[[], object], caplog: Any) -> str:
+    """The one line with which `call` ends the process; any refusal raises the same."""
+    caplog.clear()
+    try:
+        call()
+    except SystemExit as ended:
+        assert ended.code == 1
+    else:
+        raise AssertionError("nothing was refused")
+    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    message: str = record.getMessage()
+    begin, _, reason = message.partition("cookbook refuses: ")
+    assert not begin and reason and "\n" not in reason, message
+    return reason
+
+
 def active(result: dict[str, Any]) -> dict[str, Any]:
     """What the run said was active; one rank says so, once."""
     (line,) = [text for text in result["said"] if text.startswith("cookbook active: ")]
@@ -167,6 +182,21 @@ def active(result: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+# The words of every job that trains DeepSeek-V3's debug model.
+JOB = (
+    "--job.custom_config_module=cookbook.titan.tt_0_2_2.job_config",
+    "--experimental.custom_import=cookbook.titan.tt_0_2_2",
+    "--model.name=deepseek_v3",
+    "--model.flavor=debugmodel",
+)
+FLEX = ("--model.flavor=debugmodel_flex_attn",)
+FLASH = ("--model.attention=flash_attention_4",)
+FULL = ("--activation_checkpoint.mode=full",)
+SELECTIVE = (
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=op",
+)
+SAVE = (*SELECTIVE, "--activation_checkpoint.op_sac_save_list=attention,communication,grouped_mm")
 QWEN3 = ("--model.name=qwen3", "--model.flavor=debugmodel_moe")
 EP2 = ("--parallelism.expert_parallel_degree=2",)
 EP4 = ("--parallelism.expert_parallel_degree=4",)
@@ -189,14 +219,10 @@ BF16 = (
     "--cookbook.grouped_gemms=bf16",
     "--cookbook.linear_layers=bf16",
 )
-# The options of a precision whose grouped GEMMs are MXFP8, and what it declares.
-MXFP8_OPTIONS = (
+MXFP8 = (
     "--model.converters=quantize.grouped_mm.mx",
     "--quantize.grouped_mm.mx.fqns=experts",
     "--quantize.grouped_mm.mx.emulate",
-)
-MXFP8 = (
-    *MXFP8_OPTIONS,
     "--cookbook.precision=mxfp8",
     "--cookbook.grouped_gemms=mxfp8",
     "--cookbook.linear_layers=bf16",

@@ -1,4 +1,4 @@
-"""A step whose gradients are not finite on one rank is skipped on all, counted and limited."""
+"""Steps whose gradients are not finite, the learning rate, and validation beside training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.titan_ranks import run_ranks
-from tests.titan_run import BF16, EP2, STANDARD, job, train, write_assets
+from tests.titan_run import BF16, EP2, MXFP8, PP2, STANDARD, TP2, job, run, train
 
 pytestmark = pytest.mark.titan
 
@@ -38,21 +38,15 @@ def poisoned(arguments: list[str], attempt: Path, steps: tuple[int, ...]) -> dic
         Trainer.forward_backward_step = compute
 
 
-def test_bad_steps_are_skipped_counted_and_limited(tmp_path: Path) -> None:
-    write_assets(tmp_path)
+def test_bad_steps_are_skipped_counted_and_limited(assets: Path, tmp_path: Path) -> None:
     options = (*EP2, *STANDARD, *BF16, "--lr_scheduler.warmup_steps=0")
     found: dict[str, Any] = {}
-    for name, limit, steps in (
-        ("unwatched", 0, (2,)),
-        ("skipped", 1, (2,)),
-        ("limit", 1, (2, 3)),
-    ):
+    for name, steps in (("skipped", (2,)), ("limit", (2, 3))):
         attempt = tmp_path / name / "attempt-1"
         attempt.mkdir(parents=True)
-        skip = f"--training.max_skipped_steps={limit}"
-        argv = job(tmp_path, tmp_path / name, *options, skip, steps=4)
+        skip = "--training.max_skipped_steps=1"
+        argv = job(assets, tmp_path / name, *options, skip, steps=4)
         found[name] = run_ranks(poisoned, 2, argv, attempt, steps, seconds=200)
-    assert math.isnan(found["unwatched"][0]["losses"][2])
     losses = found["skipped"][0]["losses"]
     assert all(map(math.isfinite, losses)) and losses[3] < losses[0]
     lines = (tmp_path / "skipped/attempt-1/metrics.jsonl").read_text().splitlines()
@@ -81,3 +75,45 @@ def test_the_rate_stays_at_the_end_of_its_schedule(decay_type: str) -> None:
 
     assert rates(10, 6)[:6] == rates(6, None)
     assert rates(10, 6)[6:] == [rates(6, None)[-1]] * 4
+
+
+VALIDATE = (
+    "--validation.enable",
+    "--validation.freq=2",
+    "--validation.steps=2",
+    "--validation.dataset=text",
+)
+
+
+def lines(attempt: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (attempt / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((*EP2, *STANDARD, *BF16), id="ep2"),
+        pytest.param((*EP2, *STANDARD, *MXFP8), id="mxfp8", marks=pytest.mark.nightly),
+        pytest.param((*BF16, "--loss.num_chunks=2"), id="chunked loss", marks=pytest.mark.nightly),
+        pytest.param((*TP2, *BF16), id="tp2"),
+        pytest.param((*PP2, *BF16, "--parallelism.pipeline_parallel_schedule=1F1B"), id="pp2"),
+    ],
+)
+def test_training_is_the_same_with_and_without_validation(
+    options: tuple[str, ...], assets: Path, tmp_path: Path
+) -> None:
+    files = f"--data.validation_files={assets}/varied/data.jsonl"
+    attempts = [tmp_path / name / "attempt-1" for name in ("without", "with")]
+    # A learning rate of 0 from step 2 on: validations after it see the same weights.
+    options = (*options, "--lr_scheduler.decay_ratio=0.0", "--debug.seed=1")
+    without = run(assets, tmp_path / "a", 2, *options, attempt=attempts[0], steps=4)
+    more = (*options, *VALIDATE, files)
+    validated = run(assets, tmp_path / "b", 2, *more, attempt=attempts[1], steps=4)
+    assert validated["losses"] == without["losses"]
+    assert validated["grad_norms"] == without["grad_norms"]
+    plain, both = lines(attempts[0]), lines(attempts[1])
+    assert [line["step"] for line in both if "loss" in line] == [1, 2, 3, 4]
+    losses = {line["step"]: line["validation_loss"] for line in both if "validation_loss" in line}
+    assert list(losses) == [1, 2, 4] and all(0 < loss < 10 for loss in losses.values())
+    seen = [[line["tokens_seen"] for line in each if "loss" in line] for each in (plain, both)]
+    assert seen[0] == seen[1]

@@ -1,4 +1,4 @@
-"""The router's load that a training logs: every token counts once, whatever the layout."""
+"""The router: its load in the log, every token once in any layout; experts dealt at random."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.titan_run import DEEPEP, EP2, EP4, NUM_LAYERS, PP2, SEQ_LEN, TP2, run
+from tests.titan_run import (
+    BF16,
+    DEEPEP,
+    EP2,
+    EP4,
+    FULL,
+    NUM_LAYERS,
+    PP2,
+    SELECTIVE,
+    SEQ_LEN,
+    STANDARD,
+    TP2,
+    active,
+    refusal,
+    run,
+)
 
 pytestmark = pytest.mark.titan
 
-FULL = ("--activation_checkpoint.mode=full",)
-SELECTIVE = (
-    "--activation_checkpoint.mode=selective",
-    "--activation_checkpoint.selective_ac_option=op",
-)
 # The first layer is dense.
 LAYERS, EXPERTS, TOP_K = list(range(1, NUM_LAYERS)), 8, 3
 
@@ -28,7 +37,6 @@ LAYERS, EXPERTS, TOP_K = list(range(1, NUM_LAYERS)), 8, 3
 def logged(assets: Path, tmp_path: Path, ranks: int, *options: str, **settings: Any) -> Any:
     """The lines of a training's file."""
     attempt = tmp_path / "attempt-0"
-    attempt.mkdir(parents=True)
     run(assets, tmp_path / "out", ranks, *options, attempt=attempt, **settings)
     return [json.loads(line) for line in (attempt / "router_load.jsonl").read_text().splitlines()]
 
@@ -60,38 +68,6 @@ def test_counts_add_up_to_the_tokens_of_a_step(
             assert line["starved_experts"][layer] == sum(count < 0.1 * mean for count in counts)
     # Routing is real: no layer is balanced, and no two are alike.
     assert len({tuple(counts) for counts in lines[0]["counts"]}) == len(LAYERS)
-
-
-def test_what_is_shown_is_the_sum_since_the_last_logged_step(assets: Path, tmp_path: Path) -> None:
-    every = logged(assets, tmp_path / "a", 2, *EP2, steps=4)
-    # Of 4 steps the first and each second one is logged.
-    folder = tmp_path / "b"
-    options = (
-        "--metrics.log_freq=2",
-        "--metrics.enable_tensorboard",
-        "--metrics.save_tb_folder=tb",
-    )
-    lines = logged(assets, folder, 2, *EP2, *options, steps=4)
-    assert [(line["first_step"], line["step"]) for line in lines] == [(1, 1), (2, 2), (3, 4)]
-    summed = [
-        [one + other for one, other in zip(*rows, strict=True)]
-        for rows in zip(every[2]["counts"], every[3]["counts"], strict=True)
-    ]
-    assert lines[2]["counts"] == summed
-    (events,) = folder.glob("out/tb/**/events*")
-    shown = EventAccumulator(str(events))
-    shown.Reload()
-    busiest = lines[2]["busiest_over_mean"]
-    for name, value in {
-        "router_load/busiest_over_mean": max(busiest),
-        "router_load/starved_experts": sum(lines[2]["starved_experts"]),
-        **{
-            f"router_load/busiest_over_mean/layer_{layer:02}": found
-            for layer, found in zip(LAYERS, busiest, strict=True)
-        },
-    }.items():
-        last = shown.Scalars(name)[-1]
-        assert (last.step, last.value) == (4, pytest.approx(value)), name
 
 
 def test_forced_balance_is_said_and_is_even(assets: Path, tmp_path: Path) -> None:
@@ -141,7 +117,9 @@ def test_of_many_logged_steps_the_counts_of_few_are_kept_and_none_is_lost(
         for _ in range(10):
             block.moe(torch.ones(1)).backward()
             block.moe.tokens_per_expert.zero_()
-        load.log(logged_step - 9, logged_step)
+        shown = load.log(logged_step - 9, logged_step)
+    busiest = "router_load/busiest_over_mean"
+    assert shown == {busiest: 1, f"{busiest}/layer_01": 1, "router_load/starved_experts": 0}
     lines = [json.loads(line) for line in (tmp_path / "router_load.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(10, 1001, 10))
     kept = [line for line in lines if "counts" in line]
@@ -159,3 +137,86 @@ def test_a_file_that_cannot_be_written_ends_no_training(assets: Path, tmp_path: 
     assert len(found["losses"]) == 2
     (said,) = [text for text in found["said"] if "no more router load" in text]
     assert "Is a directory" in said
+
+
+TOKENS, DEALT, GROUPS, OPEN, CHOSEN = 4096, 32, 8, 4, 8
+
+
+def routed(dp_rank: int, layers: int = 2, batch: int = 2) -> list[torch.Tensor]:
+    from cookbook.titan.tt_0_2_2.routing import route_at_random
+
+    model = nn.Module()
+    model.layers = nn.ModuleDict()
+    for layer in range(layers):
+        block = nn.Module()
+        block.moe_enabled, block.moe, block.moe.router = True, nn.Module(), nn.Module()
+        router: Any = block.moe.router
+        router.num_experts, router.top_k = DEALT, CHOSEN
+        router.num_expert_groups, router.num_limited_groups = GROUPS, OPEN
+        model.layers[str(layer)] = block
+    # The mesh of ranks with other tokens; TP ranks share theirs.
+    meshes = {"loss": SimpleNamespace(get_local_rank=lambda: dp_rank)}
+    dims = SimpleNamespace(get_optional_mesh=meshes.__getitem__, cp=1)
+    training = SimpleNamespace(local_batch_size=batch, seq_len=TOKENS // 2)
+    config = SimpleNamespace(training=training, debug=SimpleNamespace(seed=7))
+    route_at_random(model, dims, config, torch.device("cpu"))
+    scores = torch.rand(TOKENS, DEALT)
+    found = []
+    for block in model.layers.values():
+        router = block.moe.router
+        experts, chosen = router._debug_force_load_balance_routing(scores)
+        assert torch.equal(chosen, scores.gather(1, experts))
+        assert torch.equal(router._debug_force_load_balance_routing(scores)[0], experts)
+        found.append(experts)
+    return found
+
+
+def test_experts_are_dealt_uniformly_under_the_group_limit() -> None:
+    ranks = [routed(rank) for rank in range(8)]
+    experts = torch.cat([layer for rank in ranks for layer in rank])
+    load = torch.bincount(experts.flatten(), minlength=DEALT)
+    share = CHOSEN / DEALT
+    sigma = (len(experts) * share * (1 - share)) ** 0.5
+    assert ((load - len(experts) * share).abs() < 3 * sigma).all()
+    assert (experts.sort(1).values.diff(dim=1) > 0).all()
+    groups = experts // (DEALT // GROUPS)
+    assert max(len(set(row)) for row in groups.tolist()) == OPEN
+    assert not torch.equal(*ranks[0])
+
+
+def test_ranks_of_other_tokens_deal_other_experts_and_tp_ranks_the_same() -> None:
+    assert torch.equal(routed(0)[0], routed(0)[0])
+    assert not torch.equal(routed(0)[0], routed(1)[0])
+    # The second sequence of a batch, here and on a rank of its own.
+    assert torch.equal(routed(0)[0][TOKENS // 2 :], routed(1, batch=1)[0][: TOKENS // 2])
+
+
+def test_contradicting_options_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    from cookbook.titan.tt_0_2_2.routing import chosen_routing
+
+    def config(forced: bool, routing: str) -> Any:
+        debug = SimpleNamespace(moe_force_load_balance=forced, moe_routing=routing)
+        return SimpleNamespace(debug=debug)
+
+    assert chosen_routing(config(False, "random")) == "random"
+    assert chosen_routing(config(True, "trained")) == "round_robin"
+    assert "leave one of them out" in refusal(
+        lambda: chosen_routing(config(True, "random")), caplog
+    )
+
+
+RANDOM = ("--debug.moe_routing=random",)
+
+
+def test_recomputation_is_exact(assets: Path, tmp_path: Path) -> None:
+    def trained(name: str, *options: str) -> dict[str, Any]:
+        return run(assets, tmp_path / name, 2, *EP2, *STANDARD, *BF16, *options, *RANDOM)
+
+    standard = trained("none")
+    for name, recomputed in {
+        "full and none": (*FULL, "--activation_checkpoint.num_layers_kept=1"),
+        "selective": SELECTIVE,
+    }.items():
+        again = trained(name, *recomputed)
+        assert active(again)["recomputation"] == name
+        assert all(again[key] == standard[key] for key in ("losses", "grad_norms")), name
