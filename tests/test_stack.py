@@ -122,7 +122,7 @@ def test_torchtitan_reads_the_same_words(words: list[str], expected: dict[str, A
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["training.steps=5"], "found 'training.steps=5'; TorchTitan's options begin with --"),
+        (["training.steps=5"], "found 'training.steps=5'; TorchTitan's begin with --"),
         (["--training.steps=five"], "words: training.steps: found the text 'five', allowed: a wh"),
         (["--training.steps"], "words: training.steps: has no value"),
         (["--compile.enable=true"], "takes no value, found 'true'; write --compile.enable or"),
