@@ -4,8 +4,6 @@ A stand-in, named by `--experimental.custom_import`, for a thread of PyArrow or 
 running at the shutdown; those abort only now and then.
 """
 
-from __future__ import annotations
-
 import os
 
 import cookbook.titan.tt_0_2_2  # noqa: F401  (what a job imports here)

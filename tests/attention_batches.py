@@ -1,7 +1,5 @@
 """Batches of packed documents, and TorchTitan's FlexAttention on them, for tests of attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

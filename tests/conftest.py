@@ -1,7 +1,5 @@
 """Shared fixtures, and the order and workers of tests."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -5,8 +5,6 @@
 How TP, EP and FSDP cut each parameter is not computed again. It answers as the dry run does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

@@ -1,7 +1,5 @@
 """Faults of kernels, how they are put in, and the options of the jobs that they are tried in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

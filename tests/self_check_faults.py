@@ -6,8 +6,6 @@ A fault changes what a kernel returns, or what its backward does, as a wrong ker
 the exchange need two ranks; one rank leaves them out. Ends with status 1 where one is not found.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Write the configuration of a Slurm cluster on this machine."""
 
-from __future__ import annotations
-
 import os
 import socket
 import zlib

@@ -1,7 +1,5 @@
 """Whether a Slurm cluster can be started on this machine, and what to do where it cannot."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -3,8 +3,6 @@
 One run for each state. A shell script stands in for each `train.sh`; all else is real.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starts processes, and looks for them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 A rendered script then trains in it, with an srun that does what pyxis does.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

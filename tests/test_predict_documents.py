@@ -1,7 +1,5 @@
 """How far back tokens look, on average and on the slowest rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The time of kernels and links, counted by hand from small shapes and one fact at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

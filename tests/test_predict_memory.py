@@ -1,7 +1,5 @@
 """Memory and work of a rank, term by term, by hand from the 16B's sizes; no torch is asked."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

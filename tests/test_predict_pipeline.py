@@ -1,7 +1,5 @@
 """A pipeline's actions, played through."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step adds up: rounds, FSDP, texts, the slowest rank and a pipeline; one fact at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

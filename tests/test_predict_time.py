@@ -1,7 +1,5 @@
 """The predicted step: what must hold whatever the facts are, and what was measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import statistics

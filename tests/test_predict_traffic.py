@@ -1,7 +1,5 @@
 """FLOPs and bytes that a step sends, by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The list of nodes to leave out, on a real Slurm cluster: what `submit.py` tells sbatch of it."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

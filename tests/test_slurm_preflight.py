@@ -1,7 +1,5 @@
 """The look at a job's nodes before training, on a real Slurm cluster whose nodes have faults."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

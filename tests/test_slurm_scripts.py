@@ -1,7 +1,5 @@
 """The checked-in scripts on a real Slurm cluster: what reaches torchrun on 32 nodes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

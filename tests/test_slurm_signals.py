@@ -1,7 +1,5 @@
 """Scripts that are started by hand on a real Slurm: told to stop, failing, submitted again."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

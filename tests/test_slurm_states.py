@@ -1,7 +1,5 @@
 """In every state of a job, every verb agrees with a real Slurm, or says what it does not know."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """The supervisor on a real Slurm: of one cell, and of several that share an allocation."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`submit.py` on a real Slurm cluster: TorchTitan, trained in its jobs on the CPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

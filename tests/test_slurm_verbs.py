@@ -1,7 +1,5 @@
 """Verbs beside a real Slurm: an sbatch line is validated, waiting and orphaned jobs are found."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a supervisor does about attempts and cells; short scripts stand in for training."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

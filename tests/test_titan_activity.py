@@ -1,7 +1,5 @@
 """The report of the first step, what it holds a job to, the metrics, and the names of patches."""
 
-from __future__ import annotations
-
 import json
 import math
 from importlib import import_module

@@ -1,7 +1,5 @@
 """DeepSeek-V3 with FlashAttention-4's mask and operator, against TorchTitan's FlexAttention."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints: when TorchTitan's Trainer saves and ends, their content, and other layouts."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The loss without whole logits against the plain cross-entropy in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """FlashAttention-4's kernels compiled without a GPU, by the real package: does a job find them?"""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """TorchTitan on a CPU: BF16 products by way of float32, memory without holes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.started import python

@@ -1,7 +1,5 @@
 """The order of a DeepEP layer's work, its collectives over TP, and its counts of tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """How the cookbook enters TorchTitan: by its spec, and with hardly a name replaced."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 A layer on several ranks against float64 is in `test_titan_moe.py`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

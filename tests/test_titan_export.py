@@ -1,7 +1,5 @@
 """Exported weights are those of the checkpoint, and transformers computes the same with them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The dry run finds the kernels that a job's first step would find, without a table of names."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The comparison of gradients: a corrected cell agrees, a fault is seen, the reference is plain."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

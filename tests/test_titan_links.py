@@ -1,7 +1,5 @@
 """The test of the network before training: on a real Slurm cluster, and on a clock of its own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

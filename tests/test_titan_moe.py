@@ -1,7 +1,5 @@
 """One MoE layer over TP and EP ranks, forward and gradients, against plain PyTorch in float64."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """MXFP8 GEMMs, forward and backward, against operands rounded by plain operations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """How a rank stalls, dies with its torchrun, and ends: with the status of its work."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

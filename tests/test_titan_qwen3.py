@@ -1,7 +1,5 @@
 """Qwen3-MoE trains in every EP backend and precision, and its traps are held."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recomputation: what is saved, also of scored experts, and that nothing else changes."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter

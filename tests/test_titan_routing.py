@@ -1,7 +1,5 @@
 """The router: its load in the log, every token once in any layout; experts dealt at random."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What each kernel's test case would miss: kernels that are wrong in one respect alone."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable

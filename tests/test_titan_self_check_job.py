@@ -1,7 +1,5 @@
 """The self-check of a job: kernels at its shapes, faults that are found, a job that is refused."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -1,7 +1,5 @@
 """Steps whose gradients are not finite, the learning rate, and validation beside training."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Own texts are read in a seeded order, cut over readers, and resumed without losing the place."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The operator for attention within documents, against FlexAttention with TorchTitan's masks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import partial

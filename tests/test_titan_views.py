@@ -1,7 +1,5 @@
 """The ranks that are counted are those that TorchTitan builds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any

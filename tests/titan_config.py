@@ -1,7 +1,5 @@
 """Reads a command line with the pinned TorchTitan's ConfigManager."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

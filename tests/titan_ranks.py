@@ -1,7 +1,5 @@
 """Runs a function in the ranks of a gloo world and returns what it returned in each of them."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Runs TorchTitan's own Trainer on CPU ranks and returns what it would have logged."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
