@@ -1,5 +1,6 @@
 """FlashAttention-4's kernels compiled without a GPU, by the real package: does a job find them?"""
 
+import itertools
 import json
 import os
 import shutil
@@ -76,6 +77,8 @@ def names_of(folder: Path) -> list[str]:
 
 # Of a recipe: sequences, length, heads of a rank, and room for documents.
 BATCHES = ((1, 8192, 64, 64), (4, 8192, 8, 256), (8, 8192, 16, 512), (2, 32768, 4, 512))
+# Of DeepSeek-V3 and of Qwen3-MoE: dimensions of queries and keys, query heads to a key.
+HEADS = ((192, 1), (128, 8))
 
 
 def first_attention(capability: int, compiled: Path) -> None:
@@ -103,10 +106,11 @@ def first_attention(capability: int, compiled: Path) -> None:
     kernel_cache.COMPILED = compiled
     tensor: Any = torch.Tensor
     tensor.is_cuda = property(lambda self: True)
-    for sequences, length, heads, room in BATCHES:
+    for (sequences, length, heads, room), (dim, groups) in itertools.product(BATCHES, HEADS):
+        keys = max(heads // groups, 1)
         q, k, v = (
-            torch.empty(sequences * length, heads, dim, dtype=torch.bfloat16, requires_grad=True)
-            for dim in (192, 192, 128)
+            torch.empty(sequences * length, *shape, dtype=torch.bfloat16, requires_grad=True)
+            for shape in ((keys * groups, dim), (keys, dim), (keys, 128))
         )
         cu_seqlens = torch.zeros(room + 1, dtype=torch.int32)
         out = varlen_attention.varlen_attention(q, k, v, cu_seqlens, length, 0.07)
