@@ -1,5 +1,6 @@
 """How a rank stalls, dies with its torchrun, and ends: with the status of its work."""
 
+import json
 import os
 import pickle
 import signal
@@ -95,6 +96,38 @@ for is_rank in (True, False):
         break
 time.sleep(60)
 """
+
+
+_LONG_DOCUMENT = """
+import os, sys
+from types import SimpleNamespace
+from torchtitan.config.job_config import Training
+from cookbook.titan.tt_0_2_2.text_data import build_dataloader
+
+os.environ["TORCHELASTIC_RUN_ID"] = "1"
+tokens = SimpleNamespace(encode=lambda text, add_bos, add_eos: list(text.encode()))
+training = Training(dataset=sys.argv[1], dataset_path=sys.argv[2], seq_len=32, local_batch_size=2)
+training.dataloader.num_workers = 1
+data = SimpleNamespace(files=[sys.argv[2]], text_key="text", shuffle_seed=7)
+config = SimpleNamespace(training=training, data=data)
+batches = iter(build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokens, job_config=config))
+next(batches)
+open(sys.argv[3], "w").write(str(batches._workers[0].pid))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("dataset", ["text", "c4_test"])
+def test_a_loader_s_worker_ends_with_its_rank(tmp_path: Path, dataset: str) -> None:
+    """Also one that waits to write a long document into the rank's pipe."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "long " * 100_000}) + "\n")
+    command = [sys.executable, "-c", _LONG_DOCUMENT, dataset, str(tmp_path), str(tmp_path / "pid")]
+    subprocess.run(command, cwd=ROOT, check=True)
+    worker = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while lives(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not lives(worker)
 
 
 def test_a_rank_ends_with_its_torchrun_and_another_program_does_not() -> None:

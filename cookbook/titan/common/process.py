@@ -1,7 +1,8 @@
 """The life of a rank's process: dies with torchrun, reports a stall, exits at once when done.
 
 - torchrun gives each rank a session of its own, so no signal to torchrun's group reaches it. A rank
-  that outlives its torchrun would train on and save over the next attempt's work.
+  that outlives its torchrun would train on and save over the next attempt's work. A data-loader
+  worker that outlives its rank keeps the rank's GPU memory, which it has by fork.
 - A rank that hangs in a collective cannot be asked. So each rank sets an alarm at every step:
   faulthandler's thread, which needs no GIL, writes the stacks; a Python thread writes torch's
   flight recorder. The supervisor decides whether it is a hang.
@@ -37,8 +38,11 @@ _FEWEST_STEPS = 3
 _POLL_S = 1.0
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this rank when its torchrun ends; do nothing in other programs."""
+def die_with_parent(_worker: int = 0) -> None:
+    """Let the kernel kill this rank with its torchrun, or this data-loader worker with its rank.
+
+    Do nothing in other programs.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     libc = ctypes.CDLL(None, use_errno=True)

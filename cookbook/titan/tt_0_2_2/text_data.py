@@ -30,6 +30,7 @@ from torchtitan.hf_datasets.text_datasets import (
 
 from cookbook.base.errors import InputError
 from cookbook.base.text_files import TextSource, find_sources, read_windows
+from cookbook.titan.common.process import die_with_parent
 from cookbook.titan.tt_0_2_2.versions import refuse
 
 DATASET = "text"
@@ -173,7 +174,7 @@ def build_dataloader(**arguments: Any) -> ParallelAwareDataloader:
     """Return the data loader of a training job; arguments as TorchTitan's function takes them."""
     config = arguments["job_config"]
     if config.training.dataset != DATASET:
-        return build_text_dataloader(**arguments)
+        return _tie_workers_to_rank(build_text_dataloader(**arguments))
     return _build(config.training, config.data.files, **arguments)
 
 
@@ -181,7 +182,7 @@ def build_validation_dataloader(**arguments: Any) -> ParallelAwareDataloader:
     """Return a data loader at the start of the validation texts."""
     config = arguments["job_config"]
     if config.validation.dataset != DATASET:
-        return build_text_validation_dataloader(**arguments, infinite=True)
+        return _tie_workers_to_rank(build_text_validation_dataloader(**arguments, infinite=True))
     return _build(config.validation, config.data.validation_files, **arguments)
 
 
@@ -208,7 +209,17 @@ def _build(
         dp_world_size,
     )
     options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
-    return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options)
+    return _tie_workers_to_rank(ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options))
+
+
+def _tie_workers_to_rank(loader: ParallelAwareDataloader) -> ParallelAwareDataloader:
+    """Let the loader's workers die with their rank.
+
+    A worker whose rank is gone waits for ever to write its state, which holds a whole document,
+    into a pipe that nobody reads.
+    """
+    loader.worker_init_fn = die_with_parent
+    return loader
 
 
 class RepeatableValidator(Validator):
