@@ -132,7 +132,9 @@ def test_the_steps_after_the_checkpoint_are_lost_by_a_requeue_and_a_cancellation
     slurm.run("scancel", cancelled)
     ended = ["queued", "queued", "cancelled"]
     until(lambda: [one.state for one in cell_states(run)] == ended, 60, lambda: cell_states(run))
-    assert said("status") == said("report") == lost
+    # Slurm has a job wait again before the job's last word.
+    until(lambda: said("status") == lost, 60, lambda: said("status"))
+    assert said("report") == lost
     # Before its first step, the next attempt has lost nothing more.
     until(lambda: waits(1, "saved", "unsaved"), 90, lambda: cell_states(run))
     assert said("status") == said("report") == lost
