@@ -6,7 +6,6 @@ import pytest
 
 from cookbook.base.errors import InputError
 from cookbook.predict.rank import Played, actions_of, play
-from cookbook.titan.common.schedules import in_flight
 
 pytestmark = pytest.mark.titan
 
@@ -51,6 +50,8 @@ def test_numbers_that_torch_refuses_are_an_error_of_the_input() -> None:
 
 
 def test_microbatches_in_flight_end_with_the_gradients_of_the_weights() -> None:
+    from cookbook.titan.common.schedules import in_flight
+
     answer = actions_of("Interleaved1F1B", 2, 2, 4)
     # The first rank begins F0 F0 F2 F2 F0 B2 F0, the second F1 F1 F3 B3 F3 B3 F1.
     assert answer.stages == ([0, 2], [1, 3])
