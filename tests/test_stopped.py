@@ -121,7 +121,7 @@ def test_ranks_that_nobody_supervises_are_named_and_can_be_cancelled(run: Run) -
             process.kill()
         until(lambda: len(processes(run)) == 3)
         (state,) = cell_states(run)
-        assert state.state == "running" and f"cancel {run.name}" in (state.reason or "")
+        assert state.state == "running" and f"cancel {run.name}" in (state.reason or ""), state
         cancel_run(run)
         until(lambda: not processes(run))
         (state,) = cell_states(run)

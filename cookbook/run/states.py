@@ -53,7 +53,9 @@ def process_job(pid: int) -> Job:
     with contextlib.suppress(OSError):
         # proc(5), from the third field on. psutil's times shift with the clock.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        started = None if fields[0] in "ZX" else fields[19]
+        # A process that is freeing its memory (PF_EXITING) is no zombie yet.
+        is_exiting = fields[0] in "ZX" or int(fields[6]) & 0x4
+        started = None if is_exiting else fields[19]
     return Job(str(pid), host=socket.gethostname(), boot=boot, started=started)
 
 
@@ -201,7 +203,7 @@ def _settle_end(
     # The job has written since if it was requeued.
     if end is not None and end.job_id == job.job_id and end.restarts >= status.restarts:
         kept = slurm.JobInfo(end.state, end.reason, end.restarts)
-        # Accounting words the reason otherwise than the controller did.
+        # Accounting words the reason differently from the controller.
         if info is None or (info.state == kept.state and info.restarts <= kept.restarts):
             return kept
     if info is not None and info.state not in slurm.WAITING | slurm.ACTIVE:
@@ -278,7 +280,7 @@ def _local_state(run: Run, cell: CellFolder) -> CellState:
                     words += f"on; stop them: python submit.py cancel {run.name}"
                 found = status.state if num_training else FAILED, words
     elif status.state == QUEUED and not is_submit_locked(run.folder):
-        # The lock goes after the last job was noted, which may have been since the look.
+        # The lock is released after the last job is recorded: read again to avoid a race.
         status, job = _read(cell)
         if status.state == QUEUED and job is None:
             found = FAILED, _NEVER_SUBMITTED
@@ -324,7 +326,7 @@ def cancel_deleted(folder: Path) -> int:
     found, root = stop_processes(folder), folder.resolve()
     if not has_slurm():
         return found
-    # Its commands may not be configured here.
+    # Slurm may be installed here without a configuration.
     with contextlib.suppress(JobError):
         jobs = slurm.user_jobs(os.getuid(), slurm.PATIENCE_S)
         jobs = [job for job in jobs if job.state in slurm.WAITING | slurm.ACTIVE]
