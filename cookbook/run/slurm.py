@@ -1,6 +1,6 @@
 """Slurm's commands, run here and nowhere else: submit, cancel, query, requeue, run a step.
 
-A job's training step is its script's.
+The training step is started by the job's script.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HALTED = frozenset({"SUSPENDED", "STOPPED"})
 ACTIVE |= HALTED
 SUCCEEDED = frozenset({"COMPLETED"})
 STOPPED = frozenset({"CANCELLED"})
-# Of an enclosing job, and a user's own defaults: SQUEUE_PARTITION would hide jobs.
+# From an enclosing job or the user's defaults: SQUEUE_PARTITION would hide jobs.
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # A `*` stands for a node that does not answer.
 _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
@@ -125,14 +125,14 @@ def requeue(
 
 
 def lost_nodes(node_list: str) -> list[str]:
-    """Return those of these nodes that Slurm gives no work: down, drained, or not answering."""
+    """Return the listed nodes that Slurm cannot use: down, drained or not answering."""
     command = ["sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T"]
     states = dict(line.split() for line in _output_of(command).splitlines())
     return [node for node, state in states.items() if _LOST.search(state)]
 
 
 def kill_steps(job_id: str, name: str) -> int:
-    """Kill the steps of this name in a job on all nodes, and no other steps; return how many."""
+    """Kill the steps of a job that are called `name`, on all nodes; return how many."""
     answer = _run(["squeue", "--steps", f"--jobs={job_id}", "--noheader", "--format=%i %j"])
     steps = [line.split(maxsplit=1) for line in answer.stdout.splitlines()]
     named = [step for step, *rest in steps if rest == [name]]
@@ -144,8 +144,8 @@ def kill_steps(job_id: str, name: str) -> int:
 def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str, JobInfo]:
     """Return what the controller, or for older jobs accounting, knows of the jobs.
 
-    The controller forgets a finished job after MinJobAge, and accounting may be off: nobody knows a
-    job any more that is missing from the answer.
+    The controller forgets a finished job after MinJobAge, and accounting may be off: a job that is
+    missing from the answer is known to neither.
 
     Raises:
         JobError: Slurm does not answer within `patience` seconds.
@@ -153,7 +153,7 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
     wanted = set(job_ids)
     if not wanted:
         return {}
-    # By id and not by user: a colleague's run is to be seen as well.
+    # By id, not by user, so that a colleague's run shows too.
     fields = ",".join(f"{name}:{_WIDTH}|" for name in ("JobID", "State", "Reason", "RestartCnt"))
     options = (f"--jobs={','.join(sorted(wanted))}", f"--Format={fields}")
     infos = {
@@ -166,7 +166,7 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
         command += ["--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(missing))}"]
         answer = _run(command, patience)
         lines = [] if answer.returncode else answer.stdout.splitlines()
-        for job_id, state, code in (line.split("|") for line in lines):
+        for job_id, state, code in (row for line in lines if len(row := line.split("|")) == 3):
             if job_id in missing:
                 # "CANCELLED by 1000"
                 reason = f"exit code {code}" if code else ""
@@ -178,7 +178,7 @@ def user_jobs(uid: int, patience: float = _COMMAND_S) -> list[UserJob]:
     """Return the jobs of the user `uid` that have a batch file, in the order of their ids."""
     fields = f"JobID:{_WIDTH}|,State:{_WIDTH}|,Reason:{_WIDTH}|,Command:4096|"
     lines = _squeue(f"--user={uid}", f"--Format={fields}", patience=patience)
-    # Other jobs have commands of any kind, of several lines as well.
+    # The commands of other jobs may span several lines.
     rows = [line for line in lines if len(line) == 4 and line[0].isdecimal()]
     return [
         UserJob(job_id, Path(command), state, "" if reason == "None" else reason)
@@ -189,7 +189,7 @@ def user_jobs(uid: int, patience: float = _COMMAND_S) -> list[UserJob]:
 def partition_nodes(partition: str | None) -> list[str]:
     """Return the nodes of a partition, by default Slurm's; empty if Slurm does not answer.
 
-    Nodes that are down or drained are among them: a job may wait for those.
+    Down and drained nodes are included: a job may wait for them.
     """
     answer = _run(["sinfo", "--noheader", "--Node", "--format=%N %P"])
     lines = [] if answer.returncode else answer.stdout.splitlines()
@@ -237,7 +237,7 @@ def drained(nodes: Sequence[str]) -> dict[str, str]:
     for line in answer.stdout.splitlines():
         name = re.match(r"NodeName=(\S+)", line)
         state = re.search(r" State=(\S+)", line)
-        # A node that does not answer is DOWN, with a star before.
+        # A node that does not answer has a star until Slurm marks it DOWN.
         if name and state and re.search("DRAIN|FAIL|DOWN", state[1]):
             reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\])?(?: Comment=.*)?$", line)
             found[name[1]] = f"Slurm: {state[1]}" + (f": {reason[1].strip()}" if reason else "")
@@ -285,10 +285,10 @@ T = TypeVar("T")
 # Slurm may not answer for minutes: its controller restarts, or is busy with other jobs.
 _BUSY_S = 600.0
 _PAUSE_S = 5.0
-# Each task prints it first: from then on, time is the node's and not Slurm's.
+# Each task prints it first; the time limit of a step counts from then on.
 _STARTED = "cookbook: task started"
 _NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.*)")
-# For srun's messages to the tasks that it ends.
+# For srun to end its tasks.
 _GRACE_S = 3.0
 
 

@@ -111,17 +111,17 @@ class StepClock:
 
     @property
     def _is_starting(self) -> bool:
-        """Whether any log line is a sign of life, for want of steps to judge by."""
+        """Whether any log line counts as progress, since no step time is known yet."""
         return self._newest.step is None or self.usual is None
 
     @property
     def limit(self) -> float:
         """Seconds of silence that count as a hang in the present phase."""
         usual, phase, timeouts = self.usual, self._newest.phase, self._timeouts
-        if phase is Phase.FINISHING or (phase is Phase.SAVING_CHECKPOINT and usual is None):
-            return timeouts.save_s
         if phase is Phase.SAVING_CHECKPOINT and usual is not None:
             return self._save_limit(usual)
+        if phase in (Phase.SAVING_CHECKPOINT, Phase.FINISHING):
+            return timeouts.save_s
         if usual is None or self._is_starting or phase is not Phase.TRAINING:
             return timeouts.start_s
         # With a log_freq of 10, nine steps print nothing.
@@ -193,7 +193,8 @@ class RunningAttempt:
         """Have the ranks save a checkpoint and end; after `within_s`, `wait` returns TOO_LATE."""
         with contextlib.suppress(OSError):
             self.attempt.stop.touch()
-        self._late_at = time.monotonic() + within_s if within_s else self._late_at
+        if within_s:
+            self._late_at = time.monotonic() + within_s
 
     def wait(self) -> AttemptEnd:
         """Watch until the script has ended, and end it where it makes no progress.
@@ -210,8 +211,8 @@ class RunningAttempt:
                 self._late_at = None
                 options = self._record.options
                 folder = self.cell.path / str(options.get("checkpoint.folder", "checkpoint"))
-                # Without a checkpoint, a requeued job would make the same steps again; one that is
-                # still being written has no .metadata.
+                # Requeued without a finished checkpoint, the job would repeat its steps; a save
+                # writes .metadata last.
                 if options.get("checkpoint.enable") and any(folder.glob("step-*/.metadata")):
                     late = "asked to stop, it has not ended in time"
                     return self._end(None, None, Cause.TOO_LATE, late)
