@@ -69,7 +69,7 @@ def show_status(arguments: argparse.Namespace) -> int:
                 print(f"left out of new jobs: {node}")
         except InputError as error:
             print(error, file=sys.stderr)
-    # A Slurm that has not answered is not asked again.
+    # Do not ask Slurm again if it has not answered.
     if arguments.run is None and all(state.is_known for state, _ in looks):
         for line in _pending_scripts():
             print(line)
@@ -235,7 +235,7 @@ def _record(cell: CellFolder) -> CellRecord:
     try:
         return read_record(cell.record)
     except InputError:
-        # `report` names the mistake; here it costs the number of steps.
+        # `report` names the mistake; here only the number of steps is missing.
         return CellRecord()
 
 

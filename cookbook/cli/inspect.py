@@ -91,7 +91,7 @@ def write_output(option: str, name: str, content: str | bytes, mode: int = 0o644
         raise InputError(f"{option} {name}", f"cannot be written: {error.strerror}") from None
 
 
-# Top-level keys that only the original may have; they go with the comment above them.
+# Top-level keys that a copy drops, with the comment above them.
 _LEFT_OUT = {"": "published", "precision": "synonyms", "ep_backend": "synonyms"}
 _TRY = {
     "": "run {name} --dry-run",

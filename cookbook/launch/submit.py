@@ -68,7 +68,7 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
             write_whole(folder.script, render_script(cell), mode=0o755)
             state = Status(REFUSED, reason=cell.refused) if cell.refused else Status(QUEUED)
             write_status(folder, state)
-        # Written before the run can be seen: until it goes, cells without a job are waited for.
+        # Locked before the run is visible: while it is, cells without a job count as queued.
         take_submit_lock(building)
         # The rename reserves the name: two sweeps in one second get two names.
         for suffix in ["", *(f"-{number}" for number in range(2, 100))]:
@@ -229,18 +229,18 @@ def _submit(
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     """Prepare the next attempt of each cell, and submit them; return the job ids.
 
-    A cell whose submission fails is as it was before.
+    A cell whose submission fails is restored.
     """
     before: dict[CellFolder, dict[Path, bytes]] = {}
     folders = [run.cell(cell.name) for cell in cells]
     try:
-        # Cells that are queued and have no job yet are waited for; `submit_run` ends that.
+        # Released by `submit_run`.
         take_submit_lock(run.folder)
         for folder, cell in zip(folders, cells, strict=True):
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
             attempts = folder.attempts()
-            # Without a job, `queued` is believed.
+            # A cell without a job counts as queued while the lock is held.
             folder.job.unlink(missing_ok=True)
             write_status(folder, Status(QUEUED, attempts[-1].number if attempts else 0))
             keep_request(folder, cell.job_record(), render_script(cell))
@@ -248,7 +248,7 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     except BaseException:
         release_submit_lock(run.folder)
         for folder, files in before.items():
-            # A cell that has a job by now is queued.
+            # A cell with a job was submitted.
             if not folder.job.exists():
                 for path, content in files.items():
                     path.write_bytes(content)

@@ -19,7 +19,7 @@ from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
 from cookbook.base.yamlfile import read_yaml
 
-# For what people or another job can repair within the day, and for what takes a technician.
+# Hours for faults that pass or are soon repaired, and for broken hardware.
 PASSING_H = 1.0
 HARDWARE_H = 24.0
 

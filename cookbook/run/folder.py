@@ -7,7 +7,7 @@
 
 PyTorch writes the data files of `step-N` first and `.metadata` last, which lists for each tensor
 its bytes in a file. So a checkpoint without `.metadata` was never finished, and one with shorter
-files was damaged since; changed bytes are not noticed. `.metadata` is a pickle, read here without
+files was damaged since; changed bytes are not detected. `.metadata` is a pickle, read here without
 torch.
 """
 
@@ -124,7 +124,7 @@ _METADATA = ".metadata"
 # TorchTitan takes this for a checkpoint too, and then cannot load it.
 _HUGGING_FACE = "model.safetensors.index.json"
 _TEXTS = "dataloader.dp_rank_"
-# The parts beside the model that training needs, by the head of its entries' names.
+# State that training needs besides the model, by the prefix of its entries' names.
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 

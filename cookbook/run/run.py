@@ -104,8 +104,8 @@ def is_run(folder: Path) -> bool:
 def read_run(folder: Path) -> Run:
     # The folder may have been renamed.
     record = replace(read_json_as(RunRecord, folder / _FILE), run=folder.name)
-    # Scripts with CELL_DIR=runs/mine/... join one run, maybe in the same second: none of them
-    # writes the list.
+    # Scripts with CELL_DIR=runs/mine/... share a run and may start in the same second, so none of
+    # them writes the list.
     found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
     names = [*record.cells, *(name for name in found if name not in record.cells)]
     return Run(folder, record, tuple(CellFolder(folder / name) for name in names))
@@ -158,7 +158,7 @@ def note_new_job(folder: Path) -> None:
     """Make the run the newest: plain sbatch starts jobs in a folder that exists, as `runs/16b`."""
     # The kernel's own stamps may be milliseconds old.
     now = time.time_ns()
-    # A colleague's run, whose folder is shared.
+    # The run may be a colleague's.
     with contextlib.suppress(PermissionError):
         os.utime(folder / _FILE, ns=(now, now))
 
@@ -171,10 +171,10 @@ def commit() -> str | None:
     return None
 
 
-# A submitter holds it from its look at the cells to its note of the jobs. The kernel frees it when
-# the submitter ends, however it ends: a cell without a job then waits for nobody.
+# Held by a submitter from reading the cells until it has recorded their jobs. The kernel releases
+# it however the submitter ends, so no cell waits for one that is gone.
 _LOCK = "submit.lock"
-# Their handles by inode: a run may be renamed meanwhile.
+# Open handles by inode, since a run may be renamed while it is locked.
 _held: dict[int, int] = {}
 
 

@@ -99,7 +99,7 @@ def decide(
     """
     cause, rule = ends[-1].cause, RULES[ends[-1].cause]
     counted = [end for end in ends if RULES[end.cause].is_counted]
-    # The attempts at the end that made no step beyond those before them.
+    # `idle` counts the latest attempts that got no further than the ones before.
     furthest, idle, why = 0, 0, ""
     for end in ends:
         step = end.last_step or 0
@@ -127,7 +127,7 @@ def decide(
     return Decision(Action.RESTART, f"restarted {count}")
 
 
-# With less room than this no log can be written either, so that none can name the cause.
+# With less free space no log can be written either, so none names the cause.
 _FULL_DISK_BYTES = 8 << 20
 
 
@@ -179,7 +179,7 @@ def _excluded(attempt: Attempt) -> tuple[str, ...]:
 
 
 def _read_stopped(attempt: Attempt) -> tuple[str, str]:
-    """Return the job and the step that the ranks noted after that checkpoint, else empty texts."""
+    """Return the job and the step that the ranks noted after that save, else empty strings."""
     with contextlib.suppress(OSError, ValueError):
         job_id, step = attempt.stopped.read_text(encoding="utf-8").split()
         return job_id, step
@@ -202,7 +202,7 @@ def restarts_after_failure(cell: CellFolder) -> int:
 def slurm_job() -> str | None:
     """Return the id of the Slurm job whose batch step this process is.
 
-    A local run may have been started inside somebody's interactive job, which is not to be touched.
+    A local run may have been started inside somebody's interactive job, which must stay as it is.
     """
     is_batch = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
     return os.environ.get("SLURM_JOB_ID") if is_batch else None

@@ -1,4 +1,4 @@
-"""Test the network over the real rank groups before training, and find the nodes that spoil it.
+"""Test the network over the real rank groups before training, and find the nodes at fault.
 
 If the whole misses the profile's floor, the nodes are tested in pairs, and each node of a failing
 pair again with a node of a good one. Each node starts its own ranks:

@@ -90,7 +90,7 @@ class JobNodes:
         return [node for node in self.nodes if node not in self.faults]
 
     def listed(self) -> dict[str, Excluded]:
-        """Return the exclusion list by node; empty where it holds a mistake, which stops no job."""
+        """Return the exclusion list by node; empty if it is malformed, which stops no job."""
         try:
             return {one.node: one for one in read_excluded()}
         except InputError as error:
@@ -208,13 +208,13 @@ def _last_words(node: str, end: StepEnd) -> str:
 def differing(reports: Sequence[Report]) -> dict[str, Fault]:
     """Return the nodes whose packages, files or cards differ from the majority's.
 
-    Of two equal groups the first node's is right: the job's script runs there.
+    On a tie the first node's group is right: the job's script runs there.
     """
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for report in reports for name in report.facts):
         # A node without GPUs has no driver; that is another check's fault.
         values = {report.node: report.facts[name] for report in reports if name in report.facts}
-        # Of equal counts the first.
+        # The first of equal counts.
         ((usual, _),) = Counter(values.values()).most_common(1)
         for node, value in values.items():
             if value != usual:
@@ -315,7 +315,7 @@ def decide(job: JobNodes) -> None:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
         raise CannotStartError(f"{missing} node(s) too few, and {allowed}; {why}")
     job_id = os.environ["SLURM_JOB_ID"]
-    # The nodes that this job excludes for good, not for the list's sake.
+    # Keep the nodes that the user excluded; those of the list may be used again.
     of_list = set(job.listed())
     for attempt in job.cell.attempts():
         of_list.update(read_json(attempt.preflight).get("for_slurm", ()))

@@ -52,7 +52,7 @@ from cookbook.supervise.preflight import RequeueNeededError, head_address, prefl
 from cookbook.supervise.resume_point import prepare
 
 _POLL_S = 2.0
-# Slurm ends a job that it requeues at once.
+# Slurm ends a requeued job at once.
 _REQUEUE_S = 120.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_SPAWNS = 5
@@ -110,7 +110,7 @@ class Supervisor:
                 continue
             job = read_job(cell)
             if job and exits.slurm_job() and job.job_id != job_id:
-                # Nobody noted this job, and the cell was submitted again before it started.
+                # This job was never recorded, and the cell was submitted again before it started.
                 log(f"{cell.path}: job {job.job_id} trains here, so this one leaves it alone")
                 codes[cell.name] = 1
                 continue
@@ -257,7 +257,7 @@ class Supervisor:
     def _write(self, cell: CellFolder, end: AttemptEnd, state: str, reason: str | None) -> None:
         """Keep an attempt's end, and the cell's state after it."""
         if not cell.record.exists():
-            # Training itself may have made the folder anew.
+            # Training may have recreated the folder.
             raise FileNotFoundError(errno.ENOENT, "its folder was deleted", str(cell.path))
         attempt = cell.attempt(end.attempt)
         # An attempt that was refused before its first file has no folder.
@@ -297,8 +297,8 @@ class Supervisor:
         before = read_status(cell)
         self._write(cell, replace(end, decision=words), QUEUED, words)
         try:
-            # Slurm signals all processes of the job between the two commands of this, and they
-            # inherit the mask. A job that is being cancelled would be brought back.
+            # `requeue` runs two commands, which inherit the mask; Slurm signals the job's processes
+            # in between. Requeueing a job that is being cancelled would bring it back.
             before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             try:
                 if not self.signal_number:
@@ -337,7 +337,7 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
     """Run `work` in a child process, again where that is killed; exit with its status.
 
     The out-of-memory killer may choose any process, and Slurm never restarts a job whose batch
-    process was killed. This one only waits, so there is little to kill it for.
+    process was killed. This one only waits, which makes it an unlikely victim.
     """
     for number in range(1, _MOST_SPAWNS + 1):
         # Signals wait until the child has its handlers, and this process hands them on.
@@ -350,7 +350,8 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
             except BaseException:
                 with contextlib.suppress(OSError):
                     traceback.print_exc()
-            # Returning, submitit would write a result that nobody reads, and fail of a full disk.
+            # After a return, submitit would write a result that nobody reads, and fail on a full
+            # disk.
             os._exit(status)
 
         def hand_on(number: int, frame: FrameType | None, child: int = child) -> None:

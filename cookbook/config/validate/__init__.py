@@ -82,13 +82,13 @@ def missing_packages(cell: Cell) -> list[str]:
 def _lacks_flash_attention(cell: Cell) -> bool:
     if not cell.uses_flash_attention or cell.attends_by_reference:
         return False
-    # Its folder is in that of the older versions, whose code must not run here.
+    # Importing its parent package `flash_attn` would run FlashAttention-2, so look for the folder.
     outer = importlib.util.find_spec("flash_attn")
     folders = outer.submodule_search_locations if outer else None
     return not any(Path(folder, "cute").is_dir() for folder in folders or ())
 
 
-# Of what this machine has. The job runs in the checkout's folder.
+# Rules about this machine. The job runs in the checkout's folder.
 HERE: list[Rule] = []
 
 
