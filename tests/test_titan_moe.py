@@ -19,8 +19,9 @@ BATCH, LENGTH = 2, 12
 RANKS, TP = 4, 2
 
 
-def build_layer(moe_impl: str, route_norm: bool) -> Any:
-    from torchtitan.models.moe.moe import MoEArgs, build_moe
+def build_layer(route_norm: bool) -> Any:
+    """TorchTitan's standard layer, which its Qwen3 builds whatever the backend."""
+    from torchtitan.models.moe.moe import MoE, MoEArgs
 
     torch.manual_seed(0)
     args = MoEArgs(
@@ -31,7 +32,7 @@ def build_layer(moe_impl: str, route_norm: bool) -> Any:
         route_norm=route_norm,
         use_grouped_mm=False,  # the grouped GEMM computes in bfloat16
     )
-    layer = build_moe(args, DIM, HIDDEN, moe_impl).double()
+    layer = MoE(args, DIM, HIDDEN).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.3)
@@ -54,7 +55,7 @@ def batches() -> tuple[torch.Tensor, torch.Tensor]:
 
 def reference(route_norm: bool) -> dict[str, torch.Tensor]:
     """Every expert on every token with plain operations; no TorchTitan forward takes part."""
-    layer = build_layer("standard", route_norm)
+    layer = build_layer(route_norm)
     inputs, upstream = batches()
     x = inputs.reshape(-1, DIM).requires_grad_()
     probabilities = torch.sigmoid((x @ layer.router.gate.weight.T).float()).double()
@@ -106,7 +107,7 @@ def run_layer(
         dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=ep, etp=etp, world_size=RANKS
     )
     dims.build_mesh()
-    layer = build_layer(moe_impl, route_norm)
+    layer = build_layer(route_norm)
     block = nn.Module()
     block.moe, block.moe_enabled = layer, True
     model = SimpleNamespace(layers={"0": block})

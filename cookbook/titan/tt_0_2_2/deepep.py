@@ -402,6 +402,8 @@ def use_split_moe(moe: Any, chunks: int, score_activations: bool) -> None:
         chunks, score_activations: the options of the section `deepep`.
     """
     moe.__class__ = SplitMoE
+    # TorchTitan's Qwen3 builds its standard layer whatever the backend.
+    moe.reorderer = None
     moe.cookbook_chunks = chunks
     kind: Any = type(moe.experts)
     moe.experts.__class__ = _sending(kind)

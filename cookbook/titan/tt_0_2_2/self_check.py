@@ -41,7 +41,7 @@ def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[
     """
     if job_config.comm.mode != "default":
         return None
-    if model_args.moe_impl == "deepep" and parallel_dims.ep > 1:
+    if job_config.parallelism.expert_parallel_comm_backend == "deepep" and parallel_dims.ep > 1:
         import_module("deep_ep")
         check_nvshmem(Path("/proc/self/maps").read_text(encoding="utf-8"))
     if not job_config.cookbook.self_check:

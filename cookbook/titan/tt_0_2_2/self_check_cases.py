@@ -24,7 +24,7 @@ from torchtitan.models.attention import (
     get_causal_mask_mod,
     get_document_mask_mod,
 )
-from torchtitan.models.moe.moe import GroupedExperts, build_moe
+from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_converter import build_model_converters
 
 from cookbook.titan.common.token_shard import TokenShard
@@ -92,6 +92,10 @@ class Cell:
     @property
     def parts(self) -> FamilyParts:
         return FAMILIES[self.job_config.model.name]
+
+    @property
+    def comm_backend(self) -> str:
+        return str(self.job_config.parallelism.expert_parallel_comm_backend)
 
     @property
     def local_experts(self) -> int:
@@ -278,7 +282,7 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
 
 
 def _rows(cell: Cell) -> Iterator[KernelCase]:
-    backend = cell.job_config.parallelism.expert_parallel_comm_backend
+    backend = cell.comm_backend
     deepep = backend == "deepep" and cell.dims.ep > 1
     if not deepep and (backend == "deepep" or not cell.job_config.cookbook.row_kernels):
         return
@@ -330,7 +334,7 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
     experts, top_k = args.moe_args.num_experts, args.moe_args.top_k
     shape = rows.ExchangeShape(3, length, args.dim, experts, top_k, ep=dims.ep, tp=dims.tp)
     precisions = Precisions.of(cell.job_config)
-    backend = "mxfp8_a2a" if precisions.any else args.moe_impl
+    backend = "mxfp8_a2a" if precisions.any else cell.comm_backend
     yield KernelCase(
         f"dispatch and combine {backend}",
         str(shape),
@@ -350,7 +354,7 @@ def _exchange_errors(
     given = rows.inputs_of(shape, torch.distributed.get_rank() // dims.tp, cell.device)
     moe_args = replace(args.moe_args, num_shared_experts=0, load_balance_coeff=None)
     with torch.device("meta"):
-        layer: Any = build_moe(moe_args, args.dim, args.moe_inter_dim, args.moe_impl)
+        layer: Any = MoE(moe_args, args.dim, args.moe_inter_dim)
     layer.router = rows.FixedRouter(given.scores, given.experts, shape.experts)
     layer.experts = rows.FactorExperts(shape.experts, cell.device)
     layer.tokens_per_expert = torch.zeros(shape.experts, device=cell.device)
@@ -365,7 +369,7 @@ def _exchange_errors(
         ep_etp_mesh=None,
         chunks=cell.job_config.deepep.num_chunks,
         row_kernels=cell.job_config.cookbook.row_kernels,
-        use_deepep=args.moe_impl == "deepep",
+        use_deepep=cell.comm_backend == "deepep",
     )
     share = None if tp_mesh is None else TokenShard.of_mesh(shape.length, tp_mesh)
     quantized = (precisions.dispatch_forward, precisions.combine_backward)

@@ -1,7 +1,7 @@
 """Qwen3-MoE: grouped-query attention with normed queries and keys, routed experts in every layer.
 
-As released, TorchTitan's `qwen3` builds its own MoE layer whatever the EP backend, recomputes the
-all-to-all where operators are saved, and never moves the routing bias. It has no pipelines.
+As released, TorchTitan's `qwen3` ignores the EP backend, recomputes the all-to-all where operators
+are saved, and never moves the routing bias. It has no pipelines.
 `30B-A3B_4layers` is the 30B with 4 of its 48 layers, for the speed of its kernels on one GPU.
 """
 
@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 import torchtitan.models.qwen3.infra.parallelize as infra
 from torch.distributed.tensor import DTensor
-from torchtitan.models.moe import build_moe
 from torchtitan.models.qwen3 import Qwen3ModelArgs, get_train_spec, qwen3_args
 from torchtitan.models.qwen3.model.model import Attention, Qwen3Model, apply_rotary_emb
 
@@ -27,26 +26,15 @@ from cookbook.titan.tt_0_2_2.families.parts import (
     copied,
     sizes_of,
 )
-from cookbook.titan.tt_0_2_2.recomputation import operators_of
-
-# Operators that TorchTitan saves for DeepSeek-V3 and not for this model.
-_SAVED = ("_c10d_functional.all_to_all_single", "deepep.dispatch", "deepep.combine")
 
 
 class ModelArgs(CookbookArgs, Qwen3ModelArgs):
     """TorchTitan's arguments of Qwen3."""
 
-    moe_impl = "standard"
-
     @property
     def head_dims(self) -> tuple[int, int]:
         """The head dimensions of queries and keys, and of values."""
         return self.head_dim, self.head_dim
-
-    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """Apply the job's options, the EP backend among them."""
-        super().update_from_config(job_config, **kwargs)
-        self.moe_impl = job_config.parallelism.expert_parallel_comm_backend
 
 
 def flavors() -> dict[str, ModelArgs]:
@@ -110,20 +98,18 @@ def _take_local(attention: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 
 
 class ModelWithAttention(AttentionChoice, Qwen3Model):
-    """TorchTitan's Qwen3 with the attention and the MoE layer that its arguments name."""
+    """TorchTitan's Qwen3 with the attention that its arguments name."""
 
     document_attention = DocumentAttention
     op_sac_save_list = infra._op_sac_save_list
 
     def __init__(self, model_args: ModelArgs) -> None:
         super().__init__(model_args)
-        width, hidden = model_args.dim, model_args.moe_inter_dim
         for block in self.layers.values():
             # TorchTitan's TP plan leaves DTensors, cut by heads, which not every attention takes.
             block.attention.inner_attention.register_forward_pre_hook(_take_local)
-            if model_args.moe_impl != "standard":
-                block.moe = build_moe(model_args.moe_args, width, hidden, model_args.moe_impl)
-        self.op_sac_save_list.update(operators_of(_SAVED))
+        # As TorchTitan does for DeepSeek-V3.
+        self.op_sac_save_list.add(torch.ops._c10d_functional.all_to_all_single.default)
 
 
 def transformers_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
