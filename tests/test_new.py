@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.checkout import copy_checkout
-from tests.submit import environment, listing
+from tests.submit import ROOT, environment, listing
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,19 @@ def test_a_recipe_is_copied_with_its_comments(own: Checkout) -> None:
     assert text.count("#") > 10 and "published:" not in text and "651" not in text
     shown = own.run("show", "mine", "--cluster", "soperator-b200")
     assert yaml.safe_load(shown.stdout)["name"] == "mine-bf16-standard"
+
+
+@pytest.mark.nightly
+@pytest.mark.titan
+def test_a_copy_of_the_second_familys_recipe_is_checked_and_trains(tmp_path: Path) -> None:
+    own = Checkout(copy_checkout(tmp_path / "own"))
+    (own.folder / "assets").symlink_to(ROOT / "assets")
+    assert own.run("new", "mine", "--from", "qwen3_debug").returncode == 0
+    words = ["--cluster", "local", "--set", "training.seq_len=64", "--set", "training.steps=2"]
+    checked = own.run("check", "mine", *words)
+    assert checked.returncode == 0 and "attention sdpa" in checked.stdout, checked
+    done = own.run("run", "mine", *words)
+    assert done.returncode == 0 and "| mine-bf16-standard |" in done.stdout, done
 
 
 def test_files_of_other_kinds_are_copied_without_the_names_of_the_original(own: Checkout) -> None:
