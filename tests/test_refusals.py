@@ -156,7 +156,7 @@ def test_options_that_need_the_hooks(options: dict[str, Any], found: list[tuple[
     assert {*found} <= {(one.level, one.option) for one in off.findings if one.rule in rules}
 
 
-TP, PP = (f"{P}.{word}_parallel_degree" for word in ("tensor", "pipeline"))
+TP, PP, CP = (f"{P}.{word}_parallel_degree" for word in ("tensor", "pipeline", "context"))
 ONE_NODE = "qwen3_30b_a3b"
 
 
@@ -169,11 +169,8 @@ ONE_NODE = "qwen3_30b_a3b"
         (ONE_NODE, {"model.name": "gpt_oss"}, "TorchTitan's GPT-OSS has no pipelines, compilation"),
         (ONE_NODE, {"model.name": "llama3"}, "allowed: deepseek_v3, qwen3"),
         ("debug", {TP: 32}, "32 does not divide 16 attention heads of DeepSeek-V3 debugmodel"),
-        (
-            ONE_NODE,
-            {f"{P}.context_parallel_degree": 2, "model.attention": "flash_attention_4"},
-            "FlashAttention-4 computes a sequence on one rank",
-        ),
+        (ONE_NODE, {CP: 2, "model.attention": "flash_attention_4"}, "a sequence on one rank"),
+        (ONE_NODE, {CP: 2, "model.attention": "flavor"}, "untested with grouped-query attention"),
     ],
 )
 def test_refusals_name_the_family(recipe: str, options: dict[str, Any], reason: str) -> None:

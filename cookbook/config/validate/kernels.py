@@ -172,13 +172,17 @@ def flash_attention(cell: Cell) -> Problems:
 @rule(RULES, reference=f"{TORCHTITAN}/distributed/context_parallel.py")
 def context_parallel_attention(cell: Cell) -> Problems:
     """TorchTitan has context parallelism for SDPA only; most flavors have FlexAttention."""
-    own = cell.options.model.attn_type if cell.options.model else _SDPA
-    if cell.layout.cp == 1 or (own == _SDPA and not cell.uses_flash_attention):
+    model, title = cell.options.model, cell.options.model_title
+    own = model.attn_type if model else _SDPA
+    if cell.layout.cp == 1:
         return
-    title = cell.options.model_title
-    reason = f"TorchTitan has context parallelism for SDPA only, and {title} has {own}"
     if cell.uses_flash_attention:
         reason = "FlashAttention-4 computes a sequence on one rank, and context parallelism "
         reason += f"({cell.layout.cp}) cuts it over several"
-    remedy = f"set it to 1, or set {ATTENTION}=flavor" if own == _SDPA else "set it to 1"
-    yield DEGREES["cp"], reason, remedy
+    elif own != _SDPA:
+        reason = f"TorchTitan has context parallelism for SDPA only, and {title} has {own}"
+    elif model and model.kv_heads < model.heads:
+        reason = f"context parallelism is untested with grouped-query attention, as in {title}"
+    else:
+        return
+    yield DEGREES["cp"], reason, "set it to 1"
