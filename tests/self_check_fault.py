@@ -14,11 +14,7 @@ from tests.titan_run import EP2, TP2
 
 JOB = (*titan_run.JOB, "--training.seq_len=64", "--training.local_batch_size=2")
 DEEPEP = (*EP2, "--parallelism.expert_parallel_comm_backend=deepep")
-A2A = (
-    *EP2,
-    "--parallelism.expert_parallel_a2a_dispatch_fwd_precision=mxfp8",
-    "--parallelism.expert_parallel_a2a_combine_bwd_precision=mxfp8",
-)
+A2A = (*EP2, *titan_run.A2A[:2])
 CHUNKS = ("--loss.num_chunks=4",)
 ROW_KERNELS = ("--cookbook.row_kernels",)
 MXFP8 = (

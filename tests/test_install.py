@@ -15,14 +15,7 @@ from cookbook.base.errors import InputError
 from cookbook.base.paths import ROOT
 from cookbook.install import attention, corpus, deepep
 from cookbook.install.attention import NOT_NEEDED, main
-from cookbook.install.deepep import (
-    CannotBuildError,
-    DeepEp,
-    Plan,
-    Toolkit,
-    is_built,
-    make_plan,
-)
+from cookbook.install.deepep import CannotBuildError, DeepEp, Plan, Toolkit, is_built, make_plan
 
 BUILT = Plan("c0ffee", "2.10.0", "12.8", "9.0;10.0", "3.4.5")
 

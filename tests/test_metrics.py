@@ -26,13 +26,7 @@ from cookbook.observe.metrics import (
 from cookbook.results.collect import summarize_load
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import (
-    AttemptEnd,
-    Cause,
-    Resumption,
-    write_attempt_end,
-    write_json,
-)
+from cookbook.run.status import AttemptEnd, Cause, Resumption, write_attempt_end, write_json
 
 TITAN = "[titan] 2026-11-20 18:29:22,279 - root - INFO - "
 LINE = (

@@ -10,15 +10,7 @@ from cookbook.config.cell import SAVE_LIST, Cell
 from cookbook.config.options import DEGREES, Setting
 from cookbook.config.validate import validation_errors
 from cookbook.plan.report import degrees
-from cookbook.plan.search import (
-    BATCH,
-    TOO_LARGE,
-    Found,
-    evaluate,
-    recomputation,
-    search,
-    walk,
-)
+from cookbook.plan.search import BATCH, TOO_LARGE, Found, evaluate, recomputation, search, walk
 from cookbook.plan.space import RECOMPUTATION, rejected_values, space_of
 from cookbook.predict.facts import C4
 from cookbook.predict.step import predict_step

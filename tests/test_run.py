@@ -22,15 +22,7 @@ from cookbook.run import run as records
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.run import find_run, note_new_job, read_run, run_names
-from cookbook.run.status import (
-    FAILED,
-    QUEUED,
-    REFUSED,
-    Status,
-    read_job,
-    read_status,
-    write_status,
-)
+from cookbook.run.status import FAILED, QUEUED, REFUSED, Status, read_job, read_status, write_status
 from tests.cells import Point
 from tests.checkout import commit_all
 from tests.submit import listing

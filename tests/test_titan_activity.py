@@ -13,18 +13,7 @@ import torch.nn as nn
 
 from cookbook.observe.metrics import read_steps
 from cookbook.run.folder import Attempt
-from tests.titan_run import (
-    BF16,
-    DEEPEP,
-    EP2,
-    SEQ_LEN,
-    STANDARD,
-    active,
-    job,
-    refusal,
-    refused,
-    run,
-)
+from tests.titan_run import BF16, DEEPEP, EP2, SEQ_LEN, STANDARD, active, job, refusal, refused, run
 
 pytestmark = pytest.mark.titan
 
@@ -192,9 +181,7 @@ def test_a_loop_over_experts_quantizes_nothing() -> None:
         assert (*found.grouped_gemms, found.emulated) == wanted
 
 
-def test_each_logged_step_is_a_line_at_once(
-    tmp_path: Path,
-) -> None:
+def test_each_logged_step_is_a_line_at_once(tmp_path: Path) -> None:
     from cookbook.titan.tt_0_2_2.metrics import JsonLines
 
     logger = JsonLines(tmp_path / "metrics.jsonl", 3)

@@ -81,8 +81,7 @@ def test_loss_and_gradients_are_those_of_the_flavors_own_attention(
     found = loss_and_gradients(model, tokens, model.get_attention_masks(tokens, TOKENIZER))
     expected = loss_and_gradients(own, tokens, None if of_flavor else block_mask(tokens))
     tolerance = 1e-6 if of_flavor else 1e-9
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_pipeline_gives_each_microbatch_its_own_documents() -> None:

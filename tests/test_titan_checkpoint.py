@@ -15,17 +15,7 @@ import torch.nn as nn
 
 from cookbook.run.folder import PARTS, read_checkpoint
 from tests.titan_ranks import run_ranks
-from tests.titan_run import (
-    BF16,
-    EP2,
-    EP4,
-    PP2,
-    STANDARD,
-    TP2,
-    job,
-    run,
-    train,
-)
+from tests.titan_run import BF16, EP2, EP4, MXFP8, PP2, STANDARD, TP2, job, run, train
 
 pytestmark = pytest.mark.titan
 
@@ -292,12 +282,9 @@ def test_a_failed_checkpoint_names_its_root_cause(monkeypatch: pytest.MonkeyPatc
     )
 
 
-RESHARDED = (
-    *(*STANDARD, *BF16, "--lr_scheduler.decay_ratio=0.0", "--checkpoint.enable"),
-    "--checkpoint.interval=2",
-    # BF16 rounds at other places where the ranks divide the work otherwise.
-    "--training.mixed_precision_param=float32",
-)
+EVERY_2 = ("--lr_scheduler.decay_ratio=0.0", "--checkpoint.enable", "--checkpoint.interval=2")
+# BF16 rounds at other places where the ranks divide the work otherwise.
+RESHARDED = (*STANDARD, *BF16, *EVERY_2, "--training.mixed_precision_param=float32")
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +306,16 @@ def test_twice_the_ranks_go_on_with_the_same_losses(
     more = run(assets, tmp_path, 4, *layout, *RESHARDED, of_rank=-1, steps=4)
     assert any("Loading the checkpoint from" in text for text in more["said"])
     assert more["losses"] == pytest.approx(whole["losses"][2:], rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_a_quantized_run_resumes_where_it_stopped(assets: Path, tmp_path: Path) -> None:
+    options = (*EP2, *STANDARD, *MXFP8, *EVERY_2)
+    whole = run(assets, tmp_path, 2, *options, steps=3)
+    shutil.rmtree(tmp_path / "checkpoint/step-3")
+    resumed = run(assets, tmp_path, 2, *options, steps=3)
+    assert resumed["losses"] == whole["losses"][2:]
+    assert resumed["grad_norms"] == whole["grad_norms"][2:]
 
 
 def test_torchtitans_checkpoints_are_read_without_torch(two_ranks: tuple[Path, Any]) -> None:

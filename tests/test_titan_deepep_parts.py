@@ -1,48 +1,30 @@
 """The order of a DeepEP layer's work, its collectives over TP, and its counts of tokens."""
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
+from tests.test_titan_moe import DIM, build_layer, parallelize
 from tests.test_titan_recomputation import Computed
 from tests.titan_ranks import run_ranks
 
 pytestmark = pytest.mark.titan
 
-DIM, EXPERTS, TOP_K, TOKENS = 32, 4, 2, 12
+EXPERTS, TOP_K, TOKENS = 4, 2, 12
 
 
 def parallel_layer(tp: int, chunks: int = 1) -> Any:
-    """A DeepEP layer over two ranks, by TorchTitan's plan and the cookbook's."""
+    """A DeepEP layer over two ranks."""
     from torchtitan.distributed import ParallelDims
-    from torchtitan.models.moe.moe import MoEArgs, build_moe
-
-    from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
-    from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
     dims = ParallelDims(
         dp_replicate=1, dp_shard=2 // tp, cp=1, tp=tp, pp=1, ep=2, etp=1, world_size=2
     )
-    args = MoEArgs(num_experts=EXPERTS, num_shared_experts=1, top_k=TOP_K, use_grouped_mm=False)
-    args.score_before_experts = False
-    torch.manual_seed(0)
-    layer = build_moe(args, DIM, 16, "deepep").double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(std=0.3)
-    layer.expert_bias = torch.zeros(EXPERTS, dtype=torch.float64)
-    layer.tokens_per_expert = torch.zeros(EXPERTS, dtype=torch.float64)
-    block = nn.Module()
-    block.moe, block.moe_enabled = layer, True
-    model: Any = SimpleNamespace(layers={"0": block})
-    meshes = {f"{name}_mesh": dims.get_optional_mesh(name) for name in ("tp", "ep", "etp")}
-    meshes["ep_etp_mesh"] = None
-    apply_moe_ep_tp(Precisions(False, False), model, chunks=chunks, use_deepep=True, **meshes)
+    layer = build_layer(False, EXPERTS, TOP_K, unused=())
+    parallelize(layer, dims, chunks=chunks, use_deepep=True)
     return layer
 
 

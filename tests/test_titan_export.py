@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 
 from cookbook.base.errors import InputError, JobError
-from tests.titan_run import (
-    BF16,
-    EP2,
-    MXFP8,
-    NUM_HEADS,
-    NUM_LAYERS,
-    PP2,
-    STANDARD,
-    TP2,
-    run,
-)
+from tests.titan_run import BF16, EP2, MXFP8, NUM_HEADS, NUM_LAYERS, PP2, STANDARD, TP2, run
 
 pytestmark = pytest.mark.titan
 

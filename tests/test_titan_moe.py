@@ -19,15 +19,17 @@ BATCH, LENGTH = 2, 12
 RANKS, TP = 4, 2
 
 
-def build_layer(route_norm: bool) -> Any:
+def build_layer(
+    route_norm: bool, experts: int = EXPERTS, top_k: int = TOP_K, unused: tuple[int, ...] = (1, 6)
+) -> Any:
     """TorchTitan's standard layer, which its Qwen3 builds whatever the backend."""
     from torchtitan.models.moe.moe import MoE, MoEArgs
 
     torch.manual_seed(0)
     args = MoEArgs(
-        num_experts=EXPERTS,
+        num_experts=experts,
         num_shared_experts=1,
-        top_k=TOP_K,
+        top_k=top_k,
         score_before_experts=False,
         route_norm=route_norm,
         use_grouped_mm=False,  # the grouped GEMM computes in bfloat16
@@ -37,10 +39,23 @@ def build_layer(route_norm: bool) -> Any:
         for parameter in layer.parameters():
             parameter.normal_(std=0.3)
     # Two experts that nobody chooses stay empty; their weights must get zero gradients.
-    layer.expert_bias = torch.zeros(EXPERTS, dtype=torch.float64)
-    layer.expert_bias[[1, 6]] = -1e3
-    layer.tokens_per_expert = torch.zeros(EXPERTS, dtype=torch.float64)
+    layer.expert_bias = torch.zeros(experts, dtype=torch.float64)
+    layer.expert_bias[list(unused)] = -1e3
+    layer.tokens_per_expert = torch.zeros(experts, dtype=torch.float64)
     return layer
+
+
+def parallelize(layer: Any, dims: Any, **options: Any) -> None:
+    """Apply TorchTitan's plan and the cookbook's to one layer."""
+    from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
+    from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
+
+    block = nn.Module()
+    block.moe, block.moe_enabled = layer, True
+    model: Any = SimpleNamespace(layers={"0": block})
+    meshes = {f"{name}_mesh": dims.get_optional_mesh(name) for name in ("tp", "ep", "etp")}
+    meshes["ep_etp_mesh"] = dims.get_optional_mesh(["ep", "etp"])
+    apply_moe_ep_tp(Precisions(False, False), model, **meshes, **options)
 
 
 def batches() -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,41 +104,20 @@ def run_layer(
     route_norm: bool,
     *,
     compiled: bool = False,
-    chunks: int = 1,
-    score_activations: bool = False,
-    row_kernels: bool = False,
     ep: int = RANKS,
     etp: int = 1,
-    dual_pipe_v: bool = False,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """What `reference` returns, from this rank's part of the layer and whole again."""
     from torch.distributed.tensor import DTensor, Replicate
     from torchtitan.distributed import ParallelDims
-
-    from cookbook.titan.tt_0_2_2.mxfp8 import Precisions
-    from cookbook.titan.tt_0_2_2.parallelize import apply_moe_ep_tp
 
     dims = ParallelDims(
         dp_replicate=1, dp_shard=RANKS // tp, cp=1, tp=tp, pp=1, ep=ep, etp=etp, world_size=RANKS
     )
     dims.build_mesh()
     layer = build_layer(route_norm)
-    block = nn.Module()
-    block.moe, block.moe_enabled = layer, True
-    model = SimpleNamespace(layers={"0": block})
-    apply_moe_ep_tp(
-        Precisions(dispatch_forward=False, combine_backward=False),
-        model,
-        chunks=chunks,
-        score_activations=score_activations,
-        row_kernels=row_kernels,
-        tp_mesh=dims.get_optional_mesh("tp"),
-        ep_mesh=dims.get_optional_mesh("ep"),
-        etp_mesh=dims.get_optional_mesh("etp"),
-        ep_etp_mesh=dims.get_optional_mesh(["ep", "etp"]),
-        dual_pipe_v=dual_pipe_v,
-        use_deepep=moe_impl == "deepep",
-    )
+    parallelize(layer, dims, use_deepep=moe_impl == "deepep", **options)
     if compiled:
         # As TorchTitan's apply_compile: every child but the experts, as one graph each.
         for name in ("router", "reorderer", "shared_experts"):

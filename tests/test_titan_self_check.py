@@ -30,13 +30,7 @@ from cookbook.titan.self_check.products import (
     document_ends,
     flash_attention_4,
 )
-from tests.self_check_fault import (
-    put_in,
-    scaled,
-    with_argument,
-    with_gradient,
-    with_result,
-)
+from tests.self_check_fault import put_in, scaled, with_argument, with_gradient, with_result
 from tests.titan_ranks import run_ranks
 from tests.titan_run import refusal
 

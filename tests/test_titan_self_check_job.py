@@ -43,12 +43,7 @@ JOBS: dict[str, tuple[tuple[str, ...], int, set[str]]] = {
     "deepep, tp": (
         (*DEEPEP, *TP2, *CHUNKS),
         2,
-        {
-            "sdpa",
-            "rows to expert groups and back",
-            "loss in chunks",
-            "dispatch and combine deepep",
-        },
+        {"sdpa", "rows to expert groups and back", "loss in chunks", "dispatch and combine deepep"},
     ),
     "rows": (
         ROW_KERNELS,
@@ -266,7 +261,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
                 "4 experts of 256 x 256, about 384 rows",
             ],
             "rows to expert groups and back": [
-                "96 tokens of 256, 4 experts, top 3, scores on the activations",
+                "96 tokens of 256, 4 experts, top 3, scores on the activations"
             ],
             "dispatch and combine deepep": [
                 "3 x 32 tokens of 256 a rank, 8 experts over 2 ranks, top 3, TP 2"
@@ -277,11 +272,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, str, dict[str, list[str]]]] = {
 
 
 # Of Float8 the recipe decides, and the bound of one scale for a tensor is wider.
-LINEAR = {
-    "rowwise": "float8",
-    "rowwise_with_gw_hp": "float8",
-    "tensorwise": "float8 tensorwise",
-}
+LINEAR = {"rowwise": "float8", "rowwise_with_gw_hp": "float8", "tensorwise": "float8 tensorwise"}
 
 
 def float8(recipe: str) -> tuple[str, ...]:

@@ -59,8 +59,7 @@ def test_output_and_gradients_are_those_of_flex_attention(name: str) -> None:
     *inputs, grad = random_inputs(len(tokens))
     out = attend(inputs, cu_seqlens_of(tokens))
     found = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-    for one, other in zip(found, flex(inputs, grad, tokens), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, flex(inputs, grad, tokens), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
@@ -171,8 +170,7 @@ def test_recomputation_and_compile_change_no_gradient(
         torch.autograd.grad(one(x, weight, cu_seqlens).square().sum(), (x, weight))
         for one in (call, in_a_layer)
     )
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
     assert len(calls) == times + 1
 
 
@@ -281,8 +279,7 @@ def test_kernels_get_the_documents_and_the_scale(
 
     found = gradients(OnGpu)
     assert varlen.ran == {"flash_attention_4"}
-    for one, other in zip(found, gradients(torch.Tensor), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, gradients(torch.Tensor))
     assert kernels.is_deterministic == [is_deterministic]
 
 

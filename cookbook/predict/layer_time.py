@@ -198,9 +198,8 @@ class Kernels:
         else:
             # Under TP each rank fills the rows of all tokens, most of them with zeros.
             every = float(s.act * s.tokens * s.top_k * s.dim)
-            # Gathered from the tokens, into the experts' order and out of it; then zeros, the rows
-            # put into these, all of it turned to FP32 (twice the bytes) and multiplied by the
-            # scores.
+            # Gathers: tokens to rows, rows to expert order and back. Then zero-fill, scatter the
+            # rows, cast to FP32 (twice the bytes) and multiply by the scores.
             moved = 4 * sent + 4 * rows + 6 * every
             if backward:
                 # The gradient of a gather adds rows to tokens, one after another.

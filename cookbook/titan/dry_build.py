@@ -78,7 +78,7 @@ def build_cell(request: Answer, describe: Callable[..., Answer]) -> Answer:
                 answers.append(_read(pipe, rank, child, pipe in ready))
                 del running[pipe]
                 if "error" in answers[-1]:
-                    # The other stages would mostly say the same.
+                    # The other stages mostly fail alike.
                     waiting.clear()
     finally:
         for _, child, _ in running.values():
@@ -105,9 +105,9 @@ def _read(pipe: Connection, rank: int, child: Any, is_ready: bool) -> Answer:
 
 def _answer(request: Answer, rank: int, describe: Callable[..., Answer], pipe: Connection) -> None:
     """Build one rank in the child, which ends with it."""
-    # A signal meant for the parent ends the child the plain way.
+    # Undo the parent's handler: Ctrl-C kills the child.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Of an exit by tyro or the cookbook, the last output is the reason to report.
+    # If tyro or the cookbook exits, its last output is the reason to report.
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
         output = Path(folder) / "output"
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
@@ -156,7 +156,7 @@ def _place(filename: str, line: int | None) -> str:
 
 def main(stack: str, describe: Callable[..., Answer]) -> None:
     """Answer requests until there are no more."""
-    # A library's output must not stand between the answers.
+    # Keep libraries' output off the answers' descriptor.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     importlib.import_module(stack)

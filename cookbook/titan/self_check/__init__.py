@@ -72,7 +72,7 @@ class KernelCase:
     Attributes:
         kernel: such as `flash_attention_4` or `grouped GEMM mxfp8`.
         run: makes inputs, runs the kernel, and yields the errors of its output and gradients.
-        avoid: the option that does without it.
+        avoid: how to train without the kernel.
         collective: all ranks must run it together.
     """
 
@@ -115,7 +115,7 @@ class CaseResult:
 
 
 def run_case(case: KernelCase, device: str) -> CaseResult:
-    """Run one case; a kernel that raises has failed, and stops no other."""
+    """Run one case; a kernel that raises fails its own case only."""
     began = time.perf_counter()
     errors: tuple[Error, ...] = ()
     failure = None
@@ -220,7 +220,7 @@ def random_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return experts and scores, (tokens, top k); the experts 1 and experts - 2 get no token.
 
-    Expert 0 gets more than its share. Scores lie between 0.25 and 1, so that no copy is negligible.
+    Expert 0 is overloaded. Scores are uniform in [0.25, 1), so every copy counts.
     """
     random = generator(device, seed)
     preference = torch.rand(tokens, experts, device=device, generator=random)

@@ -54,8 +54,8 @@ class AttentionShape:
 
     Attributes:
         groups: query heads that share one head of keys and values.
-        max_documents: declared to FlashAttention-4 for all sequences together, empty ones included:
-            beyond 256 it has another kernel. None declares as training does for this very shape.
+        max_documents: declared to FlashAttention-4 for the whole batch, empty ones included; above
+            256 it runs another kernel. None declares what training would for this shape.
         max_length: declared of a document; None for the length of a sequence.
     """
 
@@ -153,7 +153,7 @@ def attention_errors(
     lengths = cu_seqlens.diff()
     document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
     heads = max(1, min(4, SCORES // int(lengths.max()) ** 2) // shape.groups)
-    # Of each tensor the squares of its differences and of the reference, by document and head.
+    # Per tensor: squared differences and squared reference, by document and head.
     sums: dict[str, Tensors] = {name: [] for name in ("out", "dq", "dk", "dv")}
     for begin in range(0, shape.heads // shape.groups, heads):
         shared = slice(begin, begin + heads)
@@ -206,7 +206,7 @@ def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
 
 Products = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# Of output, input gradient and weight gradient, by format.
+# Bounds of output, input gradient and weight gradient, by format.
 BOUNDS: dict[str, tuple[Bound, Bound, Bound]] = {
     "bf16": (BF16, BF16, BF16),
     "mxfp8": (FP8, FP8, FP8),

@@ -101,7 +101,7 @@ def row_errors(
     sizes = zip(plan.sizes.tolist(), counts, strict=True)
     is_fill = [torch.arange(size, device=device) >= count for size, count in sizes]
     fill = torch.cat(is_fill)[:, None]
-    # Rows behind the last group belong to nobody.
+    # Rows after the last group are unused.
     behind = len(grouped) - len(by_row)
     by_row, fill = (nn.functional.pad(one, (0, 0, 0, behind), value=1) for one in (by_row, fill))
     outputs = grouped.float() * by_row

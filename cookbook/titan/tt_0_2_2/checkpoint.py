@@ -39,7 +39,7 @@ STOP, STOPPED = "stop", "stopped"
 
 
 class Wish(IntEnum):
-    """The wish of a rank after a step; the largest of all ranks is done."""
+    """A rank's request after a step; the ranks act on the largest."""
 
     NOTHING = 0
     SAVE = 1

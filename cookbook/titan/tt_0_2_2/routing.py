@@ -45,7 +45,7 @@ def count_load(model: nn.Module) -> None:
         moe.register_forward_hook(_add_count)
 
 
-# The difference of TorchTitan's count, by two operations in place: nothing waits or is allocated.
+# Two in-place operations take the difference of TorchTitan's count: no wait, no allocation.
 def _subtract_count(moe: Any, inputs: Any) -> None:
     if torch.is_grad_enabled() and not in_recompute():
         if not hasattr(moe, _COUNT):
@@ -177,7 +177,7 @@ class RouterLoad:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
-            # A statistic must not end a training.
+            # A statistic must not end the job.
             logger.warning(f"cookbook: no more router load: {self._file}: {error.strerror}")
             self._file = None
 
@@ -241,7 +241,7 @@ def route_at_random(
 def _look_up(router: Any, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     table, num_tokens = router.cookbook_dealt, scores.shape[0]
     if num_tokens > table.shape[0]:
-        # A larger batch, of a validation perhaps.
+        # Validation may have larger batches.
         table = table.repeat(-(-num_tokens // table.shape[0]), 1)
     experts = table[:num_tokens].long()
     return experts, scores.gather(1, experts)

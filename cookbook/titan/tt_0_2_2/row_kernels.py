@@ -77,7 +77,7 @@ class RowExperts(nn.Module):
             activity.dispatches.add("standard")
         with torch.no_grad():
             received, (there, here) = exchange_counts(groups.sizes, group, ranks)
-            # Rows arrive by rank, and of each rank by expert.
+            # Rows arrive ordered by rank, then by expert.
             num_local = len(received) // ranks
             experts = torch.arange(num_local, device=rows.device).repeat(ranks)
             experts = experts.repeat_interleave(received, output_size=sum(here))
@@ -105,7 +105,7 @@ class RowExperts(nn.Module):
             return group_products(scored_swiglu(both, groups.scores), w2, ends, grouped=False)
         # FSDP may have cast them to the parameters' type.
         rows = rows.bfloat16()
-        # Quantized weights are quantized one by one.
+        # Quantize each weight separately.
         if type(w1) in (torch.Tensor, nn.Parameter):
             both = group_products(rows, join(torch.bfloat16, w1, w3), ends)
             if w2.dtype != torch.bfloat16:

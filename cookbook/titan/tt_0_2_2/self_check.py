@@ -1,7 +1,7 @@
 """Compares every kernel that a job uses with a reference, on its own GPU, before the first step.
 
-Kernels have been wrong in silence, on one generation of GPUs or in the backward alone. A wrong one
-ends the job.
+Kernels have been silently wrong on one GPU generation, or in the backward only. A wrong one ends
+the job.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def check_nvshmem(maps: str) -> None:
 def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
     """Return the results of a cell's cases, of each the worst of all ranks, on every rank.
 
-    Leave out collective cases, which would wait, once a kernel of one rank has failed.
+    Skip collective cases once any rank has failed; the others would hang.
 
     Args:
         skip: kernels and shapes that are known already.
@@ -134,7 +134,7 @@ def worst_of_ranks(own: list[CaseResult]) -> list[CaseResult]:
 
 @contextmanager
 def _without_traces(device: str) -> Iterator[None]:
-    """Leave nothing in the process: no notes of kernels, settings, memory or log lines."""
+    """Restore notes of kernels, settings and memory afterwards; log nothing."""
     noted = [varlen_attention.ran, activity.dispatches, activity.rows, activity.losses]
     noted += [activity.saved, activity.patches_applied]
     before = [set(notes) for notes in noted]

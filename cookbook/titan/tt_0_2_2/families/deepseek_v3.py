@@ -45,7 +45,7 @@ class ModelArgs(CookbookArgs, DeepSeekV3ModelArgs):
 
 
 PROXY = ModelArgs(
-    # That of the local tokenizer.
+    # The local tokenizer's.
     vocab_size=2048,
     dim=1024,
     inter_dim=4096,

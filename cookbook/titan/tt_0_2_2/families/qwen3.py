@@ -106,7 +106,7 @@ class ModelWithAttention(AttentionChoice, Qwen3Model):
     def __init__(self, model_args: ModelArgs) -> None:
         super().__init__(model_args)
         for block in self.layers.values():
-            # TorchTitan's TP plan leaves DTensors, cut by heads, which not every attention takes.
+            # Under TP, TorchTitan passes DTensors sharded by head; not every attention takes them.
             block.attention.inner_attention.register_forward_pre_hook(_take_local)
         # As TorchTitan does for DeepSeek-V3.
         self.op_sac_save_list.add(torch.ops._c10d_functional.all_to_all_single.default)
