@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-import yaml
-
 from cookbook.base.paths import ROOT
+from cookbook.base.yamlfile import read_yaml
 
 LIST = Path(__file__).with_name("mutants.yaml")
 # A fault can cause an endless loop; a timeout counts as found.
@@ -69,8 +68,8 @@ class Mutant:
 
 def read_list(path: Path = LIST) -> list[Mutant]:
     """Return all faults in the order of the list."""
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return [Mutant(file=file, **fault) for file, faults in content.items() for fault in faults]
+    files = read_yaml(path).content.items()
+    return [Mutant(file=file, **fault) for file, faults in files for fault in faults]
 
 
 def copy_tree(folder: Path) -> Path:

@@ -16,8 +16,7 @@ def test_the_listed_faults_can_be_put_in() -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
-    monkeypatch.setattr(mutants, "SECONDS", 5)
+def checkout(tmp_path: Path) -> Checkout:
     (tmp_path / "adding.py").write_text("def add(a, b):\n    return a + b\n")
     (tmp_path / "test_adding.py").write_text(
         "from adding import add\n\n\ndef test_zero():\n    assert add(2, 0) == 2\n\n\n"
@@ -45,10 +44,14 @@ def test_a_fault_is_found_by_its_tests_alone(checkout: Checkout) -> None:
         checkout.close()
 
 
-def test_a_fault_that_never_ends_is_killed(checkout: Checkout) -> None:
+def test_a_fault_that_never_ends_is_killed(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     try:
         endless = "def add(a, b):\n    while True:\n        pass\n"
+        monkeypatch.setattr(mutants, "SECONDS", 5)
         assert checkout.try_fault("adding.py", endless, "test_adding.py")[0] == "found by timeout"
+        monkeypatch.undo()
         assert checkout.run_tests("test_adding.py") == (0, [])
     finally:
         checkout.close()
