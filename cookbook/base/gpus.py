@@ -12,25 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-try:
-    from cookbook.base.yamlfile import Number, Text
-except ModuleNotFoundError:
-    # The doctor looks at GPUs before any package is installed.
-    Text, Number = str, float
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU model: its name, compute capability (10.0 for B200) and memory in GiB.
+    """A GPU model: its name, compute capability (10.0 for B200) and memory in GiB."""
 
-    Cluster profiles give exactly these keys; what belongs to one machine is in `InstalledGpu`.
-    """
-
-    name: Text
-    compute_capability: Number
-    memory_gib: Number
+    name: str
+    compute_capability: float
+    memory_gib: float
 
 
 @dataclass(frozen=True)

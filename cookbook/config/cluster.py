@@ -33,6 +33,13 @@ from cookbook.run.record import CellRecord
 
 
 @dataclass(frozen=True)
+class _GpuKeys:
+    name: Text
+    compute_capability: Number
+    memory_gib: Number
+
+
+@dataclass(frozen=True)
 class Container:
     """A pyxis container that the job's tasks run in, instead of the virtual environment."""
 
@@ -65,7 +72,7 @@ class Cluster:
     nodes: Count = 1
     gpus_per_node: Count | None = None
     cpu_ranks_per_node: Count = field(default=1, metadata={"key": "ranks_per_node"})
-    gpu: Gpu | None = None
+    gpu: SkipValidation[Gpu | None] = None
     emulate: Flag = False
     partition: Text | None = None
     account: Text | None = None
@@ -127,7 +134,11 @@ _TIME = re.compile(r"(?:(?P<days>[0-9]+)-)?(?P<rest>[0-9]+(?::[0-9]+){0,2})")
 
 
 def default_cluster() -> str:
-    """COOKBOOK_CLUSTER, `local` without Slurm, else the one profile that fits; else InputError."""
+    """Return COOKBOOK_CLUSTER, `local` without Slurm, or the only profile that fits Slurm's nodes.
+
+    Raises:
+        InputError: no profile fits, or several do.
+    """
     if name := os.environ.get("COOKBOOK_CLUSTER"):
         return name
     groups = slurm.node_groups() if has_slurm() else None
@@ -183,7 +194,10 @@ def cluster_from_record(record: CellRecord) -> Cluster:
 
 def _read_cluster(file: YamlFile) -> Cluster:
     own: dict[str, Any] = {"name": file.path.stem, "path": file.path, "content": file.content}
-    cluster = fill(Cluster, file, beside=sections(), settings=read_sections(file), **own)
+    if file.content.get("gpu") is not None:
+        own["gpu"] = Gpu(**vars(fill(_GpuKeys, file, ("gpu",))))
+    beside = {"gpu", *sections()}
+    cluster = fill(Cluster, file, beside=beside, settings=read_sections(file), **own)
     for key, reason, remedy in _problems(file, cluster):
         raise InputError(file.place(*key), reason, remedy)
     check_environment(file, cluster.environment)
