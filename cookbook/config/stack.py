@@ -89,11 +89,8 @@ class Option:
             value = float(value)
         if not _holds(self.kind, value):
             allowed = _ALLOWED[self.kind]
-            found, remedy = (
-                f"found {described(value)}, allowed: {allowed}",
-                quotes_remedy(value, allowed),
-            )
-            raise InputError(place, found, remedy)
+            found = f"found {described(value)}, allowed: {allowed}"
+            raise InputError(place, found, quotes_remedy(value, allowed))
         if self.kind == "list" and not value and self.default:
             # TorchTitan reads an empty word as a list of one empty name.
             raise InputError(place, "found an empty list, which TorchTitan cannot be given here")

@@ -88,10 +88,8 @@ def expand_sweep(sweep: Sweep, request: CellRequest) -> list[Cell]:
     for recipe, point in itertools.product(sweep.recipes, sweep.points):
         if point.recipe not in (None, recipe):
             continue
-        pair, own = (
-            requested_pair(recipe, request, point.pair),
-            {**sweep.settings, **point.settings},
-        )
+        pair = requested_pair(recipe, request, point.pair)
+        own = {**sweep.settings, **point.settings}
         for values in itertools.product(*axes.values()):
             cell = resolve_cell(
                 recipe,

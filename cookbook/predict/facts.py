@@ -1,4 +1,4 @@
-"""Facts that a prediction rests on beside the cell: of GPUs and links, and of documents' lengths.
+"""What a prediction needs beside the cell: facts of GPUs and links, and documents' lengths.
 
 Facts of hardware are from `recipes/hardware/*.yaml`, each with its source. A token attends to those
 before it in its own document and sequence; ranks meet in every layer, so the rank whose batch has
@@ -29,7 +29,10 @@ _FOLDER = RECIPES / "hardware"
 
 @dataclass(frozen=True)
 class Hardware:
-    """The facts, units last in their names, shares of 1; those between nodes may be missing."""
+    """Facts of a GPU and its links; names end in units, shares are 0 to 1.
+
+    Those of the network between nodes may be missing.
+    """
 
     name: str
     path: Path
@@ -156,9 +159,7 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
     if path and path.rstrip("/").endswith("assets/local/corpus"):
         return LOCAL
     place = cell.options.origin("training.dataset_path" if path else "training.dataset")
-    found = (
-        f"the length of the documents of {path or name} is not known, and attention depends on it"
-    )
+    found = f"the documents' length in {path or name} is not known, and attention depends on it"
     raise InputError(place, found, "pass it: --documents MEAN:MEDIAN, in tokens")
 
 

@@ -83,9 +83,10 @@ def predict_step(
     hardware: Hardware | None = None,
     overlapped: bool = True,
 ) -> StepTime:
-    """Predict the step of a cell; ranks, documents and hardware are its own where None.
+    """Predict a cell's step.
 
     Args:
+        ranks, documents, hardware: replace those of the cell.
         overlapped: whether a DeepEP layer computes beside its exchanges, as it does today.
 
     Raises:
@@ -110,10 +111,8 @@ def predict_step(
     times = LayerTimes(cell, kernels, links, overlapped)
     least_ms = hardware.host_ms_per_routed_layer
     if times.compute_ms(Layer(0, moe=True, recomputed=False))[0] < least_ms:
-        found = (
-            f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets the "
-        )
-        found += "pace, which is not modelled"
+        found = f"a microbatch computes in a layer for less than {least_ms:g} ms: the host sets "
+        found += "the pace, which is not modelled"
         place = options.origin("training.local_batch_size")
         raise InputError(place, found, "take more tokens a microbatch")
     rounds = ranks[0].gradient_accumulation_steps

@@ -190,7 +190,7 @@ class _Inert:
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        # A frozen dataclass with slots has a list here, which nothing below needs.
+        # The state of a frozen dataclass with slots is a list. Nothing below reads those.
         self.__dict__.update(state if isinstance(state, dict) else {})
 
 

@@ -131,8 +131,6 @@ def _degrees(layout: Layout) -> Iterator[_Problem]:
                 return
         reason = (
             f"PP {layout.pp} x DP replicate {layout.dp_replicate} x DP shard {layout.dp_shard} "
-        )
-        reason += (
             f"x CP {layout.cp} x TP {layout.tp} is {product} ranks, the job has {layout.world}"
         )
         remedy = "set it to -1 (all ranks that are left), or change another degree"
@@ -170,9 +168,9 @@ def _stages(options: Options, layout: Layout, num_layers: int) -> Iterator[_Prob
         per_rank, left = divmod(stages, layout.pp)
         if left or per_rank < at_least or (at_least == 1 and per_rank != 1):
             reason = (
-                f"{per_stage} layers a stage make {stages} stages of {num_layers} layers, which"
+                f"{per_stage} layers a stage make {stages} stages of {num_layers} layers, which "
+                f"{schedule} cannot divide among {layout.pp} pipeline ranks"
             )
-            reason += f" {schedule} cannot divide among {layout.pp} pipeline ranks"
             yield _PER_STAGE, reason, f"try {math.ceil(layers / (layout.pp * at_least))}"
             return
     if max(first, last, 1) > layers // stages:
