@@ -70,6 +70,7 @@ def test_counts_add_up_to_the_tokens_of_a_step(
 
 def test_forced_balance_is_said_and_is_even(assets: Path, tmp_path: Path) -> None:
     lines = logged(assets, tmp_path, 2, *EP2, "--debug.moe_force_load_balance")
+    assert len(lines) == 2
     for line in lines:
         assert line["forced"] is True
         assert line["busiest_over_mean"] == [1.0] * len(LAYERS)

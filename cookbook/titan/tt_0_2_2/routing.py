@@ -107,8 +107,7 @@ class RouterLoad:
         # The ranks of a TP group count the same tokens: the sum is not over them.
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("loss", "pp")]
         self._groups = [mesh.get_group() for mesh in meshes if mesh is not None]
-        debug = job_config.debug
-        self._forced = bool(debug.moe_force_load_balance) or debug.moe_routing != "trained"
+        self._forced = chosen_routing(job_config) != TRAINED
         self._writes = writes
         attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
         self._file = Path(attempt) / FILE if attempt else None
