@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutants
 from tests.mutants import Checkout, Mutant, read_list
 
 
@@ -44,17 +43,15 @@ def test_a_fault_is_found_by_its_tests_alone(checkout: Checkout) -> None:
         checkout.close()
 
 
-def test_a_fault_that_never_ends_is_killed(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_that_never_ends_is_killed(checkout: Checkout) -> None:
+    checkout.close()
+    limited = Checkout(checkout.folder, ["pytest"], seconds=10)
     try:
         endless = "def add(a, b):\n    while True:\n        pass\n"
-        monkeypatch.setattr(mutants, "SECONDS", 5)
-        assert checkout.try_fault("adding.py", endless, "test_adding.py")[0] == "found by timeout"
-        monkeypatch.undo()
-        assert checkout.run_tests("test_adding.py") == (0, [])
+        assert limited.try_fault("adding.py", endless, "test_adding.py")[0] == "found by timeout"
+        assert limited.run_tests("test_adding.py") == (0, [])
     finally:
-        checkout.close()
+        limited.close()
 
 
 def test_an_invalid_fault_is_reported(checkout: Checkout) -> None:
