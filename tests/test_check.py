@@ -214,14 +214,7 @@ def test_no_hint_near_the_best_interval_or_where_nothing_is_known_or_saved() -> 
 
 
 @pytest.mark.parametrize(
-    ("time", "told"),
-    [
-        (None, 300),
-        ("8", 120),
-        ("08:00", 120),
-        ("00:10:00", 150),
-        ("1-0", 300),
-    ],
+    ("time", "told"), [(None, 300), ("8", 120), ("08:00", 120), ("00:10:00", 150), ("1-0", 300)]
 )
 def test_a_short_job_is_told_late_to_stop(time: str | None, told: int) -> None:
     cluster = dataclasses.replace(load_cluster("soperator-b200"), time=time)

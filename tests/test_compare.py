@@ -97,12 +97,7 @@ def test_what_differs_between_the_runs_is_listed_texts_and_tokenizers_by_name(tw
 
 @pytest.mark.parametrize(
     ("speed", "words", "status"),
-    [
-        (96, (), 0),
-        (94, (), 1),
-        (94, ("--tolerance", "7"), 0),
-        (98, ("--tolerance", "1"), 1),
-    ],
+    [(96, (), 0), (94, (), 1), (94, ("--tolerance", "7"), 0), (98, ("--tolerance", "1"), 1)],
 )
 def test_slower_is_status_1(two: Two, speed: float, words: tuple[str, ...], status: int) -> None:
     for run, cell, tps in (("old", "a", 100), ("old", "b", 100), ("new", "a", 100)):

@@ -18,10 +18,7 @@ from tests.checkout import copy_checkout
 from tests.submit import environment, submit
 
 DOCUMENTS = walked(
-    [
-        *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
-        *sorted(ROOT.glob("docs/**/*.md")),
-    ]
+    [*(ROOT / "README.md", ROOT / "CONTRIBUTING.md"), *sorted(ROOT.glob("docs/**/*.md"))]
 )
 _PATH = re.compile(
     r"`((?:cookbook|recipes|tests|bench|templates|docs)/[\w./-]+|setup\.sh|requirements\.txt)`"
@@ -137,7 +134,7 @@ def test_a_reader_trains_validates_exports_and_continues(tmp_path: Path) -> None
             text=True,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=300,
+            timeout=450,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout

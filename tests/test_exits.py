@@ -220,13 +220,17 @@ def test_a_hang_is_seen_in_time(seconds: float, log_freq: int, least: int) -> No
     assert f"after step {7 * log_freq}" in (clock.hang or "")
 
 
-def test_until_a_step_has_a_usual_time_each_line_is_a_sign_of_life() -> None:
-    clock = StepClock(Timeouts(), log_freq=100)
-    for now in range(0, 20_000, 4):
-        # Minutes after the first step, and long before the hundredth.
-        clock.look(at(1), now // 1000, float(now))
+# Before the first step; minutes after it, and long before the hundredth.
+@pytest.mark.parametrize(("usual", "newest"), [(1.0, Newest(None, Phase.COMPILING)), (None, at(1))])
+def test_until_a_step_has_a_usual_time_each_line_is_a_sign_of_life(
+    usual: float | None, newest: Newest
+) -> None:
+    clock = StepClock(Timeouts(), usual=usual, log_freq=100)
+    for now in range(0, 7200, 2):
+        clock.look(newest, now // 1000, float(now))
         assert clock.hang is None
-    assert 1700 < seen_after(clock, at(1), 20_000.0, size=20) < 1900
+    assert 1700 < seen_after(clock, newest, 7200.0, size=8) < 1900
+    assert ("before the first step" in (clock.hang or "")) == (newest.step is None)
 
 
 @pytest.mark.parametrize(
@@ -247,15 +251,6 @@ def test_a_save_may_take_as_long_as_saves_do(
     clock = StepClock(Timeouts(least_save_s=least_save), longest_save=lambda: longest)
     now = trained(clock, 1.0)
     assert least < seen_after(clock, at(7, phase), now) < most
-
-
-def test_before_the_first_step_each_line_is_a_sign_of_life() -> None:
-    clock = StepClock(Timeouts(), usual=1.0)
-    for now in range(0, 7200, 2):
-        clock.look(at(None, Phase.COMPILING), now // 1000, float(now))
-        assert clock.hang is None
-    assert seen_after(clock, at(None, Phase.COMPILING), 7200.0, size=7) > 800
-    assert "before the first step" in (clock.hang or "")
 
 
 def test_a_job_that_was_suspended_does_not_hang() -> None:

@@ -13,11 +13,7 @@ import pytest
 from rich.console import Console
 
 from cookbook.cli import display, follow
-from cookbook.cli.display import (
-    CellProgress,
-    Progress,
-    summarize,
-)
+from cookbook.cli.display import CellProgress, Progress, summarize
 from cookbook.cli.follow import Watcher, cancel, show_logs, show_status
 from cookbook.run import slurm
 from cookbook.run.folder import CellFolder

@@ -21,6 +21,7 @@ from cookbook.launch.script import option_word, sbatch_options
 from cookbook.launch.submit import create_run, submit_run
 from cookbook.run.record import read_record
 from cookbook.run.run import Run, is_submit_locked
+from cookbook.run.slurm import sbatch as slurm_sbatch
 from cookbook.run.status import read_job, read_status
 from tests.cells import CLUSTERS, Point
 from tests.programs import write_program
@@ -174,10 +175,17 @@ def cells() -> list[Cell]:
     return found
 
 
-def test_each_cell_that_can_run_is_a_job_of_its_own(slurm: Slurm, cells: list[Cell]) -> None:
+def test_each_cell_that_can_run_is_a_job_of_its_own(
+    slurm: Slurm, cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = create_run("smoke", cells)
-    # Until all is submitted, a cell without a job is waited for.
-    assert is_submit_locked(run.folder)
+
+    def sbatch(script: Path, folder: Path) -> str:
+        # Until all is submitted, a cell without a job is waited for.
+        assert is_submit_locked(run.folder)
+        return slurm_sbatch(script, folder)
+
+    monkeypatch.setattr(executor, "sbatch", sbatch)
     assert submit_run(run, cells) == ["4711", "4712", "4713"]
     assert not is_submit_locked(run.folder)
     jobs = [job and job.job_id for job in map(read_job, run.cells)]

@@ -157,10 +157,12 @@ def started(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     )
     try:
         logs = "*/debug-bf16-standard/attempt-0/train.log"
-        until(
-            lambda: any("step:" in log.read_text(errors="replace") for log in runs.glob(logs)),
-            120,
-        )
+
+        def said() -> str:
+            return "".join(log.read_text(errors="replace") for log in runs.glob(logs))
+
+        # On a busy machine a step takes half a minute.
+        until(lambda: "step:" in said(), 300, said)
         yield runs, driver
     finally:
         driver.kill()

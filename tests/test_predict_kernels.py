@@ -188,10 +188,7 @@ def test_deepep_takes_the_slower_of_its_two_networks() -> None:
 def test_fsdp_gathers_and_reduces_over_shards_and_replicas() -> None:
     replicated = on_gpus(
         4,
-        {
-            "parallelism.data_parallel_replicate_degree": 2,
-            "parallelism.expert_parallel_degree": 1,
-        },
+        {"parallelism.data_parallel_replicate_degree": 2, "parallelism.expert_parallel_degree": 1},
     )
     found = links(only(nvlink_gb_per_s=4.0, nccl_nvlink_share=0.25), replicated, grad=4)
     unit = Unit("layers.0", 2, 500, 1000, 4)

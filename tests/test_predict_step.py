@@ -66,10 +66,7 @@ def gathered(prefix: str) -> int:
 
 
 # Attention takes seconds in each layer.
-SLOW_ATTENTION = {
-    "flex_attention_forward_tflops": 0.001,
-    "flex_attention_backward_tflops": 0.001,
-}
+SLOW_ATTENTION = {"flex_attention_forward_tflops": 0.001, "flex_attention_backward_tflops": 0.001}
 
 
 @pytest.mark.parametrize(("policy", "gathers"), [("always", 2), ("default", 2), ("never", 1)])

@@ -74,10 +74,7 @@ def test_the_rank_that_sends_most_is_shown() -> None:
 @pytest.mark.parametrize(("policy", "gathers"), [("default", 2), ("always", 2), ("never", 1)])
 def test_bytes_of_fsdp(policy: str, gathers: int) -> None:
     cell = on_gpus(4, {"parallelism.fsdp_reshard_after_forward": policy})
-    units = (
-        Unit("layers.0", 4, 200, 800, 4),
-        Unit("layers.1.moe.experts", 1, 4000, 4000, 4),
-    )
+    units = (Unit("layers.0", 4, 200, 800, 4), Unit("layers.1.moe.experts", 1, 4000, 4000, 4))
     rank = rank_of(cell, Part(units, (), False, False), gradient_accumulation_steps=3)
     # Rings of 4 ranks pass 3/4 on: parameters of 2 bytes, gradients of 4. Each of 4 EP ranks has
     # its experts for itself.

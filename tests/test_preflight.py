@@ -285,7 +285,8 @@ def test_bad_nodes_are_found(monkeypatch: pytest.MonkeyPatch, count: int, is_slo
         assert not verdict.error and not verdict.warning
 
 
-def test_a_fault_that_is_no_single_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_fault_that_is_no_single_nodes(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
     network(monkeypatch, [], is_slow=False)
     assert network_test.test_bandwidth(names(4), GROUPS).slowest == {"all_reduce": 1.0}
     network(monkeypatch, names(4), is_slow=True)
@@ -293,12 +294,14 @@ def test_a_fault_that_is_no_single_nodes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not verdict.bad and "all pairs of nodes fail too" in verdict.error
 
     def only_together(teams: list[list[str]], groups: RankGroups) -> Outcome:
-        return Outcome({}, {0: "slow"}, {0}) if len(teams[0]) == 4 else Outcome()
+        found = Outcome({}, {0: "fault"}, {0} if is_slow else set())
+        return found if len(teams[0]) == 4 else Outcome()
 
     monkeypatch.setattr(network_test, "_test", only_together)
     verdict = network_test.test_bandwidth(names(4), GROUPS)
-    assert "each pair of nodes passes by itself" in verdict.warning
-    assert not verdict.bad and not verdict.error
+    # Slow ranks train; those that cannot communicate do not.
+    assert "each pair of nodes passes by itself" in (verdict.warning if is_slow else verdict.error)
+    assert not verdict.bad and not (verdict.error if is_slow else verdict.warning)
 
 
 @pytest.fixture

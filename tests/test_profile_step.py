@@ -192,7 +192,7 @@ def test_a_trace_is_read_plain_and_packed(tmp_path: Path, packed: bool) -> None:
     ("content", "words"),
     [
         (b"", "is not JSON, or was cut"),
-        (b'{"traceEvents": []}', "holds no operation and no kernel"),
+        (b'{"traceEvents": []}', "holds no operation and no kernel; the profiler recorded nothing"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}', "PyTorch does not"),
         (b"\x1f\x8bnonsense", "cannot be read"),
     ],
@@ -201,7 +201,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes, word
     path = tmp_path / "rank0_trace.json"
     path.write_bytes(content)
     with pytest.raises(InputError, match=words):
-        read_trace(path)
+        make_profile("x", [path])
 
 
 COMBINE = "void deep_ep::intranode::combine<__nv_bfloat16, 4>(int4*)"

@@ -173,6 +173,10 @@ def test_a_run_that_nobody_took_is_not_the_newest(tmp_path: Path, cells: list[Ce
     assert find_run(None).name == failed.name
     write_status(failed.cells[0], Status(FAILED, reason="not queued: sbatch refused it"))
     assert find_run(None).folder == taken
+    # One that was taken, and has failed since.
+    failed.cells[0].job.write_text('{"job_id": "7"}')
+    assert find_run(None).folder == failed.folder
+    failed.cells[0].job.unlink()
     shutil.rmtree(taken)
     assert find_run(None).folder == failed.folder
 

@@ -319,6 +319,22 @@ def test_a_job_that_nobody_knows_any_more_has_ended(slurm: Slurm, run: Run) -> N
         assert found.reason == "job 4711 is gone, and neither Slurm nor the job said how it ended"
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("CANCELLED by 1000", ("cancelled", None)),
+        ("TIMEOUT", ("failed", "Slurm: TIMEOUT exit code 0:1")),
+    ],
+)
+def test_accounting_knows_a_job_that_slurm_forgot(
+    slurm: Slurm, run: Run, word: str, expected: tuple[str, str | None]
+) -> None:
+    slurm.forgets()
+    lines = f"a word of warning\n4711|{word}|0:1\n4712|COMPLETED|0:0\n"
+    write_program(Path(slurm.path) / "sacct", f"#!/bin/sh\nprintf '{lines}'\n")
+    assert (only(run).state, only(run).reason) == expected
+
+
 LINE = "slurmstepd-worker-0: error: *** JOB 2 ON worker-0 CANCELLED AT {at}{why} ***\n"
 
 
@@ -368,11 +384,6 @@ OVER = "the allocation ended before its turn (Slurm: "
         ((CANCELLED, "before it started", None), ("RUNNING", "", 1), (QUEUED, TURN)),
         # The allocation is over: of what ran Slurm says why, and what waited has done nothing.
         (("running", None, 1.0), ("TIMEOUT", "TimeLimit", 0), (FAILED, "Slurm: TIMEOUT TimeLimit")),
-        (
-            (QUEUED, None, None),
-            ("TIMEOUT", "TimeLimit", 0),
-            (CANCELLED, f"{OVER}TIMEOUT TimeLimit"),
-        ),
         ((QUEUED, None, None), ("NODE_FAIL", "", 0), (CANCELLED, f"{OVER}NODE_FAIL)")),
         ((FAILED, "exit status 3", 1.0), ("TIMEOUT", "", 1), (CANCELLED, f"{OVER}TIMEOUT)")),
         (("running", None, 1.0), ("CANCELLED", "", 0), (CANCELLED, None)),
@@ -397,7 +408,6 @@ def test_the_state_of_a_cell_in_a_shared_job(
     [
         ((CANCELLED, "SIGTERM"), CANCELLED, "cancelled before it started"),
         ((FAILED, "Slurm: TIMEOUT"), CANCELLED, f"{OVER}TIMEOUT)"),
-        ((FAILED, "Slurm: NODE_FAIL"), CANCELLED, f"{OVER}NODE_FAIL)"),
         # Slurm starts the job again, and what had no turn still waits for it.
         ((QUEUED, "requeued"), QUEUED, None),
     ],

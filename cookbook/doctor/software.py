@@ -205,7 +205,8 @@ def wandb(here: Surroundings) -> Verdict:
 
 
 CONFIG = ("scontrol", "show", "config")
-PARTITIONS = ("sinfo", "--noheader", "--format=%P|%a|%D|%G|%l")
+# Without --noconvert, 2,048 nodes are written as 2K.
+PARTITIONS = ("sinfo", "--noheader", "--noconvert", "--format=%P|%a|%D|%G|%l")
 
 
 @check("slurm")
@@ -235,7 +236,8 @@ def slurm(here: Surroundings) -> Verdict:
 def partition(here: Surroundings) -> Verdict:
     if not here.has_slurm or here.answer(CONFIG).status != 0:
         return None
-    rows = [line.split("|") for line in here.answer(PARTITIONS).output.splitlines()]
+    lines = here.answer(PARTITIONS).output.splitlines()
+    rows = [row for line in lines if len(row := line.split("|")) == 5]
     partitions = {row[0].rstrip("*") for row in rows}
     default = next((row[0].rstrip("*") for row in rows if row[0].endswith("*")), None)
     name = here.partition or (here.cluster.partition if here.cluster else None) or default

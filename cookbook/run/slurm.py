@@ -207,7 +207,8 @@ def node_groups() -> list[tuple[int, str]] | None:
     Empty if Slurm does not answer; None if its commands are not configured, so there is no Slurm.
     """
     try:
-        answer = _run(["sinfo", "--noheader", "--format=%D %G"], timeout=5)
+        # Without --noconvert, 2,048 nodes are written as 2K.
+        answer = _run(["sinfo", "--noheader", "--noconvert", "--format=%D %G"], timeout=5)
     except JobError as error:
         return [] if isinstance(error, NoAnswerError) else None
     if "Could not establish a configuration source" in answer.stderr:
