@@ -102,32 +102,37 @@ _LONG_DOCUMENT = """
 import os, sys
 from types import SimpleNamespace
 from torchtitan.config.job_config import Training
-from cookbook.titan.tt_0_2_2.text_data import build_dataloader
+from cookbook.titan.tt_0_2_2.text_data import build_dataloader, build_validation_dataloader
 
 os.environ["TORCHELASTIC_RUN_ID"] = "1"
 tokens = SimpleNamespace(encode=lambda text, add_bos, add_eos: list(text.encode()))
-training = Training(dataset=sys.argv[1], dataset_path=sys.argv[2], seq_len=32, local_batch_size=2)
-training.dataloader.num_workers = 1
-data = SimpleNamespace(files=[sys.argv[2]], text_key="text", shuffle_seed=7)
-config = SimpleNamespace(training=training, data=data)
-batches = iter(build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokens, job_config=config))
-next(batches)
-open(sys.argv[3], "w").write(str(batches._workers[0].pid))
+data = SimpleNamespace(files=[sys.argv[1]], validation_files=[sys.argv[1]])
+data.text_key, data.shuffle_seed = "text", 7
+loaders, pids = [], open(sys.argv[2], "w")
+for dataset in ("text", "c4_test"):
+    texts = Training(dataset=dataset, dataset_path=sys.argv[1], seq_len=32, local_batch_size=2)
+    texts.dataloader.num_workers = 1
+    config = SimpleNamespace(training=texts, validation=texts, data=data)
+    for build in (build_dataloader, build_validation_dataloader):
+        place = {"dp_world_size": 1, "dp_rank": 0}
+        loaders.append(iter(build(**place, tokenizer=tokens, job_config=config)))
+        next(loaders[-1])
+        print(loaders[-1]._workers[0].pid, file=pids, flush=True)
 os._exit(0)
 """
 
 
-@pytest.mark.parametrize("dataset", ["text", "c4_test"])
-def test_a_loader_s_worker_ends_with_its_rank(tmp_path: Path, dataset: str) -> None:
-    """Also one that waits to write a long document into the rank's pipe."""
-    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "long " * 100_000}) + "\n")
-    command = [sys.executable, "-c", _LONG_DOCUMENT, dataset, str(tmp_path), str(tmp_path / "pid")]
+def test_the_workers_of_data_loaders_end_with_their_rank(tmp_path: Path) -> None:
+    """Also those that wait to write a long document into the rank's pipe."""
+    texts, pids = tmp_path / "data.jsonl", tmp_path / "pids"
+    texts.write_text(json.dumps({"text": "long " * 100_000}) + "\n")
+    command = [sys.executable, "-c", _LONG_DOCUMENT, str(tmp_path), str(pids)]
     subprocess.run(command, cwd=ROOT, check=True)
-    worker = int((tmp_path / "pid").read_text())
+    workers = [int(line) for line in pids.read_text().split()]
     deadline = time.monotonic() + 10
-    while lives(worker) and time.monotonic() < deadline:
+    while any(map(lives, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not lives(worker)
+    assert len(workers) == 4 and not any(map(lives, workers))
 
 
 def test_a_rank_ends_with_its_torchrun_and_another_program_does_not() -> None:
