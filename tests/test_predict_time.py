@@ -117,7 +117,7 @@ def test_every_measured_point_is_predicted() -> None:
         ({"compile.components": ["loss"]}, "not compiled"),
         ({"training.enable_cpu_offload": True}, "CPU offload"),
         ({"optimizer.implementation": "foreach"}, "not fused"),
-        ({"training.dataset_path": "/data/mine"}, "documents of /data/mine"),
+        ({"training.dataset_path": "/data/mine"}, "documents in /data/mine"),
         ({"model.flavor": "17B"}, "not counted"),
     ],
 )

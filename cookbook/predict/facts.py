@@ -159,7 +159,9 @@ def documents_of(cell: Cell, named: Documents | None = None) -> Documents | None
     if path and path.rstrip("/").endswith("assets/local/corpus"):
         return LOCAL
     place = cell.options.origin("training.dataset_path" if path else "training.dataset")
-    found = f"the documents' length in {path or name} is not known, and attention depends on it"
+    found = (
+        f"the length of the documents in {path or name} is not known, and attention depends on it"
+    )
     raise InputError(place, found, "pass it: --documents MEAN:MEDIAN, in tokens")
 
 
