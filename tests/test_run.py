@@ -125,7 +125,7 @@ def _run_json(folder: Path, text: str, name: str = "mine") -> Path:
     [
         ("run.json", '{"scheduler": "local"', "run.json: cannot be read"),
         ("run.json", "[]", "run.json: found [], allowed: an object"),
-        ("run.json", '{"scheduler": "local"}', "run.json: cells: is missing"),
+        ("run.json", '{"scheduler": "local"}', "run.json: cells: is missing; write {"),
         ("run.json", '{"scheduler": "local", "cells": [null]}', "cells: found None"),
         ("run.json", '{"scheduler": "lsf", "cells": []}', "found 'lsf', allowed: 'slurm' or 'loc"),
         ("cell.yaml", "[]", "found a list at the top"),
@@ -234,8 +234,8 @@ def test_a_commit_with_changes_has_a_plus(tmp_path: Path, monkeypatch: pytest.Mo
     assert records.commit() == head
     (tmp_path / "file").write_text("two\n")
     assert records.commit() == f"{head}+"
-    record = records.new_record(records.RunRecord("local", (), "r", cluster="c", stack="s"))
-    records.write_run(tmp_path, record)
+    asked = records.RunRecord("local", (), "r", cluster="c", stack="s")
+    records.write_run(tmp_path, asked)
     assert json.loads((tmp_path / "run.json").read_text())["commit"] == f"{head}+"
 
 

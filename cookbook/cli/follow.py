@@ -78,14 +78,14 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 def _pending_scripts() -> list[str]:
     """Return a line for each waiting job of plain sbatch: its run begins when it starts."""
-    jobs, lines = list[slurm.UserJob](), []
+    jobs, lines = dict[str, slurm.JobInfo](), []
     with contextlib.suppress(JobError):
-        jobs = slurm.user_jobs(os.getuid(), slurm.PATIENCE_S) if has_slurm() else []
-    for job in jobs:
+        jobs = slurm.user_jobs(os.getuid()) if has_slurm() else {}
+    for job_id, job in jobs.items():
         is_ours = job.state in slurm.WAITING and job.script.name != "submission.sh"
         if is_ours and job.script.is_file() and "cookbook.supervise" in job.script.read_text():
             why = f": {job.reason}" if job.reason else ""
-            lines.append(f"waits, started by sbatch {job.script}: job {job.job_id}{why}")
+            lines.append(f"waits, started by sbatch {job.script}: job {job_id}{why}")
     return lines
 
 

@@ -4,8 +4,6 @@ The template lays out; every decision is taken in Python, and every value passes
 filter, so that a text in YAML reaches torchrun's argv unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import shlex
@@ -43,7 +41,6 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,
     )
     environment.filters["shquote"] = shquote
     return environment.get_template("train.sbatch.j2")
@@ -91,7 +88,6 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         ep_backend=shquote(reference("ep_backend", cell.ep_backend.path)),
         root=str(root),
         hooks=cell.options.stack.hooks,
-        choices=[],
         environment=list(cell.environment.items()),
         environment_from=[
             ("", name, other)
@@ -100,16 +96,17 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
         ],
         spare_nodes=cell.spare_nodes,
         train_args=train_argv(cell),
-        cluster_args=[],
     )
 
 
 def _render(recipe: Recipe, cluster: Cluster, header: list[str], **context: Any) -> str:
-    """Fill the template for a cell or a launcher on `cluster`."""
+    """Fill the template for a cell, or for a launcher, which has choices instead of a name."""
     container = cluster.container
     mounts = "".join(f",{mount}" for mount in container.mounts) if container else ""
     sources = [(file, True) for file in cluster.source]
+    alone = {"cell_name": None, "root": None, "choices": (), "cluster_args": ()}
     return _template().render(
+        alone | context,
         # A description may have several lines, a comment only one.
         header=[" ".join(line.splitlines()) for line in header],
         scheduler=cluster.scheduler,
@@ -121,7 +118,6 @@ def _render(recipe: Recipe, cluster: Cluster, header: list[str], **context: Any)
         port=cluster.rendezvous_port,
         short_name=recipe.short_name,
         recipe=reference("", recipe.path),
-        **context,
     )
 
 
@@ -140,29 +136,29 @@ def sbatch_options(
         leave_out: nodes to leave out beside those of the profile.
     """
     cluster = cell.cluster
-    options: dict[str, OptionValue] = {
+    options: dict[str, OptionValue | None] = {
         "job-name": job_name or cell.name,
         "nodes": cell.nodes + cell.spare_nodes,
         "ntasks-per-node": 1,
-    }
-    if cluster.gpu is not None:
-        options["gpus-per-node"] = cluster.ranks_per_node
-    if cluster.cpus_per_task is not None:
-        options["cpus-per-task"] = cluster.cpus_per_task
-    if cluster.exclusive:
+        "gpus-per-node": cluster.ranks_per_node if cluster.gpu else None,
+        "cpus-per-task": cluster.cpus_per_task,
+        "exclusive": cluster.exclusive,
         # All of the node's memory: the default is a share for each CPU.
-        options |= {"exclusive": True, "mem": 0}
-    own = {key: getattr(cluster, key) for key in ("partition", "account", "time")}
-    options |= {key: value for key, value in own.items() if value}
-    if left_out := dict.fromkeys([*cluster.exclude, *leave_out]):
-        options["exclude"] = ",".join(left_out)
-    options["requeue" if cluster.requeue else "no-requeue"] = True
-    # To the batch shell alone: a rank's helper processes would die of it.
-    options["signal"] = f"B:USR1@{cluster.grace_seconds}"
-    # The log of a requeued job continues that of the job before.
-    options["open-mode"] = "append"
-    # YAML's false leaves an option out, as its true stands for one without a value.
-    return options | {name: value for name, value in cluster.sbatch.items() if value is not False}
+        "mem": 0 if cluster.exclusive else None,
+        "partition": cluster.partition or None,
+        "account": cluster.account or None,
+        "time": cluster.time or None,
+        "exclude": ",".join(dict.fromkeys([*cluster.exclude, *leave_out])) or None,
+        "requeue" if cluster.requeue else "no-requeue": True,
+        # To the batch shell alone: a rank's helper processes would die of it.
+        "signal": f"B:USR1@{cluster.grace_seconds}",
+        # The log of a requeued job continues that of the job before.
+        "open-mode": "append",
+        **cluster.sbatch,
+    }
+    # As YAML's true stands for an option without a value, its false leaves one out.
+    given = {name: value for name, value in options.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not False}
 
 
 def sbatch_lines(cell: Cell, job_name: str | None = None) -> list[str]:
@@ -215,10 +211,8 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
         header,
         file_name=file_name,
         sbatch=sbatch_lines(first, job_name=recipe.short_name),
-        cell_name=None,
         precision='"${PRECISION}"',
         ep_backend='"${EP_BACKEND}"',
-        root=None,
         hooks=stack.hooks,
         choices=choices,
         environment=list(exported(cluster.environment).items()),
@@ -234,16 +228,15 @@ def render_launcher(recipe: Recipe, cluster: Cluster, file_name: str) -> str:
 
 
 def _examples(recipe: Recipe, file_name: str) -> list[str]:
-    examples = [(f"sbatch {file_name}", "BF16, PyTorch's all-to-all")]
+    examples = {f"sbatch {file_name}": "BF16, PyTorch's all-to-all"}
     for pair in recipe.published_numbers:
         precision, _, backend = pair.partition("+")
         if pair != "bf16+standard":
             command = f"PRECISION={precision} EP_BACKEND={backend} sbatch {file_name}"
-            examples.append((command, f"published: {pair}"))
-    command = f"sbatch --nodes=16 {file_name} --training.steps=50"
-    examples.append((command, "fewer nodes, more steps"))
-    width = max(len(command) for command, _ in examples)
-    return [f"  {command:<{width}}  # {meaning}" for command, meaning in examples]
+            examples[command] = f"published: {pair}"
+    examples[f"sbatch --nodes=16 {file_name} --training.steps=50"] = "fewer nodes, more steps"
+    width = max(map(len, examples))
+    return [f"  {command:<{width}}  # {meaning}" for command, meaning in examples.items()]
 
 
 def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str, Any]:

@@ -4,8 +4,6 @@ submitit pickles the supervisor, names the job's files and reads the job id back
 the header of the cell's own script, and its last line becomes the supervisor.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -14,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from cookbook.run.record import keep_request
 from cookbook.run.run import (
     Run,
     RunRecord,
-    new_record,
     note_new_job,
     read_run,
     release_submit_lock,
@@ -48,9 +46,8 @@ from cookbook.supervise.supervisor import Supervisor
 
 def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
     """Write the run of `cells`; it is built under a hidden name and renamed when it is complete."""
-    root, stamp = runs_folder(), time.strftime("%Y%m%d-%H%M%S")
+    root, stamp, first = runs_folder(), time.strftime("%Y%m%d-%H%M%S"), cells[0]
     building = root / f".{sweep}-{stamp}-{os.getpid()}"
-    first = cells[0]
     asked = RunRecord(
         first.cluster.scheduler,
         tuple(cell.name for cell in cells),
@@ -60,7 +57,6 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
         command=("python", "submit.py", *sys.argv[1:]),
         baseline=next((cell.baseline for cell in cells if cell.baseline), None),
     )
-    record = new_record(asked)
     try:
         for cell in cells:
             folder = CellFolder(building / cell.name)
@@ -73,14 +69,14 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
         # The rename reserves the name: two sweeps in one second get two names.
         for suffix in ["", *(f"-{number}" for number in range(2, 100))]:
             name = f"{sweep}-{stamp}{suffix}"
-            write_run(building, replace(record, run=name))
+            write_run(building, replace(asked, run=name))
             try:
                 building.rename(root / name)
             except OSError:
                 if not (root / name).exists():
                     raise
-                continue
-            return read_run(root / name)
+            else:
+                return read_run(root / name)
         raise JobError(f"{root}: no free name for a run of {sweep}")
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
@@ -88,22 +84,14 @@ def create_run(sweep: str, cells: Sequence[Cell]) -> Run:
 
 
 _VERSIONS = "1.5."
-_LOCAL_DAYS = 30
 
 
 class CellSlurmExecutor(SlurmExecutor):
-    """Submit the supervisor with the sbatch options of a cell's script.
+    """Submit the supervisor in a batch file, `script`, that begins with `lines`."""
 
-    Args:
-        script: the batch file to write; beside it submitit's files and the job's log.
-        title: the batch file's description of its work.
-        job_name: None for the cell's.
-    """
-
-    def __init__(self, script: Path, cell: Cell, title: str, job_name: str | None = None) -> None:
+    def __init__(self, script: Path, lines: Sequence[str]) -> None:
         super().__init__(folder=script.parent)
-        self.script, self.cell = script, cell
-        self.title, self.job_name = title, job_name
+        self.script, self.lines = script, lines
         # submitit waits 0.2 s between submissions; sbatch takes its own time.
         self._throttling = 0.0
 
@@ -112,29 +100,11 @@ class CellSlurmExecutor(SlurmExecutor):
     def affinity(cls) -> int:
         return 2
 
-    # submitit would add a wckey, a signal of its own, and srun around the supervisor.
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        choice = leave_out(self.cell)
-        options = sbatch_options(self.cell, self.job_name, leave_out=choice.nodes)
-        options["output"] = str(self.folder / "%j.log")
-        if choice.begin is not None:
-            options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
-        lines = [
-            "#!/bin/bash",
-            f"# Runs {self.title} under the cookbook's supervisor.",
-            *(f"#SBATCH {option_word(name, value)}" for name, value in options.items()),
-            "export SUBMITIT_EXECUTOR=slurm",
-            f"export PYTHONPATH={shlex.quote(_python_path())}",
-            # The job trains in the environment that submitted it.
-            f"export VENV={shlex.quote(sys.prefix)}",
-            # exec, so that Slurm's signals reach the supervisor and not a shell above it.
-            f"exec {command}",
-        ]
-        return "\n".join(lines) + "\n"
-
-    # `sbatch` drops inherited variables; `cancel` of a deleted run finds the job by this path.
+    # submitit's own file adds a wckey, a signal, and srun around the supervisor, and its sbatch
+    # inherits variables. `cancel` of a deleted run finds the job by the script's path.
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
-        text = self._make_submission_file_text(command, "")
+        # exec, so that Slurm's signals reach the supervisor and not a shell above it.
+        text = "\n".join([*self.lines, f"exec {command}", ""])
         self.script.write_text(text, encoding="utf-8")
         job_id = sbatch(self.script.resolve(), ROOT)
         return submitit.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])
@@ -153,7 +123,8 @@ class RunLocalExecutor(LocalExecutor):
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_NTASKS": "1",
             "SUBMITIT_LOCAL_COMMAND": command,
-            "SUBMITIT_LOCAL_TIMEOUT_S": str(_LOCAL_DAYS * 24 * 3600),
+            # 30 days.
+            "SUBMITIT_LOCAL_TIMEOUT_S": "2592000",
             "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
             "SUBMITIT_LOCAL_NODEID": "0",
             "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
@@ -188,55 +159,68 @@ def submit_run(run: Run, cells: Sequence[Cell], one_allocation: bool = False) ->
     if not submitit.__version__.startswith(_VERSIONS):
         raise JobError(f"submitit is {submitit.__version__}, not {_VERSIONS}x; run: bash setup.sh")
     cells = [cell for cell in cells if not cell.refused]
+    is_local, job_ids = run.scheduler == "local", []
+    jobs = [cells] if is_local or one_allocation else [[cell] for cell in cells]
     try:
-        if run.scheduler == "local":
-            folders = [run.cell(cell.name) for cell in cells]
-            job_id: str = RunLocalExecutor(run.job_files).submit(Supervisor(folders)).job_id
+        for number, together in enumerate(jobs):
+            folders = [run.cell(cell.name) for cell in together]
+            try:
+                executor = RunLocalExecutor(run.job_files) if is_local else _executor(run, together)
+                job_id = executor.submit(Supervisor(folders)).job_id
+            except JobError as error:
+                for cell in chain(*jobs[number:]):
+                    failed = Status(FAILED, reason=f"not queued: {error}")
+                    write_status(run.cell(cell.name), failed)
+                place = f"{together[0].name}: " if len(together) == 1 else ""
+                raise JobError(f"{place}{error}") from None
             for folder in folders:
-                write_job(folder, process_job(int(job_id)))
-            return [job_id]
-        # A single cell already has its own allocation.
-        if one_allocation and len(cells) > 1:
-            title = f"the train.sh of {len(cells)} cells in turn"
-            executor = CellSlurmExecutor(run.submission, cells[0], title, run.record.sweep)
-            return [_submit(run, executor, cells)]
-        job_ids = []
-        for number, cell in enumerate(cells):
-            script, title = run.cell(cell.name).submission, f"{cell.name}/train.sh"
-            executor = CellSlurmExecutor(script, cell, title)
-            job_ids.append(_submit(run, executor, [cell], cells[number + 1 :]))
-        return job_ids
+                write_job(folder, process_job(int(job_id)) if is_local else job_id)
+            job_ids.append(job_id)
     finally:
         release_submit_lock(run.folder)
+    return job_ids
 
 
-def _submit(
-    run: Run, executor: CellSlurmExecutor, cells: Sequence[Cell], later: Sequence[Cell] = ()
-) -> str:
-    """Submit one job for `cells`; if Slurm refuses it, they and the `later` cells have failed."""
-    folders = [run.cell(cell.name) for cell in cells]
-    try:
-        job_id: str = executor.submit(Supervisor(folders)).job_id
-    except JobError as error:
-        for folder in [*folders, *(run.cell(cell.name) for cell in later)]:
-            write_status(folder, Status(FAILED, reason=f"not queued: {error}"))
-        raise JobError(f"{cells[0].name}: {error}" if len(cells) == 1 else str(error)) from None
-    for folder in folders:
-        write_job(folder, job_id)
-    return job_id
+def _executor(run: Run, cells: Sequence[Cell]) -> CellSlurmExecutor:
+    """Return what submits one job for `cells`, with the sbatch options of the first one's script.
+
+    Raises:
+        JobError: too few healthy nodes are left, and the recipe does not wait for them.
+    """
+    cell, choice = cells[0], leave_out(cells[0])
+    # A single cell already has its own allocation.
+    script, title, name = run.cell(cell.name).submission, f"{cell.name}/train.sh", cell.name
+    if len(cells) > 1:
+        script, title = (
+            run.job_files / "submission.sh",
+            f"the train.sh of {len(cells)} cells in turn",
+        )
+        name = run.record.sweep or name
+    options = sbatch_options(cell, name, leave_out=choice.nodes)
+    options["output"] = str(script.parent / "%j.log")
+    if choice.begin is not None:
+        options["begin"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(choice.begin))
+    lines = [
+        "#!/bin/bash",
+        f"# Runs {title} under the cookbook's supervisor.",
+        *(f"#SBATCH {option_word(option, value)}" for option, value in options.items()),
+        "export SUBMITIT_EXECUTOR=slurm",
+        f"export PYTHONPATH={shlex.quote(_python_path())}",
+        # The job trains in the environment that submitted it.
+        f"export VENV={shlex.quote(sys.prefix)}",
+    ]
+    return CellSlurmExecutor(script, lines)
 
 
 def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
     """Prepare the next attempt of each cell, and submit them; return the job ids.
 
-    A cell whose submission fails is restored.
+    The caller holds the lock, which this releases. A cell whose submission fails is restored.
     """
     before: dict[CellFolder, dict[Path, bytes]] = {}
-    folders = [run.cell(cell.name) for cell in cells]
     try:
-        # Released by `submit_run`.
-        take_submit_lock(run.folder)
-        for folder, cell in zip(folders, cells, strict=True):
+        for cell in cells:
+            folder = run.cell(cell.name)
             paths = (folder.status, folder.job, folder.record, folder.script)
             before[folder] = {path: path.read_bytes() for path in paths if path.exists()}
             attempts = folder.attempts()
@@ -246,7 +230,6 @@ def resume_cells(run: Run, cells: Sequence[Cell]) -> list[str]:
             keep_request(folder, cell.job_record(), render_script(cell))
         job_ids = submit_run(run, cells)
     except BaseException:
-        release_submit_lock(run.folder)
         for folder, files in before.items():
             # A cell with a job was submitted.
             if not folder.job.exists():

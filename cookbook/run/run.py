@@ -4,8 +4,6 @@ runs/<sweep>-<time>/run.json
                     <cell>/...          (run/folder.py)
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -70,30 +68,32 @@ class Run:
         return self.folder / "job"
 
     @property
-    def submission(self) -> Path:
-        return self.job_files / "submission.sh"
+    def was_refused(self) -> bool:
+        """Whether the scheduler took none of the run's cells."""
+        with contextlib.suppress(InputError):
+            return bool(self.cells) and all(
+                read_status(cell).state in (FAILED, REFUSED)
+                and not (cell.job.exists() or cell.attempts())
+                for cell in self.cells
+            )
+        return False
 
     def cell(self, name: str) -> CellFolder:
-        """Return the folder of the cell called `name`."""
         cells = {cell.name: cell for cell in self.cells}
         if name not in cells:
             raise unknown_name(self.name, "cell", name, cells)
         return cells[name]
 
 
-def new_record(asked: RunRecord) -> RunRecord:
-    """Return the record of a run that starts now: when, by whom and from which commit."""
+def write_run(folder: Path, asked: RunRecord) -> None:
+    """Write the record of a run that starts now: when, by whom and from which commit."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
         # In some containers the user id has no passwd entry.
         user = str(os.getuid())
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return replace(asked, created=created, user=user, commit=commit())
-
-
-def write_run(folder: Path, record: RunRecord) -> None:
-    write_json(folder / _FILE, record)
+    write_json(folder / _FILE, replace(asked, created=created, user=user, commit=commit()))
     note_new_job(folder)
 
 
@@ -102,12 +102,18 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> Run:
-    # The folder may have been renamed.
-    record = replace(read_json_as(RunRecord, folder / _FILE), run=folder.name)
+    try:
+        record = read_json_as(RunRecord, folder / _FILE)
+    except InputError as error:
+        remedy = 'write {"scheduler": "slurm", "cells": []} into it, or "local" for slurm; its '
+        remedy += "cells are found by their folders"
+        raise InputError(error.place, error.found, remedy) from None
     # Scripts with CELL_DIR=runs/mine/... share a run and may start in the same second, so none of
     # them writes the list.
     found = sorted(path.parent.name for path in folder.glob("[!.]*/cell.yaml"))
     names = [*record.cells, *(name for name in found if name not in record.cells)]
+    # The folder may have been renamed.
+    record = replace(record, run=folder.name)
     return Run(folder, record, tuple(CellFolder(folder / name) for name in names))
 
 
@@ -119,7 +125,7 @@ def find_run(name: str | None) -> Run:
             remedy = "start one: python submit.py sweep smoke"
             raise InputError(shown_path(root), "there is no run yet", remedy)
         newest = (read_run(root / name) for name in reversed(names))
-        return next((run for run in newest if not _was_refused(run)), read_run(root / names[-1]))
+        return next((run for run in newest if not run.was_refused), read_run(root / names[-1]))
     for folder in (root / name, Path(name)):
         if is_run(folder):
             return read_run(folder)
@@ -135,17 +141,6 @@ def find_cell(name: str | None) -> tuple[Run, CellFolder | None]:
         return find_run(name), None
     run = find_run(run_name)
     return run, run.cell(cell)
-
-
-def _was_refused(run: Run) -> bool:
-    """Whether the scheduler took none of the run's cells."""
-    with contextlib.suppress(InputError):
-        return bool(run.cells) and all(
-            read_status(cell).state in (FAILED, REFUSED)
-            and not (cell.job.exists() or cell.attempts())
-            for cell in run.cells
-        )
-    return False
 
 
 def run_names() -> list[str]:
@@ -179,11 +174,8 @@ _held: dict[int, int] = {}
 
 
 def take_submit_lock(folder: Path) -> None:
-    """Keep others from submitting cells of the run in `folder`; a second call changes nothing."""
-    path = folder / _LOCK
-    if path.exists() and path.stat().st_ino in _held:
-        return
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    """Keep others from submitting cells of the run in `folder`."""
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -201,7 +193,7 @@ def take_submit_lock(folder: Path) -> None:
 
 
 def release_submit_lock(folder: Path) -> None:
-    """Let others submit cells of the run."""
+    """Let others submit cells of the run; a second call changes nothing."""
     path = folder / _LOCK
     handle = _held.pop(path.stat().st_ino, None) if path.exists() else None
     if handle is not None:

@@ -3,8 +3,6 @@
 The training step is started by the job's script.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -21,14 +19,12 @@ from typing import Any, TypeVar
 from cookbook.base.errors import JobError
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"})
-# Such a job waits for somebody to release it.
+# Somebody must release them.
 WAITING |= {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"})
 # These keep their nodes, and their processes are stopped.
 HALTED = frozenset({"SUSPENDED", "STOPPED"})
 ACTIVE |= HALTED
-SUCCEEDED = frozenset({"COMPLETED"})
-STOPPED = frozenset({"CANCELLED"})
 # From an enclosing job or the user's defaults: SQUEUE_PARTITION would hide jobs.
 _OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_")
 # A `*` stands for a node that does not answer.
@@ -37,8 +33,8 @@ _LOST = re.compile(r"^(?:down|drain|fail|unknown|error|future)|\*$")
 _PASSING = re.compile(
     r"contact slurm controller|timed out|zero bytes|temporarily|munge|authentication", re.IGNORECASE
 )
-# Without a width, squeue cuts fields.
-_WIDTH = 64
+# Without a width, squeue cuts fields. The command comes last: it may hold line breaks.
+_FIELDS = "JobID:64|,State:64|,Reason:64|,RestartCnt:64|,Command:4096|"
 # How long a person waits for an answer. While the controller is away, squeue tries for 9 s.
 PATIENCE_S = 2.5
 _COMMAND_S = 60.0
@@ -48,28 +44,14 @@ class NoAnswerError(JobError):
     """The controller does not answer now, and may do so later."""
 
 
-def is_passing(errors: str) -> bool:
-    """Whether a command's messages mean that the controller is busy, or away for a while."""
-    return bool(_PASSING.search(errors))
-
-
 @dataclass(frozen=True)
 class JobInfo:
-    """A job's state and its reason in Slurm's words, and how often it was requeued."""
+    """A job's state and reason in Slurm's words, how often it was requeued, and its batch file."""
 
     state: str
     reason: str
     restarts: int = 0
-
-
-@dataclass(frozen=True)
-class UserJob:
-    """A job of a user, with the path of its batch file."""
-
-    job_id: str
-    script: Path
-    state: str
-    reason: str
+    script: Path = Path()
 
 
 def submit_environment() -> dict[str, str]:
@@ -92,7 +74,7 @@ def sbatch(script: Path, folder: Path) -> str:
         said = "; ".join(line.removeprefix("sbatch: error: ") for line in lines)
         if "onfiguration source" in said:
             said += "; log in to the cluster, or use --cluster local"
-        elif is_passing(said):
+        elif _PASSING.search(said):
             said += "; Slurm does not answer now: try again later"
         raise JobError(f"sbatch refused it: {said}")
     # With federations: `id;cluster`. Warnings go to stderr.
@@ -118,8 +100,7 @@ def requeue(
     _output_of(["scontrol", "requeue", job_id])
     changes = [] if leave_out is None else [f"ExcNodeList={','.join(leave_out)}"]
     if begin is not None:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin))
-        changes.append(f"StartTime={moment}")
+        changes.append(time.strftime("StartTime=%Y-%m-%dT%H:%M:%S", time.localtime(begin)))
     if changes:
         _output_of(["scontrol", "update", f"JobId={job_id}", *changes])
 
@@ -154,13 +135,8 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
     if not wanted:
         return {}
     # By id, not by user, so that a colleague's run shows too.
-    fields = ",".join(f"{name}:{_WIDTH}|" for name in ("JobID", "State", "Reason", "RestartCnt"))
-    options = (f"--jobs={','.join(sorted(wanted))}", f"--Format={fields}")
-    infos = {
-        job_id: JobInfo(state, "" if reason == "None" else reason, int(restarts))
-        for job_id, state, reason, restarts in _squeue(*options, patience=patience)
-        if job_id in wanted
-    }
+    found = _squeue(f"--jobs={','.join(sorted(wanted))}", patience)
+    infos = {job_id: info for job_id, info in found.items() if job_id in wanted}
     if (missing := wanted - infos.keys()) and shutil.which("sacct"):
         command = ["sacct", "--noheader", "--parsable2", "--allocations"]
         command += ["--format=JobIDRaw,State,ExitCode", f"--jobs={','.join(sorted(missing))}"]
@@ -174,16 +150,27 @@ def job_infos(job_ids: Iterable[str], patience: float = _COMMAND_S) -> dict[str,
     return infos
 
 
-def user_jobs(uid: int, patience: float = _COMMAND_S) -> list[UserJob]:
-    """Return the jobs of the user `uid` that have a batch file, in the order of their ids."""
-    fields = f"JobID:{_WIDTH}|,State:{_WIDTH}|,Reason:{_WIDTH}|,Command:4096|"
-    lines = _squeue(f"--user={uid}", f"--Format={fields}", patience=patience)
-    # The commands of other jobs may span several lines.
-    rows = [line for line in lines if len(line) == 4 and line[0].isdecimal()]
-    return [
-        UserJob(job_id, Path(command), state, "" if reason == "None" else reason)
-        for job_id, state, reason, command in sorted(rows, key=lambda row: int(row[0]))
-    ]
+def user_jobs(uid: int, patience: float = PATIENCE_S) -> dict[str, JobInfo]:
+    """Return the jobs of the user `uid`, in the order of their ids."""
+    jobs = _squeue(f"--user={uid}", patience)
+    return dict(sorted(jobs.items(), key=lambda job: int(job[0])))
+
+
+def _squeue(of: str, patience: float) -> dict[str, JobInfo]:
+    options = (of, f"--Format={_FIELDS}")
+    answer = _run(["squeue", "--states=all", "--noheader", *options], patience)
+    # One forgotten id is an error of squeue's; one among several is not.
+    if answer.returncode and "Invalid job id" not in answer.stderr:
+        raise JobError(f"squeue: {answer.stderr.strip() or 'no answer'}")
+    infos = {}
+    for line in answer.stdout.splitlines():
+        job_id, *fields = (field.strip() for field in line.split("|"))
+        # Else the line goes on with a command.
+        if job_id.isdecimal() and len(fields) > 3:
+            state, reason, restarts, command, *_ = fields
+            reason = "" if reason == "None" else reason
+            infos[job_id] = JobInfo(state, reason, int(restarts), Path(command))
+    return infos
 
 
 def partition_nodes(partition: str | None) -> list[str]:
@@ -232,7 +219,7 @@ def node_addresses(nodes: Sequence[str]) -> dict[str, str]:
 def drained(nodes: Sequence[str]) -> dict[str, str]:
     """Return those of `nodes` that Slurm gives to no further job, with the recorded reason."""
     answer = _run(["scontrol", "show", "node", "--oneliner", ",".join(nodes)])
-    if answer.returncode and is_passing(answer.stderr):
+    if answer.returncode and _PASSING.search(answer.stderr):
         raise NoAnswerError(f"scontrol show node: {answer.stderr.strip()}")
     found = {}
     for line in answer.stdout.splitlines():
@@ -251,21 +238,10 @@ def left_out_by(job_id: str) -> list[str]:
     return nodes_in(found[1]) if found and found[1] != "(null)" else []
 
 
-def _squeue(*options: str, patience: float) -> list[list[str]]:
-    """Return the fields of each job that squeue shows."""
-    answer = _run(["squeue", "--states=all", "--noheader", *options], patience)
-    # One forgotten id is an error of squeue's; one among several is not.
-    if answer.returncode and "Invalid job id" not in answer.stderr:
-        raise JobError(f"squeue: {answer.stderr.strip() or 'no answer'}")
-    return [
-        [field.strip() for field in line.split("|")[:-1]] for line in answer.stdout.splitlines()
-    ]
-
-
 def _run(command: list[str], timeout: float = _COMMAND_S) -> subprocess.CompletedProcess[str]:
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout}
     try:
-        options: dict[str, Any] = {"capture_output": True, "text": True}
-        return subprocess.run(command, timeout=timeout, env=submit_environment(), **options)
+        return subprocess.run(command, env=submit_environment(), **options)
     except FileNotFoundError:
         remedy = "log in to the cluster, or use --cluster local"
         raise JobError(f"{command[0]} is not on PATH; {remedy}") from None
@@ -277,9 +253,12 @@ def _output_of(command: list[str]) -> str:
     answer = _run(command)
     if answer.returncode:
         reason = (answer.stderr or answer.stdout).strip() or "no answer"
-        error = NoAnswerError if is_passing(reason) else JobError
-        raise error(f"{' '.join(command)}: {reason}")
+        raise _error_of(reason)(f"{' '.join(command)}: {reason}")
     return answer.stdout
+
+
+def _error_of(message: str) -> type[JobError]:
+    return NoAnswerError if _PASSING.search(message) else JobError
 
 
 T = TypeVar("T")
@@ -337,21 +316,14 @@ def run_step(
     python = f"{venv}/bin/python" if venv else sys.executable
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE") or "1"
     command = [
-        "srun",
-        f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes)}",
-        "--ntasks-per-node=1",
-        f"--nodelist={','.join(nodes)}",
-        f"--cpus-per-task={cpus}",
+        *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
+        *(f"--nodelist={','.join(nodes)}", f"--cpus-per-task={cpus}"),
         # `sbatch --export=NONE` would leave the tasks without an environment.
         "--export=ALL",
         # A step that hangs on a bad node must not keep the others from the next.
         "--overlap",
         # The other nodes still answer when one fails.
-        "--kill-on-bad-exit=0",
-        "--wait=0",
-        "--input=none",
-        "--quit-on-interrupt",
+        *("--kill-on-bad-exit=0", "--wait=0", "--input=none", "--quit-on-interrupt"),
         *("sh", "-c", f'echo "{_STARTED}"; exec "$@"', "sh", python, "-m", module, question),
     ]
     return retry_while_busy(lambda left: _try_step(command, limit_s, left, on_line, is_enough))
@@ -405,6 +377,5 @@ def _try_step(
         by_srun = [line for line in lines if line.startswith("srun: error: ")]
         why = by_srun[0] if by_srun else (lines or ["no message from srun"])[-1]
         why = f"none in {start_limit_s:.0f} s ({why})" if is_late else why
-        error = NoAnswerError if is_passing(why) else JobError
-        raise error(f"Slurm starts no step on the job's nodes: {why}")
+        raise _error_of(why)(f"Slurm starts no step on the job's nodes: {why}")
     return StepEnd(time.monotonic() - (started or [created])[0], is_late, not_launched, text)

@@ -4,13 +4,11 @@ Neither is enough: a job that was killed wrote no last word, and Slurm forgets a
 minutes if accounting is off. So an end that Slurm reports is kept in the cell's folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,7 +41,6 @@ from cookbook.run.status import (
 # Set to the run's folder in the job's environment, which all its processes inherit. A command line
 # that names the folder may be somebody's editor.
 RUN_VARIABLE = "COOKBOOK_RUN"
-_CELL_VARIABLE = "CELL_DIR"
 
 
 def process_job(pid: int) -> Job:
@@ -74,7 +71,7 @@ def run_processes(folder: Path) -> dict[psutil.Process, Path | None]:
     for process in psutil.process_iter(["environ"]):
         variables = process.info["environ"] or {}
         if variables.get(RUN_VARIABLE) == mark:
-            cell = variables.get(_CELL_VARIABLE)
+            cell = variables.get("CELL_DIR")
             found[process] = Path(cell).resolve() if cell else None
     return found
 
@@ -129,8 +126,7 @@ class CellState:
 def cell_states(run: Run, patience: float = slurm.PATIENCE_S) -> list[CellState]:
     """Return the state of every cell of `run`, in its order.
 
-    Args:
-        patience: seconds to wait for Slurm's answer; after that the files alone count.
+    Slurm is given `patience` seconds to answer; after that the files alone count.
     """
     if run.scheduler == "slurm":
         return _slurm_states(run, patience)
@@ -151,16 +147,12 @@ def _read(cell: CellFolder) -> tuple[Status, Job | None]:
 
 def _slurm_states(run: Run, patience: float) -> list[CellState]:
     before = {cell: _read(cell) for cell in run.cells}
-    unsettled = [cell for cell, (status, _) in before.items() if status.state not in SETTLED]
-    if not unsettled:
-        return [_state(cell, status, job) for cell, (status, job) in before.items()]
     # Before the second look: without a submitter at work no further job is to come.
     is_open = is_submit_locked(run.folder)
-    infos: Mapping[str, slurm.JobInfo] = {}
-    silence = None
+    infos, silence = dict[str, slurm.JobInfo](), None
+    asked = [job for status, job in before.values() if job and status.state not in SETTLED]
     try:
-        jobs = [job for cell in unsettled if (job := before[cell][1])]
-        infos = slurm.job_infos((job.job_id for job in jobs), patience)
+        infos = slurm.job_infos((job.job_id for job in asked), patience)
     except JobError as error:
         silence = str(error)
     # Read again: the last word that a job wrote before Slurm saw its end is there now.
@@ -225,9 +217,9 @@ def merge_slurm_state(status: Status, info: slurm.JobInfo) -> tuple[str, str | N
     if info.state in slurm.ACTIVE:
         # An end counts once Slurm has seen it: until then the job may be requeued.
         return RUNNING, COMPLETING if said.state in ENDED else None
-    if info.state in slurm.STOPPED:
+    if info.state == "CANCELLED":
         return CANCELLED, None
-    if info.state in slurm.SUCCEEDED:
+    if info.state == "COMPLETED":
         # The script's exit status is the job's, even if its last word could not be written.
         return FINISHED, None
     if said.state == FAILED and info.state == "FAILED" and said.reason:
@@ -247,7 +239,7 @@ def merge_shared_job_state(status: Status, info: slurm.JobInfo) -> tuple[str, st
         return said.state, said.reason
     if said.state == QUEUED and info.state in slurm.ACTIVE:
         return QUEUED, "waits for its turn in the allocation"
-    if said.state == QUEUED and info.state not in slurm.WAITING | slurm.STOPPED:
+    if said.state == QUEUED and info.state not in slurm.WAITING | {"CANCELLED"}:
         # The job's exit status is that of the cells which had their turn.
         return CANCELLED, f"the allocation ended before its turn ({_in_slurms_words(info)})"
     return merge_slurm_state(status, info)
@@ -311,13 +303,13 @@ def cancel_run(run: Run, report: Callable[[int], None] = lambda num_jobs: None) 
     for state in active:
         if not state.is_known:
             raise JobError(f"{run.name}: nothing was cancelled: {state.cell} {state.reason}")
-    jobs = {state.job_id: job for state in active if (job := read_job(run.cell(state.cell)))}
-    report(len({state.job_id for state in active}))
+    ids = sorted({state.job_id for state in active if state.job_id})
+    report(len(ids))
     if run.scheduler == "local":
-        for job in jobs.values():
+        for job in {read_job(run.cell(state.cell)) for state in active}:
             stop_processes(run.folder, job)
-    elif active:
-        slurm.scancel(sorted({state.job_id for state in active if state.job_id}))
+    elif ids:
+        slurm.scancel(ids)
     return [state.cell for state in active if not state.is_ending]
 
 
@@ -328,9 +320,12 @@ def cancel_deleted(folder: Path) -> int:
         return found
     # Slurm may be installed here without a configuration.
     with contextlib.suppress(JobError):
-        jobs = slurm.user_jobs(os.getuid(), slurm.PATIENCE_S)
-        jobs = [job for job in jobs if job.state in slurm.WAITING | slurm.ACTIVE]
-        if ids := [job.job_id for job in jobs if job.script.is_relative_to(root)]:
+        ids = [
+            job_id
+            for job_id, job in slurm.user_jobs(os.getuid()).items()
+            if job.state in slurm.WAITING | slurm.ACTIVE and job.script.is_relative_to(root)
+        ]
+        if ids:
             slurm.scancel(ids)
-            found += len(ids)
+        found += len(ids)
     return found

@@ -5,8 +5,6 @@ writes the cell's `end.json`, since Slurm forgets. The job keeps for each attemp
 (`resume.json`) and how it ended (its own `end.json`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import errno
@@ -27,6 +25,7 @@ from cookbook.base.yamlfile import shown_path
 from cookbook.run.folder import Attempt, CellFolder
 
 T = TypeVar("T")
+_adapter: Any = functools.cache(TypeAdapter)
 
 QUEUED, RUNNING, FINISHED = "queued", "running", "finished"
 FAILED, CANCELLED, REFUSED = "failed", "cancelled", "refused"
@@ -34,21 +33,19 @@ FAILED, CANCELLED, REFUSED = "failed", "cancelled", "refused"
 UNKNOWN = "unknown"
 OPEN = frozenset({QUEUED, RUNNING})
 ENDED = frozenset({FINISHED, FAILED, CANCELLED, REFUSED})
-STATES = OPEN | ENDED
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in `path`; empty where that cannot be read."""
     with contextlib.suppress(InputError):
-        content: dict[str, Any] = read_json_as(dict[str, Any], path)
-        return content
+        return read_json_as(dict[str, Any], path)
     return {}
 
 
 def read_json_as(kind: type[T], path: Path) -> T:
     """Read the JSON object in `path` as a `kind`; unknown keys are ignored."""
     try:
-        content: T = _adapter(kind).validate_json(path.read_bytes(), strict=True)  # type: ignore[arg-type]
+        content: T = _adapter(kind).validate_json(path.read_bytes(), strict=True)
         return content
     except OSError as error:
         raise InputError(shown_path(path), f"cannot be read: {error.strerror}") from None
@@ -70,14 +67,9 @@ def write_json(path: Path, content: Any) -> None:
     write_whole(path, json.dumps(asdict(content), indent=1) + "\n")
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 def _known_state(state: str) -> str:
-    if state not in STATES:
-        raise ValueError(", ".join(sorted(STATES)))
+    if state not in OPEN | ENDED:
+        raise ValueError(", ".join(sorted(OPEN | ENDED)))
     return state
 
 
@@ -122,7 +114,6 @@ class End:
 
 
 def read_status(cell: CellFolder) -> Status:
-    """Read the cell's status; InputError if it is missing or damaged."""
     return read_json_as(Status, cell.status)
 
 

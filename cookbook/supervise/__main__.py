@@ -30,7 +30,7 @@ from cookbook.config.stack import load_stack
 from cookbook.run import slurm, status
 from cookbook.run.folder import CellFolder
 from cookbook.run.record import earlier_record, keep_request, read_record
-from cookbook.run.run import RunRecord, is_run, new_record, note_new_job, read_run, write_run
+from cookbook.run.run import RunRecord, is_run, note_new_job, read_run, write_run
 from cookbook.supervise.exits import restarts
 from cookbook.supervise.resume_point import find_checkpoint
 from cookbook.supervise.supervisor import Supervisor
@@ -140,7 +140,7 @@ def start_run(start: Start) -> None:
         else:
             asked = RunRecord(cell.cluster.scheduler, (folder.name,), run.name)
             stack = cell.options.stack.name
-            write_run(run, new_record(replace(asked, cluster=cell.cluster.name, stack=stack)))
+            write_run(run, replace(asked, cluster=cell.cluster.name, stack=stack))
 
 
 def _refuse_another_job(folder: CellFolder) -> None:
