@@ -12,6 +12,8 @@ prints the table of all options and models. The driver reads it instead of impor
 
 import dataclasses
 import json
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -275,7 +277,15 @@ def main() -> None:
         "refused_families": REFUSED,
         "datasets": [*DATASETS, DATASET],
     }
-    print(json.dumps(table, indent=1))
+    # Short lists, and the sizes of a flavor, are read side by side.
+    inner = re.compile(r"(?<=[\[{])\n {3,}([^][{}]*?)\s+(?=[]}])")
+    print(inner.sub(_fold, json.dumps(table, indent=1)))
+
+
+def _fold(found: re.Match[str]) -> str:
+    pairs = " ".join(found[1].split()).replace(": ", ":\0")
+    lines = textwrap.fill(pairs, 78, subsequent_indent="     ", break_on_hyphens=False)
+    return lines.replace("\0", " ")
 
 
 if __name__ == "__main__":
