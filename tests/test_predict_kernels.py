@@ -11,10 +11,11 @@ from cookbook.predict.operators import Operator, Unit
 from cookbook.predict.rank import Layer, Part, describe_ranks
 from cookbook.predict.shapes import Shapes, shapes_of
 from cookbook.predict.traffic import Links
-from tests.check_cells import with_options
+from tests.check_cells import cell_of, with_options
 from tests.predict_machine import on_gpus, only
 
 BF16 = on_gpus(4)
+ONE = on_gpus(1).cluster
 DEEPEP = on_gpus(4, ep_backend="deepep")
 TP2 = on_gpus(4, {"parallelism.tensor_parallel_degree": 2})
 (RANK,) = describe_ranks(BF16)
@@ -118,6 +119,20 @@ def test_attention_is_two_products_forward_and_five_backward(kind: str) -> None:
     pairs = 2 * 100 * 3 * 1200
     assert found.attend(False) == {"attention": pytest.approx(pairs * (7 + 4) / 1e9)}
     assert found.attend(True) == {"attention": pytest.approx(pairs * (3 * 7 + 2 * 4) / 2e9)}
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({}, "sdpa_backward_tflops"),
+        ({"model.attention": "flash_attention_4"}, "flash_attention_4_128_backward_tflops"),
+    ],
+)
+def test_qwen3s_heads_of_128_have_their_own_rates(options: dict[str, Any], fact: str) -> None:
+    cell = cell_of("qwen3_debug", {"parallelism.expert_parallel_degree": 1} | options, cluster=ONE)
+    shapes = dataclasses.replace(SHAPES, nope=0, rope=128, v_head=128)
+    found = kernels(only(**{fact: 2.0}), cell, shapes).attend(True)
+    assert found == {"attention": pytest.approx(2 * 100 * 3 * 1000 * 5 * 128 / 2e9)}
 
 
 @pytest.mark.parametrize(("compiled", "bytes_a_logit"), [(True, 8), (False, 20)])

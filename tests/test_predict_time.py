@@ -35,6 +35,9 @@ CELLS = {
     ),
 }
 
+# With PyTorch's attention, and with FlashAttention-4 at heads of 128.
+QWEN3 = [cell_of("qwen3_30b_a3b_32nodes", options) for options in ({}, FLASH)]
+
 
 def step_of(cell: Cell, **facts: Any) -> StepTime:
     return predict_step(cell, hardware=dataclasses.replace(hardware_of(cell), **facts))
@@ -52,7 +55,7 @@ def test_every_fact_has_a_unit_and_counts(fact: str) -> None:
     )
     assert any(
         step_of(cell, **{fact: getattr(hardware_of(cell), fact) / 100}) != step_of(cell)
-        for cell in [*CELLS.values(), float8, plain, released]
+        for cell in [*CELLS.values(), float8, plain, released, *QWEN3]
     )
 
 

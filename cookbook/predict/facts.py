@@ -54,6 +54,10 @@ class Hardware:
     flash_attention_4_forward_tflops: float
     flash_attention_4_backward_tflops: float
     flash_attention_4_waste_tokens: float
+    flash_attention_4_128_forward_tflops: float
+    flash_attention_4_128_backward_tflops: float
+    sdpa_forward_tflops: float
+    sdpa_backward_tflops: float
     deepep_latency_ms: float
     deepep_nvlink_gb_per_s: float
     compute_beside_deepep_share: float

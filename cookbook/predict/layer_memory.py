@@ -58,7 +58,7 @@ def layer_bytes(shapes: Shapes, moe: bool, products: Iterable[Product] = ()) -> 
     read = _READ_AS_THEY_ARE | (_NORMED if shapes.qk_norm else frozenset())
     spared = sum(size for module, size in outputs.items() if module in read)
     return LayerBytes(
-        input=shapes.hidden_bytes,
+        input=shapes.hidden_bytes * (2 if shapes.casts_at_each_use else 1),
         saved=attention.saved + feed_forward.saved,
         selected=attention.selected + feed_forward.selected + sum(outputs.values()),
         selected_of_saved=attention.selected_of_saved + feed_forward.selected_of_saved + spared,
@@ -76,17 +76,23 @@ def _attention(s: Shapes) -> LayerBytes:
     if s.kv_lora:
         # The latents and, for the product that follows, the normed ones.
         latent, normed = s.q_lora + s.kv_lora + s.rope, s.q_lora + s.kv_lora
+        norm_inputs, readers = normed, 2
         # Keys are copied together from two parts; values are a view into the projection's output.
         values = s.heads * (s.nope + s.v_head)
         matrix_products = latent + queries + values + s.dim
     else:
         # Queries and keys before their norms, where they have any.
         latent, normed = (queries + keys) * s.qk_norm, 0
+        norm_inputs, readers = latent, 3
         values = s.kv_heads * s.v_head
         matrix_products = queries + keys + values + s.dim
     # Attention writes its output as the next product reads it: there is no second copy.
     elements = s.tokens * (2 * s.dim + latent + normed + queries + keys + values + out)
     elements += s.sequence_tokens * s.dim
+    if s.casts_at_each_use:
+        # A copy of the input for each projection that reads it; the residual in FP32; norms of
+        # BF16 by weights in FP32 are not fused and save their input and their output in FP32.
+        elements += s.tokens * (readers * s.dim + 3 * norm_inputs)
     softmax = 4.0 * s.tokens * s.heads
     # Selective recomputation sees only uncompiled operators: every second matrix product and the
     # attention itself. FlashAttention-4 is an operator, which it sees in compiled code as well.
@@ -156,6 +162,8 @@ def _moe(s: Shapes) -> LayerBytes:
             between=saved,
         )
     experts = rows + _activations(s) * hidden
+    if s.casts_at_each_use:
+        experts += 3.0 * s.act * s.num_experts * s.expert_hidden * s.dim
     # Pieces compiled one by one: the norm's output, the router's, and the rows that experts get.
     between = router + s.act * s.tokens * s.dim + rows
     if s.scored_activations:

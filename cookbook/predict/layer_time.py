@@ -23,7 +23,7 @@ from cookbook.predict.operators import (
     linear_format,
     products,
 )
-from cookbook.predict.rank import Layer, Part, Rank
+from cookbook.predict.rank import Layer, Part, Rank, model_of
 from cookbook.predict.shapes import Shapes, spared_products
 from cookbook.predict.traffic import Links
 
@@ -145,16 +145,18 @@ class Kernels:
     def attend(self, backward: bool) -> Terms:
         """Time attention itself: two products forward, five backward, over attended tokens."""
         s, hw = self.shapes, self.hardware
-        if self.cell.uses_flash_attention:
-            waste = hw.flash_attention_4_waste_tokens
-            rates = hw.flash_attention_4_forward_tflops, hw.flash_attention_4_backward_tflops
-        else:
-            waste = hw.flex_attention_waste_tokens
-            rates = hw.flex_attention_forward_tflops, hw.flex_attention_backward_tflops
         head = s.nope + s.rope
+        kernel = kind = "flash_attention_4"
+        if not self.cell.uses_flash_attention:
+            kernel = kind = "sdpa" if model_of(self.cell).attn_type == "sdpa" else "flex_attention"
+        elif head == s.v_head == 128:
+            kind = f"{kernel}_128"
+        # SDPA's rates were measured with all that it wastes.
+        waste = getattr(hw, f"{kernel}_waste_tokens", 0.0)
+        rate = getattr(hw, f"{kind}_{'backward' if backward else 'forward'}_tflops")
         widths = 3 * head + 2 * s.v_head if backward else head + s.v_head
         flops = 2.0 * s.tokens * s.heads * widths * (self.attended_tokens + waste)
-        return {ATTENTION: flops / (rates[backward] * 1e9)}
+        return {ATTENTION: flops / (rate * 1e9)}
 
     def pointwise(self, moe: bool, backward: bool) -> Terms:
         """Time norms, residuals, rotary embedding, copies around attention, SwiGLU, the router."""

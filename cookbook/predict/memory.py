@@ -97,8 +97,7 @@ def predict_memory(
         # The multi-tensor Adam makes the square roots of all second moments at once.
         moments["the optimizer step"] = {"optimizer step": state.get("parameters", 0.0)}
     rounds = rank.num_microbatches * rank.gradient_accumulation_steps
-    if expandable and rounds == 1 and not rank.mixed_precision:
-        # Without it blocks of the last step's gradients are of no use to the next forward.
+    if rounds == 1 and not rank.mixed_precision:
         gradients = state.pop("gradients (not sharded)")
         moments["a layer's backward"] = layers.backward_alone()
         moments["the optimizer step"]["gradients (not sharded)"] = gradients

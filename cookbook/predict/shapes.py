@@ -67,6 +67,11 @@ class Shapes(Sizes):
     padded_tokens: int | None
 
     @property
+    def casts_at_each_use(self) -> bool:
+        """Whether autocast copies FP32 inputs and weights wherever an operator reads them."""
+        return self.autocast and not self.compiled
+
+    @property
     def hidden_bytes(self) -> float:
         """Hidden states of a microbatch between two layers."""
         return float(self.act * self.sequence_tokens * self.dim)

@@ -105,18 +105,12 @@ class RowExperts(nn.Module):
             return group_products(scored_swiglu(both, groups.scores), w2, ends, grouped=False)
         # FSDP may have cast them to the parameters' type.
         rows = rows.bfloat16()
-        # Quantize each weight separately.
-        if type(w1) in (torch.Tensor, nn.Parameter):
-            both = group_products(rows, join(torch.bfloat16, w1, w3), ends)
-            if w2.dtype != torch.bfloat16:
-                w2 = join(torch.bfloat16, w2)
-        else:
-            halves = [group_products(rows, w, ends) for w in (w1, w3)]
-            for half in halves:
-                if half.requires_grad:
-                    # TorchAO quantizes no part of a row.
-                    half.register_hook(torch.Tensor.contiguous)
-            both = torch.cat(halves, dim=1)
+        if type(w1) not in (torch.Tensor, nn.Parameter):
+            # Compiled, since TorchAO writes the casts to FP8 as several operators each.
+            return experts_with_probs(experts, rows, groups.scores, ends)
+        both = group_products(rows, join(torch.bfloat16, w1, w3), ends)
+        if w2.dtype != torch.bfloat16:
+            w2 = join(torch.bfloat16, w2)
         activations = scored_swiglu(both, groups.scores)
         with last_product():
             return group_products(activations, w2, ends)
