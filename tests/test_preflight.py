@@ -160,10 +160,10 @@ def test_a_fault_of_most_nodes_is_nobodys(job: JobNodes, monkeypatch: pytest.Mon
     assert job.faults == {} and read_excluded() == []
 
 
-def requeued(job: JobNodes) -> tuple[list[str], float | None]:
+def requeued(job: JobNodes) -> tuple[Sequence[str] | None, float | None]:
     with pytest.raises(RequeueNeededError) as needed:
         decide(job)
-    return needed.value.nodes, needed.value.begin
+    return needed.value.decision.exclude, needed.value.decision.begin
 
 
 def test_requeued_within_its_restarts(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ from cookbook.run.status import (
     write_status,
 )
 from cookbook.supervise.attempt import Timeouts, end_orphan_processes
+from cookbook.supervise.exits import Decision, decide
 from cookbook.supervise.supervisor import Supervisor
 from tests.started import lives, start_marked
 
@@ -278,6 +280,18 @@ def test_told_to_stop_it_starts_no_further_cell(tmp_path: Path) -> None:
     assert states(first, second) == ["cancelled", "cancelled"]
     assert read_status(second).reason == "cancelled before it started"
     assert second.attempts() == []
+
+
+def test_told_to_stop_between_two_attempts_it_is_cancelled(
+    supervised: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decide_late(*arguments: Any) -> Decision:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return decide(*arguments)
+
+    monkeypatch.setattr("cookbook.supervise.exits.decide", decide_late)
+    done = supervised("exit 1")
+    assert (done.code, done.status.state) == (128 + signal.SIGTERM, "cancelled")
 
 
 @pytest.mark.parametrize("rest", ["exit 0", "exit 1", 'mkdir -p "${A}"'])

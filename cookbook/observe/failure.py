@@ -58,17 +58,6 @@ _CAUSES: tuple[tuple[Cause, str], ...] = (
         r"|^ended by SIG|^exit status (?:129|1[3-9][0-9])$",
     ),
 )
-_REMEDIES = {
-    Cause.OUT_OF_MEMORY: "lower training.local_batch_size or recompute more; "
-    "`submit.py check` predicts what fits",
-    Cause.MISSING_MODULE: "install it into the job's environment (./setup.sh)",
-    Cause.MISSING_FILE: "put the file there",
-    Cause.WRONG_OPTION: "correct it",
-    Cause.BAD_NODES: "have the nodes repaired",
-    Cause.DISK_FULL: "free some space, or lower checkpoint.keep_latest_k",
-    Cause.NAN_LOSS: "lower the learning rate, or look at the texts of that step",
-    Cause.ERROR: "read its log",
-}
 # Errors that follow from another one. A CheckpointException prints the ranks' own errors below it;
 # JobError is the supervisor's.
 _CONSEQUENCE = re.compile(
@@ -136,11 +125,6 @@ def find_reason(attempt: Path) -> str | None:
 def cause_of(reason: str) -> Cause:
     """Return the kind of failure that a reason describes."""
     return next((cause for cause, form in _CAUSES if re.search(form, reason)), Cause.ERROR)
-
-
-def remedy_for(cause: Cause) -> str | None:
-    """Return a person's remedy before the run can continue; None where nothing helps."""
-    return _REMEDIES.get(cause)
 
 
 def is_consequence(error: str) -> bool:

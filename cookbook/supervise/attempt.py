@@ -19,7 +19,7 @@ import psutil
 from cookbook.base.errors import JobError
 from cookbook.config.stack import load_stack
 from cookbook.observe.failure import describe_stacks
-from cookbook.observe.history import longest_save
+from cookbook.observe.history import longest_save, usual_step_time
 from cookbook.observe.metrics import GrowingFile, Newest, Phase, Tail
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
@@ -105,37 +105,33 @@ class StepClock:
             if before is not None and self._step_at is not None:
                 self._times.append((now - self._step_at) / (step.step - before.step))
             self._step_at, self.silent = now, 0.0
-        elif newest.phase != self._newest.phase or (self._is_starting and size != self._size):
+        # Any log line counts as progress while no step time is known.
+        elif newest.phase != self._newest.phase or (
+            size != self._size and (before is None or self.usual is None)
+        ):
             self.silent = 0.0
         self._newest, self._size = newest, size
-
-    @property
-    def _is_starting(self) -> bool:
-        """Whether any log line counts as progress, since no step time is known yet."""
-        return self._newest.step is None or self.usual is None
 
     @property
     def limit(self) -> float:
         """Seconds of silence that count as a hang in the present phase."""
         usual, phase, timeouts = self.usual, self._newest.phase, self._timeouts
-        if phase is Phase.SAVING_CHECKPOINT and usual is not None:
-            return self._save_limit(usual)
-        if phase in (Phase.SAVING_CHECKPOINT, Phase.FINISHING):
+        if phase is Phase.FINISHING or (phase is Phase.SAVING_CHECKPOINT and usual is None):
             return timeouts.save_s
-        if usual is None or self._is_starting or phase is not Phase.TRAINING:
+        if usual is None:
+            return timeouts.start_s
+        limit = timeouts.steps * usual + timeouts.more_s
+        if phase is Phase.SAVING_CHECKPOINT:
+            # Read the log for earlier saves only when the answer matters.
+            if self.silent <= limit:
+                return limit
+            longest = self._longest_save()
+            long = limit + timeouts.steps * longest if longest is not None else timeouts.save_s
+            return max(long, timeouts.least_save_s)
+        if self._newest.step is None or phase is not Phase.TRAINING:
             return timeouts.start_s
         # With a log_freq of 10, nine steps print nothing.
-        return (timeouts.steps + self._log_freq - 1) * usual + timeouts.more_s
-
-    def _save_limit(self, usual: float) -> float:
-        timeouts = self._timeouts
-        limit = timeouts.steps * usual + timeouts.more_s
-        # Read the log for earlier saves only when the answer matters.
-        if self.silent <= limit:
-            return limit
-        if (longest := self._longest_save()) is None:
-            return timeouts.save_s
-        return max(limit + timeouts.steps * longest, timeouts.least_save_s)
+        return limit + (self._log_freq - 1) * usual
 
     @property
     def hang(self) -> str | None:
@@ -163,14 +159,13 @@ class RunningAttempt:
         environment: Mapping[str, str],
         arguments: Sequence[str],
         timeouts: Timeouts,
-        usual: float | None,
         earlier: Sequence[Attempt] = (),
     ) -> None:
         self.cell, self.attempt = cell, attempt
         self._record = record
         self.clock = StepClock(
             timeouts.adjusted(record),
-            usual,
+            usual_step_time(earlier),
             lambda: longest_save([*earlier, attempt]),
             record.log_freq or load_stack().options["metrics.log_freq"].default,
         )
@@ -306,11 +301,13 @@ def _orphans(cell: CellFolder) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             variables = process.environ()
-            is_of_cell = variables.get("CELL_DIR") == str(cell.path)
             jobs = {variables.get(name) for name in ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")}
-            is_own = (
-                is_of_cell and "COOKBOOK_ATTEMPT_DIR" in variables and process.pid != os.getpid()
-            )
-            if is_own and (not job or job in jobs) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                variables.get("CELL_DIR") == str(cell.path)
+                and "COOKBOOK_ATTEMPT_DIR" in variables
+                and process.pid != os.getpid()
+                and (not job or job in jobs)
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
     return found

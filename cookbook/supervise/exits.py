@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cookbook.observe.failure import cause_of, find_cause, remedy_for
+from cookbook.observe.failure import cause_of, find_cause
 from cookbook.observe.metrics import read_steps
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
@@ -46,12 +46,17 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
+    """What follows from a cause; at most `most_idle` attempts in a row may come no further.
+
+    `remedy` is a person's before the run can continue; None where nothing helps.
+    """
+
     action: Action
+    remedy: str | None = None
     is_counted: bool = True
     most_idle: int = 2
 
 
-_FINAL = Rule(Action.STOP)
 RULES = {
     Cause.FINISHED: Rule(Action.STOP, is_counted=False),
     # Cancelled, or ended by Slurm, which restarts the job by itself where it does.
@@ -60,27 +65,38 @@ RULES = {
     Cause.LOST_NODE: Rule(Action.REQUEUE),
     Cause.DEAD_RANK: Rule(Action.RESTART),
     Cause.HANG: Rule(Action.RESTART),
-    Cause.NAN_LOSS: Rule(Action.RESTART),
-    Cause.DISK_FULL: Rule(Action.RESTART),
+    Cause.NAN_LOSS: Rule(
+        Action.RESTART, "lower the learning rate, or look at the texts of that step"
+    ),
+    Cause.DISK_FULL: Rule(Action.RESTART, "free some space, or lower checkpoint.keep_latest_k"),
     Cause.TOO_LATE: Rule(Action.RESTART),
     Cause.CUT_SHORT: Rule(Action.RESTART),
     # Mostly an exception in Python.
-    Cause.ERROR: Rule(Action.RESTART, most_idle=1),
-    # The next start would fail in the same way.
-    Cause.OUT_OF_MEMORY: _FINAL,
-    Cause.MISSING_FILE: _FINAL,
-    Cause.MISSING_MODULE: _FINAL,
-    Cause.WRONG_OPTION: _FINAL,
-    Cause.BAD_NODES: _FINAL,
+    Cause.ERROR: Rule(Action.RESTART, "read its log", most_idle=1),
+    # After the rest, the next start would fail in the same way.
+    Cause.OUT_OF_MEMORY: Rule(
+        Action.STOP,
+        "lower training.local_batch_size or recompute more; `submit.py check` predicts what fits",
+    ),
+    Cause.MISSING_FILE: Rule(Action.STOP, "put the file there"),
+    Cause.MISSING_MODULE: Rule(Action.STOP, "install it into the job's environment (./setup.sh)"),
+    Cause.WRONG_OPTION: Rule(Action.STOP, "correct it"),
+    Cause.BAD_NODES: Rule(Action.STOP, "have the nodes repaired"),
 }
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The action, and its description for the history."""
+    """The action, and its description for the history.
+
+    A requeued job has Slurm exclude the nodes in `exclude` (None: those of before), and starts at
+    `begin` at the earliest (seconds since the epoch).
+    """
 
     action: Action
     words: str
+    exclude: Sequence[str] | None = None
+    begin: float | None = None
 
 
 def decide(
@@ -98,30 +114,30 @@ def decide(
         is_time_over: Slurm asked the job to stop before its time limit or a preemption.
     """
     cause, rule = ends[-1].cause, RULES[ends[-1].cause]
-    counted = [end for end in ends if RULES[end.cause].is_counted]
+    if cause is Cause.SAVED:
+        return Decision(rule.action, "requeued, to go on from there")
     # `idle` counts the latest attempts that got no further than the ones before.
-    furthest, idle, why = 0, 0, ""
+    failures = furthest = idle = 0
     for end in ends:
         step = end.last_step or 0
         if RULES[end.cause].is_counted:
+            failures += 1
             idle = idle + 1 if step <= furthest else 0
         furthest = max(furthest, step)
-    if cause is Cause.SAVED:
-        return Decision(rule.action, "requeued, to go on from there")
+    why = ""
     if rule.action is Action.STOP:
         why = f"{cause} would come again"
-    elif len(counted) > most:
+    elif failures > most:
         why = f"restarted {most} times, as max_restarts allows"
     elif idle > rule.most_idle:
         why = f"{idle} attempts in a row came no further"
     if why:
-        remedy = remedy_for(cause)
-        more = f"; {remedy}, then: {GO_ON}" if remedy else ""
+        more = f"; {rule.remedy}, then: {GO_ON}" if rule.remedy else ""
         return Decision(Action.STOP, f"stopped: {why}{more}")
     if lost_nodes or rule.action is Action.REQUEUE:
         nodes = ", ".join(lost_nodes) or "a node"
         return Decision(Action.REQUEUE, f"requeued without {nodes}, which Slurm cannot use")
-    count = f"({len(counted)} of {most})"
+    count = f"({failures} of {most})"
     if is_time_over:
         return Decision(Action.REQUEUE, f"requeued, since its time was almost over {count}")
     return Decision(Action.RESTART, f"restarted {count}")
@@ -135,9 +151,8 @@ def classify_exit(
     cell: CellFolder, attempt: Attempt, record: CellRecord, started: float, code: int | None
 ) -> AttemptEnd:
     """Return how an attempt ended that nobody stopped."""
-    now, excluded = time.time(), _excluded(attempt)
-    end = AttemptEnd(attempt.number, Cause.FINISHED, None, code, started, ended=now)
-    end = _with_steps(replace(end, job_id=own_job(), left_out=excluded), attempt, record)
+    end = AttemptEnd(attempt.number, Cause.FINISHED, None, code, started, ended=time.time())
+    end = _with_steps(replace(end, job_id=own_job(), left_out=_excluded(attempt)), attempt, record)
     if (step := _read_stopped(attempt)[1]).isdecimal():
         reason = f"asked to stop, it saved step {step} and ended"
         return replace(end, cause=Cause.SAVED, reason=reason)

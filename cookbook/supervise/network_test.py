@@ -3,10 +3,8 @@
 If the whole misses the profile's floor, the nodes are tested in pairs, and each node of a failing
 pair again with a node of a good one. Each node starts its own ranks:
 
-    python -m cookbook.supervise.network_test QUESTION          (QUESTION: a `Question` as JSON)
+    python -m cookbook.supervise.network_test QUESTION     (the arguments of `run_ranks` as JSON)
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -15,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +22,14 @@ from cookbook.observe.failure import is_consequence
 from cookbook.run.slurm import node_addresses, run_step
 
 _COLLECTIVES = "cookbook.titan.common.collectives"
-_MARK, ENDED = "cookbook-link", "cookbook-links"
+_MEASURED, _ENDED = "cookbook-link", "cookbook-links"
 # For the import of torch from a cold file system, and NCCL's start over hundreds of ranks.
-LIMIT_S = 60.0
+_LIMIT_S = 60.0
 _COLLECTIVE_S = 30.0
 # Large enough that the links dominate; gloo on one machine is slow.
 _NUM_BYTES = {"cuda": 256 * 2**20, "cpu": 2**20}
 # Above the training's rendezvous, below the ephemeral ports.
 _PORTS = range(31000, 32700)
-_MOST_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -84,20 +81,19 @@ def test_bandwidth(nodes: Sequence[str], groups: RankGroups) -> NetworkVerdict:
         return NetworkVerdict(whole.slowest)
     fault = whole.faults[0]
     if len(nodes) < 3:
-        alone = sorted(nodes) if len(nodes) == 2 else []
-        faults = _test([[node] for node in alone], groups).faults if alone else {}
-        bad = {alone[number]: why for number, why in faults.items()} if len(faults) == 1 else {}
+        alone = [[node] for node in sorted(nodes)]
+        faults = _test(alone, groups).faults if len(alone) == 2 else {}
+        bad = {alone[number][0]: why for number, why in faults.items() if len(faults) == 1}
         return NetworkVerdict(whole.slowest, bad, error="" if bad else fault)
-    bad, all_fail = _search(sorted(nodes), groups)
-    if all_fail:
+    found = _search(sorted(nodes), groups)
+    if found is None:
         return NetworkVerdict(whole.slowest, error=f"{fault}; all pairs of nodes fail too")
-    fault = "" if bad else f"{fault}; each pair of nodes passes by itself"
-    words = {"warning" if whole.is_slow else "error": fault}
-    return NetworkVerdict(whole.slowest, bad, **words)
+    fault = "" if found else f"{fault}; each pair of nodes passes by itself"
+    return NetworkVerdict(whole.slowest, found, **{"warning" if whole.is_slow else "error": fault})
 
 
-def _search(nodes: Sequence[str], groups: RankGroups) -> tuple[dict[str, str], bool]:
-    """Return the bad ones of three nodes or more, and whether all pairs failed."""
+def _search(nodes: Sequence[str], groups: RankGroups) -> dict[str, str] | None:
+    """Return the bad ones of three nodes or more; None where all pairs fail."""
     teams = [list(nodes[start : start + 2]) for start in range(0, len(nodes) - 1, 2)]
     if len(nodes) % 2:
         teams[-1].append(nodes[-1])
@@ -108,7 +104,7 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> tuple[dict[str, str], b
     good = [team for number, team in enumerate(teams) if number not in first.faults]
     suspects = [node for number in sorted(first.faults) for node in teams[number]]
     if not good:
-        return {}, True
+        return None
     bad: dict[str, str] = {}
     # One suspect with a node of a good pair at a time.
     for start in range(0, len(suspects), len(good)):
@@ -116,19 +112,7 @@ def _search(nodes: Sequence[str], groups: RankGroups) -> tuple[dict[str, str], b
         pairs = [[node, team[0]] for node, team in zip(tried, good, strict=False)]
         outcome = _test(pairs, groups)
         bad |= {tried[number]: fault for number, fault in outcome.faults.items()}
-    return bad, False
-
-
-@dataclass(frozen=True)
-class Question:
-    """The work of a test's nodes: teams in order of rank, the first node's address and port."""
-
-    teams: list[list[str]]
-    addresses: list[str]
-    ports: list[int]
-    ranks_per_node: int
-    plan: dict[str, Any]
-    limit_s: float
+    return bad
 
 
 def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
@@ -141,19 +125,23 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
         "groups": groups.groups(world),
         "timeout_s": _COLLECTIVE_S,
     }
-    start = int(os.environ.get("SLURM_JOB_ID") or 0) * 17
-    addresses = list(node_addresses([team[0] for team in teams]).values())
-    ports = [_PORTS[(start + number) % len(_PORTS)] for number in range(len(teams))]
-    question = Question(teams, addresses, ports, groups.ranks_per_node, plan, LIMIT_S)
+    job_id = int(os.environ.get("SLURM_JOB_ID") or 0)
+    question = {
+        "teams": teams,
+        "addresses": list(node_addresses([team[0] for team in teams]).values()),
+        "ports": [_PORTS[(17 * job_id + number) % len(_PORTS)] for number in range(len(teams))],
+        "ranks_per_node": groups.ranks_per_node,
+        "plan": plan,
+        "limit_s": _LIMIT_S,
+    }
     measured: list[dict[str, Any]] = []
     ended: dict[str, str] = {}
 
     def on_line(line: str, moment: float) -> None:
         mark, _, text = line.partition(" ")
-        if mark == ENDED:
-            content = json.loads(text)
-            ended[content["node"]] = content["error"]
-        elif mark == _MARK:
+        if mark == _ENDED:
+            ended.update(json.loads(text))
+        elif mark == _MEASURED:
             measured.append(json.loads(text))
 
     def is_enough() -> bool:
@@ -166,19 +154,17 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
         )
 
     nodes = [node for team in teams for node in team]
-    module, text = "cookbook.supervise.network_test", json.dumps(asdict(question))
-    run_step(nodes, module, text, LIMIT_S + 10, on_line, is_enough)
+    module, text = "cookbook.supervise.network_test", json.dumps(question)
+    run_step(nodes, module, text, _LIMIT_S + 10, on_line, is_enough)
     outcome = Outcome()
+    for one in measured:
+        number, name, speed = int(one["team"]), str(one["name"]), float(one["gb_per_s"])
+        outcome.slowest[name] = min(speed, outcome.slowest.get(name, speed))
+        if speed < (wanted := getattr(groups.floor, name)):
+            outcome.is_slow.add(number)
+            words = f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s, "
+            outcome.faults[number] = f"{words}the profile wants {wanted:g}"
     for number, team in enumerate(teams):
-        for one in measured:
-            name, speed = str(one["name"]), float(one["gb_per_s"])
-            if one["team"] != str(number):
-                continue
-            outcome.slowest[name] = min(speed, outcome.slowest.get(name, speed))
-            if speed < (wanted := getattr(groups.floor, name)):
-                outcome.is_slow.add(number)
-                words = f"{name} over ranks {one['ranks']} reaches {speed:.3g} GB/s, "
-                outcome.faults[number] = f"{words}the profile wants {wanted:g}"
         errors = sorted((f"{n}: {ended[n]}" for n in team if ended.get(n)), key=is_consequence)
         errors += [f"{node}: no answer" for node in team if node not in ended]
         if errors:
@@ -187,24 +173,34 @@ def _test(teams: list[list[str]], groups: RankGroups) -> Outcome:
     return outcome
 
 
-def run_ranks(question: Question) -> None:
-    """Run this node's ranks, and print their first error."""
+def run_ranks(
+    teams: Sequence[Sequence[str]],
+    addresses: Sequence[str],
+    ports: Sequence[int],
+    ranks_per_node: int,
+    plan: dict[str, Any],
+    limit_s: float,
+) -> None:
+    """Run this node's ranks, and print their first error.
+
+    Args:
+        teams: nodes in order of rank; the first one's address and port are the team's.
+    """
     node = os.environ["SLURMD_NODENAME"]
-    number = next(index for index, team in enumerate(question.teams) if node in team)
-    team, local_ranks = question.teams[number], range(question.ranks_per_node)
-    command = [sys.executable, "-m", _COLLECTIVES, json.dumps(question.plan)]
-    deadline = time.monotonic() + question.limit_s
+    number, team = next((index, team) for index, team in enumerate(teams) if node in team)
+    command = [sys.executable, "-m", _COLLECTIVES, json.dumps(plan)]
+    deadline = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, str(local)) for local in local_ranks]
+        logs = [Path(folder, str(local)) for local in range(ranks_per_node)]
         ranks = []
         for local, log in enumerate(logs):
             environment = {
                 **os.environ,
-                "RANK": str(team.index(node) * question.ranks_per_node + local),
+                "RANK": str(team.index(node) * ranks_per_node + local),
                 "LOCAL_RANK": str(local),
-                "WORLD_SIZE": str(len(team) * question.ranks_per_node),
-                "MASTER_ADDR": question.addresses[number],
-                "MASTER_PORT": str(question.ports[number]),
+                "WORLD_SIZE": str(len(team) * ranks_per_node),
+                "MASTER_ADDR": addresses[number],
+                "MASTER_PORT": str(ports[number]),
                 "COOKBOOK_TEAM": str(number),
                 "OMP_NUM_THREADS": "1",
             }
@@ -215,7 +211,7 @@ def run_ranks(question: Question) -> None:
             rank.kill()
         for rank in ranks:
             rank.wait()
-    print(ENDED, json.dumps({"node": node, "error": error}), flush=True)
+    print(_ENDED, json.dumps({node: error}), flush=True)
 
 
 def _first_error(
@@ -227,7 +223,7 @@ def _first_error(
             if code := rank.poll():
                 lines = logs[local].read_text(errors="replace").strip().splitlines()
                 error = next((line for line in reversed(lines) if "Error" in line), "")
-                return f"local rank {local}: {error[:_MOST_CHARACTERS] or f'exit status {code}'}"
+                return f"local rank {local}: {error[:300] or f'exit status {code}'}"
         if all(rank.poll() == 0 for rank in ranks):
             return ""
         time.sleep(0.05)
@@ -235,4 +231,4 @@ def _first_error(
 
 
 if __name__ == "__main__":
-    run_ranks(Question(**json.loads(sys.argv[1])))
+    run_ranks(**json.loads(sys.argv[1]))

@@ -36,7 +36,7 @@ from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import StepEnd, retry_while_busy, run_step
 from cookbook.run.status import read_json
-from cookbook.supervise.exits import restarts_after_failure
+from cookbook.supervise.exits import Action, Decision, restarts_after_failure
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
 from cookbook.supervise.node_report import Question, Reader, Report
 
@@ -54,11 +54,11 @@ class CannotStartError(JobError):
 
 
 class RequeueNeededError(Exception):
-    """The job must be requeued, to exclude `nodes` and to start at `begin` at the earliest."""
+    """The job must be requeued, as `decision` says."""
 
-    def __init__(self, why: str, words: str, nodes: Sequence[str], begin: float | None) -> None:
+    def __init__(self, why: str, decision: Decision) -> None:
         super().__init__(why)
-        self.words, self.nodes, self.begin = words, list(nodes), begin
+        self.decision = decision
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,8 @@ def decide(job: JobNodes) -> None:
     else:
         job.log(f"requeued, to start without {', '.join(job.faults)}")
     _write_findings(job, [], 0.0, for_slurm=choice.nodes)
-    raise RequeueNeededError(why, words, [*of_user, *choice.nodes], choice.begin)
+    exclude = [*of_user, *choice.nodes]
+    raise RequeueNeededError(why, Decision(Action.REQUEUE, words, exclude, choice.begin))
 
 
 def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:

@@ -4,8 +4,6 @@ Both ways of starting a job come here: submitit's pickle of `submit.py run`, and
 with sbatch or bash, which hands over to it. Imports neither submitit nor torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -16,35 +14,17 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.files import write_whole
 from cookbook.config.cluster import cluster_from_record
-from cookbook.observe.history import usual_step_time
-from cookbook.run import slurm
+from cookbook.run import slurm, status
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord, read_record
 from cookbook.run.states import process_job
-from cookbook.run.status import (
-    CANCELLED,
-    FAILED,
-    FINISHED,
-    QUEUED,
-    REFUSED,
-    RUNNING,
-    AttemptEnd,
-    Cause,
-    Status,
-    read_history,
-    read_job,
-    read_status,
-    write_attempt_end,
-    write_job,
-    write_status,
-)
+from cookbook.run.status import FAILED, FINISHED, QUEUED, RUNNING, AttemptEnd, Cause, Status
 from cookbook.supervise import exits
 from cookbook.supervise.attempt import RunningAttempt, Timeouts, end_orphan_step
 from cookbook.supervise.exits import GO_ON, Action, Decision
@@ -63,7 +43,7 @@ class SignalReceivedError(Exception):
 
 
 class Supervisor:
-    """Run the cells in `folders`, in order; what submitit pickles.
+    """Run the cells in order; what submitit pickles.
 
     A finished cell is not run again. One that failed or was cut short is, as its next attempt,
     since a job that Slurm requeues starts from the top.
@@ -73,13 +53,11 @@ class Supervisor:
 
     def __init__(self, cells: Sequence[CellFolder], arguments: Sequence[str] = ()) -> None:
         # Real paths: `runs` may be a link, and a container has only the cell's folder.
-        self.folders = [str(cell.path.resolve()) for cell in cells]
+        self.cells = [CellFolder(cell.path.resolve()) for cell in cells]
         self.arguments = list(arguments)
         self.running: RunningAttempt | None = None
         self.signal_number = 0
         self.is_time_over = self._is_preparing = False
-        self._usual: float | None = None
-        self._earlier: list[Attempt] = []
         # Seconds for a checkpoint from Slurm's warning on; 0 for no limit.
         self._late_s = 0.0
 
@@ -99,31 +77,37 @@ class Supervisor:
         return self.supervise()
 
     def supervise(self) -> int:
-        cells = [CellFolder(Path(folder)) for folder in self.folders]
         job_id, began, codes = exits.own_job(), time.time(), dict[str, int]()
-        for cell in cells:
+        for cell in self.cells:
             # The submitter may have been killed before it noted this job.
             if job_id and not cell.job.exists():
-                write_job(cell, job_id if exits.slurm_job() else process_job(int(job_id)))
-        for cell in cells:
-            if read_status(cell).state in (FINISHED, REFUSED):
+                own = job_id if exits.slurm_job() else process_job(int(job_id))
+                status.write_job(cell, own)
+        for cell in self.cells:
+            if status.read_status(cell).state in (FINISHED, status.REFUSED):
                 continue
-            job = read_job(cell)
+            job = status.read_job(cell)
             if job and exits.slurm_job() and job.job_id != job_id:
                 # This job was never recorded, and the cell was submitted again before it started.
                 log(f"{cell.path}: job {job.job_id} trains here, so this one leaves it alone")
                 codes[cell.name] = 1
-                continue
-            if self.signal_number:
-                self._pass_over(cell, began)
-                continue
-            try:
-                codes[cell.name] = self._run_cell(cell)
-            except FileNotFoundError:
-                if cell.record.exists():
-                    raise
-                log(f"{cell.path} was deleted: nothing is kept of it")
-                self.running, codes[cell.name] = None, 1
+            elif self.signal_number:
+                state, why = exits.stop_reason(self._signal_name, began)
+                reason = f"the allocation ended before its turn ({why})"
+                reason = "cancelled before it started" if state == status.CANCELLED else reason
+                # Slurm starts a requeued job again, and the cell has its turn then.
+                if state != QUEUED:
+                    now = replace(status.read_status(cell), state=status.CANCELLED, reason=reason)
+                    now = replace(now, exit_code=None, restarts=exits.restarts())
+                    status.write_status(cell, now)
+            else:
+                try:
+                    codes[cell.name] = self._run_cell(cell)
+                except FileNotFoundError:
+                    if cell.record.exists():
+                        raise
+                    log(f"{cell.path} was deleted: nothing is kept of it")
+                    self.running, codes[cell.name] = None, 1
         if self.signal_number:
             return 128 + self.signal_number
         failed = {name: code for name, code in codes.items() if code}
@@ -131,17 +115,9 @@ class Supervisor:
             log(f"failed: {', '.join(failed)}")
         return next(iter(failed.values()), 0)
 
-    def _pass_over(self, cell: CellFolder, began: float) -> None:
-        """Note why a cell gets no turn in this job, which was told to stop."""
-        state, why = exits.stop_reason(signal.Signals(self.signal_number).name, began)
-        if state == QUEUED:
-            # Slurm starts the job again, and the cell has its turn then.
-            return
-        reason = "cancelled before it started"
-        if state != CANCELLED:
-            reason = f"the allocation ended before its turn ({why})"
-        status = replace(read_status(cell), state=CANCELLED, reason=reason, exit_code=None)
-        write_status(cell, replace(status, restarts=exits.restarts()))
+    @property
+    def _signal_name(self) -> str:
+        return signal.Signals(self.signal_number).name
 
     def _run_cell(self, cell: CellFolder) -> int:
         """Run attempts until the cell has ended; return its exit status."""
@@ -149,25 +125,19 @@ class Supervisor:
             record = read_record(cell.record)
         except InputError as error:
             log(str(error))
-            failed = Status(FAILED, reason=str(error), exit_code=2, restarts=exits.restarts())
-            write_status(cell, failed)
+            status.write_status(cell, Status(FAILED, 0, str(error), 2, restarts=exits.restarts()))
             return 2
         if exits.slurm_job() and record.profile:
             self._late_s = float(cluster_from_record(record).late_seconds)
         end_orphan_step(cell)
         exits.note_killed_attempt(cell, record)
-        job_id = exits.own_job()
-        # A requeued job has attempts from before.
-        ends = [end for end in read_history(cell.attempts()) if job_id and end.job_id == job_id]
-        # Another job may train with other options.
-        self._earlier = [cell.attempt(end.attempt) for end in ends]
-        self._usual = usual_step_time(self._earlier)
+        # A requeued job has attempts from before. Another job may train with other options.
+        job_id, history = exits.own_job(), status.read_history(cell.attempts())
+        ends = [end for end in history if job_id and end.job_id == job_id]
         while True:
-            end, decision = self._attempt(cell, record)
-            if decision is not None and decision.action is Action.REQUEUE:
-                return 0
+            end, decision = self._attempt(cell, record, ends)
             if self.signal_number:
-                end, state = exits.stopped_end(end, signal.Signals(self.signal_number).name)
+                end, state = exits.stopped_end(end, self._signal_name)
                 self._write(cell, end, state, end.reason)
                 return 0
             if end.cause is Cause.FINISHED:
@@ -176,8 +146,8 @@ class Supervisor:
             if decision is None:
                 lost = self._lost_nodes()
                 decision = exits.decide([*ends, end], record.max_restarts, lost, self.is_time_over)
-                if decision.action is Action.REQUEUE:
-                    decision = self._requeue(cell, end, decision.words)
+            if decision.action is Action.REQUEUE:
+                decision = self._requeue(cell, end, decision)
             end = replace(end, decision=decision.words)
             log(f"attempt {end.attempt} ended: {end.cause}: {end.reason}; {decision.words}")
             if decision.action is Action.REQUEUE:
@@ -192,7 +162,9 @@ class Supervisor:
                 return code if code > 0 else 128 - code
             self._write(cell, end, RUNNING, None)
 
-    def _attempt(self, cell: CellFolder, record: CellRecord) -> tuple[AttemptEnd, Decision | None]:
+    def _attempt(
+        self, cell: CellFolder, record: CellRecord, ends: Sequence[AttemptEnd]
+    ) -> tuple[AttemptEnd, Decision | None]:
         """Run the next attempt, or the one that still runs; return its end.
 
         Also return the decision where it was made before the script was started.
@@ -200,28 +172,27 @@ class Supervisor:
         if self.running is None:
             attempt = cell.next_attempt()
             now = Status(RUNNING, attempt.number, started=time.time(), restarts=exits.restarts())
-            write_status(cell, now)
+            status.write_status(cell, now)
             try:
                 environment = self._prepare(cell, attempt, record)
             except SignalReceivedError:
                 return replace(exits.refused_end(attempt, ""), exit_code=None), None
             except RequeueNeededError as needed:
-                end = exits.refused_end(attempt, f"preflight: {needed}")
-                return end, self._requeue(cell, end, needed.words, needed.nodes, needed.begin)
+                return exits.refused_end(attempt, f"preflight: {needed}"), needed.decision
             except (InputError, JobError, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 is_of_nodes = isinstance(error, JobError)
                 return exits.refused_end(attempt, f"{'preflight: ' * is_of_nodes}{error}"), None
-            pace = (self.timeouts, self._usual, self._earlier)
-            self.running = RunningAttempt(cell, attempt, record, environment, self.arguments, *pace)
-            self._earlier = [*self._earlier, attempt]
+            earlier = [cell.attempt(end.attempt) for end in ends]
+            self.running = RunningAttempt(
+                cell, attempt, record, environment, self.arguments, self.timeouts, earlier
+            )
             if self.is_time_over:
                 self._ask_to_stop(signal.SIGUSR1, None)
             if self.signal_number:
                 self._stop(self.signal_number, None)
         end = self.running.wait()
-        self._usual = self.running.clock.usual
         if end.cause is not Cause.TOO_LATE:
             self.running = None
         return end, None
@@ -259,14 +230,13 @@ class Supervisor:
         if not cell.record.exists():
             # Training may have recreated the folder.
             raise FileNotFoundError(errno.ENOENT, "its folder was deleted", str(cell.path))
-        attempt = cell.attempt(end.attempt)
         # An attempt that was refused before its first file has no folder.
-        if attempt.path.is_dir():
-            write_attempt_end(attempt, end)
-        code, ended = (end.exit_code, end.ended) if state != RUNNING else (None, None)
-        write_status(
-            cell, Status(state, attempt.number, reason, code, end.started, ended, exits.restarts())
-        )
+        if (attempt := cell.attempt(end.attempt)).path.is_dir():
+            status.write_attempt_end(attempt, end)
+        now = Status(state, end.attempt, reason, started=end.started, restarts=exits.restarts())
+        if state != RUNNING:
+            now = replace(now, exit_code=end.exit_code, ended=end.ended)
+        status.write_status(cell, now)
 
     def _lost_nodes(self) -> list[str]:
         """Return the job's nodes that Slurm cannot use; wait where the controller is away."""
@@ -282,42 +252,34 @@ class Supervisor:
                 time.sleep(_POLL_S)
         return []
 
-    def _requeue(
-        self,
-        cell: CellFolder,
-        end: AttemptEnd,
-        words: str,
-        exclude: Sequence[str] | None = None,
-        begin: float | None = None,
-    ) -> Decision:
+    def _requeue(self, cell: CellFolder, end: AttemptEnd, wanted: Decision) -> Decision:
         """Requeue this job, which ends this process; where Slurm refuses, stop the cell."""
         job_id = exits.slurm_job()
         if job_id is None:
             return Decision(Action.STOP, f"stopped; to go on: {GO_ON}")
-        before = read_status(cell)
-        self._write(cell, replace(end, decision=words), QUEUED, words)
+        before = status.read_status(cell)
+        self._write(cell, replace(end, decision=wanted.words), QUEUED, wanted.words)
+        # `requeue` runs two commands, which inherit the mask; Slurm signals the job's processes in
+        # between. Requeueing a job that is being cancelled would bring it back.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            # `requeue` runs two commands, which inherit the mask; Slurm signals the job's processes
-            # in between. Requeueing a job that is being cancelled would bring it back.
-            before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-            try:
-                if not self.signal_number:
-                    slurm.requeue(job_id, exclude, begin)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before_mask)
+            if not self.signal_number:
+                slurm.requeue(job_id, wanted.exclude, wanted.begin)
         except JobError as error:
-            write_status(cell, before)
-            why = f"stopped: could not be {words} ({error}); to go on: {GO_ON}"
+            status.write_status(cell, before)
+            why = f"stopped: could not be {wanted.words} ({error}); to go on: {GO_ON}"
             return Decision(Action.STOP, why)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         deadline = time.monotonic() + _REQUEUE_S
         while not self.signal_number and time.monotonic() < deadline:
             time.sleep(0.2)
         if self.signal_number:
-            stopped, state = exits.stopped_end(end, signal.Signals(self.signal_number).name)
+            stopped, state = exits.stopped_end(end, self._signal_name)
             if state != QUEUED:
                 # Somebody has cancelled it meanwhile.
                 self._write(cell, end, state, stopped.reason)
-        return Decision(Action.REQUEUE, words)
+        return wanted
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
@@ -339,33 +301,34 @@ def run_with_respawn(work: Callable[[], int]) -> NoReturn:
     The out-of-memory killer may choose any process, and Slurm never restarts a job whose batch
     process was killed. This one only waits, which makes it an unlikely victim.
     """
-    for number in range(1, _MOST_SPAWNS + 1):
+    child = 0
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    spawns = 0
+    while True:
+        spawns += 1
         # Signals wait until the child has its handlers, and this process hands them on.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         child = os.fork()
         if not child:
-            status = 1
+            # Not by a return: submitit would write a result that nobody reads, and fail on a full
+            # disk.
             try:
-                status = work()
+                os._exit(work())
             except BaseException:
                 with contextlib.suppress(OSError):
                     traceback.print_exc()
-            # After a return, submitit would write a result that nobody reads, and fail on a full
-            # disk.
-            os._exit(status)
-
-        def hand_on(number: int, frame: FrameType | None, child: int = child) -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, number)
-
+                os._exit(1)
         for one in _SIGNALS:
             signal.signal(one, hand_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status != -signal.SIGKILL or number == _MOST_SPAWNS:
-            break
-        log(f"the supervisor was killed; start {number + 1}")
-    os._exit(status if status >= 0 else 128 - status)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code != -signal.SIGKILL or spawns == _MOST_SPAWNS:
+            os._exit(code if code >= 0 else 128 - code)
+        log(f"the supervisor was killed; start {spawns + 1}")
 
 
 def log(words: str) -> None:
