@@ -25,7 +25,7 @@ from cookbook.run.slurm import StepEnd
 from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
 from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups
-from cookbook.supervise.node_report import Question, Reader, Report, format_report
+from cookbook.supervise.node_report import Reader, Report, format_report
 from cookbook.supervise.preflight import (
     CannotStartError,
     Fault,
@@ -132,13 +132,13 @@ def test_nodes_are_asked_for_what_their_job_needs(
     ask_nodes(job)
     nodes, question = asked[0]
     assert nodes == job.nodes
-    assert Question(**question) == Question(
-        "soperator-b200",
-        dict(job.record.profile),
-        str(job.cell.path),
-        expected,
-        {"tokenizer": "assets/hf/A"},
-    )
+    assert question == {
+        "cluster": "soperator-b200",
+        "profile": dict(job.record.profile),
+        "folder": str(job.cell.path),
+        "deepep_between_nodes": expected,
+        "files": {"tokenizer": "assets/hf/A"},
+    }
     assert job.faults["worker-0"] == [BUSY, ECC]
     (silent,) = job.faults["worker-2"]
     assert silent.check == "answer" and "worker-2: task 2: Killed" in silent.reason

@@ -1,12 +1,10 @@
 """Report the health of one node before training; runs on each node of a job.
 
-    python -m cookbook.supervise.node_report QUESTION          (QUESTION: a `Question` as JSON)
+    python -m cookbook.supervise.node_report QUESTION     (the arguments of `report_node` as JSON)
 
 The report is JSON in short lines: srun passes a short line on whole, and mixes the parts of a
 longer one with other nodes' output.
 """
-
-from __future__ import annotations
 
 import functools
 import hashlib
@@ -17,8 +15,8 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +39,6 @@ _SMALL_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Question:
-    """The parts of a node to look at.
-
-    Attributes:
-        cluster: the profile's name; `profile` is its content.
-        folder: the cell's, which all nodes write to.
-        files: files and folders that must be the same everywhere, by their names in messages.
-    """
-
-    cluster: str
-    profile: dict[str, Any]
-    folder: str
-    deepep_between_nodes: bool = False
-    files: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Report:
     """A node's clock (seconds since the epoch), faults with hours to exclude it, and versions."""
 
@@ -67,14 +48,26 @@ class Report:
     facts: dict[str, str]
 
 
-def report_node(question: Question) -> Report:
-    record = CellRecord(cluster=question.cluster, profile=Unchecked(question.profile))
+def report_node(
+    cluster: str,
+    profile: dict[str, Any],
+    folder: str,
+    deepep_between_nodes: bool,
+    files: Mapping[str, str],
+) -> Report:
+    """Return this node's report.
+
+    Args:
+        cluster: the profile's name; `profile` is its content.
+        folder: the cell's, which all nodes write to.
+        files: files and folders that must be the same everywhere, by their names in messages.
+    """
     here = Surroundings(
-        cluster=cluster_from_record(record),
+        cluster=cluster_from_record(CellRecord(cluster=cluster, profile=Unchecked(profile))),
         read_gpus=functools.partial(read_gpus, _COMMAND_S),
         run=functools.partial(ask, timeout_s=_COMMAND_S),
-        job_folder=Path(question.folder),
-        deepep_between_nodes=question.deepep_between_nodes,
+        job_folder=Path(folder),
+        deepep_between_nodes=deepep_between_nodes,
     )
     problems = node_problems(here)
     facts = {"Python": platform.python_version()}
@@ -82,7 +75,7 @@ def report_node(question: Question) -> Report:
         found = find_distribution(pin.name)
         facts[pin.name] = found.version if found else "not installed"
     facts["cookbook"] = _hash(sorted((ROOT / "cookbook").rglob("*.py")))
-    facts |= {name: _digest(Path(path)) for name, path in question.files.items()}
+    facts |= {name: _digest(Path(path)) for name, path in files.items()}
     if here.installed_gpus:
         facts["GPU driver"] = here.installed_gpus[0].driver
         facts["GPU model"] = here.installed_gpus[0].model.name
@@ -128,19 +121,18 @@ class Reader:
         self._pieces: dict[str, dict[int, str]] = {}
 
     def read(self, line: str) -> Report | None:
-        found = _PART.match(line)
-        if found is None:
+        if (found := _PART.match(line)) is None:
             return None
         node, number, total, piece = found.groups()
         pieces = self._pieces.setdefault(node, {})
         pieces[int(number)] = piece
         if len(pieces) < int(total):
             return None
-        content = json.loads("".join(pieces[index] for index in range(int(total))))
+        content = json.loads("".join(text for _, text in sorted(pieces.items())))
         content["problems"] = {name: tuple(one) for name, one in content["problems"].items()}
         return Report(**content)
 
 
 if __name__ == "__main__":
-    for line in format_report(report_node(Question(**json.loads(sys.argv[1])))):
+    for line in format_report(report_node(**json.loads(sys.argv[1]))):
         print(line, flush=True)

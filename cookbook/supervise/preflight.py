@@ -4,8 +4,6 @@ A bad node is put on the list of `run.excluded`. A spare node of the allocation 
 without one, the job is requeued and starts without the bad node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -15,32 +13,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from cookbook.base.errors import InputError, JobError
 from cookbook.base.files import write_whole
 from cookbook.base.yamlfile import shown_path
 from cookbook.config.cluster import Cluster, cluster_from_record
-from cookbook.run import slurm
-from cookbook.run.excluded import (
-    HARDWARE_H,
-    PASSING_H,
-    Choice,
-    Excluded,
-    choose,
-    exclude_nodes,
-    excluded_file,
-    read_excluded,
-)
+from cookbook.run import excluded, slurm
+from cookbook.run.excluded import HARDWARE_H, PASSING_H, Choice, Excluded, excluded_file
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
 from cookbook.run.slurm import StepEnd, retry_while_busy, run_step
 from cookbook.run.status import read_json
 from cookbook.supervise.exits import Action, Decision, restarts_after_failure
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
-from cookbook.supervise.node_report import Question, Reader, Report
+from cookbook.supervise.node_report import Reader, Report
 
-_MODES = ("full", "nodes", "off")
 # For a node's whole report: its commands take up to half of it.
 REPORT_S = 30.0
 # Checkpoints and logs of several nodes are compared by their times.
@@ -92,7 +80,7 @@ class JobNodes:
     def listed(self) -> dict[str, Excluded]:
         """Return the exclusion list by node; empty if it is malformed, which stops no job."""
         try:
-            return {one.node: one for one in read_excluded()}
+            return {one.node: one for one in excluded.read_excluded()}
         except InputError as error:
             self.log(f"the exclusion list is ignored: {error}")
             return {}
@@ -114,8 +102,8 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     """
     nodes = slurm.nodes_in(os.environ["SLURM_JOB_NODELIST"])
     mode = os.environ.get("COOKBOOK_PREFLIGHT") or "full"
-    if mode not in _MODES:
-        raise InputError("COOKBOOK_PREFLIGHT", f"found {mode!r}, allowed: {', '.join(_MODES)}")
+    if mode not in ("full", "nodes", "off"):
+        raise InputError("COOKBOOK_PREFLIGHT", f"found {mode!r}, allowed: full, nodes, off")
     if mode == "off":
         return nodes[: record.nodes]
     job = JobNodes(cell, attempt, record, cluster_from_record(record), nodes)
@@ -158,20 +146,20 @@ def ask_nodes(job: JobNodes) -> None:
     deepep = options.get("parallelism.expert_parallel_comm_backend") == "deepep"
     degree = options.get("parallelism.expert_parallel_degree") or 1
     paths = {"tokenizer": "model.hf_assets_path", "data": "training.dataset_path"}
-    asking = Question(
-        cluster=job.cluster.name,
-        profile=dict(record.profile),
-        folder=str(job.cell.path),
-        deepep_between_nodes=deepep and degree > record.ranks_per_node,
-        files={name: str(path) for name, key in paths.items() if (path := options.get(key))},
-    )
-    question = json.dumps(asdict(asking))
+    question = {
+        "cluster": job.cluster.name,
+        "profile": dict(record.profile),
+        "folder": str(job.cell.path),
+        "deepep_between_nodes": deepep and degree > record.ranks_per_node,
+        "files": {name: str(path) for name, key in paths.items() if (path := options.get(key))},
+    }
+    module, text = "cookbook.supervise.node_report", json.dumps(question)
     left, waiting, silent = REPORT_S, list(asked), dict[str, str]()
     # When a node cannot start its task, Slurm also ends those of slower nodes: ask them again.
     for _ in range(2):
         if not waiting or left < 1:
             break
-        end = run_step(waiting, "cookbook.supervise.node_report", question, left, on_line)
+        end = run_step(waiting, module, text, left, on_line)
         left -= end.seconds
         for node in waiting:
             silent[node] = end.not_launched.get(node) or _last_words(node, end)
@@ -220,20 +208,18 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
             if value != usual:
                 found.setdefault(node, []).append(f"{name} is {value}, elsewhere {usual}")
     faults = {}
-    for node, differences in found.items():
-        words = "; ".join(differences[:_MOST_DIFFERENCES])
-        if (more := len(differences) - _MOST_DIFFERENCES) > 0:
-            words += f"; and {more} more"
-        faults[node] = Fault("same software", words, PASSING_H)
+    for node, different in found.items():
+        more = len(different) - _MOST_DIFFERENCES
+        shown = different[:_MOST_DIFFERENCES] + [f"and {more} more"] * (more > 0)
+        faults[node] = Fault("same software", "; ".join(shown), PASSING_H)
     return faults
 
 
 def skewed(reports: Sequence[Report], received: Mapping[str, float]) -> dict[str, Fault]:
-    clocks = {report.node: report.clock - received[report.node] for report in reports}
-    middle = statistics.median(clocks.values()) if clocks else 0.0
-    faults = {}
-    for node, off in ((node, clock - middle) for node, clock in clocks.items()):
-        if abs(off) > _MOST_SKEW_S:
+    ahead = {report.node: report.clock - received[report.node] for report in reports}
+    usual, faults = statistics.median(ahead.values() or [0.0]), {}
+    for node in ahead:
+        if abs(off := ahead[node] - usual) > _MOST_SKEW_S:
             words = f"its clock is {abs(off):.0f} s {'ahead' if off > 0 else 'behind'}"
             faults[node] = Fault("clock", words, PASSING_H)
     return faults
@@ -244,14 +230,10 @@ def common_fault(faults: Faults, nodes: Sequence[str]) -> str | None:
 
     Its cause is the cluster, the profile or the job: excluding the nodes would empty the cluster.
     """
-    by_check: dict[str, list[str]] = {}
-    for node, of_node in faults.items():
-        for fault in of_node:
-            by_check.setdefault(fault.check, []).append(node)
-    for check, failing in by_check.items():
-        if len(failing) > 1 and 2 * len(failing) > len(nodes):
-            first = next(fault for fault in faults[failing[0]] if fault.check == check)
-            return f"{check}: {len(failing)} of {len(nodes)} nodes, {failing[0]}: {first.reason}"
+    found = [(one.check, f"{node}: {one.reason}") for node in faults for one in faults[node]]
+    for check, count in Counter(check for check, _ in found).items():
+        if count > 1 and 2 * count > len(nodes):
+            return f"{check}: {count} of {len(nodes)} nodes, {dict(reversed(found))[check]}"
     return None
 
 
@@ -287,7 +269,7 @@ def _remember(job: JobNodes, found: Faults) -> None:
     for hours, reasons in by_hours.items():
         place = shown_path(excluded_file())
         try:
-            exclude_nodes(reasons, hours)
+            excluded.exclude_nodes(reasons, hours)
         except (InputError, OSError) as error:
             job.log(f"not noted for later jobs: {error}")
             place = "by this job"
@@ -354,12 +336,12 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
         # Also a node that could not be put on the list.
         if hours and node not in listed:
             listed[node] = Excluded(node, now + hours * 3600, _reasons(faults))
-    choice = choose(needed, known, list(listed.values()))
+    choice = excluded.choose(needed, known, list(listed.values()))
     if job.record.too_few_nodes == "stop":
         # Slurm waits for the nodes that it has drained itself; this recipe does not.
         gone = retry_while_busy(lambda _: slurm.drained(known))
         usable = [node for node in known if node not in gone]
-        choice = choose(needed, usable, list(listed.values()))
+        choice = excluded.choose(needed, usable, list(listed.values()))
         left = len(usable) - len(choice.nodes)
         if left < needed:
             choice = replace(choice, short=max(choice.short, needed - left))
