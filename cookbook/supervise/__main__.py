@@ -6,8 +6,6 @@ Environment: COOKBOOK_CHECK ends it with its verdict, before anything is written
 (`submit.py check-line` sets it).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -108,12 +106,11 @@ def _check_folder(path: Path, cell: Cell) -> None:
         wrong = "is the folder of a run, allowed: one of a cell below it"
         raise InputError(place, wrong, f"try CELL_DIR={shown_path(path / cell.name)}")
     first, asked = earlier_record(CellFolder(path)), cell.record()
-    found, wanted = (
-        f"{one.recipe} {one.precision} {one.ep_backend}" for one in (first or asked, asked)
-    )
+    both = (first or asked, asked)
+    found, wanted = (f"{one.recipe} {one.precision} {one.ep_backend}" for one in both)
     if found != wanted:
-        remedy = "unset CELL_DIR, or set PRECISION and EP_BACKEND as they were"
         wrong = f"holds a cell of {found}, and this job trains {wanted}"
+        remedy = "unset CELL_DIR, or set PRECISION and EP_BACKEND as they were"
         raise InputError(place, wrong, remedy)
 
 
@@ -134,13 +131,12 @@ def start_run(start: Start) -> None:
             status.write_job(folder, job_id)
         else:
             folder.job.unlink(missing_ok=True)
-        run = folder.path.parent
-        if is_run(run):
+        if is_run(run := folder.path.parent):
             note_new_job(run)
         else:
-            asked = RunRecord(cell.cluster.scheduler, (folder.name,), run.name)
-            stack = cell.options.stack.name
-            write_run(run, replace(asked, cluster=cell.cluster.name, stack=stack))
+            cluster, stack = cell.cluster, cell.options.stack.name
+            asked = RunRecord(cluster.scheduler, (folder.name,), run.name)
+            write_run(run, replace(asked, cluster=cluster.name, stack=stack))
 
 
 def _refuse_another_job(folder: CellFolder) -> None:
@@ -153,12 +149,10 @@ def _refuse_another_job(folder: CellFolder) -> None:
         return
     info = slurm.job_infos([job.job_id]).get(job.job_id)
     if info is not None and info.state in slurm.WAITING | slurm.ACTIVE:
-        raise InputError(
-            shown_path(folder.path),
-            f"job {job.job_id} trains here ({info.state.lower()})",
-            f"wait for its end, or scancel {job.job_id}; for a run of its own: "
-            f"CELL_DIR={shown_path(run.with_name('another') / folder.name)}",
-        )
+        another = shown_path(run.with_name("another") / folder.name)
+        remedy = f"wait for its end, or scancel {job.job_id}; for a run of its own: "
+        wrong = f"job {job.job_id} trains here ({info.state.lower()})"
+        raise InputError(shown_path(folder.path), wrong, f"{remedy}CELL_DIR={another}")
 
 
 # The exit status of a check that passed: the script goes no further.
@@ -174,16 +168,12 @@ def parse(words: Sequence[str]) -> Start:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--spare-nodes", type=int, default=0)
     # argparse would take TorchTitan's options for its own.
-    parts: list[list[str]] = [[]]
-    for word in words:
-        if word == "--" and len(parts) < 3:
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    own_options, arguments, own = [*parts, [], []][:3]
-    given = vars(parser.parse_args(own_options))
-    folder = CellFolder(given.pop("folder"))
-    return Start(folder=folder, arguments=arguments, own=own, **given)
+    marked = [*words, "--", "--"]
+    first = marked.index("--")
+    second = marked.index("--", first + 1)
+    given = vars(parser.parse_args(words[:first]))
+    given["folder"] = CellFolder(given["folder"])
+    return Start(arguments=words[first + 1 : second], own=words[second + 1 :], **given)
 
 
 def main(words: Sequence[str]) -> int:
@@ -191,8 +181,8 @@ def main(words: Sequence[str]) -> int:
     start = parse(words)
     if os.environ.get("COOKBOOK_CHECK"):
         cell = validate(start)
-        verdict = f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}"
-        print(verdict, file=sys.stderr)
+        words = f"{cell.name} may run: {cell.nodes} node(s) x {cell.cluster.ranks}"
+        print(words, file=sys.stderr)
         return CHECKED
     start_run(start)
     # submitit sets it in its own jobs; `slurm` marks the batch step of a Slurm job.

@@ -4,8 +4,6 @@ The cause comes from the attempt's logs and its exit code, or from Slurm's line 
 where Slurm ended it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import math
@@ -19,19 +17,10 @@ from pathlib import Path
 
 from cookbook.observe.failure import cause_of, find_cause
 from cookbook.observe.metrics import read_steps
+from cookbook.run import status
 from cookbook.run.folder import Attempt, CellFolder
 from cookbook.run.record import CellRecord
-from cookbook.run.status import (
-    CANCELLED,
-    FAILED,
-    OPEN,
-    QUEUED,
-    AttemptEnd,
-    Cause,
-    read_json,
-    read_status,
-    write_attempt_end,
-)
+from cookbook.run.status import CANCELLED, FAILED, OPEN, QUEUED, AttemptEnd, Cause
 
 GO_ON = "python submit.py run --resume RUN"
 
@@ -151,8 +140,7 @@ def classify_exit(
     cell: CellFolder, attempt: Attempt, record: CellRecord, started: float, code: int | None
 ) -> AttemptEnd:
     """Return how an attempt ended that nobody stopped."""
-    end = AttemptEnd(attempt.number, Cause.FINISHED, None, code, started, ended=time.time())
-    end = _with_steps(replace(end, job_id=own_job(), left_out=_excluded(attempt)), attempt, record)
+    end = _with_steps(_end(attempt, Cause.FINISHED, None, code, started), attempt, record)
     if (step := _read_stopped(attempt)[1]).isdecimal():
         reason = f"asked to stop, it saved step {step} and ended"
         return replace(end, cause=Cause.SAVED, reason=reason)
@@ -171,10 +159,16 @@ def refused_end(attempt: Attempt, reason: str) -> AttemptEnd:
     cause = cause_of(reason)
     if cause not in (Cause.MISSING_FILE, Cause.BAD_NODES, Cause.DISK_FULL):
         cause = Cause.WRONG_OPTION
-    now, excluded = time.time(), _excluded(attempt)
-    return AttemptEnd(
-        attempt.number, cause, reason, 2, now, now, now, job_id=own_job(), left_out=excluded
-    )
+    now = time.time()
+    return replace(_end(attempt, cause, reason, 2, now), seen=now)
+
+
+def _end(
+    attempt: Attempt, cause: Cause, reason: str | None, code: int | None, started: float
+) -> AttemptEnd:
+    end = AttemptEnd(attempt.number, cause, reason, code, started, ended=time.time())
+    excluded = tuple(status.read_json(attempt.preflight).get("excluded", ()))
+    return replace(end, job_id=own_job(), left_out=excluded)
 
 
 def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> AttemptEnd:
@@ -189,10 +183,6 @@ def _with_steps(end: AttemptEnd, attempt: Attempt, record: CellRecord) -> Attemp
     return replace(end, first_step=first, last_step=last, last_good_step=good)
 
 
-def _excluded(attempt: Attempt) -> tuple[str, ...]:
-    return tuple(read_json(attempt.preflight).get("excluded", ()))
-
-
 def _read_stopped(attempt: Attempt) -> tuple[str, str]:
     """Return the job and the step that the ranks noted after that save, else empty strings."""
     with contextlib.suppress(OSError, ValueError):
@@ -203,8 +193,7 @@ def _read_stopped(attempt: Attempt) -> tuple[str, str]:
 
 def restarts() -> int:
     """Return how often Slurm has requeued this job."""
-    count = os.environ.get("SLURM_RESTART_COUNT", "")
-    return int(count) if count.isascii() and count.isdecimal() else 0
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def restarts_after_failure(cell: CellFolder) -> int:
@@ -278,17 +267,17 @@ def stopped_end(end: AttemptEnd, signal_name: str) -> tuple[AttemptEnd, str]:
 
 def note_killed_attempt(cell: CellFolder, record: CellRecord) -> None:
     """Write the end of the newest attempt where its supervisor was killed before it could."""
-    attempts = cell.attempts()
+    attempts, now = cell.attempts(), status.read_status(cell)
     if not attempts or attempts[-1].end.exists():
         return
-    attempt, status = attempts[-1], read_status(cell)
-    if status.attempt != attempt.number or status.state not in OPEN or not status.started:
+    attempt = attempts[-1]
+    if now.attempt != attempt.number or now.state not in OPEN or not now.started:
         return
     ended = attempt.log.stat().st_mtime if attempt.log.exists() else time.time()
     why = "its supervisor was killed, or its node was lost"
-    end = AttemptEnd(attempt.number, Cause.CUT_SHORT, why, started=status.started, ended=ended)
+    end = AttemptEnd(attempt.number, Cause.CUT_SHORT, why, started=now.started, ended=ended)
     end = replace(end, job_id=own_job(), decision="started again")
     by_slurm, _ = stopped_end(end, "")
     if by_slurm.reason:
         end = replace(by_slurm, decision="started again by Slurm")
-    write_attempt_end(attempt, _with_steps(end, attempt, record))
+    status.write_attempt_end(attempt, _with_steps(end, attempt, record))
