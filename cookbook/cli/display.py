@@ -1,7 +1,5 @@
 """The progress of a run's cells: a picture redrawn in place, or lines off a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -30,7 +28,6 @@ _COLUMNS = {
 # Those that a narrow terminal drops, in order.
 _SPARE = ("elapsed", "sparks", "loss", "speed", "note", "left", "bar")
 _BAR = 10
-_SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +131,15 @@ def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
     if cell.step is not None:
         fields["step"] = f"{cell.step:,}" + (f"/{cell.total_steps:,}" if cell.total_steps else "")
         if is_running and cell.total_steps:
-            fields["bar"] = bar(cell.step / cell.total_steps, _BAR, is_ascii)
+            full = round(min(1.0, cell.step / cell.total_steps) * _BAR)
+            done, rest = "#." if is_ascii else "█░"
+            fields["bar"] = done * full + rest * (_BAR - full)
     elif is_running:
         fields["step"] = cell.phase or ""
     if is_running and len(cell.speeds) > 1:
-        fields["sparks"] = sparkline(cell.speeds, is_ascii)
+        # From 0 to the highest speed: a stall is a dip.
+        levels, top = "_.:-=+*#" if is_ascii else "▁▂▃▄▅▆▇█", max(cell.speeds) or 1.0
+        fields["sparks"] = "".join(levels[round(7 * speed / top)] for speed in cell.speeds)
     speed, left = cell.tokens_per_second, cell.left if is_running else None
     notes = [] if cell.is_known else ["unconfirmed"]
     notes += ["emulated"] if cell.emulated and cell.state != "refused" else []
@@ -154,9 +155,8 @@ def _fields(cell: CellProgress, is_ascii: bool) -> dict[str, str]:
 def summarize(cells: Sequence[CellProgress]) -> str:
     """Return how many cells are in each state, and how far they are all together."""
     states = [cell.state for cell in cells]
-    known = [state for state in _STATES if state in states]
-    others = sorted(set(states) - set(known))
-    counts = ", ".join(f"{states.count(state)} {state}" for state in known + others)
+    order = sorted({*states}, key=lambda state: [*_STATES, state].index(state))
+    counts = ", ".join(f"{states.count(state)} {state}" for state in order)
     text = f"{len(cells)} cells: {counts}" if len(cells) != 1 else f"1 cell: {counts}"
     counted = [cell for cell in cells if cell.total_steps and cell.state != "refused"]
     if len(counted) > 1:
@@ -176,20 +176,6 @@ def summarize(cells: Sequence[CellProgress]) -> str:
         left += waiting * (sum(paces) / len(paces)) / len(running)
         text += f", {duration(left)} left"
     return text
-
-
-def bar(fraction: float, length: int, is_ascii: bool) -> str:
-    """Return a bar with `fraction` of `length` columns filled."""
-    full = round(min(1.0, max(0.0, fraction)) * length)
-    done, left = ("#", ".") if is_ascii else ("█", "░")
-    return done * full + left * (length - full)
-
-
-def sparkline(speeds: Sequence[float], is_ascii: bool) -> str:
-    """Return a column for each speed, from 0 to the highest: a stall is a dip."""
-    levels = _ASCII_SPARKS if is_ascii else _SPARKS
-    top = max(speeds) or 1.0
-    return "".join(levels[round(max(0.0, speed / top) * (len(levels) - 1))] for speed in speeds)
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,5 @@
 """Follow a run to its results: `status`, `logs`, `cancel`, `report`, `compare`, and the watch."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -28,7 +26,7 @@ from cookbook.results.result import render_json
 from cookbook.run import slurm
 from cookbook.run.excluded import read_excluded
 from cookbook.run.folder import CellFolder
-from cookbook.run.record import CellRecord, read_record
+from cookbook.run.record import CellRecord, earlier_record
 from cookbook.run.run import Run, find_cell, find_run, is_run, run_names
 from cookbook.run.states import SETTLED, CellState, cancel_deleted, cancel_run, cell_states
 from cookbook.run.status import FAILED, OPEN, RUNNING, read_json, read_resumptions
@@ -61,7 +59,8 @@ def show_status(arguments: argparse.Namespace) -> int:
         print(text_table(rows, width=terminal_width()))
     for cell in run.cells:
         lines = [line for one in read_resumptions(cell.attempts()) for line in one.lines]
-        for line in [*lines, *collect_history(cell, _record(cell)).lines]:
+        lines += collect_history(cell, earlier_record(cell) or CellRecord()).lines
+        for line in lines:
             print(f"{cell.name}: {line}")
     if run.scheduler == "slurm":
         try:
@@ -97,8 +96,8 @@ def show_logs(arguments: argparse.Namespace) -> int:
         if arguments.follow and not state.has_ended:
             time.sleep(POLL_S[run.scheduler])
             continue
-        is_started = state.state == RUNNING
-        why = state.reason or ("nothing is written yet" if is_started else "not started")
+        default = "nothing is written yet" if state.state == RUNNING else "not started"
+        why = state.reason or default
         raise InputError(f"{run.name}/{cell.name}", f"has no log: {state.state}, {why}")
     offset, asked = 0, 0.0
     ended = not arguments.follow
@@ -169,8 +168,8 @@ def cancel(arguments: argparse.Namespace) -> int:
             print(f"{run.name}, the newest run: cancels {jobs}", flush=True)
 
     cells = cancel_run(run, report)
-    ending = [state.cell for state in cell_states(run) if state.is_ending]
-    ending = [cell for cell in ending if cell not in cells]
+    states = cell_states(run)
+    ending = [one.cell for one in states if one.is_ending and one.cell not in cells]
     if cells:
         print(f"cancelled: {', '.join(cells)}")
     if ending:
@@ -185,7 +184,9 @@ class Watcher:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._records = {cell.name: _record(cell) for cell in run.cells}
+        # Of a damaged record `report` says the mistake; here only the number of steps is missing.
+        records = {cell.name: earlier_record(cell) for cell in run.cells}
+        self._records = {name: record or CellRecord() for name, record in records.items()}
         self._tails: dict[Path, Tail] = {}
 
     def look(self, patience: float = slurm.PATIENCE_S) -> list[tuple[CellState, CellProgress]]:
@@ -231,14 +232,6 @@ def _seconds_left(recent: list[StepMetrics], total: int | None) -> float | None:
     return (total - last) * (now - began) / (last - first)
 
 
-def _record(cell: CellFolder) -> CellRecord:
-    try:
-        return read_record(cell.record)
-    except InputError:
-        # `report` names the mistake; here only the number of steps is missing.
-        return CellRecord()
-
-
 def watch_run(run: Run) -> bool:
     """Show the progress until every cell has ended; False if the user stopped watching.
 
@@ -277,9 +270,9 @@ def wait_for(run: Run) -> int:
     if not watch_run(run):
         return 130
     states = print_report(run, "md")
-    failed = [cell for cell, state in states.items() if state == FAILED]
-    for cell in failed:
-        print(f"{cell} failed; its log: python submit.py logs {run.name}/{cell}")
+    for cell, state in states.items():
+        if state == FAILED:
+            print(f"{cell} failed; its log: python submit.py logs {run.name}/{cell}")
     return 0 if set(states.values()) <= SETTLED else 1
 
 

@@ -1,11 +1,9 @@
 """Cells from the command line, and the verbs `list`, `show`, `render` and `new`."""
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -19,7 +17,6 @@ from cookbook.config.cluster import default_cluster, load_cluster
 from cookbook.config.options import Settings, command_line_settings
 from cookbook.config.recipe import (
     KINDS,
-    Kind,
     check_name,
     find_file,
     load_overlay,
@@ -104,19 +101,12 @@ _TRY = {
 
 def list_all(arguments: argparse.Namespace) -> int:
     """Print every recipe, precision, EP backend, cluster and sweep, a line each."""
-    parts: dict[str, tuple[str, Callable[[str], str]]] = {
-        "recipes": ("", lambda name: load_recipe(name).description),
-        "precisions": ("precision", lambda name: _overlay("precision", name)),
-        "EP backends": ("ep_backend", lambda name: _overlay("ep_backend", name)),
-        "clusters": ("cluster", _cluster),
-        "sweeps": ("sweep", lambda name: load_sweep(name).description),
-    }
     problems: dict[str, None] = {}
-    for title, (kind, describe) in parts.items():
-        print(f"{title}:")
+    for kind, title in KINDS.items():
+        print(f"{title}s:")
         for name in names_in(kind):
             try:
-                print(f"  {name:28}  {describe(name)}")
+                print(f"  {name:28}  {_description(kind, name)}")
             except InputError as error:
                 # One file that cannot be read must not hide the others.
                 problems[str(error)] = None
@@ -125,18 +115,17 @@ def list_all(arguments: argparse.Namespace) -> int:
     return 2 if problems else 0
 
 
-def _overlay(kind: Kind, name: str) -> str:
-    overlay = load_overlay(kind, name)
-    also = f" (also: {', '.join(overlay.synonyms)})" if overlay.synonyms else ""
-    return overlay.description + also
-
-
-def _cluster(name: str) -> str:
-    try:
-        here = " (default here)" if name == default_cluster() else ""
-    except InputError:
-        here = ""
-    return load_cluster(name).description + here
+def _description(kind: str, name: str) -> str:
+    if kind in ("precision", "ep_backend"):
+        overlay = load_overlay(kind, name)
+        also = f" (also: {', '.join(overlay.synonyms)})" if overlay.synonyms else ""
+        return overlay.description + also
+    if kind == "cluster":
+        is_default = False
+        with contextlib.suppress(InputError):
+            is_default = name == default_cluster()
+        return load_cluster(name).description + (" (default here)" if is_default else "")
+    return (load_sweep(name) if kind else load_recipe(name)).description
 
 
 def show_cell(arguments: argparse.Namespace) -> int:
@@ -200,8 +189,7 @@ def new(arguments: argparse.Namespace) -> int:
 def _kind(arguments: argparse.Namespace) -> str:
     """Return the kind that is asked for, else the one kind with a file of the source's name."""
     if arguments.kind is not None:
-        kind: str = arguments.kind
-        return "" if kind == "recipe" else kind.replace("-", "_")
+        return "" if arguments.kind == "recipe" else str(arguments.kind).replace("-", "_")
     source = Path(arguments.source)
     known = {kind: names_in(kind) for kind in KINDS}
     if is_file := source.suffix in (".yaml", ".yml"):

@@ -1,7 +1,5 @@
 """The verb `plan`: the fastest layouts of a recipe that fit, predicted."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path
@@ -61,8 +59,8 @@ def plan(arguments: argparse.Namespace) -> int:
     recipe = None if validation_errors(base) else evaluate(base, documents)
     stderr = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "Ctrl-C keeps these")
-    is_shown = stderr.is_terminal
-    with Progress(*columns, console=stderr, transient=True, disable=not is_shown) as progress:
+    is_hidden = not stderr.is_terminal
+    with Progress(*columns, console=stderr, transient=True, disable=is_hidden) as progress:
         task = progress.add_task("", total=len(cells))
 
         def show(found: Found) -> None:

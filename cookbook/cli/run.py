@@ -5,8 +5,6 @@ command without submitting it: it runs the script itself up to its own check, so
 count. A script without that check would train here, or do anything else, so it is never run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -16,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from cookbook.base.errors import InputError, nearest, unknown_name
 from cookbook.base.gpus import has_slurm
@@ -44,13 +41,14 @@ from cookbook.supervise.resume_point import Found, find_checkpoint
 
 def check(arguments: argparse.Namespace) -> int:
     """Print the findings; 0 if every cell may run, else 1."""
-    if is_sweep(arguments.recipe):
-        arguments.sweep = arguments.recipe
+    recipe: str = arguments.recipe
+    if is_sweep(recipe):
+        arguments.sweep = recipe
         sweep, cells = requested_sweep(arguments)
         name = sweep.name
-    elif "." not in arguments.recipe and arguments.recipe not in names_in(""):
+    elif "." not in recipe and recipe not in names_in(""):
         known = [*names_in(""), *names_in("sweep")]
-        raise unknown_name("check", "recipe or sweep", arguments.recipe, known)
+        raise unknown_name("check", "recipe or sweep", recipe, known)
     else:
         cells = [requested_cell(arguments)]
         name = cells[0].recipe.short_name
@@ -114,26 +112,23 @@ def start_run(
 ) -> Run | int:
     """Show the plan and submit the cells; return the run, or the exit status if nobody waits."""
     cells, parts = judged_cells(cells, arguments)
-    print(describe_plan(name, cells, terminal_width()))
-    print(f"  {parts}")
-    status = 1 if any(cell.refused for cell in cells) else 0
-    cells = in_rounds(cells, num_repeats)
-    cluster = cells[0].cluster
+    print(f"{describe_plan(name, cells, terminal_width())}\n  {parts}")
+    cells, cluster = in_rounds(cells, num_repeats), cells[0].cluster
+    accepted = [cell.name for cell in cells if not cell.refused]
     if one_allocation and cluster.scheduler == "slurm":
         limit = f", which has {cluster.time} for all of them" if cluster.time else ""
         print(f"  one after another in one job{limit}")
     if num_repeats > 1:
-        order = ", ".join(cell.name for cell in cells if not cell.refused)
-        print(f"  each {num_repeats} times, in this order: {order}")
+        print(f"  each {num_repeats} times, in this order: {', '.join(accepted)}")
     if arguments.dry_run:
-        return status
-    if all(cell.refused for cell in cells):
+        return 0 if len(accepted) == len(cells) else 1
+    if not accepted:
         print(f"{name}: no cell can run here; nothing was submitted", file=sys.stderr)
         return 1
     # Import lazily: a dry run must not wait for submitit.
     from cookbook.launch.submit import create_run, submit_run
 
-    if cells[0].cluster.scheduler == "slurm":
+    if cluster.scheduler == "slurm":
         # Find a mistake in the list before anything is written.
         for node in read_excluded():
             print(f"left out: {node}")
@@ -153,8 +148,9 @@ def report_jobs(run: Run, job_ids: Sequence[str], is_detached: bool) -> None:
 def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) -> str:
     """Return a line for each cell that will run or is refused, wrapped to `width`."""
     first = cells[0]
-    cluster = first.cluster
-    lines = [f"{name} on cluster {cluster.name}: {first.nodes} node(s) x {cluster.ranks}"]
+    lines = [
+        f"{name} on cluster {first.cluster.name}: {first.nodes} node(s) x {first.cluster.ranks}"
+    ]
     stand_ins = {cell.stand_in_for: cell.recipe.name for cell in cells if cell.stand_in_for}
     for original, stand_in in stand_ins.items():
         lines.append(f"  {original} is too large here: its stand-in {stand_in} runs instead")
@@ -165,13 +161,11 @@ def describe_plan(name: str, cells: Sequence[Cell], width: int | None = None) ->
     rows = []
     for cell in cells:
         layout = cell.layout
-        degrees = f"TP {layout.tp} PP {layout.pp} DP {layout.dp_shard} EP {layout.ep}"
-        text = f"refused: {cell.refused}" if cell.refused else f"{cell.steps} steps, {degrees}"
-        if cell.emulated and not cell.refused:
-            text += ", MXFP8 emulated (numerics only)"
-        if cell.attends_by_reference and not cell.refused:
+        text = f"{cell.steps} steps, TP {layout.tp} PP {layout.pp} DP {layout.dp_shard} "
+        text += f"EP {layout.ep}" + (", MXFP8 emulated (numerics only)" if cell.emulated else "")
+        if cell.attends_by_reference:
             text += ", FlashAttention-4's reference (numerics only)"
-        rows.append([cell.name, text])
+        rows.append([cell.name, f"refused: {cell.refused}" if cell.refused else text])
     return "\n".join([*lines, text_table(rows, width=width, indent=2)])
 
 
@@ -223,8 +217,7 @@ def _resumable(
             print(f"{folder.name} is left out: {error}", file=sys.stderr)
     if cells:
         cells, parts = judged_cells(cells, arguments)
-        print(describe_plan(run.name, cells, terminal_width()))
-        print(f"  {parts}")
+        print(f"{describe_plan(run.name, cells, terminal_width())}\n  {parts}")
     for cell in cells:
         for one in found[cell.name].damaged:
             print(f"  {cell.name} passes over {one.path.name}: {one.damage}")
@@ -281,65 +274,52 @@ _CHECKS = (
 _SEEN = "looked at: the rules, this environment"
 
 
-class _Line(NamedTuple):
-    """`NAME=VALUE ... sbatch OPTIONS SCRIPT WORDS`."""
-
-    variables: dict[str, str]
-    runner: str
-    options: list[str]
-    script: Path
-    words: list[str]
-
-
 def check_line(arguments: argparse.Namespace) -> int:
     """Return 0 if the job that an sbatch line asks for may run."""
-    line = _parse(arguments.line)
-    text = line.script.read_text(encoding="utf-8", errors="replace")
+    variables, runner, typed, script, words = _parse(arguments.line)
+    text = script.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
     if lines[:1] != ["#!/bin/bash"] or not {line.strip() for line in lines}.issuperset(_CHECKS):
         remedy = (
             "name train_671b.sh, train_16b.sh, a script of `python submit.py render`, or a copy"
         )
         found = "is no script of the cookbook, and was not run"
-        raise InputError(f"check-line: {line.script}", found, remedy)
-    header = _options([*_header(line.script, lines)])
+        raise InputError(f"check-line: {script}", found, remedy)
     # Options on the line win over those in the file.
-    typed = _options(line.options)
-    export = typed.export or header.export or ""
-    variables = line.variables | dict(
-        item.split("=", 1) for item in export.split(",") if _VARIABLE.match(item)
-    )
+    options = _options([*_header(script, lines), *typed])
+    exports = filter(_VARIABLE.match, options.export.split(","))
+    variables |= dict(item.split("=", 1) for item in exports)
     known = set(re.findall(r"\$\{([A-Z_]+):?-", text)) | {"PRECISION", "EP_BACKEND", "RECIPE"}
     for name in variables:
         close = nearest(name, known)
         if name not in known and close and not re.search(rf"\{{{name}\b", text):
             found = "is no variable that the script reads"
             raise InputError(name, found, f"did you mean {close[0]}?")
-    nodes = (typed.nodes or header.nodes or "1").partition("-")[0]
+    nodes = options.nodes.partition("-")[0]
     if not nodes.isdecimal():
         raise InputError("sbatch --nodes", f"found {nodes!r}, allowed: a whole number")
-    num_nodes = int(nodes)
     environment = {**submit_environment(), "COOKBOOK_ATTEMPT_DIR": "", "COOKBOOK_CHECK": "1"}
-    if line.runner == "sbatch":
+    if runner == "sbatch":
         job = {"JOB_ID": "0", "JOB_NUM_NODES": nodes, "SUBMIT_DIR": str(Path.cwd())}
         environment |= {f"SLURM_{name}": value for name, value in job.items()}
-    counts = (_gpus_per_node(options, num_nodes) for options in (typed, header))
-    if (gpus := next((one for one in counts if one is not None), None)) is not None:
-        environment["SLURM_GPUS_ON_NODE"] = str(gpus)
-    folder = line.script.resolve().parent
+    counted, gpus = options.gpus or ("", "")
+    if gpus.isdigit():
+        per_node = int(gpus) // (int(nodes) if counted == "in all" else 1)
+        environment["SLURM_GPUS_ON_NODE"] = str(per_node)
+    folder = script.resolve().parent
     if "COOKBOOK_ROOT" not in os.environ and (folder / "submit.py").is_file():
         environment["COOKBOOK_ROOT"] = str(folder)
-    command = ["bash", str(line.script), *line.words]
+    command = ["bash", str(script), *words]
     status = subprocess.call(command, env=environment | variables, stdout=subprocess.DEVNULL)
     if status != CHECKED:
         # With 2 the script has said why.
         if status != 2:
-            print(f"submit.py: {line.script} would end with status {status}", file=sys.stderr)
+            print(f"submit.py: {script} would end with status {status}", file=sys.stderr)
         return 2 if status == 2 else 1
-    if line.runner == "bash" or not has_slurm() or not node_groups():
+    if runner == "bash" or not has_slurm() or not node_groups():
         print(f"{_SEEN}; not: TorchTitan's build, Slurm", file=sys.stderr)
         return 0
-    command = ["sbatch", "--test-only", *line.options, *command[1:]]
+    command = ["sbatch", "--test-only", *typed, *command[1:]]
     environment = submit_environment() | variables
     answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     if answer.returncode:
@@ -349,7 +329,8 @@ def check_line(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parse(line: Sequence[str]) -> _Line:
+def _parse(line: Sequence[str]) -> tuple[dict[str, str], str, list[str], Path, list[str]]:
+    """Return the parts of `NAME=VALUE ... sbatch OPTIONS SCRIPT WORDS`."""
     # In quotes, it is one word.
     words = shlex.split(line[0]) if len(line) == 1 and not Path(line[0]).is_file() else list(line)
     variables = {}
@@ -363,7 +344,7 @@ def _parse(line: Sequence[str]) -> _Line:
     # The value of an option may stand by itself, so the script is the first word that is a file.
     for position, word in enumerate(words):
         if not word.startswith("-") and Path(word).is_file():
-            return _Line(variables, runner, words[:position], Path(word), words[position + 1 :])
+            return variables, runner, words[:position], Path(word), words[position + 1 :]
     remedy = "write: python submit.py check-line PRECISION=mxfp8 sbatch --nodes=16 train_671b.sh"
     raise InputError("check-line", "names no script that is here", remedy)
 
@@ -385,18 +366,16 @@ def _header(script: Path, content: Sequence[str]) -> Iterator[str]:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the sbatch options that bear on the check; the last of each counts."""
+    """Parse the sbatch options that bear on the check; the last of each counts.
+
+    `gpus` says whether it counts them `in all` or `a node`, and their number: of `gpu:b200:8`, 8.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flags in (("--nodes", "-N"), ("--gpus", "-G"), ("--gres",), ("--gpus-per-node",)):
-        parser.add_argument(*flags)
-    parser.add_argument("--export")
+    parser.add_argument("--nodes", "-N", default="1")
+    parser.add_argument("--export", default="")
+    parser.add_argument("--gpus", "-G", type=lambda text: ("in all", text.rpartition(":")[2]))
+    per_node = ("--gpus-per-node", "--gres")
+    parser.add_argument(
+        *per_node, dest="gpus", type=lambda text: ("a node", text.rpartition(":")[2])
+    )
     return parser.parse_known_args([word.replace("'", "").replace('"', "") for word in words])[0]
-
-
-def _gpus_per_node(options: argparse.Namespace, nodes: int) -> int | None:
-    """Return the GPUs on each node, from whichever option names them; None if none does."""
-    per_node = options.gpus_per_node or (options.gres or "").removeprefix("gpu:")
-    count, total = per_node.rpartition(":")[2], (options.gpus or "").rpartition(":")[2]
-    if count.isdigit() and not total:
-        return int(count)
-    return int(total) // nodes if total.isdigit() else None

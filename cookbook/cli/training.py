@@ -1,7 +1,5 @@
 """Weights out and texts in: the verbs `export` and `data`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -4,8 +4,6 @@ Every job that shares the folder of runs reads it, and adds the nodes that faile
 list among several checkouts, make the file a link.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

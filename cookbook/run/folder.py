@@ -1,17 +1,10 @@
 """The folder of a cell in a run, and those of its attempts: every path in them has its name here.
 
-<cell>/cell.yaml, train.sh, status.json, job.json, end.json, job/, checkpoint/, checkpoint-damaged/
-       attempt-<k>/metrics.jsonl, train.log, train.sh, cell.yaml, environment.json,
-                   router_load.jsonl, resume.json, preflight.json, stop, stopped, end.json, ranks/,
-                   stacks/, tb/, comm_traces/, profile_traces/
-
 PyTorch writes the data files of `step-N` first and `.metadata` last, which lists for each tensor
 its bytes in a file. So a checkpoint without `.metadata` was never finished, and one with shorter
 files was damaged since; changed bytes are not detected. `.metadata` is a pickle, read here without
 torch.
 """
-
-from __future__ import annotations
 
 import pickle
 import re
@@ -106,24 +99,20 @@ class CellFolder:
         return Attempt(self.path / f"attempt-{number}", number)
 
     def next_attempt(self) -> Attempt:
-        """Return the attempt of a script that starts now."""
         attempts = self.attempts()
         return self.attempt(attempts[-1].number + 1 if attempts else 0)
 
     def newest_log(self) -> Path | None:
         """Return the log of the last attempt that has one, else the newest log of the job."""
-        for attempt in reversed(self.attempts()):
-            if attempt.log.exists():
-                return attempt.log
-        logs = sorted(self.job_files.glob("*.log"), key=lambda path: path.stat().st_mtime)
-        return logs[-1] if logs else None
+        logs = [attempt.log for attempt in reversed(self.attempts()) if attempt.log.exists()]
+        of_job = self.job_files.glob("*.log")
+        logs += sorted(of_job, key=lambda path: path.stat().st_mtime, reverse=True)
+        return logs[0] if logs else None
 
 
-_NAME = re.compile(r"step-([0-9]+)")
 _METADATA = ".metadata"
 # TorchTitan takes this for a checkpoint too, and then cannot load it.
 _HUGGING_FACE = "model.safetensors.index.json"
-_TEXTS = "dataloader.dp_rank_"
 # State that training needs besides the model, by the prefix of its entries' names.
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
@@ -147,30 +136,35 @@ class Checkpoint:
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:
     """Return step and path of each `step-N` in `folder`, whole or not, the newest first."""
-    found = [
-        (int(match[1]), path)
-        for path in folder.glob("step-*")
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
-    ]
+    names = ((re.fullmatch(r"step-([0-9]+)", path.name), path) for path in folder.glob("step-*"))
+    found = [(int(match[1]), path) for match, path in names if match and path.is_dir()]
     return sorted(found, reverse=True)
 
 
 def read_checkpoint(step: int, path: Path) -> Checkpoint:
     """Read which state the checkpoint in `path` holds, and whether it is whole."""
     if not (path / _METADATA).is_file():
-        if (path / _HUGGING_FACE).is_file():
-            return Checkpoint(path, step, None)
-        return Checkpoint(path, step, f"has no {_METADATA}, so it was not written to its end")
+        is_exported = (path / _HUGGING_FACE).is_file()
+        damage = None if is_exported else f"has no {_METADATA}, so it was not written to its end"
+        return Checkpoint(path, step, damage)
+    needed: dict[str, int] = {}
     try:
-        names, needed = _read_metadata(path / _METADATA)
-    except (OSError, ValueError) as error:
-        return Checkpoint(path, step, f"{_METADATA} cannot be read: {error}")
+        with (path / _METADATA).open("rb") as file:
+            metadata = _InertUnpickler(file).load()
+        for place in metadata.storage_data.values():
+            end = place.offset + place.length
+            needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
+        names = [str(name) for name in metadata.state_dict_metadata]
+    except Exception as error:
+        # A cut pickle may raise anything.
+        damage = f"{_METADATA} cannot be read: {type(error).__name__}: {error}"
+        return Checkpoint(path, step, damage)
     return Checkpoint(
         path,
         step,
         next(_short_files(path, needed), None),
         frozenset(name.partition(".")[0] for name in names) & frozenset(PARTS),
-        sum(name.startswith(_TEXTS) for name in names),
+        sum(name.startswith("dataloader.dp_rank_") for name in names),
     )
 
 
@@ -197,24 +191,3 @@ class _Inert:
 class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return type(name, (_Inert,), {})
-
-
-def _read_metadata(path: Path) -> tuple[list[str], dict[str, int]]:
-    """Return the names of a checkpoint's entries, and the bytes that each file must have.
-
-    Raises:
-        ValueError: PyTorch does not write such a file.
-    """
-    try:
-        with path.open("rb") as file:
-            metadata = _InertUnpickler(file).load()
-        needed: dict[str, int] = {}
-        for place in metadata.storage_data.values():
-            end = place.offset + place.length
-            needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
-        return [str(name) for name in metadata.state_dict_metadata], needed
-    except OSError:
-        raise
-    except Exception as error:
-        # A cut pickle may raise anything.
-        raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -1,7 +1,5 @@
 """The record of a cell, `cell.yaml`: its newest request, kept in its folder."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -102,12 +100,11 @@ class CellRecord:
         length = self._count("training.seq_len")
         local = self._count("training.local_batch_size")
         total = self._count("training.global_batch_size")
-        if length is not None and total is not None:
+        if length and total:
             return total * length / self.world
-        if length is None or local is None:
-            return None
-        degrees = [self._count(f"parallelism.{name}_parallel_degree") or 1 for name in _SHARING]
-        return local * length / math.prod(degrees)
+        sharing = (f"parallelism.{name}_parallel_degree" for name in _SHARING)
+        shared_by = math.prod(self._count(option) or 1 for option in sharing)
+        return local * length / shared_by if length and local else None
 
     @property
     def asked_options(self) -> dict[str, Any]:
