@@ -30,14 +30,13 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 def view_rank(build: Build, stack: str) -> dict[str, Any]:
     """Return the parts of the model on this rank, and the pipeline's order."""
     trainer = build.trainer
-    family = FAMILIES[trainer.job_config.model.name]
     modules = [module for part in trainer.model_parts for module in part.modules()]
     meshes = trainer.parallel_dims.get_all_one_dimensional_meshes()
     return describe(build, stack) | {
         **COUNTS,
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "parts": [_view_part(part) for part in trainer.model_parts],
-        "model": dataclasses.asdict(family.sizes(trainer.model_args)),
+        "model": dataclasses.asdict(trainer.model_args.sizes()),
         # Without FSDP parameters stay as they are.
         "mixed_precision": any(isinstance(module, FSDPModule) for module in modules),
         "groups": {name: mesh.size() for name, mesh in meshes.items()},

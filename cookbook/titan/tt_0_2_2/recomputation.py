@@ -144,8 +144,9 @@ def apply_ac(
     """
     if "mm" in save and options.get("model_compile_enabled"):
         show_gemms(least_inner=model.model_args.dim)
-    # TorchTitan lists its own operators of DeepEP, in whose place these are.
-    own = operators_of(("cookbook.deepep_combine", "cookbook.deepep_dispatch"))
+    # TorchTitan lists its own attention and operators of DeepEP, in whose place these are. Its list
+    # for Qwen3 lacks the all-to-all.
+    own = operators_of((*OPERATORS["communication"], "cookbook.varlen_attention"))
     operators: set[Any] = {*options.pop("op_sac_save_list"), *own}
     if save:
         kinds = kinds_of_operators()

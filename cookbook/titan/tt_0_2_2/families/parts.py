@@ -2,7 +2,7 @@
 
 TorchTitan builds the model class, asks it for masks and splits it over pipeline stages like its
 own. Under FlashAttention-4 (`common/varlen_attention.py`) the mask is the end of each document, by
-the rule of the mask that it replaces. Everything else of a layer is TorchTitan's.
+the rule of the mask that it replaces. Layers are TorchTitan's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.protocols.train_spec import TrainSpec
@@ -90,6 +91,13 @@ def choose_attention(model_args: Any, job_config: Any) -> None:
     model_args.attn_type = "flex"
 
 
+class DocumentMask(BlockMask):
+    """Cumulative lengths of a folded batch; TorchTitan's layers insist on a mask of this type."""
+
+    def __init__(self, cu_seqlens: torch.Tensor) -> None:
+        self.cu_seqlens = cu_seqlens
+
+
 class DocumentAttentionKernel(nn.Module):
     """Replaces TorchTitan's FlexAttentionWrapper, where its TP plan makes q, k and v local."""
 
@@ -99,37 +107,27 @@ class DocumentAttentionKernel(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        cu_seqlens: torch.Tensor,
+        block_mask: DocumentMask,
         scale: float,
+        enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Take and return (batch, heads, length, head_dim), as FlexAttentionWrapper does."""
         batch, _, length, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        out = varlen_attention.varlen_attention(q, k, v, cu_seqlens, length, scale)
+        out = varlen_attention.varlen_attention(q, k, v, block_mask.cu_seqlens, length, scale)
         return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
 class AttentionChoice(ModelProtocol):
-    """Mixed into a TorchTitan model, which gets the attention that its arguments name.
-
-    Attributes:
-        document_attention: the family's attention layer for cumulative lengths.
-        op_sac_save_list: TorchTitan's list of operators that selective recomputation saves.
-    """
-
-    document_attention: type[nn.Module]
-    op_sac_save_list: set[Any]
+    """Mixed into a TorchTitan model, which gets the attention that its arguments name."""
 
     def __init__(self, model_args: Any) -> None:
         super().__init__(model_args)
         self.flash_attention_4 = getattr(model_args, "attention", FLAVOR) == FLASH_ATTENTION_4
         self.own_attention = _OWN[type(self.layers["0"].attention.inner_attention)]
-        if not self.flash_attention_4:
-            return
-        for block in self.layers.values():
-            block.attention = self.document_attention(model_args)
-        # Selective recomputation saves its output; TorchTitan adds DeepEP's operators like this.
-        self.op_sac_save_list.add(torch.ops.cookbook.varlen_attention.default)
+        if self.flash_attention_4:
+            for block in self.layers.values():
+                block.attention.inner_attention = DocumentAttentionKernel()
 
     def get_attention_masks(
         self,
@@ -164,9 +162,10 @@ class AttentionChoice(ModelProtocol):
     ) -> torch.Tensor:
         """Run TorchTitan's forward of a whole model or of one pipeline stage."""
         if self.flash_attention_4:
-            attention_masks = cumulative_lengths(attention_masks)
+            cu_seqlens = cumulative_lengths(attention_masks)
             # A batch with very many documents has a longer row: recompile, never dynamically.
-            torch._dynamo.mark_static(attention_masks, 0)
+            torch._dynamo.mark_static(cu_seqlens, 0)
+            attention_masks = DocumentMask(cu_seqlens)
         else:
             _ran.add(self.own_attention)
             if attention_masks is None and self.training and _attended.is_open:
@@ -184,11 +183,8 @@ class FamilyParts:
         released: makes TorchTitan's own spec.
         infra: TorchTitan's module of `parallelize_fn`, whose names are replaced while it runs.
         flavors: makes the arguments of each flavor, of a class with `CookbookArgs`.
-        sizes: reads a flavor's arguments.
         model: TorchTitan's model with `attention.AttentionChoice`.
         attention: TorchTitan's attention layer, and its attribute that scales scores.
-        transformers_config: makes the family's own keys of `config.json` from a flavor's arguments
-            and the sequence length of training, which decides whether positions are scaled.
         weights, extra_layers, has_pipelines: as in `Family`.
     """
 
@@ -196,11 +192,9 @@ class FamilyParts:
     released: Callable[[], TrainSpec]
     infra: ModuleType
     flavors: Callable[[], dict[str, Any]]
-    sizes: Callable[[Any], Model]
     model: type[nn.Module]
     attention: type[nn.Module]
     scale: str
-    transformers_config: Callable[[Any, int], dict[str, Any]]
     weights: Mapping[str, tuple[str | None, ...]]
     extra_layers: int = 0
     has_pipelines: bool = True
@@ -214,7 +208,7 @@ class FamilyParts:
     def family(self) -> Family:
         """The description for the driver."""
         known = self.flavors()
-        flavors = {name: self.sizes(args) for name, args in known.items()}
+        flavors = {name: args.sizes() for name, args in known.items()}
         adapter: Any = self.released().state_dict_adapter
         named = adapter(next(iter(known.values())), None).from_hf_map.values()
         has_bias = any("expert_bias" in (name or "") for name in named)
@@ -237,7 +231,7 @@ class FamilyParts:
             "rms_norm_eps": args.norm_eps,
             "rope_theta": args.rope_theta,
             "attention_bias": False,
-            **self.transformers_config(args, seq_len),
+            **args.transformers_config(seq_len),
         }
 
 
@@ -249,29 +243,37 @@ def copied(kind: type, released: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def sizes_of(args: Any, **own: Any) -> Model:
-    """Return a flavor's sizes; `own` are those whose arguments have other names in each family."""
-    moe = args.moe_args
-    return Model(
-        dim=args.dim,
-        heads=args.n_heads,
-        expert_hidden=args.moe_inter_dim,
-        shared_hidden=args.moe_inter_dim * moe.num_shared_experts,
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        vocab=args.vocab_size,
-        gate_bias=moe.gate_bias,
-        n_layers=args.n_layers,
-        num_expert_groups=moe.num_expert_groups,
-        num_limited_groups=moe.num_limited_groups,
-        attn_type=args.attn_type,
-        by_document=args.attn_mask_type == "block_causal",
-        **own,
-    )
-
-
 class CookbookArgs:
-    """Mixed into TorchTitan's arguments of a model; the first door that gets a job's options."""
+    """Mixed into TorchTitan's arguments of a model; the first door that gets a job's options.
+
+    A family's class adds `own_sizes`, the sizes whose arguments have other names in each family,
+    and `transformers_config`, its keys of `config.json`. Training's sequence length decides there
+    whether positions are scaled.
+    """
+
+    def sizes(self: Any) -> Model:
+        """Return the sizes of the flavor."""
+        moe = self.moe_args
+        return Model(
+            dim=self.dim,
+            heads=self.n_heads,
+            expert_hidden=self.moe_inter_dim,
+            shared_hidden=self.moe_inter_dim * moe.num_shared_experts,
+            num_experts=moe.num_experts,
+            top_k=moe.top_k,
+            vocab=self.vocab_size,
+            gate_bias=moe.gate_bias,
+            n_layers=self.n_layers,
+            num_expert_groups=moe.num_expert_groups,
+            num_limited_groups=moe.num_limited_groups,
+            attn_type=self.attn_type,
+            by_document=self.attn_mask_type == "block_causal",
+            **self.own_sizes(),
+        )
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.sizes().head_dims
 
     def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
         """Apply the job's options to the arguments; called before the model is built."""
