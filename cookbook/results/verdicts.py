@@ -14,20 +14,17 @@ of each it comes from the difference step by step, and the verdict is on these t
 another seed may fall elsewhere (docs/evidence/convergence.md).
 """
 
-from __future__ import annotations
-
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cookbook.observe.metrics import StepMetrics
 
 NUM_BATCHES = 5
 # A stall in a batch of three does not move its median.
 LEAST_VALUES = 3 * NUM_BATCHES
-
 # A higher correlation is a drift, which no factor corrects.
 _MOST_ALIKE = 0.95
 
@@ -43,11 +40,15 @@ class Spread:
         """Return half the two-sided confidence interval at `level`, such as 0.95."""
         return t_quantile((1 + level) / 2, self.freedom) * self.error
 
+    def of_difference(self, num: int, num_other: int) -> "Spread":
+        """Return the spread of the difference of two means of values with this deviation."""
+        return Spread(self.error * math.sqrt(1 / num + 1 / num_other), self.freedom)
+
 
 def batches(values: Sequence[float]) -> list[Sequence[float]]:
     """Split the values into five consecutive batches whose lengths differ by one at most."""
     cuts = [len(values) * number // NUM_BATCHES for number in range(NUM_BATCHES + 1)]
-    return [values[start:end] for start, end in itertools.pairwise(cuts)]
+    return [values[start:end] for start, end in pairwise(cuts)]
 
 
 def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) -> Spread:
@@ -56,17 +57,34 @@ def batch_spread(figure: float, parts: Sequence[float], alike: float, num: int) 
     Args:
         alike: the values' lag-1 autocorrelation, as `correlation` estimates it.
     """
+
+    def variance_of_mean(num: float) -> float:
+        """Of `num` AR(1) values of variance 1."""
+        ends = alike * (1 - math.pow(alike, num)) / (num * (1 - alike) ** 2)
+        return (1 + 2 * (alike / (1 - alike) - ends)) / num
+
     found = spread_about(figure, parts)
     # The factor by which batches underestimate the variance of an AR(1) series.
-    of_all, of_batch = (_variance_of_mean(alike, length) for length in (num, num / NUM_BATCHES))
+    of_all, of_batch = variance_of_mean(num), variance_of_mean(num / NUM_BATCHES)
     factor = max(1.0, of_all * (NUM_BATCHES - 1) / (of_batch - of_all))
     return Spread(found.error * math.sqrt(factor), found.freedom)
 
 
 def spread_about(figure: float, parts: Sequence[float]) -> Spread:
     """Return the spread of a mean from at least two independent values."""
-    variance = sum((part - figure) ** 2 for part in parts) / (len(parts) - 1)
+    variance = statistics.variance(parts, xbar=figure)
     return Spread(math.sqrt(variance / len(parts)), len(parts) - 1)
+
+
+def pooled_deviation(groups: Iterable[Sequence[float]]) -> Spread | None:
+    """Return one standard deviation for the values of all groups, each about its group's mean.
+
+    None where no group has two values. Groups with a value that is no number are left out.
+    """
+    known = [group for group in groups if len(group) > 1 and all(map(math.isfinite, group))]
+    freedom = sum(len(group) - 1 for group in known)
+    squares = sum(statistics.variance(group) * (len(group) - 1) for group in known)
+    return Spread(math.sqrt(squares / freedom), freedom) if freedom else None
 
 
 def correlation(deviations: Sequence[float]) -> float:
@@ -75,25 +93,17 @@ def correlation(deviations: Sequence[float]) -> float:
     The bias of short series, (1 + 3 r) / n, is added back (Kendall 1954).
     """
     squares = sum(one * one for one in deviations)
-    products = sum(one * other for one, other in itertools.pairwise(deviations))
+    products = sum(one * other for one, other in pairwise(deviations))
     if not squares or products <= 0:
         return 0.0
     found = products / squares
     return min(_MOST_ALIKE, found + (1 + 3 * found) / len(deviations))
 
 
-def _variance_of_mean(alike: float, num: float) -> float:
-    """Return the variance of the mean of `num` AR(1) values of variance 1."""
-    ends = alike * (1 - math.pow(alike, num)) / (num * (1 - alike) ** 2)
-    return (1 + 2 * (alike / (1 - alike) - ends)) / num
-
-
 def t_quantile(probability: float, freedom: int) -> float:
     """Return the quantile of Student's t for a `probability` from 0.5 up."""
-    low, high = 0.0, 1.0
-    while t_below(high, freedom) < probability:
-        high *= 2
-    for _ in range(80):
+    low, high = 0.0, 1e9
+    for _ in range(100):
         middle = (low + high) / 2
         if t_below(middle, freedom) < probability:
             low = middle
@@ -107,8 +117,7 @@ def t_below(value: float, freedom: int) -> float:
     angle = math.atan(value / math.sqrt(freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
     odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = 0.0
+    term, total = cosine if odd else 1.0, 0.0
     for power in range(1 + odd, freedom, 2):
         total += term
         term *= cosine * cosine * power / (power + 1)
@@ -126,37 +135,42 @@ STEPS, REPEATS = "steps", "repeats"
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens/s/GPU over the logged steps after each attempt's warm-up."""
+    """Tokens/s/GPU over the logged steps after each attempt's warm-up.
+
+    Attributes:
+        mean: all tokens over all seconds, so that stalls count.
+        num_steps: logged steps that are measured; `warm_up_steps`: those left out before them.
+        stalls: logged steps of 1.5 times the median time of their run or more, run by run.
+        stall_share: part of the measured time that stalls took beyond the median: 0 to 1.
+    """
 
     median: float
     lower_quartile: float
     upper_quartile: float
     mean: float
-    """All tokens over all seconds, so that stalls count."""
     num_steps: int
-    """Logged steps that are measured."""
     warm_up_steps: int
-    """Logged steps that are left out before them, over all attempts."""
     stalls: tuple[int, ...]
-    """Logged steps of 1.5 times the median time of their run or more, run by run."""
     stall_share: float
-    """Part of the measured time that stalls took beyond the median: 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """Throughput over that of a reference cell, with its 95% confidence interval."""
+    """Throughput over that of a reference cell, with its 95% confidence interval.
+
+    Attributes:
+        low, high, verdict: None where the steps are too few for an interval. `inside the noise`:
+            the interval holds 1.
+        basis: `steps` of one run each, or `repeats` of both.
+        num: steps, or repeats, of the cell that has fewer.
+    """
 
     ratio: float
     low: float | None
-    """None, as `high` and `verdict`, where the steps are too few for an interval."""
     high: float | None
     verdict: str | None
-    """faster, slower, or inside the noise: then the interval holds 1."""
     basis: str
-    """`steps` of one run each, or `repeats` of both."""
     num: int
-    """The number of steps, or repeats, of the cell that has fewer."""
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
@@ -165,44 +179,47 @@ def median_of(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def warm_up(num_steps: int) -> int:
-    """Return the number of first logged steps to leave out: a quarter, but 1 to 10."""
-    return min(10, max(1, num_steps // 4))
-
-
 def measured_steps(curve: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """Return the steps after warm-up. Every attempt has one: it compiles and allocates anew."""
+    """Return the steps after warm-up, the first quarter of each attempt, but 1 to 10 steps.
+
+    Every attempt compiles and allocates anew.
+    """
     kept: list[StepMetrics] = []
     for attempt in dict.fromkeys(step.attempt for step in curve):
         steps = [step for step in curve if step.attempt == attempt]
-        kept += steps[warm_up(len(steps)) :]
+        kept += steps[min(10, max(1, len(steps) // 4)) :]
     return kept
 
 
 def speeds_of(curve: Sequence[StepMetrics]) -> list[float]:
     """Tokens/s/GPU of the measured steps that have one."""
-    return [speed for _, speed in _with_speed(measured_steps(curve))]
+    return [*_speeds(measured_steps(curve)).values()]
+
+
+def _speeds(steps: Iterable[StepMetrics]) -> dict[int, float]:
+    """Return the speeds of the steps that have one, by step."""
+    speeds = ((one.step, one.tokens_per_second) for one in steps)
+    return {step: speed for step, speed in speeds if speed and 0 < speed < math.inf}
 
 
 def measure(*curves: Sequence[StepMetrics]) -> Throughput | None:
     """Return the throughput over the curves of one cell, None without a measured step."""
     kept = [measured_steps(curve) for curve in curves]
-    runs = [steps for steps in map(_with_speed, kept) if steps]
+    runs = [speeds for speeds in map(_speeds, kept) if speeds]
     if not runs:
         return None
-    speeds = [speed for steps in runs for _, speed in steps]
-    median = statistics.median(speeds)
+    speeds = [speed for run in runs for speed in run.values()]
     several = speeds if len(speeds) > 1 else speeds * 2
     lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
     stalls, lost = list[int](), 0.0
-    for steps in runs:
+    for run in runs:
         # Of the run's own: a repeat on a slow node has no more stalls than others.
-        usual = statistics.median(speed for _, speed in steps)
-        stalled = {step: speed for step, speed in steps if speed * STALL <= usual}
+        usual = statistics.median(run.values())
+        stalled = {step: speed for step, speed in run.items() if speed * STALL <= usual}
         stalls += stalled
         lost += sum(1 / speed - 1 / usual for speed in stalled.values())
     return Throughput(
-        median=median,
+        median=statistics.median(speeds),
         lower_quartile=lower,
         upper_quartile=upper,
         mean=statistics.harmonic_mean(speeds),
@@ -227,7 +244,7 @@ def speed_up(own: Sequence[float], reference: Sequence[float]) -> SpeedUp | None
             math.log(statistics.median(one) / statistics.median(other))
             for one, other in zip(batches(own), batches(reference), strict=True)
         ]
-        spread = batch_spread(ratio, parts, _alike(own, reference, ratio), num)
+        spread = batch_spread(ratio, parts, _alike(own, reference), num)
     return _speed_up(ratio, spread, STEPS, num)
 
 
@@ -247,25 +264,21 @@ def unpaired_speed_up(own: Sequence[float], reference: Sequence[float]) -> Speed
     """Return the speed-up from several repeats of each, not in turn; both share one variance."""
     logs = [[math.log(speed) for speed in speeds] for speeds in (own, reference)]
     ratio = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
-    freedom = len(own) + len(reference) - 2
-    squares = sum(statistics.variance(found) * (len(found) - 1) for found in logs)
-    error = math.sqrt(squares / freedom * (1 / len(own) + 1 / len(reference)))
-    return _speed_up(ratio, Spread(error, freedom), REPEATS, min(len(own), len(reference)))
+    deviation = pooled_deviation(logs)
+    spread = deviation.of_difference(len(own), len(reference)) if deviation else None
+    return _speed_up(ratio, spread, REPEATS, min(len(own), len(reference)))
 
 
-def _alike(own: Sequence[float], reference: Sequence[float], ratio: float) -> float:
+def _alike(own: Sequence[float], reference: Sequence[float]) -> float:
     """Return the autocorrelation of the steps' ratio, or of each run's own where they do not pair.
 
     It is of the signs alone, as for a median: a stall counts as one slow step.
     """
+    median = statistics.median
+    found = [[speed / median(speeds) for speed in speeds] for speeds in (own, reference)]
     if len(own) == len(reference):
-        ratios = [math.log(one / other) for one, other in zip(own, reference, strict=True)]
-        return correlation([math.copysign(1, one - ratio) for one in ratios])
-    centres = (statistics.median(own), statistics.median(reference))
-    return max(
-        correlation([math.copysign(1, one - centre) for one in speeds])
-        for speeds, centre in zip((own, reference), centres, strict=True)
-    )
+        found = [[one / other for one, other in zip(*found, strict=True)]]
+    return max(correlation([math.copysign(1, one - 1) for one in values]) for values in found)
 
 
 def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> SpeedUp:
@@ -277,12 +290,6 @@ def _speed_up(ratio: float, spread: Spread | None, basis: str, num: int) -> Spee
     return SpeedUp(math.exp(ratio), low, high, verdict, basis, num)
 
 
-def _with_speed(steps: Iterable[StepMetrics]) -> list[tuple[int, float]]:
-    """Return the steps that have a speed, and their speeds."""
-    speeds = ((one.step, one.tokens_per_second) for one in steps)
-    return [(step, speed) for step, speed in speeds if speed and 0 < speed < math.inf]
-
-
 # DeepSeek-V3 (arXiv:2412.19437, section 3.3) holds FP8 training to BF16 by this relative distance.
 MARGIN = 0.0025
 LOSS_LEVEL = 0.90
@@ -291,31 +298,32 @@ LAST = 0.1
 EQUIVALENT, DIFFERENT, CANNOT_TELL = "equivalent", "different", "cannot tell"
 WHOLE, LAST_TENTH = "whole", "last tenth"
 
+# The loss by step.
 Losses = Mapping[int, float]
-"""The loss by step."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossVerdict:
-    """The difference of a cell's mean loss from its reference's, over a window of the steps."""
+    """The difference of a cell's mean loss from its reference's, over a window of the steps.
+
+    Attributes:
+        window: `whole`, or `last tenth`.
+        difference: mean loss minus the reference's; `low` to `high`: its 90% interval.
+        limit: the margin on both sides of 0: 0.25% of the reference's loss.
+        num_steps: steps in the window that every run logged.
+        runs: runs of the cell; with one, the verdict is on this curve alone.
+        reason: why there is no difference, interval and limit.
+    """
 
     window: str
-    """`whole`, or `last tenth`."""
     verdict: str
-    """equivalent, different or cannot tell."""
     difference: float | None
-    """Mean loss minus the reference's; None, as `low` and `high`, where it is not known."""
     low: float | None
-    """Of the 90% confidence interval of the difference."""
     high: float | None
     limit: float | None
-    """The margin on both sides of 0: 0.25% of the reference's loss."""
     num_steps: int
-    """Steps in the window that every run logged."""
     runs: int
-    """Runs of the cell; with one, the verdict is on this curve alone."""
     reason: str | None = None
-    """Why there is no interval."""
 
 
 def losses_of(steps: Iterable[StepMetrics]) -> dict[int, float]:
@@ -327,16 +335,15 @@ def judge_curves(own: Losses, reference: Losses) -> tuple[LossVerdict, LossVerdi
     verdicts = []
     for window, steps in _windows([own, reference]):
         pair = [own[step] for step in steps], [reference[step] for step in steps]
-        half, num = None, len(steps)
+        spread, num = None, len(steps)
         gaps = [one - other for one, other in zip(*pair, strict=True)]
         if num >= LEAST_VALUES and all(map(math.isfinite, gaps)):
             mean = statistics.fmean(gaps)
             parts = [statistics.fmean(batch) for batch in batches(gaps)]
-            alike = correlation([gap - mean for gap in gaps])
-            half = batch_spread(mean, parts, alike, num).half_width(LOSS_LEVEL)
+            spread = batch_spread(mean, parts, correlation([gap - mean for gap in gaps]), num)
         logged = "1 step" if num == 1 else f"{num} steps"
         reason = f"{logged} that both logged, {LEAST_VALUES} are needed"
-        verdicts.append(_judge(window, *pair, half, reason, num, 1))
+        verdicts.append(_judge(window, *pair, spread, reason, num, 1))
     return verdicts[0], verdicts[1]
 
 
@@ -350,63 +357,38 @@ def judge_repeats(
             name: [statistics.fmean(run[step] for step in steps) for run in runs] if steps else []
             for name, runs in cells.items()
         }
-        spread = pooled_spread(means.values())
+        deviation = pooled_deviation(means.values())
         reason = "no cell has two runs" if steps else "no step that every run logged"
         for name, verdicts in found.items():
             own, base = means[name], means[reference]
-            half = half_width(spread, len(own), len(base)) if spread else None
-            num = len(steps)
-            verdicts.append(_judge(window, own, base, half, reason, num, len(cells[name])))
+            spread = deviation.of_difference(len(own), len(base)) if deviation else None
+            runs = len(cells[name])
+            verdicts.append(_judge(window, own, base, spread, reason, len(steps), runs))
     return {name: (whole, last) for name, (whole, last) in found.items()}
-
-
-def word_of(difference: float, half_width: float, limit: float) -> str:
-    """Return the verdict on an interval."""
-    if not math.isfinite(difference):
-        return DIFFERENT
-    if abs(difference) + half_width <= limit:
-        return EQUIVALENT
-    return DIFFERENT if abs(difference) - half_width > limit else CANNOT_TELL
-
-
-def pooled_spread(groups: Iterable[Sequence[float]]) -> Spread | None:
-    """Return one standard deviation for runs of all cells, each about its cell's mean.
-
-    None where no cell has two runs. Cells with a loss that is no number are left out.
-    """
-    known = [group for group in groups if len(group) > 1 and all(map(math.isfinite, group))]
-    freedom = sum(len(group) - 1 for group in known)
-    if not freedom:
-        return None
-    squares = sum(statistics.variance(group) * (len(group) - 1) for group in known)
-    return Spread(math.sqrt(squares / freedom), freedom)
-
-
-def half_width(spread: Spread, num_own: int, num_reference: int) -> float:
-    """Return half the interval of the difference of two cells' means."""
-    error = spread.error * math.sqrt(1 / num_own + 1 / num_reference)
-    return Spread(error, spread.freedom).half_width(LOSS_LEVEL)
 
 
 def _judge(
     window: str,
     own: Sequence[float],
     reference: Sequence[float],
-    half: float | None,
+    spread: Spread | None,
     reason: str,
     num_steps: int,
     runs: int,
 ) -> LossVerdict:
-    """Return the verdict on the difference of two means, known to plus or minus `half`."""
+    """Return the verdict on the difference of two means with that spread."""
     verdict = CANNOT_TELL
     if not all(map(math.isfinite, reference)):
         reason = "the reference's loss is no number"
     elif not all(map(math.isfinite, own)):
         verdict, reason = DIFFERENT, "the loss is no number"
-    elif half is not None:
+    elif spread is not None:
         difference = statistics.fmean(own) - statistics.fmean(reference)
-        limit = MARGIN * statistics.fmean(reference)
-        verdict = word_of(difference, half, limit)
+        half, limit = spread.half_width(LOSS_LEVEL), MARGIN * statistics.fmean(reference)
+        if abs(difference) + half <= limit:
+            verdict = EQUIVALENT
+        elif abs(difference) - half > limit:
+            verdict = DIFFERENT
         low, high = difference - half, difference + half
         return LossVerdict(window, verdict, difference, low, high, limit, num_steps, runs)
     return LossVerdict(window, verdict, None, None, None, None, num_steps, runs, reason)
