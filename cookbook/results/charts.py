@@ -111,21 +111,16 @@ class _Cell:
 def charts_of(results: RunResults) -> list[Chart]:
     """Return every chart for which the logs hold the numbers."""
     by_name = {cell.name: cell for cell in results.cells}
-    labels = short_labels(list(by_name))
+    # Labels leave out the words that all names begin with (`671b-`).
+    words = [name.split("-") for name in by_name]
+    columns = zip(*(one[:-1] for one in words), strict=False)
+    alike = [*takewhile(lambda column: len({*column}) == 1, columns)] if len(words) > 1 else []
     cells = [
-        _Cell(cell, number, labels[number], by_name.get(cell.baseline or ""))
-        for number, cell in enumerate(results.cells)
+        _Cell(cell, number, "-".join(own[len(alike) :]), by_name.get(cell.baseline or ""))
+        for number, (cell, own) in enumerate(zip(results.cells, words, strict=True))
     ]
     found = [make(cells, results.unit) for make in CHARTS]
     return [chart for chart in found if chart is not None]
-
-
-def short_labels(names: Sequence[str]) -> list[str]:
-    """Return the names without the words that all of them begin with (`671b-`)."""
-    words = [name.split("-") for name in names]
-    columns = zip(*(one[:-1] for one in words), strict=False)
-    alike = [*takewhile(lambda column: len({*column}) == 1, columns)] if len(words) > 1 else []
-    return ["-".join(one[len(alike) :]) for one in words]
 
 
 def throughput(cells: Sequence[_Cell], unit: str) -> Chart | None:
@@ -246,14 +241,14 @@ def step_time(cells: Sequence[_Cell], unit: str) -> Chart | None:
         caption += f" Triangles: stalls, {STALL:g} times the median or more."
     if any(line.rules for line in lines):
         caption += " Dashed vertical lines: restarts."
-    chart = _chart("step-time", "Step time", caption, "s", lines)
-    if chart is None:
+    if not lines:
         return None
     top = _MOST_STEP_TIME * max(statistics.median(line.y) for line in lines)
     highest = max(max(line.y) for line in lines)
     if highest > top:
-        chart = replace(chart, caption=f"{caption} Longer steps end at the upper edge.")
-    return replace(chart, low=0, high=min(top, highest * 1.05))
+        caption += " Longer steps end at the upper edge."
+    high = min(top, highest * 1.05)
+    return Chart("step-time", "Step time", caption, "s", 0, high, tuple(lines))
 
 
 def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
@@ -264,8 +259,8 @@ def router_load(cells: Sequence[_Cell], unit: str) -> Chart | None:
             steps = [step.step for step in load]
             most = [max(step.busiest_over_mean) for step in load]
             median = [statistics.median(step.busiest_over_mean) for step in load]
-            lines.append(cell.line(thin(steps, median)))
-            lines.append(cell.line(thin(steps, most), f"{cell.label}, worst layer", True))
+            worst = f"{cell.label}, worst layer"
+            lines += [cell.line(thin(steps, median)), cell.line(thin(steps, most), worst, True)]
     caption = (
         "Tokens of a layer's busiest expert over the mean of its experts: of the median layer and, "
         "pale, of the most uneven one. 1 is even."

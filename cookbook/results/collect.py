@@ -8,11 +8,10 @@
 - The first step of a resumed attempt replaces that step and all later ones of earlier attempts.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from cookbook.base.errors import InputError
 from cookbook.config.cluster import load_cluster
@@ -21,7 +20,6 @@ from cookbook.observe.failure import find_reason
 from cookbook.observe.history import collect_history
 from cookbook.observe.metrics import (
     LoadStep,
-    StepMetrics,
     collect_router_load,
     collect_steps,
     logged_seconds,
@@ -38,8 +36,11 @@ from cookbook.run.run import Run
 from cookbook.run.states import CellState
 from cookbook.run.status import FAILED, REFUSED, UNKNOWN, read_json, read_resumptions
 
-_EMULATED_REASON = "emulated numerics: the throughput says nothing about real MXFP8"
-_REFERENCE_REASON = "attention by a reference: the throughput says nothing about FlashAttention-4"
+_EMULATED = "emulated numerics: the throughput says nothing about real MXFP8"
+_BY_REFERENCE = "attention by a reference: the throughput says nothing about FlashAttention-4"
+# A result has these of its record as they are.
+_OF_RECORD = "recipe precision ep_backend device stand_in_for prediction world repeat_of "
+_OF_RECORD += "published_tokens_per_second_per_gpu published_source tokens_per_step_per_gpu"
 
 
 def collect_results(run: Run, states: Iterable[CellState]) -> RunResults:
@@ -67,7 +68,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     raw_loss = curve[-1].loss if curve else None
     validated = [one.validation_loss for one in curve if one.validation_loss is not None]
     step = expected_step(folder.name, record)
-    predicted, largest = (step.tokens_per_second_per_gpu, step.largest) if step else (None, None)
     status = None if state.state == UNKNOWN else state.state
     reasons = [state.reason, problem]
     if status is None and record.refused:
@@ -75,18 +75,20 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     if status == FAILED and attempts:
         found = find_reason(attempts[-1].path)
         reasons.append(found if found and found not in (state.reason or "") else None)
-    # An sbatch line may have turned it on after the script's name.
-    is_asked = bool(attempts) and record.options.get("profiling.enable_profiling") is True
-    profiled = is_asked or any(attempt.traces.is_dir() for attempt in attempts)
-    reasons.append(_non_finite(curve))
+    if bad := [*takewhile(lambda one: _is_bad(one.loss), reversed(curve))]:
+        reasons.append(f"loss is {bad[-1].loss} since step {bad[-1].step}")
     if status != REFUSED:
-        reasons.append(_EMULATED_REASON if is_low_precision_emulated else None)
-        reasons.append(_REFERENCE_REASON if by_reference else None)
+        reasons += [_EMULATED] * is_low_precision_emulated + [_BY_REFERENCE] * by_reference
+    options = record.options
+    # An sbatch line may have turned it on after the script's name.
+    is_asked = bool(attempts) and options.get("profiling.enable_profiling") is True
+    routing = None
+    if record.name is not None or record.recipe is not None:
+        is_forced = options.get("debug.moe_force_load_balance") is True
+        routing = options.get("debug.moe_routing") or ("round_robin" if is_forced else "trained")
     return Result(
         name=folder.name,
-        recipe=record.recipe,
-        precision=record.precision,
-        ep_backend=record.ep_backend,
+        **{name: getattr(record, name) for name in _OF_RECORD.split()},
         status=status,
         reason="; ".join(dict.fromkeys(part for part in reasons if part)) or None,
         steps=curve[-1].step if curve else None,
@@ -97,7 +99,6 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         memory_gib=read_peak_memory(log for attempt in attempts for log in attempt.logs()),
         final_loss=raw_loss if raw_loss is not None and math.isfinite(raw_loss) else None,
         validation_loss=validated[-1] if validated else None,
-        published_tokens_per_second_per_gpu=record.published_tokens_per_second_per_gpu,
         attention=attention,
         mean_attended_length=active.get("mean_attended_length") or None,
         emulated=is_low_precision_emulated or by_reference,
@@ -107,21 +108,14 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
         throughput=throughput,
         gpu_hours=gpu_hours(folder, record),
         cost_per_billion_tokens=cost_per_billion_tokens(record, throughput),
-        predicted_tokens_per_second_per_gpu=predicted,
-        predicted_largest=largest,
+        predicted_tokens_per_second_per_gpu=step.tokens_per_second_per_gpu if step else None,
+        predicted_largest=step.largest if step else None,
         router_load=summarize_load(loads),
-        profiled=profiled,
+        profiled=is_asked or any(attempt.traces.is_dir() for attempt in attempts),
         total_steps=record.steps,
-        device=record.device,
-        stand_in_for=record.stand_in_for,
         baseline=record.baseline or run_baseline,
-        prediction=record.prediction,
-        published_source=record.published_source,
         raw_final_loss=raw_loss,
-        tokens_per_step_per_gpu=record.tokens_per_step_per_gpu,
-        world=record.world,
-        routing=_routing(record),
-        repeat_of=record.repeat_of,
+        routing=routing,
         asked=asked_facts(record),
         seen=seen_facts(active),
         curve=curve,
@@ -129,23 +123,8 @@ def _collect_cell(folder: CellFolder, state: CellState, run_baseline: str | None
     )
 
 
-def _routing(record: CellRecord) -> str | None:
-    """Return the routing of the newest attempt; None where no record was read."""
-    if record.name is None and record.recipe is None:
-        return None
-    options = record.options
-    is_forced = options.get("debug.moe_force_load_balance") is True
-    return str(options.get("debug.moe_routing") or ("round_robin" if is_forced else "trained"))
-
-
-def _non_finite(steps: Sequence[StepMetrics]) -> str | None:
-    """Return since which step the loss is NaN or infinite; None where the last one is a number."""
-    since = None
-    for metrics in reversed(steps):
-        if metrics.loss is None or math.isfinite(metrics.loss):
-            break
-        since = metrics
-    return f"loss is {since.loss} since step {since.step}" if since else None
+def _is_bad(loss: float | None) -> bool:
+    return loss is not None and not math.isfinite(loss)
 
 
 def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
@@ -155,12 +134,12 @@ def gpu_hours(folder: CellFolder, record: CellRecord) -> float | None:
     """
     if record.device == "cpu":
         return None
-    hours = 0.0
+    seconds = 0.0
     for attempt in reversed(folder.attempts()):
         # Those before a change of the request have another one.
         record = read_record(attempt.record) if attempt.record.exists() else record
-        hours += (logged_seconds(attempt.log) or 0.0) / 3600 * record.world
-    return hours or None
+        seconds += (logged_seconds(attempt.log) or 0.0) * record.world
+    return seconds / 3600 or None
 
 
 def cost_per_billion_tokens(record: CellRecord, throughput: Throughput | None) -> float | None:
@@ -198,10 +177,9 @@ def summarize_load(steps: Sequence[LoadStep]) -> LoadSummary | None:
     last = steps[-max(1, len(steps) // 10) :]
     by_layer = zip(*(step.busiest_over_mean for step in last), strict=True)
     busiest = [statistics.median(of_layer) for of_layer in by_layer]
-    most = max(busiest)
     return LoadSummary(
-        busiest_over_mean=most,
-        layer=last[-1].layers[busiest.index(most)],
+        busiest_over_mean=max(busiest),
+        layer=last[-1].layers[busiest.index(max(busiest))],
         median_over_layers=statistics.median(busiest),
         starved_experts=round(statistics.median(sum(step.starved_experts) for step in last)),
         layers=len(busiest),

@@ -4,42 +4,48 @@ A new column is a line in COLUMNS: heading, tables, alignment, value, format. `{
 heading is GPU, or rank for a run on CPUs. A column that is unknown in every row is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cookbook.base.tables import markdown_table
 from cookbook.results.result import Result, RunResults
-from cookbook.results.verdicts import LEVEL, LOSS_LEVEL, STALL, STEPS
+from cookbook.results.verdicts import LEVEL, LOSS_LEVEL, STALL, STEPS, SpeedUp
 
 UNKNOWN = "-"
 CELLS, PUBLISHED, SPEED = "cells", "published", "speed"
 REPEATS, LOSSES, LOAD, COMPARE = "repeats", "losses", "load", "compare"
-TITLES = {
-    CELLS: "Cells",
-    PUBLISHED: "Published results",
-    SPEED: "Speed",
-    REPEATS: "Repeats",
-    LOSSES: "Loss verdicts",
-    LOAD: "Router load",
-}
-LEGENDS = {
-    CELLS: "Speeds: median of the logged steps after warm-up (their first quarter, 1 to 10 steps). "
-    "Memory: peak over all ranks and steps. A dash: unknown.",
-    PUBLISHED: "",
-    SPEED: "Median and quartiles of tokens/s/{unit} over the measured steps. A stall took "
-    f"{STALL:g} times the median step or more; their share is the time beyond the median. A "
-    "speed-up whose interval holds 0% is inside the noise.",
-    REPEATS: "Cells were trained several times in turn. Speed-ups and intervals are over the pairs "
-    "of repeats.",
-    LOSSES: "Mean loss minus the baseline's over the steps that both logged, with its "
-    f"{LOSS_LEVEL:.0%} interval. Equivalent: the interval lies within the margin. Different: it "
-    "lies outside.",
-    LOAD: "Over the last tenth of the logged steps. Busiest over mean: tokens of a layer's busiest "
-    "expert over the mean of its experts; 1 is even (MaxVio is this minus 1). Starved: less than a "
-    "tenth of the mean.",
+# The title of each table of a report, and the text below it.
+TABLES = {
+    CELLS: (
+        "Cells",
+        "Speeds: median of the logged steps after warm-up (their first quarter, 1 to 10 steps). "
+        "Memory: peak over all ranks and steps. A dash: unknown.",
+    ),
+    PUBLISHED: ("Published results", ""),
+    SPEED: (
+        "Speed",
+        "Median and quartiles of tokens/s/{unit} over the measured steps. A stall took "
+        f"{STALL:g} times the median step or more; their share is the time beyond the median. A "
+        "speed-up whose interval holds 0% is inside the noise.",
+    ),
+    REPEATS: (
+        "Repeats",
+        "Cells were trained several times in turn. Speed-ups and intervals are over the pairs of "
+        "repeats.",
+    ),
+    LOSSES: (
+        "Loss verdicts",
+        "Mean loss minus the baseline's over the steps that both logged, with its "
+        f"{LOSS_LEVEL:.0%} interval. Equivalent: the interval lies within the margin. Different: "
+        "it lies outside.",
+    ),
+    LOAD: (
+        "Router load",
+        "Over the last tenth of the logged steps. Busiest over mean: tokens of a layer's busiest "
+        "expert over the mean of its experts; 1 is even (MaxVio is this minus 1). Starved: less "
+        "than a tenth of the mean.",
+    ),
 }
 
 
@@ -55,8 +61,7 @@ class Table:
         return markdown_table(self.head, self.rows, self.align)
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A column.
 
     Attributes:
@@ -64,6 +69,7 @@ class Column:
         align: l, or r for numbers.
         value: an attribute of Result such as `throughput.num_steps`, or a function of a Result.
         template: a format of that value, or a function that returns its text.
+        baseline: an attribute; the baseline's row says `baseline` where it is known.
     """
 
     heading: str
@@ -71,30 +77,21 @@ class Column:
     align: str
     value: str | Callable[[Result], object]
     template: str | Callable[[Any], str] = "{}"
+    baseline: str = ""
 
     def text(self, row: Result) -> str:
         """Return the row's text, a dash for an unknown value."""
+        if self.baseline and row.is_baseline and getattr(row, self.baseline):
+            return "baseline"
         found: Any = row
-        if not isinstance(self.value, str):
+        if callable(self.value):
             found = self.value(row)
         else:
             for name in self.value.split("."):
                 found = getattr(found, name) if found is not None else None
         if found is None or found == "":
             return UNKNOWN
-        template = self.template
-        return template.format(found) if isinstance(template, str) else template(found)
-
-
-def rows_of(results: RunResults, table: str) -> list[Result]:
-    """Return the rows of a table: a cell each, or a repeat each."""
-    rows = list(results.cells)
-    if table == REPEATS:
-        return [run for cell in rows for run in cell.repeats]
-    if table == PUBLISHED:
-        return rows if any(row.published_tokens_per_second_per_gpu for row in rows) else []
-    needed = {SPEED: "throughput", LOSSES: "loss", LOAD: "router_load"}.get(table, "name")
-    return [row for row in rows if getattr(row, needed)]
+        return self.template(found) if callable(self.template) else self.template.format(found)
 
 
 def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
@@ -117,9 +114,17 @@ def table_of(rows: Sequence[Result], table: str, unit: str) -> Table:
 
 def report_tables(results: RunResults) -> dict[str, Table]:
     """Return every table of a report with something to show, by name; the main one always."""
-    found = {name: rows_of(results, name) for name in TITLES}
-    shown = {name: rows for name, rows in found.items() if rows or name == CELLS}
-    return {name: table_of(rows, name, results.unit) for name, rows in shown.items()}
+    cells = results.cells
+    rows = {
+        CELLS: cells,
+        PUBLISHED: cells if any(row.published_tokens_per_second_per_gpu for row in cells) else (),
+        SPEED: [row for row in cells if row.throughput],
+        REPEATS: [run for cell in cells for run in cell.repeats],
+        LOSSES: [row for row in cells if row.loss],
+        LOAD: [row for row in cells if row.router_load],
+    }
+    shown = {name: own for name, own in rows.items() if own or name == CELLS}
+    return {name: table_of(own, name, results.unit) for name, own in shown.items()}
 
 
 def tokens_text(value: float | None) -> str:
@@ -134,10 +139,10 @@ def gain_text(ratio: float | None) -> str:
     return UNKNOWN if ratio is None else f"{100 * (ratio - 1):+.1f}%"
 
 
-def interval_text(cell: Result) -> str:
-    if cell.speed is None or cell.speed.low is None:
+def interval_text(speed: SpeedUp | None) -> str:
+    if speed is None or speed.low is None:
         return UNKNOWN
-    return f"{gain_text(cell.speed.low)} to {gain_text(cell.speed.high)}"
+    return f"{gain_text(speed.low)} to {gain_text(speed.high)}"
 
 
 def _status(row: Result) -> str:
@@ -158,27 +163,9 @@ def _final_loss(row: Result) -> str | None:
     return str(row.raw_final_loss) if row.raw_final_loss else None
 
 
-def _speedup(row: Result) -> str | None:
-    if row.speedup is None:
-        return None
-    return "baseline" if row.is_baseline else f"{row.speedup:.2f}x"
-
-
 def _published(row: Result) -> str:
     published, gain = tokens_text(row.published_tokens_per_second_per_gpu), row.published_speedup
     return published if gain is None or row.is_baseline else f"{published} ({gain:.2f}x)"
-
-
-def _published_gain(row: Result) -> str:
-    if row.is_baseline and row.published_tokens_per_second_per_gpu:
-        return "baseline"
-    return gain_text(row.published_speedup)
-
-
-def _gain(row: Result) -> str:
-    if row.is_baseline:
-        return "baseline" if row.tokens_per_second_per_gpu else UNKNOWN
-    return gain_text(row.speedup)
 
 
 def _over_published(row: Result) -> float | None:
@@ -186,8 +173,16 @@ def _over_published(row: Result) -> float | None:
     return here / published if here and published else None
 
 
+def _tflops(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else f"{value:.2g}"
+
+
 def _quartiles(found: Any) -> str:
     return f"{tokens_text(found.lower_quartile)} to {tokens_text(found.upper_quartile)}"
+
+
+def _basis(speed: SpeedUp) -> str:
+    return STEPS if speed.basis == STEPS else f"{speed.num} repeats"
 
 
 def _range(template: str) -> Callable[[Any], str]:
@@ -209,23 +204,19 @@ COLUMNS = (
     Column("repeat", "repeats", "l", "name"),
     Column("run", "compare", "l", "run"),
     Column("published tokens/s/{unit}", "published", "r", _PUBLISHED, tokens_text),
-    Column("published speed-up", "published", "r", _published_gain),
+    Column(
+        "published speed-up", "published", "r", "published_speedup", gain_text, baseline=_PUBLISHED
+    ),
     Column("tokens/s/{unit}", "cells published repeats compare", "r", _TOKENS, tokens_text),
     Column("over reference", "compare", "r", "speed.ratio", "{:.3f}x"),
     Column(_SPEED_LEVEL, "compare", "r", "speed", _range(".3f")),
     Column("speed", "compare", "l", "speed", lambda speed: speed.verdict or "too few steps"),
-    Column("speed-up", "cells", "r", _speedup),
+    Column("speed-up", "cells", "r", "speedup", "{:.2f}x", baseline="speedup"),
     Column("median", "speed", "r", _TOKENS, tokens_text),
     Column("quartiles", "speed", "r", "throughput", _quartiles),
-    Column("speed-up", "published speed", "r", _gain),
-    Column(_SPEED_LEVEL, "published speed", "r", interval_text),
-    Column(
-        "interval over",
-        "speed",
-        "l",
-        "speed",
-        lambda speed: STEPS if speed.basis == STEPS else f"{speed.num} repeats",
-    ),
+    Column("speed-up", "published speed", "r", "speedup", gain_text, baseline=_TOKENS),
+    Column(_SPEED_LEVEL, "published speed", "r", "speed", interval_text),
+    Column("interval over", "speed", "l", "speed", _basis),
     Column("verdict", "speed", "l", "speed", lambda speed: speed.verdict or "too few steps"),
     Column("here over published", "published", "r", _over_published, "{:.2f}"),
     Column("steps measured", "speed", "r", "throughput.num_steps", "{:,}"),
@@ -237,13 +228,7 @@ COLUMNS = (
     Column("status", "cells repeats", "l", _status),
     Column("steps", "cells", "r", _steps),
     Column("restarts", "repeats", "r", lambda row: max(len(row.history.attempts) - 1, 0), "{:,}"),
-    Column(
-        "TFLOPs/{unit}",
-        "cells",
-        "r",
-        "tflops_per_gpu",
-        lambda value: f"{value:,.1f}" if value >= 10 else f"{value:.2g}",
-    ),
+    Column("TFLOPs/{unit}", "cells", "r", "tflops_per_gpu", _tflops),
     Column("MFU", "cells", "r", "mfu", "{:.1f}%"),
     Column("memory GiB", "cells", "r", "memory_gib", "{:.2f}"),
     Column("published", "cells", "r", _published),

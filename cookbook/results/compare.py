@@ -3,10 +3,9 @@
 A speed-up needs cells of the same recipe and device that have finished, without emulated numerics.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from cookbook.base.files import json_text
 from cookbook.observe.history import History
@@ -31,9 +30,9 @@ from cookbook.run.status import FINISHED
 
 def against_baseline(folders: Iterable[Result]) -> list[Result]:
     """Merge repeats, a Result each; add speed-ups and loss verdicts where cells are comparable."""
-    runs: dict[str, list[Result]] = {}
+    runs = defaultdict[str, list[Result]](list)
     for result in folders:
-        runs.setdefault(result.repeat_of or result.name, []).append(result)
+        runs[result.repeat_of or result.name].append(result)
     merged = {name: merge_repeats(own) for name, own in runs.items()}
     losses = _loss_verdicts(merged)
     cells = []
@@ -48,10 +47,8 @@ def against_baseline(folders: Iterable[Result]) -> list[Result]:
                 speed=None if cell.is_baseline else found,
                 published_speedup=published / of_base if published and of_base else None,
             )
-        if name in losses:
-            whole, last = losses[name]
-            cell = replace(cell, loss=whole, loss_last_tenth=last)
-        cells.append(cell)
+        whole, last = losses.get(name, (None, None))
+        cells.append(replace(cell, loss=whole, loss_last_tenth=last))
     return cells
 
 
@@ -81,7 +78,7 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
         emulated=any(run.emulated for run in runs),
         active=next((run.active for run in runs if run.active), None),
         resumptions=tuple(one for run in runs for one in run.resumptions),
-        history=merge_histories([run.history for run in runs]),
+        history=_merge_histories([run.history for run in runs]),
         throughput=throughput,
         gpu_hours=sum(run.gpu_hours or 0.0 for run in runs) or None,
         cost_per_billion_tokens=median_of(run.cost_per_billion_tokens for run in runs),
@@ -89,19 +86,16 @@ def merge_repeats(runs: Sequence[Result]) -> Result:
     )
 
 
-def merge_histories(runs: Sequence[History]) -> History:
+def _merge_histories(runs: Sequence[History]) -> History:
     """Return all attempts; their effective time is relative to the time that all took."""
-    known = [
-        (sum(attempt.effective_seconds for attempt in run.attempts), run.effective)
-        for run in runs
-        if run.effective
-    ]
-    elapsed = sum(seconds / share for seconds, share in known)
-    return History(
-        attempts=tuple(attempt for run in runs for attempt in run.attempts),
-        steps_lost=sum(run.steps_lost for run in runs),
-        effective=sum(seconds for seconds, _ in known) / elapsed if elapsed else None,
-    )
+    attempts = tuple(attempt for run in runs for attempt in run.attempts)
+    effective = elapsed = 0.0
+    for run in runs:
+        if run.effective:
+            seconds = sum(attempt.effective_seconds for attempt in run.attempts)
+            effective, elapsed = effective + seconds, elapsed + seconds / run.effective
+    lost = sum(run.steps_lost for run in runs)
+    return History(attempts, lost, effective / elapsed if elapsed else None)
 
 
 def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
@@ -119,23 +113,21 @@ def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
 
 def _loss_verdicts(cells: dict[str, Result]) -> dict[str, tuple[LossVerdict, LossVerdict]]:
     """Return the verdicts on every finished cell with a finished baseline, by name."""
-    curves: dict[str, dict[str, list[dict[int, float]]]] = {}
+    curves = defaultdict[str, dict[str, list[dict[int, float]]]](dict)
     for name, cell in cells.items():
         base = cells.get(cell.baseline or "")
-        if base is None or cell.recipe != base.recipe or masks_differ(cell, base):
+        if base is None or masks_differ(cell, base):
             continue
         # With unequal batches the same step is at another place in the texts.
-        if cell.batch != base.batch:
+        if (cell.recipe, cell.batch) != (base.recipe, base.batch):
             continue
         if finished := [losses_of(run.curve) for run in cell.runs if run.status == FINISHED]:
-            curves.setdefault(base.name, {})[name] = finished
+            curves[base.name][name] = finished
     found: dict[str, tuple[LossVerdict, LossVerdict]] = {}
     for base_name, group in curves.items():
-        if base_name not in group:
-            continue
-        if max(map(len, group.values())) > 1:
+        if base_name in group and max(map(len, group.values())) > 1:
             found |= judge_repeats(group, base_name)
-        else:
+        elif base_name in group:
             (reference,) = group.pop(base_name)
             found |= {name: judge_curves(losses, reference) for name, (losses,) in group.items()}
     return found
@@ -168,8 +160,8 @@ class Comparison:
 def compare_runs(reference: RunResults, other: RunResults, tolerance: float) -> Comparison:
     """Compare a run with `reference`, cell by cell of the same name."""
     rows: list[Result] = []
-    own = {cell.name: _of_run(other, cell) for cell in other.cells}
-    for base in (_of_run(reference, cell) for cell in reference.cells):
+    own = {cell.name: cell for cell in _rows_of(other)}
+    for base in _rows_of(reference):
         rows.append(base)
         if base.name in own:
             rows.append(_compare(own[base.name], base, tolerance))
@@ -180,7 +172,7 @@ def compare_runs(reference: RunResults, other: RunResults, tolerance: float) -> 
 def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
     """Compare every cell that has a published number with it."""
     rows = []
-    for cell in (_of_run(run, cell) for cell in run.cells):
+    for cell in _rows_of(run):
         published, speeds = cell.published_tokens_per_second_per_gpu, speeds_of(cell.curve)
         if published is None:
             continue
@@ -193,8 +185,11 @@ def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
     return Comparison(PUBLISHED, tolerance, tuple(rows), (), run.unit)
 
 
-def _of_run(results: RunResults, cell: Result) -> Result:
-    return replace(cell, run=results.run.run, speed=None, loss=None, loss_last_tenth=None)
+def _rows_of(run: RunResults) -> list[Result]:
+    name = run.run.run
+    return [
+        replace(cell, run=name, speed=None, loss=None, loss_last_tenth=None) for cell in run.cells
+    ]
 
 
 def _compare(cell: Result, base: Result, tolerance: float) -> Result:
@@ -202,9 +197,13 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
     cell = replace(cell, reference_tokens=tokens, incomparable=_incomparable(cell, base))
     if cell.incomparable:
         return replace(cell, is_slower=base.status == FINISHED != cell.status)
-    finished = ([run for run in one.runs if run.status == FINISHED] for one in (cell, base))
     own, of_base = (
-        [*filter(None, (run.tokens_per_second_per_gpu for run in runs))] for runs in finished
+        [
+            run.tokens_per_second_per_gpu
+            for run in one.runs
+            if run.status == FINISHED and run.tokens_per_second_per_gpu
+        ]
+        for one in (cell, base)
     )
     if len(own) > 1 and len(of_base) > 1:
         speed: SpeedUp | None = unpaired_speed_up(own, of_base)
@@ -233,45 +232,31 @@ def comparison_markdown(comparison: Comparison) -> str:
     """Return a row for each cell of each run, the differences, and the cells that are too slow."""
     head = f"reference: {comparison.reference}; a cell may be {comparison.tolerance:.3g}% slower"
     table = table_of(comparison.rows, COMPARE, comparison.unit).markdown()
-    notes = "\n".join(f"- {note}" for note in _notes(comparison))
-    return "\n\n".join(part for part in (head, table, notes) if part) + "\n"
-
-
-def _notes(comparison: Comparison) -> Iterator[str]:
-    for row in comparison.rows:
-        if row.incomparable:
-            yield f"{row.name} in {row.run}: {row.incomparable}"
-    for difference in comparison.differences:
-        yield f"differs: {difference}"
+    rows = comparison.rows
+    notes = [f"{row.name} in {row.run}: {row.incomparable}" for row in rows if row.incomparable]
+    notes += [f"differs: {difference}" for difference in comparison.differences]
     for row in comparison.slower:
         by = f", by {100 * (1 - row.speed.ratio):.1f}%" if row.speed else " has no speed to compare"
-        yield f"slower than allowed: {row.name} in {row.run}{by}"
+        notes.append(f"slower than allowed: {row.name} in {row.run}{by}")
+    below = "\n".join(f"- {note}" for note in notes)
+    return "\n\n".join(part for part in (head, table, below) if part) + "\n"
+
+
+_JSON = "cell run status tokens_per_second_per_gpu reference_tokens_per_second_per_gpu speed loss "
+_JSON += "loss_last_tenth gpu_hours cost_per_billion_tokens reason is_slower"
+# Those that have another name in a Result.
+_KEYS = {"cell": "name", "reason": "incomparable"}
+_KEYS["reference_tokens_per_second_per_gpu"] = "reference_tokens"
 
 
 def comparison_json(comparison: Comparison) -> str:
     """Return one JSON object; an unknown value is null."""
-    cells = [
-        {
-            "cell": row.name,
-            "run": row.run,
-            "status": row.status,
-            "tokens_per_second_per_gpu": row.tokens_per_second_per_gpu,
-            "reference_tokens_per_second_per_gpu": row.reference_tokens,
-            "speed": asdict(row.speed) if row.speed else None,
-            "loss": asdict(row.loss) if row.loss else None,
-            "loss_last_tenth": asdict(row.loss_last_tenth) if row.loss_last_tenth else None,
-            "gpu_hours": row.gpu_hours,
-            "cost_per_billion_tokens": row.cost_per_billion_tokens,
-            "reason": row.incomparable,
-            "is_slower": row.is_slower,
-        }
-        for row in comparison.rows
-    ]
+    rows = [row.as_mapping() for row in comparison.rows]
     return json_text(
         {
             "reference": comparison.reference,
             "tolerance": comparison.tolerance,
-            "cells": cells,
+            "cells": [{key: row[_KEYS.get(key, key)] for key in _JSON.split()} for row in rows],
             "differences": comparison.differences,
             "is_fast_enough": not comparison.slower,
         }

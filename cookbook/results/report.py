@@ -4,15 +4,13 @@ The page needs nothing else: no network, no other file. Every text is escaped, a
 template lacks is an error. The template lays out, and its script draws the charts.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re
 import statistics
 import textwrap
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import jinja2
@@ -24,8 +22,7 @@ from cookbook.observe.metrics import StepMetrics
 from cookbook.results.charts import COLOURS, NAMES, Chart, charts_of, draw_chart
 from cookbook.results.columns import (
     CELLS,
-    LEGENDS,
-    TITLES,
+    TABLES,
     UNKNOWN,
     Table,
     gain_text,
@@ -35,7 +32,16 @@ from cookbook.results.columns import (
 )
 from cookbook.results.result import Result, RunResults, masks_differ, unlike
 from cookbook.results.run_differences import Conditions, configuration, environment
-from cookbook.results.verdicts import CANNOT_TELL, DIFFERENT, EQUIVALENT, LEVEL, MARGIN, NOISE
+from cookbook.results.verdicts import (
+    CANNOT_TELL,
+    DIFFERENT,
+    EQUIVALENT,
+    LAST_TENTH,
+    LEVEL,
+    MARGIN,
+    NOISE,
+    losses_of,
+)
 from cookbook.run.run import Run
 from cookbook.run.status import CANCELLED, FINISHED, REFUSED
 
@@ -47,19 +53,13 @@ _BEFORE, _SPIKE_PART, _SPIKE_SPREADS = 20, 0.1, 10
 
 def render_markdown(results: RunResults) -> str:
     """Return the report as Markdown whose table also reads well in a terminal."""
-    parts = [
-        f"# {results.run.run}",
-        bullets(headlines(results)),
-        bullets(facts(results)),
-        report_tables(results)[CELLS].markdown(),
-        bullets(notes(results)),
-        textwrap.fill(LEGENDS[CELLS].format(unit=results.unit), 80),
-    ]
+    answer, conditions, below = (
+        "\n".join(f"- {line}" for line in part(results)) for part in (headlines, facts, notes)
+    )
+    table = report_tables(results)[CELLS].markdown()
+    legend = textwrap.fill(TABLES[CELLS][1], 80)
+    parts = [f"# {results.run.run}", answer, conditions, table, below, legend]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def bullets(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def partly_finished(results: RunResults) -> str | None:
@@ -78,43 +78,40 @@ def headlines(results: RunResults) -> list[str]:
 
 
 def _fastest(results: RunResults) -> Iterator[str]:
-    groups: dict[str | None, list[Result]] = {}
+    groups = defaultdict[str | None, list[Result]](list)
     for cell in results.cells:
         if cell.speedup is not None:
-            groups.setdefault(cell.baseline, []).append(cell)
+            groups[cell.baseline].append(cell)
     title = "fastest" if partly_finished(results) is None else "fastest so far"
     found = []
     for base, cells in groups.items():
         if len(cells) < 2:
             continue
         first, second, *_ = sorted(cells, key=lambda cell: cell.speedup or 0.0, reverse=True)
+        best, next_best = first.speed, second.speed
         if first.is_baseline:
             text = f"no cell is faster than the baseline {base}"
-            is_close = second.speed is None or second.speed.verdict in (NOISE, None)
+            is_close = next_best is None or next_best.verdict in (NOISE, None)
         else:
-            interval = f"{LEVEL:.0%} interval {interval_text(first)}"
-            if first.speed is None or first.speed.low is None:
-                interval = "too few steps for an interval"
-            elif first.speed.verdict == NOISE:
-                interval += ", inside the noise"
+            # An interval of the two fastest against one another would need their own comparison.
+            interval, is_close = "too few steps for an interval", False
+            if best is not None and best.low is not None:
+                noise = ", inside the noise" if best.verdict == NOISE else ""
+                interval = f"{LEVEL:.0%} interval {interval_text(best)}{noise}"
+                is_close = next_best is not None and best.low <= (next_best.high or 0.0)
             tokens = f"{tokens_text(first.tokens_per_second_per_gpu)} tokens/s/{results.unit}"
             gain = f"{gain_text(first.speedup)} over {base}"
             text = f"{title}: {first.name} at {tokens}, {gain} ({interval})"
-            # An interval of the two fastest against one another would need their own comparison.
-            low = first.speed.low if first.speed else None
-            high = second.speed.high if second.speed else None
-            is_close = low is not None and high is not None and low <= high
         if is_close:
             text += f"; {second.name} ({gain_text(second.speedup)}) may be as fast"
         found.append(text)
-    if found:
-        text = "; ".join(found)
+    if text := "; ".join(found):
         yield f"{text[0].upper()}{text[1:]}."
 
 
 def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
     by_name = {cell.name: cell for cell in cells}
-    reasons: dict[str, list[str]] = {}
+    reasons = defaultdict[str, list[str]](list)
     for cell in cells:
         base = by_name.get(cell.baseline or "")
         if cell.status != FINISHED or cell is base or cell.speedup is not None:
@@ -127,21 +124,31 @@ def _not_compared(cells: Sequence[Result]) -> Iterator[str]:
             reason = unlike(cell, base, f"in {where}") or "too few steps were measured"
         elif cell.baseline is None:
             continue
-        reasons.setdefault(reason, []).append(cell.name)
+        reasons[reason].append(cell.name)
     if reasons:
         parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
         yield f"No speed-up for {'; '.join(parts)}."
 
 
 def _losses(cells: Sequence[Result]) -> Iterator[str]:
-    names: dict[str, list[str]] = {EQUIVALENT: [], DIFFERENT: [], CANNOT_TELL: []}
+    names = defaultdict[tuple[str, str], list[str]](list)
+    # The worse of the whole curve and its last tenth.
+    order = (EQUIVALENT, CANNOT_TELL, DIFFERENT)
     for cell in cells:
-        found = {one.verdict for one in (cell.loss, cell.loss_last_tenth) if one is not None}
-        # The worse of the whole curve and its last tenth.
-        if worst := next((one for one in (DIFFERENT, CANNOT_TELL, *found) if one in found), None):
-            names[worst].append(cell.name)
+        found = [one for one in (cell.loss, cell.loss_last_tenth) if one is not None]
+        if worst := max(found, key=lambda one: order.index(one.verdict), default=None):
+            reason = ""
+            if worst.verdict == CANNOT_TELL:
+                where = f"{LAST_TENTH}: " if worst.window == LAST_TENTH else ""
+                reason = f" ({where}{worst.reason or 'the interval reaches over the margin'})"
+            names[worst.verdict, reason].append(cell.name)
     margin = {EQUIVALENT: f" within ±{MARGIN:.2%}"}
-    parts = [f"{one}{margin.get(one, '')}: {', '.join(names[one])}" for one in names if names[one]]
+    parts = [
+        f"{verdict}{margin.get(verdict, '')}: {', '.join(of)}{reason}"
+        for shown in (EQUIVALENT, DIFFERENT, CANNOT_TELL)
+        for (verdict, reason), of in names.items()
+        if verdict == shown
+    ]
     if parts:
         yield f"Loss against the baseline: {'; '.join(parts)}."
 
@@ -175,51 +182,42 @@ def facts(results: RunResults) -> list[str]:
 
 def _routings(cells: Sequence[Result]) -> Iterator[str]:
     """Yield the routing of the cells, and their names where it differs."""
-    found: dict[str, list[str]] = {}
+    found = defaultdict[str, list[str]](list)
     for cell in cells:
         if cell.routing:
-            found.setdefault(cell.routing, []).append(cell.name)
-    if len(found) == 1:
-        yield f"routing: {next(iter(found))}"
-    elif found:
-        parts = [f"{routing} in {', '.join(names)}" for routing, names in found.items()]
-        yield f"routing: {'; '.join(parts)}"
+            found[cell.routing].append(cell.name)
+    parts = [f"{routing} in {', '.join(names)}" for routing, names in found.items()]
+    if parts:
+        yield f"routing: {'; '.join(parts if len(parts) > 1 else found)}"
 
 
 def _attention(cells: Sequence[Result]) -> Iterator[str]:
-    lengths = {cell.name: cell.mean_attended_length for cell in cells if cell.mean_attended_length}
+    found = ((cell.mean_attended_length, cell) for cell in cells if cell.mean_attended_length)
+    known = sorted(found, key=lambda one: one[0])
     kinds = {cell.attention for cell in cells if cell.attention}
-    shown = {f"{length:,.0f}" for length in lengths.values()}
     shared = [*kinds] if len(kinds) == 1 else []
-    if len(shown) == 1:
-        (seq_len, *others) = {_whole_sequence(cell) for cell in cells if cell.name in lengths}
-        of = f", in whole sequences of {int(seq_len):,}" if seq_len and not others else ""
+    if len(shown := {f"{length:,.0f}" for length, _ in known}) == 1:
+        # The lengths at which each token attends to all before it.
+        whole = {f"{2 * length - 1:.0f}" for length, _ in known}
+        asked = {cell.asked.get("training.seq_len") for _, cell in known}
+        is_whole = len(asked) == 1 and asked == whole
+        of = f", in whole sequences of {int(whole.pop()):,}" if is_whole else ""
         shared.append(f"a token attends to {shown.pop()} tokens on average{of}")
     if shared:
         yield f"attention: {'; '.join(shared)}"
-    by_length = sorted(
-        (cell for cell in cells if cell.name in lengths), key=lambda c: lengths[c.name]
-    )
-    if by_length and masks_differ(by_length[0], by_length[-1]):
-        least, most = by_length[0].name, by_length[-1].name
+    if known and masks_differ(known[0][1], known[-1][1]):
+        (least, cell), (most, other) = known[0], known[-1]
         yield (
             "WARNING: cells were trained on different masks: a token attends to "
-            f"{lengths[most]:,.0f} tokens in {most} and to {lengths[least]:,.0f} in {least}; "
+            f"{most:,.0f} tokens in {other.name} and to {least:,.0f} in {cell.name}; "
             "do not compare their speed"
         )
 
 
-def _whole_sequence(cell: Result) -> str | None:
-    """Return the length of the sequences where each token attends to all before it."""
-    seq_len, mean = cell.asked.get("training.seq_len"), cell.mean_attended_length
-    return seq_len if mean and seq_len == f"{2 * mean - 1:.0f}" else None
-
-
 def _self_check(cells: Sequence[Result]) -> Iterator[str]:
     """Yield the largest error of kernels against their reference, and cells without the check."""
-    checks = {
-        c.name: c.active["self_check"] for c in cells if c.active and "self_check" in c.active
-    }
+    active = {cell.name: cell.active or {} for cell in cells}
+    checks = {name: one["self_check"] for name, one in active.items() if "self_check" in one}
     done = {name: check for name, check in checks.items() if check}
     if done:
         name, check = max(done.items(), key=lambda item: float(item[1]["worst"]))
@@ -243,9 +241,7 @@ def notes(results: RunResults) -> list[str]:
         if reason:
             lines.append(f"{cell.name} ({cell.status or 'status unknown'}): {reason}")
     runs = [run for cell in results.cells for run in cell.runs]
-    lines += [
-        f"{run.name}: {line}" for run in runs for one in run.resumptions for line in one.lines
-    ]
+    lines += [f"{run.name}: {text}" for run in runs for r in run.resumptions for text in r.lines]
     lines += [f"{run.name}: {line}" for run in runs for line in run.history.lines]
     lines += [
         f"{cell.name}: profiled, which slows the host down; take its speed from a run without "
@@ -253,21 +249,19 @@ def notes(results: RunResults) -> list[str]:
         for cell in results.cells
         if cell.profiled
     ]
-    for run in runs:
-        lines += [f"{run.name}: {line}" for line in _troubled_steps(run.curve)]
+    lines += [f"{run.name}: {line}" for run in runs for line in _troubled_steps(run.curve)]
+    unit = f"tokens/s/{results.unit}"
     for cell in results.cells:
-        if cell.prediction:
-            tokens = cell.tokens_per_second_per_gpu
-            speed = f"{tokens_text(tokens)} tokens/s/{results.unit}" if tokens else "not measured"
-            lines.append(f"{cell.name}: {speed}; {cell.prediction}")
-        predicted = cell.predicted_tokens_per_second_per_gpu
         measured = cell.tokens_per_second_per_gpu
+        predicted = cell.predicted_tokens_per_second_per_gpu
+        if cell.prediction:
+            speed = f"{tokens_text(measured)} {unit}" if measured else "not measured"
+            lines.append(f"{cell.name}: {speed}; {cell.prediction}")
         if measured and predicted and measured < (1 - _PREDICTION_MARGIN) * predicted:
             lines.append(
                 f"{cell.name}: {1 - measured / predicted:.0%} slower than predicted "
-                f"({tokens_text(predicted)} tokens/s/{results.unit}; within "
-                f"{_PREDICTION_MARGIN:.0%} is usual); look first at {cell.predicted_largest}: "
-                "submit.py profile"
+                f"({tokens_text(predicted)} {unit}; within {_PREDICTION_MARGIN:.0%} is usual); "
+                f"look first at {cell.predicted_largest}: submit.py profile"
             )
     return lines
 
@@ -278,28 +272,25 @@ def _troubled_steps(curve: Sequence[StepMetrics]) -> Iterator[str]:
     A spike is a loss that lies above the median of the 20 logged steps before it by a tenth and by
     ten times the median distance of these steps from that median (docs/reference/statistics.md).
     """
-    skipped = sum(
-        max((one.skipped_steps or 0 for one in curve if one.attempt == attempt), default=0)
-        for attempt in {one.attempt for one in curve}
-    )
-    if skipped:
-        yield f"{skipped:.0f} steps were skipped, since their gradients were not finite"
-    losses = [(one.step, one.loss) for one in curve if one.loss is not None]
-    spikes = []
-    for number in range(_BEFORE, len(losses)):
-        before = [loss for _, loss in losses[number - _BEFORE : number]]
+    skipped = defaultdict[int, float](float)
+    for one in curve:
+        skipped[one.attempt] = max(skipped[one.attempt], one.skipped_steps or 0)
+    if total := sum(skipped.values()):
+        yield f"{total:.0f} steps were skipped, since their gradients were not finite"
+    losses = losses_of(curve)
+    steps, values, spikes = [*losses], [*losses.values()], []
+    for number in range(_BEFORE, len(values)):
+        before = values[number - _BEFORE : number]
         middle = statistics.median(before)
         spread = statistics.median(abs(loss - middle) for loss in before)
-        step, found = losses[number]
-        if found > middle + max(_SPIKE_PART * middle, _SPIKE_SPREADS * spread):
-            spikes.append(f"{found:.4g} at step {step} (before: {middle:.4g})")
+        if values[number] > middle + max(_SPIKE_PART * middle, _SPIKE_SPREADS * spread):
+            spikes.append(f"{values[number]:.4g} at step {steps[number]} (before: {middle:.4g})")
     if spikes:
         more = f" and {len(spikes) - 3} more" if len(spikes) > 3 else ""
         yield f"the loss spikes: {', '.join(spikes[:3])}{more}"
 
 
 MARKDOWN, PAGE, FIGURES = "report.md", "report.html", "figures"
-_NO_FIGURES = "no figures: the package {package} is not installed here; run: ./setup.sh"
 
 
 def save_report(run: Run, results: RunResults) -> str | None:
@@ -311,50 +302,43 @@ def save_report(run: Run, results: RunResults) -> str | None:
     Raises:
         OSError: the folder cannot be written to.
     """
-    missing, charts = None, charts_of(results)
-    folder = run.folder / FIGURES
+    missing, charts, folder = None, charts_of(results), run.folder / FIGURES
+    # The printed report, and below it all that only a file has room for.
+    parts = [render_markdown(results).rstrip("\n")]
     try:
         for chart in charts:
             for suffix, content in draw_chart(chart).items():
                 write_whole(folder / f"{chart.name}.{suffix}", content)
+            picture = f"![{chart.title}]({FIGURES}/{chart.name}.svg)"
+            parts += [f"## {chart.title}", picture, chart.caption]
+        # Figures of an earlier report, for which the logs no longer hold the numbers.
+        for name in {*NAMES} - {chart.name for chart in charts}:
+            for suffix in ("svg", "png"):
+                (folder / f"{name}.{suffix}").unlink(missing_ok=True)
     except ModuleNotFoundError as error:
-        missing, charts = _NO_FIGURES.format(package=error.name), []
-    # Figures of an earlier report, for which the logs no longer hold the numbers.
-    for name in {*NAMES} - {chart.name for chart in charts} if not missing else ():
-        for suffix in ("svg", "png"):
-            (folder / f"{name}.{suffix}").unlink(missing_ok=True)
-    write_whole(run.folder / MARKDOWN, _render_file(results, charts, missing))
-    write_whole(run.folder / PAGE, render_page(results))
-    return missing
-
-
-def _render_file(results: RunResults, charts: Sequence[Chart], missing: str | None) -> str:
-    """Return the printed report, and below it all that only a file has room for."""
-    parts = [render_markdown(results).rstrip("\n")]
-    if missing:
+        missing = f"no figures: the package {error.name} is not installed here; run: ./setup.sh"
         parts += ["## Figures", missing]
-    for chart in charts:
-        picture = f"![{chart.title}]({FIGURES}/{chart.name}.svg)"
-        parts += [f"## {chart.title}", picture, chart.caption]
     for name, table in report_tables(results).items():
+        title, legend = TABLES[name]
         if name != CELLS:
-            parts += [f"## {TITLES[name]}", table.markdown()]
-            parts += [LEGENDS[name].format(unit=results.unit)] if LEGENDS[name] else []
-    for title, found in _conditions(results).items():
+            parts += [f"## {title}", table.markdown()]
+            parts += [legend.format(unit=results.unit)] if legend else []
+    conditions = {"Configuration": configuration(results), "Environment": environment(results)}
+    for title, found in conditions.items():
         parts.append(f"## {title}")
         if found.differing is not None:
             parts += ["Where cells differ:", found.differing.markdown()]
         if found.shared:
             shared = Table(("", "value"), found.shared, "ll").markdown()
             parts += ["What all cells share:", shared]
-    return "\n\n".join(parts) + "\n"
+    write_whole(run.folder / MARKDOWN, "\n\n".join(parts) + "\n")
+    write_whole(run.folder / PAGE, _render_page(results, charts, conditions))
+    return missing
 
 
-def _conditions(results: RunResults) -> dict[str, Conditions]:
-    return {"Configuration": configuration(results), "Environment": environment(results)}
-
-
-def render_page(results: RunResults) -> str:
+def _render_page(
+    results: RunResults, charts: Sequence[Chart], conditions: Mapping[str, Conditions]
+) -> str:
     jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -366,28 +350,25 @@ def render_page(results: RunResults) -> str:
     jinja.filters["breakable"] = lambda text: Markup(
         re.sub(r"([._/-])", r"\1<wbr>", html.escape(text, quote=True))
     )
-    unfinished, facts_ = partly_finished(results), facts(results)
-    warnings = [fact for fact in facts_ if fact.startswith("WARNING: ")]
-    tables, charts = report_tables(results), charts_of(results)
+    known = facts(results)
+    alerts = [fact for fact in known if fact.startswith(("WARNING: ", "partly finished: "))]
     sources = {cell.published_source for cell in results.cells} - {None}
     numbers = json.dumps([asdict(chart) for chart in charts])
     return jinja.get_template("report.html.j2").render(
         run=results.run.run,
-        alerts=[text for text in (unfinished, *warnings) if text],
+        alerts=alerts,
         headlines=headlines(results),
-        cells=tables.pop(CELLS),
-        cells_legend=LEGENDS[CELLS].format(unit=results.unit),
         notes=notes(results),
-        facts=[fact for fact in facts_ if fact not in (*warnings, unfinished)],
+        facts=[fact for fact in known if fact not in alerts],
         charts=charts,
         # In a script element only `<` could end it.
         chart_data=Markup(numbers.replace("<", "\\u003c")),
         tables=[
-            (name, TITLES[name], table, LEGENDS[name].format(unit=results.unit))
-            for name, table in tables.items()
+            (name, TABLES[name][0], table, TABLES[name][1].format(unit=results.unit))
+            for name, table in report_tables(results).items()
         ],
         source=sources.pop() if len(sources) == 1 else None,
-        conditions=_conditions(results),
+        conditions=conditions,
         colours={cell.name: number % len(COLOURS) for number, cell in enumerate(results.cells)},
         cell_colours=COLOURS,
     )

@@ -143,6 +143,10 @@ class Result:
         tokens = self.tokens_per_step_per_gpu
         return tokens * self.world if tokens is not None else None
 
+    def as_mapping(self) -> dict[str, Any]:
+        """Return plain values, without those of every step."""
+        return asdict(replace(self, repeats=(), curve=(), loads=()))
+
 
 @dataclass(frozen=True, slots=True)
 class RunResults:
@@ -172,10 +176,8 @@ def unlike(cell: Result, base: Result, where: str) -> str | None:
     if cell.device != base.device:
         return f"ran on {cell.device}, and on {base.device} {where}"
     if masks_differ(cell, base):
-        lengths = (
-            f"{cell.mean_attended_length:,.0f} tokens, and to {base.mean_attended_length:,.0f}"
-        )
-        return f"other texts: a token attends to {lengths} {where}"
+        own, others = (f"{one.mean_attended_length:,.0f}" for one in (cell, base))
+        return f"other texts: a token attends to {own} tokens, and to {others} {where}"
     return None
 
 
@@ -186,9 +188,8 @@ def render_json(results: RunResults) -> str:
     of_repeat = ("name", "status", "steps", "tokens_per_second_per_gpu", "final_loss")
     cells = []
     for cell in results.cells:
-        content = asdict(replace(cell, repeats=(), curve=(), loads=()))
+        content = cell.as_mapping()
         repeats = [{key: getattr(run, key) for key in of_repeat} for run in cell.repeats]
         cells.append({**{key: content[key] for key in keys}, "repeats": repeats})
     run = results.run
-    report = {"run": run.run, "sweep": run.sweep, "cells": cells, "baseline": run.baseline}
-    return json_text(report)
+    return json_text({"run": run.run, "sweep": run.sweep, "cells": cells, "baseline": run.baseline})

@@ -4,12 +4,11 @@ An option that is not set counts as TorchTitan's default, so that no difference 
 writing.
 """
 
-from __future__ import annotations
-
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.base.errors import InputError
@@ -59,28 +58,28 @@ def environment(results: RunResults) -> Conditions:
         if cell.seen
     }
     found = _conditions("fact", seen)
-    commit = results.run.commit
-    shared = (("commit of the cookbook", commit), *found.shared) if commit else found.shared
-    return Conditions(shared, found.differing, found.is_known)
+    if commit := results.run.commit:
+        found = replace(found, shared=(("commit of the cookbook", commit), *found.shared))
+    return found
 
 
 def between_runs(one: RunResults, other: RunResults) -> Iterator[str]:
     """Yield a line for each difference between two runs besides their cells' names."""
     by_name = {cell.name: cell for cell in other.cells}
     common = [(cell, by_name[cell.name]) for cell in one.cells if cell.name in by_name]
-    differing: dict[tuple[str, str, str], list[str]] = {}
+    differing = defaultdict[tuple[str, str, str], list[str]](list)
     for name in ("cluster", "stack", "commit"):
         first, second = (getattr(run.run, name) or UNKNOWN for run in (one, other))
-        differing[(name, first, second)] = []
-    differing[("devices", _devices(one), _devices(other))] = []
+        differing[name, first, second] = []
+    differing["devices", _devices(one), _devices(other)] = []
     for base, own in common:
-        asked = [name for name in {**base.asked, **own.asked} if name not in ("cluster", "stack")]
-        seen = [name for name in base.seen if name in own.seen and not _NOISE.match(name)]
-        facts = [
-            (_KINDS.get(name, "") + name, _asked(base, name), _asked(own, name)) for name in asked
-        ]
-        for fact in [*facts, *((name, base.seen[name], own.seen[name]) for name in seen)]:
-            differing.setdefault(fact, []).append(base.name)
+        for name in {**base.asked, **own.asked}:
+            if name not in ("cluster", "stack"):
+                fact = _KINDS.get(name, "") + name, _asked(base, name), _asked(own, name)
+                differing[fact].append(base.name)
+        for name, value in base.seen.items():
+            if name in own.seen and not _NOISE.match(name):
+                differing[name, value, own.seen[name]].append(base.name)
     for (name, first, second), cells in differing.items():
         if first != second:
             where = f" (of {', '.join(cells)})" if cells and len(cells) < len(common) else ""
