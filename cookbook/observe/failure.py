@@ -5,8 +5,6 @@ leave none; the console has a line about them. A rank that makes no step for lon
 to `stacks/rank-<r>.txt`; one without it has stopped, is gone, or still makes steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -279,6 +277,6 @@ def _place(path: Path) -> str | None:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    more = len(ranks) - _MOST_NAMED
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

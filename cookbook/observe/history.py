@@ -1,7 +1,5 @@
 """The history of a cell's attempts: their steps, why each ended, how much was lost."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -12,10 +10,7 @@ from itertools import pairwise
 from cookbook.observe.metrics import read_steps, save_seconds, seconds_to_first_step
 from cookbook.run.folder import Attempt, CellFolder, saved_steps
 from cookbook.run.record import CellRecord
-from cookbook.run.status import AttemptEnd, Cause, read_attempt_end, read_resumptions
-
-# The fewest steps that give a usual step time.
-_FEWEST = 3
+from cookbook.run.status import Cause, read_attempt_end, read_resumptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +74,6 @@ class History:
 
 
 def collect_history(cell: CellFolder, record: CellRecord) -> History:
-    """Return the history of the cell's attempts."""
     attempts = cell.attempts()
     if not attempts:
         return History()
@@ -92,14 +86,37 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
         for attempt, own in zip(attempts, times, strict=True)
     ]
     summaries: list[AttemptSummary] = []
-    for position, (attempt, end) in enumerate(zip(attempts, ends, strict=True)):
+    for position, (attempt, end, own) in enumerate(zip(attempts, ends, times, strict=True)):
+        # The last step that was not lost; None where no step was.
         kept = min((start for start in starts[position + 1 :] if start >= 0), default=None)
         if kept is None and end is not None and end.cause is not Cause.FINISHED:
             # An absolute path stands for itself.
             folder = cell.path / str(record.options.get("checkpoint.folder", "checkpoint"))
             saved = saved_steps(folder)
             kept = next((step for step, path in saved if (path / ".metadata").is_file()), 0)
-        summaries.append(_summary(attempt, end, times[position], kept))
+        steps = [step for step, _ in own if step]
+        first, last = (min(steps), max(steps)) if steps else (None, None)
+        lost = 0
+        if first is not None and last is not None and kept is not None:
+            lost = max(0, last - max(kept, first - 1))
+        effective = (
+            max(0.0, at - before)
+            for (_, before), (step, at) in pairwise(own)
+            if kept is None or step <= kept
+        )
+        summary = AttemptSummary(
+            attempt=attempt.number,
+            first_step=first,
+            last_step=last,
+            seconds=end.ended - end.started if end and end.ended and end.started else None,
+            cause=str(end.cause) if end else None,
+            reason=end.reason if end else None,
+            decision=end.decision if end else None,
+            left_out=end.left_out if end else (),
+            steps_lost=lost,
+            effective_seconds=sum(effective),
+        )
+        summaries.append(summary)
     started = ends[0].started if ends[0] else None
     if started is None and times[0]:
         started = times[0][0][1]
@@ -108,11 +125,8 @@ def collect_history(cell: CellFolder, record: CellRecord) -> History:
         log = attempts[-1].log
         ended = log.stat().st_mtime if log.exists() else time.time()
     spent = sum(one.effective_seconds for one in summaries)
-    return History(
-        tuple(summaries),
-        sum(one.steps_lost for one in summaries),
-        min(1.0, spent / (ended - started)) if spent and started else None,
-    )
+    effective_share = min(1.0, spent / (ended - started)) if spent and started else None
+    return History(tuple(summaries), sum(one.steps_lost for one in summaries), effective_share)
 
 
 def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
@@ -122,7 +136,7 @@ def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
         seconds = [
             (then - at) / (later - step) for (step, at), (later, then) in pairs if later > step
         ]
-        if len(seconds) >= _FEWEST:
+        if len(seconds) >= 3:
             return statistics.median(seconds)
     return None
 
@@ -130,33 +144,6 @@ def usual_step_time(attempts: Sequence[Attempt]) -> float | None:
 def longest_save(attempts: Iterable[Attempt]) -> float | None:
     """Return the most seconds that saving a checkpoint took, else None."""
     return max((found for one in attempts for found in save_seconds(one.log)), default=None)
-
-
-def _summary(
-    attempt: Attempt, end: AttemptEnd | None, times: list[tuple[int, float]], kept: int | None
-) -> AttemptSummary:
-    """Summarize an attempt whose steps after `kept` are lost; None: no step is."""
-    steps = [step for step, _ in times if step]
-    first, last = (min(steps), max(steps)) if steps else (None, None)
-    lost = 0
-    if first is not None and last is not None and kept is not None:
-        lost = max(0, last - max(kept, first - 1))
-    return AttemptSummary(
-        attempt=attempt.number,
-        first_step=first,
-        last_step=last,
-        seconds=end.ended - end.started if end and end.ended and end.started else None,
-        cause=str(end.cause) if end else None,
-        reason=end.reason if end else None,
-        decision=end.decision if end else None,
-        left_out=end.left_out if end else (),
-        steps_lost=lost,
-        effective_seconds=sum(
-            max(0.0, at - before)
-            for (_, before), (step, at) in pairwise(times)
-            if kept is None or step <= kept
-        ),
-    )
 
 
 def _step_times(attempt: Attempt, record: CellRecord | None = None) -> list[tuple[int, float]]:

@@ -4,15 +4,13 @@ A line of `router_load.jsonl` is one logged step: of each MoE layer the tokens o
 over the mean of its experts, and its starved experts, since the logged step before.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,13 @@ COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|nan|inf)"
 # Validation prints `validate step:` with a loss and a tps of its own: not a training step.
 _STEP = re.compile(r"(?<!validate )\bstep:\s*([0-9]{1,12})(?=\s)")
-_VALUE = re.compile(rf"\b(loss|grad_norm|memory|tps|tflops|mfu):\s*({_NUMBER})(?=[\sG%]|$)")
+# A metric's name on the console, and in StepMetrics.
+_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "memory": "memory_gib"}
+_NAMES |= {"tps": "tokens_per_second", "tflops": "tflops", "mfu": "mfu"}
+_VALUE = re.compile(rf"\b({'|'.join(_NAMES)}):\s*({_NUMBER})(?=[\sG%]|$)")
 _MEMORY_PERCENT = re.compile(rf"GiB\(({_NUMBER})%\)")
 _PEAK_MEMORY = re.compile(rb"memory:\s*(?:\x1b\[[0-9;]*m)?([0-9][0-9.,]*)GiB")
-_TIME = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
+_TIME = re.compile(rb"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ")
 _SAVED = re.compile(rb"Finished saving the checkpoint [^\n]*?in ([0-9]+\.[0-9]+) seconds")
 _START = b"Training starts at step "
 
@@ -43,7 +44,7 @@ class StepMetrics:
     rank: int | None
     """Global rank; None for a console line without a `[rank0]:` prefix."""
     step: int
-    loss: float | None
+    loss: float | None = None
     grad_norm: float | None = None
     memory_gib: float | None = None
     """Peak reserved memory since the logged step before this one."""
@@ -109,27 +110,18 @@ def parse_step(line: bytes, rank: int | None = None) -> StepMetrics | None:
         return None
     ranks = RANK.findall(text, 0, found.start())
     own, *others = re.split(r"\[rank[0-9]+\]:|\[titan\]", text[found.end() :])
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for key, value in _VALUE.findall(own):
-        values.setdefault(key, float(value.replace(",", "")))
+        values.setdefault(_NAMES[key], float(value.replace(",", "")))
     # The last value of a line that another line cut off may be a part, unless it is `mfu`'s.
     if "loss" not in values or (others and not re.search(r"mfu:\s*(?:[0-9.,]+%|N/A)$", own)):
         return None
     if rank is not None and ranks[-1:] != [str(rank)]:
         return None
-    percent = _MEMORY_PERCENT.search(own)
-    return StepMetrics(
-        rank=int(ranks[-1]) if ranks else None,
-        step=int(found[1]),
-        loss=values["loss"],
-        grad_norm=values.get("grad_norm"),
-        memory_gib=values.get("memory"),
-        memory_percent=float(percent[1].replace(",", "")) if percent else None,
-        tokens_per_second=values.get("tps"),
-        tflops=values.get("tflops"),
-        mfu=values.get("mfu"),
-        time=_time_of(text),
-    )
+    if percent := _MEMORY_PERCENT.search(own):
+        values["memory_percent"] = float(percent[1].replace(",", ""))
+    values["time"] = _time_of(line)
+    return StepMetrics(int(ranks[-1]) if ranks else None, int(found[1]), **values)
 
 
 def parse_phase(line: bytes, rank: int | None = None) -> Phase | None:
@@ -139,15 +131,6 @@ def parse_phase(line: bytes, rank: int | None = None) -> Phase | None:
     ranks = RANK.findall(text, 0, found.start()) if found else []
     is_of_rank = rank is None or ranks[-1:] == [str(rank)]
     return _PHASES[found[1]] if found and is_of_rank else None
-
-
-def read_console(log: Path, rank: int | None = None) -> list[StepMetrics]:
-    """Return the metrics lines of a log in order, of one rank or of all.
-
-    The last line is left out while its newline is missing: the job may still be writing it.
-    """
-    lines = (line for line in lines_of(log) if line.endswith(b"\n"))
-    return [found for line in lines if (found := parse_step(line, rank)) is not None]
 
 
 def read_peak_memory(logs: Iterable[Path]) -> float | None:
@@ -162,7 +145,7 @@ def seconds_to_first_step(log: Path) -> float | None:
     start = None
     for line in lines_of(log):
         if _START in line:
-            start = _time_of(line.decode("utf-8", "replace"))
+            start = _time_of(line)
         elif start is not None and (metrics := parse_step(line)) and metrics.time:
             return max(0.0, metrics.time - start)
     return None
@@ -175,21 +158,17 @@ def save_seconds(log: Path) -> list[float]:
 
 def logged_seconds(log: Path) -> float | None:
     """Return the seconds from the first to the last line of TorchTitan; None without two."""
-    titan = (line.decode("utf-8", "replace") for line in lines_of(log) if b"[titan]" in line)
-    times = [found[1] for line in titan if (found := _TIME.search(line))]
-    seconds = (read_time(times[-1]) - read_time(times[0])).total_seconds() if times else 0.0
+    times = [found[0] for line in lines_of(log) if (found := _TIME.search(line))] or [b""]
+    first, last = (_time_of(text) or 0.0 for text in (times[0], times[-1]))
     # Ranks' lines cross by milliseconds, and a clock may have been set back.
-    return seconds if seconds > 0 else None
+    return last - first if last > first else None
 
 
-def read_time(time: str) -> datetime:
-    """Parse the time of a TorchTitan line, on the clock of the node that wrote it."""
-    return datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f")
-
-
-def _time_of(text: str) -> float | None:
-    found = _TIME.search(text)
-    return read_time(found[1]).timestamp() if found else None
+def _time_of(line: bytes) -> float | None:
+    """Return the seconds of a TorchTitan line, on the clock of the node that wrote it."""
+    found = _TIME.search(line)
+    time = datetime.strptime(found[1].decode(), "%Y-%m-%d %H:%M:%S,%f") if found else None
+    return time.timestamp() if time else None
 
 
 def lines_of(log: Path) -> Iterator[bytes]:
@@ -205,10 +184,7 @@ def lines_of(log: Path) -> Iterator[bytes]:
 _LOOK_BACK_BYTES = 16 << 20
 # As many as the widest sparkline shows.
 _NUM_RECENT = 20
-_FIGURES = (
-    *("loss", "grad_norm", "memory_gib", "memory_percent", "tokens_per_second", "tflops", "mfu"),
-    *("time", "lr", "tokens_seen", "validation_loss", "skipped_steps"),
-)
+_FIGURES = {field.name for field in fields(StepMetrics)} - {"rank", "step", "attempt"}
 
 
 def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepMetrics]:
@@ -221,7 +197,9 @@ def read_steps(attempt: Attempt, record: CellRecord | None = None) -> list[StepM
             steps[-1] = replace(steps[-1], validation_loss=metrics.validation_loss)
     if steps:
         return steps
-    shown = read_console(attempt.log)
+    # The last line may still be written.
+    whole = (line for line in lines_of(attempt.log) if line.endswith(b"\n"))
+    shown = [found for line in whole if (found := parse_step(line))]
     rank = (record or CellRecord()).loss_rank
     own = [one for one in shown if one.rank == rank]
     # Where the console hides that rank; ranks outside the last PP stage print a negative loss.
@@ -261,6 +239,9 @@ class LoadStep:
     layers: tuple[int, ...]
     busiest_over_mean: tuple[float, ...]
     starved_experts: tuple[int, ...]
+
+
+_BY_LAYER = ("layers", "busiest_over_mean", "starved_experts")
 
 
 def collect_router_load(cell: CellFolder) -> list[LoadStep]:
@@ -325,7 +306,7 @@ class GrowingFile:
         self._path = path
         self.offset = 0
 
-    def lines(self) -> Iterator[bytes]:
+    def lines(self) -> list[bytes]:
         try:
             with self._path.open("rb") as file:
                 end = file.seek(0, 2)
@@ -334,10 +315,10 @@ class GrowingFile:
                 file.seek(start)
                 text = file.read(end - start)
         except OSError:
-            return iter(())
+            return []
         whole = text.rfind(b"\n") + 1
         self.offset = start + whole
-        return iter(text[:whole].splitlines())
+        return text[:whole].splitlines()
 
 
 def _parse(line: bytes) -> StepMetrics | None:
@@ -346,8 +327,7 @@ def _parse(line: bytes) -> StepMetrics | None:
         content: dict[str, Any] = json.loads(line)
         # NaN and infinite values are text.
         values: Any = {name: float(content[name]) for name in _FIGURES if name in content}
-        loss = values.pop("loss", None)
-        return replace(StepMetrics(content.get("rank"), int(content["step"]), loss), **values)
+        return StepMetrics(content.get("rank"), int(content["step"]), **values)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -356,16 +336,10 @@ def _parse_load(line: bytes) -> LoadStep | None:
     """Return the step of a line of `router_load.jsonl`; the last one may still be written."""
     try:
         content: dict[str, Any] = json.loads(line)
-        step = LoadStep(
-            int(content["first_step"]),
-            int(content["step"]),
-            content["forced"] is True,
-            tuple(content["layers"]),
-            tuple(map(float, content["busiest_over_mean"])),
-            tuple(content["starved_experts"]),
-        )
+        by_layer = [tuple(content[name]) for name in _BY_LAYER]
+        steps = int(content["first_step"]), int(content["step"])
+        lengths, is_forced = set(map(len, by_layer)), content["forced"] is True
+        is_whole = len(lengths) == 1 and 0 not in lengths and all(map(math.isfinite, by_layer[1]))
+        return LoadStep(*steps, is_forced, *by_layer) if is_whole else None
     except (ValueError, TypeError, KeyError):
         return None
-    num = {len(step.layers), len(step.busiest_over_mean), len(step.starved_experts)}
-    is_whole = len(num) == 1 and 0 not in num and all(map(math.isfinite, step.busiest_over_mean))
-    return step if is_whole else None
