@@ -96,11 +96,10 @@ def show_logs(arguments: argparse.Namespace) -> int:
         if arguments.follow and not state.has_ended:
             time.sleep(POLL_S[run.scheduler])
             continue
-        default = "nothing is written yet" if state.state == RUNNING else "not started"
-        why = state.reason or default
-        raise InputError(f"{run.name}/{cell.name}", f"has no log: {state.state}, {why}")
-    offset, asked = 0, 0.0
-    ended = not arguments.follow
+        unsaid = "nothing is written yet" if state.state == RUNNING else "not started"
+        found = f"has no log: {state.state}, {state.reason or unsaid}"
+        raise InputError(f"{run.name}/{cell.name}", found)
+    offset, asked, ended = 0, 0.0, not arguments.follow
     while True:
         # The log is read every second; the scheduler is asked less often.
         if not ended and time.monotonic() - asked >= POLL_S[run.scheduler]:
@@ -121,7 +120,7 @@ def named_cell(name: str | None) -> tuple[Run, CellFolder]:
     """Find RUN/CELL, CELL of the newest run, RUN (its running cell), or the newest run's."""
     if name and "/" not in name and name not in (names := run_names()) and names:
         newest = find_run(None)
-        if any(cell.name == name for cell in newest.cells):
+        if name in [cell.name for cell in newest.cells]:
             return newest, newest.cell(name)
     run, named = find_cell(name)
     if named is not None:
@@ -134,7 +133,7 @@ def named_cell(name: str | None) -> tuple[Run, CellFolder]:
         is_open = [cell for cell in run.cells if read_json(cell.status).get("state") in OPEN]
         return run, (is_open or run.cells)[0]
     running = [state.cell for state in cell_states(run) if state.state == RUNNING]
-    return run, run.cell((running or started[-1:])[0])
+    return run, run.cell(running[0] if running else started[-1])
 
 
 def _state(run: Run, cell: CellFolder) -> CellState:
@@ -174,7 +173,7 @@ def cancel(arguments: argparse.Namespace) -> int:
         print(f"cancelled: {', '.join(cells)}")
     if ending:
         print(f"ended already, and Slurm is still clearing up: {', '.join(ending)}")
-    if not cells and not ending:
+    if not (cells or ending):
         print(f"{run.name}: all cells have ended already")
     return 0
 
@@ -193,17 +192,16 @@ class Watcher:
         return [(state, self._progress(state)) for state in cell_states(self.run, patience)]
 
     def _progress(self, state: CellState) -> CellProgress:
-        record, attempts = self._records[state.cell], self.run.cell(state.cell).attempts()
-        is_running, found, recent = state.state == RUNNING, list[Newest](), list[StepMetrics]()
+        record, found, recent = self._records[state.cell], list[Newest](), list[StepMetrics]()
         # Until a new attempt logs a step, the newest is the previous attempt's.
-        for attempt in reversed(attempts):
+        for attempt in reversed(self.run.cell(state.cell).attempts()):
             tail = self._tails.setdefault(attempt.path, Tail(attempt, record.loss_rank))
             found.append(tail.read())
             if found[-1].step is not None:
                 recent = list(tail.recent)
                 break
         step, phase = (found[-1].step, found[0].phase) if found else (None, None)
-        losses = (one.validation_loss for one in found)
+        is_starting = phase and phase != Phase.TRAINING and state.state == RUNNING
         return CellProgress(
             name=state.cell,
             state=state.state,
@@ -211,15 +209,13 @@ class Watcher:
             total_steps=record.steps,
             tokens_per_second=step.tokens_per_second if step else None,
             loss=step.loss if step else None,
-            validation_loss=next(filter(None, losses), None),
+            validation_loss=next(filter(None, (one.validation_loss for one in found)), None),
             elapsed=(state.ended or time.time()) - state.started if state.started else None,
-            phase=phase.value if phase and is_running and phase != Phase.TRAINING else None,
+            phase=phase.value if phase and is_starting else None,
             is_known=state.is_known,
-            left=_seconds_left(recent, record.steps) if is_running and len(found) == 1 else None,
+            left=_seconds_left(recent, record.steps) if len(found) == 1 else None,
             emulated=record.emulated,
-            speeds=tuple(
-                speed for one in recent if is_running and (speed := one.tokens_per_second)
-            ),
+            speeds=tuple(one.tokens_per_second for one in recent if one.tokens_per_second),
         )
 
 
@@ -321,18 +317,19 @@ def compare(arguments: argparse.Namespace) -> int:
         named = f"names {len(names)} run{'s' if len(names) > 1 else ''}"
         remedy = "name one run with --with published, else two"
         raise InputError(f"compare {' '.join(names)}", named, remedy)
-    found = [find_run(name) for name in names]
-    first, *others = [collect_results(run, cell_states(run)) for run in found]
+    runs = [find_run(name) for name in names]
+    first, *others = [collect_results(run, cell_states(run)) for run in runs]
     if arguments.other:
         comparison = compare_with_published(first, arguments.tolerance)
     else:
         comparison = compare_runs(first, others[0], arguments.tolerance)
     if not comparison.slower and all(row.speed is None for row in comparison.rows):
         reasons = [row.incomparable for row in comparison.rows if row.incomparable]
-        nothing = "no cell is just what was published" if arguments.other else "no cell is in both"
-        place = f"compare {' and '.join(run.name for run in found)}"
-        why = reasons[0] if reasons else nothing
-        raise InputError(place, f"there is nothing to compare: {why}")
+        reasons.append(
+            "no cell is " + ("just what was published" if arguments.other else "in both")
+        )
+        place = f"compare {' and '.join(run.name for run in runs)}"
+        raise InputError(place, f"there is nothing to compare: {reasons[0]}")
     text = comparison_json(comparison) if arguments.json else comparison_markdown(comparison)
     print(text, end="")
     return 1 if comparison.slower else 0

@@ -3,8 +3,6 @@
 Exit status: 0 done, 1 the work failed, 2 the input is wrong and nothing was submitted or written.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io
@@ -27,8 +25,6 @@ examples:
   python submit.py compare OLD NEW            status 1 where a cell is slower
   python submit.py profile debug              where a step goes
 """
-# Their output is saved and used again; files of the cookbook are UTF-8.
-_PRINT_A_FILE = frozenset({"show", "render"})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -128,11 +124,8 @@ def build_parser() -> argparse.ArgumentParser:
     percent = "how much slower a cell may be (default: 5)"
     compare.add_argument("--tolerance", metavar="PERCENT", type=float, default=5.0, help=percent)
     profile = verb("profile", "print where a training step goes", "profile:profile")
-    profile.add_argument(
-        "target",
-        metavar="RECIPE-or-TRACE",
-        help="a recipe, trained for a few steps; or RUN, RUN/CELL, a folder, or rank0_trace.json",
-    )
+    of = "a recipe, trained for a few steps; or RUN, RUN/CELL, a folder, or rank0_trace.json"
+    profile.add_argument("target", metavar="RECIPE-or-TRACE", help=of)
     profile.add_argument("--ranks", metavar="R,R,...", help="whose traces to read, or: all")
     profile.add_argument("--figure", metavar="FILE.svg", help="also draw it")
     untried = "submit without trying memory and TorchTitan; broken rules refuse all the same"
@@ -190,8 +183,8 @@ def _run(words: Sequence[str]) -> int:
     arguments, unknown = build_parser().parse_known_args(words or ["--help"])
     if unknown:
         raise _unknown_words(arguments, unknown)
-    if arguments.verb in _PRINT_A_FILE and isinstance(sys.stdout, io.TextIOWrapper):
-        # Nothing in them may be replaced, whatever the terminal can show.
+    if arguments.verb in ("show", "render") and isinstance(sys.stdout, io.TextIOWrapper):
+        # A file of the cookbook is UTF-8, whatever the terminal can show.
         sys.stdout.reconfigure(encoding="utf-8")
     module, _, function = arguments.handler.partition(":")
     try:

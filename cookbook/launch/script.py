@@ -4,7 +4,6 @@ The template lays out; every decision is taken in Python, and every value passes
 filter, so that a text in YAML reaches torchrun's argv unchanged.
 """
 
-import functools
 import re
 import shlex
 import textwrap
@@ -33,24 +32,21 @@ from cookbook.config.stack import load_stack
 _PLAIN_NAME = re.compile(r"[\w.+-]+", re.ASCII)
 
 
-@functools.cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["shquote"] = shquote
-    return environment.get_template("train.sbatch.j2")
-
-
 def shquote(value: object) -> str:
     """Quote `value` as one word of bash, also where a reader could misread it (`a,b`, `=a`)."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and ("," in text or text[0] == "=") else quoted
+
+
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(TEMPLATES),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_ENVIRONMENT.filters["shquote"] = shquote
 
 
 def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") -> str:
@@ -101,21 +97,18 @@ def render_script(cell: Cell, root: Path = ROOT, file_name: str = "train.sh") ->
 
 def _render(recipe: Recipe, cluster: Cluster, header: list[str], **context: Any) -> str:
     """Fill the template for a cell, or for a launcher, which has choices instead of a name."""
-    container = cluster.container
-    mounts = "".join(f",{mount}" for mount in container.mounts) if container else ""
+    mounts = cluster.container.mounts if cluster.container else ()
     sources = [(file, True) for file in cluster.source]
     alone = {"cell_name": None, "root": None, "choices": (), "cluster_args": ()}
-    return _template().render(
+    return _ENVIRONMENT.get_template("train.sbatch.j2").render(
         alone | context,
         # A description may have several lines, a comment only one.
         header=[" ".join(line.splitlines()) for line in header],
         scheduler=cluster.scheduler,
-        cluster=reference("cluster", cluster.path),
-        ranks_per_node=cluster.ranks_per_node,
+        cluster=cluster,
+        cluster_name=reference("cluster", cluster.path),
         source=sources + [(file, False) for file in cluster.source_if_exists],
-        container=container,
-        container_mounts=shquote(mounts) if mounts else "",
-        port=cluster.rendezvous_port,
+        container_mounts=shquote("".join(f",{mount}" for mount in mounts)) if mounts else "",
         short_name=recipe.short_name,
         recipe=reference("", recipe.path),
     )
@@ -245,13 +238,12 @@ def _choice(summary: str, default: str, overlays: Sequence[Overlay]) -> dict[str
         # Without the overlay's name, which the script adds.
         words = [*overlay_argv(stack, overlay)[1:], *argv_of(stack, overlay.settings)]
         text = " ".join(map(shquote, words))
-        values.append(
-            {
-                "name": overlay.name,
-                "patterns": [overlay.name, *overlay.synonyms],
-                "lines": textwrap.wrap(text, 94, break_long_words=False, break_on_hyphens=False),
-                "environment": exported(overlay.environment).items(),
-            }
-        )
+        value = {
+            "name": overlay.name,
+            "patterns": [overlay.name, *overlay.synonyms],
+            "lines": textwrap.wrap(text, 94, break_long_words=False, break_on_hyphens=False),
+            "environment": exported(overlay.environment).items(),
+        }
+        values.append(value)
     variable = overlays[0].kind.upper()
     return {"variable": variable, "summary": summary, "default": default, "overlays": values}

@@ -15,7 +15,7 @@ import yaml
 from cookbook.base.errors import InputError, described
 from cookbook.base.files import locked, write_whole
 from cookbook.base.paths import runs_folder
-from cookbook.base.yamlfile import read_yaml
+from cookbook.base.yamlfile import mapping_at, read_yaml
 
 # Hours for faults that pass or are soon repaired, and for broken hardware.
 PASSING_H = 1.0
@@ -54,11 +54,9 @@ def read_excluded(runs: Path | None = None) -> list[Excluded]:
     if not path.exists():
         return []
     file, found = read_yaml(path), []
-    for node, entry in file.content.items():
-        if not isinstance(entry, dict):
-            wanted = f"found {described(entry)}, allowed: until and reason"
-            raise InputError(file.place(node), wanted)
-        written, remedy = entry.get("until"), "write it as 2027-01-31 18:00"
+    for node in file.content:
+        entry, remedy = mapping_at(file, node), "write it as 2027-01-31 18:00"
+        written = entry.get("until")
         try:
             moment = datetime.fromisoformat(str(written))
         except ValueError:
