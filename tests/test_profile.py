@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cookbook.profile.kernels import NO_WORK, Source, category_of
+from cookbook.profile.kernels import NO_WORK, category_of
 from tests.made_up_run import Run
 from tests.submit import ROOT, Answer, listing, submit
 from tests.traces import GEMM, TraceFile
@@ -217,7 +217,7 @@ NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 @pytest.mark.parametrize(("category", "name"), NAMES)
 def test_a_kernels_name_says_what_it_is_for(category: str, name: str) -> None:
-    assert category_of(Source(name)) == category
+    assert category_of(name) == category
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,7 @@ def test_a_kernels_name_says_what_it_is_for(category: str, name: str) -> None:
     ],
 )
 def test_collectives(category: str, collective: str, group: str, inside: tuple[str, ...]) -> None:
-    source = Source(NCCL, inside=inside, collective=collective, group=group)
-    assert category_of(source) == category
+    assert category_of(NCCL, inside, collective, group) == category
 
 
 ELEMENTWISE = "void at::native::elementwise_kernel<128, 2>"
@@ -274,4 +273,4 @@ ELEMENTWISE = "void at::native::elementwise_kernel<128, 2>"
     ],
 )
 def test_the_launcher_decides(category: str, name: str, inside: tuple[str, ...]) -> None:
-    assert category_of(Source(name, operation=inside[0], inside=inside)) == category
+    assert category_of(name, inside) == category

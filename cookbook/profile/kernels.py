@@ -4,10 +4,8 @@ The only place that knows names of kernels. A kernel that no rule takes is count
 the report says so: add a rule here.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -50,25 +48,6 @@ GEMMS = ("grouped_gemms", "dense_gemms")
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a kernel comes from; text that is not known is empty.
-
-    Attributes:
-        kernel: the kernel's name; on a CPU the operation's.
-        operation: the innermost operation of the host that launched it.
-        inside: the events that enclose that operation in its thread, from the inside out.
-        collective: NCCL's word for it (`allgather`, `all_to_allv`), as PyTorch records it.
-        group: the description of its process group (`mesh_ep`).
-    """
-
-    kernel: str
-    operation: str = ""
-    inside: tuple[str, ...] = ()
-    collective: str = ""
-    group: str = ""
-
-
-@dataclass(frozen=True)
 class Rule:
     """Takes a kernel to a category where every pattern that is given is found."""
 
@@ -78,21 +57,6 @@ class Rule:
     inside: str = ""
     collective: str = ""
     group: str = ""
-
-    def takes(self, source: Source) -> bool:
-        return (
-            _found(self.kernel, (source.kernel,))
-            and _found(self.operation, (source.operation,))
-            and _found(self.collective, (source.collective,))
-            and _found(self.group, (source.group,))
-            and _found(self.inside, source.inside)
-        )
-
-
-def _found(pattern: str, texts: Iterable[str]) -> bool:
-    if not pattern:
-        return True
-    return any(re.search(pattern, text) for text in texts)
 
 
 _NCCL = r"^nccl"
@@ -211,9 +175,22 @@ RULES = (
 )
 
 
-def category_of(source: Source) -> str:
-    """Return the name of the category that `source` belongs to, or `NO_WORK`."""
+def category_of(
+    kernel: str, inside: Sequence[str] = (), collective: str = "", group: str = ""
+) -> str:
+    """Return the name of a kernel's category, or `NO_WORK`; text that is not known is empty.
+
+    Args:
+        kernel: the kernel's name; on a CPU the operation's.
+        inside: the operation of the host that launched it, and the events that enclose that
+            operation in its thread, from the inside out.
+        collective: NCCL's word for it (`allgather`, `all_to_allv`), as PyTorch records it.
+        group: the description of its process group (`mesh_ep`).
+    """
+    texts = {"kernel": [kernel], "collective": [collective], "group": [group]}
+    texts |= {"operation": list(inside[:1]), "inside": list(inside)}
     for rule in RULES:
-        if rule.takes(source):
+        patterns = ((getattr(rule, name), texts[name]) for name in texts)
+        if all(any(re.search(form, one) for one in found) for form, found in patterns if form):
             return rule.category
     return "other"

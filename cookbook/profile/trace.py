@@ -5,8 +5,6 @@ CPU has none: there the operations of all threads count, each for the time in wh
 inside it.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -22,7 +20,7 @@ import numpy as np
 
 from cookbook.base.errors import InputError
 from cookbook.base.yamlfile import shown_path
-from cookbook.profile.kernels import CATEGORIES, NO_WORK, Source, category_of
+from cookbook.profile.kernels import CATEGORIES, NO_WORK, category_of
 
 # A one-dimensional array: of numbers, or of records of one of the types below.
 Column: TypeAlias = np.ndarray
@@ -213,11 +211,9 @@ class _Reader:
         arguments, start = event.get("args", {}), float(event["ts"])
         collective = NOTHING
         if "Collective name" in arguments:
-            record = Collective(
-                name=arguments["Collective name"],
-                group=arguments.get("Process Group Description", ""),
-                ranks=arguments.get("Process Group Ranks", ""),
-            )
+            names = ("Process Group Description", "Process Group Ranks")
+            of_group = (arguments.get(name, "") for name in names)
+            record = Collective(arguments["Collective name"], *of_group)
             collective = self._collectives.setdefault(record, len(self._collectives))
         name = self._names.setdefault(event["name"], len(self._names))
         correlation = arguments.get("correlation", -1)
@@ -379,15 +375,9 @@ def _categories(trace: Trace, host: Host, kernels: Column) -> Column:
     _, first, inverse = np.unique(alike, axis=1, return_index=True, return_inverse=True)
     found = []
     for event in first:
-        inside = host.enclosing(operation[event])
         number = kernels.collective[event]
-        record = trace.collectives[number] if number != NOTHING else None
-        source = Source(
-            kernel=trace.names[kernels.name[event]],
-            operation=inside[0] if inside else "",
-            inside=inside,
-            collective=record.name if record else "",
-            group=record.group if record else "",
-        )
-        found.append(_NUMBERS[category_of(source)])
+        name, group, _ = trace.collectives[number] if number != NOTHING else ("", "", "")
+        kernel = trace.names[kernels.name[event]]
+        category = category_of(kernel, host.enclosing(operation[event]), name, group)
+        found.append(_NUMBERS[category])
     return np.array(found, dtype=int)[inverse.reshape(-1)]
