@@ -3,8 +3,6 @@
 As tables, as one JSON object, and as a picture.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -152,17 +150,12 @@ def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] |
             continue
         least = sum(map(min, zip(*by_rank.values(), strict=True)))
         for index, durations in by_rank.items():
-            own = waited[index]
-            own[str(name)] = own[str(name)] + sum(durations) - least
-    # As much of the waiting is exposed as of the communication as a whole.
-    exposed = [
-        {
-            name: rank.counted.get(name, 0.0) * wait / (total[name] or 1)
-            for name, wait in own.items()
-        }
-        for rank, own, total in zip(ranks, waited, ran, strict=True)
-    ]
-    return [own or None for own in exposed]
+            waited[index][str(name)] += sum(durations) - least
+    for rank, own, total in zip(ranks, waited, ran, strict=True):
+        # As much of the waiting is exposed as of the communication as a whole.
+        for name in own:
+            own[name] *= rank.counted.get(name, 0.0) / (total[name] or 1)
+    return [own or None for own in waited]
 
 
 HOST = "idle: the host had launched nothing"
@@ -175,11 +168,14 @@ _MOST_CAUSES = 5
 
 def step_parts(rank: RankProfile) -> list[tuple[str, str, float]]:
     """Return title, colour and milliseconds of each part of a step."""
-    parts = []
-    for category in CATEGORIES:
-        exposed = ", exposed" if category.kind == COMMUNICATION else ""
-        ms = rank.counted.get(category.name, 0.0)
-        parts.append((category.title + exposed, category.colour, ms))
+    parts = [
+        (
+            category.title + (", exposed" if category.kind == COMMUNICATION else ""),
+            category.colour,
+            rank.counted.get(category.name, 0.0),
+        )
+        for category in CATEGORIES
+    ]
     idle = [(HOST, "#e0e0e0", rank.idle_host_ms), (QUEUED, "#c2c2c2", rank.idle_queued_ms)]
     return parts + idle
 
@@ -225,9 +221,7 @@ def _details(profile: Profile, width: int | None) -> Iterator[str]:
         for kind, busy in rank.busy.items():
             if BY_NAME[kind].kind != COMMUNICATION:
                 continue
-            waiting = "not known"
-            if kind in waited:
-                waiting = f"{waited[kind]:,.1f} for other ranks"
+            waiting = f"{waited[kind]:,.1f} for other ranks" if kind in waited else "not known"
             times = [f"{ms:,.1f}" for ms in (busy, rank.hidden[kind], rank.counted[kind])]
             communication.append([f"{BY_NAME[kind].title}, {name}", *times, waiting])
         for kind, rate in rank.gemms.items():

@@ -4,8 +4,6 @@ A moment in which something computes belongs to that; one in which only communic
 exposed communication; in the rest the device is idle.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -110,14 +108,13 @@ def profile_rank(path: Path) -> RankProfile:
     host = Host(trace)
     kernels = kernels_of(trace, host)
     windows = step_windows(trace, kernels)
-    start, end = windows[0], windows[-1]
-    count = len(windows) - 1
+    start, end, count = windows[0], windows[-1], len(windows) - 1
     counted, busy, gaps = divide(kernels, start, end)
     idle_host, idle_queued, causes = explain_idle(gaps, kernels, host)
     kernels = kernels[(kernels.end > start) & (kernels.start < end)]
     # On a CPU a call is cut where another operation runs within it, so no two are alike.
     is_call = _IS_COMMUNICATION[kernels.category] & trace.on_gpu
-    calls = _calls(trace, kernels[is_call], windows)
+    calls = tuple(_calls(trace, kernels[is_call], windows))
     alike, which = np.unique(kernels.name * len(CATEGORIES) + kernels.category, return_inverse=True)
     times = np.bincount(which, kernels.end - kernels.start, len(alike)).tolist()
     totals = {
@@ -147,7 +144,7 @@ def profile_rank(path: Path) -> RankProfile:
         gemms=_gemm_rates(trace, host, kernels, count),
         longest=tuple(longest[:_MOST_KERNELS]),
         unknown=tuple([one for one in longest if one[1] == "other"][:_MOST_KERNELS]),
-        calls=tuple(calls),
+        calls=calls,
     )
 
 
@@ -165,13 +162,14 @@ def step_windows(trace: Trace, kernels: Column) -> list[float]:
         source = kernels if len(kernels) else trace.host
         return [float(source.start.min()), float(source.end.max())]
     finished = trace.steps[0].start
-    boundaries = []
+    boundaries: list[float] = []
     for step in trace.steps:
         own = kernels[(step.start <= kernels.launched) & (kernels.launched < step.end)]
-        boundaries.append(max(step.start, finished))
-        is_first = len(boundaries) == 1 and len(own) > 0 and trace.on_gpu
+        boundary = max(step.start, finished)
+        is_first = not boundaries and len(own) > 0 and trace.on_gpu
         if is_first and own.start[0] - own.launched[0] > _QUEUED_US:
-            boundaries[0] = float(own.start[0])
+            boundary = float(own.start[0])
+        boundaries.append(boundary)
         finished = max([finished, *own.end.tolist()])
     last = trace.steps[-1].end
     return [*boundaries, max(last, finished) if trace.on_gpu else last]
@@ -250,10 +248,8 @@ def _activity(host: Host, event: int) -> str:
     if event == NOTHING:
         return PYTHON
     operation = int(host.operation(np.array([event]))[0])
-    if operation == NOTHING:
-        return host.enclosing(event)[0]
-    name = host.enclosing(operation)[0]
-    return _PARTICULAR.sub("", name).strip() or name
+    name = host.enclosing(event if operation == NOTHING else operation)[0]
+    return name if operation == NOTHING else _PARTICULAR.sub("", name).strip() or name
 
 
 def _calls(trace: Trace, kernels: Column, windows: list[float]) -> list[Call]:
@@ -263,10 +259,9 @@ def _calls(trace: Trace, kernels: Column, windows: list[float]) -> list[Call]:
     calls = []
     for kernel, step in zip(kernels, steps.tolist(), strict=True):
         # DeepEP's kernels name no group.
-        name = trace.names[kernel.name].split("<")[0].split("(")[0]
-        key: tuple[str, ...] = name, ep_ranks
+        key: tuple[str, ...] = trace.names[kernel.name].split("<")[0].split("(")[0], ep_ranks
         if kernel.collective != NOTHING:
-            key = tuple(map(str, trace.collectives[kernel.collective]))
+            key = trace.collectives[kernel.collective]
         category, duration = CATEGORIES[kernel.category].name, float(kernel.end - kernel.start)
         calls.append(Call(category, step, key, duration))
     return calls
@@ -291,14 +286,13 @@ def _gemm_rates(trace: Trace, host: Host, kernels: Column, count: int) -> dict[s
         work = np.unique(gemm[gemm != NOTHING])
         peaks = [peak_tflops(trace.gpu, int(size)) if trace.gpu else None for size in bits[work]]
         known = [
-            (float(amount), peak) for amount, peak in zip(flops[work], peaks, strict=True) if peak
+            flop / peak for flop, peak in zip(flops[work].tolist(), peaks, strict=True) if peak
         ]
+        is_known = seconds and len(known) == len(peaks)
         rates[category] = GemmRate(
             ms=float(duration.sum()) / count / 1000,
             known_ms=seconds * 1000 / count,
             tflops=float(flops[work].sum()) / seconds / 1e12 if seconds else None,
-            peak_share=sum(amount / peak for amount, peak in known) / seconds / 1e12
-            if seconds and len(known) == len(peaks)
-            else None,
+            peak_share=sum(known) / seconds / 1e12 if is_known else None,
         )
     return rates
