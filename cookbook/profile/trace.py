@@ -44,14 +44,6 @@ _MATRICES = {
 _BITS = {"BFloat16": 16, "Half": 16, "float": 32, "Float": 32, "double": 64}
 
 
-class Collective(NamedTuple):
-    """PyTorch's record of a collective."""
-
-    name: str
-    group: str
-    ranks: str
-
-
 class Step(NamedTuple):
     """A training step as the host saw it."""
 
@@ -104,24 +96,25 @@ class Header:
         elif any(mesh.startswith("mesh_") for mesh in meshes):
             # A mesh that spans all ranks has no group of its own.
             self.pipeline = list(range(info.get("world_size", 0)))
-        is_known = self.rank in self.pipeline
-        self.stage = self.pipeline.index(self.rank) if is_known and self.rank is not None else None
+        places = {rank: place for place, rank in enumerate(self.pipeline)}
+        self.stage = None if self.rank is None else places.get(self.rank)
 
     def group_ranks(self, description: str) -> list[int]:
         """Return the ranks of a process group of this rank; empty for one rank, and for all."""
-        for group in self._groups:
-            if group["pg_desc"] == description and len(group["ranks"]) > 1:
-                return list(group["ranks"])
-        return []
+        named = (one["ranks"] for one in self._groups if one["pg_desc"] == description)
+        return next((list(ranks) for ranks in named if len(ranks) > 1), [])
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's trace. `on_gpu`: kernels are the work; else the host's operations are."""
+    """One rank's trace. `on_gpu`: kernels are the work; else the host's operations are.
+
+    A collective has PyTorch's record of it: its name, its group's description and ranks.
+    """
 
     header: Header
     names: Sequence[str]
-    collectives: Sequence[Collective]
+    collectives: Sequence[tuple[str, ...]]
     steps: Sequence[Step]
     host: Column
     device: Column
@@ -181,7 +174,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        self._collectives: dict[Collective, int] = {}
+        self._collectives: dict[tuple[str, ...], int] = {}
         self._threads: dict[str, int] = {}
         self._steps: list[Step] = []
         self._host = array("d")
@@ -211,9 +204,8 @@ class _Reader:
         arguments, start = event.get("args", {}), float(event["ts"])
         collective = NOTHING
         if "Collective name" in arguments:
-            names = ("Process Group Description", "Process Group Ranks")
-            of_group = (arguments.get(name, "") for name in names)
-            record = Collective(arguments["Collective name"], *of_group)
+            keys = ("Collective name", "Process Group Description", "Process Group Ranks")
+            record = tuple(arguments.get(key, "") for key in keys)
             collective = self._collectives.setdefault(record, len(self._collectives))
         name = self._names.setdefault(event["name"], len(self._names))
         correlation = arguments.get("correlation", -1)
