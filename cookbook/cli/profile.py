@@ -1,7 +1,5 @@
 """The verb `profile`: where a training step goes, of a recipe or of a run's traces."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys
@@ -31,27 +29,28 @@ from cookbook.run.status import FINISHED
 
 # TorchTitan's profiler skips steps, warms up, and records the last ones of every `profile_freq`.
 # Compilation and the allocator's growth are over by then.
-_RECORDED, _WARM_UP, _STEPS = 2, 3, 8
 _SETTINGS = {
     "profiling.enable_profiling": True,
-    "profiling.profile_freq": _STEPS,
-    "profiling.profiler_warmup": _WARM_UP,
-    "profiling.profiler_active": _RECORDED,
-    "training.steps": _STEPS,
+    "profiling.profile_freq": 8,
+    "profiling.profiler_warmup": 3,
+    "profiling.profiler_active": 2,
+    "training.steps": 8,
     # The loss is read at the end of every step, so the host does not run into the next one.
     "metrics.log_freq": 1,
     "checkpoint.enable": False,
 }
 # They choose what to train, and mean nothing for a trace.
-_OF_RECIPES: tuple[str, ...] = ("precision", "ep_backend", "cluster", "nodes", "set")
-_OF_RECIPES += ("dry_run", "no_check", "detach")
+_OF_RECIPES = (
+    *("precision", "ep_backend", "cluster", "nodes"),
+    *("set", "dry_run", "no_check", "detach"),
+)
 
 
 def profile(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None:
         check_figure(arguments.figure)
-    traces: Path | dict[int, Path]
     name = arguments.target
+    traces: Path | dict[int, Path]
     if name.endswith((".yaml", ".yml")) or name in names_in(""):
         arguments.recipe = name
         # The progress of the training must not mix with the profile.
@@ -64,16 +63,15 @@ def profile(arguments: argparse.Namespace) -> int:
             raise JobError(f"{shown_path(cell.path)}: the profiler left no trace; see its log")
     else:
         source, traces = _left_traces(name)
-        for option in _OF_RECIPES:
-            if getattr(arguments, option):
-                place = f"--{option.replace('_', '-')}"
-                raise InputError(place, f"{name} is no recipe", "it is trained already")
-    if isinstance(traces, Path):
-        if arguments.ranks:
-            raise InputError("--ranks", f"{name} is one rank's trace", "name its folder")
-        paths = [traces]
-    else:
+        for option in filter(vars(arguments).get, _OF_RECIPES):
+            place = f"--{option.replace('_', '-')}"
+            raise InputError(place, f"{name} is no recipe", "it is trained already")
+    if isinstance(traces, dict):
         paths = choose_ranks(traces, arguments.ranks)
+    elif arguments.ranks:
+        raise InputError("--ranks", f"{name} is one rank's trace", "name its folder")
+    else:
+        paths = [traces]
     found = make_profile(source, paths)
     text = render_json(found) if arguments.json else render_text(found, terminal_width())
     print(text, end="", flush=True)
@@ -117,9 +115,7 @@ def _left_traces(name: str) -> tuple[str, Path | dict[int, Path]]:
     if path.is_file():
         return shown_path(path), path
     if path.is_dir() and not is_run(path):
-        cell = CellFolder(path)
-        traces = cell_traces(cell) if cell.attempts() else folder_traces(path)
-        return shown_path(path), traces or folder_traces(path)
+        return shown_path(path), cell_traces(CellFolder(path)) or folder_traces(path)
     if not path.is_dir() and not {name, name.rpartition("/")[0]} & {*run_names()}:
         known = [*names_in(""), *run_names()]
         raise unknown_name("profile", "recipe, run or trace", name, known)

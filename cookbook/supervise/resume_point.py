@@ -6,9 +6,6 @@ over them file by file, with the old `.metadata` in place all the while. So they
 to a folder beside its own.
 """
 
-from __future__ import annotations
-
-import itertools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,9 +33,9 @@ class Found:
 def find_checkpoint(folder: CellFolder, record: CellRecord) -> Found:
     """Return the checkpoint that TorchTitan is to load; nothing is moved."""
     options = _options_of(record)
+    wanted, place = options[_LOAD_STEP], folder.path / str(options["checkpoint.folder"])
     if not options["checkpoint.enable"]:
         return Found(None)
-    wanted, place = options[_LOAD_STEP], folder.path / str(options["checkpoint.folder"])
     saved = [one for one in saved_steps(place) if wanted in (-1, one[0])]
     damaged: list[Checkpoint] = []
     end = read_attempt_end(folder.attempts()[-1]) if folder.attempts() else None
@@ -80,21 +77,20 @@ def _check_states(checkpoint: Checkpoint, saved: list[tuple[int, Path]], options
     # From step 0, a seed, TorchTitan loads the model alone.
     if checkpoint.step == 0 or not missing:
         return
-    older = (read_checkpoint(step, path) for step, path in saved if step < checkpoint.step)
+    path = checkpoint.path
+    older = (read_checkpoint(step, one) for step, one in saved if step < checkpoint.step)
     full = next((one for one in older if not one.damage and one.states == set(PARTS)), None)
     if full is None:
         remedy = "start a new run from its weights with "
-        remedy += f"checkpoint.initial_load_path={checkpoint.path.resolve()}"
-        if (checkpoint.path / "model.safetensors.index.json").is_file():
+        remedy += f"checkpoint.initial_load_path={path.resolve()}"
+        if (path / "model.safetensors.index.json").is_file():
             remedy += " checkpoint.initial_load_in_hf=true"
     else:
-        kept = checkpoint.path.parent.parent / f"model-{checkpoint.path.name}"
+        kept = path.parent.parent / f"model-{path.name}"
         remedy = f"to continue after step {full.step}, move it away: "
-        remedy += f"mv {shown_path(checkpoint.path)} {shown_path(kept)}"
+        remedy += f"mv {shown_path(path)} {shown_path(kept)}"
     found = f"holds the model without {', '.join(missing)} (checkpoint.last_save_model_only), so "
-    raise InputError(
-        shown_path(checkpoint.path), f"{found}training cannot continue from it", remedy
-    )
+    raise InputError(shown_path(path), f"{found}training cannot continue from it", remedy)
 
 
 def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
@@ -107,9 +103,10 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     aside, passed = saved.with_name(f"{saved.name}-damaged"), []
     for one in found.damaged:
         aside.mkdir(parents=True, exist_ok=True)
-        name = one.path.name
-        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        target = next(path for path in map(aside.joinpath, names) if not path.exists())
+        name, target, number = one.path.name, aside / one.path.name, 1
+        while target.exists():
+            number += 1
+            target = aside / f"{name}-{number}"
         one.path.rename(target)
         passed.append(PassedOver(name, str(one.damage), str(target)))
     # TorchTitan reads `initial_load_path` only where this folder does not exist.
@@ -118,10 +115,10 @@ def prepare(folder: CellFolder, attempt: Attempt, record: CellRecord) -> None:
     step = found.checkpoint.step if found.checkpoint else None
     resumption = Resumption(attempt.number, step, tuple(passed))
     if step is not None and step >= steps:
+        another = shown_path(folder.path.parent.with_name("another") / folder.name)
         print(
-            f"cookbook: all {steps} steps were made before, so nothing is left to do; "
-            f"for more: --training.steps={2 * steps}; for a run of its own: "
-            f"CELL_DIR={shown_path(folder.path.parent.with_name('another') / folder.name)}",
+            f"cookbook: all {steps} steps were made before, so nothing is left to do; for more: "
+            f"--training.steps={2 * steps}; for a run of its own: CELL_DIR={another}",
             file=sys.stderr,
         )
     if not resumption.lines:
