@@ -25,10 +25,9 @@ from cookbook.run.slurm import StepEnd
 from cookbook.supervise import network_test
 from cookbook.supervise import preflight as module
 from cookbook.supervise.network_test import NetworkVerdict, Outcome, RankGroups
-from cookbook.supervise.node_report import Reader, Report, format_report
+from cookbook.supervise.node_report import Fault, Reader, Report, format_report
 from cookbook.supervise.preflight import (
     CannotStartError,
-    Fault,
     JobNodes,
     RequeueNeededError,
     ask_nodes,
@@ -69,7 +68,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
 
 
 def _report(node: str, facts: dict[str, str]) -> Report:
-    return Report(node, 1000.0, {}, facts)
+    return Report(node, 1000.0, [], facts)
 
 
 def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
@@ -87,7 +86,7 @@ def test_the_node_that_differs_from_most_is_named_with_what_differs() -> None:
 
 def test_reports_of_many_nodes_come_through_mixed_lines() -> None:
     reports = [
-        Report(f"worker-{n}", float(n), {"gpus": (f"é{n}" * 500, 24)}, {"torch": "2"})
+        Report(f"worker-{n}", float(n), [Fault("gpus", f"é{n}" * 500, 24)], {"torch": "2"})
         for n in range(5)
     ]
     lines = [line + "\n" for report in reports for line in format_report(report)]
@@ -124,9 +123,8 @@ def test_nodes_are_asked_for_what_their_job_needs(
     }
     job.record = replace(job.record, options=Unchecked(options))
     asked: list[Any] = []
-    reports = [Report(name, 1000.0, {}, {}) for name in job.nodes]
-    problems = {one.check: (one.reason, one.hours) for one in (BUSY, ECC)}
-    reports[0] = replace(reports[0], problems=problems)
+    reports = [Report(name, 1000.0, [], {}) for name in job.nodes]
+    reports[0] = replace(reports[0], faults=[BUSY, ECC])
     del reports[2]
     monkeypatch.setattr(module, "run_step", _answers(reports, asked))
     ask_nodes(job)
@@ -152,7 +150,7 @@ def test_nodes_are_asked_for_what_their_job_needs(
 
 
 def test_a_fault_of_most_nodes_is_nobodys(job: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = {"disk": ("/scratch is not there", 1.0)}
+    wrong = [Fault("disk", "/scratch is not there", 1.0)]
     reports = [Report(name, 1000.0, wrong, {}) for name in job.nodes]
     monkeypatch.setattr(module, "run_step", _answers(reports, []))
     with pytest.raises(CannotStartError, match=r"disk: 4 of 4 nodes.* none is excluded"):

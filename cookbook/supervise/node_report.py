@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cookbook.base.gpus import read_gpus
 from cookbook.base.paths import ROOT
@@ -38,13 +38,21 @@ _COMMAND_S = 15.0
 _SMALL_BYTES = 32 << 20
 
 
+class Fault(NamedTuple):
+    """Why a node cannot train: the check, its finding, the hours to exclude the node."""
+
+    check: str
+    reason: str
+    hours: float
+
+
 @dataclass(frozen=True)
 class Report:
-    """A node's clock (seconds since the epoch), faults with hours to exclude it, and versions."""
+    """A node's clock (seconds since the epoch), its faults, and its versions."""
 
     node: str
     clock: float
-    problems: dict[str, tuple[str, float]]
+    faults: list[Fault]
     facts: dict[str, str]
 
 
@@ -69,7 +77,7 @@ def report_node(
         job_folder=Path(folder),
         deepep_between_nodes=deepep_between_nodes,
     )
-    problems = node_problems(here)
+    faults = [Fault(check, *found) for check, found in node_problems(here).items()]
     facts = {"Python": platform.python_version()}
     for pin in read_pins():
         found = find_distribution(pin.name)
@@ -83,7 +91,7 @@ def report_node(
     cards = sorted(card.name for card in devices.iterdir()) if devices.is_dir() else []
     facts["network cards"] = f"{len(cards)}" + (f" ({cards[0]}, ...)" if cards else "")
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return Report(name, time.time(), problems, facts)
+    return Report(name, time.time(), faults, facts)
 
 
 def _digest(path: Path) -> str:
@@ -129,8 +137,7 @@ class Reader:
         if len(pieces) < int(total):
             return None
         content = json.loads("".join(text for _, text in sorted(pieces.items())))
-        content["problems"] = {name: tuple(one) for name, one in content["problems"].items()}
-        return Report(**content)
+        return Report(**content | {"faults": [Fault(*one) for one in content["faults"]]})
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from cookbook.run.slurm import StepEnd, retry_while_busy, run_step
 from cookbook.run.status import read_json
 from cookbook.supervise.exits import Action, Decision, restarts_after_failure
 from cookbook.supervise.network_test import RankGroups, test_bandwidth
-from cookbook.supervise.node_report import Reader, Report
+from cookbook.supervise.node_report import Fault, Reader, Report
 
 # For a node's whole report: its commands take up to half of it.
 REPORT_S = 30.0
@@ -47,15 +47,6 @@ class RequeueNeededError(Exception):
     def __init__(self, why: str, decision: Decision) -> None:
         super().__init__(why)
         self.decision = decision
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Why a node cannot train: the check, its finding, the hours to exclude the node."""
-
-    check: str
-    reason: str
-    hours: float
 
 
 Faults = dict[str, list[Fault]]
@@ -133,14 +124,14 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
 
 def ask_nodes(job: JobNodes) -> None:
     """Have all nodes report at once; add the faults of each and the differences among them."""
-    asked, reports, received = job.healthy, dict[str, Report](), dict[str, float]()
+    asked, reports, ahead = job.healthy, dict[str, Report](), dict[str, float]()
     if not asked:
         return
     reader = Reader()
 
     def on_line(line: str, moment: float) -> None:
         if (report := reader.read(line)) is not None:
-            reports[report.node], received[report.node] = report, moment
+            reports[report.node], ahead[report.node] = report, report.clock - moment
 
     options, record = job.record.options, job.record
     deepep = options.get("parallelism.expert_parallel_comm_backend") == "deepep"
@@ -166,14 +157,11 @@ def ask_nodes(job: JobNodes) -> None:
         waiting = [node for node in waiting if node not in reports | end.not_launched]
         if not end.not_launched:
             break
-    answers = [reports[node] for node in asked if node in reports]
-    different, late = differing(answers), skewed(answers, received)
-    found: Faults = {}
+    different = differing([reports[node] for node in asked if node in reports])
+    late, found = skewed(ahead), dict[str, list[Fault]]()
     for node in asked:
-        problems = {"answer": (silent[node], PASSING_H)}
-        if node in reports:
-            problems = reports[node].problems
-        faults = [Fault(check, text, hours) for check, (text, hours) in problems.items()]
+        known = reports.get(node)
+        faults = known.faults if known else [Fault("answer", silent[node], PASSING_H)]
         faults += [of[node] for of in (different, late) if node in of]
         if faults:
             found[node] = faults
@@ -215,11 +203,11 @@ def differing(reports: Sequence[Report]) -> dict[str, Fault]:
     return faults
 
 
-def skewed(reports: Sequence[Report], received: Mapping[str, float]) -> dict[str, Fault]:
-    ahead = {report.node: report.clock - received[report.node] for report in reports}
-    usual, faults = statistics.median(ahead.values() or [0.0]), {}
+def skewed(ahead: Mapping[str, float]) -> dict[str, Fault]:
+    """Return the nodes whose clock is far from the others' middle, by the seconds it is ahead."""
+    middle, faults = statistics.median(ahead.values() or [0.0]), {}
     for node in ahead:
-        if abs(off := ahead[node] - usual) > _MOST_SKEW_S:
+        if abs(off := ahead[node] - middle) > _MOST_SKEW_S:
             words = f"its clock is {abs(off):.0f} s {'ahead' if off > 0 else 'behind'}"
             faults[node] = Fault("clock", words, PASSING_H)
     return faults
