@@ -82,8 +82,9 @@ INPUTS, OUTPUTS, WEIGHTS = 100 * (4 + 4 + 6), 100 * (6 + 6 + 4), 2 * 3 * 4 * 6
         ("mxfp8_wgrad_hp", False, 1.0, INPUTS + WEIGHTS),
         # The weight gradient is multiplied in BF16, at a quarter of the speed.
         ("mxfp8_wgrad_hp", True, 1.0 + 4.0, OUTPUTS + WEIGHTS),
-        ("float8", False, 1.0, INPUTS + WEIGHTS),
-        ("float8", True, 2.0, 2 * OUTPUTS + INPUTS + WEIGHTS),
+        # A weight takes 4 times the bytes of an activation.
+        ("float8", False, 1.0, INPUTS + 4 * WEIGHTS),
+        ("float8", True, 2.0, 2 * OUTPUTS + INPUTS + 4 * WEIGHTS),
     ],
 )
 def test_quantized_gemms_are_faster_and_quantizing_takes_bytes(
@@ -91,10 +92,12 @@ def test_quantized_gemms_are_faster_and_quantizing_takes_bytes(
 ) -> None:
     # Emulated, it would be BF16.
     cell = dataclasses.replace(on_gpus(4, precision=precision), emulated=False)
-    fast = kernels(only(fp8_peak_tflops=2.0, fp8_gemm_share=0.5, bf16_peak_tflops=0.25), cell)
+    peaks = {"fp8_peak_tflops": 2.0, "bf16_peak_tflops": 0.25}
+    fast = kernels(only(fp8_grouped_gemm_share=0.5, **peaks), cell)
     found = fast.experts(backward)
     assert found["grouped GEMMs"] == pytest.approx(gemms * 3 * FLOPS / 1e9)
     facts = {"mxfp8_quantize_bytes": 3.0, "float8_quantize_bytes": 5.0}
+    facts["float8_quantize_weight_bytes"] = 20.0
     read = kernels(only(memory_bandwidth_gb_per_s=1.0, **facts), cell)
     per_element = 5 if precision == "float8" else 3
     assert read.experts(backward)["quantizing"] == pytest.approx(per_element * elements / 1e6)

@@ -43,7 +43,8 @@ class Hardware:
     nvlink_gb_per_s: float
     dense_gemm_share: float
     grouped_gemm_share: float
-    fp8_gemm_share: float
+    fp8_dense_gemm_share: float
+    fp8_grouped_gemm_share: float
     memory_bandwidth_share: float
     nccl_nvlink_share: float
     nccl_beside_compute_share: float
@@ -66,6 +67,7 @@ class Hardware:
     scatter_add_gb_per_s: float
     released_deepep_rows_gb_per_s: float
     float8_quantize_bytes: float
+    float8_quantize_weight_bytes: float
     mxfp8_quantize_bytes: float
     host_ms_per_routed_layer: float
     host_ms_per_step: float

@@ -148,15 +148,16 @@ def _moe(s: Shapes) -> LayerBytes:
         # by side, the third is cast where FSDP does not.
         copies = 3.0 if s.autocast else 2.0
         weights = copies * s.act * s.num_experts // s.ep * s.expert_hidden * s.dim
-        # The experts' input, gate and up, their scored product, and the weights as multiplied.
-        saved = base + rows + 3 * hidden + weights
+        # The experts' input, gate and up, their scored product, and the weights as multiplied,
+        # which are cast again where they are quantized.
+        saved = base + rows + 3 * hidden + (0.0 if s.quantized else weights)
         exchanges = s.ep > 1 and "communication" in s.saves
         return LayerBytes(
             saved=saved,
             selected=selected + s.act * s.sent_rows * s.dim * exchanges,
             selected_of_saved=selected,
             # Backward: the gradients of outputs, gate, up, input and weights.
-            temporary=2 * rows + 3 * hidden + weights,
+            temporary=2 * rows + 3 * hidden + (2 if s.quantized else 1) * weights,
             freed=(rows,),
             freed_again=(rows, hidden),
             between=saved,

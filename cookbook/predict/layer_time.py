@@ -126,20 +126,22 @@ class Kernels:
         inputs, outputs = one.rows * one.inner, one.rows * one.columns
         weights = one.columns * one.inner * groups
         slow = hw.bf16_peak_tflops * share * 1e9
-        fast = hw.fp8_peak_tflops * hw.fp8_gemm_share * 1e9
+        fp8_share = hw.fp8_grouped_gemm_share if kind == GROUPED else hw.fp8_dense_gemm_share
+        fast = hw.fp8_peak_tflops * fp8_share * 1e9
         count = 2 if backward else 1
         bytes_ms = self.bytes_ms(count * self.shapes.act * (inputs + weights + outputs))
         if quantized is None:
             return {kind: max(count * flops / slow, bytes_ms)}
-        gemm, elements = flops / fast, inputs + weights
+        gemm, rows = flops / fast, inputs
         if backward:
             # The gradient along both axes, weights and inputs along the other one.
-            gemm, elements = 2 * flops / fast, 2 * outputs + weights + inputs
+            gemm, rows = 2 * flops / fast, 2 * outputs + inputs
             if quantized.endswith("wgrad_with_hp"):
-                gemm, elements = flops / fast + flops / slow, outputs + weights
-        is_mx = quantized.startswith("mx")
-        per_element = hw.mxfp8_quantize_bytes if is_mx else hw.float8_quantize_bytes
-        quantizing_ms = self.bytes_ms(per_element * elements)
+                gemm, rows = flops / fast + flops / slow, outputs
+        per_row, per_weight = hw.float8_quantize_bytes, hw.float8_quantize_weight_bytes
+        if quantized.startswith("mx"):
+            per_row = per_weight = hw.mxfp8_quantize_bytes
+        quantizing_ms = self.bytes_ms(per_row * rows + per_weight * weights)
         return {kind: max(gemm, bytes_ms / 2), QUANTIZING: quantizing_ms}
 
     def attend(self, backward: bool) -> Terms:

@@ -39,6 +39,7 @@ class Shapes(Sizes):
         rows: (token, expert) pairs that this rank's experts get.
         ranks_per_token, nodes_per_token: ranks, and nodes, of EP that a token is sent to.
         act, grad: bytes of an activation and of a reduced gradient.
+        quantized: whether the routed experts' GEMMs are.
         autocast: a rank alone casts its weights itself.
         saves: operators whose outputs selective recomputation saves.
         loss_tokens: tokens whose logits exist at a time; None for all.
@@ -58,6 +59,7 @@ class Shapes(Sizes):
     deepep: bool
     scored_activations: bool
     row_kernels: bool
+    quantized: bool
     autocast: bool
     compiled: bool
     saves: frozenset[str]
@@ -116,6 +118,7 @@ def shapes_of(cell: Cell, rank: Rank) -> Shapes:
         deepep=cell.uses_deepep,
         scored_activations=cell.uses_deepep and options[SCORE_ACTIVATIONS],
         row_kernels=not cell.uses_deepep and options[ROW_KERNELS],
+        quantized=cell.precision.expects("grouped_gemms") != "bf16",
         autocast=is_alone and not rank.mixed_precision,
         compiled="model" in components,
         saves=cell.saves,
