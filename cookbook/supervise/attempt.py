@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -156,7 +156,7 @@ class RunningAttempt:
         cell: CellFolder,
         attempt: Attempt,
         record: CellRecord,
-        environment: Mapping[str, str],
+        environment: dict[str, str],
         arguments: Sequence[str],
         timeouts: Timeouts,
         earlier: Sequence[Attempt] = (),
@@ -175,8 +175,8 @@ class RunningAttempt:
         self._late_at: float | None = None
         self._started = time.time()
         # A session of its own, so that a signal reaches all that the script starts.
-        words, variables = ["bash", str(cell.script), *arguments], {**os.environ, **environment}
-        self.process = subprocess.Popen(words, env=variables, start_new_session=True)
+        command, variables = ["bash", str(cell.script), *arguments], os.environ | environment
+        self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
     def send(self, number: int) -> None:
         """Send a signal to all that the script has started; it then ends in its own time."""

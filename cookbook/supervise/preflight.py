@@ -68,6 +68,10 @@ class JobNodes:
     def healthy(self) -> list[str]:
         return [node for node in self.nodes if node not in self.faults]
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        return {node: "; ".join(one.reason for one in self.faults[node]) for node in self.faults}
+
     def listed(self) -> dict[str, Excluded]:
         """Return the exclusion list by node; empty if it is malformed, which stops no job."""
         try:
@@ -75,6 +79,23 @@ class JobNodes:
         except InputError as error:
             self.log(f"the exclusion list is ignored: {error}")
             return {}
+
+    def exclude(self, found: Faults) -> None:
+        """Add faults, and put their nodes on the list, for this and all later jobs."""
+        self.faults |= found
+        by_hours: dict[float, dict[str, str]] = {}
+        for node, faults in found.items():
+            if hours := max(fault.hours for fault in faults):
+                by_hours.setdefault(hours, {})[node] = self.reasons[node]
+        for hours, reasons in by_hours.items():
+            place = shown_path(excluded_file())
+            try:
+                excluded.exclude_nodes(reasons, hours)
+            except (InputError, OSError) as error:
+                self.log(f"not noted for later jobs: {error}")
+                place = "by this job"
+            for node, reason in reasons.items():
+                self.log(f"{node}: {reason}; excluded for {hours:.0f} h ({place})")
 
     def log(self, words: str) -> None:
         """Write a line to the job's log and to the attempt's."""
@@ -102,10 +123,9 @@ def preflight(cell: CellFolder, attempt: Attempt, record: CellRecord) -> list[st
     for node, why in retry_while_busy(lambda _: slurm.drained(job.nodes)).items():
         job.faults[node] = [Fault("Slurm", why, 0.0)]
         job.log(f"{node}: {why}; excluded")
-    for node in job.nodes:
-        if node in listed:
-            job.faults[node] = [Fault("list", listed[node].reason, 0.0)]
-            job.log(str(listed[node]))
+    for node in filter(listed.get, job.nodes):
+        job.faults[node] = [Fault("list", listed[node].reason, 0.0)]
+        job.log(str(listed[node]))
     ask_nodes(job)
     decide(job)
     while mode == "full" and not check_network(job):
@@ -167,8 +187,7 @@ def ask_nodes(job: JobNodes) -> None:
             found[node] = faults
     if common := common_fault(found, asked):
         raise CannotStartError(f"{common}; no fault of single nodes, none is excluded")
-    job.faults |= found
-    _remember(job, found)
+    job.exclude(found)
 
 
 def _last_words(node: str, end: StepEnd) -> str:
@@ -231,10 +250,8 @@ def check_network(job: JobNodes) -> bool:
     # In a container torch is in the image, and its start alone would take longer than the test.
     if cluster.bandwidth is None or cluster.container or record.world < 2:
         return True
-    degrees = [
-        record.options.get(f"parallelism.{name}_parallel_degree") or 1
-        for name in ("expert", "expert_tensor")
-    ]
+    names = ("expert_parallel_degree", "expert_tensor_parallel_degree")
+    degrees = [record.options.get(f"parallelism.{name}") or 1 for name in names]
     groups = RankGroups(record.ranks_per_node, cluster.device, cluster.bandwidth, *degrees)
     verdict = test_bandwidth(job.healthy[: record.nodes], groups)
     job.speeds = verdict.slowest
@@ -243,30 +260,8 @@ def check_network(job: JobNodes) -> bool:
     if verdict.warning:
         job.log(f"{verdict.warning}; training starts all the same")
     bad = {node: [Fault("network test", why, HARDWARE_H)] for node, why in verdict.bad.items()}
-    job.faults |= bad
-    _remember(job, bad)
+    job.exclude(bad)
     return not bad
-
-
-def _remember(job: JobNodes, found: Faults) -> None:
-    """Put the bad nodes on the list, for this and all later jobs."""
-    by_hours: dict[float, dict[str, str]] = {}
-    for node, faults in found.items():
-        if hours := max(fault.hours for fault in faults):
-            by_hours.setdefault(hours, {})[node] = _reasons(faults)
-    for hours, reasons in by_hours.items():
-        place = shown_path(excluded_file())
-        try:
-            excluded.exclude_nodes(reasons, hours)
-        except (InputError, OSError) as error:
-            job.log(f"not noted for later jobs: {error}")
-            place = "by this job"
-        for node, reason in reasons.items():
-            job.log(f"{node}: {reason}; excluded for {hours:.0f} h ({place})")
-
-
-def _reasons(faults: Sequence[Fault]) -> str:
-    return "; ".join(fault.reason for fault in faults)
 
 
 def decide(job: JobNodes) -> None:
@@ -279,7 +274,7 @@ def decide(job: JobNodes) -> None:
     missing = job.record.nodes - len(job.healthy)
     if missing <= 0:
         return
-    why = "; ".join(f"{node}: {_reasons(faults)}" for node, faults in job.faults.items())
+    why = "; ".join(f"{node}: {reason}" for node, reason in job.reasons.items())
     restarts = restarts_after_failure(job.cell)
     if restarts >= job.record.max_restarts:
         allowed = f"the job was started again {restarts} times already (max_restarts)"
@@ -298,7 +293,9 @@ def decide(job: JobNodes) -> None:
             f"{why}; have them repaired and delete their entries in {shown_path(excluded_file())}"
         )
     words = f"requeued without {', '.join(job.faults)}"
-    if choice.begin is not None:
+    if choice.begin is None:
+        job.log(f"requeued, to start without {', '.join(job.faults)}")
+    else:
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(choice.begin))
         words = f"{words}; waits in the queue until {until}"
         job.log(
@@ -307,8 +304,6 @@ def decide(job: JobNodes) -> None:
             f"{shown_path(excluded_file())}, then: "
             f"scontrol update JobId={job_id} StartTime=now ExcNodeList={','.join(of_user)}"
         )
-    else:
-        job.log(f"requeued, to start without {', '.join(job.faults)}")
     _write_findings(job, [], 0.0, for_slurm=choice.nodes)
     exclude = [*of_user, *choice.nodes]
     raise RequeueNeededError(why, Decision(Action.REQUEUE, words, exclude, choice.begin))
@@ -323,7 +318,7 @@ def _slurm_choice(job: JobNodes, of_user: Sequence[str]) -> Choice:
         hours = max(fault.hours for fault in faults)
         # Also a node that could not be put on the list.
         if hours and node not in listed:
-            listed[node] = Excluded(node, now + hours * 3600, _reasons(faults))
+            listed[node] = Excluded(node, now + hours * 3600, job.reasons[node])
     choice = excluded.choose(needed, known, list(listed.values()))
     if job.record.too_few_nodes == "stop":
         # Slurm waits for the nodes that it has drained itself; this recipe does not.
@@ -341,7 +336,7 @@ def _write_findings(
 ) -> None:
     content = {
         "nodes": list(chosen),
-        "excluded": {node: _reasons(faults) for node, faults in job.faults.items()},
+        "excluded": job.reasons,
         "for_slurm": list(for_slurm),
         "seconds": round(seconds, 1),
         "gb_per_s": {name: round(speed, 3) for name, speed in job.speeds.items()},
