@@ -226,8 +226,7 @@ def _ranks(paths: Sequence[Path]) -> list[int]:
 
 
 def _waited(profile: Profile, category: str) -> list[float]:
-    assert all(waited is not None for waited in profile.waited)
-    return [waited[category] for waited in profile.waited if waited is not None]
+    return [(rank.waited or {})[category] for rank in profile.ranks]
 
 
 def test_few_traces_are_all_read_and_of_many_one_of_each_stage(tmp_path: Path) -> None:
@@ -254,9 +253,9 @@ def test_of_each_stage_the_first_the_slowest_and_the_fastest_are_shown(tmp_path:
     traces = _write(tmp_path, 8, 2)
     profile = make_profile("x", choose_ranks(traces, None))
     # Compute by rank: 4, 7, 5, 8, 6, 4, 7, 5 ms.
-    shown = [(profile.ranks[index].rank, said) for index, said in profile.shown()]
+    shown = [(rank.rank, said) for rank, said in profile.shown()]
     assert shown == [(0, "fastest"), (3, "slowest"), (4, ""), (6, "slowest"), (5, "fastest")]
-    assert [profile.ranks[index].stage for index, _ in profile.shown()] == [0, 0, 1, 1, 1]
+    assert [rank.stage for rank, _ in profile.shown()] == [0, 0, 1, 1, 1]
     text = render_text(profile)
     assert "stage 1, rank 6  slowest" in text
 

@@ -64,9 +64,6 @@ _CONSEQUENCE = re.compile(
     r"|remote process exited|KeyboardInterrupt|CheckpointException ranks:"
     r"|^cookbook\.base\.errors\.JobError"
 )
-_TIMED_OUT = re.compile(
-    r"Watchdog caught collective operation timeout|Timed out waiting [0-9]+ ?ms for"
-)
 # Errors of the Trainer's `__init__` that the same options meet again.
 _BUILD_ERROR = re.compile(r"^(?:AssertionError|ValueError|NotImplementedError)\b")
 _REFUSAL = re.compile(r"(?:^| - ERROR - )cookbook refuses: (\S.*?)\s*(?:\[rank[0-9]+\]:|$)")
@@ -145,7 +142,7 @@ def _find_reason(attempt: Path) -> tuple[str | None, bool]:
     # A script's last words are its reason; of errors the first caused the others.
     _, rank, text = [one for one in findings if one.sort == sort][-1 if sort == _SCRIPT else 0]
     text = text if rank is None else f"rank {rank}: {text}"
-    if _TIMED_OUT.search(text):
+    if cause_of(text) is Cause.HANG:
         # The rank that reports a timeout waited for another one.
         missing = ", ".join(map(str, _ranks_missing_from_collective(folder)))
         text = f"hang: no word from rank {missing}; {text}" if missing else f"hang, seen by {text}"

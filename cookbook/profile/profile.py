@@ -3,6 +3,7 @@
 As tables, as one JSON object, and as a picture.
 """
 
+import itertools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,10 @@ _TRACE = re.compile(r"rank[-_]?(\d+).*\.json(\.gz)?")
 
 @dataclass(frozen=True)
 class Profile:
-    """Where a step goes, and of its exposed communication the part `waited` for others, by rank."""
+    """Where a step of some ranks of one job goes; by stage and rank."""
 
     source: str
     ranks: tuple[RankProfile, ...]
-    waited: tuple[Mapping[str, float] | None, ...]
 
     @property
     def device(self) -> str:
@@ -47,21 +47,21 @@ class Profile:
         has_stages = len({rank.stage for rank in self.ranks}) > 1
         return f"stage {rank.stage}, rank {number}" if has_stages else f"rank {number}"
 
-    def shown(self) -> list[tuple[int, str]]:
-        """Return the ranks of a report: index and role.
+    def shown(self) -> list[tuple[RankProfile, str]]:
+        """Return the ranks of a report, with their roles.
 
         Of each pipeline stage the first rank, and where several were read, the slowest and the
         fastest. All take the same wall time: the slowest computes longest, and the others wait.
         """
-        chosen: list[tuple[int, str]] = []
-        for stage in sorted({rank.stage for rank in self.ranks}, key=lambda stage: stage or 0):
-            own = [index for index, rank in enumerate(self.ranks) if rank.stage == stage]
-            roles: dict[int, list[str]] = {own[0]: []}
+        chosen: list[tuple[RankProfile, str]] = []
+        for _, group in itertools.groupby(self.ranks, key=lambda rank: rank.stage or 0):
+            own = list(group)
+            roles: dict[RankProfile, list[str]] = {own[0]: []}
             if len(own) > 1:
-                by_compute = sorted(own, key=lambda index: self.ranks[index].compute_ms)
+                by_compute = sorted(own, key=lambda rank: rank.compute_ms)
                 roles.setdefault(by_compute[-1], []).append("slowest")
                 roles.setdefault(by_compute[0], []).append("fastest")
-            chosen += [(index, ", ".join(words)) for index, words in roles.items()]
+            chosen += [(rank, ", ".join(words)) for rank, words in roles.items()]
         return chosen
 
 
@@ -125,7 +125,8 @@ def make_profile(source: str, paths: Sequence[Path]) -> Profile:
         found = f"{source}: a process that read a trace was killed, perhaps for its memory"
         raise JobError(f"{found}; read fewer at a time: --ranks") from None
     ranks.sort(key=lambda rank: (rank.stage or 0, rank.rank or 0))
-    return Profile(source, tuple(ranks), tuple(waits_for_others(ranks)))
+    waits = zip(ranks, waits_for_others(ranks), strict=True)
+    return Profile(source, tuple(replace(rank, waited=own) for rank, own in waits))
 
 
 def waits_for_others(ranks: Sequence[RankProfile]) -> list[Mapping[str, float] | None]:
@@ -195,7 +196,7 @@ def render_text(profile: Profile, width: int | None = None) -> str:
 
 
 def _steps(profile: Profile) -> str:
-    shown = [(profile.ranks[index], role) for index, role in profile.shown()]
+    shown = profile.shown()
     rows = [["ms a step, share"]]
     for rank, role in shown:
         rows[0] += [profile.name(rank), role]
@@ -215,9 +216,8 @@ def _details(profile: Profile, width: int | None) -> Iterator[str]:
     communication = [["communication", "ran", "hidden", "exposed", "of it waiting"]]
     gemms = [["GEMMs", "ms", "TFLOP/s", "of peak", "shapes known"]]
     idle = [["the host meanwhile", "ms", "was in"]]
-    for index, _ in profile.shown():
-        rank, waited = profile.ranks[index], profile.waited[index] or {}
-        name = profile.name(rank)
+    for rank, _ in profile.shown():
+        name, waited = profile.name(rank), rank.waited or {}
         for kind, busy in rank.busy.items():
             if BY_NAME[kind].kind != COMMUNICATION:
                 continue
@@ -255,7 +255,7 @@ def _notes(profile: Profile) -> Iterator[str]:
             "within it; gloo does not say which group communicates, and no peak is known"
         )
     if any(rank.calls for rank in ranks):
-        if any(profile.waited):
+        if any(rank.waited for rank in ranks):
             yield (
                 f"waiting for other ranks: the same calls on {len(ranks)} ranks, compared by how "
                 "long they took; the last to come waits least"
@@ -272,12 +272,12 @@ def render_json(profile: Profile) -> str:
         "source": profile.source,
         "device": profile.device,
         "on_gpu": profile.ranks[0].on_gpu,
-        "ranks": [*map(_rank_json, profile.ranks, profile.waited)],
+        "ranks": [*map(_rank_json, profile.ranks)],
     }
     return json.dumps(content, indent=1) + "\n"
 
 
-def _rank_json(rank: RankProfile, waited: Mapping[str, float] | None) -> dict[str, Any]:
+def _rank_json(rank: RankProfile) -> dict[str, Any]:
     return {
         "rank": rank.rank,
         "stage": rank.stage,
@@ -302,7 +302,7 @@ def _rank_json(rank: RankProfile, waited: Mapping[str, float] | None) -> dict[st
             "queued_ms": rank.idle_queued_ms,
             "causes_ms": rank.causes,
         },
-        "waiting_for_other_ranks_ms": waited,
+        "waiting_for_other_ranks_ms": rank.waited,
         "gemms": {name: asdict(rate) for name, rate in rank.gemms.items()},
         "longest_kernels": [
             {"name": name, "category": category, "ms": ms} for name, category, ms in rank.longest
@@ -312,7 +312,7 @@ def _rank_json(rank: RankProfile, waited: Mapping[str, float] | None) -> dict[st
 
 def render_svg(profile: Profile) -> bytes:
     """Return a bar for each rank of the report, divided as its step is."""
-    shown = [(profile.ranks[index], role) for index, role in profile.shown()]
+    shown = profile.shown()
     longest = max(rank.step_ms for rank, _ in shown) or 1.0
 
     def paint(axes: Any) -> None:

@@ -50,7 +50,7 @@ class Call(NamedTuple):
     duration: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankProfile:
     """Where a step of one rank goes; times in milliseconds a step, mean of the traced steps.
 
@@ -60,6 +60,8 @@ class RankProfile:
         counted: by category; with `idle_host_ms` and `idle_queued_ms` they add up to the step.
         busy: by category, also while something else ran.
         causes: host activity while the device waited for the next launch.
+        waited: by category of exposed communication, the part of it that waited for other ranks;
+            None where unknown.
         longest: names, categories and times of the longest kernels; `unknown`: of those in `other`.
     """
 
@@ -80,6 +82,7 @@ class RankProfile:
     longest: tuple[tuple[str, str, float], ...]
     unknown: tuple[tuple[str, str, float], ...]
     calls: tuple[Call, ...] = field(repr=False, default=())
+    waited: Mapping[str, float] | None = None
 
     @property
     def exposed_ms(self) -> float:
