@@ -28,20 +28,21 @@ _HEAD = ["", "tokens/s/GPU", "", "layout", "batch", "recomputation", "precision+
 _HEAD += ["GiB", "exposed", "bubble", "limited by"]
 # Of the picture.
 _MOST_POINTS, _LABELS = 4000, 6
-_DOTS, _FRONT, _RECIPE = "#b9c2cb", "#c2500a", "#0a6ebd"
 
 
 def degrees(cell: Cell) -> str:
     """Return `TP 2, PP 2 Interleaved1F1B/4, EP 32`; other degrees where they are not 1."""
-    layout = cell.layout
-    pp = f"PP {layout.pp}" + (f" {_schedule(cell)}" if layout.pp > 1 else "")
+    layout, schedule = cell.layout, _schedule(cell)
+    pp = f"PP {layout.pp} {schedule}" if schedule else "PP 1"
     others = {"ETP": layout.etp, "CP": layout.cp, "DP replicate": layout.dp_replicate}
     words = [f"TP {layout.tp}", pp, f"EP {layout.ep}"]
     return ", ".join([*words, *(f"{name} {size}" for name, size in others.items() if size > 1)])
 
 
-def _schedule(cell: Cell) -> str:
-    """Return `1F1B`, or `Interleaved1F1B/4` with the layers of a stage where they are set."""
+def _schedule(cell: Cell) -> str | None:
+    """Return `1F1B`, or `Interleaved1F1B/4` with the layers of a stage; None without a pipeline."""
+    if cell.layout.pp == 1:
+        return None
     name = cell.options["parallelism.pipeline_parallel_schedule"]
     layers = cell.options["parallelism.pipeline_parallel_layers_per_stage"]
     return f"{name}/{layers}" if layers else str(name)
@@ -50,12 +51,13 @@ def _schedule(cell: Cell) -> str:
 def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str, Any]:
     """Return a layout for programs; an unknown value is null. Units are in the names."""
     cell, step, layout = candidate.cell, candidate.step, candidate.cell.layout
+    terms_ms = {name: round(ms, 1) for name, ms in step.terms_ms.items()} if step else None
     return {
         "precision": cell.precision.name,
         "ep_backend": cell.ep_backend.name,
         "tensor_parallel_degree": layout.tp,
         "pipeline_parallel_degree": layout.pp,
-        "pipeline_parallel_schedule": _schedule(cell) if layout.pp > 1 else None,
+        "pipeline_parallel_schedule": _schedule(cell),
         "expert_parallel_degree": layout.ep,
         "expert_tensor_parallel_degree": layout.etp,
         "data_parallel_replicate_degree": layout.dp_replicate,
@@ -70,9 +72,9 @@ def as_mapping(candidate: Candidate, base: Candidate | None = None) -> dict[str,
         "tokens_per_second_per_gpu": round(candidate.speed, 1) if step else None,
         "times_the_recipe": candidate.times(base),
         "exposed_ms": round(step.exposed_ms, 1) if step else None,
-        "bubble_ms": round(step.terms_ms.get(BUBBLE, 0.0), 1) if step else None,
+        "bubble_ms": terms_ms.get(BUBBLE, 0.0) if terms_ms else None,
         "limited_by": step.largest if step else None,
-        "terms_ms": {name: round(ms, 1) for name, ms in step.terms_ms.items()} if step else None,
+        "terms_ms": terms_ms,
         "unknown": candidate.unknown or None,
     }
 
@@ -176,11 +178,7 @@ def render_walk(stops: Sequence[Stop]) -> str:
 
 def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
     """Return memory against speed as a picture; layouts that do not fit have no place in it."""
-    front, gpu = found.front(), base.cluster.gpu
-    names = [
-        f"{place}: {one.speed:,.0f}, {degrees(one.cell)}, {one.cell.pair}"
-        for place, one in enumerate(front[:_LABELS], 1)
-    ]
+    front, gpu, names = found.front(), base.cluster.gpu, list[str]()
 
     def paint(axes: Axes) -> None:
         def draw(some: list[Candidate], marker: str, gid: str, colour: str, size: int) -> None:
@@ -192,18 +190,19 @@ def render_svg(found: Found, base: Cell, recipe: Candidate | None) -> str:
         axes.set_ylabel("tokens/s/GPU", color=QUIET)
         axes.yaxis.set_major_formatter("{x:,g}")
         # Many slow layouts overlap: draw only the fastest.
-        draw(found.ranked()[:_MOST_POINTS], ".", "layouts", _DOTS, 3)
-        draw(front, "o-", "front", _FRONT, 5)
+        draw(found.ranked()[:_MOST_POINTS], ".", "layouts", "#b9c2cb", 3)
+        draw(front, "o-", "front", "#c2500a", 5)
+        for place, one in enumerate(front[:_LABELS], 1):
+            at = (one.memory.total, one.speed)
+            axes.annotate(str(place), at, (-4, 6), textcoords="offset points", weight="bold")
+            names.append(f"{place}: {one.speed:,.0f}, {degrees(one.cell)}, {one.cell.pair}")
         if recipe is not None and recipe.step:
-            draw([recipe], "D", "recipe", _RECIPE, 6)
+            draw([recipe], "D", "recipe", "#0a6ebd", 6)
             names.append("diamond: the recipe as it is")
         if gpu:
             axes.axvline(gpu.memory_gib, color=INK, linestyle=":", gid="card")
             words, box = f"{gpu.memory_gib:g} GiB, the card", {"ha": "right", "va": "bottom"}
             axes.text(gpu.memory_gib, 1, words, box, transform=axes.get_xaxis_transform())
-        for place, one in enumerate(front[:_LABELS], 1):
-            at = (one.memory.total, one.speed)
-            axes.annotate(str(place), at, (-4, 6), textcoords="offset points", weight="bold")
         small = {"fontsize": 9, "linespacing": 1.4}
         # Much memory at low speed: few layouts are there.
         axes.text(0.95, 0.02, "\n".join(names), small, transform=axes.transAxes, ha="right")
@@ -227,6 +226,7 @@ def check_target(path: Path) -> None:
 
 
 def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
+    """Return the text of a recipe that trains `candidate`, which `base` led to."""
     cell, step, recipe = candidate.cell, candidate.step, candidate.cell.recipe
     lines = [
         f"# {recipe.name} laid out by `submit.py plan`: {degrees(cell)}, {recomputation(cell)}.",
@@ -244,10 +244,9 @@ def render_recipe(name: str, candidate: Candidate, base: Cell) -> str:
         "",
         f'name: "{name}"',
         f'description: "{recipe.short_name} as planned: {degrees(cell)}"',
-        f"nodes: {cell.nodes}",
-        f"precision: {cell.precision.name}",
-        f"ep_backend: {cell.ep_backend.name}",
     ]
+    lines += [f"nodes: {cell.nodes}", f"precision: {cell.precision.name}"]
+    lines.append(f"ep_backend: {cell.ep_backend.name}")
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
         if field.name not in _NOT_KEPT and value != field.default:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,23 +73,21 @@ class Found:
         return front
 
     def counts(self) -> dict[str, int]:
-        verdicts = [one.verdict for one in self.candidates]
-        looked_at, fit = len(verdicts) + self.larger, verdicts.count(FITS)
-        tight = verdicts.count(TIGHT)
-        too_large = looked_at - fit - tight
-        return {"looked_at": looked_at, "fit": fit, "tight": tight, "too_large": too_large}
+        of = Counter(one.verdict for one in self.candidates)
+        too_large = of[TOO_LARGE] + self.larger
+        counts = {"looked_at": of.total() + self.larger, "fit": of[FITS], "tight": of[TIGHT]}
+        return counts | {"too_large": too_large}
 
 
 def recomputation(cell: Cell) -> str:
     """Return the mode, or what selective recomputation saves; and how many layers it skips."""
-    section = "activation_checkpoint"
-    mode = str(cell.options[f"{section}.mode"])
+    mode = str(cell.options["activation_checkpoint.mode"])
     if mode == "memory_budget":
-        mode += f" {cell.options[f'{section}.memory_budget']:g}"
+        mode += f" {cell.options['activation_checkpoint.memory_budget']:g}"
     elif cell.saves:
         mode = f"saves {', '.join(sorted(cell.saves))}"
     elif mode == "selective":
-        mode = f"1 layer in {cell.options[f'{section}.selective_ac_option']}"
+        mode = f"1 layer in {cell.options['activation_checkpoint.selective_ac_option']}"
     kept = cell.options[LAYERS_KEPT]
     return f"{mode}; keeps {kept} layers" if kept else mode
 
@@ -140,34 +139,35 @@ class _Recorder(Options):
         return super().__getitem__(name)
 
 
+@dataclass
 class KnownRanks:
     """The ranks of layouts of one recipe and cluster, which differ in a few options alone.
 
     Layouts share ranks that were counted from the same values of all options ever read.
     """
 
-    def __init__(self) -> None:
-        self._read: dict[str, None] = {}
-        self._ranks: dict[tuple[str, ...], tuple[Rank, ...]] = {}
+    read: dict[str, None] = field(default_factory=dict)
+    ranks: dict[str, tuple[Rank, ...]] = field(default_factory=dict)
 
-    def ranks(self, cell: Cell) -> tuple[Rank, ...]:
+    def of(self, cell: Cell) -> tuple[Rank, ...]:
         """Return the ranks of `cell`, counted where no layout before had the same."""
-        known = self._ranks.get(self._key(cell))
+        known = self.ranks.get(self._key(cell))
         if known is None:
-            recorder = _Recorder(cell.options.stack, cell.options.settings, self._read)
+            recorder = _Recorder(cell.options.stack, cell.options.settings, self.read)
             known = describe_ranks(replace(cell, options=recorder))
-            self._ranks[self._key(cell)] = known
+            # By all options that have been read, those just now too.
+            self.ranks[self._key(cell)] = known
         return known
 
-    def _key(self, cell: Cell) -> tuple[str, ...]:
-        return tuple(str(cell.options[name]) for name in self._read)
+    def _key(self, cell: Cell) -> str:
+        return str([cell.options[name] for name in self.read])
 
 
 def evaluate(
     cell: Cell, documents: Documents | None = None, known: KnownRanks | None = None
 ) -> Candidate:
     """Look at one layout; `known` are ranks that layouts share."""
-    ranks = (known or KnownRanks()).ranks(cell)
+    ranks = (known or KnownRanks()).of(cell)
     memory = max((predict_memory(cell, rank) for rank in ranks), key=lambda stage: stage.total)
     gpu = cell.cluster.gpu
     fits = verdict(memory.total, gpu.memory_gib, cell.options) if gpu else FITS
@@ -219,7 +219,7 @@ def walk(start: Cell, end: Cell, documents: Documents | None = None) -> list[Sto
     names = {*start.options.settings, *end.options.settings}
     differing = {name for name in names if start.options[name] != end.options[name]}
     groups = {
-        title: {name for name in differing if prefixes and name.startswith(prefixes)}
+        title: {name for name in differing if name.startswith(prefixes)}
         for title, prefixes in _GROUPS.items()
     }
     groups[_OVERLAYS] = differing.difference(*groups.values())

@@ -1,7 +1,5 @@
 """The layouts of a search: a recipe's cell with every combination of some axes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -85,30 +83,22 @@ class Space:
 
     def all_candidates(self) -> Iterator[Cell]:
         """Return refused layouts too."""
+        base = self.base
         origins = {name: f"--vary {name}" for name in self.varied}
-        for pair in itertools.product(*(self.overlays[kind] for kind in OVERLAYS)):
-            start, seen = self._with_overlays(*pair), set[str]()
+        given = base.options.settings.items()
+        asked = {name: one for name, one in given if one.origin.startswith("--")}
+        for names in itertools.product(*(self.overlays[kind] for kind in OVERLAYS)):
+            start, seen = base, set[str]()
+            if names != (base.precision.name, base.ep_backend.name):
+                overlays = load_precision(names[0]), load_ep_backend(names[1])
+                start = merge_config(base.recipe, *overlays, base.cluster, nodes=base.nodes)
+                start = _changed(start, asked)
             for chosen in self._combinations(start):
                 key = str(sorted(chosen.items()))
-                if key in seen:
-                    continue
-                seen.add(key)
-                settings = {n: Setting(v, origins.get(n, "plan")) for n, v in chosen.items()}
-                options = start.options.override(settings)
-                yield replace(start, options=options, name=f"{start.name}-{len(seen)}")
-
-    def with_setting(self, option: str, setting: Setting) -> Cell:
-        return replace(self.base, options=self.base.options.override({option: setting}))
-
-    def _with_overlays(self, precision: str, ep_backend: str) -> Cell:
-        base = self.base
-        if (precision, ep_backend) == (base.precision.name, base.ep_backend.name):
-            return base
-        settings = base.options.settings.items()
-        asked = {name: one for name, one in settings if one.origin.startswith("--")}
-        overlays = load_precision(precision), load_ep_backend(ep_backend)
-        merged = merge_config(base.recipe, *overlays, base.cluster, nodes=base.nodes)
-        return replace(merged, options=merged.options.override(asked))
+                if key not in seen:
+                    seen.add(key)
+                    settings = {n: Setting(v, origins.get(n, "plan")) for n, v in chosen.items()}
+                    yield replace(_changed(start, settings), name=f"{start.name}-{len(seen)}")
 
     def _combinations(self, start: Cell) -> Iterator[dict[str, Any]]:
         model, world = model_of(self.base), self.base.world
@@ -123,14 +113,20 @@ class Space:
         ]
         others = {name: values for name, values in self.varied.items() if name not in _STRUCTURE}
         others |= self._means()
+        recomputations = [*RECOMPUTATION]
+        if _MODE in self.varied:
+            recomputations = [{_MODE: mode, **_RESETS.get(mode, {})} for mode in self.varied[_MODE]]
+        elif _BUDGET in self.varied:
+            recomputations.append({_MODE: "memory_budget", **_RESETS["memory_budget"]})
         for tp, pp, ep in itertools.product(*tried):
             if world % pp or world // pp % ep:
                 continue
             degrees = {DEGREES["tp"]: tp, DEGREES["pp"]: pp, DEGREES["ep"]: ep}
+            batches = _BATCHES if pp == 1 else sorted({*_MICROBATCHES, self.base.options[BATCH]})
             for schedule, batch, recomputed, values in itertools.product(
                 self._schedules(pp),
-                self._batches(pp),
-                self._recomputations(),
+                self.varied.get(BATCH, batches),
+                recomputations,
                 itertools.product(*others.values()),
             ):
                 chosen = {**degrees, BATCH: batch, **schedule, **recomputed}
@@ -185,15 +181,9 @@ class Space:
             *({_SCHEDULE: "Interleaved1F1B", _PER_STAGE: size} for size in sizes or [None]),
         ]
 
-    def _batches(self, pp: int) -> Sequence[int]:
-        usual = _BATCHES if pp == 1 else sorted({*_MICROBATCHES, self.base.options[BATCH]})
-        return self.varied.get(BATCH, usual)
 
-    def _recomputations(self) -> list[dict[str, Any]]:
-        if _MODE in self.varied:
-            return [{_MODE: mode, **_RESETS.get(mode, {})} for mode in self.varied[_MODE]]
-        budget = {_MODE: "memory_budget", **_RESETS["memory_budget"]}
-        return [*RECOMPUTATION, *([budget] if _BUDGET in self.varied else [])]
+def _changed(cell: Cell, settings: Settings) -> Cell:
+    return replace(cell, options=cell.options.override(settings))
 
 
 def space_of(
@@ -229,8 +219,7 @@ def space_of(
     for key, tried in varied.items():
         for value in tried:
             place = asked[key].origin if key in asked else f"--vary {key}"
-            cell = Space(base, {}, {}).with_setting(key, Setting(value, place))
-            if wrong := wrong_value(cell, key):
+            if wrong := wrong_value(_changed(base, {key: Setting(value, place)}), key):
                 raise InputError(place, wrong.reason, wrong.remedy)
     usual = {"precision": ["bf16"], "ep_backend": ["standard", "deepep"]}
     gpu = base.cluster.gpu
@@ -258,7 +247,7 @@ def rejected_values(space: Space, cells: Sequence[Cell]) -> list[str]:
 def _reason(space: Space, option: str, value: Any) -> tuple[str, str]:
     """Return the option to change, and why."""
     place = f"--vary {option}"
-    alone = space.with_setting(option, Setting(value, place))
+    alone = _changed(space.base, {option: Setting(value, place)})
     try:
         refuse_unmodelled(alone)
     except InputError as error:

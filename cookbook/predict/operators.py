@@ -4,8 +4,6 @@ One table, after each family's `model/model.py` and `infra/parallelize.py` of To
 Evaluated with the whole model's sizes it gives parameters; with a rank's, its matrix products.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -118,9 +116,6 @@ class Unit:
         """Stored bytes."""
         return self.local * self.bytes
 
-    def is_of_layer(self, layer: int) -> bool:
-        return f"{self.name}.".startswith(f"layers.{layer}.")
-
 
 def fsdp_units(
     operators: Iterable[Operator], layout: Layout, layer: int | None = None, *, width: int = 4
@@ -133,10 +128,9 @@ def fsdp_units(
         if one.is_expert and layout.ep > 1:
             name += ".moe.experts"
         local, gathered, shards = _cut(one, layout)
-        unit = units.get(name, Unit(name, 1, 0, 0, width))
-        units[name] = Unit(
-            name, max(unit.shards, shards), unit.local + local, unit.gathered + gathered, width
-        )
+        if unit := units.get(name):
+            local, gathered = unit.local + local, unit.gathered + gathered
+        units[name] = Unit(name, shards, local, gathered, width)
     return list(units.values())
 
 

@@ -4,9 +4,8 @@ A test compares every description with TorchTitan's own build in the dry run. To
 schedule's actions come from one subprocess.
 """
 
-from __future__ import annotations
-
 import atexit
+import contextlib
 import functools
 import itertools
 import json
@@ -52,16 +51,14 @@ class Actions:
 @functools.cache
 def actions_of(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Actions:
     """Return torch's actions; InputError without torch, or where its class refuses the numbers."""
-    process = _process()
+    process, line = _process(), ""
     assert process.stdin
     assert process.stdout
     request = {"name": schedule, "ranks": ranks, "per_rank": stages_per_rank}
-    try:
+    with contextlib.suppress(BrokenPipeError):
         process.stdin.write(f"{json.dumps({**request, 'microbatches': microbatches})}\n")
         process.stdin.flush()
         line = process.stdout.readline()
-    except BrokenPipeError:
-        line = ""
     if not line.strip():
         _process.cache_clear()
         found = f"torch did not list the actions of {schedule} with {microbatches} microbatches"
@@ -125,8 +122,12 @@ def play(
         for rank, own in enumerate(left):
             while (action := following[rank]) is not None:
                 stage, kind, microbatch = action
-                ready = 0.0
-                needed = _needed(stage, kind, microbatch, last_stage)
+                needed, ready = None, 0.0
+                # The neighbour's action that must be done before.
+                if kind == "F" and stage:
+                    needed = stage - 1, "F", microbatch
+                elif kind in _BACKWARDS and stage < last_stage:
+                    needed = stage + 1, "B", microbatch
                 if needed is not None:
                     if needed not in done:
                         break
@@ -140,15 +141,6 @@ def play(
                 advanced = True
         assert advanced, "the schedule waits for itself"
     return Played(max(clock), tuple(busy))
-
-
-def _needed(stage: int, kind: str, microbatch: int, last_stage: int) -> tuple[int, str, int] | None:
-    """Return the neighbour's action that must be done before."""
-    if kind == "F":
-        return (stage - 1, "F", microbatch) if stage else None
-    if kind in _BACKWARDS and stage < last_stage:
-        return (stage + 1, "B", microbatch)
-    return None
 
 
 _PP = "parallelism.pipeline_parallel"
@@ -178,7 +170,7 @@ class Part:
         return sum(unit.gathered for unit in self.units)
 
     def units_of(self, layer: Layer) -> list[Unit]:
-        return [unit for unit in self.units if unit.is_of_layer(layer.id)]
+        return [u for u in self.units if f"{u.name}.".startswith(f"layers.{layer.id}.")]
 
 
 @dataclass(frozen=True)
@@ -254,8 +246,7 @@ def describe_ranks(cell: Cell, model: Model | None = None) -> tuple[Rank, ...]:
     step = batch * layout.dp_replicate * layout.dp_shard
     total, active, flops = _counts(model, options["training.seq_len"])
     ranks = []
-    for rank in range(layout.pp):
-        stages = actions.stages[rank]
+    for rank, stages in enumerate(actions.stages):
         recomputed = iter(_recomputed(cell, [len(splits[stage]) for stage in stages]))
         ranks.append(
             Rank(
@@ -350,9 +341,7 @@ def _recomputed(cell: Cell, sizes: Sequence[int]) -> list[bool]:
     if mode == "selective" and option != "op":
         every = int(option)
         flags = [every == 0 or (layer + 1) % every == 0 for layer in range(sum(sizes))]
-    end = 0
-    for size in sizes:
-        end += size
+    for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
         kept = min(cell.options[LAYERS_KEPT], size)
         flags[end - kept : end] = [False] * kept
     return flags

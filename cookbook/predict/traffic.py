@@ -1,15 +1,13 @@
 """The bytes that a GPU sends over each network, per exchange and per step, and their time.
 
-Collectives are counted as rings that enter a node once and share its
-network cards (NCCL's); an all-to-all as every rank with every other. Context parallelism's exchange
-of keys and values is not counted.
+Collectives are counted as rings that enter a node once and share its network cards (NCCL's); an
+all-to-all as every rank with every other. Context parallelism's exchange of keys and values is not
+counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from cookbook.config.cell import Cell
 from cookbook.predict.facts import Hardware
@@ -29,10 +27,10 @@ class Traffic:
     nvlink: float = 0.0
     infiniband: float = 0.0
 
-    def __add__(self, other: Traffic) -> Traffic:
+    def __add__(self, other: Self) -> "Traffic":
         return Traffic(self.nvlink + other.nvlink, self.infiniband + other.infiniband)
 
-    def times(self, count: float) -> Traffic:
+    def times(self, count: float) -> "Traffic":
         return Traffic(self.nvlink * count, self.infiniband * count)
 
 
@@ -42,11 +40,6 @@ class Group:
 
     size: int
     in_node: int
-
-    @classmethod
-    def of(cls, size: int, stride: int, ranks_per_node: int) -> Group:
-        """Make the group of `size` members that are `stride` ranks apart."""
-        return cls(size, max(1, min(size, ranks_per_node // stride)))
 
     def gather(self, size: float) -> Traffic:
         """Return the traffic of an all-gather to, or a reduce-scatter from, `size` bytes."""
@@ -70,7 +63,8 @@ class Exchanges:
     shapes: Shapes
 
     def _group(self, size: int, stride: int) -> Group:
-        return Group.of(size, stride, self.cell.cluster.ranks_per_node)
+        """Return the group of `size` members that are `stride` ranks apart."""
+        return Group(size, max(1, min(size, self.cell.cluster.ranks_per_node // stride)))
 
     def unit(self, unit: Unit) -> tuple[Traffic, Traffic, Traffic]:
         """Return those of an FSDP module: gather, reduction, and each half of the replicas' sum."""
@@ -139,25 +133,19 @@ class Work:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return it for JSON; bytes a GPU a step."""
-        return {
-            "parameters": self.parameters,
-            "active_parameters": self.active_parameters,
-            "flops_per_token": self.flops_per_token,
-            "tokens_per_step": self.tokens_per_step,
-            "flops_per_gpu_step": self.flops_per_gpu_step,
-            "bytes_per_gpu_step": {
-                kind: {"nvlink": round(sent.nvlink), "infiniband": round(sent.infiniband)}
-                for kind, sent in self.traffic.items()
-            },
+        content = asdict(self)
+        content["bytes_per_gpu_step"] = {
+            kind: {network: round(sent) for network, sent in by_network.items()}
+            for kind, by_network in content.pop("traffic").items()
         }
+        return content
 
 
 def count_work(cell: Cell, ranks: Sequence[Rank]) -> Work:
     """Count one optimizer step; the traffic is that of the rank that sends most."""
     first, layout, options = ranks[0], cell.layout, cell.options
-    replicas = layout.dp_replicate * layout.dp_shard
     batch = options["training.local_batch_size"] * first.gradient_accumulation_steps
-    tokens = batch * replicas * options["training.seq_len"]
+    tokens = batch * layout.dp_replicate * layout.dp_shard * options["training.seq_len"]
     return Work(
         parameters=first.parameters,
         active_parameters=first.active_parameters,
@@ -183,8 +171,16 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
     tensor = 8 * len(rank.layers) + 4 * len(repeated) + ends
     last = rank.num_stages - 1
     sends = sum((stage < last) + (stage > 0) for stage in rank.stages)
+    # A pipeline gathers and reduces once a step, whatever the number of its microbatches.
+    pipelined = cell.layout.pp > 1
+    keeps = pipelined or cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
+    fsdp = Traffic()
+    for unit in rank.units:
+        gather, reduce, replicas = one.unit(unit)
+        # A ring all-reduce is a reduce-scatter and an all-gather.
+        fsdp += gather.times(1 if keeps else 2) + reduce + replicas.times(2)
     traffic = {
-        "fsdp": _fsdp(cell, rank, one),
+        "fsdp": fsdp.times(1 if pipelined else rank.gradient_accumulation_steps),
         "tp": one.tensor().times(tensor * microbatches),
         "pp": one.stage().times(sends * microbatches),
     }
@@ -194,19 +190,6 @@ def step_traffic(cell: Cell, rank: Rank) -> dict[str, Traffic]:
         total = once.times(moe) + again.times(moe_repeated)
         traffic[f"ep/{backend}"] = total.times(microbatches)
     return traffic
-
-
-def _fsdp(cell: Cell, rank: Rank, one: Exchanges) -> Traffic:
-    pipelined = cell.layout.pp > 1
-    never = cell.options["parallelism.fsdp_reshard_after_forward"] == "never"
-    # A pipeline gathers and reduces once a step, whatever the number of its microbatches.
-    gathers = 1 if never or pipelined else 2
-    total = Traffic()
-    for unit in rank.units:
-        gather, reduce, replicas = one.unit(unit)
-        # A ring all-reduce is a reduce-scatter and an all-gather.
-        total += gather.times(gathers) + reduce + replicas.times(2)
-    return total.times(1 if pipelined else rank.gradient_accumulation_steps)
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,10 @@ def _speed_up(cell: Result, base: Result) -> SpeedUp | None:
     pairs = [*zip(cell.runs, base.runs, strict=False)]
     pairs = [pair for pair in pairs if {run.status for run in pair} == {FINISHED}]
     speeds = [[run.tokens_per_second_per_gpu for run in pair] for pair in pairs]
-    known = [(one, other) for one, other in speeds if one and other]
-    if len(known) > 1:
-        return paired_speed_up(known)
-    return speed_up(*(speeds_of(run.curve) for run in pairs[0])) if pairs else None
+    paired = paired_speed_up([(one, other) for one, other in speeds if one and other])
+    if paired or not pairs:
+        return paired
+    return speed_up(*(speeds_of(run.curve) for run in pairs[0]))
 
 
 def _loss_verdicts(cells: dict[str, Result]) -> dict[str, tuple[LossVerdict, LossVerdict]]:
@@ -131,9 +131,6 @@ def _loss_verdicts(cells: dict[str, Result]) -> dict[str, tuple[LossVerdict, Los
             (reference,) = group.pop(base_name)
             found |= {name: judge_curves(losses, reference) for name, (losses,) in group.items()}
     return found
-
-
-PUBLISHED = "published"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +179,7 @@ def compare_with_published(run: RunResults, tolerance: float) -> Comparison:
         else:
             speed = speed_up(speeds, [published] * len(speeds))
             rows.append(replace(cell, speed=speed, is_slower=_is_slower(speed, tolerance)))
-    return Comparison(PUBLISHED, tolerance, tuple(rows), (), run.unit)
+    return Comparison("published", tolerance, tuple(rows), (), run.unit)
 
 
 def _rows_of(run: RunResults) -> list[Result]:
@@ -217,11 +214,10 @@ def _compare(cell: Result, base: Result, tolerance: float) -> Result:
 
 
 def _incomparable(cell: Result, base: Result) -> str | None:
-    where = f"in {base.run}"
-    for one, place in ((cell, ""), (base, f"{where} it ")):
+    for one, place in ((cell, ""), (base, f"in {base.run} it ")):
         if one.status != FINISHED:
             return f"{place}is {one.status or 'of unknown status'}"
-    return unlike(cell, base, where)
+    return unlike(cell, base, f"in {base.run}")
 
 
 def _is_slower(speed: SpeedUp | None, tolerance: float) -> bool:

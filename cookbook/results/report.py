@@ -177,18 +177,14 @@ def facts(results: RunResults) -> list[str]:
         lines.append("device: cpu; throughput is a CPU's, says nothing about GPUs and has no MFU")
     if any(cell.emulated for cell in cells):
         lines.append("emulated: software in place of a kernel; the loss counts, the speed does not")
-    return [*lines, *_routings(cells), *_attention(cells), *_self_check(cells)]
-
-
-def _routings(cells: Sequence[Result]) -> Iterator[str]:
-    """Yield the routing of the cells, and their names where it differs."""
-    found = defaultdict[str, list[str]](list)
+    routings = defaultdict[str, list[str]](list)
     for cell in cells:
         if cell.routing:
-            found[cell.routing].append(cell.name)
-    parts = [f"{routing} in {', '.join(names)}" for routing, names in found.items()]
+            routings[cell.routing].append(cell.name)
+    parts = [f"{routing} in {', '.join(names)}" for routing, names in routings.items()]
     if parts:
-        yield f"routing: {'; '.join(parts if len(parts) > 1 else found)}"
+        lines.append(f"routing: {'; '.join(parts if len(parts) > 1 else routings)}")
+    return [*lines, *_attention(cells), *_self_check(cells)]
 
 
 def _attention(cells: Sequence[Result]) -> Iterator[str]:
