@@ -151,10 +151,10 @@ def test_what_reads_and_writes_takes_the_memorys_time() -> None:
     units = (Unit("layers.0", 2, 10, 40, 4), Unit("layers.1", 2, 5, 20, 4))
     rank = dataclasses.replace(RANK, parts=(Part(units, (), False, False),))
     assert found.optimizer(rank) == pytest.approx(40 * 15 / 1e6)
-    # A gather: 6 bytes a stored element, 4 a gathered one; a reduction: 6 a gathered, 8 a stored.
+    # Gather: 6 bytes a stored element, 4 a gathered one; reduction: 6 and 8 the other way; sum: 10.
     gathers, reduces = 6 * 15 + 4 * 60, 6 * 60 + 8 * 15
-    assert found.copies(rank, 2, 3) == pytest.approx((2 * gathers + 3 * reduces) / 1e6)
-    assert found.copies(dataclasses.replace(rank, mixed_precision=False), 2, 3) == 0
+    assert found.copies(rank, 2, 3, 1) == pytest.approx((2 * gathers + 3 * reduces + 600) / 1e6)
+    assert found.copies(dataclasses.replace(rank, mixed_precision=False), 2, 3, 1) == 0
     for moe in (False, True):
         forward, backward = (found.pointwise(moe, back)["pointwise"] for back in (False, True))
         assert backward == pytest.approx(forward * 5 / 3)

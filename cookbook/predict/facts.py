@@ -8,6 +8,7 @@ the longest documents sets the pace.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import shlex
@@ -211,17 +212,12 @@ def slowest_attended_tokens(
     documents: Documents, seq_len: int, sequences: int, ranks: int
 ) -> float:
     """Return the mean of the slowest of `ranks`, each with a batch of `sequences`."""
-    attended = _attended(documents, seq_len)
-    drawn = random.Random(_SEED)
-    # Neighbours stay together: a document that is longer than a sequence fills several of them.
-    sums = [0.0]
-    for one in attended:
-        sums.append(sums[-1] + one)
-    last = len(attended) - sequences
+    sums = [*itertools.accumulate(_attended(documents, seq_len), initial=0.0)]
+    drawn, taken = random.Random(_SEED), min(sequences, _SEQUENCES)
 
     def batch() -> float:
-        start = drawn.randint(0, max(last, 0))
-        taken = min(sequences, len(attended))
+        # Neighbours stay together: a document longer than a sequence fills several of them.
+        start = drawn.randint(0, _SEQUENCES - taken)
         return (sums[start + taken] - sums[start]) / taken
 
     return statistics.fmean(max(batch() for _ in range(ranks)) for _ in range(_DRAWS))
@@ -232,8 +228,7 @@ def _attended(documents: Documents, seq_len: int) -> tuple[float, ...]:
     """Return the mean attended length of each of a stream's sequences."""
     drawn = random.Random(_SEED)
     mu, sigma = math.log(documents.median_tokens), documents.sigma
-    found = []
-    left = 0
+    found, left = [], 0
     for _ in range(_SEQUENCES):
         room, pairs = seq_len, 0
         while room:

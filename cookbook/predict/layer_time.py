@@ -220,19 +220,17 @@ class Kernels:
         """Time norm, clipping and Adam: 40 bytes for each parameter that the rank stores."""
         return self.bytes_ms(40.0 * rank.local_parameters)
 
-    def copies(self, rank: Rank, gathers: int, reduces: int) -> float:
-        """Time FSDP's casts and packing, for so many gathers and reductions of every unit."""
+    def copies(self, rank: Rank, gathers: int, reduces: int, sums: int) -> float:
+        """Time FSDP's casts and packing, for so many gathers and reductions of every unit.
+
+        Args:
+            sums: how often BF16 gradients are added to those of a pipeline, which are not sharded.
+        """
         if not rank.mixed_precision:
             return 0.0
         local, gathered = rank.local_parameters, sum(part.gathered for part in rank.parts)
         size = gathers * (6.0 * local + 4 * gathered) + reduces * (6.0 * gathered + 8 * local)
-        return self.bytes_ms(size)
-
-    def kept_gradients_ms(self, rank: Rank) -> float:
-        """Time adding a pipeline microbatch's BF16 gradients to the sum, which is not sharded."""
-        if not rank.mixed_precision:
-            return 0.0
-        return self.bytes_ms(10.0 * sum(part.gathered for part in rank.parts))
+        return self.bytes_ms(size + sums * 10.0 * gathered)
 
 
 EP, TP, HOST = "EP, exposed", "TP, exposed", "host"

@@ -123,9 +123,7 @@ def predict_step(
     keeps = options["parallelism.fsdp_reshard_after_forward"] == "never" or layout.pp > 1
     gathers = 1 if keeps else 2
     exposed_ms, hidden_ms = _fsdp_ms(busiest, links, times, gathers)
-    copies_ms = kernels.copies(busiest, gathers * rounds, rounds)
-    if layout.pp > 1:
-        copies_ms += kernels.kept_gradients_ms(busiest) * microbatches
+    sums = microbatches if layout.pp > 1 else 0
     tokens = float(options["training.local_batch_size"] * rounds * seq_len)
     has_worker = options["training.dataloader.num_workers"] > 0
     terms = add(
@@ -134,7 +132,7 @@ def predict_step(
             BUBBLE: rounds * bubble_ms,
             FSDP: rounds * exposed_ms,
             BESIDE: rounds * hidden_ms * (1 - hardware.compute_beside_nccl_share),
-            COPIES: copies_ms,
+            COPIES: kernels.copies(busiest, gathers * rounds, rounds, sums),
             OPTIMIZER: kernels.optimizer(busiest),
             HOST: hardware.host_ms_per_step,
             TEXT: 0.0 if has_worker else tokens * hardware.text_us_per_token / 1000,
