@@ -77,8 +77,8 @@ def names_of(folder: Path) -> list[str]:
 
 # Of a recipe: sequences, length, heads of a rank, and room for documents.
 BATCHES = ((1, 8192, 64, 64), (4, 8192, 8, 256), (8, 8192, 16, 512), (2, 32768, 4, 512))
-# Of DeepSeek-V3 and of Qwen3-MoE: dimensions of queries and keys, query heads to a key.
-HEADS = ((192, 1), (128, 8))
+# Of DeepSeek-V3, Qwen3 30B and 235B: dimensions of queries and keys, query heads to a key.
+HEADS = ((192, 1), (128, 8), (128, 16))
 
 
 def first_attention(capability: int, compiled: Path) -> None:

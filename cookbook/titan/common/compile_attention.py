@@ -23,7 +23,7 @@ DOCUMENTS = (256, 257)
 # Sequences of two tiles and less have kernels of their own, which no recipe needs.
 _LENGTH = 4096
 # Head dimensions of queries and keys, and of values; query heads to a key head.
-_HEADS = ((192, 128, 1), (128, 128, 8))
+_HEADS = ((192, 128, 1), (128, 128, 8), (128, 128, 16))
 
 
 def compile_kernels(documents: int, head_dim: int, v_head_dim: int, groups: int) -> None:
