@@ -8,6 +8,7 @@ import json
 import re
 import typing
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from cookbook.base import yamlfile
@@ -87,12 +88,14 @@ def _own() -> Iterator[tuple[str, str]]:
     classes = {one.name: one.body for one in tree.body if isinstance(one, ast.ClassDef)}
 
     def walk(name: str, prefix: str) -> Iterator[tuple[str, str]]:
-        for field, text in zip(classes[name][::2], classes[name][1::2], strict=True):
-            assert isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+        for field, text in zip_longest(classes[name], classes[name][1:]):
+            if not isinstance(field, ast.AnnAssign):
+                continue
             path, kind = f"{prefix}{ast.unparse(field.target)}", ast.unparse(field.annotation)
             if kind in classes:
                 yield from walk(kind, f"{path}.")
             else:
+                assert isinstance(text, ast.Expr), f"{path} has no docstring"
                 yield path, re.sub(r"\s+", " ", ast.literal_eval(text.value)).strip()
 
     yield from walk("JobConfig", "")

@@ -7,23 +7,16 @@ Needs no package, so that it also answers where nothing is installed yet; only `
 `--numerics` do.
 """
 
-from __future__ import annotations
-
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from cookbook.base.errors import named_at, run_command
 from cookbook.doctor.check import Surroundings, diagnose, is_ready, render_findings
 from cookbook.install import explain_missing
-
-if TYPE_CHECKING:
-    from cookbook.config.cluster import Cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,12 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--numerics", action="store_true", help=f"{kernels} one node")
     parser.add_argument("--output", type=Path, help="where --numerics writes its proofs as JSON")
     parsed = parser.parse_args(arguments)
-    cluster: Cluster | None = None
-    if parsed.cluster:
-        with named_at("--cluster"):
-            cluster = _import("cookbook.config.cluster").load_cluster(parsed.cluster)
-    if parsed.numerics:
-        return int(_import("cookbook.doctor.numerics").prove(cluster, parsed.output))
+    cluster = None
+    try:
+        if parsed.cluster:
+            from cookbook.config.cluster import load_cluster
+
+            with named_at("--cluster"):
+                cluster = load_cluster(parsed.cluster)
+        if parsed.numerics:
+            from cookbook.doctor.numerics import prove
+
+            return prove(cluster, parsed.output)
+    except ModuleNotFoundError as error:
+        raise explain_missing(error) from None
     local = parsed.local or (cluster is not None and cluster.scheduler == "local")
     findings = diagnose(Surroundings(cluster, local, parsed.partition))
     if parsed.json:
@@ -55,14 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(render_findings(findings))
     return 0 if is_ready(findings) else 1
-
-
-def _import(module: str) -> Any:
-    """Import a module of the cookbook that needs packages, which may not be installed yet."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise explain_missing(error) from None
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from cookbook.base.gpus import InstalledGpu, NoGpusError, read_gpus, select_visible
 from cookbook.base.paths import ROOT
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A command's answer; `status` is None where it is not installed or did not answer in time."""
 
     status: int | None
@@ -80,7 +79,7 @@ class Surroundings:
             return ""
 
     @functools.cached_property
-    def _gpus(self) -> tuple[InstalledGpu, ...] | NoGpusError:
+    def gpus_or_why_none(self) -> tuple[InstalledGpu, ...] | NoGpusError:
         try:
             return self.read_gpus()
         except NoGpusError as error:
@@ -88,11 +87,7 @@ class Surroundings:
 
     @property
     def installed_gpus(self) -> tuple[InstalledGpu, ...]:
-        return () if isinstance(self._gpus, NoGpusError) else self._gpus
-
-    @property
-    def why_no_gpus(self) -> NoGpusError | None:
-        return self._gpus if isinstance(self._gpus, NoGpusError) else None
+        return () if isinstance(self.gpus_or_why_none, NoGpusError) else self.gpus_or_why_none
 
     @functools.cached_property
     def gpus(self) -> tuple[InstalledGpu, ...]:
@@ -144,12 +139,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A look at one thing.
+    """A look at one thing; `is_for_local`: runs on this machine alone need it too.
 
-    Attributes:
-        is_for_local: runs on this machine alone need it too.
-        node_hours: a job asks it of its nodes before it trains; a node with a problem is left out
-            for so long. None where jobs do not ask.
+    A job asks those with `node_hours` of its nodes, and leaves out one with a problem for so long.
     """
 
     name: str
@@ -163,8 +155,8 @@ class Check:
         return Finding(self.name, *verdict) if verdict else None
 
 
+# In reading order: that of the topics in `doctor/__init__.py` and of their lines.
 CHECKS: list[Check] = []
-"""All checks in reading order: that of the topics in `doctor/__init__.py` and of their lines."""
 
 
 def check(
@@ -177,25 +169,18 @@ def check(
     return add
 
 
-_WIDTH = 100
-
-
 def diagnose(here: Surroundings) -> list[Finding]:
     looked = [one.finding(here) for one in CHECKS if one.is_for_local or not here.local]
     return [finding for finding in looked if finding]
 
 
 def node_problems(here: Surroundings) -> dict[str, tuple[str, float]]:
-    """Return why a job cannot train on this node: by check, the reason and the hours to exclude it.
-
-    Warnings do not count.
-    """
+    """Return why a job cannot train here: by check, the reason and hours to exclude the node."""
+    asked = ((one.finding(here), one.node_hours) for one in CHECKS if one.node_hours is not None)
     return {
-        one.name: (finding.found, one.node_hours)
-        for one in CHECKS
-        if one.node_hours is not None
-        and (finding := one.finding(here))
-        and finding.state == "problem"
+        finding.name: (finding.found, hours)
+        for finding, hours in asked
+        if finding and finding.state == "problem"
     }
 
 
@@ -210,7 +195,7 @@ def render_findings(findings: Sequence[Finding]) -> str:
         rows.append([finding.name, finding.state, finding.found])
         if finding.remedy:
             rows.append(["", "", f"-> {finding.remedy}"])
-    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
     counts = Counter[str](finding.state for finding in findings)
     summary = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
     verdict = "ready" if is_ready(findings) else "not ready"

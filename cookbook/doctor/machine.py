@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cookbook.base.gpus import Gpu, InstalledGpu
+from cookbook.base.gpus import Gpu, InstalledGpu, NoGpusError
 from cookbook.doctor.check import State, Surroundings, Verdict, check
 from cookbook.install import find_distribution
 from cookbook.install.deepep import torch_cuda
@@ -36,12 +36,11 @@ def gpus(here: Surroundings) -> Verdict:
         hidden = f"CUDA_VISIBLE_DEVICES={chosen!r} hides all {len(here.installed_gpus)}"
         remedy = "unset it, or name GPUs that nvidia-smi -L lists"
         return "warning", f"{hidden}: runs on this machine use the CPU", remedy
-    models = [gpu.model for gpu in here.gpus]
+    models, driver = [gpu.model for gpu in here.gpus], here.gpus[0].driver
     kinds = Counter(models)
     found = ", ".join(f"{count} x {_described(model)}" for model, count in kinds.items())
     if len(here.gpus) < len(here.installed_gpus):
         found += f", of {len(here.installed_gpus)}: the others are not in CUDA_VISIBLE_DEVICES"
-    driver = here.gpus[0].driver
     found += f", driver {driver}"
     least = min(model.compute_capability for model in models)
     oldest = OLDEST_DRIVER.get(torch_cuda(here.site).split(".")[0], 0)
@@ -50,9 +49,9 @@ def gpus(here: Surroundings) -> Verdict:
     if driver_branch(driver) < oldest:
         return "problem", found, f"this stack needs driver {oldest} or later"
     if here.cluster and here.sends_jobs and not _fits_profile(here.cluster, models):
-        remedy = f"run this on a node of {here.cluster.name}, or correct its `gpu` and "
-        state: State = "problem" if here.is_in_job else "warning"
-        return state, f"{found}; {_promised(here)}", f"{remedy}`gpus_per_node`"
+        found, place = f"{found}; {_promised(here)}", f"run this on a node of {here.cluster.name}"
+        remedy = f"{place}, or correct its `gpu` and `gpus_per_node`"
+        return "problem" if here.is_in_job else "warning", found, remedy
     if len(kinds) > 1:
         return "warning", found, "ranks on unlike GPUs wait for the slowest"
     if least < 9:
@@ -66,13 +65,13 @@ def driver_branch(driver: str) -> int:
 
 
 def _without_gpus(here: Surroundings) -> Verdict:
-    reason = here.why_no_gpus
+    reason = here.gpus_or_why_none
     if here.is_login_node:
         counts = _promised(here) or "the compute nodes' GPUs count"
         return "not here", f"none on this node, as on a login node; {counts}"
     if here.cluster and here.cluster.gpu:
         found = f"none on this node ({reason}); {_promised(here)}"
-    elif reason and not reason.has_driver:
+    elif isinstance(reason, NoGpusError) and not reason.has_driver:
         known = find_distribution("nvidia-ml-py", here.site) is not None
         return "not here", f"{reason}: {'this machine trains on its CPU' if known else 'not known'}"
     else:
@@ -127,7 +126,6 @@ _HARDWARE_XIDS = {
     140: "unrecovered memory error",
     149: "NVLink error",
 }
-_XID_S = 24 * 3600
 KERNEL_LOG = ("dmesg",)
 DCGM_HEALTH = ("dcgmi", "health", "--check")
 
@@ -135,8 +133,7 @@ DCGM_HEALTH = ("dcgmi", "health", "--check")
 def _faults(here: Surroundings, fault: Callable[[InstalledGpu], str]) -> str:
     """Return the faults of the GPUs that count here, each with its GPU's number."""
     number = here.installed_gpus.index
-    found = [(number(gpu), words) for gpu in here.gpus if (words := fault(gpu))]
-    return "; ".join(f"GPU {index}: {words}" for index, words in found)
+    return "; ".join(f"GPU {number(gpu)}: {words}" for gpu in here.gpus if (words := fault(gpu)))
 
 
 @check("idle", node_hours=1, of_gpus=True)
@@ -180,7 +177,7 @@ def xid(here: Surroundings) -> Verdict:
         r"^\[\s*([0-9.]+)\] NVRM: Xid \(PCI:([^)]+)\): ([0-9]+)", log.output, re.MULTILINE
     ):
         error = _HARDWARE_XIDS.get(int(number))
-        if error and float(uptime[0]) - float(seconds) < _XID_S:
+        if error and float(uptime[0]) - float(seconds) < 24 * 3600:
             found[bus, number] = f"GPU at {bus}: XID {number}, {error}"
     if found:
         return "problem", "; ".join(found.values()), "reset or replace the GPU"
@@ -218,12 +215,12 @@ def ibgda(here: Surroundings) -> Verdict:
     """DeepEP between nodes: the GPU rings the network card's doorbell itself."""
     if not here.installed_gpus:
         return "not here", "no GPU driver here; the compute nodes' options count"
+    wanted = {
+        "NVreg_EnableStreamMemOPs=1": r"(?m)^EnableStreamMemOPs:\s*1\b",
+        'NVreg_RegistryDwords="PeerMappingOverride=1;"': r"\bPeerMappingOverride=1\b",
+    }
     parameters = here.text("/proc/driver/nvidia/params")
-    missing = []
-    if not re.search(r"^EnableStreamMemOPs:\s*1\b", parameters, re.MULTILINE):
-        missing.append("NVreg_EnableStreamMemOPs=1")
-    if not re.search(r"\bPeerMappingOverride=1\b", parameters):
-        missing.append('NVreg_RegistryDwords="PeerMappingOverride=1;"')
+    missing = [option for option, line in wanted.items() if not re.search(line, parameters)]
     if not missing:
         return "ok", "driver options EnableStreamMemOPs and PeerMappingOverride"
     if here.path("/dev/gdrdrv").exists() or here.path("/sys/module/gdrdrv").exists():

@@ -5,8 +5,6 @@ one, over two CPU ranks), and a torchrun of its own compares their kernels with 
 cluster's login node the same runs as a job of one node.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,10 +92,10 @@ def prove(cluster: Cluster | None, output: Path | None) -> int:
             return 1
         found = json.loads(written.read_text(encoding="utf-8"))
     proofs, where = found["proofs"], found["gpu"] or "the CPU"
+    verdict = f"{len(proofs)} kernels proved on {where} in {found['seconds']:.0f} s"
     if wrong := sum(not proof["ok"] for proof in proofs):
-        print(f"\n{wrong} of {len(proofs)} kernels are wrong on {where}")
-    else:
-        print(f"\n{len(proofs)} kernels proved on {where} in {found['seconds']:.0f} s")
+        verdict = f"{wrong} of {len(proofs)} kernels are wrong on {where}"
+    print(f"\n{verdict}")
     return 1 if status else 0
 
 
@@ -107,11 +106,9 @@ def _prove_on(cluster: Cluster, output: Path | None) -> int:
         found = "there is no srun here to start a job with"
         raise InputError(f"--cluster {cluster.name}", found, remedy)
     words = ["srun", "--nodes=1", "--ntasks=1", "--job-name=cookbook-numerics"]
-    if cluster.gpus_per_node:
-        words.append(f"--gpus-per-node={cluster.gpus_per_node}")
-    for name, value in (("partition", cluster.partition), ("account", cluster.account)):
-        if value:
-            words.append(f"--{name}={value}")
+    for name in ("gpus_per_node", "partition", "account"):
+        if value := getattr(cluster, name):
+            words.append(f"--{name.replace('_', '-')}={value}")
     if cluster.exclusive:
         words += ["--exclusive", "--mem=0"]
     words += [sys.executable, "-m", "cookbook.doctor", "--numerics"]
@@ -126,18 +123,17 @@ def candidates(machine: Cluster) -> list[Candidate]:
     chunks = {"loss.num_chunks": 8}
     flash = {ATTENTION: "flash_attention_4"} | chunks
     backends = names_in("ep_backend")
-    choices: list[tuple[str, str, dict[str, Any]]] = [
-        *((precision, "standard", {}) for precision in names_in("precision")),
+    others = [backend for backend in backends if backend != "standard"]
+    with_tp = backends if machine.gpu and machine.ranks_per_node > 1 else []
+    first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
+    choices: list[tuple[str, str, str, dict[str, Any]]] = [
+        *((first, precision, "standard", {}) for precision in names_in("precision")),
         # Their groups of rows are of another size under MXFP8.
-        *(
-            (precision, ep_backend, {})
-            for ep_backend in sorted({*backends} - {"standard"})
-            for precision in ("bf16", "mxfp8")
-        ),
-        ("bf16", "standard", flash),
+        *((first, one, backend, {}) for backend, one in product(others, ("bf16", "mxfp8"))),
+        (first, "bf16", "standard", flash),
+        *((first, "mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in with_tp),
+        *((second, "bf16", "standard", options) for options in ({}, flash)),
     ]
-    if machine.gpu and machine.ranks_per_node > 1:
-        choices += [("mxfp8", backend, {DEGREES["tp"]: 2} | chunks) for backend in backends]
     degrees = {
         DEGREES["tp"]: 1,
         DEGREES["pp"]: 1,
@@ -145,17 +141,11 @@ def candidates(machine: Cluster) -> list[Candidate]:
         DEGREES["ep"]: math.gcd(machine.ranks_per_node, 64),
         "training.local_batch_size": 4,
     }
-    first, second = _RECIPES["gpu" if machine.gpu else "cpu"]
     found = []
-    for recipe, precision, ep_backend, options in (
-        *((first, *choice) for choice in choices),
-        *((second, "bf16", "standard", options) for options in ({}, flash)),
-    ):
-        end = [second] if recipe == second else []
-        chosen = (f"{one}={options[one]}" for one in options)
-        name = " ".join([precision, ep_backend, *chosen, *end])
-        all_options = degrees | options
-        cell = cell_on(machine, recipe, precision, ep_backend, all_options, name, "doctor")
+    for recipe, precision, ep_backend, options in choices:
+        words = [precision, ep_backend, *(f"{name}={value}" for name, value in options.items())]
+        name = " ".join([*words, second] if recipe == second else words)
+        cell = cell_on(machine, recipe, precision, ep_backend, degrees | options, name, "doctor")
         # Kernels need neither a run's files nor ranks to shard parameters over.
         problems = [
             finding

@@ -1,12 +1,10 @@
 """The doctor's checks of the software (Python, pins, compiled packages, data, W&B) and of Slurm."""
 
-from __future__ import annotations
-
 import contextlib
+import getpass
 import importlib.util
 import os
 import platform
-import pwd
 import re
 import shlex
 import sys
@@ -15,7 +13,7 @@ from pathlib import Path
 
 from cookbook.base.errors import InputError
 from cookbook.config.stack import read_pins, stack_name
-from cookbook.doctor.check import State, Surroundings, Verdict, check
+from cookbook.doctor.check import Surroundings, Verdict, check
 from cookbook.doctor.machine import OLDEST_DRIVER, driver_branch
 from cookbook.install import find_distribution, package_folder
 from cookbook.install.attention import (
@@ -28,17 +26,14 @@ from cookbook.install.attention import (
 from cookbook.install.corpus import is_made
 from cookbook.install.deepep import find_deepep, find_nvshmem, holds, torch_cuda
 
-OLDEST_PYTHON = (3, 11)
-TESTED_PYTHONS = {(3, 11), (3, 12)}
-
 
 @check("python", local=True)
 def python(here: Surroundings) -> Verdict:
     version = sys.version_info[:2]
     found = f"{platform.python_version()} in {sys.prefix}"
-    if version < OLDEST_PYTHON:
+    if version < (3, 11):
         return "problem", found, "use 3.11 or later: ./setup.sh --python python3.12"
-    if version not in TESTED_PYTHONS:
+    if version > (3, 12):
         return "warning", found, "3.11 and 3.12 are the tested ones"
     return "ok", found
 
@@ -46,11 +41,9 @@ def python(here: Surroundings) -> Verdict:
 @check("user", local=True)
 def user(here: Surroundings) -> Verdict:
     """torch.compile names its cache after the user, and fails where there is no name."""
-    if any(here.environment.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):
-        return None
     try:
-        pwd.getpwuid(os.getuid())
-    except KeyError:
+        getpass.getuser()
+    except (KeyError, OSError):
         found = f"user id {os.getuid()} has no name, which torch.compile asks for"
         return "problem", found, "export USER=somebody"
     return None
@@ -117,8 +110,8 @@ def deepep(here: Surroundings) -> Verdict:
     built = find_deepep(here.site)
     rebuild = "run ./setup.sh on a machine with a CUDA toolkit (--arch where it has no GPU)"
     if built is None:
-        state: State = "warning" if here.trains_for_real else "not here"
-        return state, "not installed: cells with deepep are refused", rebuild
+        found = "not installed: cells with deepep are refused"
+        return "warning" if here.trains_for_real else "not here", found, rebuild
     if built.commit != pin.value:
         found = f"{built.version} from {built.commit[:7] or 'another source'}"
         return "problem", f"{found}, pinned {pin.value[:7]}", rebuild
@@ -179,9 +172,9 @@ def tokenizers(here: Surroundings) -> Verdict:
     folders = [folder for folder in folders if not folder.startswith("assets/local")]
     files = {folder: [here.repository / folder / name for name in wanted] for folder in folders}
     if lost := [folder for folder in folders if not all(map(Path.is_file, files[folder]))]:
+        found = f"not in {', '.join(lost)}"
         remedy = f"run ./setup.sh where the hub can be reached, or copy {' and '.join(wanted)}"
-        state: State = "warning" if here.trains_for_real else "not here"
-        return state, f"not in {', '.join(lost)}", remedy
+        return "warning" if here.trains_for_real else "not here", found, remedy
     return "ok", ", ".join(folders)
 
 
@@ -227,8 +220,7 @@ def slurm(here: Surroundings) -> Verdict:
         found = f"the controller does not answer{': ' + reason if reason else ''}"
         return "problem", found, "ask who runs the cluster; --cluster local works without Slurm"
     version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", config.output, re.MULTILINE)
-    accounting = "slurmdbd" in config.output
-    states = "sacct" if accounting else "squeue and each run's status file"
+    states = "sacct" if "slurmdbd" in config.output else "squeue and each run's status file"
     return "ok", f"{version[1] if version else 'its'} controller answers; states come from {states}"
 
 
@@ -237,15 +229,14 @@ def partition(here: Surroundings) -> Verdict:
     if not here.has_slurm or here.answer(CONFIG).status != 0:
         return None
     lines = here.answer(PARTITIONS).output.splitlines()
-    rows = [row for line in lines if len(row := line.split("|")) == 5]
-    partitions = {row[0].rstrip("*") for row in rows}
-    default = next((row[0].rstrip("*") for row in rows if row[0].endswith("*")), None)
+    every = [row for line in lines if len(row := line.split("|")) == 5]
+    default = next((row[0].rstrip("*") for row in every if row[0].endswith("*")), None)
     name = here.partition or (here.cluster.partition if here.cluster else None) or default
-    if name is None or name not in partitions:
+    rows = [row for row in every if row[0].rstrip("*") == name]
+    if not rows:
         found = f"no partition {name!r}" if name else "no default partition"
-        known = ", ".join(sorted(partitions)) or "none"
+        known = ", ".join(sorted({row[0].rstrip("*") for row in every})) or "none"
         return "problem", f"{found}; there are: {known}", "name one in the cluster profile"
-    rows = [row for row in rows if row[0].rstrip("*") == name]
     nodes = sum(int(row[2]) for row in rows)
     resources = sorted({row[3] for row in rows} - {"(null)"})
     found = f"{name}: {nodes} nodes, {' '.join(resources) or 'no GPUs declared'}"

@@ -1,7 +1,5 @@
 """The packages of this Python, found as files: nothing is imported, so no GPU driver is needed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shlex

@@ -7,8 +7,6 @@ Jobs without kernels compile them at their first step. Exit status: 0 there or d
 not needed here; with --plan, which only says what would be done, 4 where there is something to do.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -5,8 +5,6 @@ with `--training.dataset=c4_test --training.dataset_path=FOLDER/corpus` and
 `--model.hf_assets_path=FOLDER/tokenizer`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

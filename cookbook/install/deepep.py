@@ -7,8 +7,6 @@ Exit status: 0 there or built, 1 the build failed, 3 it cannot be built here, 4 
 Nothing is imported from torch or DeepEP: login nodes lack the GPU driver that they load.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

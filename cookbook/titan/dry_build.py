@@ -9,8 +9,6 @@ stage, with its parameters on the meta device. Each rank is built in a forked ch
 all imports; all replacements are made there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -4,8 +4,6 @@ A job gets copies, in FlashAttention-4's own cache in /tmp of each node: that lo
 some shared file systems cannot. Imports no torch, which set-up does without.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

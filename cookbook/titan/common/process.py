@@ -10,8 +10,6 @@
   and a finished job counts as failed (huggingface/datasets#7566, pytorch/pytorch#179291).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -7,8 +7,6 @@ It answers each JSON line on standard input with one line: `stages` of every ran
 (backward), I or W (its halves for inputs and weights). The line is empty where torch refuses.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

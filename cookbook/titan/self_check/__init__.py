@@ -4,8 +4,6 @@ An error is a norm of differences over a norm of the reference, of each whole te
 part of it (a row, a column of a group, ...): one lost row of many is as large as a wrong tensor.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -7,8 +7,6 @@ documents in all packings. Products of linear layers and experts are compared by
 the weight gradient of experts by groups too.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Each expert multiplies its rows by a factor of its own. So the reference is a su
 experts and needs no communication.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@
   sigmoid, as DeepSeek-V3's.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -7,8 +7,6 @@ written, and read back before the next one is begun, so memory does not grow wit
 export that was interrupted continues with the first file that is missing.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -81,6 +79,12 @@ class Part:
     def bytes(self) -> int:
         return len(self.names) * torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def stored_shape(self) -> torch.Size:
+        """Its shape in the checkpoint, which stacks experts, be it one alone."""
+        is_stacked = ".experts." in self.fqn
+        return torch.Size([len(self.names), *self.shape] if is_stacked else self.shape)
+
 
 def export(request: Request) -> int:
     """Write the files that are missing; return the bytes of all tensors.
@@ -97,37 +101,29 @@ def export(request: Request) -> int:
         metadata = reader.read_metadata()
     except Exception as error:
         reason = f"is no whole checkpoint ({type(error).__name__}: {error})"
-        raise InputError(
-            request.checkpoint, reason, "name a folder step-N with .metadata"
-        ) from None
+        remedy = "name a folder step-N with .metadata"
+        raise InputError(request.checkpoint, reason, remedy) from None
     files = plan_files(request, metadata)
     total = sum(part.bytes for parts in files for part in parts)
-    names = [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
-    missing = [n for n, name in enumerate(names) if not (to / name).exists()]
-    needed = sum(part.bytes for n in missing for part in files[n])
+    named = {f"model-{n:05}-of-{len(files):05}.safetensors": one for n, one in enumerate(files, 1)}
+    missing = {name: parts for name, parts in named.items() if not (to / name).exists()}
+    needed = sum(part.bytes for parts in missing.values() for part in parts)
     free = shutil.disk_usage(to).free
     if free < needed:
         raise JobError(f"{to}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free")
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    for n in missing:
-        write_file(to / names[n], read_parts(reader, metadata, files[n]))
-        print(f"wrote {names[n]}", flush=True)
-    written = {part.fqn for parts in files for part in parts}
-    _name_left_out(reader, metadata, written)
-    weights = {
-        name: file
-        for file, parts in zip(names, files, strict=True)
-        for part in parts
-        for name in part.names
-    }
-    index = {"metadata": {"total_size": total}, "weight_map": weights}
-    asked = request.flavor, request.seq_len, request.dtype
-    config = FAMILIES[request.model].config_json(*asked)
+    for name, parts in missing.items():
+        write_file(to / name, read_parts(reader, metadata, parts))
+        print(f"wrote {name}", flush=True)
+    _name_left_out(reader, metadata, {part.fqn for parts in files for part in parts})
+    weights = {name: file for file, parts in named.items() for part in parts for name in part.names}
+    config = FAMILIES[request.model].config_json(request.flavor, request.seq_len, request.dtype)
     write_whole(to / "config.json", json.dumps(config, indent=2) + "\n")
     for file in _TOKENIZER:
         if request.tokenizer and (source := Path(request.tokenizer) / file).exists():
             shutil.copyfile(source, to / file)
     # Last: a folder with an index is a whole export.
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
     write_whole(to / INDEX, json.dumps(index, indent=2) + "\n")
     return total
 
@@ -137,9 +133,8 @@ def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[st
     left_out = [
         Part(fqn, (fqn,), 0, tuple(saved.size), torch.float32)
         for fqn, saved in metadata.state_dict_metadata.items()
-        if isinstance(saved, TensorStorageMetadata)
-        and fqn.endswith("expert_bias")
-        and fqn not in written
+        if isinstance(saved, TensorStorageMetadata) and fqn.endswith("expert_bias")
+        if fqn not in written
     ]
     if left_out:
         biases = read_parts(reader, metadata, left_out).values()
@@ -153,15 +148,15 @@ def _name_left_out(reader: FileSystemReader, metadata: Metadata, written: set[st
 def _claim(to: Path, request: Request) -> None:
     """Make the folder this export's; one of another export or with other files is refused."""
     to.mkdir(parents=True, exist_ok=True)
-    mark, text = to / REQUEST, json.dumps(asdict(request), indent=2) + "\n"
+    mark, content = to / REQUEST, asdict(request)
     if mark.exists():
-        if json.loads(mark.read_text()) != asdict(request):
+        if json.loads(mark.read_text()) != content:
             reason = "holds an export of another checkpoint or dtype"
             raise InputError(str(to), reason, "name another folder, or remove it")
     elif any(to.iterdir()):
         raise InputError(str(to), "is not empty", "name a new folder")
     else:
-        write_whole(mark, text)
+        write_whole(mark, json.dumps(content, indent=2) + "\n")
 
 
 def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
@@ -174,28 +169,25 @@ def plan_files(request: Request, metadata: Metadata) -> list[list[Part]]:
         tensors = parts.model(args).state_dict()
     adapter_of: Any = parts.released().state_dict_adapter
     adapter = adapter_of(args, None)
-    dtype = getattr(torch, request.dtype)
     files: list[list[Part]] = [[]]
     room = request.file_bytes
     for fqn, tensor in tensors.items():
         saved = metadata.state_dict_metadata.get(fqn)
-        if not isinstance(saved, TensorStorageMetadata) or saved.size != tensor.shape:
-            found = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "nothing"
-            raise InputError(
-                request.checkpoint,
-                f"{fqn}: found {found}, {request.flavor} has {list(tensor.shape)}",
-                "name a whole checkpoint of this flavor",
-            )
+        found = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "nothing"
+        if found != list(tensor.shape):
+            reason = f"{fqn}: found {found}, {request.flavor} has {list(tensor.shape)}"
+            remedy = "name a whole checkpoint of this flavor"
+            raise InputError(request.checkpoint, reason, remedy)
         names = list(adapter.to_hf({fqn: tensor}))
         shape = tuple(tensor.shape[1:] if len(names) > 1 else tensor.shape)
-        kind = torch.float32 if fqn.endswith("expert_bias") else dtype
-        each = torch.Size(shape).numel() * kind.itemsize
+        dtype = getattr(torch, "float32" if fqn.endswith("expert_bias") else request.dtype)
+        each = torch.Size(shape).numel() * dtype.itemsize
         first = 0
         while first < len(names):
             fit = max(min(room // each, len(names) - first), 0 if files[-1] else 1)
             if fit:
                 chosen = tuple(names[first : first + fit])
-                files[-1].append(Part(fqn, chosen, first, shape, kind))
+                files[-1].append(Part(fqn, chosen, first, shape, dtype))
                 first, room = first + fit, room - fit * each
             if first < len(names):
                 files.append([])
@@ -227,8 +219,7 @@ def read_parts(
     targets: dict[tuple[str, int], torch.Tensor] = {}
     items: list[ReadItem] = []
     for part in parts:
-        stacked = (len(part.names), *part.shape) if len(part.names) > 1 or _is_slice(part) else None
-        shape = torch.Size(stacked or part.shape)
+        shape = part.stored_shape
         offsets = torch.Size([part.first, *[0] * (len(shape) - 1)] if shape else [])
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=shape)
         saved: Any = metadata.state_dict_metadata[part.fqn]
@@ -244,16 +235,9 @@ def read_parts(
         ) from None
     found: dict[str, torch.Tensor] = {}
     for part in parts:
-        tensor = targets[part.fqn, part.first]
-        if len(part.names) > 1 or _is_slice(part):
-            found.update(zip(part.names, tensor.unbind(), strict=True))
-        else:
-            found[part.names[0]] = tensor
+        tensors = targets[part.fqn, part.first].view(-1, *part.shape)
+        found |= zip(part.names, tensors, strict=True)
     return found
-
-
-def _is_slice(part: Part) -> bool:
-    return ".experts." in part.fqn
 
 
 def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -271,13 +255,12 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     part.rename(path)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(file: str) -> int:
     """Run the request in the JSON file."""
-    request = Request(**json.loads(Path(arguments[0]).read_text()))
-    total = export(request)
-    print(f"exported {total / 1e9:.2f} GB to {request.to}")
+    request = Request(**json.loads(Path(file).read_text()))
+    print(f"exported {export(request) / 1e9:.2f} GB to {request.to}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("cookbook.export", lambda: main(sys.argv[1:])))
+    sys.exit(run_command("cookbook.export", lambda: main(sys.argv[1])))

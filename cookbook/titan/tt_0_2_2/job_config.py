@@ -172,58 +172,37 @@ class MXGroupedMM:
 @dataclass
 class QuantizedLinear:
     mx: MXLinear = field(default_factory=MXLinear)
-    """The cookbook's additions to `quantize.linear.mx`."""
 
 
 @dataclass
 class QuantizedGroupedMM:
     mx: MXGroupedMM = field(default_factory=MXGroupedMM)
-    """The cookbook's additions to `quantize.grouped_mm.mx`."""
 
 
 @dataclass
 class Quantize:
     linear: QuantizedLinear = field(default_factory=QuantizedLinear)
-    """Quantized linear layers."""
-
     grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
-    """Quantized grouped GEMMs."""
 
 
 @dataclass
 class JobConfig:
+    """The sections; `cookbook`, `data` and `deepep` are the cookbook's alone.
+
+    Later TorchTitan has `loss` too.
+    """
+
     cookbook: Cookbook = field(default_factory=Cookbook)
-    """The overlays' names and declarations."""
-
     model: Model = field(default_factory=Model)
-    """The cookbook's additions to `model`."""
-
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    """The cookbook's additions to `activation_checkpoint`."""
-
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """The cookbook's additions to `checkpoint`."""
-
     debug: Debug = field(default_factory=Debug)
-    """The cookbook's additions to `debug`."""
-
     loss: Loss = field(default_factory=Loss)
-    """How the loss is computed; later TorchTitan has this section too."""
-
     deepep: DeepEP = field(default_factory=DeepEP)
-    """For the EP backend `deepep` alone."""
-
     training: Training = field(default_factory=Training)
-    """What the cookbook adds to `training`."""
-
     data: Data = field(default_factory=Data)
-    """The user's own texts."""
-
     parallelism: Parallelism = field(default_factory=Parallelism)
-    """The cookbook's additions to `parallelism`."""
-
     quantize: Quantize = field(default_factory=Quantize)
-    """The cookbook's additions to `quantize`."""
 
 
 def option_table() -> dict[str, dict[str, Any]]:
@@ -233,19 +212,16 @@ def option_table() -> dict[str, dict[str, Any]]:
     for name, one in _fields(merged, ""):
         is_union = typing.get_origin(one.type) in (typing.Union, types.UnionType)
         kinds = list(typing.get_args(one.type)) if is_union else [one.type]
-        default = one.default
-        if one.default_factory is not dataclasses.MISSING:
-            default = one.default_factory()
-        table["options"][name] = default
+        factory = one.default_factory
+        table["options"][name] = one.default if factory is dataclasses.MISSING else factory()
         for kind in kinds:
             if typing.get_origin(kind) is typing.Literal:
                 table["choices"][name] = list(typing.get_args(kind))
-        if type(None) in kinds:
-            kind = next(
-                (word.__name__ for word in (bool, float, int, str) if word in kinds), "lists"
-            )
-            kind = "list" if list[str] in kinds else kind
-            table["optional"][name] = "choice" if name in table["choices"] else kind
+        if name in table["choices"] and type(None) in kinds:
+            table["optional"][name] = "choice"
+        elif type(None) in kinds:
+            named = {list[str]: "list", bool: "bool", float: "float", int: "int", str: "str"}
+            table["optional"][name] = next((named[k] for k in named if k in kinds), "lists")
     return table
 
 

@@ -7,8 +7,6 @@ declaration (`activity.py`); one line of the log and `environment.json` say what
 reads it, and so does any notebook: `pandas.read_json("metrics.jsonl", lines=True)`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

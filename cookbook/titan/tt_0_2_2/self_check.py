@@ -4,8 +4,6 @@ Kernels have been silently wrong on one GPU generation, or in the backward only.
 the job.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

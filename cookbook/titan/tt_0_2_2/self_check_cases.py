@@ -4,8 +4,6 @@ A GPU takes the cell's own widths, heads and experts, and as many tokens as keep
 some seconds. A CPU takes less: there the cases are for the code around the kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ CELLS is a JSON file, a list of `[name, TorchTitan's options]`. A case that two 
 once. Each result is a line on standard output. Ends with status 1 where a kernel is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

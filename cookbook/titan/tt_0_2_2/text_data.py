@@ -8,8 +8,6 @@ TorchTitan's DeepSeek-V3 has no validator. TorchTitan's own reads other batches 
 its tokens as training's and moves the router's counts; this one restores all of that.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence
