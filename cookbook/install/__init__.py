@@ -16,17 +16,13 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
 _IMPORT_NAMES = {"PyYAML": "yaml", "nvidia-ml-py": "pynvml"}
 
 
-def import_name(package: str) -> str:
-    """Return the name to import a pinned package by: `yaml` for PyYAML."""
-    return _IMPORT_NAMES.get(package, package.lower().replace("-", "_"))
-
-
 def explain_missing(error: ModuleNotFoundError) -> Exception:
     """Return an InputError that names setup.sh for a failed import of a pinned package.
 
     For any other module it is `error` itself: a fault of the cookbook, which keeps its traceback.
     """
-    if error.name not in {import_name(pin.name) for pin in read_pins()}:
+    names = [pin.name for pin in read_pins()]
+    if error.name not in {_IMPORT_NAMES.get(x, x.lower().replace("-", "_")) for x in names}:
         return error
     found = f"{error.name} is not installed"
     venv = os.environ.get("VENV")
@@ -49,7 +45,5 @@ def find_distribution(
     name: str, path: Sequence[str] | None = None
 ) -> importlib.metadata.Distribution | None:
     """Return the installed package `name` as pip recorded it."""
-    found = importlib.metadata.distributions(
-        name=name, path=list(sys.path if path is None else path)
-    )
-    return next(iter(found), None)
+    folders = list(sys.path if path is None else path)
+    return next(iter(importlib.metadata.distributions(name=name, path=folders)), None)

@@ -61,9 +61,8 @@ def find_nvshmem(path: Sequence[str] | None = None) -> Nvshmem | None:
     return Nvshmem(folder, found.version) if found else None
 
 
-@dataclass(frozen=True)
-class DeepEp:
-    """An installed DeepEP: version, the commit that pip built, and its library."""
+class DeepEp(NamedTuple):
+    """An installed DeepEP: the commit that pip built, its library; can it send between nodes?"""
 
     version: str
     commit: str
@@ -72,9 +71,9 @@ class DeepEp:
 
 
 def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
-    """Return the installed DeepEP; `internode` is whether it can send between nodes.
+    """Return the installed DeepEP.
 
-    With NVSHMEM the library needs `libnvshmem_host.so`; without it, its inter-node functions are
+    With NVSHMEM its library needs `libnvshmem_host.so`; without it, the inter-node functions are
     compiled to an assertion that says so.
     """
     found = find_distribution("deep_ep", path)
@@ -85,8 +84,8 @@ def find_deepep(path: Sequence[str] | None = None) -> DeepEp | None:
     except (ValueError, KeyError):
         commit = ""
     folders = map(Path, sys.path if path is None else path)
-    libraries = [file for folder in folders for file in sorted(folder.glob("deep_ep_cpp*.so"))]
-    library = libraries[0] if libraries else None
+    libraries = (file for folder in folders for file in sorted(folder.glob("deep_ep_cpp*.so")))
+    library = next(libraries, None)
     internode = library is not None and (
         holds(library, b"libnvshmem_host.so")
         and not holds(library, b"NVSHMEM is disabled during compilation")
@@ -107,8 +106,7 @@ class CannotBuildError(Exception):
     """DeepEP cannot be built on this machine; the message says why and what would help."""
 
 
-@dataclass(frozen=True)
-class Toolkit:
+class Toolkit(NamedTuple):
     """A CUDA toolkit with compiler and headers, e.g. /usr/local/cuda-12.8, release (12, 8)."""
 
     home: Path
@@ -199,12 +197,11 @@ def is_built(arch: str) -> bool:
     installed, torch = find_deepep(), find_distribution("torch")
     if installed is None or torch is None or installed.library is None:
         return False
-    built_from = (installed.commit, torch.version, torch_cuda())
     with contextlib.suppress(OSError, ValueError, TypeError):
         stamp = Plan(**json.loads(STAMP.read_text(encoding="utf-8")))
-        is_this = (stamp.commit, stamp.torch, stamp.cuda) == built_from
-        wanted = set(filter(None, arch.split(";")))
-        return is_this and stamp.commit == deepep_pin().value and wanted <= {*stamp.arch.split(";")}
+        here = (installed.commit, deepep_pin().value, torch.version, torch_cuda())
+        is_this = here == (stamp.commit, stamp.commit, stamp.torch, stamp.cuda)
+        return is_this and set(filter(None, arch.split(";"))) <= set(stamp.arch.split(";"))
     return False
 
 

@@ -9,7 +9,6 @@ stage, with its parameters on the meta device. Each rank is built in a forked ch
 all imports; all replacements are made there.
 """
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -71,13 +70,12 @@ def build_cell(request: Answer, describe: Callable[..., Answer]) -> Answer:
                 running[ours] = (rank, child, time.monotonic() + _LIMIT_S)
             ready = wait(running, timeout=0.2)
             for pipe, (rank, child, deadline) in list(running.items()):
-                if pipe not in ready and time.monotonic() < deadline:
-                    continue
-                answers.append(_read(pipe, rank, child, pipe in ready))
-                del running[pipe]
-                if "error" in answers[-1]:
-                    # The other stages mostly fail alike.
-                    waiting.clear()
+                if pipe in ready or time.monotonic() >= deadline:
+                    del running[pipe]
+                    answers.append(_read(pipe, rank, child, pipe in ready))
+                    if "error" in answers[-1]:
+                        # The other stages mostly fail alike.
+                        waiting.clear()
     finally:
         for _, child, _ in running.values():
             child.kill()
@@ -91,14 +89,13 @@ def _read(pipe: Connection, rank: int, child: Any, is_ready: bool) -> Answer:
         child.kill()
         return _failed(rank, f"not built within {_LIMIT_S:.0f} s", "TimeoutError")
     try:
-        answer: Answer = pipe.recv()
+        answer: Answer | None = pipe.recv()
     except EOFError:
-        child.join()
-        code = child.exitcode
-        how = f"signal {-code}" if code < 0 else f"status {code}"
-        return _failed(rank, f"the process ended with {how}", "ProcessError")
+        answer = None
     child.join()
-    return answer
+    code = child.exitcode
+    how = f"signal {-code}" if code < 0 else f"status {code}"
+    return answer or _failed(rank, f"the process ended with {how}", "ProcessError")
 
 
 def _answer(request: Answer, rank: int, describe: Callable[..., Answer], pipe: Connection) -> None:
@@ -107,20 +104,18 @@ def _answer(request: Answer, rank: int, describe: Callable[..., Answer], pipe: C
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # If tyro or the cookbook exits, its last output is the reason to report.
     with tempfile.TemporaryDirectory(prefix="cookbook-check-") as folder:
-        output = Path(folder) / "output"
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+        descriptor = os.open(f"{folder}/output", os.O_WRONLY | os.O_CREAT)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        pipe.send(_build_rank(request, rank, folder, output, describe))
+        pipe.send(_build_rank(request, rank, folder, describe))
 
 
-def _build_rank(
-    request: Answer, rank: int, folder: str, output: Path, describe: Callable[..., Answer]
-) -> Answer:
+def _build_rank(request: Answer, rank: int, folder: str, describe: Callable[..., Answer]) -> Answer:
     try:
         return {"rank": rank} | describe(build_trainer(request, rank, folder), request["stack"])
     except SystemExit:
-        return _failed(rank, _last_words(output.read_text(errors="replace")), "SystemExit")
+        output = Path(folder, "output").read_text(errors="replace")
+        return _failed(rank, _last_words(output), "SystemExit")
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         places = [_place(frame.filename, frame.lineno) for frame in frames]
@@ -165,8 +160,7 @@ def main(stack: str, describe: Callable[..., Answer]) -> None:
     gc.freeze()
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
-        request = {**json.loads(line), "stack": stack}
-        answer = build_cell(request, describe)
+        answer = build_cell(json.loads(line) | {"stack": stack}, describe)
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -186,11 +180,12 @@ def describe(build: Build, stack: str) -> dict[str, Any]:
     attention = importlib.import_module(f"{stack}.families.parts")
     parts = build.trainer.model_parts
     found = activity.observe_model(parts)
-    kinds = {"grouped_gemms": found.grouped_gemms, "linear_layers": found.linear_layers}
-    kinds["attention"] = attention.chosen_attention(parts)
-    active = {name: activity.words(one) for name, one in kinds.items()}
-    notes = {"warnings": build.warnings, "not_exercised": build.not_exercised}
-    return {"active": active, **notes}
+    active = {
+        "grouped_gemms": activity.words(found.grouped_gemms),
+        "linear_layers": activity.words(found.linear_layers),
+        "attention": activity.words(attention.chosen_attention(parts)),
+    }
+    return {"active": active, "warnings": build.warnings, "not_exercised": build.not_exercised}
 
 
 def warm_up(stack: str) -> None:
@@ -199,21 +194,18 @@ def warm_up(stack: str) -> None:
     import torch.distributed.pipelining.schedules
     import torchtitan.components.quantization.float8
     import torchtitan.models.moe.moe  # noqa: F401
-
-    # tyro reads the sources of all option classes, and remembers them.
-    ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
-    # A mesh checks its layout anew for every parameter that FSDP shards; it has a few layouts only.
-    with contextlib.suppress(ImportError, AttributeError):
-        from torch.distributed._mesh_layout import _MeshLayout
-
-        layout: Any = _MeshLayout
-        layout.check_non_overlap = functools.cache(layout.check_non_overlap)
-
-    # A small use of DTensor and FSDP imports their lazy modules.
+    from torch.distributed._mesh_layout import _MeshLayout
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    # tyro reads the sources of all option classes, and remembers them.
+    ConfigManager().parse_args([f"--job.custom_config_module={stack}.job_config"])
+    # A mesh checks its layout anew for every parameter that FSDP shards; it has a few layouts only.
+    layout: Any = _MeshLayout
+    layout.check_non_overlap = functools.cache(layout.check_non_overlap)
+
+    # A small use of DTensor and FSDP imports their lazy modules.
     dist.init_process_group("fake", rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     with torch.device("meta"):
@@ -237,17 +229,23 @@ def build_trainer(request: dict[str, Any], rank: int, folder: str) -> Build:
     )
     # TorchTitan would do this itself, but always as rank 0.
     dist.init_process_group("fake", rank=rank, world_size=world)
+    new_group = dist.new_group
+    # An asynchronous checkpoint asks for gloo, which would wait for the other ranks.
+    dist.new_group = lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"})
     _keep_parameters_on_meta()
-    _fake_new_groups()
-    if request["compute_capability"] is not None:
-        _pretend_capability(request["compute_capability"])
-        notes.append(f"GPU: compute capability {request['compute_capability']} was pretended")
+    if (capability := request["compute_capability"]) is not None:
+        _pretend_capability(capability)
+        notes.append(f"GPU: compute capability {capability} was pretended")
     if config.parallelism.expert_parallel_comm_backend == "deepep":
         _stand_in_for_deep_ep()
         notes.append("DeepEP: a stand-in was imported; its kernels and its network were not tried")
     if config.model.attention == FLASH_ATTENTION_4:
         notes.append("FlashAttention-4: its package was not looked for, its kernels did not run")
-    _leave_out_data(config.model.name)
+    spec = get_train_spec(config.model.name)
+    spec.build_tokenizer_fn = spec.build_dataloader_fn = None
+    if get_train_spec(config.model.name) is not spec:
+        # A built-in spec is made anew for every call; a registered one is kept.
+        register_train_spec(config.model.name, spec)
     notes.append("tokenizer and data set: not read")
     if config.metrics.enable_wandb:
         notes.append("W&B: not contacted")
@@ -274,69 +272,38 @@ class _Warnings(logging.Handler):
 
 def _keep_parameters_on_meta() -> None:
     nn.Module.to_empty = lambda self, *args, **kwargs: self
-    for module in list(sys.modules.values()):
-        for value in list(vars(module).values()) if _is_ours(module) else ():
-            if (
-                isinstance(value, type)
-                and issubclass(value, nn.Module)
-                and "init_weights" in vars(value)
-            ):
-                value.init_weights = lambda self, *args, **kwargs: None  # type: ignore[attr-defined]
+    for one in [one for module in _own_modules() for one in vars(module).values()]:
+        if isinstance(one, type) and issubclass(one, nn.Module) and "init_weights" in vars(one):
+            one.init_weights = lambda self, *args, **kwargs: None  # type: ignore[attr-defined]
     # Fused optimizers refuse the meta device; the job's parameters are on one that they support.
-    devices = ["cpu", "cuda", "meta"]
     for name in ("adam", "adamw", "optimizer"):
         optimizer: Any = sys.modules[f"torch.optim.{name}"]
         if hasattr(optimizer, "_get_fused_kernels_supported_devices"):
-            optimizer._get_fused_kernels_supported_devices = lambda: devices
+            optimizer._get_fused_kernels_supported_devices = lambda: ["cpu", "cuda", "meta"]
 
 
-def _is_ours(module: ModuleType) -> bool:
-    return (getattr(module, "__name__", "") or "").split(".")[0] in ("torchtitan", "cookbook")
-
-
-def _fake_new_groups() -> None:
-    """Groups that are made later are fake too: no thread, no port, and nobody to wait for."""
-    new_group = dist.new_group
-
-    def fake_group(*args: Any, **kwargs: Any) -> Any:
-        # An asynchronous checkpoint asks for gloo, which would wait for the other 255 ranks.
-        return new_group(*args, **kwargs | {"backend": "fake"})
-
-    dist.new_group = fake_group
+def _own_modules() -> list[Any]:
+    """Return the imported modules of TorchTitan and of the cookbook."""
+    names = [name for name in sys.modules if name.split(".")[0] in ("torchtitan", "cookbook")]
+    return [sys.modules[name] for name in names]
 
 
 def _pretend_capability(capability: float) -> None:
     """Converters and models ask for the GPU's generation; answer with the cluster's."""
-    major, minor = divmod(round(capability * 10), 10)
-
-    def has_cuda_capability(wanted_major: int, wanted_minor: int) -> bool:
-        return (major, minor) >= (wanted_major, wanted_minor)
-
-    for module in list(sys.modules.values()):
-        if _is_ours(module) and hasattr(module, "has_cuda_capability"):
-            module.has_cuda_capability = has_cuda_capability  # type: ignore[attr-defined]
+    capable = divmod(round(capability * 10), 10)
+    for module in _own_modules():
+        if hasattr(module, "has_cuda_capability"):
+            module.has_cuda_capability = lambda major, minor: capable >= (major, minor)
 
 
 def _stand_in_for_deep_ep() -> None:
     """TorchTitan imports these names for its operations, which nothing calls here."""
-    for module, names in (
-        ("deep_ep", ["Buffer"]),
-        ("deep_ep.utils", ["EventHandle", "EventOverlap"]),
-    ):
+    names = {"deep_ep": ["Buffer"], "deep_ep.utils": ["EventHandle", "EventOverlap"]}
+    for module in names:
         package = sys.modules[module] = ModuleType(module)
         package.__spec__ = importlib.machinery.ModuleSpec(module, None, is_package=True)
         package.__path__ = []
-        for name in names:
-            setattr(package, name, type(name, (), {}))
-
-
-def _leave_out_data(model_name: str) -> None:
-    """Leave tokenizer and data loader out of the model's spec."""
-    spec = get_train_spec(model_name)
-    spec.build_tokenizer_fn = spec.build_dataloader_fn = None
-    if get_train_spec(model_name) is not spec:
-        # A built-in spec is made anew for every call; a registered one is kept.
-        register_train_spec(model_name, spec)
+        vars(package).update({name: type(name, (), {}) for name in names[module]})
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ import torch
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest error that passes.
+    """The largest error that passes, of a whole tensor and of one part of it.
 
-    Attributes:
-        whole, part: of a whole tensor, of one part of it.
-        least: of a whole tensor whose operands are quantized: with less, nothing quantized them.
+    With less than `least`, nothing quantized the operands.
     """
 
     whole: float
@@ -65,13 +63,10 @@ class Error:
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A kernel that a cell uses, at one shape.
+    """A kernel that a cell uses, such as `grouped GEMM mxfp8`, at one shape.
 
-    Attributes:
-        kernel: such as `flash_attention_4` or `grouped GEMM mxfp8`.
-        run: makes inputs, runs the kernel, and yields the errors of its output and gradients.
-        avoid: how to train without the kernel.
-        collective: all ranks must run it together.
+    `run` makes inputs and yields the errors of output and gradients; `avoid` says how to train
+    without the kernel. All ranks must run a `collective` one together.
     """
 
     kernel: str
@@ -114,9 +109,8 @@ class CaseResult:
 
 def run_case(case: KernelCase, device: str) -> CaseResult:
     """Run one case; a kernel that raises fails its own case only."""
-    began = time.perf_counter()
+    began, failure = time.perf_counter(), None
     errors: tuple[Error, ...] = ()
-    failure = None
     try:
         errors = tuple(case.run())
         if device == "cuda":
@@ -138,18 +132,15 @@ def error_of(
 ) -> Error:
     """Return the error of a tensor and of the worst of its parts.
 
-    Args:
-        parts: each cuts the tensor into parts, by the dimensions that a part has for itself.
-        floor: the least size of a part, in units of the parts' mean over the last dimension. A part
-            that is zero in the reference must be zero.
-        sizes: measure errors by these instead of `expected`, which may cancel to nothing.
+    Each of `parts` cuts the tensor, by the dimensions that a part has for itself. `floor` is the
+    least size of a part, in units of the parts' mean over the last dimension; a part that is zero
+    in the reference must be zero. `sizes` stand in for `expected` where that may cancel to nothing.
     """
     if found.shape != expected.shape:
         raise ValueError(f"{tensor} has the shape {[*found.shape]}, not {[*expected.shape]}")
     wrong = (found.to(expected.dtype) - expected).square_()
     right = (expected if sizes is None else sizes).square()
-    whole = _root_of_ratio(float(wrong.sum()), float(right.sum()))
-    part = 0.0
+    whole, part = _root_of_ratio(float(wrong.sum()), float(right.sum())), 0.0
     for cut in parts if right.numel() else ():
         others = [dim for dim in range(right.dim()) if dim not in cut]
         squares = [wrong, right]
@@ -203,10 +194,10 @@ def uneven_counts(experts: int, rows: int) -> list[int]:
 
     The last expert has rows, so that a kernel which stops early is seen.
     """
-    unusual = (0, 1, 31, 33, 129, 7)
+    unusual = (0, 1, 31, 33, 129, 7)[:experts]
     counts = [max(1, rows // experts)] * experts
-    for place, count in enumerate(unusual[:experts]):
-        counts[place * experts // min(len(unusual), experts)] = count
+    for place, count in enumerate(unusual):
+        counts[place * experts // len(unusual)] = count
     counts[-1] = min(127, max(3, rows // experts - 1))
     if experts > 2:
         counts[1] += max(0, rows - sum(counts))
@@ -225,6 +216,5 @@ def random_routing(
     preference[:, 0] += 0.3
     if experts >= top_k + 2:
         preference[:, [1, experts - 2]] = -1
-    chosen = preference.topk(top_k, dim=1).indices
     scores = 0.25 + 0.75 * torch.rand(tokens, top_k, device=device, generator=random)
-    return chosen, scores
+    return preference.topk(top_k, dim=1).indices, scores

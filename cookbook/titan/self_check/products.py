@@ -15,6 +15,7 @@ from itertools import accumulate, cycle, pairwise
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
 from cookbook.titan.common import varlen_attention as varlen
 from cookbook.titan.common.chunked_loss import IGNORE_INDEX, VocabularyShard, chunked_cross_entropy
@@ -48,13 +49,10 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The shape of one rank's attention; heads are those of one TP rank.
+    """The shape of one TP rank's attention; `groups` query heads share one of keys and values.
 
-    Attributes:
-        groups: query heads that share one head of keys and values.
-        max_documents: declared to FlashAttention-4 for the whole batch, empty ones included; above
-            256 it runs another kernel. None declares what training would for this shape.
-        max_length: declared of a document; None for the length of a sequence.
+    FlashAttention-4 is told the most documents of the whole batch, empty ones included (above 256
+    it runs another kernel), and the most tokens of one. None is what training says of this shape.
     """
 
     batch: int
@@ -78,11 +76,9 @@ class AttentionShape:
 def document_ends(packing: str, batch: int, length: int, most: int | None = None) -> torch.Tensor:
     """Return (batch, length), bool: the last token of each document, the same in every process.
 
-    Documents follow one another through the whole batch and are cut where a sequence ends.
-
-    Args:
-        packing: `edges`, around the kernels' tiles; `short`, as C4's documents; `whole` sequences.
-        most: the limit of documents a sequence; the last one takes the rest of it.
+    Documents follow one another through the whole batch and are cut where a sequence ends. They are
+    of lengths around the kernels' tiles (`edges`), as C4's (`short`) or `whole` sequences; after
+    `most` of a sequence, the last one takes its rest.
     """
     ends = torch.zeros(batch * length, dtype=torch.bool)
     drawn = random.Random(0)
@@ -105,19 +101,15 @@ def document_ends(packing: str, batch: int, length: int, most: int | None = None
 def attention_inputs(shape: AttentionShape, like_trained: bool, device: str) -> Tensors:
     """Return q, k, v and the gradient of the output, (tokens, heads, head_dim), BF16.
 
-    Args:
-        like_trained: channels with an offset and peaked scores, as in a trained model.
+    As in a trained model, or else random: channels have an offset, and scores are peaked.
     """
     source = generator(device, 0)
     rows, shared = shape.batch * shape.length, shape.heads // shape.groups
+    heads = (shape.heads, shared, shared, shape.heads)
+    dims = (shape.head_dim, shape.head_dim, shape.v_head_dim, shape.v_head_dim)
     q, k, v, grad = (
-        torch.randn(rows, heads, d, device=device, generator=source).bfloat16()
-        for heads, d in (
-            (shape.heads, shape.head_dim),
-            (shared, shape.head_dim),
-            (shared, shape.v_head_dim),
-            (shape.heads, shape.v_head_dim),
-        )
+        torch.randn(rows, *size, device=device, generator=source).bfloat16()
+        for size in zip(heads, dims, strict=True)
     )
     if like_trained:
         q[..., ::17] += 2
@@ -136,11 +128,7 @@ def attention_errors(
     attend_by: Callable[[AttentionShape, torch.Tensor], Attend],
     device: str,
 ) -> Iterator[Error]:
-    """Compare one packing of documents.
-
-    Args:
-        attend_by: makes the attention for a shape and its documents' ends, (batch, length), bool.
-    """
+    """Compare one packing; `attend_by` takes documents' ends, (batch, length), bool."""
     most = shape.max_documents // shape.batch if shape.max_documents else None
     ends = document_ends(packing, shape.batch, shape.length, most).to(device)
     *leaves, grad = attention_inputs(shape, like_trained, device)
@@ -181,25 +169,19 @@ def attention_errors(
 
 
 def padded_lengths(ends: torch.Tensor, documents: int | None = None) -> torch.Tensor:
-    """Return cumulative lengths of `ends` as training makes them, with empty documents.
-
-    Args:
-        documents: `AttentionShape.max_documents`.
-    """
+    """Return cumulative lengths of `ends` as training makes them, with empty documents."""
     if documents is None:
         most = int(ends.sum(dim=1).max())
         documents = len(ends) * varlen.bounds_capacity(most, ends.shape[1])
     bounds = varlen.document_bounds(ends, documents // len(ends))
     lengths = varlen.cumulative_lengths(bounds)
-    missing = documents + 1 - len(lengths)
-    return torch.nn.functional.pad(lengths, (0, missing), value=ends.numel())
+    return nn.functional.pad(lengths, (0, documents + 1 - len(lengths)), value=ends.numel())
 
 
 def flash_attention_4(shape: AttentionShape, ends: torch.Tensor) -> Attend:
     """Return the operator that training calls; on a CPU it has an implementation of its own."""
-    cu_seqlens = padded_lengths(ends, shape.max_documents)
-    longest = shape.max_length or shape.length
-    return lambda q, k, v: varlen.varlen_attention(q, k, v, cu_seqlens, longest, shape.scale)
+    documents = padded_lengths(ends, shape.max_documents), shape.max_length or shape.length
+    return lambda q, k, v: varlen.varlen_attention(q, k, v, *documents, shape.scale)
 
 
 Products = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -241,24 +223,22 @@ def grouped_errors(
 ) -> Iterator[Error]:
     """Compare the three products of experts with uneven groups.
 
-    Args:
-        multiply: takes x (rows, K), weights (experts, N, K), offsets (experts,) int32 and the
-            output's gradient (rows, N), BF16; returns output, input and weight gradient.
+    `multiply` takes x (rows, K), weights (experts, N, K), offsets (experts,) int32 and the output's
+    gradient (rows, N), BF16; it returns output, input and weight gradient.
     """
     counts = uneven_counts(shape.experts, shape.rows)
-    sizes = padded_sizes(counts, shape.alignment)
-    starts = [0, *accumulate(sizes)]
-    x = uneven_values(sum(sizes), shape.k, device, 1)
-    grad = uneven_values(sum(sizes), shape.n, device, 2)
-    for start, count, size in zip(starts, counts, sizes, strict=False):
+    starts = [0, *accumulate(padded_sizes(counts, shape.alignment))]
+    groups, bounds = [*pairwise(starts)], BOUNDS[kind]
+    x = uneven_values(starts[-1], shape.k, device, 1)
+    grad = uneven_values(starts[-1], shape.n, device, 2)
+    for (start, stop), count in zip(groups, counts, strict=True):
         # As in training: padding rows are zero, in the forward and in the backward.
-        x[start + count : start + size] = 0
-        grad[start + count : start + size] = 0
+        x[start + count : stop] = 0
+        grad[start + count : stop] = 0
     by_expert = [uneven_values(shape.n, shape.k, device, 100 + e) for e in range(shape.experts)]
     weight = torch.stack(by_expert)
     offsets = torch.tensor(starts[1:], dtype=torch.int32, device=device)
     *rows, dw = multiply(x, weight, offsets, grad)
-    groups, bounds = [*pairwise(starts)], BOUNDS[kind]
     by_row = zip(NAMES, rows, (x, grad), (weight.mT, weight), bounds, strict=False)
     for name, found, left, right, bound in by_row:
         expected = torch.empty(found.shape, device=device)
@@ -269,7 +249,7 @@ def grouped_errors(
     yield error_of(NAMES[2], dw, expected, bounds[2], [(0, 1), (0, 2)], floor=0.01)
 
 
-def linear_errors(layer: torch.nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
+def linear_errors(layer: nn.Module, rows: int, kind: str, device: str) -> Iterator[Error]:
     """Compare the three products of a linear layer without bias, whose weight this replaces."""
     weight = next(layer.parameters())
     n, k = weight.shape
@@ -296,8 +276,7 @@ def loss_errors(
 ) -> Iterator[Error]:
     """Compare the loss in chunks and its gradients with the cross-entropy of whole logits.
 
-    Args:
-        group: of the TP ranks that the vocabulary is cut over; all of them get the same inputs.
+    The vocabulary is cut over the TP ranks of `group`, who all get the same inputs.
     """
     random = generator(device, 21)
     hidden = torch.randn(tokens, dim, device=device, generator=random).bfloat16()
@@ -318,7 +297,7 @@ def loss_errors(
     dx, dw = torch.autograd.grad(loss / tokens, [x, w])
 
     exact = [hidden.float().requires_grad_(), weight.float().requires_grad_()]
-    wanted = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum")
+    wanted = nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum")
     wanted_dx, wanted_dw = torch.autograd.grad(wanted / tokens, exact)
     yield error_of("loss", loss.detach()[None], wanted.detach()[None], LOSS)
     yield error_of("gradient of the weight", dw, wanted_dw[words], GRADIENT, [(0,)], floor=0.1)

@@ -6,7 +6,7 @@ experts and needs no communication.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,12 +73,10 @@ def row_errors(
 ) -> Iterator[Error]:
     """Compare a round trip: tokens to groups, times each group's factor, and back.
 
-    The rows that fill groups up are poisoned in between: nothing of them may reach a token.
-
-    Args:
-        on_activations: whether the scores weight rows of the groups, or those on their way back.
-        counted: as for DeepEP: the host knows the counts, and a third of the copies belong to
-            experts of other ranks. Otherwise all experts are this rank's, the tokens float32.
+    The rows that fill groups up are poisoned in between: nothing of them may reach a token. Scores
+    weight rows of the groups (`on_activations`), or those on their way back. `counted` as for
+    DeepEP: the host knows the counts, and a third of the copies belong to experts of other ranks.
+    Otherwise all experts are this rank's, the tokens float32.
     """
     others = shape.experts // 2 + 1 if counted else 0
     experts, scores = random_routing(shape.tokens, shape.experts + others, shape.top_k, device, 11)
@@ -97,8 +95,7 @@ def row_errors(
     factors = expert_factors(shape.experts, device)
     by_row = factors.repeat_interleave(plan.sizes.long())[:, None]
     sizes = zip(plan.sizes.tolist(), counts, strict=True)
-    is_fill = [torch.arange(size, device=device) >= count for size, count in sizes]
-    fill = torch.cat(is_fill)[:, None]
+    fill = torch.cat([torch.arange(size, device=device) >= count for size, count in sizes])[:, None]
     # Rows after the last group are unused.
     behind = len(grouped) - len(by_row)
     by_row, fill = (nn.functional.pad(one, (0, 0, 0, behind), value=1) for one in (by_row, fill))
@@ -208,8 +205,7 @@ class FactorExperts(nn.Module):
         return (x.float() * padded[expert][:, None]).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class Exchanged:
+class Exchanged(NamedTuple):
     """Tokens, the output's gradient, and the routing of one data-parallel rank."""
 
     x: torch.Tensor
@@ -270,7 +266,7 @@ def exchange_errors(
     of_experts.index_add_(0, experts.flatten(), torch.stack([by_copy, by_copy.square()], 1))
     dist.all_reduce(of_experts, group=group)
     wanted_df, squares = of_experts.chunk(shape.ep)[dist.get_rank(group)].unbind(1)
-    sent, returned = (FP8_ONCE if is_quantized else MOVED for is_quantized in quantized)
+    sent, returned = (FP8_ONCE if one else MOVED for one in quantized)
     of_scores, of_factor = (SCORES_FP8, FACTOR_FP8) if any(quantized) else (SCORES, FACTOR)
     out, dx, df, sizes = out.detach().flatten(0, 1), dx.flatten(0, 1), local(df), squares.sqrt()
     yield error_of("output", out, wanted, sent)
