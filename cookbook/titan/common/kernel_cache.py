@@ -27,12 +27,9 @@ _INSTRUCTIONS = (
 
 
 def folder_of(capability: int, cuda: int, compiled: Path | None = None) -> Path:
-    """Return the folder of the kernels for one kind of GPU, by one compiler.
+    """Return the folder of one kind of GPU's kernels, 90 for SM90, by a CUDA version's compiler.
 
-    Args:
-        capability: 90 for SM90 (H100, H200), 100 for SM100 (B200).
-        cuda: the CUDA major version of the compiler; a driver of CUDA 12 cannot load kernels of 13.
-        compiled: the folder of all GPUs; None for this Python's.
+    A driver of CUDA 12 cannot load kernels of 13. `compiled` holds all; None for this Python's.
     """
     return (compiled or COMPILED) / f"sm{capability}-cuda{cuda}"
 
@@ -60,18 +57,16 @@ def take_over(folder: Path, cache: Path) -> int:
             return 0
         for kernel in sorted(folder.rglob("*.o")):
             place = cache / kernel.relative_to(folder)
-            if place.exists():
-                continue
-            place.parent.mkdir(parents=True, exist_ok=True)
-            # Another rank may read it: there is the whole file, or none.
-            part = place.with_name(f".{place.name}.{os.getpid()}.part")
-            shutil.copyfile(kernel, part)
-            part.replace(place)
-            copied += 1
+            if not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                # Another rank may read it: there is the whole file, or none.
+                part = place.with_name(f".{place.name}.{os.getpid()}.part")
+                shutil.copyfile(kernel, part)
+                part.replace(place)
+                copied += 1
     except OSError as error:
-        logging.getLogger(__name__).warning(
-            "FlashAttention-4's kernels of set-up are not used: %s; they are compiled here", error
-        )
+        reason = f"FlashAttention-4's kernels of set-up are not used: {error}"
+        logging.getLogger(__name__).warning(f"{reason}; they are compiled here")
     return copied
 
 

@@ -83,9 +83,7 @@ def exit_without_teardown() -> None:
 class StallAlarm:
     """Write `stacks/rank-<r>.txt` and a flight recorder's trace when no step comes.
 
-    Args:
-        attempt: the attempt's folder.
-        traces: path prefix of the flight recorder's files; the rank follows.
+    The attempt's folder gets the stacks; `traces` is the path of the traces without the rank.
     """
 
     def __init__(self, attempt: Path, traces: Path, rank: int) -> None:
@@ -137,17 +135,11 @@ class StallAlarm:
         written: float | None = None
         while not self._ended.wait(_POLL_S):
             due = self._due
-            if due is None or due == written or time.monotonic() < due:
-                continue
-            written = due
-            if content := flight_record():
-                self._trace_path.parent.mkdir(parents=True, exist_ok=True)
-                self._trace_path.write_bytes(content)
-
-
-def flight_record() -> bytes | None:
-    """Return the flight recorder's trace as torch's own analyzer reads it; None without one."""
-    functions: Any = torch._C._distributed_c10d
-    uses_nccl = dist.is_nccl_available() and "nccl" in dist.get_backend()
-    dump = getattr(functions, "_dump_nccl_trace" if uses_nccl else "_dump_fr_trace", None)
-    return dump() if dump else None
+            if due is not None and due != written and time.monotonic() >= due:
+                written = due
+                uses_nccl = dist.is_nccl_available() and "nccl" in dist.get_backend()
+                # As torch's own analyzer reads it.
+                record = "_dump_nccl_trace" if uses_nccl else "_dump_fr_trace"
+                if content := getattr(torch._C._distributed_c10d, record)():
+                    self._trace_path.parent.mkdir(parents=True, exist_ok=True)
+                    self._trace_path.write_bytes(content)

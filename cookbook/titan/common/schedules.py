@@ -56,9 +56,8 @@ def list_actions(name: str, ranks: int, per_rank: int, microbatches: int) -> dic
 def rank_actions(order: list[Any], is_single: bool) -> list[list[Any]]:
     """Return a rank's computations in order: [stage, kind, microbatch].
 
-    Args:
-        is_single: a rank has one stage. Count its microbatches anew: torch 2.10's
-            `Schedule1F1B._get_pipeline_order` counts the last rank's forwards from 1.
+    Of a schedule with a single stage a rank, count microbatches anew: torch 2.10's
+    `Schedule1F1B._get_pipeline_order` counts the last rank's forwards from 1.
     """
     counts = dict.fromkeys(_KINDS.values(), 0)
     found: list[list[Any]] = []
@@ -84,15 +83,13 @@ def in_flight(actions: list[list[Any]], stages: list[int]) -> list[list[int]]:
         live[stage] += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
         if kind == "F":
             seen.add(tuple(live.values()))
-    largest = [
-        counts
-        for counts in seen
-        if not any(
-            other != counts and all(a >= b for a, b in zip(other, counts, strict=True))
-            for other in seen
-        )
-    ]
-    return [list(counts) for counts in sorted(largest)] or [[1] * len(stages)]
+
+    def is_exceeded(counts: tuple[int, ...]) -> bool:
+        others = (zip(other, counts, strict=True) for other in seen - {counts})
+        return any(all(a >= b for a, b in pairs) for pairs in others)
+
+    largest = sorted(counts for counts in seen if not is_exceeded(counts))
+    return [list(counts) for counts in largest] or [[1] * len(stages)]
 
 
 def main() -> None:

@@ -16,7 +16,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import wraps
 from pathlib import Path
@@ -52,12 +52,13 @@ class CheckpointPolicy:
         # The Trainer is one of the states that are saved.
         self.trainer = manager.states["train_state"]
         self.interval_s = 60 * self.trainer.job_config.checkpoint.interval_minutes
-        self.attempt = os.environ.get("COOKBOOK_ATTEMPT_DIR")
+        folder = os.environ.get("COOKBOOK_ATTEMPT_DIR")
+        self.attempt = Path(folder) if folder else None
         self.saved_at = time.monotonic()
         self.is_due = False
-        self._save, self._is_a_step_to_save = manager.save, manager._should_save
+        self._save, manager.save = manager.save, self.save
+        self._is_a_step_to_save, manager._should_save = manager._should_save, self.should_save
         self._wait_for_copy = manager.maybe_wait_for_staging
-        manager.save, manager._should_save = self.save, self.should_save
         manager.maybe_wait_for_staging = self.wait_for_copy
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
@@ -68,9 +69,8 @@ class CheckpointPolicy:
         stops = wish == Wish.STOP and not last_step
         self.is_due = stops or wish == Wish.SAVE
         if stops:
-            logger.info(
-                f"cookbook: asked to stop; the run ends at a checkpoint of step {curr_step}"
-            )
+            reason = "cookbook: asked to stop"
+            logger.info(f"{reason}; the run ends at a checkpoint of step {curr_step}")
         if self.should_save(curr_step, last_step):
             self.saved_at = time.monotonic()
         # Before a stop as at any other step: TorchTitan may save its last step without optimizer,
@@ -106,8 +106,7 @@ class CheckpointPolicy:
 
     def _wish(self) -> Wish:
         # One rank of each node looks: a file that another machine wrote may be seen late.
-        looks = self.attempt and os.environ.get("LOCAL_RANK") == "0"
-        if looks and Path(self.attempt or "", STOP).exists():
+        if self.attempt and os.environ.get("LOCAL_RANK") == "0" and (self.attempt / STOP).exists():
             return Wish.STOP
         # While a checkpoint is being written, another save would make training wait.
         decides = self.interval_s and dist.get_rank() == 0 and not self._is_writing()
@@ -126,7 +125,7 @@ class CheckpointPolicy:
         self.manager._async_wait()
         if self.attempt and dist.get_rank() == 0:
             job = os.environ.get("SLURM_JOB_ID", "local")
-            write_whole(Path(self.attempt) / STOPPED, f"{job} {step}\n")
+            write_whole(self.attempt / STOPPED, f"{job} {step}\n")
         self.trainer.should_continue_training = lambda: False
 
 
@@ -183,34 +182,26 @@ def root_cause(error: BaseException) -> BaseException:
 
 def name_checkpoint_causes() -> None:
     """Let saving and loading raise CheckpointFailedError with the root cause in its message."""
+
+    def naming_the_cause(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return method(*args, **options)
+            except CheckpointException as error:
+                cause = root_cause(error)
+                failed = f"failed on rank {', '.join(map(str, sorted(error.failures)))}"
+                reason = f"{method.__name__} {failed}: {type(cause).__name__}: {cause}"
+                raise CheckpointFailedError(reason) from error
+
+        return call
+
     for name in ("save", "load", "maybe_wait_for_staging", "_async_wait", "close"):
-        setattr(CheckpointManager, name, _naming_the_cause(getattr(CheckpointManager, name)))
-
-
-def _naming_the_cause(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*args: Any, **options: Any) -> Any:
-        try:
-            return method(*args, **options)
-        except CheckpointException as error:
-            cause = root_cause(error)
-            ranks = ", ".join(map(str, sorted(error.failures)))
-            raise CheckpointFailedError(
-                f"{method.__name__} failed on rank {ranks}: {type(cause).__name__}: {cause}"
-            ) from error
-
-    return call
-
-
-_BIAS = "e_score_correction_bias"
+        setattr(CheckpointManager, name, naming_the_cause(getattr(CheckpointManager, name)))
 
 
 def without_missing_bias(adapter: Any) -> Any:
-    """Return a class that asks no routing bias of a softmax model's checkpoint that has none.
-
-    Args:
-        adapter: TorchTitan's state-dict adapter of a model family.
-    """
+    """Return TorchTitan's adapter of a family, asking a softmax model for no bias it never had."""
 
     class Adapter(adapter):
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -220,11 +211,14 @@ def without_missing_bias(adapter: Any) -> Any:
         def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
             # TorchTitan loads into the last result of `to_hf`.
             reader = super().get_hf_storage_reader(path, from_quantized)
-            if self.model_args.moe_args.score_func == "softmax":
-                saved = reader.read_metadata().state_dict_metadata
-                if not any(name.endswith(_BIAS) for name in saved):
-                    for name in [name for name in self._asked if name.endswith(_BIAS)]:
-                        del self._asked[name]
+
+            def biases(names: Iterable[str]) -> list[str]:
+                return [name for name in names if name.endswith("e_score_correction_bias")]
+
+            may_have_none = self.model_args.moe_args.score_func == "softmax"
+            if may_have_none and not biases(reader.read_metadata().state_dict_metadata):
+                for name in biases(self._asked):
+                    del self._asked[name]
             return reader
 
     return Adapter

@@ -12,7 +12,6 @@ import math
 import os
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -79,7 +78,6 @@ class JsonLines(BaseLogger):
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -119,9 +117,8 @@ class CookbookMetrics(metrics.MetricsProcessor):
         if self._load is None:
             model = (self.model_parts, self.model_args, self.parallel_dims)
             self._load = RouterLoad(*model, self.job_config, self._is_metrics_rank())
-        load = self._load.log(self._first_unlogged or step, step)
+        extra = (extra_metrics or {}) | self._load.log(self._first_unlogged or step, step)
         self._first_unlogged = None
-        extra = {**(extra_metrics or {}), **load}
         if self.job_config.training.max_skipped_steps:
             extra["skipped_steps"] = skipped_steps()
         super().log(step, *values, extra_metrics=extra)
@@ -133,12 +130,12 @@ class CookbookMetrics(metrics.MetricsProcessor):
     def _set_alarm(self, is_last: bool) -> None:
         attempt, comm = _attempt_folder(), self.job_config.comm
         if self.alarm is None and attempt:
-            traces = Path(self.job_config.job.dump_folder) / comm.save_traces_folder
+            traces = Path(self.job_config.job.dump_folder, comm.save_traces_folder)
             prefix = traces / comm.save_traces_file_prefix
             self.alarm = StallAlarm(attempt, prefix, torch.distributed.get_rank())
-        if self.alarm is not None and is_last:
+        if self.alarm and is_last:
             self.alarm.end()
-        elif self.alarm is not None:
+        elif self.alarm:
             self.alarm.step()
 
     def _report(self) -> None:
@@ -150,14 +147,13 @@ class CookbookMetrics(metrics.MetricsProcessor):
         if not self._is_metrics_rank():
             return
         on_gpu = torch.cuda.is_available()
-        patches: frozenset[str] = frozenset().union(*(view.patches_applied for view in views))
         active = {
             **{kind: getattr(self.job_config.cookbook, kind) or None for kind in activity.KINDS},
             **found,
             "device": "cuda" if on_gpu else "cpu",
             "gpu": torch.cuda.get_device_name() if on_gpu else None,
             "driver": driver_version() if on_gpu else None,
-            "patches_applied": sorted(patches),
+            "patches_applied": sorted({name for view in views for name in view.patches_applied}),
             "self_check": self.self_check,
             "versions": versions(),
         }
@@ -170,21 +166,20 @@ class CookbookMetrics(metrics.MetricsProcessor):
         assert self.model_parts is not None
         model = activity.observe_model(self.model_parts)
         attention, mean_attended_length = observe_attention()
-        found = {
-            "grouped_gemms": model.grouped_gemms,
-            "linear_layers": model.linear_layers,
-            "dispatch": activity.observe_dispatch(),
-            "rows": frozenset(activity.rows),
-            "loss": frozenset(activity.losses),
-            "recomputation": observe_recomputation(self.model_parts),
-            "saved": frozenset(activity.saved),
-            "moe_routing": observe_routing(self.model_parts),
-            "attention": attention,
-        }
         pp_mesh = self.parallel_dims.get_optional_mesh("pp")
         return activity.RankActivity(
             stage=0 if pp_mesh is None else pp_mesh.get_local_rank(),
-            found=found,
+            found={
+                "grouped_gemms": model.grouped_gemms,
+                "linear_layers": model.linear_layers,
+                "dispatch": activity.observe_dispatch(),
+                "rows": frozenset(activity.rows),
+                "loss": frozenset(activity.losses),
+                "recomputation": observe_recomputation(self.model_parts),
+                "saved": frozenset(activity.saved),
+                "moe_routing": observe_routing(self.model_parts),
+                "attention": attention,
+            },
             emulated=model.emulated or activity.casts_are_emulated(),
             mean_attended_length=mean_attended_length,
             patches_applied=frozenset(activity.patches_applied),
@@ -229,12 +224,9 @@ def start_compile_workers(job_config: Any) -> None:
 
     Torch starts them only when it compiles the first function.
     """
-    if not torch.cuda.is_available() or job_config.comm.mode != "default":
-        return
-    if not job_config.compile.enable or job_config.compile.backend != "inductor":
-        return
-    # No public function; where another torch lacks it, the start is only slower.
-    with suppress(ImportError):
+    compiler = job_config.compile
+    uses_inductor = compiler.enable and compiler.backend == "inductor"
+    if torch.cuda.is_available() and job_config.comm.mode == "default" and uses_inductor:
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()

@@ -33,9 +33,8 @@ FILE = "self_check.json"
 def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[str, Any] | None:
     """Check the cell's kernels, on all ranks; end every rank with one line where one is wrong.
 
-    Returns:
-        For the log: how many `kernels`, the `worst` error in units of its bound, whose it is, and
-        `seconds`. None where it is switched off, or nothing runs.
+    Return a summary for the log, with errors in units of their bounds; None where it is switched
+    off, or nothing runs.
     """
     if job_config.comm.mode != "default":
         return None
@@ -65,13 +64,10 @@ def check_kernels(job_config: Any, parallel_dims: Any, model_args: Any) -> dict[
 
 
 def check_nvshmem(maps: str) -> None:
-    """Log the NVSHMEM that this process maps; refuse another than torch's wheel.
+    """Log the NVSHMEM in `maps`, the content of /proc/self/maps; refuse another than torch's wheel.
 
     DeepEP was linked with that one. With another, which the loader takes from LD_LIBRARY_PATH, it
     hangs or fails between nodes.
-
-    Args:
-        maps: the content of /proc/self/maps.
     """
     spec = find_spec("nvidia.nvshmem") if find_spec("nvidia") else None
     folders = (spec and spec.submodule_search_locations) or ()
@@ -89,19 +85,18 @@ def check_nvshmem(maps: str) -> None:
 def run_cases(cell: Cell, skip: Iterable[tuple[str, str]] = ()) -> list[CaseResult]:
     """Return the results of a cell's cases, of each the worst of all ranks, on every rank.
 
-    Skip collective cases once any rank has failed; the others would hang.
-
-    Args:
-        skip: kernels and shapes that are known already.
+    Skip kernels and shapes that are known already, and collective cases once any rank has failed:
+    the others would hang.
     """
-    known, found = set(skip), list[CaseResult]()
+    found: list[CaseResult] = []
     with _without_traces(cell.device):
-        by_name = {(case.kernel, case.shape): case for case in kernel_cases(cell)}
-        cases = [case for name, case in by_name.items() if name not in known]
+        cases = {(case.kernel, case.shape): case for case in kernel_cases(cell)}
+        for name in skip:
+            cases.pop(name, None)
         for collective in (False, True):
             if not any(result.fault for result in found):
-                chosen = [case for case in cases if case.collective == collective]
-                found += worst_of_ranks([run_case(case, cell.device) for case in chosen])
+                chosen = [case for case in cases.values() if case.collective == collective]
+                found += _worst_of_ranks([run_case(case, cell.device) for case in chosen])
     return found
 
 
@@ -118,7 +113,7 @@ def as_json(found: Sequence[CaseResult], device: str, seconds: float) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def worst_of_ranks(own: list[CaseResult]) -> list[CaseResult]:
+def _worst_of_ranks(own: list[CaseResult]) -> list[CaseResult]:
     """Return of each case the result of the rank with the largest error."""
     everywhere: list[Any] = [own]
     if dist.is_initialized():

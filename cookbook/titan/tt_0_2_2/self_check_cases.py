@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -55,8 +55,7 @@ _AVOID = {
 }
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """The largest shapes of the cases."""
 
     tokens: int
@@ -120,11 +119,8 @@ class Cell:
 
 def kernel_cases(cell: Cell) -> list[KernelCase]:
     """Return all that a rank of the cell uses, in the order of the test; the same on every rank."""
-    return [
-        case
-        for make in (_attention, _grouped_gemms, _linear_layers, _rows, _loss, _exchange)
-        for case in make(cell)
-    ]
+    makers = (_attention, _grouped_gemms, _linear_layers, _rows, _loss, _exchange)
+    return [case for make in makers for case in make(cell)]
 
 
 def _attention(cell: Cell) -> Iterator[KernelCase]:
@@ -141,34 +137,27 @@ def _attention(cell: Cell) -> Iterator[KernelCase]:
     while groups * length**2 > 4 * SCORES:
         # The reference compares all query heads of a key at a time, at most 4 GiB of scores.
         length //= 2
+    # Use at least two sequences so that batch-indexing errors show.
+    batch = min(cell.sequences, max(2, limits.attention_scores // (heads * length * length)))
+    most = cell.sequences * bounds_capacity(0, whole) if is_flash else None
     head_dim, v_head_dim = cell.model_args.head_dims
-    fitting = limits.attention_scores // (heads * length * length)
+    scale = getattr(layer, cell.parts.scale)
     shape = AttentionShape(
-        # Use at least two sequences so that batch-indexing errors show.
-        batch=min(cell.sequences, max(2, fitting)),
-        length=length,
-        heads=heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        scale=getattr(layer, cell.parts.scale),
-        groups=groups,
-        max_documents=cell.sequences * bounds_capacity(0, whole) if is_flash else None,
+        *(batch, length, heads, head_dim, v_head_dim, scale, groups),
+        max_documents=most,
         max_length=whole if is_flash else None,
     )
     attend_by = {"flex": flex, "sdpa": sdpa, FLASH_ATTENTION_4: flash_attention_4}[kernel]
-    room = f" in room for {shape.max_documents:,}" if shape.max_documents else ""
+    room = f" in room for {most:,}" if most else ""
     # SDPA knows no documents.
     packings = ("whole",) if kernel == "sdpa" else limits.packings
     for packing in packings:
         # Each kind of inputs once: several sequences of many documents as trained ones.
-        is_first = packing == packings[0]
-        kind = "values as trained" if is_first else "random values"
-        yield KernelCase(
-            kernel,
-            f"{shape}, documents: {packing}{room}, {kind}",
-            partial(attention_errors, shape, packing, is_first, attend_by, cell.device),
-            _AVOID[kernel],
-        )
+        like_trained = packing == packings[0]
+        values = "values as trained" if like_trained else "random values"
+        run = partial(attention_errors, shape, packing, like_trained, attend_by, cell.device)
+        name = f"{shape}, documents: {packing}{room}, {values}"
+        yield KernelCase(kernel, name, run, _AVOID[kernel])
 
 
 def flex(shape: AttentionShape, ends: torch.Tensor) -> Attend:
@@ -197,31 +186,26 @@ def _unfolded(shape: AttentionShape, attention: Callable[..., torch.Tensor]) -> 
 
 
 def _grouped_gemms(cell: Cell) -> Iterator[KernelCase]:
-    args = cell.model_args
-    if not args.moe_args.use_grouped_mm:
+    if not cell.model_args.moe_args.use_grouped_mm:
         return
     # First: it builds the converters, which set the alignment.
     probe = _experts(cell, torch.empty(1, 32, 32, dtype=torch.bfloat16))
     (kind,) = observe_model([probe]).grouped_gemms
-    alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
-    num_rows = min(cell.limits.rows, 512 * cell.local_experts)
-    own = products.GroupedShape(
-        cell.local_experts, num_rows, cell.expert_hidden, args.dim, alignment
-    )
-    shapes = [own, replace(own, n=own.k, k=own.n)]
+    alignment, experts = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M, cell.local_experts
+    if cell.device == "cpu":
+        experts = min(experts, 8)
+    num_rows, n, k = min(cell.limits.rows, 512 * experts), cell.expert_hidden, cell.model_args.dim
+    own = products.GroupedShape(experts, num_rows, n, k, alignment)
+    shapes = [own, replace(own, n=k, k=n)]
     if cell.device == "cuda":
         # Short sums, where one wrong scale of a block is a large part.
         shapes.append(products.GroupedShape(9, 700, 384, 256, alignment))
-    else:
-        shapes = [replace(one, experts=min(one.experts, 8)) for one in shapes]
     kernel = f"grouped GEMM {kind}"
+    avoid = _AVOID.get(kernel, "precision bf16 does without it")
+    multiply = partial(_multiply, cell)
     for shape in shapes:
-        yield KernelCase(
-            kernel,
-            str(shape),
-            partial(products.grouped_errors, shape, kind, partial(_multiply, cell), cell.device),
-            _AVOID.get(kernel, "precision bf16 does without it"),
-        )
+        run = partial(products.grouped_errors, shape, kind, multiply, cell.device)
+        yield KernelCase(kernel, str(shape), run, avoid)
 
 
 def _experts(cell: Cell, weight: torch.Tensor) -> nn.Module:
@@ -255,22 +239,21 @@ def _linear_layers(cell: Cell) -> Iterator[KernelCase]:
     args.n_layers, args.n_dense_layers = 2, 1
     with torch.device("meta"):
         model = cell.convert(cell.parts.model(args))
+    is_rowwise = (cell.job_config.quantize.linear.float8.recipe_name or "").startswith("rowwise")
     found: dict[tuple[str, int, int], nn.Linear] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "output":
             kind = next(iter(observe_model([layer]).linear_layers))
-            recipe = cell.job_config.quantize.linear.float8.recipe_name or ""
-            if kind == "float8" and not recipe.startswith("rowwise"):
-                kind = "float8 tensorwise"
+            kind += " tensorwise" if kind == "float8" and not is_rowwise else ""
             found.setdefault((kind, layer.out_features, layer.in_features), layer)
-    by_size = sorted(found.items(), key=lambda item: item[0][1] * item[0][2])
+    by_size = sorted(found, key=lambda one: one[1] * one[2])
     if cell.device == "cpu":
         # The smallest of each kind.
-        by_size = list({key[0]: (key, layer) for key, layer in reversed(by_size)}.values())
+        by_size = list({one[0]: one for one in reversed(by_size)}.values())
     num_rows = cell.limits.linear_rows
-    for (kind, n, k), layer in by_size:
+    for kind, n, k in by_size:
 
-        def run(layer: nn.Linear = layer, kind: str = kind) -> Iterator[Error]:
+        def run(kind: str = kind, layer: nn.Linear = found[kind, n, k]) -> Iterator[Error]:
             own = layer.to_empty(device=cell.device).bfloat16()
             return products.linear_errors(own, num_rows, kind, cell.device)
 
@@ -294,13 +277,13 @@ def _rows(cell: Cell) -> Iterator[KernelCase]:
     run = partial(rows.row_errors, shape, on_activations, cell.device, counted=deepep)
     yield KernelCase("rows to expert groups and back", f"{shape}, scores {place}", run, avoid)
     if not deepep:
-        hidden, few = cell.expert_hidden, min(cell.local_experts, 8)
-        swiglu = partial(rows.swiglu_errors, limits.linear_rows, hidden, cell.device)
-        size = f"{limits.linear_rows:,} rows, hidden size {hidden}"
-        yield KernelCase("scored SwiGLU", size, swiglu, avoid)
-        join = partial(rows.join_errors, few, hidden, args.dim, cell.device)
+        num_rows, hidden, few = limits.linear_rows, cell.expert_hidden, min(cell.local_experts, 8)
+        run = partial(rows.swiglu_errors, num_rows, hidden, cell.device)
+        size = f"{num_rows:,} rows, hidden size {hidden}"
+        yield KernelCase("scored SwiGLU", size, run, avoid)
+        run = partial(rows.join_errors, few, hidden, args.dim, cell.device)
         size = f"{few} experts of {hidden} x {args.dim}"
-        yield KernelCase("experts' weights side by side", size, join, avoid)
+        yield KernelCase("experts' weights side by side", size, run, avoid)
 
 
 def _loss(cell: Cell) -> Iterator[KernelCase]:
@@ -312,14 +295,11 @@ def _loss(cell: Cell) -> Iterator[KernelCase]:
     group = None if mesh is None else mesh.get_group()
     # One less than a whole chunk.
     tokens = min(2048, cell.limits.tokens) // num_chunks * num_chunks - 1
-    shape = (tokens, args.dim, args.vocab_size, num_chunks)
-    yield KernelCase(
-        "loss in chunks",
-        f"{tokens:,} tokens of {args.dim}, {args.vocab_size:,} words, {num_chunks} chunks",
-        partial(products.loss_errors, *shape, group, backend, cell.device),
-        _AVOID["loss in chunks"],
-        collective=group is not None,
-    )
+    kernel = "loss in chunks"
+    shape = f"{tokens:,} tokens of {args.dim}, {args.vocab_size:,} words, {num_chunks} chunks"
+    sizes = (tokens, args.dim, args.vocab_size, num_chunks)
+    run = partial(products.loss_errors, *sizes, group, backend, cell.device)
+    yield KernelCase(kernel, shape, run, _AVOID[kernel], collective=group is not None)
 
 
 def _exchange(cell: Cell) -> Iterator[KernelCase]:
@@ -333,13 +313,9 @@ def _exchange(cell: Cell) -> Iterator[KernelCase]:
     shape = rows.ExchangeShape(3, length, args.dim, experts, top_k, ep=dims.ep, tp=dims.tp)
     precisions = Precisions.of(cell.job_config)
     backend = "mxfp8_a2a" if precisions.any else cell.comm_backend
-    yield KernelCase(
-        f"dispatch and combine {backend}",
-        str(shape),
-        partial(_exchange_errors, cell, shape, precisions),
-        f"EP backend {'deepep' if backend == 'standard' else 'standard'} does without it",
-        collective=True,
-    )
+    avoid = f"EP backend {'deepep' if backend == 'standard' else 'standard'} does without it"
+    run = partial(_exchange_errors, cell, shape, precisions)
+    yield KernelCase(f"dispatch and combine {backend}", str(shape), run, avoid, collective=True)
 
 
 def _exchange_errors(

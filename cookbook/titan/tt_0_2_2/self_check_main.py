@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = [(result.kernel, result.shape) for result in found]
         for result in run_cases(cell_of(words, device), known):
             found.append(result)
-            line = f"WRONG  {name}: {result.fault}; {result.avoid}"
-            if not result.fault:
-                share = f"{result.share:.0%} of the bound"
-                line = f"ok     {result.kernel}: {result.shape}: {share}, {result.seconds:.1f} s"
+            share = f"{result.share:.0%} of the bound"
+            line = f"ok     {result.kernel}: {result.shape}: {share}, {result.seconds:.1f} s"
+            if result.fault:
+                line = f"WRONG  {name}: {result.fault}; {result.avoid}"
             if dist.get_rank() == 0:
                 print(line, flush=True)
     if dist.get_rank() == 0:

@@ -38,10 +38,8 @@ DATASET = "text"
 class Place:
     """How far one reader is in one source.
 
-    Attributes:
-        file: index in the order of this epoch.
-        documents: read of this epoch's files before it, and of it; those of other readers count.
-        tokens: of this reader, over all epochs.
+    `file` counts in the order of this epoch. `before` are the documents of its files before that
+    one, `documents` those read of it, with other readers'; `tokens` are this one's, of all epochs.
     """
 
     epoch: int = 0
@@ -72,12 +70,9 @@ class Reader:
                 place.before, place.documents = place.before + place.documents, 0
                 place.file += 1
             if place.before <= self.rank:
-                raise InputError(
-                    "data.files",
-                    f"{self.source.pattern} has {place.before} documents for {self.readers} "
-                    "data-parallel ranks and workers",
-                    "use fewer, or more documents",
-                )
+                few = f"{self.source.pattern} has {place.before} documents for {self.readers}"
+                reason = f"{few} data-parallel ranks and workers"
+                raise InputError("data.files", reason, "use fewer, or more documents")
             place.epoch, place.file, place.before = place.epoch + 1, 0, 0
 
     def _read(self, file: int) -> Iterator[str]:
@@ -103,8 +98,7 @@ class Reader:
 class TextDataset(IterableDataset, Stateful):
     """Sequences of tokens of several weighted sources, cut over ranks and data-loader workers.
 
-    Yields:
-        `{"input": tokens}, labels`, each (seq_len,) int64, as TorchTitan's dataset does.
+    Yields `{"input": tokens}, labels`, each (seq_len,) int64, as TorchTitan's dataset does.
     """
 
     def __init__(
@@ -151,11 +145,7 @@ class TextDataset(IterableDataset, Stateful):
         return {"places": places, "buffer": list(self._buffer), "files": files, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved place.
-
-        Raises:
-            SystemExit: the files or the seed are others than those of the checkpoint.
-        """
+        """Continue at a saved place; with other files or another seed the job ends."""
         now = self.state_dict()
         for name, option in (("files", "data.files"), ("seed", "data.shuffle_seed")):
             if state[name] != now[name]:
@@ -192,20 +182,12 @@ def _build(
     tokenizer: Any,
     job_config: Any,
 ) -> ParallelAwareDataloader:
-    data = job_config.data
     try:
         sources = find_sources(patterns)
     except InputError as error:
         raise refuse(str(error)) from None
-    dataset = TextDataset(
-        sources,
-        data.text_key,
-        data.shuffle_seed,
-        tokenizer,
-        section.seq_len,
-        dp_rank,
-        dp_world_size,
-    )
+    how = (job_config.data.text_key, job_config.data.shuffle_seed, tokenizer, section.seq_len)
+    dataset = TextDataset(sources, *how, dp_rank, dp_world_size)
     options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
     return _tie_workers_to_rank(ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options))
 
@@ -213,8 +195,7 @@ def _build(
 def _tie_workers_to_rank(loader: ParallelAwareDataloader) -> ParallelAwareDataloader:
     """Let the loader's workers die with their rank.
 
-    A worker whose rank is gone waits for ever to write its state, which holds a whole document,
-    into a pipe that nobody reads.
+    One whose rank is gone waits for ever to write its state, a whole document, into a pipe.
     """
     loader.worker_init_fn = die_with_parent
     return loader
@@ -239,12 +220,9 @@ class RepeatableValidator(Validator):
         if (alarm := getattr(processor, "alarm", None)) is not None:
             alarm.pause()
         tokens, last_log = processor.ntokens_since_last_log, processor.time_last_log
-        counts = [
-            (module.tokens_per_expert, module.tokens_per_expert.clone())
-            for part in model_parts
-            for module in part.modules()
-            if isinstance(getattr(module, "tokens_per_expert", None), torch.Tensor)
-        ]
+        modules = (module for part in model_parts for module in part.modules())
+        found = (getattr(module, "tokens_per_expert", None) for module in modules)
+        counts = [(one, one.clone()) for one in found if isinstance(one, torch.Tensor)]
         began = time.perf_counter()
         processor.ntokens_since_last_log, processor.time_last_log = 0, began
         super().validate(model_parts, step)
@@ -268,13 +246,10 @@ class RepeatableValidator(Validator):
                 input_batch=inputs, tokenizer=self.tokenizer, extra_inputs=others
             )
         if self.parallel_dims.cp_enabled:
+            mesh = self.parallel_dims.get_mesh("cp")
+            balancer = self.job_config.parallelism.context_parallel_load_balancer
             inputs, labels, options = prepare_context_parallel_input(
-                inputs,
-                labels,
-                options,
-                self.parallel_dims.get_mesh("cp"),
-                inputs.device,
-                self.job_config.parallelism.context_parallel_load_balancer,
+                inputs, labels, options, mesh, inputs.device, balancer
             )
         return inputs, labels, others, options
 
@@ -282,8 +257,7 @@ class RepeatableValidator(Validator):
 def build_validator(job_config: Any, **arguments: Any) -> RepeatableValidator:
     """Return the validator of a job; arguments as TorchTitan's function takes them.
 
-    A validation batch has the shape of a training batch, so that nothing is compiled or sized for
-    another.
+    Its batches are of training's shape, so that nothing is compiled or sized for another.
     """
     training, validation = job_config.training, job_config.validation
     validation.seq_len, validation.local_batch_size = training.seq_len, training.local_batch_size
